@@ -80,46 +80,48 @@ struct Sums {
     bool in_range = true, narrow = true;
 };
 
-// Adds differences to the guesses of up to kTile codes; what escapes are is not added yet. The codes go to `narrow` as
-// well, as far as they fit. All in 16 bits, where the sum of two of one sign that has the other is out of range.
+// Codes as differences are added to their guesses, all in 16 bits, where the sum of two of one sign that has the other
+// is out of range. The codes go to `narrow` as well, as far as they fit.
+struct CodeSums {
+    uint16_t escapes = 0, out_of_range = 0, lost = 0;
+
+    ALWAYS_INLINE void add(uint16_t difference, int16_t& code, int8_t& narrow) {
+        constexpr uint16_t kFirstInvalid = kMaxCode + 1, kInvalid = 3;  // 32767, -32768, -32767
+        const auto guess = static_cast<uint16_t>(code), sum = static_cast<uint16_t>(guess + difference);
+        const auto invalid = static_cast<uint16_t>(static_cast<uint16_t>(sum - kFirstInvalid) < kInvalid ? 0x8000 : 0);
+        out_of_range = static_cast<uint16_t>(out_of_range | ((sum ^ guess) & (sum ^ difference)) | invalid);
+        code = static_cast<int16_t>(sum);
+        narrow = static_cast<int8_t>(sum);
+        lost = static_cast<uint16_t>(lost | (static_cast<uint16_t>(narrow) ^ sum));
+    }
+
+    Sums all() const { return {escapes, (out_of_range & 0x8000) == 0, lost == 0}; }
+};
+
+// Adds differences to the guesses of up to kTile codes; what escapes are is not added yet.
 SHRINKPOINT_KERNEL(Sums, add,
                    (const uint8_t* tokens, const uint8_t* contexts, size_t count, int16_t* codes, int8_t* narrow),
                    (tokens, contexts, count, codes, narrow)) {
-    constexpr uint16_t kFirstInvalid = kMaxCode + 1, kInvalid = 3;  // 32767, -32768, -32767
-    uint16_t escapes = 0, out_of_range = 0, lost = 0;
+    CodeSums sums;
     for (size_t i = 0; i < count; ++i) {
         const auto difference = static_cast<int16_t>(static_cast<int8_t>(tokens[i] - contexts[i]));
         const auto large = static_cast<uint16_t>(difference == kEscape ? 0xffff : 0);
-        const auto guess = static_cast<uint16_t>(codes[i]);
-        const auto added = static_cast<uint16_t>(static_cast<uint16_t>(difference) & ~large);
-        const auto code = static_cast<uint16_t>(guess + added);
-        const auto invalid = static_cast<uint16_t>(static_cast<uint16_t>(code - kFirstInvalid) < kInvalid ? 0x8000 : 0);
-        escapes = static_cast<uint16_t>(escapes - large);
-        out_of_range = static_cast<uint16_t>(out_of_range | ((code ^ guess) & (code ^ added)) | invalid);
-        codes[i] = static_cast<int16_t>(code);
-        narrow[i] = static_cast<int8_t>(code);
-        lost = static_cast<uint16_t>(lost | (static_cast<uint16_t>(narrow[i]) ^ code));
+        sums.escapes = static_cast<uint16_t>(sums.escapes - large);
+        sums.add(static_cast<uint16_t>(static_cast<uint16_t>(difference) & ~large), codes[i], narrow[i]);
     }
-    return {escapes, (out_of_range & 0x8000) == 0, lost == 0};
+    return sums.all();
 }
 
-// Adds differences, folded to symbols, to the guesses of up to kTile codes; as `add`.
+// Adds differences, folded to symbols, to the guesses of up to kTile codes.
 SHRINKPOINT_KERNEL(Sums, add_folded, (const uint8_t* symbols, size_t count, int16_t* codes, int8_t* narrow),
                    (symbols, count, codes, narrow)) {
-    constexpr uint16_t kFirstInvalid = kMaxCode + 1, kInvalid = 3;  // 32767, -32768, -32767
-    uint16_t escapes = 0, out_of_range = 0, lost = 0;
+    CodeSums sums;
     for (size_t i = 0; i < count; ++i) {
-        const uint16_t symbol = symbols[i], guess = static_cast<uint16_t>(codes[i]);
-        const auto difference = static_cast<uint16_t>(symbol >> 1 ^ (0 - (symbol & 1)));
-        const auto code = static_cast<uint16_t>(guess + difference);
-        const auto invalid = static_cast<uint16_t>(static_cast<uint16_t>(code - kFirstInvalid) < kInvalid ? 0x8000 : 0);
-        escapes = static_cast<uint16_t>(escapes + (symbol == kEscapeSymbol));
-        out_of_range = static_cast<uint16_t>(out_of_range | ((code ^ guess) & (code ^ difference)) | invalid);
-        codes[i] = static_cast<int16_t>(code);
-        narrow[i] = static_cast<int8_t>(code);
-        lost = static_cast<uint16_t>(lost | (static_cast<uint16_t>(narrow[i]) ^ code));
+        const uint16_t symbol = symbols[i];
+        sums.escapes = static_cast<uint16_t>(sums.escapes + (symbol == kEscapeSymbol));
+        sums.add(static_cast<uint16_t>(symbol >> 1 ^ (0 - (symbol & 1))), codes[i], narrow[i]);
     }
-    return {escapes, (out_of_range & 0x8000) == 0, lost == 0};
+    return sums.all();
 }
 
 SHRINKPOINT_KERNEL(size_t, count_escapes, (const uint8_t* tokens, const uint8_t* contexts, size_t count),

@@ -75,20 +75,27 @@ SHRINKPOINT_KERNEL(void, take_roots, (const float* squares, size_t count, float*
     for (size_t i = 0; i < count; ++i) roots[i] = std::sqrt(squares[i]);
 }
 
-void make_powers(const int16_t* codes, const int32_t* exponents, int32_t step, size_t count, float* values) {
+namespace {
+
+// Returns how many of the values are roots already.
+template <bool kRoot>
+size_t make_with(const int16_t* codes, const int32_t* exponents, int32_t step, size_t count, float* values) {
     size_t done = 0;
 #if defined(SHRINKPOINT_X86)
-    if (simd() == Simd::Avx512) done = make_powers_avx512<false>(codes, exponents, step, count, values);
+    if (simd() == Simd::Avx512) done = make_powers_avx512<kRoot>(codes, exponents, step, count, values);
 #endif
     make_some_powers(codes + done, exponents + done, step, count - done, values + done);
+    return done;
+}
+
+}  // namespace
+
+void make_powers(const int16_t* codes, const int32_t* exponents, int32_t step, size_t count, float* values) {
+    make_with<false>(codes, exponents, step, count, values);
 }
 
 void make_power_roots(const int16_t* codes, const int32_t* exponents, int32_t step, size_t count, float* roots) {
-    size_t done = 0;
-#if defined(SHRINKPOINT_X86)
-    if (simd() == Simd::Avx512) done = make_powers_avx512<true>(codes, exponents, step, count, roots);
-#endif
-    make_some_powers(codes + done, exponents + done, step, count - done, roots + done);
+    const size_t done = make_with<true>(codes, exponents, step, count, roots);
     take_roots(roots + done, count - done, roots + done);
 }
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shrinkpoint.errors import PolicyError
+from shrinkpoint.report.page import check_plotly
 from shrinkpoint.tensors.info import JSON
 
 
@@ -208,9 +208,7 @@ def write_plot(results: Sequence[BenchResult], path: Path, title: str) -> list[P
     Raises:
         PolicyError: plotly is not installed.
     """
-    if find_spec("plotly") is None:
-        expected, do = "plotly", "pip install 'shrinkpoint[cli]'"
-        raise PolicyError("plot", found="no plotly", expected=expected, do=do)
+    check_plotly("plot")
     figure = _figure([result for result in results if result.rows], title)
     path.parent.mkdir(parents=True, exist_ok=True)
     written = [path.with_suffix(".html")]

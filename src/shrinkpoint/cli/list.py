@@ -83,7 +83,7 @@ def _columns(rows: Sequence[CheckpointReport], is_run: bool) -> list[Column]:
             Column("folder", [row.folder or "" for row in rows], wrap=True),
             Column("step", steps, align_right=True, drop_order=1),
             Column("age", ages, align_right=True, drop_order=3),
-            Column("kind", ["keyframe" if row.keyframe else f"delta {row.depth}" for row in rows], drop_order=2),
+            Column("kind", [row.kind for row in rows], drop_order=2),
             Column("ranks", [str(row.ranks) for row in rows], align_right=True, drop_order=6),
             Column("scheme", schemes, drop_order=7),
             *size_columns,
@@ -103,7 +103,7 @@ def _columns(rows: Sequence[CheckpointReport], is_run: bool) -> list[Column]:
 
 
 def _chain_label(row: CheckpointReport) -> str:
-    text = "keyframe" if row.keyframe else f"delta {row.depth} on {row.chain[-2]}"
+    text = row.kind if row.keyframe else f"{row.kind} on {row.chain[-2]}"
     return f"{text}, forgotten" if row.forgotten else text
 
 

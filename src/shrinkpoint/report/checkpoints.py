@@ -62,6 +62,11 @@ class CheckpointReport:
     def keyframe(self) -> bool:
         return self.depth == 0
 
+    @property
+    def kind(self) -> str:
+        """What people call it: a keyframe, or a delta with its depth."""
+        return "keyframe" if self.keyframe else f"delta {self.depth}"
+
     def to_json(self, *, loss: bool = True) -> dict[str, Any]:
         """The report as a JSON object, with the fields that a store's or a run's checkpoint has.
 

@@ -56,24 +56,29 @@ def tensor_figures(runs: Sequence[RunReport]) -> Iterator[Figure]:
             yield _tree_figure(run, nodes, several=len(runs) > 1)
 
 
+def _each(runs: Sequence[RunReport], separator: str) -> Iterator[tuple[RunReport, str, str]]:
+    """Each run, its color, and what the names of its lines begin with: nothing where it is alone."""
+    for run, color in zip(runs, COLORS, strict=False):
+        yield run, color, f"{text(run.name)}{separator}" if len(runs) > 1 else ""
+
+
 def _bytes_figure(runs: Sequence[RunReport]) -> Figure:
     figure = _figure("bytes", log=True)
-    for run, color in zip(runs, COLORS, strict=False):
+    for run, color, prefix in _each(runs, ", "):
         rows = run.checkpoints
-        prefix = f"{text(run.name)}, " if len(runs) > 1 else ""
+        hover = [_describe(row) for row in rows]
         raw = [row.raw_bytes or None for row in rows]
-        _add(figure, f"{prefix}torch.save", run.steps, raw, _TORCH_COLOR, [_describe(row) for row in rows], dash="dot")
+        _add(figure, f"{prefix}torch.save", run.steps, raw, _TORCH_COLOR, hover, dash="dot")
         stored = [row.stored_bytes or None for row in rows]
         symbols = ["diamond" if row.keyframe else "circle" for row in rows]
-        _add(figure, f"{prefix}stored", run.steps, stored, color, [_describe(row) for row in rows], symbols)
+        _add(figure, f"{prefix}stored", run.steps, stored, color, hover, symbols)
     caption = "Bytes of each checkpoint beside those of its state, which torch.save writes. Diamonds are keyframes."
     return Figure("Bytes by step", caption, figure)
 
 
 def _sum_figure(runs: Sequence[RunReport]) -> Figure:
     figure = _figure("bytes")
-    for run, color in zip(runs, COLORS, strict=False):
-        prefix = f"{text(run.name)}, " if len(runs) > 1 else ""
+    for run, color, prefix in _each(runs, ", "):
         raw, stored = run.cumulative_bytes()
         hover = [
             f"{humanize.size(b)} of {humanize.size(a)}, {humanize.size(a - b)} saved"
@@ -87,8 +92,7 @@ def _sum_figure(runs: Sequence[RunReport]) -> Figure:
 
 def _chain_figure(runs: Sequence[RunReport]) -> Figure:
     figure = _figure("deltas above the keyframe")
-    for run, color in zip(runs, COLORS, strict=False):
-        prefix = f"{text(run.name)}: " if len(runs) > 1 else ""
+    for run, color, prefix in _each(runs, ": "):
         pairs = list(zip(run.steps, run.checkpoints, strict=True))
         kept = [(step, row) for step, row in pairs if row.step not in run.doomed]
         _add_points(figure, f"{prefix}keyframe", [pair for pair in kept if pair[1].keyframe], color, "diamond")
@@ -101,8 +105,7 @@ def _chain_figure(runs: Sequence[RunReport]) -> Figure:
 
 def _rise_figure(runs: Sequence[RunReport]) -> Figure:
     figure = _figure("rise of the loss", percent=True)
-    for run, color in zip(runs, COLORS, strict=False):
-        prefix = f"{text(run.name)}: " if len(runs) > 1 else ""
+    for run, color, prefix in _each(runs, ": "):
         increases = [LossIncrease.from_loss(row.loss) for row in run.checkpoints]
         values = [increase.value if increase.is_lossy else 0.0 for increase in increases]
         hover = [
@@ -272,5 +275,4 @@ def _add_points(
 def _describe(row: CheckpointReport) -> str:
     """What a mark says of its checkpoint."""
     where = f"step {row.step}" if row.folder is None else row.folder
-    kind = "keyframe" if row.keyframe else f"delta {row.depth}"
-    return f"{text(where)}<br>{text(row.scheme)}, {kind}<br>{humanize.sizes(row.raw_bytes, row.stored_bytes)}"
+    return f"{text(where)}<br>{text(row.scheme)}, {row.kind}<br>{humanize.sizes(row.raw_bytes, row.stored_bytes)}"

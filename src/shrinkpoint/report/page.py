@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
-from html import escape
 from importlib.resources import files
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -32,9 +32,7 @@ def render_page(runs: Sequence[RunReport]) -> str:
     Raises:
         PolicyError: plotly is not installed.
     """
-    if find_spec("plotly") is None:
-        do = 'pip install "shrinkpoint[cli]"'
-        raise PolicyError("report", found="no plotly", expected="plotly, which draws the figures", do=do)
+    check_plotly("report")
     from plotly.offline import get_plotlyjs
 
     from shrinkpoint.report.figures import series_figures, tensor_figures
@@ -59,6 +57,12 @@ def render_page(runs: Sequence[RunReport]) -> str:
         f'<script type="application/json" id="figures">{_figures_json(figures)}</script>'
         f"<script>{get_plotlyjs()}</script><script>{script}</script></body></html>\n"
     )
+
+
+def check_plotly(argument: str) -> None:
+    """Raise a PolicyError if plotly, which draws figures, is not installed."""
+    if find_spec("plotly") is None:
+        raise PolicyError(argument, found="no plotly", expected="plotly", do='pip install "shrinkpoint[cli]"')
 
 
 def _columns(parts: Iterator[str]) -> str:
@@ -86,8 +90,7 @@ def _figure_html(index: int, figure: Figure) -> str:
 def _figures_json(figures: Sequence[Figure]) -> str:
     """All figures as JSON that no text in it can break out of."""
     documents = [
-        {**json.loads(figure.figure.to_json()), "switches": [values for _, values in figure.switches]}
-        for figure in figures
+        {**figure.figure.to_plotly_json(), "switches": [values for _, values in figure.switches]} for figure in figures
     ]
     return json.dumps(documents, separators=(",", ":")).replace("<", "\\u003c")
 
@@ -121,7 +124,7 @@ def _checkpoint_row(run: RunReport, row: CheckpointReport) -> tuple[str, ...]:
     return (
         row.folder or str(row.step),
         row.created[:19].replace("T", " "),
-        "keyframe" if row.keyframe else f"delta {row.depth}",
+        row.kind,
         row.scheme,
         humanize.size(row.raw_bytes),
         humanize.size(row.stored_bytes),
@@ -163,9 +166,7 @@ def _exact_table(reasons: object) -> str:
 
 
 def _tensor_row(row: TensorRow) -> tuple[str, ...]:
-    count = 1
-    for length in row.shape:
-        count *= length
+    count = math.prod(row.shape)
     return (
         row.name,
         row.role,
@@ -193,4 +194,4 @@ def _long_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]],
 
 def _scroll(title: str, table: str) -> str:
     """A table that scrolls for itself where the page is narrow, also by keyboard."""
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(title)}">{table}</div>'
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="{html.text(title)}">{table}</div>'

@@ -63,8 +63,14 @@ class Sink(Protocol):
 class Storage(Protocol):
     """A set of objects under keys. Several threads may call it at once; only the holder of its lock should write.
 
-    It may also have `list_dirs() -> list[str]`, the first parts of all keys that have several, which spares a restore
-    the listing of every object.
+    It may also have, each of which spares requests or reading:
+
+    * `list_dirs() -> list[str]`: the first parts of all keys that have several; a restore need not list every object.
+    * `has_links = False`: `link` need not be tried.
+    * `size(key) -> int`: bytes of an object, without opening it.
+    * `version(key) -> object`: a value that changes when the object is replaced, None if there is none; only of a
+      storage that compares what it holds with checksums itself.
+    * `versions(prefix) -> Mapping[str, object]`: these of all keys that begin with `prefix`, in one list.
     """
 
     def put(self, key: str, data: Buffer) -> None:

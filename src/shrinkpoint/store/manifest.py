@@ -133,8 +133,7 @@ class Manifest(Generic[StepT]):
     def __repr__(self) -> str:
         """Which checkpoint it is and what it takes, in one short line."""
         step = "no step" if self.step is None else f"step {self.step}"
-        kind = f"delta {self.depth}" if self.depth else "keyframe"
-        return f"<Manifest {step}, {self.scheme}, {kind}, {humanize.sizes(self.raw_bytes, self.stored_bytes)}>"
+        return f"<Manifest {step}, {self.scheme}, {self.kind}, {humanize.sizes(self.raw_bytes, self.stored_bytes)}>"
 
     @property
     def raw_bytes(self) -> int:
@@ -145,6 +144,11 @@ class Manifest(Generic[StepT]):
     def depth(self) -> int:
         """Deltas to apply on top of the keyframe, of the rank that has most; 0 for a keyframe."""
         return max(len(self.bases), *(len(payload.bases) for payload in self.payloads))
+
+    @property
+    def kind(self) -> str:
+        """What people call it: a keyframe, or a delta with its depth."""
+        return f"delta {self.depth}" if self.depth else "keyframe"
 
     @property
     def is_lossy(self) -> bool:

@@ -34,7 +34,6 @@ def store_html(where: str, manifests: Sequence[Manifest]) -> str:
 
 def _row(manifest: Manifest) -> tuple[str, ...]:
     raw, stored = manifest.raw_bytes, manifest.stored_bytes
-    kind = f"delta {manifest.depth}" if manifest.depth else "keyframe"
     sizes = humanize.size(raw), humanize.size(stored), humanize.ratio(raw, stored)
     increase = str(LossIncrease.from_loss(manifest.loss))
-    return str(manifest.step), humanize.age(manifest.created), kind, manifest.scheme, *sizes, increase
+    return str(manifest.step), humanize.age(manifest.created), manifest.kind, manifest.scheme, *sizes, increase

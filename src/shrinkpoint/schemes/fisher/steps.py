@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -231,6 +232,7 @@ class StepCandidates:
             seeds[name] = weights.local_seed(name, weight_dither_seed(global_name, lossy_restores, seed))
         inherited = self._inherited_lattices()
 
+        @cache
         def make_fresh(name: str) -> Lattice | None:
             return self._fresh_lattice(name, curvatures[name], typical, seeds[name], scales[name])
 
