@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shrinkpoint.errors import LockedError, NotFoundError, PolicyError, TruncatedError
-from shrinkpoint.storage import Storage
+from shrinkpoint.storage import Storage, copy_object
+from shrinkpoint.storage.base import MemorySource
 
 
 class StorageSuite:
@@ -54,6 +55,11 @@ class StorageSuite:
             assert storage.get("a/b") == b"old"
             assert storage.list() == ["a/b"]
         assert storage.get("a/b") == b"new"
+
+    def test_copy_of_an_open_object_has_its_bytes(self, storage):
+        for data in (b"", b"small", bytes(range(256)) * (1 << 16)):
+            copy_object(MemorySource(data), storage, "a/b")
+            assert storage.get("a/b") == data
 
     @pytest.mark.parametrize("kind", [RuntimeError, OSError, KeyboardInterrupt])
     def test_exception_discards_what_was_written_and_passes_unchanged(self, storage, kind):

@@ -10,7 +10,8 @@
 - "unconditional": do it whatever its condition says
 - "cut_answer": do it, and close the connection in the middle of the answer
 
-`/-/pace` limits bytes a second in both directions; `/-/log` returns the requests so far, as [method, path, bytes in].
+`/-/pace` limits bytes a second in both directions; `/-/delay` is how many seconds every request waits first;
+`/-/log` returns the requests so far, as [method, path, bytes in]; `/-/peak` how many of them waited at once.
 moto looks at the condition of a write and writes in two steps; real services do both at once, so writes take turns.
 """
 
@@ -46,7 +47,8 @@ class FaultyService:
         self.app = app
         self.faults: list[dict[str, Any]] = []
         self.log: list[tuple[str, str, int]] = []
-        self.bytes_per_second = 0.0
+        self.bytes_per_second = self.delay = 0.0
+        self.num_waiting = self.peak = 0
         self.mutex, self.write_mutex = threading.Lock(), threading.Lock()
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Any:
@@ -56,6 +58,7 @@ class FaultyService:
         if path.startswith("/-/"):
             return [self.control(path, body, start_response)]
         name = f"{method} {path}" + (f"?{query}" if query else "")
+        self.wait()
         self.pause(len(body))
         fault = self.next_fault(name, len(body))
         if fault in ("slow_down", "error"):
@@ -92,8 +95,12 @@ class FaultyService:
                 self.faults.append(json.loads(body))
             elif path == "/-/pace":
                 self.bytes_per_second = json.loads(body)
+            elif path == "/-/delay":
+                self.delay = json.loads(body)
             elif path == "/-/clear":
-                self.faults, self.log, self.bytes_per_second = [], [], 0.0
+                self.faults, self.log, self.bytes_per_second, self.delay, self.peak = [], [], 0.0, 0.0, 0
+            elif path == "/-/peak":
+                return str(self.peak).encode()
             return json.dumps(self.log).encode()
 
     def next_fault(self, name: str, size: int) -> str:
@@ -108,6 +115,14 @@ class FaultyService:
                     fault["count"] -= 1
                     return fault["kind"]
         return ""
+
+    def wait(self) -> None:
+        with self.mutex:
+            self.num_waiting += 1
+            self.peak = max(self.peak, self.num_waiting)
+        time.sleep(self.delay)
+        with self.mutex:
+            self.num_waiting -= 1
 
     def pause(self, size: int) -> None:
         if self.bytes_per_second:
@@ -185,8 +200,15 @@ class S3Server:
     def set_pace(self, bytes_per_second: float) -> None:
         self.post("/-/pace", bytes_per_second)
 
+    def set_delay(self, seconds: float) -> None:
+        self.post("/-/delay", seconds)
+
+    def peak(self) -> int:
+        """How many requests waited at once, at most, since `clear`."""
+        return int(self.post("/-/peak"))
+
     def clear(self) -> None:
-        """Forget faults, pace and log; objects stay."""
+        """Forget faults, pace, delay and log; objects stay."""
         self.post("/-/clear")
 
     def requests(self) -> list[list[Any]]:

@@ -78,8 +78,20 @@ def test_save_in_a_long_run_takes_a_few_requests(url, s3):
         s3.clear()
         store.save(12, state(12))
         names = [f"{method} {path}" for method, path, _ in s3.requests()]
-    assert sum(not name.startswith("HEAD") for name in names) <= 6, names
-    assert len(names) <= 6 + 13, names  # one for each file of the chain: is it still there, and the same
+    assert len(names) <= 7, names
+
+
+def test_files_of_a_chain_are_asked_for_at_once_and_opened_once(url, s3):
+    with Store(url) as store:
+        for step in range(12):
+            store.save(step, state(step))
+    for act in (lambda: Store(url).restore(), lambda: load(url), lambda: Store(url).list()):
+        s3.clear()
+        s3.set_delay(0.05)
+        act()
+        assert s3.peak() >= 4
+        names = [f"{method} {path}" for method, path, _ in s3.requests()]
+        assert sum(name.startswith("GET") for name in names) <= 12 + 4, names
 
 
 def test_chain_outlives_pruning_without_links(url):

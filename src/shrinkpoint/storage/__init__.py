@@ -1,6 +1,15 @@
 """Maps keys to bytes, in a directory, in memory or in a bucket, with atomic and durable writes."""
 
-from shrinkpoint.storage.base import MemoryStorage, Sink, Source, Storage, check_key, storage_error
+from shrinkpoint.storage.base import (
+    MemoryStorage,
+    Sink,
+    Source,
+    Storage,
+    check_key,
+    copy_object,
+    map_requests,
+    storage_error,
+)
 from shrinkpoint.storage.local import LocalStorage, atomic_replace, check_no_loss
 from shrinkpoint.storage.object_url import is_object_url
 from shrinkpoint.storage.paths import is_url, local_path, natural_key, what_is_at
@@ -15,9 +24,11 @@ __all__ = [
     "atomic_replace",
     "check_key",
     "check_no_loss",
+    "copy_object",
     "is_object_url",
     "is_url",
     "local_path",
+    "map_requests",
     "natural_key",
     "resolve_storage",
     "split_object_url",

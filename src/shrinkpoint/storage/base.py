@@ -10,17 +10,22 @@ import errno
 import io
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 from shrinkpoint.errors import LockedError, NoSpaceError, NotFoundError, PolicyError, StorageError, TruncatedError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Keys: TypeAlias = list[str]
+T = TypeVar("T")
+R = TypeVar("R")
 
 RESERVED = ".shrinkpoint-"
 """Prefix of the names that a storage uses itself (temporary files, its lock); no part of a key begins with it."""
+
+_COPIED_BYTES = 1 << 23  # at a time
 
 
 class Source(Protocol):
@@ -71,6 +76,8 @@ class Storage(Protocol):
     * `version(key) -> object`: a value that changes when the object is replaced, None if there is none; only of a
       storage that compares what it holds with checksums itself.
     * `versions(prefix) -> Mapping[str, object]`: these of all keys that begin with `prefix`, in one list.
+    * `write_from(key, source)`: as `create`, of the bytes of an open object.
+    * `request_pool`: threads in which calls wait beside each other, where each waits for a service; see `map_requests`.
     """
 
     def put(self, key: str, data: Buffer) -> None:
@@ -146,6 +153,53 @@ def check_key(key: str) -> str:
         expected = f'a relative path without empty, "." or ".." parts, and no part that begins with "{RESERVED}"'
         raise PolicyError("storage", found=f"the key {key!r}", expected=expected, do="choose another name")
     return key
+
+
+def copy_object(source: Source, target: Storage, key: str) -> None:
+    """Write the bytes of an open object as another one, atomically and durably.
+
+    Raises:
+        StorageError: reading or writing failed.
+        TruncatedError: the source ends before its size.
+    """
+    write_from: Callable[[str, Source], None] | None = getattr(target, "write_from", None)
+    if write_from is not None:
+        write_from(key, source)
+        return
+    with target.create(key) as sink:
+        for begin in range(0, source.size, _COPIED_BYTES):
+            sink.write(source.read(begin, min(_COPIED_BYTES, source.size - begin)))
+
+
+def map_requests(storage: Storage, call: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Call a function, which reads of a storage, for each item: beside each other in the storage's `request_pool`.
+
+    The function itself must not call this.
+
+    Raises:
+        whatever a call raises; of several the first.
+    """
+    pool: Executor | None = getattr(storage, "request_pool", None)
+    if pool is None:
+        return [call(item) for item in items]
+    futures: list[Future[R]] = []
+    try:
+        for item in items:
+            futures.append(_submit(pool, call, item))
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def _submit(pool: Executor, call: Callable[[T], R], item: T) -> Future[R]:
+    """Submit a call; where there are no threads any more, since the interpreter exits, make it now."""
+    try:
+        return pool.submit(call, item)
+    except RuntimeError:
+        result: Future[R] = Future()
+        result.set_result(call(item))
+        return result
 
 
 def storage_error(where: str, operation: str, error: OSError) -> StorageError:

@@ -41,7 +41,7 @@ def send_request(where: str, operation: str, call: Callable[[], T]) -> T:
         StorageError: anything else. Neither the message nor a chained error repeats the service's text: it may hold a
             signed URL or a key.
     """
-    _check_not_forked(where)
+    check_not_forked(where)
     for pause in (*_PAUSES, None):
         try:
             return call()
@@ -54,7 +54,7 @@ def send_request(where: str, operation: str, call: Callable[[], T]) -> T:
     raise AssertionError("the last attempt returns or raises")
 
 
-def _check_not_forked(where: str) -> None:
+def check_not_forked(where: str) -> None:
     """Raise a StorageError in a fork of a process that has sent requests: obstore's threads are not in it, and it would
     wait for them forever."""
     global _sender

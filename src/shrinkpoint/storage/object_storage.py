@@ -15,15 +15,16 @@ from typing import Any
 
 from shrinkpoint import validate
 from shrinkpoint.errors import LockedError, NotFoundError, StorageError
-from shrinkpoint.storage.base import RESERVED, Buffer, Keys, check_key
+from shrinkpoint.storage.base import RESERVED, Buffer, Keys, Source, check_key
 from shrinkpoint.storage.lease import Lease
-from shrinkpoint.storage.object_errors import send_request
+from shrinkpoint.storage.object_errors import check_not_forked, send_request
 from shrinkpoint.storage.object_source import ObjectSource
 from shrinkpoint.storage.object_url import parse_object_url
-from shrinkpoint.storage.upload import UploadSink
+from shrinkpoint.storage.upload import SourceFile, UploadSink, upload_file
 
 _REQUEST_SECONDS = 180.0  # that one request may take, with all its retries
 _PARALLEL_READS = 8
+_PARALLEL_REQUESTS = 16
 
 
 class ObjectStorage:
@@ -58,6 +59,20 @@ class ObjectStorage:
     def _pool(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(_PARALLEL_READS, "shrinkpoint-read")
 
+    @cached_property
+    def _request_pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(_PARALLEL_REQUESTS, "shrinkpoint-request")
+
+    @property
+    def request_pool(self) -> ThreadPoolExecutor:
+        """Threads of `map_requests`; not those of large reads, for which a call here may wait.
+
+        Raises:
+            StorageError: this process is a fork, and has none of them.
+        """
+        check_not_forked(self.describe())
+        return self._request_pool
+
     def put(self, key: str, data: Buffer) -> None:
         """Write a small object, such as the manifest that commits a checkpoint.
 
@@ -87,6 +102,24 @@ class ObjectStorage:
             self._check_lease()
         finally:
             sink.close()
+
+    def write_from(self, key: str, source: Source) -> None:
+        """As `create`, of bytes that are elsewhere already: no temporary file is written.
+
+        Raises:
+            StorageError: the service did not take it; or whatever reading the source raised.
+        """
+        check_key(key)
+        self._check_lease()
+        file = SourceFile(source)
+        try:
+            with _bucket_errors(self.describe(key)):
+                upload_file(self._store, key, file, source.size, self.describe(key))
+        except StorageError:
+            if file.error is not None:
+                raise file.error from None
+            raise
+        self._check_lease()
 
     def open(self, key: str) -> ObjectSource:
         return ObjectSource(self._store, check_key(key), self.describe(key), self._pool)
@@ -190,7 +223,8 @@ class ObjectStorage:
 
 
 def _version_of(meta: Mapping[str, Any]) -> object:
-    return meta["e_tag"], meta["version"], meta["size"]
+    """ETag and size; a list has no more, and on Azure has the ETag without quotes."""
+    return (meta["e_tag"] or "").strip('"'), meta["size"]
 
 
 @contextmanager

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING
 
-from shrinkpoint.storage.base import Buffer, Sink, storage_error
+from shrinkpoint.errors import ShrinkpointError
+from shrinkpoint.storage.base import Buffer, Sink, Source, storage_error
 from shrinkpoint.storage.object_errors import send_request
 
 if TYPE_CHECKING:
@@ -54,29 +55,10 @@ class UploadSink(Sink):
             return self._file.read(length)
 
     def upload(self, store: ObjectStore, path: str) -> None:
-        """Make the bytes an object: it is there, complete and durable, when this returns.
-
-        Large ones go in parts, a few at once. Memory: `_PARALLEL_PARTS` parts.
-
-        Raises:
-            StorageError: the service did not take it.
-        """
-        import obstore
-
+        """Make the bytes an object; raises as `upload_file`."""
         with self._os_errors("reading back"):
             size = self._file.seek(0, io.SEEK_END)
-            self._file.seek(0)
-        if isinstance(self._file, io.BytesIO):
-            data = self._file.getvalue()
-            send_request(self._where, "writing", lambda: obstore.put(store, path, data, use_multipart=False))
-            return
-        part = max(PART_BYTES, -(-size // _MAX_PARTS))
-
-        def put_parts() -> None:
-            self._file.seek(0)
-            obstore.put(store, path, self._file, use_multipart=True, chunk_size=part, max_concurrency=_PARALLEL_PARTS)
-
-        send_request(self._where, "uploading", put_parts)
+        upload_file(store, path, self._file, size, self._where)
 
     def close(self) -> None:
         with suppress(OSError):  # of a temporary file, which is gone then
@@ -99,3 +81,61 @@ class UploadSink(Sink):
         except OSError as error:
             where = f"{self._where}: temporary file in {tempfile.gettempdir()}"
             raise storage_error(where, operation, error) from error
+
+
+class SourceFile(io.RawIOBase):
+    """A source as a file, as obstore reads it.
+
+    Attributes:
+        error: why the source could not be read; obstore raises another error then.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source, self._offset = source, 0
+        self.error: ShrinkpointError | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1, /) -> bytes:
+        rest = self._source.size - self._offset
+        size = rest if size < 0 else min(size, rest)
+        try:
+            data = bytes(self._source.read(self._offset, size))
+        except ShrinkpointError as error:
+            self.error = error
+            raise
+        self._offset += len(data)
+        return data
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        origins = {io.SEEK_SET: 0, io.SEEK_CUR: self._offset, io.SEEK_END: self._source.size}
+        self._offset = min(max(origins[whence] + offset, 0), self._source.size)
+        return self._offset
+
+    def tell(self) -> int:
+        return self._offset
+
+
+def upload_file(store: ObjectStore, path: str, file: IO[bytes] | SourceFile, size: int, where: str) -> None:
+    """Make the bytes of a file an object: it is there, complete and durable, when this returns.
+
+    Large ones go in parts, a few at once. Memory: `_PARALLEL_PARTS` parts.
+
+    Raises:
+        StorageError: the service did not take it.
+    """
+    import obstore
+
+    def put() -> None:
+        file.seek(0)
+        if size <= _MAX_HELD_BYTES:
+            obstore.put(store, path, file.read(size), use_multipart=False)
+            return
+        part = max(PART_BYTES, -(-size // _MAX_PARTS))
+        obstore.put(store, path, file, use_multipart=True, chunk_size=part, max_concurrency=_PARALLEL_PARTS)
+
+    send_request(where, "writing" if size <= _MAX_HELD_BYTES else "uploading", put)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,6 +46,7 @@ class ChainFile:
         is_payload: it is the checkpoint's own file, and not one that it depends on.
         step, id: the checkpoint of a store that it belongs to; None and "" elsewhere.
         header: of this very file, if it has been read and verified already.
+        source: this very file, open: `read` uses and closes it.
     """
 
     digest: str
@@ -57,21 +58,51 @@ class ChainFile:
     step: int | None = None
     id: str = ""
     header: FileReader | None = None
+    source: Source | None = None
+
+    def open_ahead(self) -> ChainFile:
+        """This file, open and with its header; raises as `read`."""
+
+        def open_file(source: Source, where: str) -> ChainFile:
+            try:
+                return replace(self, header=self.verify(source, where), source=source)
+            except BaseException:
+                source.close()
+                raise
+
+        return self._try_keys(open_file)
+
+    def close(self) -> ChainFile:
+        """This file, no longer open."""
+        if self.source is not None:
+            self.source.close()
+        return replace(self, source=None)
 
     def read(self, use: Callable[[FileReader], T]) -> T:
         """Call `use` with the file, once its header is verified, from the first key under which that succeeds.
 
-        A damaged file is passed over, since there may be an intact copy under the next key.
+        A damaged file is passed over, since there may be an intact copy under the next key; not so if it is open.
 
         Raises:
             ChainError, FormatError, StorageError: no key leads to the file; the error of the first that has one.
         """
+        if self.source is not None and self.header is not None:
+            with self.source:
+                return use(self.header)
+
+        def use_source(source: Source, where: str) -> T:
+            with source:
+                return use(self.verify(source, where))
+
+        return self._try_keys(use_source)
+
+    def _try_keys(self, use: Callable[[Source, str], T]) -> T:
+        """Call `use` with the file and its name, from the first key under which that succeeds; raises as `read`."""
         error: ShrinkpointError | None = None
         error_class: type[ShrinkpointError]
         for key in self.keys:
             try:
-                with self.storage.open(key) as source:
-                    return use(self.verify(source, self.storage.describe(key)))
+                return use(self.storage.open(key), self.storage.describe(key))
             except NotFoundError:
                 continue
             except (ChainError, FormatError, StorageError) as other:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 from shrinkpoint.codec.reference import Reference
+from shrinkpoint.container import FileReader
 from shrinkpoint.errors import NotFoundError, ShrinkpointError
-from shrinkpoint.storage import Storage
+from shrinkpoint.storage import Storage, map_requests
 from shrinkpoint.store.chain import ChainFile, chain_links, directory_chain, store_chain
 from shrinkpoint.store.checkpoint_file import Allowance, DecodedFile, decode_records
 from shrinkpoint.store.directory import read_directory_manifest
@@ -24,6 +25,10 @@ SelectLeaves: TypeAlias = Callable[[JSON, str], SelectedLeaves]
 """Selects leaves of a state's tree; the second argument is the file, for messages."""
 _MAX_KEPT_TENSORS = 1 << 12
 """Tensors of a file up to which its header is parsed once for a chain; of larger ones, again before it is decoded."""
+_MAX_OPEN = 64
+"""Files of a chain in a bucket that stay open from the reading of their headers on: each holds a block of its bytes."""
+_BATCH = 16
+"""Files of which the headers are read at once."""
 
 
 def decode_chain(
@@ -55,7 +60,7 @@ def decode_chain(
     files = tuple(chain)
     selected: SelectedLeaves | None = None
     if select is not None:
-        reader = files[-1].read(lambda reader: reader)
+        reader = files[-1].read(_header)
         selected = select(reader.tree, reader.where)
     if len(files) > 1 or selected is not None:
         with suppress(ShrinkpointError):
@@ -72,30 +77,51 @@ def _decode_last(
     files: Sequence[ChainFile], threads: int | None, max_bytes: int | None, selected: frozenset[str] | None
 ) -> DecodedFile:
     """Decode the last file of a chain, or some of its tensors; of a file before it, what that needs."""
-    steps: list[tuple[ChainFile, frozenset[int]]] = []
+    steps: list[tuple[ChainFile, frozenset[int]]] = []  # the last file first
     names = selected
-    for file in reversed(files):
-        reader = file.read(lambda reader: reader)
-        records, names = needed_records(reader, names)
-        is_small = sum(len(head.infos) for head in reader.records) <= _MAX_KEPT_TENSORS
-        steps.append((replace(file, header=reader) if is_small else file, records))
     content: DecodedFile | None = None
     allowance = Allowance(max_bytes)
-    for file, records in reversed(steps):
-        is_last = file is steps[0][0]
-        decode = partial(
-            decode_records,
-            reference=None if content is None else content.reference,
-            threads=threads,
-            allowance=allowance,
-            records=None if is_last and selected is None else records,
-            verify_others=selected is None,
-            with_values=is_last,
-            overwrite=True,
-        )
-        content = file.read(decode)
+    try:
+        for file, reader in _iter_headers(files):
+            records, names = needed_records(reader, names)
+            is_small = sum(len(head.infos) for head in reader.records) <= _MAX_KEPT_TENSORS
+            is_kept = is_small and len(steps) < _MAX_OPEN
+            steps.append((file if is_kept else replace(file.close(), header=reader if is_small else None), records))
+        while steps:
+            file, records = steps.pop()
+            is_last = not steps
+            decode = partial(
+                decode_records,
+                reference=None if content is None else content.reference,
+                threads=threads,
+                allowance=allowance,
+                records=None if is_last and selected is None else records,
+                verify_others=selected is None,
+                with_values=is_last,
+                overwrite=True,
+            )
+            content = file.read(decode)
+    finally:
+        for file, _ in steps:
+            file.close()
     assert content is not None
     return content
+
+
+def _iter_headers(files: Sequence[ChainFile]) -> Iterator[tuple[ChainFile, FileReader]]:
+    """The files of a chain with their headers, the last first; many at a time from a service, and open then."""
+    storage, order = files[0].storage, files[::-1]
+    if not hasattr(storage, "request_pool"):
+        yield from ((replace(file, header=reader), reader) for file in order for reader in [file.read(_header)])
+        return
+    for begin in range(0, len(order), _BATCH):
+        for file in map_requests(storage, ChainFile.open_ahead, order[begin : begin + _BATCH]):
+            assert file.header is not None
+            yield file, file.header
+
+
+def _header(reader: FileReader) -> FileReader:
+    return reader
 
 
 def iter_chain(

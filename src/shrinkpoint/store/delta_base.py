@@ -226,12 +226,14 @@ class StoredFile:
         digest: of its header, which authenticates every other byte.
         size: in bytes.
         storage, key: where it is stored.
+        version: as the storage has just listed it; None: `stamp` asks for it.
     """
 
     digest: str
     size: int
     storage: Storage
     key: str
+    version: object = None
 
     @property
     def where(self) -> str:
@@ -261,7 +263,7 @@ class StoredFile:
         """
         if not isinstance(self.storage, LocalStorage):
             version: Callable[[str], object] | None = getattr(self.storage, "version", None)
-            return None if version is None else version(self.key) or MISSING
+            return None if version is None else self.version or version(self.key) or MISSING
         with suppress(OSError):
             status = Path(self.storage.path.absolute() / self.key).stat()
             return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from shrinkpoint.errors import CorruptError, FormatError, NotFoundError, ShrinkpointError, StorageError, VersionError
-from shrinkpoint.storage import LocalStorage, Storage
+from shrinkpoint.storage import LocalStorage, Storage, map_requests
 from shrinkpoint.store import layout
 from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, Manifest, decode_store_manifest, read_limited
 
@@ -240,6 +240,12 @@ class Lister:
         bases = {other: StepDirectory(other, names) for other, names in others.items() if names}
         return Listing(dict(sorted({**bases, **listing.directories}.items())))
 
+    def version(self, key: str) -> object:
+        """The version of a file, as the last `scan` has listed it; None if it has not."""
+        step = layout.step_of(key)
+        versions, _ = self._version_cache.get(-1 if step is None else step, ({}, None))
+        return versions.get(key.partition("/")[2])
+
     def iter_newest(self) -> Iterator[StepDirectory]:
         """The directories of all steps, the newest first, each read when it is asked for.
 
@@ -266,17 +272,16 @@ class Lister:
         for key, version in versions.items():
             if (step := layout.step_of(key)) is not None:
                 names.setdefault(step, {})[key.partition("/")[2]] = version
-        entries, cache = [], {}
-        for step in sorted(names):
-            old = self._version_cache.get(step)
-            if old is not None and old[0] == names[step]:
-                entry = old[1]
-            else:
-                entry = _read_manifest_of(self._storage, step, frozenset(names[step]))
-            entries.append(entry)
-            if list_versions is not None and entry.error is None:
-                cache[step] = names[step], entry
-        self._version_cache = cache
+        old = {step: entry for step, (seen, entry) in self._version_cache.items() if names.get(step) == seen}
+        changed = names.keys() - old.keys()
+
+        def read_manifest(step: int) -> StepDirectory:
+            return _read_manifest_of(self._storage, step, frozenset(names[step]))
+
+        new = map_requests(self._storage, read_manifest, sorted(changed))
+        entries = sorted((*old.values(), *new), key=lambda entry: entry.step)
+        if list_versions is not None:
+            self._version_cache = {entry.step: (names[entry.step], entry) for entry in entries if entry.error is None}
         return entries
 
     def _read_directories(self, storage: LocalStorage) -> list[StepDirectory]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import threading
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import ChainError, FormatError, NotFoundError, PolicyError, StorageError
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
 from shrinkpoint.schemes.registry import get_scheme
-from shrinkpoint.storage import Storage, resolve_storage
+from shrinkpoint.storage import Storage, map_requests, resolve_storage
 from shrinkpoint.store import chain, layout
 from shrinkpoint.store.checkpoint_file import Device, build_state
 from shrinkpoint.store.decode import decode_chain
@@ -30,7 +31,7 @@ from shrinkpoint.store.delta_base import (
     is_chain_full,
     warn_low_retention,
 )
-from shrinkpoint.store.listing import Lister, Listing, SkippedCheckpoint, forget
+from shrinkpoint.store.listing import Lister, Listing, SkippedCheckpoint, StepDirectory, forget
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.retention import Keep, PrunePlan, check_keep, execute_prune, plan_prune
 from shrinkpoint.store.save_report import SaveReport
@@ -55,12 +56,14 @@ class StoreRestore:
         state: as it was saved.
         manifest: of the checkpoint.
         skipped: newer checkpoints that do not load, newest first.
+        where: the store that it was read from.
     """
 
     step: int
     state: Any = field(repr=False)
     manifest: Manifest
     skipped: tuple[SkippedCheckpoint, ...] = ()
+    where: str = ""
 
 
 class Store:
@@ -291,7 +294,7 @@ class Store:
         for link in chain.chain_links(manifest):
             candidates = chain.candidate_keys(manifest, link)
             key = next((key for key in candidates if key in keys), candidates[0])
-            files.append(StoredFile(link.digest, link.size, self.storage, key))
+            files.append(StoredFile(link.digest, link.size, self.storage, key, self._lister.version(key)))
         return files
 
     # loading
@@ -333,21 +336,7 @@ class Store:
             NotFoundError: none loads, or there is none.
             StorageError: the store cannot be listed.
         """
-        skipped: list[SkippedCheckpoint] = []
-        for entry in self._lister.iter_newest():
-            if not entry.is_visible:
-                continue
-            try:
-                manifest = entry.read_manifest()
-                state = self._load(manifest, device, tie, keep, max_bytes)
-                return StoreRestore(entry.step, state, manifest, tuple(skipped))
-            except (FormatError, ChainError, StorageError, NotFoundError) as error:
-                skipped.append(SkippedCheckpoint(str(error), step=entry.step, error=error))
-        found, do = "no checkpoint", "save one first"
-        if skipped:
-            reasons = "; ".join(f"step {checkpoint.step}: {checkpoint.reason}" for checkpoint in skipped)
-            found, do = f"no checkpoint that loads ({reasons})", "run `verify`"
-        raise NotFoundError(self.storage.describe(), found=found, do=do)
+        return restore_newest([self], device=device, tie=tie, keep=self if keep else None, max_bytes=max_bytes)
 
     def _load(self, manifest: Manifest, device: Device, tie: bool, keep: bool, max_bytes: int | None) -> Any:
         with self._mutex:
@@ -369,15 +358,15 @@ class Store:
 
     def _stamps(self, manifest: Manifest) -> dict[str, object]:
         """`StoredFile.stamp` by digest of the files that decoding reads; not of a digest with two different files."""
-        stamps = {}
-        for link in chain.chain_links(manifest):
-            files = (
-                StoredFile(link.digest, link.size, self.storage, key) for key in chain.candidate_keys(manifest, link)
-            )
-            different = {file.stamp() for file in files} - {MISSING}
-            if len(different) == 1:
-                (stamps[link.digest],) = different
-        return stamps
+        files = [
+            StoredFile(link.digest, link.size, self.storage, key)
+            for link in chain.chain_links(manifest)
+            for key in chain.candidate_keys(manifest, link)
+        ]
+        different: dict[str, set[object]] = {file.digest: set() for file in files}
+        for file, stamp in zip(files, map_requests(self.storage, StoredFile.stamp, files), strict=True):
+            different[file.digest] |= {stamp} - {MISSING}
+        return {digest: stamp for digest, stamps in different.items() if len(stamps) == 1 for stamp in stamps}
 
     # removing and rewriting
 
@@ -453,6 +442,53 @@ class Store:
             return NotFoundError(where, found="no checkpoint", do="save one first")
         found = f"step {step} is forgotten" if step in listing.forgotten else f"no checkpoint of step {step}"
         return NotFoundError(where, found=found, expected=chain.describe_steps(listing.visible), do="list the store")
+
+
+def restore_newest(
+    stores: Sequence[Store],
+    *,
+    device: Device = None,
+    tie: bool = True,
+    keep: Store | None = None,
+    max_bytes: int | None = None,
+) -> StoreRestore:
+    """Load the newest checkpoint of one or more stores that loads; what it passes over is in the result.
+
+    Args:
+        stores: of copies of one checkpoint, that in the first of them that loads. What one has forgotten counts in none
+            of the later ones.
+        keep: the one whose next save is a delta against the checkpoint, if it is read from there.
+        device, tie, max_bytes: as for `Store.load`.
+
+    Raises:
+        NotFoundError: none loads, or there is none.
+        StorageError: a store cannot be listed.
+    """
+    skipped: list[SkippedCheckpoint] = []
+    forgotten: set[str] = set()  # ids
+    for entry, store in heapq.merge(*map(_iter_newest, stores), key=lambda pair: -pair[0].step):
+        if entry.is_forgotten and entry.manifest is not None:
+            forgotten.add(entry.manifest.id)
+        if not entry.is_visible:
+            continue
+        try:
+            manifest = entry.read_manifest()
+            if manifest.id in forgotten:
+                continue
+            state = store._load(manifest, device, tie, store is keep, max_bytes)
+            return StoreRestore(entry.step, state, manifest, tuple(skipped), store.storage.describe())
+        except (FormatError, ChainError, StorageError, NotFoundError) as error:
+            skipped.append(SkippedCheckpoint(str(error), step=entry.step, error=error))
+    found, do = "no checkpoint", "save one first"
+    if skipped:
+        reasons = "; ".join(f"step {checkpoint.step}: {checkpoint.reason}" for checkpoint in skipped)
+        found, do = f"no checkpoint that loads ({reasons})", "run `verify`"
+    where = ", ".join(store.storage.describe() for store in stores)
+    raise NotFoundError(where, found=found, do=do)
+
+
+def _iter_newest(store: Store) -> Iterator[tuple[StepDirectory, Store]]:
+    return ((entry, store) for entry in store._lister.iter_newest())
 
 
 def _check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:

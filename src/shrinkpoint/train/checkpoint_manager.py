@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.errors import MismatchError, PolicyError, warn_user
+from shrinkpoint.errors import (
+    ChainError,
+    FormatError,
+    MismatchError,
+    NotFoundError,
+    PolicyError,
+    StorageError,
+    warn_user,
+)
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
-from shrinkpoint.storage import Storage
+from shrinkpoint.storage import Storage, resolve_storage
 from shrinkpoint.store import Keep, SaveReport, Store, StoreRestore, layout
+from shrinkpoint.store.mirror import Mirror
 from shrinkpoint.store.retention import NO_METRIC, check_keep
+from shrinkpoint.store.store import restore_newest
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.train import partial_restore, state_dicts
 from shrinkpoint.train.background import BackgroundSaver
+from shrinkpoint.train.mirror_uploader import MirrorUploader
 from shrinkpoint.train.planning import make_save_plan
 from shrinkpoint.train.restore import RestoreResult
 from shrinkpoint.train.save_decision import SaveDecisionPolicy, SaveSchedule
@@ -24,6 +36,8 @@ from shrinkpoint.train.state_dicts import as_floats, mark_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+_log = logging.getLogger("shrinkpoint")
 
 
 class CheckpointManager(BackgroundSaver):
@@ -43,14 +57,18 @@ class CheckpointManager(BackgroundSaver):
             files have four times the bytes of the state. None: no limit.
         background: `save` returns as soon as the state is copied, and the copy is written beside the loop.
         threads: native threads for coding; None: every core.
+        mirror: a second place for the checkpoints, such as "s3://bucket/run". Each is copied there after it is
+            committed, behind the loop, by the process that saves; `keep` is applied there, too. Restores look there.
         save_decision_policy: what `should_save` asks; None: the loop decides itself.
         group: the ranks that all call `should_save` at every step and get the same answer; None: this process alone.
 
     Attributes:
         store: the store.
+        mirror: the mirror as a store, to read from; None: there is none.
 
     Raises:
         PolicyError: an invalid argument.
+        MissingExtraError: a URL, and what reaches it is not installed.
     """
 
     def __init__(
@@ -62,12 +80,18 @@ class CheckpointManager(BackgroundSaver):
         keyframe_every: int | None = 20,
         background: bool = False,
         threads: int | None = None,
+        mirror: str | Path | Storage | None = None,
         save_decision_policy: SaveDecisionPolicy | None = None,
         group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(scheme, background=background)
         self._keep = check_keep(keep)
         self.store = Store(where, keyframe_every=keyframe_every, threads=threads)
+        self.mirror: Store | None = None
+        self._uploader: MirrorUploader | None = None
+        if mirror is not None:
+            self.mirror = Store(resolve_storage(mirror, "mirror"), threads=threads)
+            self._uploader = MirrorUploader(Mirror(self.store.storage, self.mirror.storage, self._keep))
         self._schedule = None if save_decision_policy is None else SaveSchedule(save_decision_policy, group=group)
         self._has_read_steps = False  # of the store, for the schedule
         self._has_warned = False  # that retention deletes nothing
@@ -105,7 +129,31 @@ class CheckpointManager(BackgroundSaver):
         """
         return self._schedule is not None and self._schedule.reached_preemption
 
+    @property
+    def mirror_lag(self) -> int:
+        """Number of checkpoints that are committed, and not in the mirror yet; 0 without a mirror."""
+        return 0 if self._uploader is None else self._uploader.lag
+
+    def flush(self) -> None:
+        """Wait until the last save is durable, and the mirror has all that the store has.
+
+        Raises:
+            whatever a save raised in the background, once.
+            StorageError: the mirror lacks something; it is copied later, by this manager or another one.
+        """
+        self.wait()
+        if self._uploader is not None:
+            self._uploader.flush()
+
     def close(self) -> None:
+        """Wait as `flush` does, release the locks, and free the memory. A later `save` opens the store again.
+
+        A mirror is waited for if this manager has saved something.
+
+        Raises:
+            whatever a save raised in the background, once.
+            StorageError: the mirror lacks something; it is copied later, by this manager or another one.
+        """
         try:
             super().close()
         finally:
@@ -172,7 +220,7 @@ class CheckpointManager(BackgroundSaver):
                     stall=self._stall,
                 )
 
-            report = self._save(f"saving step {step}", flat_state, plan, write, self._apply_retention)
+            report = self._save(f"saving step {step}", flat_state, plan, write, self._finish_save)
             if self._schedule is not None:
                 self._schedule.note_saved(step, values)
             return report
@@ -225,6 +273,8 @@ class CheckpointManager(BackgroundSaver):
         checkpoint = self._load_checkpoint(step)
         if checkpoint is None:
             return None
+        if checkpoint.where != self.store.storage.describe():
+            _log.info("step %d is restored from the mirror %s", checkpoint.step, checkpoint.where)
         where = f"step {checkpoint.step}"
         if selection is None:
             _load_all(objects, checkpoint.state, where, rng=rng, strict=strict)
@@ -232,14 +282,20 @@ class CheckpointManager(BackgroundSaver):
             partial_restore.restore_parts(selection, objects, checkpoint.state, where, strict=strict)
         self._resume_from(checkpoint.manifest)
         seconds, extra = time.perf_counter() - start, checkpoint.state.get("extra")
-        return RestoreResult.from_manifest(checkpoint.manifest, seconds, extra=extra, skipped=checkpoint.skipped)
+        return RestoreResult.from_manifest(
+            checkpoint.manifest, seconds, extra=extra, skipped=checkpoint.skipped, where=checkpoint.where
+        )
 
     def _last_reference(self) -> Reference | None:
         return self.store.reference
 
     def _release(self) -> None:
         self._is_locked = False
-        self.store.close()
+        try:
+            if self._uploader is not None:
+                self._uploader.close()
+        finally:
+            self.store.close()
 
     def _lock_store(self, step: int) -> None:
         """Take the store's lock at the first save, so that a second process is refused here, not in the background."""
@@ -247,6 +303,16 @@ class CheckpointManager(BackgroundSaver):
         if not self._is_locked:
             self.store.lock()
             self._is_locked = True
+            if self._uploader is not None:  # what an earlier process has not copied
+                self._uploader.start()
+
+    def _finish_save(self) -> None:
+        """What follows a commit, in the thread that wrote."""
+        try:
+            self._apply_retention()
+        finally:
+            if self._uploader is not None:
+                self._uploader.start(committed=1)
 
     def _apply_retention(self) -> None:
         """Delete what `keep` does not keep; warn once if it means nothing yet because no checkpoint has its metric."""
@@ -263,11 +329,34 @@ class CheckpointManager(BackgroundSaver):
                 warn_user(f"{NO_METRIC}: {text}", UserWarning)
 
     def _load_checkpoint(self, step: int | None) -> StoreRestore | None:
-        """The checkpoint of a step, or the newest that loads; None if the store is empty."""
+        """The checkpoint of a step, or the newest that loads; None if there is none."""
         if step is not None:
+            return self._load_step(step)
+        stores, exists = [self.store], self.store.has_checkpoint()
+        if self.mirror is not None:
+            try:
+                exists |= self.mirror.has_checkpoint()
+                stores.append(self.mirror)
+            except StorageError as error:
+                if not exists:
+                    raise
+                warn_user(f"the mirror may have a newer checkpoint, and cannot be read: {error}", UserWarning)
+        return restore_newest(stores, keep=self.store) if exists else None
+
+    def _load_step(self, step: int) -> StoreRestore:
+        """The checkpoint of a step; where the store has none that loads, that in the mirror."""
+        try:
             manifest = self.store.manifest(step)
-            return StoreRestore(manifest.step, self.store.load(step), manifest)
-        return self.store.restore() if self.store.has_checkpoint() else None
+            return StoreRestore(step, self.store.load(step), manifest, where=self.store.storage.describe())
+        except (NotFoundError, FormatError, ChainError, StorageError) as error:
+            if self.mirror is None or step in self.store.scan().forgotten:
+                raise
+            try:
+                manifest = self.mirror.manifest(step)
+            except NotFoundError:
+                raise error from None
+        state = self.mirror.load(step, keep=False)
+        return StoreRestore(step, state, manifest, where=self.mirror.storage.describe())
 
 
 def _check_names(objects: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,6 +60,7 @@ class RestoreResult(Generic[StepT]):
         state: the nested state that was loaded; None if it was loaded into the caller's objects only.
         directory: the checkpoint's directory; None in a store.
         skipped: newer checkpoints that do not load, newest first, with the reasons.
+        where: of a `CheckpointManager`, the store that it was read from: its own, or the mirror.
     """
 
     report: RestoreReport
@@ -70,6 +71,7 @@ class RestoreResult(Generic[StepT]):
     state: Any = field(default=None, repr=False)
     directory: Path | None = None
     skipped: tuple[SkippedCheckpoint, ...] = ()
+    where: str = ""
 
     @classmethod
     def from_manifest(cls, manifest: Manifest[StepT], seconds: float, **fields: Any) -> RestoreResult[StepT]:
@@ -77,7 +79,7 @@ class RestoreResult(Generic[StepT]):
 
         Args:
             seconds: how long the restore took.
-            fields: the attributes that no manifest has: extra, state, directory, skipped.
+            fields: the attributes that no manifest has: extra, state, directory, skipped, where.
         """
         report = RestoreReport(
             seconds, manifest.raw_bytes, manifest.depth, manifest.scheme, manifest.lossy_restores + manifest.is_lossy

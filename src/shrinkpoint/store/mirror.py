@@ -1,0 +1,303 @@
+"""A second place of a store's checkpoints, which is a store itself at every moment. No torch.
+
+A checkpoint is copied file by file, those that it depends on first, and its manifest last. Files have other names there
+where those they have are taken, and no links: the manifest that is written says where they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+
+from shrinkpoint.container import FileReader
+from shrinkpoint.errors import FormatError, NotFoundError, PolicyError, ShrinkpointError, VersionError
+from shrinkpoint.storage import LocalStorage, Source, Storage, copy_object
+from shrinkpoint.store import chain, layout
+from shrinkpoint.store.chain import ChainFile
+from shrinkpoint.store.listing import Lister, Listing, StepDirectory, forget, scan
+from shrinkpoint.store.manifest import Manifest, encode_store_manifest
+from shrinkpoint.store.retention import Keep, apply_policy, check_metric, execute_prune, plan_prune
+
+_log = logging.getLogger("shrinkpoint")
+
+
+class UnreadableError(Exception):
+    """A file of a checkpoint that is to be copied cannot be read, or is damaged."""
+
+    def __init__(self, error: ShrinkpointError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Mirror:
+    """Copies the checkpoints of a store to another place.
+
+    The caller holds the lock of the other place from `begin` on, and calls one method at a time.
+
+    Args:
+        source: the storage of the store.
+        target: where its checkpoints are copied to.
+        keep: which checkpoints to keep there; None keeps all.
+
+    Raises:
+        PolicyError: one place is within the other.
+    """
+
+    def __init__(self, source: Storage, target: Storage, keep: Keep | None = None) -> None:
+        _check_apart(source, target)
+        self.source, self.target = source, target
+        self._keep = keep
+        self._lister = Lister(source)
+        self._content = Listing({})  # of the target
+        self._unreadable: set[str] = set()  # digests of checkpoints that cannot be copied
+
+    def begin(self) -> None:
+        """Read what is in the target; again whenever a call has failed.
+
+        Raises:
+            StorageError: it cannot be listed.
+        """
+        self._content = scan(self.target)
+
+    def missing(self) -> Sequence[Manifest]:
+        """The checkpoints that are to be copied, oldest first.
+
+        Raises:
+            StorageError: the store cannot be listed.
+        """
+        now = datetime.now(timezone.utc)
+        manifests = select_missing(self._lister.scan(), self._content, self._keep, now)
+        return [manifest for manifest in manifests if manifest.digest not in self._unreadable]
+
+    def copy(self, manifest: Manifest) -> bool:
+        """Copy a checkpoint, with what it depends on.
+
+        Returns:
+            False if it cannot be read: it was deleted meanwhile, or is damaged, which is logged.
+
+        Raises:
+            StorageError: the target cannot be read or written.
+            LockedError: another process has taken the target's lock.
+        """
+        try:
+            placed = self._copy_files(manifest)
+        except UnreadableError as unreadable:
+            if manifest.digest in {other.digest for other in self._lister.scan().visible.values()}:
+                self._unreadable.add(manifest.digest)
+                _log.warning("step %d is not copied to %s: %s", manifest.step, self.target.describe(), unreadable.error)
+            return False
+        self.target.put(layout.manifest_key(manifest.step), encode_store_manifest(placed))
+        names = self._content.file_names(manifest.step) | {layout.MANIFEST}
+        self._content = self._content.replace(manifest.step, StepDirectory(manifest.step, names, placed))
+        return True
+
+    def tidy(self) -> None:
+        """Hide what is forgotten in the store, and delete what `keep` does not keep.
+
+        Raises:
+            StorageError: the target cannot be written.
+            LockedError: another process has taken the target's lock.
+        """
+        if self._content.broken:  # one may depend on any file
+            return
+        local = self._lister.scan()
+        for step in sorted(local.forgotten - self._content.forgotten):
+            mine, copy = local.manifests.get(step), self._content.manifests.get(step)
+            if mine is not None and copy is not None and mine.id == copy.id:
+                forget(self.target, self._content, step)
+                entry = self._content.directories[step]
+                entry = replace(entry, names=entry.names | {layout.FORGOTTEN}, is_forgotten=True)
+                self._content = self._content.replace(step, entry)
+        keep = _effective_keep(self._keep, self._content.visible)
+        plan = plan_prune(self.target, self._content, keep, datetime.now(timezone.utc))
+        execute_prune(self.target, plan)
+        self._content = _without(self._content, plan.keys)
+
+    def _copy_files(self, manifest: Manifest) -> Manifest:
+        """Copy the files of a checkpoint that the target lacks; returns its manifest with their places there."""
+        files = chain.store_chain(self.source, manifest)
+        placed = place_files(manifest, self._content, self._holds)
+        for file, place in zip(files, placed.places, strict=True):
+            if place.is_missing:
+                with _open_intact(file) as source:
+                    copy_object(source, self.target, place.key)
+            if place.key not in self._content:
+                self._content = _with_file(self._content, place.key)
+        return placed.manifest
+
+    def _holds(self, key: str, digest: str) -> bool:
+        """Whether an object of the target that no manifest names is the file with this digest."""
+        with suppress(FormatError), self.target.open(key) as source:
+            return FileReader(source, key).digest == digest
+        return False
+
+
+def select_missing(local: Listing, content: Listing, keep: Keep | None, now: datetime) -> list[Manifest]:
+    """The checkpoints that a mirror lacks and would keep, oldest first.
+
+    Of two different ones of the same step, the one that was saved later is right.
+
+    Args:
+        local: the store.
+        content: what is in the mirror.
+        keep: which checkpoints are kept there; None: all.
+        now: the time from which `Keep(within=)` counts back.
+    """
+    missing = {}
+    for step, manifest in local.visible.items():
+        copy = content.manifests.get(step)
+        is_same = copy is not None and (copy.id, copy.digest) == (manifest.id, manifest.digest)
+        is_newer = copy is None or copy.created_at <= manifest.created_at
+        if not is_same and is_newer and not isinstance(content.broken.get(step), VersionError):
+            missing[step] = manifest
+    both = {**content.manifests, **missing}
+    forgotten = content.forgotten - missing.keys()
+    visible = {step: manifest for step, manifest in both.items() if step not in forgotten}
+    decision = apply_policy(both.values(), _effective_keep(keep, visible), now, forgotten=forgotten)
+    return [missing[step] for step in decision.keep if step in missing]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a file is in a mirror, or is to be copied to."""
+
+    key: str
+    is_missing: bool
+
+
+@dataclass(frozen=True)
+class PlacedCheckpoint:
+    """A checkpoint with the places of its files in a mirror.
+
+    Attributes:
+        manifest: as it is written there.
+        places: of the files of its chain, keyframe first, its own payload last.
+    """
+
+    manifest: Manifest
+    places: tuple[Place, ...]
+
+
+def place_files(manifest: Manifest, content: Listing, holds: Callable[[str, str], bool]) -> PlacedCheckpoint:
+    """Find a place in a mirror for each file of a checkpoint's chain, in the directory of the step it belongs to.
+
+    No file that is there is ever written over.
+
+    Args:
+        content: what is in the mirror.
+        holds: whether an object there that no manifest names is the file with a digest.
+    """
+    digests, links, places = _digests(content), [], []
+    for link in chain.chain_links(manifest):
+        head = layout.step_dir(link.step)
+        names = sorted(content.file_names(link.step), key=lambda name: name != link.file)
+        keys = {name: f"{head}/{name}" for name in names if layout.PAYLOAD.fullmatch(name)}
+        name = next((name for name, key in keys.items() if digests.get(key) == link.digest), None)
+        if name is None:
+            free = (name for name, key in keys.items() if key not in digests and holds(key, link.digest))
+            name = next(free, None)
+        is_missing = name is None
+        if name is None:
+            name = layout.payload_name(names) if link.file in names else link.file
+        links.append(replace(link, file=name, name=""))
+        places.append(Place(f"{head}/{name}", is_missing))
+    payload = replace(manifest.payloads[0], name=links[-1].file)
+    placed = replace(manifest, payloads=(payload, *manifest.payloads[1:]), bases=tuple(links[:-1]))
+    return PlacedCheckpoint(placed, tuple(places))
+
+
+def _digests(content: Listing) -> dict[str, str]:
+    """The header digest of every file that a manifest names, by key."""
+    digests = {}
+    for entry in content.directories.values():
+        for base in entry.manifest.bases if entry.manifest is not None else ():
+            if base.name not in entry.names:
+                digests[base.sibling_key] = base.digest
+    for manifest in content.manifests.values():
+        digests.update({manifest.key(payload.name): payload.digest for payload in manifest.payloads})
+    return {key: digest for key, digest in digests.items() if key in content}
+
+
+def _effective_keep(keep: Keep | None, visible: Mapping[int, Manifest]) -> Keep:
+    """The rules, or none while no checkpoint has the metric by which the best are chosen."""
+    if keep is None:
+        return Keep()
+    try:
+        check_metric(visible.values(), keep)
+    except PolicyError:
+        return Keep()
+    return keep
+
+
+def _open_intact(file: ChainFile) -> Source:
+    """Open a file of a chain under the first of its keys that leads to it, once all of its bytes have been verified.
+
+    Raises:
+        UnreadableError: no key does.
+    """
+    error: ShrinkpointError | None = None
+    for key in file.keys:
+        try:
+            source = file.storage.open(key)
+        except NotFoundError as missing:
+            error = error or missing
+            continue
+        except ShrinkpointError as other:
+            error = other
+            continue
+        try:
+            for damage in file.verify(source, file.storage.describe(key)).check():
+                raise damage.error
+            return source
+        except ShrinkpointError as damage:
+            error = damage
+            source.close()
+        except BaseException:
+            source.close()
+            raise
+    assert error is not None
+    raise UnreadableError(error)
+
+
+def _with_file(content: Listing, key: str) -> Listing:
+    """A listing with one more file."""
+    head, _, name = key.partition("/")
+    step = layout.step_of_dir(head)
+    assert step is not None
+    entry = content.directories.get(step, StepDirectory(step, frozenset()))
+    return content.replace(step, replace(entry, names=entry.names | {name}))
+
+
+def _without(content: Listing, keys: Sequence[str]) -> Listing:
+    """A listing without some files; a manifest among them takes its checkpoint along."""
+    if not keys:
+        return content
+    gone = {*keys}
+    directories = {}
+    for step, entry in content.directories.items():
+        names = frozenset(name for name, key in _keys_by_name(entry) if key not in gone)
+        if layout.MANIFEST in names:
+            directories[step] = replace(entry, names=names)
+        elif names:
+            directories[step] = StepDirectory(step, names)
+    return Listing(directories)
+
+
+def _keys_by_name(entry: StepDirectory) -> Iterator[tuple[str, str]]:
+    head = layout.step_dir(entry.step)
+    return ((name, f"{head}/{name}") for name in entry.names)
+
+
+def _check_apart(source: Storage, target: Storage) -> None:
+    """Raise a PolicyError if one of two places is within the other."""
+    first, second = (
+        storage.path.resolve().as_posix() if isinstance(storage, LocalStorage) else str(getattr(storage, "url", ""))
+        for storage in (source, target)
+    )
+    is_within = first and second and f"{first}/".startswith(f"{second}/")
+    if source is target or is_within or (first and second and f"{second}/".startswith(f"{first}/")):
+        found, do = f"{target.describe()!r} beside a store in {source.describe()!r}", "name another place"
+        raise PolicyError("mirror", found=found, expected="a place outside of the store", do=do)

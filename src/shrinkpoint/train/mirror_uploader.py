@@ -1,0 +1,171 @@
+"""Copies what a training loop saves to a second place, behind the loop."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import ExitStack, suppress
+
+from shrinkpoint.errors import LockedError, StorageError, UserLine, find_user_line, warn_at, warn_user
+from shrinkpoint.store.mirror import Mirror
+
+_log = logging.getLogger("shrinkpoint")
+_MAX_PAUSE = 60.0  # seconds between two attempts
+_POLL_SECONDS = 0.5  # how soon a pause notices that the program ends
+
+
+class MirrorUploader:
+    """Copies the checkpoints of a store to its mirror in a thread, which ends when all are there.
+
+    What fails is tried again, with growing pauses. The thread is no daemon: an interpreter that exits waits for the
+    checkpoints that are due, but tries nothing twice then. The lock of the mirror is held from the first copy until
+    `close`.
+
+    Attributes:
+        lag: checkpoints that are committed in the store, and not in the mirror yet.
+    """
+
+    def __init__(self, mirror: Mirror) -> None:
+        self.lag = 0
+        self._mirror = mirror
+        self._mutex = threading.Lock()  # of what follows
+        self._thread: threading.Thread | None = None
+        self._is_due = False  # there may be something to copy
+        self._num_commits = 0  # so far
+        self._num_waiting = 0  # callers of `flush`: then nothing is tried again
+        self._wake = threading.Event()  # ends a pause
+        self._error: Exception | None = None  # of the last attempt
+        self._has_warned = False  # since the last attempt that succeeded
+        self._user_line: UserLine | None = None  # of the last `start`; None: there was none
+        self._lock = ExitStack()  # the mirror's, while it is held
+        self._is_locked = False
+
+    @property
+    def where(self) -> str:
+        """The mirror's name in messages."""
+        return self._mirror.target.describe()
+
+    def start(self, committed: int = 0) -> None:
+        """Copy what the mirror lacks, from now on.
+
+        Args:
+            committed: number of checkpoints that have been committed since the last call.
+        """
+        with self._mutex:
+            self.lag += committed
+            self._num_commits += committed
+            self._is_due, self._user_line = True, find_user_line()
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=f"shrinkpoint: mirror {self.where}")
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the next call tries again
+                    do = "free memory, or allow more threads (`ulimit -u`)"
+                    self._error = StorageError(self.where, found=f"no thread to copy in ({error})", do=do)
+                else:
+                    self._thread = thread
+
+    def flush(self) -> None:
+        """Wait until the mirror has all checkpoints that the store has now.
+
+        Raises:
+            StorageError: it has not; the next `start`, also of another process, goes on.
+        """
+        with self._mutex:
+            self._num_waiting += 1
+        try:
+            self.start()
+            self._wake.set()
+            while (thread := self._thread) is not None:
+                thread.join()
+        finally:
+            with self._mutex:
+                self._num_waiting -= 1
+        if self._error is not None:
+            error, source = self._error, self._mirror.source.describe()
+            found = f"the mirror is behind ({error})"
+            do = f"nothing of {source} is lost; a manager of both goes on with copying, at its first save or by `flush`"
+            raise StorageError(self.where, found=found, expected=f"all checkpoints of {source}", do=do) from error
+
+    def close(self) -> None:
+        """As `flush`, and release the lock of the mirror. Nothing happens if there was no `start`.
+
+        Raises:
+            StorageError: as `flush`.
+        """
+        if self._user_line is None:
+            return
+        try:
+            self.flush()
+        finally:
+            if self._thread is None:  # it goes on if waiting for it was interrupted
+                self._release()
+                self._user_line = None
+
+    def _run(self) -> None:
+        failures = 0
+        while self._is_due_again():
+            is_last = self._num_waiting > 0 or not threading.main_thread().is_alive()
+            try:
+                self._copy_missing()
+                failures, self._error, self._has_warned = 0, None, False
+            except Exception as error:  # a storage of the caller's may raise anything
+                failures += 1
+                self._note_failure(error)
+                if not is_last:
+                    self._is_due = True
+                    self._pause(min(2.0 ** (failures - 1), _MAX_PAUSE))
+        if not threading.main_thread().is_alive():
+            self._release()
+
+    def _is_due_again(self) -> bool:
+        """Whether another attempt is due, which begins now; else the thread has ended."""
+        with self._mutex:
+            is_due, self._is_due = self._is_due, False
+            if not is_due:
+                self._thread = None
+            self._wake.clear()
+            return is_due
+
+    def _copy_missing(self) -> None:
+        """Copy checkpoints, oldest first, until none is missing."""
+        if not self._is_locked:
+            self._lock.enter_context(self._mirror.target.lock())
+            self._is_locked = True
+            self._mirror.begin()
+        elif self._error is not None:
+            self._mirror.begin()
+        while True:
+            num_commits = self._num_commits
+            missing = self._mirror.missing()
+            with self._mutex:
+                self.lag = len(missing) + self._num_commits - num_commits
+            if not missing:
+                break
+            self._mirror.copy(missing[0])
+            self._mirror.tidy()
+        self._mirror.tidy()
+
+    def _note_failure(self, error: Exception) -> None:
+        self._error = error
+        if isinstance(error, LockedError):
+            self._release()
+        _log.warning("%s: copying to the mirror failed: %s", self.where, error)
+        if self._has_warned or self._num_waiting or self._user_line is None:
+            return
+        self._has_warned = True
+        text = f"the mirror {self.where} is behind: {error}. It is tried again until it succeeds; saves go on"
+        with suppress(Warning), warn_at(self._user_line):
+            warn_user(text, UserWarning)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait, unless somebody waits for the mirror or the program ends."""
+        end = time.monotonic() + seconds
+        while (rest := end - time.monotonic()) > 0 and threading.main_thread().is_alive():
+            if self._wake.wait(min(rest, _POLL_SECONDS)):
+                return
+
+    def _release(self) -> None:
+        self._is_locked = False
+        self._lock.close()
