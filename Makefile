@@ -1,4 +1,4 @@
-# Seven verbs: check, test, nightly, bench, studies, golden, wheel. And the demo. Each sets up what it needs in .venv.
+# Eight verbs: check, test, nightly, bench, studies, golden, wheel, docs. And the demo. Each sets up what it needs in .venv.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +8,7 @@ NATIVE := CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
 # Compiled modules are stored even where the environment forbids it: hundreds of processes of the tests read them.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test nightly check bench studies golden wheel fuzz libfuzzer clean
+.PHONY: demo test nightly check bench studies golden wheel docs fuzz libfuzzer clean
 
 demo: $(VENV)/.installed
 	$(BIN)/shrinkpoint demo
@@ -53,6 +53,10 @@ golden: $(VENV)/.installed
 wheel: $(VENV)/.release
 	$(BIN)/python release/build.py
 
+# The site of the documents, in build/site: open build/site/index.html. A warning is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 # An editable install: the Python sources are used where they stand, and the native core is built again when it changes.
 # torch comes first and pinned: what it would bring along by itself is gigabytes of CUDA.
 $(VENV)/.installed: pyproject.toml release/build-requirements.txt $(NATIVE)
@@ -65,6 +69,10 @@ $(VENV)/.installed: pyproject.toml release/build-requirements.txt $(NATIVE)
 
 $(VENV)/.release: $(VENV)/.installed release/requirements.txt
 	$(BIN)/pip install --quiet --requirement release/requirements.txt
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/pip install --quiet --no-build-isolation --editable ".[dev,docs]"
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.installed

@@ -1,7 +1,5 @@
 """The exceptions of this library, as one tree.
 
-::
-
     ShrinkpointError
     ├── FormatError                       the bytes of a file are wrong
     │   ├── CorruptError                  they contradict themselves or a digest

@@ -176,8 +176,7 @@ GOBO_SPACE = Space((Axis("bins", (8, 16, 32, 64, 128, 256)), Axis("embedding_bin
 class GOBO(SearchScheme):
     """GOBO+: GOBO's quantizer with searched settings and soft termination; codes are entropy-coded if that is smaller.
 
-    Args:
-        The same as of `SearchScheme`.
+    Arguments are those of `SearchScheme`.
     """
 
     id: ClassVar[str] = "gobo"

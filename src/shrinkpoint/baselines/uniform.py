@@ -26,8 +26,7 @@ from shrinkpoint.sharding.global_stats import GlobalStats
 class QD(SearchScheme):
     """QD+: QD-Compressor (ICCD 2021) with searched settings, and bins that may change between checkpoints.
 
-    Args:
-        The same as of `SearchScheme`.
+    Arguments are those of `SearchScheme`.
     """
 
     id: ClassVar[str] = "qd"
@@ -132,8 +131,7 @@ CNR_SPACE = Space(
 class CNR(SearchScheme):
     """CNR+: the quantizer of Check-N-Run with searched settings, without its delta, which is for embedding tables.
 
-    Args:
-        The same as of `SearchScheme`.
+    Arguments are those of `SearchScheme`.
     """
 
     id: ClassVar[str] = "cnr"

@@ -172,7 +172,7 @@ class Collectives(ABC):
         """Run a function that calls collectives, on all ranks at the same time; if it raises on one rank, all raise.
 
         Raises:
-            whatever `compute` raises; what another rank raised, as an error of this library.
+            Exception: whatever `compute` raises; what another rank raised, as an error of this library.
         """
         self._has_failed = False
         try:
@@ -269,7 +269,7 @@ def gather_or_raise(
 
     Raises:
         ShrinkpointError: of the class that was raised; PolicyError if that was not one of this library's.
-        whatever `compute` raises, if this process is alone.
+        Exception: whatever `compute` raises, if this process is alone.
     """
     import torch.distributed as dist
 

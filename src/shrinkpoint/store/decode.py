@@ -52,7 +52,7 @@ def decode_chain(
         max_bytes: limit on the bytes of tensors in one file; None: the default of `Allowance`.
 
     Raises:
-        whatever `select` raises.
+        Exception: whatever `select` raises.
         ChainError: a base is missing, or none found is the one the delta was made against.
         FormatError: bytes are at fault.
         StorageError: reading failed.

@@ -80,7 +80,7 @@ class BackgroundSaver:
             The report of the last save that succeeded; None if there is none yet.
 
         Raises:
-            whatever a save raised in the background, once.
+            Exception: whatever a save raised in the background, once.
         """
         self._worker.wait()
         return self._last_report
@@ -90,7 +90,7 @@ class BackgroundSaver:
         chain elsewhere.
 
         Raises:
-            whatever a save raised in the background, once.
+            Exception: whatever a save raised in the background, once.
         """
         try:
             self._worker.wait()
@@ -251,7 +251,7 @@ class BackgroundWorker:
         """Wait for the job that runs, if any.
 
         Raises:
-            whatever a job raised, once.
+            Exception: whatever a job raised, once.
         """
         self.join()
         error, self._error = self._error, None

@@ -110,7 +110,7 @@ class CheckpointManager(BackgroundSaver):
         Raises:
             PolicyError: there is no policy; no step; ranks that ask for different steps; a metric that is no number.
             StorageError: the store cannot be read.
-            whatever a policy raises, on all ranks.
+            Exception: whatever a policy raises, on all ranks.
         """
         if self._schedule is None:
             do = "pass save_decision_policy=, such as shrinkpoint.train.FixedIntervalPolicy(1000)"
@@ -189,7 +189,7 @@ class CheckpointManager(BackgroundSaver):
             PolicyError: an object without `state_dict`, a reserved name, a step or metric that is not a number.
             LockedError: another process saves here.
             StorageError: writing failed; every checkpoint that was there still loads.
-            whatever the previous save raised in the background; then this call has saved nothing.
+            Exception: whatever the previous save raised in the background; then this call has saved nothing.
         """
         with self._next_save():
             if isinstance(self._scheme, PlanningScheme):

@@ -122,7 +122,7 @@ class Checkpointer(BackgroundSaver):
             StateError: the state holds something that cannot be stored.
             PolicyError: a metric that is not a number; a scheme that evaluates a model, and there is none.
             StorageError: writing failed; every checkpoint that was there still loads.
-            whatever the previous save raised in the background; then this call has saved nothing.
+            Exception: whatever the previous save raised in the background; then this call has saved nothing.
         """
         with self._next_save():
             target = local_path(directory, "directory").absolute()

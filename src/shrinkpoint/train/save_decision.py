@@ -231,7 +231,7 @@ class SaveSchedule:
 
         Raises:
             PolicyError: no step; ranks that ask for different steps; a metric that is no number.
-            whatever a policy raises, on all ranks.
+            Exception: whatever a policy raises, on all ranks.
         """
         step, values = layout.check_step(step), as_floats(metrics)
 

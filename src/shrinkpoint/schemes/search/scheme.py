@@ -189,7 +189,7 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
         """Do something on the rank that leads; where it raises, all ranks of the group do, instead of waiting for it.
 
         Raises:
-            whatever `compute` raises.
+            Exception: whatever `compute` raises.
         """
         if self._group is None:
             compute()

@@ -127,7 +127,7 @@ class AcceleratorCheckpointer:
             StateError: an object holds something that cannot be stored.
             PolicyError: no directory is given, its number is taken, or the distributed engine is not supported.
             StorageError: writing failed; all earlier checkpoints can still be loaded.
-            any error of the previous background save; this call has saved nothing then.
+            Exception: any error of the previous background save; this call has saved nothing then.
         """
         start = time.perf_counter()
         try:
@@ -207,7 +207,7 @@ class AcceleratorCheckpointer:
             The report of the last save that succeeded; None if there is none, and on processes that do not write.
 
         Raises:
-            any error of a background save, once.
+            Exception: any error of a background save, once.
         """
         gather_or_raise(self._sharded.wait)
         report = _run_on_all(self._whole.wait)
@@ -218,7 +218,7 @@ class AcceleratorCheckpointer:
         """Wait, and free the memory. A later `save_state` begins a new chain.
 
         Raises:
-            any error of a background save, once.
+            Exception: any error of a background save, once.
         """
         try:
             self._sharded.wait()

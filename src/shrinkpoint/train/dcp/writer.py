@@ -256,7 +256,7 @@ class Writer(CheckpointDirectory, StorageWriter):
 
         Raises:
             PolicyError: a scheme that cannot be used here.
-            whatever any rank raised, on all of them.
+            Exception: whatever any rank raised, on all of them.
         """
         collectives = self._make_collectives(world_size)
 

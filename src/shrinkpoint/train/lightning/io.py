@@ -108,7 +108,7 @@ class ShrinkIO(CheckpointIO):
             StateError: something cannot be stored; `where` names it.
             PolicyError: the path is not local; or the scheme evaluates, and no module is set.
             StorageError: writing failed; all other checkpoints can still be loaded.
-            any error of the previous background save; this call has saved nothing then.
+            Exception: any error of the previous background save; this call has saved nothing then.
         """
         if storage_options is not None:
             raise _OptionsError("ShrinkIO", found="storage_options", expected="none", do="configure ShrinkIO itself")
@@ -173,7 +173,7 @@ class ShrinkIO(CheckpointIO):
             The report of the last save; None if nothing was saved yet.
 
         Raises:
-            any error of a background save, once.
+            Exception: any error of a background save, once.
         """
         with self._lock:
             writing_dir, self._writing_dir = self._writing_dir, None
@@ -191,7 +191,7 @@ class ShrinkIO(CheckpointIO):
         """Wait, and free the memory. A later save begins a new chain.
 
         Raises:
-            any error of a background save, once.
+            Exception: any error of a background save, once.
         """
         with self._lock:
             self._is_torn_down = True

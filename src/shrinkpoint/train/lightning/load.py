@@ -44,7 +44,7 @@ def load_from_checkpoint(
 
     Raises:
         NotFoundError, ChainError, FormatError, StorageError: the checkpoint cannot be read.
-        any error of Lightning, if the module does not fit.
+        Exception: any error of Lightning, if the module does not fit.
     """
     directory = local_path_or_none(checkpoint_path)
     if directory is None or not directory.is_dir():

@@ -70,7 +70,7 @@ class ShrinkCallback(TrainerCallback):
         """Wait until the last checkpoint is complete; its report, or None if nothing was saved yet.
 
         Raises:
-            any error of the background save, once.
+            Exception: any error of the background save, once.
         """
         return self._checkpointer.wait()
 
@@ -129,7 +129,7 @@ class ShrinkCallback(TrainerCallback):
         """Wait for the previous save, before the Trainer saves and deletes older checkpoints.
 
         Raises:
-            any error of the background save.
+            Exception: any error of the background save.
         """
         if control.should_save or control.should_evaluate:  # save_strategy="best" decides after an evaluation
             self._checkpointer.wait()
@@ -152,7 +152,7 @@ class ShrinkCallback(TrainerCallback):
         """Wait for the last save, and free the memory.
 
         Raises:
-            any error of the background save.
+            Exception: any error of the background save.
         """
         self._checkpointer.close()
 

@@ -102,7 +102,7 @@ class ShrinkTrainer(Trainer):
         Raises:
             NotFoundError: there are checkpoints to resume from, and none is valid.
             ChainError, FormatError, StorageError: the named checkpoint is broken.
-            any error of a background save.
+            Exception: any error of a background save.
         """
         resume = _resolve_resume(self, resume_from_checkpoint)
         if self.model_init is not None:  # frees the previous model before a new one is made
@@ -123,7 +123,7 @@ class ShrinkTrainer(Trainer):
         """Wait until the last checkpoint is complete; its report, or None if nothing was saved yet.
 
         Raises:
-            any error of the background save, once.
+            Exception: any error of the background save, once.
         """
         self._finish_checkpoint()
         return None if self._saver.checkpointer is None else self._saver.checkpointer.wait()

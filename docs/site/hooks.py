@@ -1,0 +1,38 @@
+"""Hooks of mkdocs: pages from above docs/, and prompts that copying leaves out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+"""Documents that stand where people look for them in a checkout, and are pages of the site, too."""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the documents above docs/."""
+    from mkdocs.structure.files import File
+
+    for name in ROOT_PAGES:
+        files.append(File.generated(config, name, content=link_into_docs((ROOT / name).read_text(encoding="utf-8"))))
+    return files
+
+
+def on_page_markdown(markdown: str, /, *, page: Page, **_: Any) -> str:
+    """Turn links that leave docs/ into links of the site, and blocks with prompts into sessions."""
+    depth = page.file.src_uri.count("/")
+    for name in ROOT_PAGES:
+        markdown = markdown.replace(f"]({'../' * (depth + 1)}{name}", f"]({'../' * depth}{name}")
+    return re.sub(r"(?m)^```python\n(?=>>> )", "```pycon\n", markdown)
+
+
+def link_into_docs(markdown: str) -> str:
+    """A document of the root, with its links as if it stood in docs/."""
+    return re.sub(r"\[docs/(.*?)\]\(docs/", r"[\1](", markdown).replace("](docs/", "](")

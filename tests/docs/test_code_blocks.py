@@ -1,0 +1,214 @@
+"""Every block of Python in the documents runs: those with prompts as doctests, the others here.
+
+The latter show a part of a program; what it takes from the rest is here, as small as it can be.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.documents import ROOT, all_blocks, run_plain_blocks
+from helpers.processes import run_forked
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import shrinkpoint as sp
+from shrinkpoint.cli.app import app
+from shrinkpoint.train import RankShard
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of these sizes frameworks and schemes say much
+BLOCKS = all_blocks()
+PLAIN_PAGES = sorted({block.page for block in BLOCKS if block.language == "python" and not block.has_prompts})
+FRAMEWORK_PAGES = {"README.md", "docs/accelerate.md", "docs/lightning.md"}
+
+
+class Tiny(nn.Module):
+    """A model with the names that patterns in the documents match."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(512, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.head = nn.Linear(16, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x).relu()
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+TOKENS, LABELS = torch.arange(64) * 7 % 512, torch.arange(64) % 8
+
+
+def loss_on(model: nn.Module, batch: Any = None) -> Tensor:
+    return nn.functional.cross_entropy(model(TOKENS), LABELS, reduction="none")
+
+
+def trained() -> dict[str, Any]:
+    """A model and its optimizer, after a step."""
+    torch.manual_seed(0)
+    model = Tiny()
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss_on(model).mean().backward()
+    optimizer.step()
+    return {"sp": sp, "torch": torch, "model": model, "optimizer": optimizer, "step": 1}
+
+
+def evaluate_state(state: Mapping[str, Tensor]) -> Tensor:
+    model = Tiny()
+    model.load_state_dict(state)
+    return loss_on(model)
+
+
+def fisher(number: int) -> dict[str, Any]:
+    return {**trained(), "evaluate": loss_on}
+
+
+def schemes(number: int) -> dict[str, Any]:
+    if number:
+        return {}
+    functions = {"loss_on": loss_on, "evaluate_state": evaluate_state, "RankShard": RankShard}
+    return {**trained(), **functions, "inputs": TOKENS, "labels": LABELS, "held_out": None}
+
+
+def dcp(number: int) -> dict[str, Any]:
+    if number:
+        return {}
+    model = trained()["model"]
+    state = {"model": model.state_dict()}
+    return {
+        "dist": dist,
+        "state": state,
+        "model": model,
+        "step": 1,
+        "path": "runs/again",
+        "loss": loss_on,
+        "tokens": 64,
+    }
+
+
+SETUPS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "docs/dcp.md": dcp,
+    "docs/fisher.md": fisher,
+    "docs/schemes.md": schemes,
+}
+"""What the blocks of a page take from the reader's own program; a page that is not here needs nothing."""
+
+
+@pytest.fixture
+def lonely_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("page", [page for page in PLAIN_PAGES if page not in {"docs/wire.md", *FRAMEWORK_PAGES}])
+def test_blocks_without_prompts_run(page, tmp_path, monkeypatch, lonely_group):
+    monkeypatch.chdir(tmp_path)
+    run_plain_blocks(page, SETUPS.get(page, lambda number: {}))
+
+
+WIRE = """
+    import os, warnings
+    import torch.distributed as dist
+    from helpers.documents import run_plain_blocks
+    from helpers.pipeline_model import build, join, parts
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    def of_rank(rank, width, folder):
+        warnings.simplefilter("ignore")
+        join(rank, width, folder)
+
+        def setup(number):
+            names = {"schedule": build("GPipe", rank, width, width)[0]}
+            if number >= 2:
+                names |= {"ddp_model": DistributedDataParallel(parts(1)), "sharded_model": fully_shard(parts(1))}
+            return names
+
+        run_plain_blocks("docs/wire.md", setup)
+        dist.destroy_process_group()
+"""
+
+
+def test_blocks_about_the_wire_run_on_two_ranks(tmp_path):
+    run_forked(WIRE, str(tmp_path), width=2)
+
+
+def test_the_lines_for_every_trainer_run(tmp_path, monkeypatch, lonely_group):
+    import accelerate
+    import lightning
+    import transformers
+    from helpers.huggingface import Text, arguments, gpt2
+    from torch.distributed import checkpoint
+    from torch.nn.parallel import DistributedDataParallel
+
+    from shrinkpoint.train.transformers import ShrinkTrainer
+
+    monkeypatch.chdir(tmp_path)
+    args = arguments(Path("run"))
+    ShrinkTrainer(gpt2(), args, train_dataset=Text()).train()
+    accelerator = accelerate.Accelerator(
+        project_config=accelerate.utils.ProjectConfiguration("runs/gpt", automatic_checkpoint_naming=True)
+    )
+    prepared = accelerator.prepare(nn.Linear(64, 64))
+    names = {"model": gpt2(), "args": args, "data": Text(), "AutoModelForCausalLM": transformers.AutoModelForCausalLM}
+    names |= {
+        "Trainer": transformers.Trainer,
+        "lightning": lightning,
+        "accelerator": accelerator,
+        "dcp": checkpoint,
+        "state": {"w": torch.ones(99)},
+    }
+    names |= {"path": "runs/dcp", "ddp_model": DistributedDataParallel(nn.Linear(64, 64)), "pl": lightning.pytorch}
+    after = run_plain_blocks("README.md", lambda number: names)
+    assert isinstance(after["model"], transformers.GPT2LMHeadModel)
+    run_plain_blocks("docs/accelerate.md", lambda number: names)
+    run_plain_blocks("docs/lightning.md", lambda number: names)
+    assert prepared.weight.isfinite().all()
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+COMMANDS = [
+    (block, line.split(" #")[0])
+    for block in BLOCKS
+    if block.language != "python"
+    for line in block.text.splitlines()
+    if line.startswith("shrinkpoint ")
+]
+
+
+@pytest.mark.parametrize("block, line", [pytest.param(*pair, id=f"{pair[0].page}: {pair[1]}") for pair in COMMANDS])
+def test_commands_and_options_exist(block, line):
+    _, name, *words = shlex.split(line)
+    help_text = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"}).output
+    options = {word.partition("=")[0] for word in words if word.startswith("--")}
+    assert options <= {*re.findall(r"--[a-z-]+", help_text)}, f"{block.page}:{block.line}"
+
+
+def test_the_commands_of_the_tutorial_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with sp.Store("runs/tutorial") as store:
+        for step in (100, 110, 111):
+            store.save(step, {"model": Tiny().state_dict()})
+    lines = [line for block, line in COMMANDS if block.page == "docs/tutorial.md"]
+    assert [line.split()[1] for line in lines] == ["list", "show", "report", "verify"]
+    for line in lines:
+        ran = CliRunner().invoke(app, shlex.split(line)[1:])
+        assert ran.exit_code == 0, ran.output
+
+
+def test_no_example_stands_outside_of_a_block():
+    """GitHub and the site would show it as a quotation of a quotation."""
+    for page in ROOT.glob("docs/**/*.md"):
+        text = re.sub(r"(?ms)^```.*?^```$|<!--.*?-->", "", page.read_text())
+        assert not re.search(r"(?m)^>>> ", text), page.name

@@ -1,0 +1,66 @@
+"""The blocks of code in the documents, and how those without prompts are run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block.
+
+    Attributes:
+        page: its path from the root.
+        line: number of its first line.
+        language: what stands behind the fence.
+    """
+
+    page: str
+    line: int
+    language: str
+    text: str
+
+    @property
+    def has_prompts(self) -> bool:
+        return self.text.startswith(">>> ")
+
+    def run(self, names: dict[str, Any]) -> None:
+        """Run it as a part of a program that has these names; tracebacks name the page and its lines."""
+        exec(compile("\n" * (self.line - 1) + self.text, self.page, "exec"), names)
+
+
+def all_blocks() -> list[Block]:
+    """The blocks of all pages."""
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for match in _FENCED.finditer(text):
+            line = text.count("\n", 0, match.start(2)) + 1
+            found.append(Block(str(page.relative_to(ROOT)), line, match[1], match[2]))
+    return found
+
+
+def run_plain_blocks(page: str, setup: Callable[[int], Mapping[str, Any]] = lambda number: {}) -> dict[str, Any]:
+    """Run the Python blocks of a page that have no prompts, one after the other, in one namespace.
+
+    Args:
+        setup: what a block takes from the reader's own program, by the block's number.
+
+    Returns:
+        The names that there are afterwards.
+    """
+    names: dict[str, Any] = {"__name__": page}
+    blocks = [block for block in all_blocks() if block.page == page]
+    plain = [block for block in blocks if block.language == "python" and not block.has_prompts]
+    for number, block in enumerate(plain):
+        names |= setup(number)
+        block.run(names)
+    return names
