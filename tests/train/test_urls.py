@@ -78,6 +78,7 @@ ENTRIES = {
     "inspect path": sp.inspect,
     "Store where": sp.Store,
     "CheckpointManager where": sp.CheckpointManager,
+    "CheckpointManager mirror": lambda place: sp.CheckpointManager("never", mirror=place),
     "LocalStorage path": LocalStorage,
     "Checkpointer.save directory": lambda place: Checkpointer().save(place, STATE),
     "Checkpointer.load directory": lambda place: Checkpointer().load(place),
