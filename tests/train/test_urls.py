@@ -138,6 +138,7 @@ TAKES_BUCKETS = (
     "load where",
     "Store where",
     "CheckpointManager where",
+    "CheckpointManager mirror",
     "transformers.from_pretrained where",
     "transformers.export_pretrained where",
 )
