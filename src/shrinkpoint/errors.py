@@ -40,15 +40,11 @@ class ShrinkpointError(Exception):
         do: what the user can do next.
     """
 
-    def __init__(self, where: str, *, found: str, expected: str = "", do: str = "") -> None:
+    def __init__(self, where: str, *, found: str, do: str, expected: str = "") -> None:
         self.where, self.found, self.expected, self.do = where, found, expected, do
-        text = f"{where}: {found}"
-        if expected:
-            text += f"; expected {expected}"
-        if do:
-            text += f". {do[0].upper()}{do[1:]}"
-        self.message = text
-        super().__init__(text)
+        problem = f"{found}; expected {expected}" if expected else found
+        self.message = f"{where}: {problem}. {do[:1].upper()}{do[1:]}"
+        super().__init__(self.message)
 
     def __str__(self) -> str:  # KeyError would print the repr, OSError would look for an errno
         return self.message

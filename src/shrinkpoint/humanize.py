@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime, timezone
 
 _UNITS = ("kB", "MB", "GB", "TB", "PB", "EB")
 _AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+_MAX_NAMES = 6
+"""Names that a message lists of many."""
 
 
 def size(count: int) -> str:
@@ -81,6 +84,16 @@ def count(amount: int, noun: str) -> str:
     ('1 checkpoint', '2 checkpoints')
     """
     return f"{amount:,} {noun}{'' if amount == 1 else 's'}"
+
+
+def names(items: Sequence[str]) -> str:
+    """The first few of several names, and how many there are beside them.
+
+    >>> names(["a", "b"]), names([f"layers.{i}.weight" for i in range(9)])[-26:]
+    ('a, b', 'layers.5.weight and 3 more')
+    """
+    shown, rest = ", ".join(items[:_MAX_NAMES]), len(items) - _MAX_NAMES
+    return f"{shown} and {rest:,} more" if rest > 0 else shown
 
 
 def printable(text: str) -> str:

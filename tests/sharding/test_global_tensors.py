@@ -186,4 +186,4 @@ def test_without_a_group_a_process_gathers_alone():
     alone = make_collectives()
     assert alone.all_gather({"a": 1}) == [{"a": 1}]
     with pytest.raises(StateError, match="rank 0: w"):
-        alone.all_gather(StateError("w", found="a nan"))
+        alone.all_gather(StateError("w", found="a nan", do="look there"))

@@ -136,7 +136,7 @@ def test_nothing_is_deleted_while_a_manifest_cannot_be_read() -> None:
 
         def open(self, key: str):  # type: ignore[no-untyped-def]
             if self.moody and key.startswith("step-000000002/manifest"):
-                raise StorageError(key, found="reading failed")
+                raise StorageError(key, found="reading failed", do="look there")
             return super().open(key)
 
         def link(self, source: str, target: str) -> bool:

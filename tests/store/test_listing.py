@@ -186,7 +186,7 @@ def test_a_restore_tells_of_directories_that_cannot_be_listed(tmp_path: Path, mo
     class Failing(LocalStorage):
         def list(self, prefix: str = "") -> list[str]:
             if prefix.startswith("step-000000002"):
-                raise StorageError(self.describe(prefix), found="listing failed")
+                raise StorageError(self.describe(prefix), found="listing failed", do="look there")
             return super().list(prefix)
 
     for step in (1, 2):

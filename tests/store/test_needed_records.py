@@ -123,7 +123,7 @@ def test_a_file_that_decodes_to_other_values_than_it_says_is_named(monkeypatch: 
     def broken(reader: Any, *args: Any, records: Any = None, **kwargs: Any) -> Any:
         files.append(reader.where)
         if records is None and len(files) <= 3:  # the end of the quick way
-            raise CorruptError(reader.where, found="decoded values with digest 0", expected="others")
+            raise CorruptError(reader.where, found="decoded values with digest 0", expected="others", do="look there")
         if len(files) >= 5:
             raise ChainError(reader.where, found="a base with digest 0", expected="another", do="give the right one")
         return original(reader, *args, records=records, **kwargs)

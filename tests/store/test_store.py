@@ -161,7 +161,7 @@ def count_loads(monkeypatch: pytest.MonkeyPatch, *, fail_after: int | None = Non
     def counted(*args: Any, **kwargs: Any) -> Any:
         loads.append("load")
         if fail_after is not None and len(loads) > fail_after:
-            raise CorruptError("a file", found="damage")
+            raise CorruptError("a file", found="damage", do="look there")
         return original(*args, **kwargs)
 
     monkeypatch.setattr(store_module, "decode_chain", counted)

@@ -27,7 +27,9 @@ from shrinkpoint.train import lightning as ours
 from shrinkpoint.train import transformers as hugging
 from shrinkpoint.train.checkpointer import Checkpointer
 
+SECRET = "hunter2"
 URLS = ["s3://bucket/run", "gs://bucket", "hf://datasets/x", "file:///tmp/x", "memory://x", "simplecache::s3://x"]
+URLS += [f"https://me:{SECRET}/@host/run?signature={SECRET}"]
 STATE = {"w": torch.zeros(3)}
 
 
@@ -164,8 +166,9 @@ def test_url_is_refused_everywhere_before_anything_is_written(entry, tmp_path):
             ("transformers.Shrink", "accelerate.AcceleratorCheckpointer", "lightning d")
         ):
             continue  # of these a framework makes strings
-        with pytest.raises(PolicyError, match="file system"):
+        with pytest.raises(PolicyError, match="file system") as caught:
             ENTRIES[entry](url)
+        assert SECRET not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir() if path.name != "checkpoints"] == []
 
 

@@ -55,7 +55,7 @@ _CODE_OF_ERROR: tuple[tuple[type[Exception], ExitCode], ...] = (
 def exit_code_of(error: errors.ShrinkpointError | OSError) -> ExitCode:
     """The exit code for an error: that of the first class it is an instance of, special classes first.
 
-    >>> exit_code_of(errors.NoSpaceError("run", found="a full disk")).name
+    >>> exit_code_of(errors.NoSpaceError("run", found="a full disk", do="free some space")).name
     'STORAGE'
     """
     return next(code for kind, code in _CODE_OF_ERROR if isinstance(error, kind))

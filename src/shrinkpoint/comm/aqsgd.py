@@ -281,6 +281,6 @@ def _require_ids(shape: Sequence[int], info: MessageInfo) -> list[int]:
         raise PolicyError("AQSGD", found="no sample ids", expected=f"{shape[0] if shape else 1} of them", do=advice)
     if not shape or info.ids.numel() != shape[0]:
         problem = f"{info.ids.numel()} sample ids for {tuple(shape)}"
-        raise MismatchError("AQSGD", found=problem, expected="one a row")
+        raise MismatchError("AQSGD", found=problem, expected="one a row", do="give an id for each sample of the batch")
     ids: list[int] = info.ids.tolist()
     return ids

@@ -201,7 +201,10 @@ class BufferState(FeedbackState):
         buffers = {}
         for name, buffer in state[self.buffers_key].items():
             if not isinstance(buffer, Tensor) or buffer.dtype != torch.float32:
-                raise MismatchError(f"feedback, buffer {name}", found=repr(buffer)[:80], expected="a float32 tensor")
+                do = "load the state that `state_dict` returned"
+                raise MismatchError(
+                    f"feedback, buffer {name}", found=repr(buffer)[:80], expected="a float32 tensor", do=do
+                )
             slot, _, index = name.partition(".")
             buffers[int(slot), int(index)] = buffer.detach().clone()
         self._buffers = buffers
@@ -308,7 +311,9 @@ class EFMixed(ErrorFeedback):
             expected, advice = "a compressor that keeps a share of the entries", 'use TopK or RandomK, or "ef(...)"'
             raise PolicyError("EFMixed", found=self.compressor.spec, expected=expected, do=advice)
         if not 0 < self.share < 1:
-            raise PolicyError("EFMixed, share", found=f"{self.share}", expected="a number between 0 and 1")
+            raise PolicyError(
+                "EFMixed, share", found=f"{self.share}", expected="a number between 0 and 1", do="say e.g. share=0.5"
+            )
 
     @property
     def spec(self) -> str:

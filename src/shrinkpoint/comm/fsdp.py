@@ -245,7 +245,9 @@ def _apply_reduce_op_(total: Tensor, op: Any, world_size: int) -> Tensor:
     if kind == kinds.PREMUL_SUM:
         return total.mul_(op.factor)
     if kind != kinds.SUM:
-        raise PolicyError("reduce-scatter", found=str(kind), expected="SUM, AVG or PREMUL_SUM")
+        raise PolicyError(
+            "reduce-scatter", found=str(kind), expected="SUM, AVG or PREMUL_SUM", do="reduce by one of these"
+        )
     return total
 
 

@@ -82,10 +82,12 @@ class _BoundaryPlan:
         for boundary, overrides in per_link.items():
             if boundary not in range(num_stages - 1):
                 problem, expected = f"boundary {boundary!r}", f"0 to {num_stages - 2}, for {num_stages} stages"
-                raise PolicyError("compress_pipeline, per_link", found=problem, expected=expected)
+                do = "count boundaries from 0: boundary 0 lies between stages 0 and 1"
+                raise PolicyError("compress_pipeline, per_link", found=problem, expected=expected, do=do)
             if not overrides.keys() <= common.keys():
                 problem, expected = f"{sorted(overrides)} for boundary {boundary}", "forward, backward or both"
-                raise PolicyError("compress_pipeline, per_link", found=problem, expected=expected)
+                do = 'write e.g. {0: {"forward": "q4"}}'
+                raise PolicyError("compress_pipeline, per_link", found=problem, expected=expected, do=do)
         self.compressors: list[dict[str, Compressor | ErrorFeedback | None]] = []
         for boundary in range(num_stages - 1):
             specs = {**common, **per_link.get(boundary, {})}
@@ -203,7 +205,8 @@ class CompressedPipeline:
         links, saved_states = self.links, state["links"]
         if links.keys() != saved_states.keys():
             expected = f"those of this rank, {', '.join(links) or 'none'}"
-            raise MismatchError("wire", found=f"links {', '.join(saved_states) or 'none'}", expected=expected)
+            do = "load it on the rank that had these links"
+            raise MismatchError("wire", found=f"links {', '.join(saved_states) or 'none'}", expected=expected, do=do)
         for name, link in links.items():
             link.load_state_dict(saved_states[name])
         self._verified_mode = None
@@ -303,7 +306,8 @@ def _find_stages(schedule_or_stages: Any) -> tuple[list[Any], Any]:
     invalid = [type(stage).__name__ for stage in stages if not hasattr(stage, "stage_index")]
     if not stages or invalid:
         expected = "a schedule of torch.distributed.pipelining, or stages of it"
-        raise PolicyError("compress_pipeline", found=", ".join(invalid) or "no stages", expected=expected)
+        do = "pass the schedule, or its stages"
+        raise PolicyError("compress_pipeline", found=", ".join(invalid) or "no stages", expected=expected, do=do)
     for stage in stages:
         check_stage_api(stage)
     compressed = [stage.stage_index for stage in stages if hasattr(stage, _HANDLE_ATTRIBUTE)]

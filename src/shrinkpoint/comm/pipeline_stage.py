@@ -320,7 +320,8 @@ def check_stage_api(stage: Any) -> None:
     missing = [name for name in _REPLACEMENTS if not callable(getattr(stage, name, None))]
     if missing:
         problem = f"{type(stage).__name__} of torch {torch.__version__} has no {', '.join(missing)}"
-        raise PolicyError("compress_pipeline", found=problem, expected="a stage of torch 2.6 or newer")
+        do = "install a newer torch, or report this"
+        raise PolicyError("compress_pipeline", found=problem, expected="a stage of torch 2.6 or newer", do=do)
 
 
 def _tensor_numbers(transfers: _Transfers, neighbour: int, count: int) -> list[int | None]:

@@ -416,7 +416,8 @@ def _norm_error(tensor: Tensor, out: Tensor) -> float:
 def _noise_tensor(shape: Sequence[int] | None, dtype: str | torch.dtype, device: torch.device | str) -> Tensor:
     resolved = DTYPE_BY_NAME.get(dtype) if isinstance(dtype, str) else dtype
     if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
-        raise PolicyError("recommend(dtype=...)", found=str(dtype), expected=", ".join(DTYPE_BY_NAME))
+        do = "name the dtype of what is sent"
+        raise PolicyError("recommend(dtype=...)", found=str(dtype), expected=", ".join(DTYPE_BY_NAME), do=do)
     if shape is None:
         raise PolicyError("recommend()", found="no shape", do="give the shape of what is sent, or tensors as like=...")
     generator = torch.Generator().manual_seed(0)

@@ -66,7 +66,8 @@ class LRUIndex:
                 f"{self._max_bytes}",
                 f"at least the {self.row_numel * self._value_bytes} bytes of a row",
             )
-            raise PolicyError("AQSGD, most_bytes", found=problem, expected=expected)
+            do = "allow more bytes, or choose a narrower dtype="
+            raise PolicyError("AQSGD, most_bytes", found=problem, expected=expected, do=do)
         return is_restart
 
     def clear(self) -> None:
@@ -155,7 +156,10 @@ class SampleCache:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         ids, positions, rows = state["ids"], state["at"], state["rows"]
         if rows.dtype != self._dtype:
-            raise MismatchError("AQSGD, samples", found=f"{rows.dtype} in the checkpoint", expected=f"{self._dtype}")
+            do = "make it with the dtype= that it had"
+            raise MismatchError(
+                "AQSGD, samples", found=f"{rows.dtype} in the checkpoint", expected=f"{self._dtype}", do=do
+            )
         index = self.index
         index.clear()
         if not ids.numel():
@@ -213,7 +217,8 @@ class _FileRowBuffer(_RowBuffer):
             Path(cache_dir).mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=cache_dir)  # noqa: SIM115  (it is open as long as the rows are used)
         except OSError as error:
-            raise StorageError(cache_dir, found=str(error), expected="a directory to write to") from error
+            do = "name another folder, or free space there"
+            raise StorageError(cache_dir, found=str(error), expected="a directory to write to", do=do) from error
         weakref.finalize(self, self._file.close)
 
     def _resize(self, rows: int, width: int, num_copied: int) -> Tensor:
@@ -226,5 +231,6 @@ class _FileRowBuffer(_RowBuffer):
             mapped = mmap.mmap(self._file.fileno(), max(size, 1))
         except OSError as error:
             kind = NoSpaceError if error.errno == errno.ENOSPC else StorageError
-            raise kind(self._cache_dir, found=str(error), expected=f"{size} bytes for the samples of AQ-SGD") from error
+            expected, do = f"{size} bytes for the samples of AQ-SGD", "free space there, or set most_bytes="
+            raise kind(self._cache_dir, found=str(error), expected=expected, do=do) from error
         return torch.frombuffer(mapped, dtype=self.rows.dtype, count=rows * width).reshape(rows, width)

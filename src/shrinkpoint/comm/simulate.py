@@ -87,11 +87,13 @@ def _check_points(
     for name in after:
         if name not in modules:
             expected = f"one of {', '.join(modules)}"[:400]
-            raise PolicyError("insert_compression, after", found=repr(name), expected=expected)
+            do = "name modules as `named_modules` does"
+            raise PolicyError("insert_compression, after", found=repr(name), expected=expected, do=do)
     for index, override in overrides.items():
         if index not in range(len(after)) or override.keys() - {"forward", "backward"}:
             problem, expected = f"{index}: {dict(override)}", f"0 to {len(after) - 1}, each with forward or backward"
-            raise PolicyError("insert_compression, per_point", found=problem, expected=expected)
+            do = 'write e.g. {0: {"forward": "q4"}}'
+            raise PolicyError("insert_compression, per_point", found=problem, expected=expected, do=do)
     return modules
 
 
@@ -183,7 +185,10 @@ class CompressionPoints:
             MismatchError: it is the state of other points.
         """
         if set(state) != {str(index) for index in range(len(self._points))}:
-            raise MismatchError("points", found=f"the state of {len(state)}", expected=f"that of {len(self._points)}")
+            do = "insert the same points as when it was saved"
+            raise MismatchError(
+                "points", found=f"the state of {len(state)}", expected=f"that of {len(self._points)}", do=do
+            )
         for index, point in enumerate(self._points):
             point.load_state_dict(state[str(index)])
 
@@ -204,7 +209,7 @@ def split_ids(ids: Tensor, micro_batches: int) -> tuple[Tensor, ...]:
     """Split sample ids (integers, 1-d) into micro-batches as torch's schedules split a batch: int64, on the CPU."""
     if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         problem, expected = f"{ids.dtype} of shape {tuple(ids.shape)}", "integers, 1-d: one a row of the batch"
-        raise PolicyError("set_sample_ids", found=problem, expected=expected)
+        raise PolicyError("set_sample_ids", found=problem, expected=expected, do="pass e.g. torch.arange(batch_size)")
     return torch.tensor_split(ids.detach().to("cpu", torch.int64), micro_batches)
 
 

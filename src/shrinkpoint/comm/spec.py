@@ -65,7 +65,7 @@ def parse_compressor(text: str) -> Compressor:
     compressor: Compressor | None = _match_rule(_COMPRESSORS, text.strip())
     if compressor is None:
         problem, expected = "no compressor and no feedback", f"one of {_SPEC_EXAMPLES}"
-        raise PolicyError(f"spec {text!r}", found=problem, expected=expected)
+        raise PolicyError(f"spec {text!r}", found=problem, expected=expected, do="write one of these")
     return compressor
 
 
@@ -103,7 +103,9 @@ def _aqsgd(text: str, inner: str, folder: str | None = None) -> AQSGD:
     numbers = [value for name, value in named.items() if name != "dtype"]
     if unknown or not all(re.fullmatch(r"\d+", value) for value in numbers):
         expected = "warmup=, dtype=, most_bytes= and folder= after the compressor, in that order"
-        raise PolicyError(f"spec {text!r}", found=", ".join(options), expected=expected)
+        raise PolicyError(
+            f"spec {text!r}", found=", ".join(options), expected=expected, do='write e.g. "aq(q4:64, warmup=1)"'
+        )
     typed: dict[str, Any] = {name: value if name == "dtype" else int(value) for name, value in named.items()}
     return AQSGD(parse_compressor(spec), **typed, folder=folder)
 

@@ -50,6 +50,12 @@ class RecordHead:
     parts: Mapping[str, Entry]
 
     @property
+    def label(self) -> str:
+        """The tensors in it, for messages."""
+        more = f" and {len(self.infos) - 1} more" if len(self.infos) > 1 else ""
+        return f"tensor {(self.infos or (self,))[0].name!r}{more}"
+
+    @property
     def stored(self) -> int:
         """Stored bytes of its parts and their fillers."""
         return sum(entry.pad + entry.size for entry in self.parts.values())

@@ -140,9 +140,8 @@ class FileReader:
             raise self._corrupt_error(record, part, f"stored digest {digest}", entry.digest)
 
     def _corrupt_error(self, record: RecordHead, part: str, found: str, expected: str) -> CorruptError:
-        name = record.infos[0].name if len(record.infos) == 1 else record.name
         advice = "restore another checkpoint; `shrinkpoint verify` lists all damage"
-        return corrupt_error(f"{self.where}: tensor {name!r}, part {part!r}", found, expected, advice)
+        return corrupt_error(f"{self.where}: {record.label}, part {part!r}", found, expected, advice)
 
 
 def _parse_metadata(head: Header, source: Readable, where: str) -> FileMetadata:

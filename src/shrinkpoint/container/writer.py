@@ -216,7 +216,9 @@ def _to_json(value: JSON, where: str) -> str:
         reason = str(error)
     if reason:
         expected = f"JSON of at most {_MAX_VALUE_DEPTH} levels"
-        raise StateError(where, found=f"what JSON does not take ({reason})", expected=expected)
+        raise StateError(
+            where, found=f"what JSON does not take ({reason})", expected=expected, do="pass plain values of JSON"
+        )
     return text
 
 

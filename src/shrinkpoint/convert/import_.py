@@ -287,7 +287,9 @@ class HeaderOnlySource(Source):
     def read(self, offset: int, length: int) -> bytes:
         if offset + length > len(self._header):
             expected = "to be asked for no more than the header"
-            raise TruncatedError(self._where, found="a file that was only measured", expected=expected)
+            raise TruncatedError(
+                self._where, found="a file that was only measured", expected=expected, do="report this"
+            )
         return self._header[offset : offset + length]
 
     def close(self) -> None:

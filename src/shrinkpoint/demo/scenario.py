@@ -76,7 +76,10 @@ class DemoOptions:
             found = f"{self.steps} steps with a checkpoint every {self.every}"
             raise PolicyError("demo", found=found, expected="two checkpoints or more", do="train for more steps")
         if self.disturb is not None and self.disturb[0] not in RUNS:
-            raise PolicyError("demo, disturb", found=repr(self.disturb[0]), expected=" or ".join(map(repr, RUNS)))
+            do = "name one of them"
+            raise PolicyError(
+                "demo, disturb", found=repr(self.disturb[0]), expected=" or ".join(map(repr, RUNS)), do=do
+            )
 
     @property
     def record_path(self) -> Path:
@@ -208,11 +211,12 @@ class Scenario:
             if first_step > self.options.steps:
                 shutil.rmtree(self.options.store)
                 first_step = self.options.first_kill_step
+        do = "try a longer run or a larger model"
         raise ShrinkpointError(
             str(self.options.store),
             found=f"{MAX_ATTEMPTS} kills, each after the save had ended",
             expected="one in the middle of a save",
-            do="try a longer run or a larger model",
+            do=do,
         )
 
     def train_again(self, log: TrainingLog, last_step: int) -> TrainingLog | None:

@@ -89,7 +89,8 @@ class LogHistogram:
             StateError: a value is not finite, or `tensor` holds no floats.
         """
         if not tensor.is_floating_point():
-            raise StateError(where, found=f"a tensor of {tensor.dtype}", expected="real floating-point values")
+            do = "pass float16, bfloat16, float32 or float64"
+            raise StateError(where, found=f"a tensor of {tensor.dtype}", expected="real floating-point values", do=do)
         fits_int16 = 2 * max_bucket(alpha) + 1 <= torch.iinfo(torch.int16).max
         dtype = torch.int16 if fits_int16 else torch.int32
         ids, flat = torch.empty(tensor.shape, dtype=dtype, device=tensor.device), tensor.detach().reshape(-1)
@@ -126,7 +127,7 @@ class LogHistogram:
         """
         if self.alpha != other.alpha:
             found = f"sketches of alpha {self.alpha} and {other.alpha}"
-            raise PolicyError("sketch", found=found, expected="the same alpha")
+            raise PolicyError("sketch", found=found, expected="the same alpha", do="make both with one alpha")
         return LogHistogram(self.alpha, self.counts + other.counts.to(self.counts.device))
 
     @property
@@ -155,7 +156,9 @@ class LogHistogram:
             PolicyError: `q` is not between 0 and 1, or nothing was counted.
         """
         if not 0 <= q <= 1:
-            raise PolicyError("quantile", found=f"q = {q}", expected="a number from 0 to 1")
+            raise PolicyError(
+                "quantile", found=f"q = {q}", expected="a number from 0 to 1", do="pass a share, such as 0.99"
+            )
         return self.value_at_rank(math.floor(q * (self.count - 1)))
 
     def value_at_rank(self, rank: int) -> float:
@@ -212,7 +215,10 @@ def _log_gamma(alpha: float) -> float:
     `(1 + a) * exp(_LOG_ERROR) <= 1 + alpha`.
     """
     if not _MIN_ALPHA <= alpha <= _MAX_ALPHA:
-        raise PolicyError("alpha", found=f"{alpha}", expected=f"a relative error from {_MIN_ALPHA} to {_MAX_ALPHA}")
+        do = "pass e.g. 0.01"
+        raise PolicyError(
+            "alpha", found=f"{alpha}", expected=f"a relative error from {_MIN_ALPHA} to {_MAX_ALPHA}", do=do
+        )
     return 2 * math.atanh((1 + alpha) * math.exp(-_LOG_ERROR) - 1)
 
 
@@ -226,7 +232,8 @@ def _check_finite(values: Tensor, where: str) -> None:
     low, high = (float(limit) for limit in torch.aminmax(values))
     if not -_MAX_FLOAT32 <= low <= high <= _MAX_FLOAT32:
         found = "nan" if math.isnan(low) else f"{low if low < -_MAX_FLOAT32 else high}"
-        raise StateError(where, found=f"the value {found}", expected="values that are finite in float32")
+        do = "leave this tensor as it is, or look where it diverged"
+        raise StateError(where, found=f"the value {found}", expected="values that are finite in float32", do=do)
 
 
 CODE_LIMIT = 4096

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from shrinkpoint import humanize
 from shrinkpoint.codec.code_streams import CODERS
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.reference import Reference
@@ -237,8 +238,8 @@ def _differences(weights: Mapping[str, Tensor], reference: Reference | None) -> 
 
 def _warn_diverged(errors: Mapping[str, float]) -> None:
     text = (
-        f"{', '.join(errors)}: what was saved last is farther away than zero, and a difference to it would leave an "
-        f"error of {max(errors.values()):.2g} times the weights: this checkpoint is a keyframe"
+        f"{humanize.names([*errors])}: what was saved last is farther away than zero, and a difference to it would "
+        f"leave an error of {max(errors.values()):.2g} times the weights: this checkpoint is a keyframe"
     )
     warn_user(text)
 

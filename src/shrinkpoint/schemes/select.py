@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shrinkpoint import humanize
 from shrinkpoint.codec.lattice import LatticeTensor, as_matrix
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.errors import warn_user
@@ -51,8 +52,11 @@ class TensorSelection:
     def warn_nonfinite(self) -> None:
         """Warn of weights that stay exact since they are not finite."""
         if self.nonfinite:
-            text = f"weights with values that are not finite are kept as they are: {', '.join(self.nonfinite)}"
-            warn_user(text)
+            names = humanize.names(self.nonfinite)
+            warn_user(
+                f"weights with values that are not finite are kept as they are: {names}. See whether training "
+                "has diverged"
+            )
 
     def optimizer_info_of_masters(self, state: FlatState) -> dict[str, OptimizerInfo]:
         """The optimizer's facts by name, those of a narrow weight also under the name of its master copy."""

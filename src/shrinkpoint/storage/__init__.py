@@ -12,7 +12,7 @@ from shrinkpoint.storage.base import (
 )
 from shrinkpoint.storage.local import LocalStorage, atomic_replace, check_no_loss
 from shrinkpoint.storage.object_url import is_object_url
-from shrinkpoint.storage.paths import is_url, local_path, natural_key, what_is_at
+from shrinkpoint.storage.paths import hide_credentials, is_url, local_path, natural_key, what_is_at
 from shrinkpoint.storage.resolve import resolve_storage, split_object_url
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "check_key",
     "check_no_loss",
     "copy_object",
+    "hide_credentials",
     "is_object_url",
     "is_url",
     "local_path",

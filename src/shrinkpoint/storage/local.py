@@ -293,7 +293,7 @@ class LocalStorage:
         with _os_errors(self.describe(key), "opening"):
             if path.is_file():  # not a directory, and not a pipe, where reading would wait
                 return path
-        raise NotFoundError(self.describe(key), found=what_is_at(path), do="look at what lies beside it")
+        raise NotFoundError(self.describe(key), found=what_is_at(path), do="check the path")
 
     @contextmanager
     def _temporary_path(self, directory: Path, where: str) -> Iterator[Path]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from urllib.parse import urlsplit
 
 from shrinkpoint.errors import PolicyError, missing_extra
+from shrinkpoint.storage.paths import hide_credentials
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -91,10 +92,10 @@ def parse_object_url(value: str | os.PathLike[str], argument: str = "url") -> Ob
         PolicyError: it is no URL of object storage, names no bucket, or says more than a bucket and a path. The message
             does not repeat a URL that may hold credentials.
     """
-    match = _OBJECT_URL.fullmatch(os.fspath(value))
+    match, found = _OBJECT_URL.fullmatch(os.fspath(value)), f"{hide_credentials(os.fspath(value))!r:.200}"
     if match is None:
         expected = "one of " + ", ".join(f"{scheme}://bucket/path" for scheme in OBJECT_SCHEMES)
-        raise PolicyError(argument, found=f"{os.fspath(value)!r:.200}", expected=expected, do="write such a URL")
+        raise PolicyError(argument, found=found, expected=expected, do="write such a URL")
     expected = f"{match[1]}://bucket/path, and nothing else"
     parts = urlsplit(f"{match[1]}://{match[2]}")
     if "@" in parts.netloc or parts.query or parts.fragment:
@@ -102,7 +103,5 @@ def parse_object_url(value: str | os.PathLike[str], argument: str = "url") -> Ob
         raise PolicyError(argument, found="a URL with a user, a query or a fragment", expected=expected, do=do)
     prefix = parts.path.strip("/")
     if not parts.netloc or "\0" in prefix or any(part in ("", ".", "..") for part in prefix.split("/") if prefix):
-        raise PolicyError(
-            argument, found=f"{os.fspath(value)!r:.200}", expected=expected, do="name a bucket and a path"
-        )
+        raise PolicyError(argument, found=found, expected=expected, do="name a bucket and a path")
     return ObjectUrl(match[1], parts.netloc, prefix)

@@ -85,6 +85,15 @@ def is_url(value: object) -> bool:
     return isinstance(text, str) and bool(_URL.match(text) or _URL_SCHEMES.search(text))
 
 
+def hide_credentials(url: str) -> str:
+    """A URL as messages may repeat it: without the user, the password, the query and the fragment that it may have.
+
+    >>> hide_credentials("https://me:secret/1@host/run?X-Amz-Signature=2"), hide_credentials("runs/s3:/me:1@bucket")
+    ('https://***@host/run?***', 'runs/s3:/***@bucket')
+    """
+    return re.sub(r"[?#].*", "?***", re.sub(r"(:/+).*@", r"\1***@", url, flags=re.DOTALL), flags=re.DOTALL)
+
+
 def local_path(value: object, argument: str = "path", *, directory: bool = False) -> Path:
     """Return `value` as a path, if it is one in a file system of this machine.
 
@@ -93,7 +102,8 @@ def local_path(value: object, argument: str = "path", *, directory: bool = False
         directory: a file at this path is refused.
 
     Raises:
-        PolicyError: a URL, an empty string, a file instead of a directory; also a TypeError if it is not a path.
+        PolicyError: a URL, which the message repeats without credentials; an empty string; a file instead of a
+            directory; also a TypeError if it is not a path.
     """
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str):
@@ -102,7 +112,7 @@ def local_path(value: object, argument: str = "path", *, directory: bool = False
     if is_url(text):
         do = "leave `file://` away" if text.startswith("file:") else _DO
         expected = "a path on a file system of this machine"
-        raise PolicyError(argument, found=f"the URL {text!r}", expected=expected, do=do)
+        raise PolicyError(argument, found=f"the URL {hide_credentials(text)!r}", expected=expected, do=do)
     if not text or "\0" in text:
         raise PolicyError(argument, found=repr(text), expected="the name of a file or a directory", do="name one")
     path = Path(text)

@@ -169,7 +169,9 @@ class DecodeNode:
         return concat(parts) if parts else np.empty(0, np.uint8)
 
     def _no_codes_error(self, name: str) -> ChainError:
-        return ChainError(self.where, found=f"tensor {name!r}, which has no codes")
+        return ChainError(
+            self.where, found=f"tensor {name!r}, which has no codes", do="give the checkpoint this one was made against"
+        )
 
 
 class DecodePlan:
@@ -415,7 +417,8 @@ class DecodePlan:
         record = self._nodes[node].full_record
         params = self._cache.quantizers[node].get(name) if record is None else record.quantized.get(name)
         if params is None:
-            raise ChainError(self._chain[file].reader.where, found=f"tensor {name!r}, which is not quantized")
+            do = "give the checkpoint this one was made against"
+            raise ChainError(self._chain[file].reader.where, found=f"tensor {name!r}, which is not quantized", do=do)
         return params.lattice if isinstance(params, LatticeTensor) else params
 
 

@@ -80,7 +80,7 @@ class DeltaWriter:
     def payload(self) -> Payload:
         """The payload that `write` wrote."""
         if self._uncommitted is None:
-            raise PolicyError("DeltaWriter", found="no payload", expected="`write` first")
+            raise PolicyError("DeltaWriter", found="no payload", expected="`write` first", do="call `write`")
         return self._uncommitted.payload
 
     def write(

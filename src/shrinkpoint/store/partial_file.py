@@ -41,7 +41,7 @@ class PartialFile:
 
     def describe(self, index: int) -> str:
         """The name of a record in messages."""
-        return f"{self.reader.where}: record {self.head(index).name!r}"
+        return f"{self.reader.where}: {self.head(index).label}"
 
     def is_same(self, index: int) -> bool:
         """Whether a record only states that its tensors have not changed since the parent."""

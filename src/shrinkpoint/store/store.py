@@ -46,6 +46,9 @@ from shrinkpoint.store.transaction import (
 from shrinkpoint.store.verify import Finding, verify
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 
+_MAX_REASONS = 5
+"""Checkpoints that an error tells why they do not load."""
+
 
 @dataclass(frozen=True)
 class StoreRestore:
@@ -481,8 +484,11 @@ def restore_newest(
             skipped.append(SkippedCheckpoint(str(error), step=entry.step, error=error))
     found, do = "no checkpoint", "save one first"
     if skipped:
-        reasons = "; ".join(f"step {checkpoint.step}: {checkpoint.reason}" for checkpoint in skipped)
-        found, do = f"no checkpoint that loads ({reasons})", "run `verify`"
+        reasons = [f"step {checkpoint.step}: {checkpoint.reason}" for checkpoint in skipped]
+        if len(reasons) > _MAX_REASONS:
+            reasons[_MAX_REASONS:] = [f"and {len(reasons) - _MAX_REASONS} more"]
+        found = f"no checkpoint that loads ({'; '.join(reasons)})"
+        do = f"run `shrinkpoint verify {stores[0].storage.describe()} --deep`"
     where = ", ".join(store.storage.describe() for store in stores)
     raise NotFoundError(where, found=found, do=do)
 

@@ -57,7 +57,7 @@ def torch_dtype(name: str) -> torch.dtype:
         CorruptError: no release writes that name, or this torch lacks the dtype.
     """
     if name not in TORCH_DTYPES:
-        do = "install a newer torch" if name in ITEMSIZE else ""
+        do = "install a newer torch" if name in ITEMSIZE else "restore another checkpoint"
         raise CorruptError("dtype", found=repr(name), expected="a dtype this torch has", do=do)
     return TORCH_DTYPES[name]
 

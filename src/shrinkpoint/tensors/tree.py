@@ -97,7 +97,8 @@ class TreeEncoder:
         if type(value) not in self._nest_encoders:
             raise _type_error(value, path)
         if id(value) in self._open_ids:
-            raise StateError(format_path(path), found="a nest that contains itself", expected=_STORABLE)
+            do = "break the circle: save what it refers to once"
+            raise StateError(format_path(path), found="a nest that contains itself", expected=_STORABLE, do=do)
         if len(path) >= MAX_DEPTH:
             raise _depth_error(path)
         self._open_ids.add(id(value))
@@ -132,7 +133,10 @@ class TreeEncoder:
         if type(key) in (type(None), bool, int, float, str):
             return self._value_encoders[type(key)](key, path)
         expected = "str, int, float, bool, None or tuples of these"
-        raise StateError(format_path(path), found=f"a dict with a key of type {_type_name(key)}", expected=expected)
+        do = "use such keys, e.g. str(key)"
+        raise StateError(
+            format_path(path), found=f"a dict with a key of type {_type_name(key)}", expected=expected, do=do
+        )
 
     def _bytes(self, value: bytes, path: StatePath) -> JSON:
         if len(value) <= MAX_INLINE_BYTES:
@@ -224,7 +228,8 @@ def _unsupported_feature(value: torch.Tensor) -> str:
 def _check_numpy_dtype(kind: str, dtype: np.dtype[Any], path: StatePath) -> None:
     if numpy_to_torch_dtype(dtype) is None:
         expected = "a bool, integer, float or complex dtype of up to 64 bit"
-        raise StateError(format_path(path), found=f"a numpy {kind} of dtype {dtype}", expected=expected)
+        do = "convert it, e.g. with .astype()"
+        raise StateError(format_path(path), found=f"a numpy {kind} of dtype {dtype}", expected=expected, do=do)
 
 
 def _type_error(value: Any, path: StatePath) -> StateError:
@@ -461,7 +466,8 @@ class TreeDecoder:
         return body
 
     def _raise_corrupt(self, path: StatePath, found: str, expected: str) -> NoReturn:
-        raise CorruptError(f"{self._where}: {format_path(path)}", found=found, expected=expected)
+        do = "restore another checkpoint, or fetch an intact copy of this file"
+        raise CorruptError(f"{self._where}: {format_path(path)}", found=found, expected=expected, do=do)
 
 
 _DECODERS: dict[str, Callable[[TreeDecoder, JSON, StatePath], Any]] = {

@@ -47,7 +47,7 @@ class RankShard:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             found, expected = f"rank {self.rank} of {self.world_size}", "a rank from 0 to one less than there are"
-            raise PolicyError("RankShard", found=found, expected=expected)
+            raise PolicyError("RankShard", found=found, expected=expected, do="count ranks from 0")
 
     def __call__(self, name: str, tensor: Tensor) -> TensorPart | None:
         if not isinstance(tensor, torch.nn.Parameter) or tensor.dim() <= self.axis:
@@ -91,7 +91,8 @@ def select_parts(targets: Mapping[str, Any], only: RestoreSelection) -> Selected
     indices: dict[str, _TorchIndex] = {}
     for name, part in _match_names(only, live_state):
         if name in indices and isinstance(only, Mapping):
-            raise PolicyError(f"only, {name}", found="two patterns that fit it", expected="one part of a tensor")
+            do = "write patterns that do not overlap"
+            raise PolicyError(f"only, {name}", found="two patterns that fit it", expected="one part of a tensor", do=do)
         index = _index_of_part(name, parameters.get(name, live_state[name]), part)
         if index is not None:
             indices[name] = index
@@ -158,7 +159,8 @@ def _merge_model_state(
     for name, index in selection.indices.items():
         if name not in saved:
             expected = "the tensors that are to be restored"
-            raise MismatchError(f"{where}, {name}", found="nothing of it in the checkpoint", expected=expected)
+            do = "restore what was saved, or choose another step"
+            raise MismatchError(f"{where}, {name}", found="nothing of it in the checkpoint", expected=expected, do=do)
         merged[name] = saved[name]
         if not isinstance(index, EllipsisType):
             state_dicts.check_tensor_fits(selection.live_state[name], saved[name], f"{where}, {name}", strict=strict)
@@ -259,26 +261,33 @@ def _mask_or_rows(part: Sequence[Any] | Tensor, tensor: Tensor, where: str) -> T
     try:
         indices = torch.as_tensor(part)
     except (TypeError, ValueError, RuntimeError, IndexError) as error:
-        raise PolicyError(where, found=repr(part)[:200], expected=_EXPECTED_PART) from error
+        raise PolicyError(
+            where, found=repr(part)[:200], expected=_EXPECTED_PART, do="write e.g. slice(0, 512)"
+        ) from error
     if indices.dtype == torch.bool and indices.shape == tensor.shape:
         return indices
     is_integer = not (indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool)
     if not is_integer or indices.dim() != 1 or not indices.numel():
         found = f"{indices.dtype} of shape {list(indices.shape)} for a tensor of {list(tensor.shape)}"
-        raise PolicyError(where, found=found, expected=_EXPECTED_PART)
+        raise PolicyError(where, found=found, expected=_EXPECTED_PART, do="write e.g. slice(0, 512)")
     if int(indices.min()) < 0 or int(indices.max()) >= tensor.shape[0]:
         found = f"rows {int(indices.min())} to {int(indices.max())}"
-        raise PolicyError(where, found=found, expected=f"rows from 0 to {tensor.shape[0] - 1}")
+        raise PolicyError(
+            where, found=found, expected=f"rows from 0 to {tensor.shape[0] - 1}", do="name rows that the tensor has"
+        )
     return indices.to(torch.int64)
 
 
 def _box_slices(part: tuple[Any, ...], tensor: Tensor, where: str) -> tuple[slice, ...]:
     """The slices of a box, one for each of its axes."""
     if any(not isinstance(side, slice) and len(side) != 2 for side in part):
-        raise PolicyError(where, found=repr(part)[:200], expected=_EXPECTED_PART)
-    if len(part) > tensor.dim():
         raise PolicyError(
-            where, found=f"a box of {len(part)} axes", expected=f"at most the {tensor.dim()} of the tensor"
+            where, found=repr(part)[:200], expected=_EXPECTED_PART, do="write e.g. (slice(0, 512), (0, 64))"
+        )
+    if len(part) > tensor.dim():
+        do = "leave the other axes out"
+        raise PolicyError(
+            where, found=f"a box of {len(part)} axes", expected=f"at most the {tensor.dim()} of the tensor", do=do
         )
     return tuple(
         _check_slice(side if isinstance(side, slice) else slice(*side), length, f"{where}, axis {axis}")
@@ -290,7 +299,9 @@ def _check_slice(rows: slice, length: int, where: str) -> slice:
     ends = [end for end in (rows.start, rows.stop) if end is not None]
     is_integer = all(type(end) is int for end in ends) and (rows.step is None or type(rows.step) is int)
     if not is_integer or (rows.step or 1) < 1 or any(not -length <= end <= length for end in ends):
-        raise PolicyError(where, found=repr(rows), expected=f"a slice within {length}, of a step of 1 or more")
+        do = "write e.g. slice(0, 512)"
+        raise PolicyError(where, found=repr(rows), expected=f"a slice within {length}, of a step of 1 or more", do=do)
     if not range(*rows.indices(length)):
-        raise PolicyError(where, found=f"{rows!r}, which is empty within {length}", expected="some rows")
+        do = "leave this tensor out, or name some of its rows"
+        raise PolicyError(where, found=f"{rows!r}, which is empty within {length}", expected="some rows", do=do)
     return slice(*rows.indices(length))

@@ -140,9 +140,15 @@ def check_state_dicts(obj: Any, saved: Any, name: str, *, strict: bool, alternat
     """
     for target, state, where in _pair_with_saved(obj, saved, name):
         if not callable(getattr(target, "load_state_dict", None)):
-            raise PolicyError(where, found=f"a {type(target).__name__}", expected="an object with load_state_dict()")
+            do = "pass the model, optimizer or scheduler itself"
+            raise PolicyError(
+                where, found=f"a {type(target).__name__}", expected="an object with load_state_dict()", do=do
+            )
         if not isinstance(state, dict) and isinstance(target, nn.Module | Optimizer):
-            raise MismatchError(where, found=f"a {type(state).__name__} in the checkpoint", expected="a state_dict")
+            do = "pass the objects under the names under which they were saved"
+            raise MismatchError(
+                where, found=f"a {type(state).__name__} in the checkpoint", expected="a state_dict", do=do
+            )
         if isinstance(target, nn.Module):
             _check_module_state(target, state, where, strict=strict, alternative=alternative)
         elif isinstance(target, Optimizer):
@@ -285,7 +291,8 @@ def _check_optimizer_layout(optimizer: Optimizer, saved: dict[str, Any], where: 
         found = f"groups of {saved_sizes} parameters in the checkpoint"
         raise MismatchError(where, found=found, expected=f"{sizes}", do=do)
     if not isinstance(saved.get("state"), dict):
-        raise MismatchError(where, found="no state in the checkpoint", expected="the state_dict of an optimizer")
+        do = "leave the optimizer out: it starts anew"
+        raise MismatchError(where, found="no state in the checkpoint", expected="the state_dict of an optimizer", do=do)
     for index, (parameter, slots) in enumerate(iter_slot_states(optimizer, saved)):
         for slot in _PARAMETER_SHAPED_SLOTS:
             value = slots.get(slot)

@@ -110,7 +110,7 @@ def test_a_save_that_fails_leaves_every_checkpoint_that_was_there(
 
 
 def full(*_: object) -> None:
-    raise NoSpaceError("disk", found="no space")
+    raise NoSpaceError("disk", found="no space", do="look there")
 
 
 @pytest.mark.parametrize("damage", ["manifest", "bit", "base", "empty"])

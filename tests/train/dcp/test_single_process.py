@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -258,6 +259,14 @@ def test_bad_settings_are_refused_at_once() -> None:
         Writer(keyframe_every=0)
     with pytest.raises(errors.PolicyError, match="scheme"):
         Writer(scheme="nonsense")
+
+
+def test_threads_are_shared_among_ranks_on_systems_without_affinity_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as macOS."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert Writer("never")._threads == Reader("never")._threads == 4
 
 
 def test_a_directory_without_a_checkpoint_says_so(tmp_path: Path) -> None:

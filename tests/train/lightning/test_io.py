@@ -41,7 +41,7 @@ class Gate(Lossless):
         self.entered.set()
         assert self.open.wait(PATIENCE)
         if self.fails:
-            raise StorageError("disk", found="nothing but smoke")
+            raise StorageError("disk", found="nothing but smoke", do="look there")
         return super().encode(*arguments, **options)
 
 

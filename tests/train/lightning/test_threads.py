@@ -37,7 +37,7 @@ class Gate(Lossless):
         self.entered.set()
         assert self.open.wait(60)
         if self.fails:
-            raise StorageError("disk", found="nothing but smoke")
+            raise StorageError("disk", found="nothing but smoke", do="look there")
         return super().encode(*arguments, **options)
 
 

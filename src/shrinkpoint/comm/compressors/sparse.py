@@ -166,7 +166,8 @@ class TopK(_SparseCompressor):
         entries = tail if is_raw else torch.empty(code.k, dtype=torch.float32)
         data, codes, chosen = tensor_bytes(flat), tensor_bytes(head), tensor_bytes(entries)
         if not _native.sparse_encode(code.form, code.width, data, rows, codes, chosen, threads=native_threads(code.n)):
-            raise StateError(f"compressor {self.spec}", found="a tensor that changed while it was encoded")
+            do = "wait until the tensor is complete, and do not write to it meanwhile"
+            raise StateError(f"compressor {self.spec}", found="a tensor that changed while it was encoded", do=do)
         if not is_raw:
             tail.copy_(self._encode_values(entries, tensor.dtype, context))
         return wire

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from shrinkpoint import validate
+from shrinkpoint import humanize, validate
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, QuantizedTensor, Reference
 from shrinkpoint.errors import PolicyError, warn_user
@@ -208,8 +208,9 @@ class Fisher(SpecMixin, RecordEncodingMixin):
                 weights = GlobalWeights(tensors, selection.tensors, selection.global_names, selection.sums)
                 choice = self._quantize_weights(weights, state, selection, base, evaluator, points, metric, statistics)
         if choice.left_out:
-            left_out = ", ".join(choice.left_out)
-            warn_user(f"weights that no points of these steps reach are kept as they are: {left_out}")
+            left_out = humanize.names(choice.left_out)
+            text = f"weights that no points of these steps reach are kept as they are: {left_out}"
+            warn_user(f"{text}. See whether training has diverged")
         self._num_saves += 1
         if problem is not None:
             warn_user(f"{problem.observation}, so this checkpoint is exact, weights and moments: {problem.advice}")
@@ -358,7 +359,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             ):
                 warn_user(warning)
         if choice.weights is None:
-            warn_user(f"no steps keep the loss within {self}: this checkpoint's weights are exact")
+            warn_user(f"no steps keep the loss within {self}: this checkpoint's weights are exact. Allow more")
         self._memory.log_step = None if choice.weights is None else choice.weights.log_step
         return choice
 

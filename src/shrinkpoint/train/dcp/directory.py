@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shrinkpoint import validate
+from shrinkpoint.codec.coder import default_threads
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.sharding.collectives import make_collectives
 from shrinkpoint.storage import is_url, local_path, natural_key
@@ -35,7 +36,7 @@ class CheckpointDirectory:
         self._threads = validate.check_threads(threads)
         ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
         if self._threads is None and ranks.isdecimal() and int(ranks) > 1:
-            self._threads = max(1, len(os.sched_getaffinity(0)) // int(ranks))
+            self._threads = max(1, default_threads(None) // int(ranks))
         if path is not None:
             local_path(path)
         self._set_checkpoint_id(path)

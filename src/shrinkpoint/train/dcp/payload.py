@@ -82,7 +82,9 @@ class PayloadReader:
         where = f"{self._where}: {name!r}"
         _check_stored_tensor(where, self._tensors.infos.get(name), entry, chunk)
         if any(start + size > side for start, size, side in zip(starts, sizes, chunk.sizes, strict=True)):
-            raise CorruptError(where, found=f"a box at {starts}", expected=f"within {chunk.sizes}")
+            raise CorruptError(
+                where, found=f"a box at {starts}", expected=f"within {chunk.sizes}", do="restore another checkpoint"
+            )
         return self._tensors.read(name, starts, sizes)
 
     def load_object(self, fqn: str) -> Any:
@@ -256,4 +258,6 @@ def _decode_buffer(value: Any) -> io.BytesIO:
         buffer = io.BytesIO(value[1])
         buffer.seek(value[0])
         return buffer
-    raise CorruptError("state", found=f"{value!r:.80} as a BytesIO", expected="a position and bytes")
+    raise CorruptError(
+        "state", found=f"{value!r:.80} as a BytesIO", expected="a position and bytes", do="restore another checkpoint"
+    )

@@ -142,7 +142,8 @@ class Reader(CheckpointDirectory, StorageReader):
         target = planner.resolve_tensor(item).detach()
         if tuple(target.shape) != tuple(item.lengths):
             found, expected = f"{tuple(target.shape)} to read into", f"{tuple(item.lengths)}"
-            raise MismatchError(f"{self._path}, {index.fqn!r}", found=found, expected=expected)
+            do = "build the state with the shapes that were saved"
+            raise MismatchError(f"{self._path}, {index.fqn!r}", found=found, expected=expected, do=do)
         starts, sizes = tuple(item.storage_offsets), tuple(item.lengths)
         _copy_values(target, payload.read_box(entry, self._find_chunk(item), starts, sizes))
         planner.commit_tensor(item, target)

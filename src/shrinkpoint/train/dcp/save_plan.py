@@ -95,7 +95,8 @@ def _planned_shard(item: WriteItem, data: Any) -> tuple[ShardSpec, str, torch.Te
     if not isinstance(data, torch.Tensor) or planned is None or data.shape != planned.chunk.sizes:
         shape = tuple(data.shape) if isinstance(data, torch.Tensor) else type(data).__name__
         expected = None if planned is None else tuple(planned.chunk.sizes)
-        raise StateError(f"state[{fqn!r}]", found=f"{shape}", expected=f"the planned shape {expected}")
+        do = "leave the state as it is until it is saved; do not replay the plan of another one"
+        raise StateError(f"state[{fqn!r}]", found=f"{shape}", expected=f"the planned shape {expected}", do=do)
     shard = ShardSpec(fqn, tuple(planned.size), tuple(planned.chunk.offsets))
     return shard, chunk_name(fqn, shard.offsets, planned.chunk.sizes, shard.global_shape), data.detach()
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from shrinkpoint.errors import ChainError, FormatError, NotFoundError, PolicyError, StateError, StorageError
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
-from shrinkpoint.storage import is_url, local_path
+from shrinkpoint.storage import hide_credentials, is_url, local_path
 from shrinkpoint.store import SaveReport
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.lightning.plain_types import from_plain, to_plain
@@ -396,7 +396,9 @@ def require_local_path(path: _PATH) -> Path:
     local = local_path_or_none(path)
     if local is None:
         do = "save to a local or mounted directory, and copy checkpoints elsewhere from there"
-        raise PolicyError("ShrinkIO", found=str(path), expected="a path of a local file system", do=do)
+        raise PolicyError(
+            "ShrinkIO", found=hide_credentials(str(path)), expected="a path of a local file system", do=do
+        )
     return local
 
 

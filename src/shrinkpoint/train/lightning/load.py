@@ -106,4 +106,5 @@ def _load_hparams(path: _PATH) -> Any:
         return load_hparams_from_tags_csv(path)
     if extension in ("yml", "yaml"):
         return load_hparams_from_yaml(path)
-    raise PolicyError("hparams_file", found=str(path), expected="a .csv, .yml or .yaml file")
+    do = "name the file of hyperparameters, or leave hparams_file out"
+    raise PolicyError("hparams_file", found=str(path), expected="a .csv, .yml or .yaml file", do=do)

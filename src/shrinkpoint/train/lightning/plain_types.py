@@ -92,7 +92,8 @@ def _from_plain(value: Any, depth: int) -> Any:
         return _find_callback(form)
     if name not in _PLAIN_TYPES and name not in _DICT_TYPES:
         expected = ", ".join([*_PLAIN_TYPES, *_DICT_TYPES])
-        raise FormatError("checkpoint", found=f"a value of the form {name!r}", expected=expected)
+        do = "load it with the release that wrote it, or a newer one"
+        raise FormatError("checkpoint", found=f"a value of the form {name!r}", expected=expected, do=do)
     try:
         return _dict_from_pairs(_DICT_TYPES[name], form) if name in _DICT_TYPES else _PLAIN_TYPES[name][2](form)
     except (TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
@@ -169,5 +170,6 @@ def _require_enum_member(enum_path: Any) -> Enum:
 def _parse_dtype(name: str) -> torch.dtype:
     dtype = vars(torch).get(name)
     if not isinstance(dtype, torch.dtype):
-        raise FormatError("checkpoint", found=f"the dtype {name!r}", expected="one that this torch has")
+        do = "load it with the torch that wrote it, or a newer one"
+        raise FormatError("checkpoint", found=f"the dtype {name!r}", expected="one that this torch has", do=do)
     return dtype

@@ -123,7 +123,10 @@ def validate_checkpoint(directory: str | Path, *, deep: bool = False, optimizer:
     except OSError as error:
         if isinstance(error, ShrinkpointError):
             raise
-        raise StorageError(str(root), found=f"{type(error).__name__}: {error}", expected="files to read") from error
+        do = "look at the disk and at the permissions"
+        raise StorageError(
+            str(root), found=f"{type(error).__name__}: {error}", expected="files to read", do=do
+        ) from error
 
 
 def manifest_extra(directory: Path, state: Mapping[str, Any]) -> JSON:
