@@ -11,6 +11,7 @@ from shrinkpoint.storage.base import (
     storage_error,
 )
 from shrinkpoint.storage.local import LocalStorage, atomic_replace, check_no_loss
+from shrinkpoint.storage.object_cache import ObjectCache
 from shrinkpoint.storage.object_url import is_object_url
 from shrinkpoint.storage.paths import hide_credentials, is_url, local_path, natural_key, what_is_at
 from shrinkpoint.storage.resolve import resolve_storage, split_object_url
@@ -18,6 +19,7 @@ from shrinkpoint.storage.resolve import resolve_storage, split_object_url
 __all__ = [
     "LocalStorage",
     "MemoryStorage",
+    "ObjectCache",
     "Sink",
     "Source",
     "Storage",

@@ -113,7 +113,7 @@ class LocalSink(Sink):
         self._flushed = 0  # the offset up to which the disk has begun to write
         with _os_errors(where, "creating a temporary file"):
             self._file = FileIO(path, "x+")
-        with suppress(OSError):  # for `_is_being_written`; some file systems have no locks
+        with suppress(OSError):  # for `is_being_written`; some file systems have no locks
             try_lock(self._file.fileno())
 
     def write(self, data: Buffer) -> None:
@@ -271,7 +271,7 @@ class LocalStorage:
         swept = []
         for directory, head, names in self._walk():
             for path in (directory / name for name in names if _TEMPORARY.fullmatch(name)):
-                if is_regular(path) and not _is_being_written(path):
+                if is_regular(path) and not is_being_written(path):
                     with _os_errors(str(path), "sweeping"):
                         path.unlink(missing_ok=True)
                         self._remove_empty_dirs(directory)
@@ -425,7 +425,7 @@ def _fsync_dir(directory: Path) -> None:
             raise
 
 
-def _is_being_written(path: Path) -> bool:
+def is_being_written(path: Path) -> bool:
     """Whether the writer of a temporary file still has it open."""
     try:
         with FileIO(path, opener=open_regular) as file:

@@ -71,6 +71,12 @@ class ObjectSource(Source):
     def size(self) -> int:
         return int(self._meta["size"])
 
+    @property
+    def e_tag(self) -> str | None:
+        """What the service says of its content; None if it says nothing."""
+        e_tag: str | None = self._meta["e_tag"]
+        return e_tag
+
     def read(self, offset: int, length: int) -> bytes | memoryview:
         if offset + length > self.size:
             found, expected = f"an object of {self.size} bytes", f"{length} bytes from byte {offset} on"

@@ -11,16 +11,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from shrinkpoint import validate
 from shrinkpoint.errors import LockedError, NotFoundError, StorageError
 from shrinkpoint.storage.base import RESERVED, Buffer, Keys, Source, check_key
 from shrinkpoint.storage.lease import Lease
+from shrinkpoint.storage.object_cache import ObjectCache, ObjectVersion, resolve_cache
 from shrinkpoint.storage.object_errors import check_not_forked, send_request
 from shrinkpoint.storage.object_source import ObjectSource
 from shrinkpoint.storage.object_url import parse_object_url
 from shrinkpoint.storage.upload import SourceFile, UploadSink, upload_file
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
 
 _REQUEST_SECONDS = 180.0  # that one request may take, with all its retries
 _PARALLEL_READS = 8
@@ -33,6 +38,8 @@ class ObjectStorage:
     Args:
         url: "s3://bucket/path", "gs://bucket/path" or "az://container/path".
         lease_seconds: how long other writers wait for one that died on another machine.
+        cache: a directory on this machine for what is read and written, or an `ObjectCache`; None: that of the
+            environment variable `SHRINKPOINT_CACHE`, if it is set.
         options: further arguments of `obstore.store.from_url`, such as `config={"aws_region": "eu-west-1"}` and
             `credential_provider`; without them, what the environment says.
 
@@ -41,19 +48,31 @@ class ObjectStorage:
         has_links: False: `link` need not be tried.
 
     Raises:
-        PolicyError: no such URL, one with credentials, or options of which obstore makes no client.
+        PolicyError: no such URL, one with credentials, or options of which obstore makes no client; a cache that is no
+            directory on this machine.
         MissingExtraError: obstore is not installed.
     """
 
     has_links = False
 
-    def __init__(self, url: str | os.PathLike[str], *, lease_seconds: float = 60.0, **options: Any) -> None:
-        self.url = parse_object_url(url)
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        lease_seconds: float = 60.0,
+        cache: str | Path | ObjectCache | None = None,
+        **options: Any,
+    ) -> None:
+        self.url, self._cache = parse_object_url(url), resolve_cache(cache)
         self._lease_seconds = validate.check_float("lease_seconds", lease_seconds, minimum=1.0)
+        self._options = options
         self._store = self.url.connect(options, seconds=_REQUEST_SECONDS)
-        # What is written under a lease, the manifest above all, arrives before the lease ends, or not at all.
-        self._lease_store = self.url.connect(options, seconds=min(_REQUEST_SECONDS, self._lease_seconds / 3))
         self._lease: Lease | None = None
+
+    @cached_property
+    def _lease_store(self) -> ObjectStore:
+        """Writes under a lease, the manifest above all: what it sends arrives before the lease ends, or not at all."""
+        return self.url.connect(self._options, seconds=min(_REQUEST_SECONDS, self._lease_seconds / 3))
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
@@ -98,8 +117,10 @@ class ObjectStorage:
             yield sink
             self._check_lease()
             with _bucket_errors(self.describe(key)):
-                sink.upload(self._store, key)
+                e_tag = sink.upload(self._store, key)
             self._check_lease()
+            if self._cache is not None and e_tag is not None:
+                self._cache.add(ObjectVersion(self.describe(key), e_tag, sink.size), sink.parts())
         finally:
             sink.close()
 
@@ -121,11 +142,17 @@ class ObjectStorage:
             raise
         self._check_lease()
 
-    def open(self, key: str) -> ObjectSource:
+    def open(self, key: str) -> Source:
+        if self._cache is None:
+            return self._open_object(key)
+        check_key(key)
+        return self._cache.open(self.describe(key), lambda: self._head(key), lambda: self._open_object(key))
+
+    def _open_object(self, key: str) -> ObjectSource:
         return ObjectSource(self._store, check_key(key), self.describe(key), self._pool)
 
     def get(self, key: str) -> bytes:
-        with self.open(key) as source:
+        with self._open_object(key) as source:
             return bytes(source.read(0, source.size))
 
     def list(self, prefix: str = "") -> Keys:
@@ -181,11 +208,13 @@ class ObjectStorage:
         self._check_lease()
         with suppress(NotFoundError):  # some services say so
             send_request(self.describe(key), "deleting", lambda: obstore.delete(self._store, key))
+        if self._cache is not None:
+            self._cache.discard(self.describe(key))
 
     def link(self, source: str, target: str) -> bool:
         """No service has links: returns False, after looking whether there is a `source`."""
         check_key(target)
-        self.open(source).close()
+        self._head(source)
         return False
 
     @contextmanager

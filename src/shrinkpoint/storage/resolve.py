@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TypeGuard
 
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.storage.base import Storage, check_key
 from shrinkpoint.storage.local import LocalStorage
+from shrinkpoint.storage.object_cache import ObjectCache
 from shrinkpoint.storage.object_url import ObjectUrl, is_object_url, parse_object_url
 from shrinkpoint.storage.paths import local_path
 
 
-def resolve_storage(where: str | os.PathLike[str] | Storage, argument: str = "path") -> Storage:
+def resolve_storage(
+    where: str | os.PathLike[str] | Storage, argument: str = "path", *, cache: str | Path | ObjectCache | None = None
+) -> Storage:
     """The storage of a directory or a URL, which need not exist yet; a storage is returned as it is.
 
     Args:
         argument: its name, for messages.
+        cache: of a URL: a directory on this machine for what is read and written, or an `ObjectCache`; None: that of
+            the environment variable `SHRINKPOINT_CACHE`, if it is set.
 
     Raises:
-        PolicyError: a file instead of a directory, or a URL that is not one of object storage.
+        PolicyError: a file instead of a directory, or a URL that is not one of object storage; a cache of a storage.
         MissingExtraError: a URL, and what reaches it is not installed.
     """
     if _is_storage(where):
+        if cache is not None:
+            found, do = "a cache of a storage", "pass it to the storage: ObjectStorage(url, cache=...)"
+            raise PolicyError("cache", found=found, expected="one of a URL", do=do)
         return where
     if is_object_url(where):
         from shrinkpoint.storage.object_storage import ObjectStorage
 
-        return ObjectStorage(where)
+        return ObjectStorage(where, cache=cache)
     return LocalStorage(local_path(where, argument, directory=True))
 
 
-def split_object_url(url: str | os.PathLike[str], argument: str = "path") -> tuple[Storage, str]:
+def split_object_url(
+    url: str | os.PathLike[str], argument: str = "path", *, cache: str | Path | ObjectCache | None = None
+) -> tuple[Storage, str]:
     """The storage of the bucket that a URL names, and the key of the object in it.
 
     Raises:
@@ -44,7 +55,7 @@ def split_object_url(url: str | os.PathLike[str], argument: str = "path") -> tup
     if not place.prefix:
         expected, do = f"{place}/name", "name the object"
         raise PolicyError(argument, found=f"the bucket {str(place)!r}", expected=expected, do=do)
-    return ObjectStorage(str(ObjectUrl(place.scheme, place.bucket))), check_key(place.prefix)
+    return ObjectStorage(str(ObjectUrl(place.scheme, place.bucket)), cache=cache), check_key(place.prefix)
 
 
 def _is_storage(where: object) -> TypeGuard[Storage]:

@@ -13,6 +13,7 @@ from shrinkpoint.storage.base import Buffer, Sink, Source, storage_error
 from shrinkpoint.storage.object_errors import send_request
 
 if TYPE_CHECKING:
+    from obstore import PutResult
     from obstore.store import ObjectStore
 
 PART_BYTES = 1 << 23
@@ -36,6 +37,7 @@ class UploadSink(Sink):
     def __init__(self, where: str) -> None:
         self._where = where
         self._file: IO[bytes] = io.BytesIO()
+        self._size = 0
 
     def write(self, data: Buffer) -> None:
         with self._os_errors("writing"):
@@ -54,11 +56,24 @@ class UploadSink(Sink):
         with self._os_errors("reading back"):
             return self._file.read(length)
 
-    def upload(self, store: ObjectStore, path: str) -> None:
-        """Make the bytes an object; raises as `upload_file`."""
-        with self._os_errors("reading back"):
+    @property
+    def size(self) -> int:
+        """Bytes written so far."""
+        with self._os_errors("seeking"):
+            offset = self._file.tell()
             size = self._file.seek(0, io.SEEK_END)
-        upload_file(store, path, self._file, size, self._where)
+            self._file.seek(offset)
+            return size
+
+    def parts(self) -> Iterator[bytes]:
+        """The bytes, `PART_BYTES` at a time."""
+        self.seek(0)
+        while part := self.read(PART_BYTES):
+            yield part
+
+    def upload(self, store: ObjectStore, path: str) -> str | None:
+        """Make the bytes an object, and return its ETag; raises as `upload_file`."""
+        return upload_file(store, path, self._file, self.size, self._where)
 
     def close(self) -> None:
         with suppress(OSError):  # of a temporary file, which is gone then
@@ -120,22 +135,24 @@ class SourceFile(io.RawIOBase):
         return self._offset
 
 
-def upload_file(store: ObjectStore, path: str, file: IO[bytes] | SourceFile, size: int, where: str) -> None:
+def upload_file(store: ObjectStore, path: str, file: IO[bytes] | SourceFile, size: int, where: str) -> str | None:
     """Make the bytes of a file an object: it is there, complete and durable, when this returns.
 
     Large ones go in parts, a few at once. Memory: `_PARALLEL_PARTS` parts.
+
+    Returns:
+        Its ETag; None if the service says none.
 
     Raises:
         StorageError: the service did not take it.
     """
     import obstore
 
-    def put() -> None:
+    def put() -> PutResult:
         file.seek(0)
         if size <= _MAX_HELD_BYTES:
-            obstore.put(store, path, file.read(size), use_multipart=False)
-            return
+            return obstore.put(store, path, file.read(size), use_multipart=False)
         part = max(PART_BYTES, -(-size // _MAX_PARTS))
-        obstore.put(store, path, file, use_multipart=True, chunk_size=part, max_concurrency=_PARALLEL_PARTS)
+        return obstore.put(store, path, file, use_multipart=True, chunk_size=part, max_concurrency=_PARALLEL_PARTS)
 
-    send_request(where, "writing" if size <= _MAX_HELD_BYTES else "uploading", put)
+    return send_request(where, "writing" if size <= _MAX_HELD_BYTES else "uploading", put)["e_tag"]

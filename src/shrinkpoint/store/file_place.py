@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from shrinkpoint.storage import LocalStorage, Source, Storage, is_object_url, is_url, local_path, split_object_url
+from shrinkpoint.storage import (
+    LocalStorage,
+    ObjectCache,
+    Source,
+    Storage,
+    is_object_url,
+    is_url,
+    local_path,
+    split_object_url,
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,7 @@ class FilePlace:
 AnyPlace: TypeAlias = str | Path | FilePlace
 
 
-def place_file(where: AnyPlace, argument: str = "path") -> FilePlace:
+def place_file(where: AnyPlace, argument: str = "path", *, cache: str | Path | ObjectCache | None = None) -> FilePlace:
     """The place that a path or a URL of object storage names.
 
     Raises:
@@ -102,7 +111,7 @@ def place_file(where: AnyPlace, argument: str = "path") -> FilePlace:
     if isinstance(where, FilePlace):
         return where
     if is_object_url(where):
-        storage, key = split_object_url(where, argument)
+        storage, key = split_object_url(where, argument, cache=cache)
         return FilePlace(storage, key)
     path = local_path(where, argument).absolute()
     return FilePlace(LocalStorage(path.parent), path.name, path)

@@ -8,7 +8,15 @@ from typing import Any
 
 from shrinkpoint import validate
 from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
-from shrinkpoint.storage import LocalStorage, Storage, is_object_url, local_path, resolve_storage, what_is_at
+from shrinkpoint.storage import (
+    LocalStorage,
+    ObjectCache,
+    Storage,
+    is_object_url,
+    local_path,
+    resolve_storage,
+    what_is_at,
+)
 from shrinkpoint.store import chain as chains
 from shrinkpoint.store.checkpoint_file import Device, build_state
 from shrinkpoint.store.decode import SelectLeaves, decode_chain
@@ -34,6 +42,7 @@ def load(
     tie: bool = True,
     threads: int | None = None,
     max_bytes: int | None = None,
+    cache: str | Path | ObjectCache | None = None,
 ) -> Any:
     """Load a state, or the part of it that `only` names.
 
@@ -51,6 +60,8 @@ def load(
         threads: native threads; None: every core.
         max_bytes: how much memory the tensors of one file may take; None: 1 GiB, or 1000 times the bytes of the file
             and its bases if that is more (`SHRINKPOINT_MAX_BYTES` in the environment says otherwise).
+        cache: of a URL: a directory on this machine for what is read, which is not fetched again, or an `ObjectCache`;
+            None: that of the environment variable `SHRINKPOINT_CACHE`, if it is set.
 
     Raises:
         NotFoundError: there is no such file, or no checkpoint of that step; nothing matches `only`.
@@ -61,9 +72,9 @@ def load(
         PolicyError: the device is not there, or is full; a limit that is none; a step or a base of what has none.
     """
     threads, tie = validate.check_threads(threads), validate.check_bool("tie", tie)
-    base_place = None if base is None else place_file(base, "base")
+    base_place = None if base is None else place_file(base, "base", cache=cache)
     select = None if only is None else select_patterns(only)
-    files = find_chain(where, step, base_place)
+    files = find_chain(where, step, base_place, cache=cache)
     decoded = decode_chain(files, select=select, threads=threads, max_bytes=max_bytes)
     return build_state(decoded, _describe(where), tie=tie, device=device)
 
@@ -123,7 +134,11 @@ def list_names(names: Sequence[str]) -> str:
 
 
 def find_chain(
-    where: str | Path | Storage, step: int | None = None, base: FilePlace | None = None
+    where: str | Path | Storage,
+    step: int | None = None,
+    base: FilePlace | None = None,
+    *,
+    cache: str | Path | ObjectCache | None = None,
 ) -> tuple[chains.ChainFile, ...]:
     """The files that a checkpoint is decoded from, wherever it lies; `load` says what `where` may be.
 
@@ -131,14 +146,14 @@ def find_chain(
         NotFoundError, ChainError, FormatError, MismatchError, StorageError, PolicyError: as `load`.
     """
     if is_object_url(where):
-        storage = resolve_storage(where)
+        storage = resolve_storage(where, cache=cache)
         if list_steps(storage):
             _check_absent("base", base, str(where), "a checkpoint of a store names its own")
             return _store_chain(storage, step)
         _check_absent("step", step, str(where), "a file has none: name the store")
-        return chains.file_chain(where, base)
+        return chains.file_chain(place_file(where, cache=cache), base)
     if not isinstance(where, str | Path):
-        return _store_chain(where, step)
+        return _store_chain(resolve_storage(where, cache=cache), step)
     path = local_path(where).absolute()
     if what_is_at(path) != "a directory":
         _check_absent("step", step, str(where), "a file has none: name the store")

@@ -18,7 +18,7 @@ from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import ChainError, FormatError, NotFoundError, PolicyError, StorageError
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
 from shrinkpoint.schemes.registry import get_scheme
-from shrinkpoint.storage import Storage, map_requests, resolve_storage
+from shrinkpoint.storage import ObjectCache, Storage, map_requests, resolve_storage
 from shrinkpoint.store import chain, layout
 from shrinkpoint.store.checkpoint_file import Device, build_state
 from shrinkpoint.store.decode import decode_chain
@@ -84,6 +84,8 @@ class Store:
         keyframe_every: greatest number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
             files have four times the bytes of the state. None: no limit.
         threads: native threads for coding; None: every core.
+        cache: of a URL: a directory on this machine for payloads that are read and written, which are not fetched
+            again, or an `ObjectCache`; None: that of the environment variable `SHRINKPOINT_CACHE`, if it is set.
 
     Attributes:
         storage: what holds the files.
@@ -94,10 +96,15 @@ class Store:
     """
 
     def __init__(
-        self, where: str | Path | Storage, *, keyframe_every: int | None = 20, threads: int | None = None
+        self,
+        where: str | Path | Storage,
+        *,
+        keyframe_every: int | None = 20,
+        threads: int | None = None,
+        cache: str | Path | ObjectCache | None = None,
     ) -> None:
         keyframe_every, threads = validate.check_keyframe_every(keyframe_every), validate.check_threads(threads)
-        self.storage = resolve_storage(where, "the directory of a store")
+        self.storage = resolve_storage(where, "the directory of a store", cache=cache)
         self._keyframe_every, self._threads = keyframe_every, threads
         self._reference_cache: ReferenceCache[Manifest] = ReferenceCache()
         self._mutex = threading.RLock()

@@ -19,7 +19,7 @@ from shrinkpoint.errors import (
     warn_user,
 )
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
-from shrinkpoint.storage import Storage, resolve_storage
+from shrinkpoint.storage import ObjectCache, Storage, resolve_storage
 from shrinkpoint.store import Keep, SaveReport, Store, StoreRestore, layout
 from shrinkpoint.store.mirror import Mirror
 from shrinkpoint.store.retention import NO_METRIC, check_keep
@@ -61,6 +61,8 @@ class CheckpointManager(BackgroundSaver):
             committed, behind the loop, by the process that saves; `keep` is applied there, too. Restores look there.
         save_decision_policy: what `should_save` asks; None: the loop decides itself.
         group: the ranks that all call `should_save` at every step and get the same answer; None: this process alone.
+        cache: of a URL: a directory on this machine for payloads that are read and written, which are not fetched
+            again, or an `ObjectCache`; None: that of the environment variable `SHRINKPOINT_CACHE`, if it is set.
 
     Attributes:
         store: the store.
@@ -83,14 +85,15 @@ class CheckpointManager(BackgroundSaver):
         mirror: str | Path | Storage | None = None,
         save_decision_policy: SaveDecisionPolicy | None = None,
         group: ProcessGroup | None = None,
+        cache: str | Path | ObjectCache | None = None,
     ) -> None:
         super().__init__(scheme, background=background)
         self._keep = check_keep(keep)
-        self.store = Store(where, keyframe_every=keyframe_every, threads=threads)
+        self.store = Store(where, keyframe_every=keyframe_every, threads=threads, cache=cache)
         self.mirror: Store | None = None
         self._uploader: MirrorUploader | None = None
         if mirror is not None:
-            self.mirror = Store(resolve_storage(mirror, "mirror"), threads=threads)
+            self.mirror = Store(resolve_storage(mirror, "mirror", cache=cache), threads=threads)
             self._uploader = MirrorUploader(Mirror(self.store.storage, self.mirror.storage, self._keep))
         self._schedule = None if save_decision_policy is None else SaveSchedule(save_decision_policy, group=group)
         self._has_read_steps = False  # of the store, for the schedule
