@@ -275,7 +275,8 @@ class CachedFile(Source):
         return self._file.read(offset, length)
 
     def _damaged(self) -> CorruptError:
-        return CorruptError(str(self.path), found="bytes that do not have the digest of a copy")
+        found = "bytes that do not have the digest of a copy"
+        return CorruptError(str(self.path), found=found, do="delete it: its object is read again")
 
     def close(self) -> None:
         self._file.close()
