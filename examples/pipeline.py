@@ -21,29 +21,14 @@ STEPS, BATCH, MICRO_BATCHES, CONTEXT, WIDTH, STAGES = 60, 16, 4, 64, 128, 2
 CPU = torch.device("cpu")
 
 
-class Block(nn.Module):
-    """Attention to what came before, and a layer of its own for each position."""
+class Block(nn.TransformerEncoderLayer):
+    """A layer that attends to what came before, which also tells it where it is."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.before, self.after = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.queries, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.feed = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        super().__init__(WIDTH, 4, 4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = [part.unflatten(2, (4, -1)).transpose(1, 2) for part in self.queries(self.before(x)).chunk(3, 2)]
-        seen = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
-        return x + self.feed(self.after(x))
-
-
-class Embedding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes, self.positions = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bytes(x) + self.positions.weight
+        return super().forward(x, nn.Transformer.generate_square_subsequent_mask(CONTEXT), is_causal=True)
 
 
 def text() -> Tensor:
@@ -60,11 +45,10 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, data = dist.get_rank(), text()
     torch.manual_seed(rank)
-    first, last = (
-        nn.Sequential(Embedding(), Block()),
-        nn.Sequential(Block(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256)),
-    )
-    module = (first, last)[rank]
+    if rank == 0:
+        module = nn.Sequential(nn.Embedding(256, WIDTH), Block())
+    else:
+        module = nn.Sequential(Block(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256))
     schedule = Schedule1F1B(PipelineStage(module, rank, STAGES, CPU), MICRO_BATCHES, loss_fn=loss_of)
     optimizer = torch.optim.AdamW(module.parameters(), lr=2e-3)
 
@@ -84,10 +68,8 @@ def main() -> None:
         if losses and step % 20 == 0:
             print(f"step {step:3}: loss {torch.stack(losses).mean().item():.3f} nats a byte", flush=True)
     dist.barrier()
-    for name, ledger in wire.link_stats().items() if rank == 0 else ():
-        print(
-            f"link {name:10}: {ledger.raw_bytes:,} bytes became {ledger.wire_bytes:,}, {ledger.ratio:.1f} times fewer"
-        )
+    for name, stats in wire.link_stats().items() if rank == 0 else ():
+        print(f"link {name:10}: {stats.raw_bytes:,} bytes became {stats.wire_bytes:,}, {stats.ratio:.1f} times fewer")
     dist.destroy_process_group()
 
 

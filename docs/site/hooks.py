@@ -14,15 +14,28 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 """Documents that stand where people look for them in a checkout, and are pages of the site, too."""
+EXAMPLES = ROOT / "examples"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the documents above docs/."""
+    """Add the documents above docs/, and the examples."""
     from mkdocs.structure.files import File
 
     for name in ROOT_PAGES:
         files.append(File.generated(config, name, content=link_into_docs((ROOT / name).read_text(encoding="utf-8"))))
+    files.append(File.generated(config, "examples/README.md", content=examples_page()))
+    for path in EXAMPLES.glob("*.ipynb"):
+        files.append(File.generated(config, f"examples/{path.name}", content=path.read_text(encoding="utf-8")))
     return files
+
+
+def examples_page() -> str:
+    """The list of the examples, and the source of each below it, to which the list links."""
+    page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    for path in sorted(EXAMPLES.glob("*.py"), key=lambda path: page.index(f"]({path.name})")):
+        page = page.replace(f"]({path.name})", f"](#{path.name.replace('.', '')})")
+        page += f"\n## {path.name}\n\n```python\n{path.read_text(encoding='utf-8')}```\n"
+    return page
 
 
 def on_page_markdown(markdown: str, /, *, page: Page, **_: Any) -> str:
