@@ -265,3 +265,11 @@ def test_linked_directories_are_listed_nowhere(tmp_path):
     (tmp_path / "by_link").symlink_to(tmp_path / "here")
     assert LocalStorage(tmp_path / "by_link").list() == ["a/b"]
     assert LocalStorage(tmp_path / "by_link").list_dirs() == ["a"]
+
+
+def test_no_one_is_told_to_remove_a_directory(tmp_path):
+    storage = LocalStorage(tmp_path)
+    storage.put("run/a", b"")
+    with pytest.raises(StorageError, match="a directory under this name") as caught:
+        storage.put("run", b"")
+    assert "remove" not in caught.value.do

@@ -53,6 +53,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     ),
     "numpy": (lambda path: path.write_bytes(array()), "numpy", "numpy.load"),
     "text": (lambda path: path.write_text("step 10: loss 3.1\n" * 40), "text", "beside"),
+    "short text": (lambda path: path.write_text("hello"), "text", "beside"),
     "json": (lambda path: path.write_text(json.dumps({"model_type": "gpt2", "n_layer": 12})), "text", "beside"),
 }
 

@@ -168,6 +168,11 @@ def test_what_cannot_be_stored_is_refused_by_its_path(thing: Any) -> None:
     assert caught.value.expected
 
 
+def test_who_passes_a_model_is_told_to_pass_its_state_dict() -> None:
+    with pytest.raises(StateError, match=r"Save its state_dict\(\)"):
+        flatten({"model": torch.nn.Linear(2, 2)})
+
+
 def test_the_deepest_nest_fits_into_a_container() -> None:
     state: Any = torch.ones(3).expand(2, 3)
     for _ in range(MAX_DEPTH - 3):

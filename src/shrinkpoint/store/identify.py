@@ -65,14 +65,14 @@ def _identify_file(path: Path) -> Identification | None:
         return Identification("an empty file", do, is_foreign=False)
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
-    if len(head) <= 8 or _is_ours(head):
+    if _is_ours(head):
         return None
     for magic, what, reader in _MAGIC:
         if head.startswith(magic):
             return Identification(what, _reading_advice(path, reader))
     if _PICKLE.match(head):
         return Identification("a pickle, such as torch.save wrote before 1.6", _reading_advice(path, "torch.load"))
-    if _is_safetensors(head, size):
+    if len(head) > 8 and _is_safetensors(head, size):
         do = _reading_advice(path, "safetensors.torch.load_file")
         return Identification("a safetensors file of another program", do)
     if all(32 <= byte < 127 or byte in b"\t\n\r" for byte in head):

@@ -236,6 +236,8 @@ def _type_error(value: Any, path: StatePath) -> StateError:
     advice = "convert it to one of these before saving"
     if isinstance(value, torch.Tensor):
         advice = "save its values as plain tensors (a DTensor: its local shard)"
+    elif callable(getattr(value, "state_dict", None)):
+        advice = "save its state_dict()"
     elif isinstance(value, dict | list | tuple):
         advice = "convert it to a plain dict, list or tuple"
     return StateError(format_path(path), found=f"a value of type {_type_name(value)}", expected=_STORABLE, do=advice)
