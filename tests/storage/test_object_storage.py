@@ -112,3 +112,32 @@ def test_settings_of_which_no_client_is_made_are_an_error_without_them():
         with pytest.raises(PolicyError, match="variables that begin with A") as caught:
             ObjectStorage(place, config={"nonsense": "SECRET"})
         assert "SECRET" not in str(caught.value)
+
+
+def test_what_is_fetched_ahead_is_asked_for_once(s3):
+    storage, data = new_storage(), BYTES * 5
+    storage.put("a", data)
+    with storage.open("a") as source:
+        s3.clear()
+        source.read_ahead()
+        source.read_ahead()
+        assert bytes(source.read(0, len(data))) == data
+        assert bytes(source.read(999, 1 << 20)) == data[999 : 999 + (1 << 20)]
+    assert len(s3.requests()) == 3  # four MiB each
+    with storage.open("a") as source:
+        storage.put("a", data[::-1])
+        source.read_ahead()
+        with pytest.raises(StorageError, match="another object than the one that was opened"):
+            source.read(1 << 19, 5 << 20)
+
+
+def test_large_object_is_not_fetched_ahead(s3):
+    storage = new_storage()
+    with storage.create("a") as sink:
+        for _ in range(17):
+            sink.write(BYTES)
+    with storage.open("a") as source:
+        s3.clear()
+        source.read_ahead()
+        assert s3.requests() == []
+        assert bytes(source.read(5, 6 << 20)) == (BYTES * 4)[5 : 5 + (6 << 20)]

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, TypeAlias, TypeVar
+from typing import ParamSpec, Protocol, TypeAlias, TypeVar
 
 from shrinkpoint.errors import LockedError, NoSpaceError, NotFoundError, PolicyError, StorageError, TruncatedError
 
@@ -21,6 +21,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 Keys: TypeAlias = list[str]
 T = TypeVar("T")
 R = TypeVar("R")
+P = ParamSpec("P")
 
 RESERVED = ".shrinkpoint-"
 """Prefix of the names that a storage uses itself (temporary files, its lock); no part of a key begins with it."""
@@ -29,7 +30,10 @@ _COPIED_BYTES = 1 << 23  # at a time
 
 
 class Source(Protocol):
-    """An object open for reading; usable in a `with` statement, and by several threads at once."""
+    """An object open for reading; usable in a `with` statement, and by several threads at once.
+
+    One that is far away may have `read_ahead()`, which begins to fetch what will be read, and returns at once.
+    """
 
     @property
     def size(self) -> int:
@@ -185,20 +189,20 @@ def map_requests(storage: Storage, call: Callable[[T], R], items: Iterable[T]) -
     futures: list[Future[R]] = []
     try:
         for item in items:
-            futures.append(_submit(pool, call, item))
+            futures.append(submit_or_call(pool, call, item))
         return [future.result() for future in futures]
     finally:
         for future in futures:
             future.cancel()
 
 
-def _submit(pool: Executor, call: Callable[[T], R], item: T) -> Future[R]:
+def submit_or_call(pool: Executor, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
     """Submit a call; where there are no threads any more, since the interpreter exits, make it now."""
     try:
-        return pool.submit(call, item)
+        return pool.submit(call, *args, **kwargs)
     except RuntimeError:
         result: Future[R] = Future()
-        result.set_result(call(item))
+        result.set_result(call(*args, **kwargs))
         return result
 
 

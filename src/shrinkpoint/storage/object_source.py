@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shrinkpoint._native import empty
 from shrinkpoint.errors import StorageError, TruncatedError
-from shrinkpoint.storage.base import Source
+from shrinkpoint.storage.base import Source, submit_or_call
 from shrinkpoint.storage.object_errors import send_request
 
 if TYPE_CHECKING:
@@ -83,14 +83,39 @@ class ObjectSource(Source):
             raise TruncatedError(self._where, found=found, expected=expected, do="restore another checkpoint")
         if length == 0:
             return b""
-        if length > BLOCK_BYTES * _MAX_RUN:
-            return self._read_large(offset, length)
         first, last = offset // BLOCK_BYTES, (offset + length - 1) // BLOCK_BYTES
+        if length > BLOCK_BYTES * _MAX_RUN and not self._has_blocks(first, last + 1):
+            return self._read_large(offset, length)
         blocks = self._get_blocks(first, last + 1)
         begin = offset - first * BLOCK_BYTES
         if first == last:
             return blocks[0][begin : begin + length]
         return memoryview(b"".join(blocks))[begin : begin + length].toreadonly()
+
+    def read_ahead(self) -> None:
+        """Begin to fetch the whole object, unless it is larger than what is held; returns at once."""
+        num_blocks = -(-self.size // BLOCK_BYTES)
+        if num_blocks > _MAX_BLOCKS:
+            return
+        requests = []
+        with self._lock:
+            for begin in range(0, num_blocks, _MAX_RUN):
+                missing = [i for i in range(begin, min(begin + _MAX_RUN, num_blocks)) if i not in self._blocks]
+                if missing:  # a gap in between is rare, and fetched once more
+                    requests.append(self._enter_request(missing[0], missing[-1] + 1))
+        for indices, futures in requests:
+            submit_or_call(self._pool, self._fetch, indices, futures)
+
+    def _has_blocks(self, begin: int, end: int) -> bool:
+        """Whether all blocks of a range are there, or on the way."""
+        with self._lock:
+            return end - begin <= _MAX_BLOCKS and all(index in self._blocks for index in range(begin, end))
+
+    def _enter_request(self, begin: int, end: int) -> tuple[range, list[Future[memoryview]]]:
+        """Enter blocks, to be fetched by the caller in one request."""
+        futures: list[Future[memoryview]] = [Future() for _ in range(begin, end)]
+        self._blocks.update(zip(range(begin, end), futures, strict=True))
+        return range(begin, end), futures
 
     def _get_blocks(self, begin: int, end: int) -> Sequence[memoryview]:
         """The blocks of a range; those that are missing are read in one request for each gap between others."""
@@ -119,9 +144,7 @@ class ObjectSource(Source):
             while end - begin < self._run and end < num_blocks and end not in self._blocks:
                 end += 1
             self._next_block = end
-            futures: list[Future[memoryview]] = [Future() for _ in range(begin, end)]
-            self._blocks.update(zip(range(begin, end), futures, strict=True))
-            requests.append((range(begin, end), futures))
+            requests.append(self._enter_request(begin, end))
         return requests
 
     def _fetch(self, indices: range, futures: Sequence[Future[memoryview]]) -> None:

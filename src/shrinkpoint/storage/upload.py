@@ -37,7 +37,6 @@ class UploadSink(Sink):
     def __init__(self, where: str) -> None:
         self._where = where
         self._file: IO[bytes] = io.BytesIO()
-        self._size = 0
 
     def write(self, data: Buffer) -> None:
         with self._os_errors("writing"):

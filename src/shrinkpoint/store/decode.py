@@ -27,6 +27,8 @@ _MAX_KEPT_TENSORS = 1 << 12
 """Tensors of a file up to which its header is parsed once for a chain; of larger ones, again before it is decoded."""
 _MAX_OPEN = 64
 """Files of a chain in a bucket that stay open from the reading of their headers on: each holds a block of its bytes."""
+_MAX_AHEAD_BYTES = 1 << 25
+"""Bytes of files in a bucket that are fetched while others are decoded; one file more may begin below."""
 _BATCH = 16
 """Files of which the headers are read at once."""
 
@@ -88,6 +90,8 @@ def _decode_last(
             is_kept = is_small and len(steps) < _MAX_OPEN
             steps.append((file if is_kept else replace(file.close(), header=reader if is_small else None), records))
         while steps:
+            if selected is None:
+                _read_ahead([file for file, _ in reversed(steps)])
             file, records = steps.pop()
             is_last = not steps
             decode = partial(
@@ -118,6 +122,17 @@ def _iter_headers(files: Sequence[ChainFile]) -> Iterator[tuple[ChainFile, FileR
         for file in map_requests(storage, ChainFile.open_ahead, order[begin : begin + _BATCH]):
             assert file.header is not None
             yield file, file.header
+
+
+def _read_ahead(files: Iterable[ChainFile]) -> None:
+    """Begin to fetch files of a bucket that are decoded next, so that no record waits for a request of its own."""
+    budget = _MAX_AHEAD_BYTES
+    for file in files:
+        if (read_ahead := getattr(file.source, "read_ahead", None)) is None or budget <= 0:
+            return
+        assert file.source is not None
+        budget -= file.source.size
+        read_ahead()
 
 
 def _header(reader: FileReader) -> FileReader:
