@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shrinkpoint import comm as comm
     from shrinkpoint import schemes as schemes
     from shrinkpoint import train as train
+    from shrinkpoint.progress import watch_progress as watch_progress
     from shrinkpoint.schemes import CNR as CNR
     from shrinkpoint.schemes import GOBO as GOBO
     from shrinkpoint.schemes import QD as QD
@@ -61,6 +62,7 @@ _MODULES = {
     "SCAR": "schemes",
     "Store": "store.store",
     "TOPN": "schemes",
+    "watch_progress": "progress",
 }
 """The module of each public name; it is imported when the name is used first."""
 

@@ -68,6 +68,18 @@ def age(created: str, now: datetime | None = None) -> str:
     return "now"
 
 
+def duration(seconds: float) -> str:
+    """Seconds as text in the largest unit of which there are two; less than one in tenths.
+
+    >>> [duration(s) for s in (0.04, 7.4, 119, 125, 7300, 200_000)]
+    ['0.0 s', '7 s', '119 s', '2 min', '2 h', '2 d']
+    """
+    if seconds < 1:
+        return f"{seconds:.1f} s"
+    unit, letter = next((unit, letter) for unit, letter in _AGES[1:] if seconds >= 2 * unit or unit == 1)
+    return f"{int(seconds // unit)} {letter}"
+
+
 def number(value: float) -> str:
     """A metric in at most five digits.
 

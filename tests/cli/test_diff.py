@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from helpers.strategies import same
 
 from shrinkpoint.store import Store
-from shrinkpoint.tensors.compare import compare_tensors
+from shrinkpoint.store.leaves import ChainLeaves
+from shrinkpoint.store.load import find_chain
+from shrinkpoint.tensors.compare import compare_states, compare_tensors
+from shrinkpoint.tensors.names import named_leaves
 
 
 def test_a_checkpoint_is_equal_to_itself(run, store, payload):
@@ -71,6 +76,107 @@ def test_states_that_differ_in_their_containers_alone_are_not_called_equal(run, 
     done = run("diff", tmp_path / "a", tmp_path / "b")
     assert done.code == 1
     assert "containers" in done.stdout
+
+
+def changed(values: dict[str, float]) -> dict[str, torch.Tensor]:
+    """A state of which each tensor is ones, and some values of it another number."""
+    state = {name: torch.ones(100) for name in (*values, "same")}
+    for index, (name, value) in enumerate(values.items(), 1):
+        state[name][:index] = value
+    return state
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    values = {"little": 1.001, "most": 50.0, "middle": 2.0, "nan": math.nan}
+    with Store(tmp_path / "a") as a, Store(tmp_path / "b") as b:
+        a.save(1, changed(dict.fromkeys(values, 1.0)) | {"cast": torch.ones(3), "gone": torch.ones(3)})
+        b.save(1, changed(values) | {"cast": torch.ones(3).half(), "new": torch.ones(3)})
+    return tmp_path / "a", tmp_path / "b"
+
+
+def ranked(run, pair, *options: object) -> list[str]:
+    document = json.loads(run("diff", *pair, "--json", *options).stdout)
+    return [row["name"] for row in document["tensors"]]
+
+
+def test_the_largest_relative_change_comes_first(run, pair):
+    assert ranked(run, pair) == ["cast", "nan", "most", "middle", "little", "same"]
+    assert ranked(run, pair, "--limit", 3) == ["cast", "nan", "most"]
+
+
+def test_the_order_is_a_choice(run, pair):
+    assert ranked(run, pair, "--sort", "share") == ["cast", "nan", "middle", "most", "little", "same"]
+    assert ranked(run, pair, "--sort", "max") == ["cast", "nan", "most", "middle", "little", "same"]
+    assert ranked(run, pair, "--sort", "name") == ["little", "most", "middle", "nan", "same", "cast"]
+
+
+def test_what_only_one_has_is_above_the_table_and_what_a_limit_hides_is_said(run, pair):
+    lines = [line.strip() for line in run("diff", *pair, "--limit", 2, columns=160).stdout.splitlines()]
+    order = [next(i for i, line in enumerate(lines) if line.startswith(x)) for x in ("+ new", "- gone", "cast", "nan")]
+    assert order == sorted(order) and "and 3 tensors that changed less" in lines
+    assert not any(line.startswith("middle") for line in lines)
+
+
+def test_a_share_is_of_all_values(run, pair):
+    rows = {row["name"]: row for row in json.loads(run("diff", *pair, "--json").stdout)["tensors"]}
+    assert [rows[name]["share"] for name in ("little", "most", "cast", "same")] == [0.01, 0.02, None, 0.0]
+
+
+class Watched:
+    """The leaves of a checkpoint, and which were read together."""
+
+    def __init__(self, leaves: ChainLeaves) -> None:
+        self._inner, self.leaves, self.tree, self.groups = leaves, leaves.leaves, leaves.tree, []
+
+    def read(self, names):
+        self.groups.append([*names])
+        return self._inner.read(names)
+
+
+def test_a_few_tensors_are_read_at_a_time_and_the_answer_is_that_of_all_at_once(store):
+    def sides() -> tuple[Watched, Watched]:
+        return tuple(Watched(ChainLeaves(find_chain(store, step))) for step in (20, 40))
+
+    whole, few = sides(), sides()
+    expected, found = compare_states(*whole), compare_states(*few, group_bytes=1)
+    assert found == expected and not found.equal
+    sizes = [sum(few[0].leaves[name].nbytes > 0 for name in group) for group in few[0].groups]
+    assert max(sizes) == 1 and len(sizes) > 5 and len(whole[0].groups) == 1
+
+
+def test_leaves_are_those_of_the_loaded_state(store):
+    loaded = named_leaves(Store(store).load(20))
+    leaves = ChainLeaves(find_chain(store, 20))
+    assert [*leaves.leaves] == [*loaded]
+    values = leaves.read([*loaded])
+    assert same(values, loaded)
+
+
+@pytest.mark.parametrize("form", ["torch", "safetensors", "folder"])
+def test_what_others_wrote_is_compared_too(run, tmp_path, form):
+    from safetensors.torch import save_file
+
+    states = [{"a": torch.arange(5.0), "b": torch.ones(3)}, {"a": torch.arange(5.0), "b": torch.zeros(3)}]
+    paths = [tmp_path / f"one-{i}" for i in range(2)]
+    for i, state in enumerate(states):
+        if form == "torch":
+            paths[i] = tmp_path / f"{i}.pt"
+            torch.save(state, paths[i])
+        elif form == "safetensors":
+            save_file(state, tmp_path / f"{i}.safetensors")
+            paths[i] = tmp_path / f"{i}.safetensors"
+        else:
+            (tmp_path / f"{i}").mkdir()
+            save_file(state, tmp_path / f"{i}" / "model.safetensors")
+            (tmp_path / f"{i}" / "config.json").write_text("{}")
+            paths[i] = tmp_path / f"{i}"
+    document = json.loads(run("diff", *paths, "--json").stdout)
+    rows = {row["name"].rpartition("/")[2]: row for row in document["tensors"]}
+    assert rows["a"]["equal"] and rows["b"]["relative"] == 1.0 and not document["values"]
+    assert run("convert", paths[0], tmp_path / "ours").code == 0
+    done = run("diff", paths[0], tmp_path / "ours", "--json")
+    assert done.code == 0 and json.loads(done.stdout)["equal"]
 
 
 @pytest.mark.parametrize(

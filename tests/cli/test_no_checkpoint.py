@@ -17,7 +17,6 @@ COMMANDS = (
     ["compact"],
     ["forget"],
     ["export"],
-    ["diff"],
 )
 
 
@@ -61,7 +60,7 @@ def test_what_others_wrote_is_not_found_and_convert_is_named(run, tmp_path, make
     path = make(tmp_path)
     done = run(*arguments(command, path, tmp_path))
     assert (done.code, done.stdout) == (3, "")
-    if path.is_dir() or command[0] in ("verify", "show", "export", "diff"):
+    if path.is_dir() or command[0] in ("verify", "show", "export"):
         assert "shrinkpoint convert" in done.stderr
     assert not (tmp_path / "new.pt").exists()
 

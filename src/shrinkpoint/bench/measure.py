@@ -14,6 +14,7 @@ from shrinkpoint.bench.result import BenchResult, ResultRow
 from shrinkpoint.bench.series import QualityFunction, Series
 from shrinkpoint.bench.systems import RoundTrip, System
 from shrinkpoint.errors import ShrinkpointError
+from shrinkpoint.progress import track
 from shrinkpoint.tensors.compare import same_bits
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import Role
@@ -97,7 +98,7 @@ def measure(system: System, series: Series, quality: QualityFunction | None = No
     """Runs a system on a series; an error of this library becomes the result's `failure`."""
     entries, rows = iter(series), []
     try:
-        for round_trip in system.run(series):
+        for round_trip in track(system.run(series), f"{system.name}: checkpoints", len(series)):
             entry = next(entries)
             assert entry.step == round_trip.step
             rows.append(_result_row(entry.state, round_trip, quality))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shrinkpoint.demo.workload import GPT, Batches, GPTConfig, stdlib_text
 from shrinkpoint.errors import NotFoundError
+from shrinkpoint.progress import track
 from shrinkpoint.schemes.evaluate import call_evaluate, relative_degradation
 from shrinkpoint.store import Store
 from shrinkpoint.store.load import load
@@ -185,7 +186,7 @@ def _train_and_save(
     batches = Batches(text[:border], size=options.batch, context=options.config.context, seed=options.seed)
     store = Store(directory, keyframe_every=None)
     with store:
-        for step in range(1, options.steps + 1):
+        for step in track(range(1, options.steps + 1), "training a small GPT"):
             loss = model(*batches.draw())
             optimizer.zero_grad()
             loss.backward()

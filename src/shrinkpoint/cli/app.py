@@ -14,11 +14,12 @@ from typer.core import TyperGroup
 
 from shrinkpoint import __version__
 from shrinkpoint.cli import bench, compact, convert, demo, diff, export, forget, list, prune, report, show, verify
-from shrinkpoint.cli.console import ExitCode, close_pipe, exit_code_of, print_note
+from shrinkpoint.cli.console import ExitCode, close_pipe, exit_code_of, print_note, turn_pager_off
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.storage import is_object_url, local_path
 
 _TRACEBACK_VARIABLE = "SHRINKPOINT_TRACEBACK"
+_NO_PAGER = "--no-pager"
 _EPILOG = (
     "Exit codes: 0 fine, 1 findings or differences, 2 usage, 3 not found, 4 corrupt or broken chain, "
     "5 locked, 6 storage, 7 other."
@@ -29,11 +30,12 @@ class ErrorHandlingGroup(TyperGroup):
     """Turns errors of commands into one line on stderr and an exit code; `--traceback` also prints the traceback."""
 
     def parse_args(self, ctx: Any, args: Any) -> Any:
-        """Accepts `--traceback` anywhere on the line, so that it can be appended to a command that just failed."""
+        """Accepts `--traceback` and `--no-pager` anywhere on the line, so that they can be appended to a command."""
         if "--traceback" in args:
-            args = [arg for arg in args if arg != "--traceback"]
             ctx.meta[_TRACEBACK_VARIABLE] = True
-        return super().parse_args(ctx, args)
+        if _NO_PAGER in args:
+            turn_pager_off()
+        return super().parse_args(ctx, [arg for arg in args if arg not in ("--traceback", _NO_PAGER)])
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -85,6 +87,9 @@ def _options(
             "--traceback",
             help=f"Show where an error comes from (anywhere on the line; or set {_TRACEBACK_VARIABLE}=1).",
         ),
+    ] = False,
+    no_pager: Annotated[
+        bool, typer.Option(_NO_PAGER, help="Print long tables as they are (anywhere on the line; or set PAGER=cat).")
     ] = False,
 ) -> None:
     pass

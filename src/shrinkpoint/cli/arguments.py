@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,15 +20,33 @@ from shrinkpoint.storage.object_url import ObjectUrl, parse_object_url
 from shrinkpoint.store.directory import find_checkpoints, read_directory_manifest
 from shrinkpoint.store.file_place import FilePlace, place_file
 from shrinkpoint.store.identify import EMPTY_DIRECTORY, Identification, identify
-from shrinkpoint.store.listing import Listing, scan
+from shrinkpoint.store.listing import Listing, list_steps, scan
 from shrinkpoint.store.manifest import Manifest
 
 if TYPE_CHECKING:
     from shrinkpoint.store.checkpoint_file import DecodedFile
+    from shrinkpoint.tensors.compare import LeafSource
+
+
+def complete_step(incomplete: str) -> list[str]:
+    """The steps of the store that the line names already, for the shell; of stores in directories only."""
+    # From the line as scripts of typer pass it: where an option lacks its value, a context has no arguments.
+    words = os.environ.get("COMP_WORDS", os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()
+    stores = [Path(word) for word in words[2:] if not is_object_url(word) and Path(word).is_dir()]
+    texts = [str(step) for store in stores for step in list_steps(LocalStorage(store))]
+    return [text for text in texts if text.startswith(incomplete)]
+
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON to stdout and nothing else.")]
 StepOption = Annotated[
-    int | None, typer.Option("--step", min=0, metavar="N", help="Which checkpoint of a store; the newest if not given.")
+    int | None,
+    typer.Option(
+        "--step",
+        min=0,
+        metavar="N",
+        help="Which checkpoint of a store; the newest if not given.",
+        autocompletion=complete_step,
+    ),
 ]
 _THRESHOLD_HELP = "How much worse a checkpoint may be, for schemes that measure: 1%, or .01."
 ThresholdOption = Annotated[str, typer.Option("--threshold", metavar="SHARE", help=_THRESHOLD_HELP)]
@@ -140,8 +159,11 @@ class Location:
         return str(self.path) if self.step is None else f"{self.path}@{self.step}"
 
 
-def parse_location(text: str, step: int | None = None) -> Location:
+def parse_location(text: str, step: int | None = None, *, allow_foreign: bool = False) -> Location:
     """Parses `PATH`, `STORE@STEP`, or a URL of either; a path that exists is not split at its `@`.
+
+    Args:
+        allow_foreign: also accept a file that something else wrote.
 
     Raises:
         NotFoundError: there is nothing, or a file that something else wrote.
@@ -159,7 +181,7 @@ def parse_location(text: str, step: int | None = None) -> Location:
     if step is not None and location.is_file:
         raise PolicyError(text, found="a file with --step", expected="a store", do="leave --step out")
     identity = location.identify() if location.is_file else None
-    if identity is not None and identity.is_foreign:
+    if identity is not None and identity.is_foreign and not allow_foreign:
         raise NotFoundError(text, found=identity.description, expected=OWN_CHECKPOINT, do=identity.do)
     return location
 
@@ -277,3 +299,25 @@ def _decode_directory(directory: Path) -> DecodedFile:
         return decode_directory(directory)
     state = flatten(load(directory))
     return DecodedFile(state.tree, Reference(state.tensors))
+
+
+def open_leaves(location: Location) -> LeafSource:
+    """Opens a checkpoint to read its leaves some at a time; raises as `decode_location` does."""
+    from shrinkpoint.store.chain import directory_chain, file_chain, store_chain
+    from shrinkpoint.store.leaves import ChainLeaves
+    from shrinkpoint.tensors.compare import StateLeaves
+    from shrinkpoint.tensors.flat_state import flatten
+    from shrinkpoint.train.dcp import load
+    from shrinkpoint.train.dcp.checkpoint_metadata import DCP_KEY
+
+    if location.file is not None:
+        return ChainLeaves(file_chain(location.file))
+    if location.is_run:
+        directory = location.newest_directory
+        manifest = read_directory_manifest(directory)
+        if isinstance(manifest.extra, dict) and DCP_KEY in manifest.extra:
+            state = load(directory)
+            return StateLeaves(state, flatten(state).tree)
+        return ChainLeaves(directory_chain(directory, manifest.payloads[0]))
+    storage, listing = open_store(str(location.path))
+    return ChainLeaves(store_chain(storage, find_manifest(listing, location)))

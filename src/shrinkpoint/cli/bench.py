@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shrinkpoint.cli.arguments import HigherIsBetterOption, JsonOption, ThresholdOption, import_function, parse_share
-from shrinkpoint.cli.console import Column, print_json, print_line, print_note, print_table, spinner
+from shrinkpoint.cli.console import Column, print_json, print_line, print_note, print_table, show_progress
+from shrinkpoint.progress import track
 
 if TYPE_CHECKING:
     from shrinkpoint.bench.result import BenchResult
@@ -57,7 +58,7 @@ def command(
     from shrinkpoint.schemes.registry import needs_evaluation
 
     share = parse_share(threshold)
-    with tempfile.TemporaryDirectory(prefix="shrinkpoint-bench-") as directory:
+    with tempfile.TemporaryDirectory(prefix="shrinkpoint-bench-") as directory, show_progress("bench"):
         series, quality = _load_series(places or [], evaluate, higher, Path(directory))
         function = None if quality is None else quality.evaluate
         names = schemes or [name for name in SYSTEMS if function is not None or not needs_evaluation(name)]
@@ -70,7 +71,7 @@ def command(
             threads=threads,
         )
         systems = [make(name) for name in names]  # a wrong name is refused before anything is measured
-        results = [_measure_system(system, series, quality) for system in systems]
+        results = [_measure_system(system, series, quality) for system in track(systems, "schemes")]
         document: dict[str, Any] = {
             "series": series.name,
             "checkpoints": len(series),
@@ -97,15 +98,14 @@ def _load_series(
     function = None if evaluate is None else import_function(evaluate)
     if paths:
         return open_series(paths), None if function is None else QualityFunction(function, higher)
-    with spinner("training a small GPT"):
-        series, quality = record_sample_run(directory, SampleRunOptions())
+    series, quality = record_sample_run(directory, SampleRunOptions())
     return series, quality if function is None else QualityFunction(function, higher)
 
 
 def _measure_system(system: System, series: Series, quality: QualityFunction | None) -> BenchResult:
     from shrinkpoint.bench.measure import measure
 
-    with spinner(f"{system.name}: {len(series)} checkpoints"), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the table has what schemes warn of
         return measure(system, series, quality)
 

@@ -8,19 +8,21 @@ from typing import Annotated
 import typer
 
 from shrinkpoint import humanize
-from shrinkpoint.cli.arguments import JsonOption, StoreArgument, find_manifest, open_store, parse_store
-from shrinkpoint.cli.console import Column, print_json, print_line, print_table, spinner
+from shrinkpoint.cli.arguments import JsonOption, StoreArgument, complete_step, find_manifest, open_store, parse_store
+from shrinkpoint.cli.console import Column, print_json, print_line, print_table, show_progress
 from shrinkpoint.report.checkpoints import CheckpointReport, checkpoint_report
 from shrinkpoint.store import chain
 from shrinkpoint.store.listing import Listing
 
+_STEP_HELP = "Make this checkpoint a keyframe; without it, merge deltas."
+OneStepOption = Annotated[
+    int | None, typer.Option("--step", min=0, metavar="N", help=_STEP_HELP, autocompletion=complete_step)
+]
+
 
 def command(
     store: StoreArgument,
-    step: Annotated[
-        int | None,
-        typer.Option("--step", min=0, metavar="N", help="Make this checkpoint a keyframe; without it, merge deltas."),
-    ] = None,
+    step: OneStepOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which would be written again.")] = False,
     json: JsonOption = False,
 ) -> None:
@@ -33,7 +35,10 @@ def command(
     if steps and not dry_run:
         from shrinkpoint.store.store import Store
 
-        with spinner(f"writing {humanize.count(len(steps), 'checkpoint')} of {store} again"), Store(store) as opened:
+        with (
+            show_progress(f"writing {humanize.count(len(steps), 'checkpoint')} of {store} again"),
+            Store(store) as opened,
+        ):
             opened.compact(step)
     _, after = open_store(store)
     rows = [
@@ -54,12 +59,7 @@ def _steps_to_rewrite(listing: Listing, store: str, step: int | None) -> list[in
     """The steps that `Store.compact` rewrites."""
     if step is not None:
         return [step] if find_manifest(listing, replace(parse_store(store), step=step)).bases else []
-    visible = listing.visible
-    return [
-        manifest.step
-        for manifest in visible.values()
-        if not all(chain.is_current(visible, base) for base in manifest.bases)
-    ]
+    return chain.orphaned_deltas(listing.visible)
 
 
 def _chain_json(row: CheckpointReport) -> dict[str, object]:

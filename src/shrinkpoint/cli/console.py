@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Any, NoReturn
 
 import typer
 from rich.cells import cell_len
 from rich.console import Console, JustifyMethod, RenderableType
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from shrinkpoint import errors
+from shrinkpoint import errors, humanize
 from shrinkpoint.humanize import printable
+from shrinkpoint.progress import Task, TaskProgress, is_watched, watch_progress
 from shrinkpoint.store.manifest import json_safe
 
 _UNBOUNDED_WIDTH = 100_000
@@ -76,7 +83,10 @@ def close_pipe() -> None:
 
 
 def stdout_console() -> PipeSafeConsole:
-    """A console on stdout; lines for a program (no terminal, no COLUMNS) are never cut to a width."""
+    """A console on stdout, or on what will be paged; lines for a program (no terminal, no COLUMNS) are never cut to a
+    width."""
+    if (page := _PAGE.get()) is not None:
+        return PipeSafeConsole(file=page, force_terminal=True, highlight=False, soft_wrap=False)
     bounded = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
     return PipeSafeConsole(width=None if bounded else _UNBOUNDED_WIDTH, highlight=False, soft_wrap=False)
 
@@ -99,14 +109,136 @@ def print_json(document: Any) -> None:
 
 
 @contextlib.contextmanager
-def spinner(title: str) -> Iterator[None]:
-    """Shows a spinner on stderr during the block if stderr is a terminal."""
+def show_progress(title: str) -> Iterator[None]:
+    """Shows what runs in the block on stderr, if that is a terminal: a spinner, then bars with the time left.
+
+    Inside of another such block, a line below its bars.
+    """
+    if is_watched():
+        with Task(title):
+            yield
+        return
     console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
+    if not sys.stderr.isatty() or console.is_dumb_terminal:
         yield
         return
-    with console.status(Text(printable(title))):
+    with ProgressBars(console, title) as bars, watch_progress(bars.show):
         yield
+
+
+class ProgressBars:
+    """Bars of the tasks that run, on a terminal; a context manager that leaves nothing behind.
+
+    Args:
+        title: shown with a spinner while no task runs.
+    """
+
+    def __init__(self, console: Console, title: str) -> None:
+        plain = partial(TextColumn, markup=False)
+        self._bars = Progress(
+            SpinnerColumn(),
+            plain("{task.description}"),
+            _TaskBarColumn(),
+            plain("{task.fields[amount]}"),
+            plain("{task.fields[left]}"),
+            console=console,
+            transient=True,
+            redirect_stdout=False,
+        )
+        self._title = self._bars.add_task(printable(title), total=None, amount="", left="", has_bar=False)
+        self._rows: dict[int, TaskID] = {}
+
+    def __enter__(self) -> ProgressBars:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def show(self, task: TaskProgress) -> None:
+        """Shows one report of a task; any thread may call this."""
+        if task.is_finished:
+            if (row := self._rows.pop(task.key, None)) is not None:
+                self._bars.remove_task(row)
+            self._bars.update(self._title, visible=not self._rows)
+            return
+        if task.key not in self._rows:
+            self._bars.update(self._title, visible=False)
+            self._rows[task.key] = self._bars.add_task(printable(task.title), amount="", left="", has_bar=False)
+        left = task.seconds_left
+        self._bars.update(
+            self._rows[task.key],
+            total=task.total,
+            completed=task.done,
+            amount=task.amount if task.done or task.total else "",
+            left="" if left is None else f"{humanize.duration(left)} left",
+            has_bar=task.total is not None,
+        )
+
+
+class _TaskBarColumn(BarColumn):
+    """A bar, but for what has no length."""
+
+    def render(self, task: Any) -> Any:
+        return super().render(task) if task.fields["has_bar"] else Text("")
+
+
+_PAGE: ContextVar[io.StringIO | None] = ContextVar("_PAGE", default=None)
+_is_paging_off = False
+
+
+def turn_pager_off() -> None:
+    """Makes `paged` print as it is, in this process."""
+    global _is_paging_off
+    _is_paging_off = True
+
+
+@contextlib.contextmanager
+def paged() -> Iterator[None]:
+    """Shows what the block prints to stdout in the user's pager, if it is longer than the terminal."""
+    command = _pager_command()
+    if not command:
+        yield
+        return
+    page = io.StringIO()
+    token = _PAGE.set(page)
+    try:
+        yield
+    finally:
+        _PAGE.reset(token)
+        text = page.getvalue()
+        is_short = text.count("\n") < shutil.get_terminal_size().lines
+        if is_short or not _run_pager(command, text):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+
+def _pager_command() -> str:
+    """The pager as the shell runs it: $SHRINKPOINT_PAGER, $PAGER or less; "" if the output is not to be paged."""
+    is_interactive = sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    if _is_paging_off or not is_interactive:
+        return ""
+    command = os.environ.get("SHRINKPOINT_PAGER", os.environ.get("PAGER"))
+    if command is None:
+        return "less" if shutil.which("less") else ""
+    return "" if command.strip() == "cat" else command.strip()
+
+
+def _run_pager(command: str, text: str) -> bool:
+    """Whether the pager has shown the text; False if the shell does not find it."""
+    env = {"LESS": "FRX", "LV": "-c", **os.environ}  # as git sets them
+    pager = subprocess.Popen(
+        command, shell=True, stdin=subprocess.PIPE, env=env, encoding=sys.stdout.encoding, errors="replace"
+    )
+    assert pager.stdin is not None
+    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):  # quit before it has read all
+        pager.stdin.write(text)
+    with contextlib.suppress(BrokenPipeError):
+        pager.stdin.close()
+    while pager.returncode is None:
+        with contextlib.suppress(KeyboardInterrupt):  # the pager's own business
+            pager.wait()
+    return pager.returncode not in (126, 127)
 
 
 @dataclass(frozen=True)

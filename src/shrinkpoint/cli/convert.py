@@ -15,8 +15,9 @@ import typer
 
 from shrinkpoint import humanize
 from shrinkpoint.cli.arguments import HigherIsBetterOption, JsonOption, ThresholdOption, import_function, parse_share
-from shrinkpoint.cli.console import Column, print_json, print_line, print_note, print_table, spinner
+from shrinkpoint.cli.console import Column, print_json, print_line, print_note, print_table, show_progress
 from shrinkpoint.errors import CorruptError, LossWarning, PolicyError, ShrinkpointError
+from shrinkpoint.progress import Task, track
 from shrinkpoint.storage import LocalStorage, Storage
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def _import(series: CheckpointSeries, options: _Options, scheme: Scheme) -> None
             raise PolicyError(str(out), found=found, expected="one for a single file", do=do)
         _check_separate(options.source, out)
         _check_overwrite(out, options)
-        with spinner(f"writing {out}"), _print_loss_warnings():
+        with show_progress(f"writing {out}"), _print_loss_warnings():
             rows = [import_to_file(checkpoints[0], out, scheme, opaque=options.opaque, verify=options.verify)]
         seconds = rows[0].seconds
         if options.verify:
@@ -140,14 +141,15 @@ def _import(series: CheckpointSeries, options: _Options, scheme: Scheme) -> None
         storage: Storage = SizingStorage() if out is None else _open_store(options.source, out)
         began, rows = time.perf_counter(), []
         importer = Importer(storage, scheme, options.keyframe_every, force=options.force, opaque=options.opaque)
-        with importer, _print_loss_warnings():
-            for number, checkpoint in enumerate(checkpoints, 1):
-                with spinner(f"{number}/{len(checkpoints)} {checkpoint.name}"):
+        with importer, show_progress("converting"), _print_loss_warnings():
+            for checkpoint in track(checkpoints, "converting"):
+                with Task(checkpoint.name):
                     rows.append(importer.import_checkpoint(checkpoint))
         seconds = time.perf_counter() - began
         if out is not None and options.verify:
-            with spinner("comparing what was written with its source"):
-                exact = [is_exact for _, is_exact in verify_import(storage, checkpoints, opaque=options.opaque)]
+            with show_progress("comparing what was written with its source"):
+                comparisons = verify_import(storage, checkpoints, opaque=options.opaque)
+                exact = [is_exact for _, is_exact in track(comparisons, "comparing", len(checkpoints))]
     _print_report(rows, options, seconds, exact)
     for name in dict.fromkeys(name for row in rows for name in row.opaque):
         print_note(f"{name}: taken along as it is, for it cannot be read without running code that it names")
@@ -157,7 +159,9 @@ def _export(series: CheckpointSeries, out: Path, options: _Options, form: str) -
     """Writes a series in a form that others read: one checkpoint to `out`, several of a run into it."""
     _check_separate(options.source, out)
     used_names: set[str] | None = set() if series.is_run_dir and len(series.checkpoints) > 1 else None
-    rows = [_export_checkpoint(checkpoint, out, options, form, used_names) for checkpoint in series.checkpoints]
+    with show_progress("converting"):
+        checkpoints = track(series.checkpoints, "converting")
+        rows = [_export_checkpoint(checkpoint, out, options, form, used_names) for checkpoint in checkpoints]
     if options.json:
         print_json({"from": str(options.source), "to": str(out), "verified": options.verify, "written": rows})
         return
@@ -179,7 +183,7 @@ def _export_checkpoint(
     from shrinkpoint.convert.discover import NativeDirectory
     from shrinkpoint.convert.part import safe_join
 
-    with spinner(checkpoint.name):
+    with show_progress(checkpoint.name):
         state = checkpoint.read(opaque=options.opaque)
         info = export.target_form(state, form, str(checkpoint.path))
         target, num_omitted = out, 0

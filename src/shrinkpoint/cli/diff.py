@@ -1,56 +1,130 @@
-"""`shrinkpoint diff`: what changed between two checkpoints."""
+"""`shrinkpoint diff`: what changed between two checkpoints, and where most."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shrinkpoint import humanize
-from shrinkpoint.cli.arguments import JsonOption, parse_location
-from shrinkpoint.cli.console import Column, ExitCode, print_json, print_line, print_table, spinner
+from shrinkpoint.cli.arguments import JsonOption, Location, open_leaves, parse_location
+from shrinkpoint.cli.console import Column, ExitCode, paged, print_json, print_line, print_table, show_progress
 
 if TYPE_CHECKING:
-    from shrinkpoint.tensors.compare import CheckpointDifference, TensorDifference
+    from shrinkpoint.tensors.compare import CheckpointDifference, LeafSource, TensorDifference
 
-_LOCATION_HELP = "A file, a store (its newest checkpoint) or STORE@STEP."
+_LOCATION_HELP = "A file, a store (its newest checkpoint), STORE@STEP, or what `convert` reads."
+
+
+class SortKey(str, Enum):
+    """What `diff` ranks tensors by."""
+
+    RELATIVE = "relative"
+    MAX = "max"
+    SHARE = "share"
+    NAME = "name"
+
+
+SortOption = Annotated[SortKey, typer.Option("--sort", help="Largest first of this; name: in the order of the state.")]
+LimitOption = Annotated[
+    int | None, typer.Option("--limit", "-n", min=0, metavar="N", help="Only the N tensors that changed most.")
+]
 
 
 def command(
     first: Annotated[str, typer.Argument(metavar="A", help=_LOCATION_HELP)],
     second: Annotated[str, typer.Argument(metavar="B", help=_LOCATION_HELP)],
     every: Annotated[bool, typer.Option("--all", help="Also the tensors that are equal.")] = False,
+    sort: SortOption = SortKey.RELATIVE,
+    limit: LimitOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Compare two checkpoints bit for bit; exit code 1 if they differ.
+    """Compare two checkpoints bit for bit, the largest change first; exit code 1 if they differ.
 
-    Per tensor: values that differ, the largest absolute difference, and the difference relative to A in L2.
+    Per tensor: the difference relative to A in L2, the largest absolute difference, and the share of the values that
+    differ. What only one of them has, and other dtypes and shapes, come first. Tensors are read a few at a time.
     """
-    a, b = parse_location(first), parse_location(second)
-    from shrinkpoint.cli.arguments import decode_location
-    from shrinkpoint.tensors.compare import compare_checkpoints
+    a, b = parse_location(first, allow_foreign=True), parse_location(second, allow_foreign=True)
+    from shrinkpoint.tensors.compare import compare_states
 
-    with spinner(f"comparing {a} with {b}"):
-        difference = compare_checkpoints(decode_location(a), decode_location(b))
+    with show_progress(f"comparing {a} with {b}"):
+        difference = compare_states(*_open_sides(a, b))
+    ranked = sorted(difference.tensors, key=_RANKS[sort])
+    if limit is not None:
+        ranked = [row for row in ranked if not row.equal][:limit]
     if json:
-        print_json({"a": str(a), "b": str(b), "equal": difference.equal, **asdict(difference)})
+        document = asdict(replace(difference, tensors=tuple(ranked)))
+        print_json({"a": str(a), "b": str(b), "equal": difference.equal, "sort": sort.value, **document})
     else:
-        _print(f"{a} and {b}", difference, every)
+        with paged():
+            _print(f"{a} and {b}", difference, ranked if every else [row for row in ranked if not row.equal])
     if not difference.equal:
         raise typer.Exit(ExitCode.FINDINGS)
 
 
-def _print(title: str, difference: CheckpointDifference, show_all: bool) -> None:
-    rows = difference.tensors if show_all else [row for row in difference.tensors if not row.equal]
-    if rows:
-        print_table(_columns(rows), styles=["dim" if row.equal else "" for row in rows])
-        print_line("")
+def _descending(value: float | None) -> float:
+    """A sort key by which the largest value comes first: nan is larger than any number, None smaller."""
+    return math.inf if value is None else -math.inf if math.isnan(value) else -value
+
+
+def _rank(measure: Callable[[TensorDifference], float | None]) -> Callable[[TensorDifference], tuple[Any, ...]]:
+    """A sort key: other dtypes and shapes first, then the largest measure, then the largest share; equal ones last."""
+    return lambda row: (row.equal, not row.change, _descending(measure(row)), _descending(row.share))
+
+
+_RANKS: dict[SortKey, Callable[[TensorDifference], tuple[Any, ...]]] = {
+    SortKey.RELATIVE: _rank(lambda row: row.relative),
+    SortKey.MAX: _rank(lambda row: row.max_abs),
+    SortKey.SHARE: _rank(lambda row: row.share),
+    SortKey.NAME: lambda row: (),
+}
+
+
+def _open_sides(a: Location, b: Location) -> tuple[LeafSource, LeafSource]:
+    """The leaves of both; where one of them is what others wrote, the content alone of what `convert` made of such."""
+    from shrinkpoint.convert.part import SOURCE_KEY, STATE_KEY
+    from shrinkpoint.tensors.compare import SubtreeLeaves
+
+    foreign = [_read_foreign(side) for side in (a, b)]
+    first, second = (open_leaves(side) if state is None else state for side, state in zip((a, b), foreign, strict=True))
+    if foreign == [None, None]:
+        return first, second
+
+    def content(side: LeafSource) -> LeafSource:
+        is_converted = isinstance(side.tree, dict) and side.tree.keys() == {SOURCE_KEY, STATE_KEY}
+        return SubtreeLeaves(side, STATE_KEY) if is_converted else side
+
+    return content(first), content(second)
+
+
+def _read_foreign(location: Location) -> LeafSource | None:
+    """The content of a checkpoint that others wrote; None for one of ours."""
+    identity = None if location.is_run or not isinstance(location.path, Path) else location.identify()
+    if identity is None or not identity.is_foreign or not isinstance(location.path, Path):
+        return None
+    from shrinkpoint.convert.discover import discover
+    from shrinkpoint.convert.part import STATE_KEY, origin_info
+    from shrinkpoint.tensors.compare import StateLeaves
+
+    state = discover(location.path, step=location.step).checkpoints[-1].read()
+    return StateLeaves(state if origin_info(state) is None else state[STATE_KEY])
+
+
+def _print(title: str, difference: CheckpointDifference, rows: Sequence[TensorDifference]) -> None:
     for sign, names in (("+", difference.added), ("-", difference.missing)):
         for name in names:
             print_line(f"{sign} {name}", "green" if sign == "+" else "red")
     if difference.added or difference.missing:
+        print_line("")
+    if rows:
+        print_table(_columns(rows), styles=["dim" if row.equal else "" for row in rows])
+        if hidden := sum(not row.equal for row in difference.tensors) - sum(not row.equal for row in rows):
+            print_line(f"and {humanize.count(hidden, 'tensor')} that changed less", "dim")
         print_line("")
     if difference.values:
         a_texts, b_texts = zip(*difference.values.values(), strict=True)
@@ -66,11 +140,13 @@ def _columns(rows: Sequence[TensorDifference]) -> list[Column]:
         return ["" if row.equal or value is None else f"{value:.3g}" for row, value in pairs]
 
     counts = [row.change or ("equal" if row.equal else f"{row.different:,}") for row in rows]
+    shares = ["" if row.equal or row.share is None else f"{100 * row.share:.3g} %" for row in rows]
     return [
         Column("tensor", [row.name for row in rows], wrap=True),
-        Column("values that differ", counts, align_right=True, drop_order=1),
-        Column("max |A-B|", texts(row.max_abs for row in rows), align_right=True),
         Column("|A-B|/|A|", texts(row.relative for row in rows), align_right=True),
+        Column("max |A-B|", texts(row.max_abs for row in rows), align_right=True),
+        Column("values that differ", counts, align_right=True, drop_order=1),
+        Column("share", shares, align_right=True, drop_order=2),
     ]
 
 

@@ -17,7 +17,7 @@ from shrinkpoint.cli.arguments import (
     decode_location,
     parse_location,
 )
-from shrinkpoint.cli.console import print_json, print_line, print_note, spinner
+from shrinkpoint.cli.console import print_json, print_line, print_note, show_progress
 from shrinkpoint.errors import NotFoundError, PolicyError
 
 
@@ -81,7 +81,7 @@ def command(
     from shrinkpoint.convert.export import write_state
     from shrinkpoint.store.checkpoint_file import build_state
 
-    with spinner(f"writing {out}"):
+    with show_progress(f"writing {out}"):
         state = build_state(decode_location(location), str(location))
         counts = write_state(state, out, as_torch=form is ExportForm.TORCH, patterns=only or ())
     if counts is None:
@@ -107,7 +107,7 @@ def _export_pretrained(
 ) -> None:
     from shrinkpoint.train.transformers import export_pretrained
 
-    with spinner(f"writing {out}"):
+    with show_progress(f"writing {out}"):
         report = export_pretrained(
             location.path if isinstance(location.path, Path) else str(location.path),
             out,

@@ -7,14 +7,18 @@ from typing import Annotated
 import typer
 
 from shrinkpoint import humanize
-from shrinkpoint.cli.arguments import JsonOption, StoreArgument, open_store, preview, require_step
+from shrinkpoint.cli.arguments import JsonOption, StoreArgument, complete_step, open_store, preview, require_step
 from shrinkpoint.cli.console import print_json, print_line
 from shrinkpoint.store.listing import forget, scan
+
+StepsArgument = Annotated[
+    list[int], typer.Argument(metavar="STEP...", min=0, help="Which to hide.", autocompletion=complete_step)
+]
 
 
 def command(
     store: StoreArgument,
-    steps: Annotated[list[int], typer.Argument(metavar="STEP...", min=0, help="Which to hide.")],
+    steps: StepsArgument,
     json: JsonOption = False,
 ) -> None:
     """Hide checkpoints from every reader; the next `prune --apply` deletes those that no other checkpoint depends on.

@@ -11,7 +11,7 @@ import typer
 
 from shrinkpoint import humanize
 from shrinkpoint.cli.arguments import JsonOption, RunArgument, open_store, parse_store
-from shrinkpoint.cli.console import Column, print_json, print_line, print_note, print_table
+from shrinkpoint.cli.console import Column, paged, print_json, print_line, print_note, print_table
 from shrinkpoint.report.checkpoints import CheckpointReport, StoreReport, run_report, store_report
 from shrinkpoint.store.manifest import LossIncrease
 
@@ -48,10 +48,11 @@ def _print(store: str, report: StoreReport, hidden: int) -> None:
     """Prints a report; `hidden` counts the forgotten checkpoints that it leaves out."""
     place = report.where if report.is_run else store
     if report.checkpoints or report.is_run:
-        print_line(f"{place}: {_totals(report)}")
-        print_line("")
         styles = ["dim" if row.forgotten else "" for row in report.checkpoints]
-        print_table(_columns(report.checkpoints, report.is_run), styles=styles)
+        with paged():
+            print_line(f"{place}: {_totals(report)}")
+            print_line("")
+            print_table(_columns(report.checkpoints, report.is_run), styles=styles)
     else:
         print_line(f"{store}: no checkpoint yet")
     if hidden:

@@ -13,7 +13,7 @@ import typer
 
 from shrinkpoint import humanize
 from shrinkpoint.cli.arguments import JsonOption, StoreArgument, open_store, preview
-from shrinkpoint.cli.console import Column, print_json, print_line, print_table
+from shrinkpoint.cli.console import Column, print_json, print_line, print_table, show_progress
 from shrinkpoint.store.listing import Listing, scan
 from shrinkpoint.store.retention import Keep, PrunePlan, execute_prune, plan_prune
 
@@ -64,7 +64,8 @@ def command(
         with storage.lock():
             listing = scan(storage)
             plan = plan_prune(storage, listing, keep, now)
-            execute_prune(storage, plan)
+            with show_progress(f"deleting from {store}"):
+                execute_prune(storage, plan)
     else:
         plan = plan_prune(storage, listing, keep, now)
     if json:

@@ -11,7 +11,7 @@ import typer
 
 from shrinkpoint import humanize
 from shrinkpoint.cli.arguments import JsonOption, Location, find_manifest, open_store, parse_location
-from shrinkpoint.cli.console import print_json, print_line, spinner
+from shrinkpoint.cli.console import print_json, print_line, show_progress
 from shrinkpoint.cli.prune import (
     BestOption,
     EveryOption,
@@ -59,7 +59,7 @@ def command(
         raise PolicyError("report", found=f"{len(places)} places", expected="one or two", do="make a page for each two")
     keep = Keep(last=last, every=every, best=best, metric=metric, mode=mode.value, within=within)
     _check_out(out, force)
-    with spinner(f"writing {out}"):
+    with show_progress(f"writing {out}"):
         names = _short_names(places)
         page = render_page(
             [_read(parse_location(place), name, keep) for place, name in zip(places, names, strict=True)]

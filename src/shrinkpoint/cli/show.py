@@ -17,7 +17,7 @@ from shrinkpoint.cli.arguments import (
     open_store,
     parse_location,
 )
-from shrinkpoint.cli.console import Column, print_json, print_line, print_pairs, print_table
+from shrinkpoint.cli.console import Column, paged, print_json, print_line, print_pairs, print_table
 from shrinkpoint.report.checkpoints import CheckpointReport, checkpoint_report
 from shrinkpoint.report.files import FileReport, TensorRow, read_file_report
 from shrinkpoint.storage import LocalStorage
@@ -53,9 +53,10 @@ def command(
         documents = [file.to_json(tensors=tensors) for file in files]
         print_json(documents[0] if report is None else {**report.to_json(), "files": documents})
         return
-    _print_header(str(location.path), report, files)
-    for file in files:
-        _print_file(file, tensors, values)
+    with paged():
+        _print_header(str(location.path), report, files)
+        for file in files:
+            _print_file(file, tensors, values)
 
 
 def directory_files(directory: Path, report: CheckpointReport) -> list[FileReport]:

@@ -20,9 +20,10 @@ from shrinkpoint.cli.arguments import (
     open_store,
     parse_location,
 )
-from shrinkpoint.cli.console import ExitCode, print_json, print_line, spinner
+from shrinkpoint.cli.console import ExitCode, print_json, print_line, show_progress
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import NotFoundError, PolicyError, ShrinkpointError
+from shrinkpoint.progress import track
 from shrinkpoint.store.directory import verify_directory
 from shrinkpoint.store.file_place import FilePlace
 from shrinkpoint.store.identify import EMPTY_DIRECTORY
@@ -44,7 +45,7 @@ def command(
     location = parse_location(place)
     if location.step is not None:
         raise PolicyError(place, found="one step", expected="a store or a file", do=f"verify all of {location.path}")
-    with spinner(f"reading {location}"):
+    with show_progress(f"reading {location}"):
         findings, checked = _verify_all(location, deep)
     if json:
         rows = [asdict(finding) for finding in findings]
@@ -65,7 +66,8 @@ def _verify_all(location: Location, deep: bool) -> tuple[list[Finding], int]:
     if location.file is not None:
         return _verify_file(location, location.file, deep), 1
     directories = location.directories
-    findings = [finding for directory in directories for finding in _verify_directory(directory, deep)]
+    tracked = track(directories, f"reading {location}") if directories else ()
+    findings = [finding for directory in tracked for finding in _verify_directory(directory, deep)]
     if location.is_run:
         return findings, len(directories)
     storage, listing = open_store(str(location.path), allow_run=True)

@@ -91,6 +91,11 @@ class Calibration:
         """Take over the `state` of another process; None: nothing is known."""
         self.noise, self.has_reacted, self.num_saves = state or (None, False, 0)
 
+    @property
+    def num_checks(self) -> int:
+        """How often `find_problem` will probably evaluate."""
+        return 1 + (self.noise is None) + (not self.has_reacted)
+
     def find_problem(
         self,
         metric: DegradationMetric,

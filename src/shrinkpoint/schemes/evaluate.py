@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shrinkpoint.errors import PolicyError
+from shrinkpoint.progress import Task
 from shrinkpoint.quantize.layer_types import layer_types_of_model
 from shrinkpoint.sharding.global_tensors import GlobalTensors, matches_parameter, recorder_values
 from shrinkpoint.tensors.dtypes import as_bits
@@ -129,14 +130,24 @@ class DegradationMetric:
     Args:
         evaluate: evaluates with trial values in place of the state's own.
         higher_is_better: `evaluate` returns a score, not a loss.
+        task: counts the evaluations; None: nothing does.
 
     Attributes:
         baseline: the reading of the unchanged weights; the caller sets it before the first comparison.
     """
 
-    def __init__(self, evaluate: Callable[[TrialValues], Reading], *, higher_is_better: bool) -> None:
-        self.evaluate, self._higher_is_better = evaluate, higher_is_better
+    def __init__(
+        self, evaluate: Callable[[TrialValues], Reading], *, higher_is_better: bool, task: Task | None = None
+    ) -> None:
+        self._evaluate, self._higher_is_better, self._task = evaluate, higher_is_better, task
         self.baseline = Reading(math.nan)
+
+    def evaluate(self, values: TrialValues) -> Reading:
+        """The reading for these values."""
+        reading = self._evaluate(values)
+        if self._task is not None:
+            self._task.advance()
+        return reading
 
     @property
     def scale(self) -> float:

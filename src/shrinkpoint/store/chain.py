@@ -181,6 +181,12 @@ def is_current(manifests: Mapping[int, Manifest], base: ChainLink) -> bool:
     return manifest is not None and manifest.digest == base.digest
 
 
+def orphaned_deltas(manifests: Mapping[int, Manifest]) -> list[int]:
+    """The steps of deltas that depend on a file of a checkpoint which is not there: forgotten, deleted, saved again."""
+    visible = manifests.values()
+    return [x.step for x in visible if not all(is_current(manifests, base) for base in x.bases)]
+
+
 def ancestors(digests: Mapping[int, str], manifest: Manifest) -> list[int]:
     """The steps that a checkpoint depends on, keyframe first; those that are gone or were saved again are left out.
 

@@ -23,7 +23,7 @@ from shrinkpoint.tensors.tree_selection import SelectedLeaves
 
 SelectLeaves: TypeAlias = Callable[[JSON, str], SelectedLeaves]
 """Selects leaves of a state's tree; the second argument is the file, for messages."""
-_MAX_KEPT_TENSORS = 1 << 12
+MAX_KEPT_TENSORS = 1 << 12
 """Tensors of a file up to which its header is parsed once for a chain; of larger ones, again before it is decoded."""
 _MAX_OPEN = 64
 """Files of a chain in a bucket that stay open from the reading of their headers on: each holds a block of its bytes."""
@@ -86,7 +86,7 @@ def _decode_last(
     try:
         for file, reader in _iter_headers(files):
             records, names = needed_records(reader, names)
-            is_small = sum(len(head.infos) for head in reader.records) <= _MAX_KEPT_TENSORS
+            is_small = sum(len(head.infos) for head in reader.records) <= MAX_KEPT_TENSORS
             is_kept = is_small and len(steps) < _MAX_OPEN
             steps.append((file if is_kept else replace(file.close(), header=reader if is_small else None), records))
         while steps:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from shrinkpoint.store.store import Store
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.tensors.tree_selection import SelectedLeaves, match_patterns, select_leaves
 
+_log = logging.getLogger("shrinkpoint")
 _MAX_LISTED = 6
 """Names that an error lists of those that exist."""
 
@@ -71,12 +74,15 @@ def load(
         StorageError: reading failed.
         PolicyError: the device is not there, or is full; a limit that is none; a step or a base of what has none.
     """
+    began = time.perf_counter()
     threads, tie = validate.check_threads(threads), validate.check_bool("tie", tie)
     base_place = None if base is None else place_file(base, "base", cache=cache)
     select = None if only is None else select_patterns(only)
     files = find_chain(where, step, base_place, cache=cache)
     decoded = decode_chain(files, select=select, threads=threads, max_bytes=max_bytes)
-    return build_state(decoded, _describe(where), tie=tie, device=device)
+    state = build_state(decoded, _describe(where), tie=tie, device=device)
+    _log.info("loaded %s, in %.2f s", _describe(where), time.perf_counter() - began)
+    return state
 
 
 def select_patterns(only: str | Sequence[str]) -> SelectLeaves:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections import Counter
@@ -14,11 +15,13 @@ from typing import Literal
 
 from shrinkpoint import humanize, validate
 from shrinkpoint.errors import NotFoundError, PolicyError
+from shrinkpoint.progress import track
 from shrinkpoint.storage import LocalStorage, Storage
 from shrinkpoint.store import chain, layout
 from shrinkpoint.store.listing import Listing
 from shrinkpoint.store.manifest import Manifest
 
+_log = logging.getLogger("shrinkpoint")
 NO_METRIC = "Keep(metric=)"
 """The `where` of an error about a metric that no checkpoint has."""
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
@@ -239,8 +242,10 @@ def execute_prune(storage: Storage, plan: PrunePlan) -> None:
     Raises:
         StorageError: deleting failed.
     """
-    for key in plan.keys:
+    for key in track(plan.keys, f"deleting from {storage.describe()}"):
         storage.delete(key)
+    if plan.keys:
+        _log.info("pruned %s: %r", storage.describe(), plan)
 
 
 def reclaimable_bytes(storage: Storage, listing: Listing, keys: Iterable[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from shrinkpoint.store.file_place import AnyPlace, place_file
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.flat_state import flatten
 from shrinkpoint.tensors.info import TensorInfo
+
+_log = logging.getLogger("shrinkpoint")
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ def save(
     written = write_file(
         target.storage, target.key, quantized, scheme=scheme, reference=reference, parent=parent, threads=threads
     )
+    _log.info("saved %s, in %.2f s", written.report, written.report.seconds)
     return written.report
 
 

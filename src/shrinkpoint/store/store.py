@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +18,7 @@ from shrinkpoint import validate
 from shrinkpoint.codec.decoded_tensors import is_mostly_codes
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import ChainError, FormatError, NotFoundError, PolicyError, StorageError
+from shrinkpoint.progress import track
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.storage import ObjectCache, Storage, map_requests, resolve_storage
@@ -46,6 +49,7 @@ from shrinkpoint.store.transaction import (
 from shrinkpoint.store.verify import Finding, verify
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 
+_log = logging.getLogger("shrinkpoint")
 _MAX_REASONS = 5
 """Checkpoints that an error tells why they do not load."""
 
@@ -267,9 +271,10 @@ class Store:
                     report = transaction.add(flat_state, scheme=scheme, threads=self._threads)
                 assert transaction.reference is not None
                 retention = self._reference_cache.retained_progress(transaction.reference)
-                report = replace(report, retention=retention)
-                stats = report.stats(stall() if stall is not None else None)
-                manifest = transaction.commit(metrics=metrics, lossy_restores=lossy_restores, note=note, stats=stats)
+                report = replace(report, retention=retention, stall_seconds=None if stall is None else stall())
+                manifest = transaction.commit(
+                    metrics=metrics, lossy_restores=lossy_restores, note=note, stats=report.stats
+                )
             store_reference = self._reference_cache.adopt if adopt else self._reference_cache.copy
             store_reference(manifest, transaction.reference)
             key = manifest.key(manifest.payloads[0].name)
@@ -278,6 +283,7 @@ class Store:
             if transaction.replaces:
                 self._store_lock.remove_orphans()
             warn_low_retention(report.retention)
+            _log.info("saved %s, in %.2f s", report, report.seconds)
             return report
 
     @property
@@ -349,6 +355,7 @@ class Store:
         return restore_newest([self], device=device, tie=tie, keep=self if keep else None, max_bytes=max_bytes)
 
     def _load(self, manifest: Manifest, device: Device, tie: bool, keep: bool, max_bytes: int | None) -> Any:
+        began = time.perf_counter()
         with self._mutex:
             if keep:
                 self._reference_cache.drop()  # else there would be three states in memory
@@ -364,6 +371,8 @@ class Store:
                 self._reference_cache.adopt_encoded(manifest, lambda: decode().reference)
             if keep:
                 self._base_verifier.mark_verified(stamps)
+            where, seconds = self.storage.describe(), time.perf_counter() - began
+            _log.info("loaded step %d of %s (%s), in %.2f s", manifest.step, where, manifest.kind, seconds)
             return state
 
     def _stamps(self, manifest: Manifest) -> dict[str, object]:
@@ -434,7 +443,9 @@ class Store:
         """
         with self._store_lock.for_writing():
             self._check_idle()
-            reports = [report for _, _, report in self._rewrite(step)]
+            total = 1 if step is not None else len(chain.orphaned_deltas(self.scan().visible))
+            where = self.storage.describe()
+            reports = [report for _, _, report in track(self._rewrite(step), f"compacting {where}", total)]
             self._store_lock.remove_orphans()
             return reports
 

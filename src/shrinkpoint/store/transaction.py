@@ -171,7 +171,8 @@ class CheckpointTransaction:
             originals=state.tensors,
             threads=threads,
         )
-        self._report, self.reference = written.report, written.reference
+        self._report = replace(written.report, step=self.step, depth=len(self._bases))
+        self.reference = written.reference
         return self._report
 
     def commit(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shrinkpoint.errors import NotFoundError, ShrinkpointError
+from shrinkpoint.progress import Task, track
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import chain, layout
 from shrinkpoint.store.chain import ChainFile
@@ -47,14 +48,20 @@ def verify(storage: Storage, *, deep: bool = False, threads: int | None = None) 
     listing = scan(storage)
     findings = [*_broken_manifests(storage, listing)]
     checker = _FileChecker(storage)
-    for manifest in listing.visible.values():
-        findings += checker.findings_of(manifest)
+    with Task(f"reading {storage.describe()}", _stored_bytes(listing), "bytes") as task:
+        for manifest in listing.visible.values():
+            findings += checker.findings_of(manifest)
+            task.advance(manifest.stored_bytes)
     findings += _missing_bases(storage, listing)
     if deep:
         failed_steps = {finding.step for finding in findings if not finding.loads}
         findings += _decode_failures(storage, listing, failed_steps, threads)
     problem, do = "left by an interrupted save", "the next save removes it"
     return findings + [Finding(None, storage.describe(key), problem, do, loads=True) for key in listing.orphans()]
+
+
+def _stored_bytes(listing: Listing) -> int:
+    return sum(manifest.stored_bytes for manifest in listing.visible.values())
 
 
 class _FileChecker:
@@ -121,7 +128,7 @@ def _decode_failures(
     from shrinkpoint.store.decode import iter_chain
 
     proven: set[tuple[str, ...]] = set()  # chains: the same file may not decode after other bases, or after none
-    for manifest in reversed(listing.visible.values()):
+    for manifest in track([*reversed(listing.visible.values())], f"decoding {storage.describe()}"):
         files = chain.store_chain(storage, manifest)
         digests = tuple(file.digest for file in files)
         if manifest.step in failed_steps or digests in proven:

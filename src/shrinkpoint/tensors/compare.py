@@ -7,23 +7,26 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from shrinkpoint.progress import Task
 from shrinkpoint.tensors.dtypes import dtype_name, tensor_bytes
-from shrinkpoint.tensors.flat_state import FlatState, unflatten
+from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON
-from shrinkpoint.tensors.names import as_tensor, child_items, is_array, named_leaves
+from shrinkpoint.tensors.names import as_tensor, child_items, is_array, named_leaves, tensor_name
 
 if TYPE_CHECKING:
     from shrinkpoint.store.checkpoint_file import DecodedFile
 
 _MISSING = object()
+GROUP_BYTES = 1 << 28
+"""Bytes of two states that are compared at a time: what is read of both is in memory meanwhile."""
 _CHUNK_VALUES = 1 << 22  # values compared at a time: 32 MiB of doubles a side
 
 
@@ -153,6 +156,7 @@ class TensorDifference:
         different: number of values that are not bit-identical; None if dtype or shape differ.
         max_abs: largest |a - b|; nan if a nan or an infinity meets a number; None if undefined.
         relative: L2 norm of a - b over that of a; None if undefined.
+        share: share of the values that are not bit-identical; None if dtype or shape differ.
     """
 
     name: str
@@ -161,6 +165,7 @@ class TensorDifference:
     different: int | None = 0
     max_abs: float | None = 0.0
     relative: float | None = 0.0
+    share: float | None = 0.0
 
 
 @dataclass(frozen=True)
@@ -186,22 +191,119 @@ class CheckpointDifference:
         return quiet and all(tensor.equal for tensor in self.tensors)
 
 
-def compare_checkpoints(first: DecodedFile, second: DecodedFile) -> CheckpointDifference:
-    """Compare two decoded checkpoints bitwise, leaf by leaf; sums are computed in float64."""
-    a, b = (
-        named_leaves(unflatten(file.tree, file.reference.tensors, max_bytes=file.max_copy_bytes))
-        for file in (first, second)
-    )
-    pairs = {name: (a.get(name, _MISSING), b.get(name, _MISSING)) for name in {**a, **b}}
-    both = {name: pair for name, pair in pairs.items() if all(map(is_array, pair))}
-    difference = CheckpointDifference(
-        tensors=tuple(compare_tensors(name, as_tensor(x), as_tensor(y)) for name, (x, y) in both.items()),
-        added=tuple(name for name, (_, y) in pairs.items() if is_array(y) and name not in both),
-        missing=tuple(name for name, (x, _) in pairs.items() if is_array(x) and name not in both),
-        values={name: texts for name, pair in pairs.items() if (texts := _plain_texts(*pair)) is not None},
-        structure=False,
-    )
-    return replace(difference, structure=difference.equal and first.tree != second.tree)
+class LeafInfo(NamedTuple):
+    """What is known of a leaf before it is read.
+
+    Attributes:
+        nbytes: memory that reading it takes.
+        is_array: it is a tensor or an array, and no plain value.
+    """
+
+    nbytes: int
+    is_array: bool
+
+
+class LeafSource(Protocol):
+    """The leaves of a state, by the names of `named_leaves`; some are read at a time."""
+
+    @property
+    def leaves(self) -> Mapping[str, LeafInfo]:
+        """What there is, in the order of the state."""
+        ...
+
+    @property
+    def tree(self) -> JSON:
+        """The state's structure; None: it is not compared."""
+        ...
+
+    def read(self, names: Sequence[str]) -> Mapping[str, Any]:
+        """The values of some leaves."""
+        ...
+
+
+class SubtreeLeaves:
+    """The leaves below a key at the top of a state, by their names in what is there; structure is not compared."""
+
+    def __init__(self, state: LeafSource, key: str) -> None:
+        self._state, self.tree = state, None
+        below = {
+            name.removeprefix(f"{key}/"): name for name in state.leaves if name == key or name.startswith(f"{key}/")
+        }
+        self._names = {tensor_name(()) if name == key else name: full for name, full in below.items()}
+        self.leaves: Mapping[str, LeafInfo] = {name: state.leaves[full] for name, full in self._names.items()}
+
+    def read(self, names: Sequence[str]) -> Mapping[str, Any]:
+        values = self._state.read([self._names[name] for name in names])
+        return {name: values[self._names[name]] for name in names}
+
+
+class StateLeaves:
+    """The leaves of a state that is in memory, or in mapped files.
+
+    Args:
+        tree: the state's structure, as a file records it; None: it is not compared.
+    """
+
+    def __init__(self, state: Any, tree: JSON = None) -> None:
+        self._values, self.tree = named_leaves(state), tree
+        self.leaves: Mapping[str, LeafInfo] = {
+            name: LeafInfo(as_tensor(value).nbytes if is_array(value) else 0, is_array(value))
+            for name, value in self._values.items()
+        }
+
+    def read(self, names: Sequence[str]) -> Mapping[str, Any]:
+        return {name: self._values[name] for name in names}
+
+
+def compare_states(first: LeafSource, second: LeafSource, *, group_bytes: int = GROUP_BYTES) -> CheckpointDifference:
+    """Compare two states bitwise, leaf by leaf; sums are computed in float64.
+
+    Args:
+        group_bytes: how much of both is read at a time; a larger leaf is read alone.
+    """
+    names = {**first.leaves, **second.leaves}
+    both = {name for name in names if name in first.leaves and name in second.leaves}
+    tensors: list[TensorDifference] = []
+    kinds = {name: [name in side.leaves and side.leaves[name].is_array for side in (first, second)] for name in names}
+    values: dict[str, tuple[str | None, str | None]] = {}
+    total = sum(_nbytes(side, name) for side in (first, second) for name in both)
+    with Task("comparing", total, "bytes") as task:
+        for group in _groups(names, both, first, second, group_bytes):
+            a, b = (side.read([name for name in group if name in side.leaves]) for side in (first, second))
+            for name in group:
+                pair = a.get(name, _MISSING), b.get(name, _MISSING)
+                if all(map(is_array, pair)):
+                    tensors.append(compare_tensors(name, as_tensor(pair[0]), as_tensor(pair[1])))
+                elif (texts := _plain_texts(*pair)) is not None:
+                    values[name] = texts
+            task.advance(sum(_nbytes(side, name) for side in (first, second) for name in group))
+    added, missing = (tuple(name for name, kind in kinds.items() if kind[side] and not all(kind)) for side in (1, 0))
+    difference = CheckpointDifference(tuple(tensors), added, missing, values, structure=False)
+    trees = first.tree, second.tree
+    return replace(difference, structure=difference.equal and None not in trees and trees[0] != trees[1])
+
+
+def _groups(
+    names: Iterable[str], both: Collection[str], first: LeafSource, second: LeafSource, group_bytes: int
+) -> Iterator[list[str]]:
+    """Names of leaves to read together; tensors that only one side has are left out."""
+    group: list[str] = []
+    group_size = 0
+    for name in names:
+        if name not in both and any(name in side.leaves and side.leaves[name].is_array for side in (first, second)):
+            continue
+        size = _nbytes(first, name) + _nbytes(second, name)
+        if group and group_size + size > group_bytes:
+            yield group
+            group, group_size = [], 0
+        group.append(name)
+        group_size += size
+    if group:
+        yield group
+
+
+def _nbytes(side: LeafSource, name: str) -> int:
+    return side.leaves[name].nbytes if name in side.leaves else 0
 
 
 def _plain_texts(x: Any, y: Any) -> tuple[str | None, str | None] | None:
@@ -219,7 +321,7 @@ def compare_tensors(name: str, a: Tensor, b: Tensor) -> TensorDifference:
     dtypes, shapes = [dtype_name(x.dtype) for x in (a, b)], ["x".join(map(str, x.shape)) or "scalar" for x in (a, b)]
     changes = [" -> ".join(pair) for pair in (dtypes, shapes) if pair[0] != pair[1]]
     if changes:
-        return TensorDifference(name, False, ", ".join(changes), None, None, None)
+        return TensorDifference(name, False, ", ".join(changes), None, None, None, None)
     chunks = (torch.split(x.contiguous().reshape(-1), _CHUNK_VALUES) for x in (a, b))
     different, largest, squares, norm = 0, 0.0, 0.0, 0.0
     numeric = True
@@ -237,10 +339,11 @@ def compare_tensors(name: str, a: Tensor, b: Tensor) -> TensorDifference:
             squares += float(gap.square().sum())
     if not different:
         return TensorDifference(name, True)
+    share = different / a.numel()
     if not numeric:
-        return TensorDifference(name, False, "", different, None, None)
+        return TensorDifference(name, False, "", different, None, None, share)
     relative = math.sqrt(squares / norm) if norm else (0.0 if not squares else math.inf)
-    return TensorDifference(name, False, "", different, largest, relative)
+    return TensorDifference(name, False, "", different, largest, relative, share)
 
 
 def _count_unequal(x: Tensor, y: Tensor) -> int:

@@ -8,11 +8,12 @@ from fnmatch import translate
 from typing import Any, NamedTuple, TypeAlias
 
 from shrinkpoint.tensors.info import JSON
-from shrinkpoint.tensors.names import StatePath, format_key, tensor_name
+from shrinkpoint.tensors.names import StatePath, UniqueNames, format_key, tensor_name
 from shrinkpoint.tensors.tree import MAX_DEPTH, TreeDecoder
 
 MatchPath: TypeAlias = Callable[[StatePath], bool]
 _REFERENCE_TAGS = ("$t", "$p", "$q", "$B")
+_ARRAY_TAGS = ("$t", "$p", "$q", "$n")
 _DICT_TAGS, _ITEM_TAGS = ("$o", "$c"), ("$u", "$z")
 _ABSENT: Any = object()
 
@@ -69,6 +70,31 @@ def select_leaves(tree: JSON, matches: MatchPath, where: str) -> SelectedLeaves:
     selected = selector.select(tree, (), False)
     is_empty = selected is _ABSENT
     return SelectedLeaves({} if is_empty else selected, frozenset(selector.tensors), tuple(selector.names), is_empty)
+
+
+class TreeLeaf(NamedTuple):
+    """One leaf of a tree.
+
+    Attributes:
+        tree: of the leaf alone; a reference in it has the name of its tensor.
+        tensor: the name of the stored tensor that it refers to; "" for a plain value.
+        is_array: it is a tensor or an array, and no plain value.
+    """
+
+    tree: JSON
+    tensor: str
+    is_array: bool
+
+
+def list_leaves(tree: JSON, where: str) -> dict[str, TreeLeaf]:
+    """The leaves of a tree, which need not be trusted, by the names that `named_leaves` gives to its state's.
+
+    Raises:
+        CorruptError: a key is invalid. (What else is wrong, decoding says.)
+    """
+    lister = _LeafLister(lambda path: True, where)
+    lister.select(tree, (), True)
+    return lister.leaves
 
 
 class _Selector:
@@ -138,6 +164,23 @@ class _Selector:
         ]
         selected = [pair for pair in selected if pair[1] is not _ABSENT]
         return {"$d": selected} if selected or is_chosen else _ABSENT
+
+
+class _LeafLister(_Selector):
+    def __init__(self, matches: MatchPath, where: str) -> None:
+        super().__init__(matches, where)
+        self.leaves: dict[str, TreeLeaf] = {}
+        self._unique_names = UniqueNames()
+
+    def _leaf(self, tree: JSON, path: StatePath, is_chosen: bool, tag: str = "", body: JSON = None) -> Any:
+        selected = super()._leaf(tree, path, True, tag, body)
+        reference = selected[tag] if tag in _REFERENCE_TAGS else None
+        if tag == "$n" and type(selected[tag]) is list and len(selected[tag]) == 2:
+            reference = selected[tag][1]
+        name = reference[0] if type(reference) is list and reference else ""
+        leaf = TreeLeaf(selected, name if type(name) is str else "", bool(tag) and tag in _ARRAY_TAGS)
+        self.leaves[self._unique_names.unique(tensor_name(path))] = leaf
+        return selected
 
 
 def _tagged(tag: str, selected: Any) -> Any:

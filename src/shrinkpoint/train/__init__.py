@@ -12,6 +12,7 @@ from shrinkpoint.store import SkippedCheckpoint
 from shrinkpoint.train.checkpoint_manager import CheckpointManager
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.gradients import GradientRecorder
+from shrinkpoint.train.loggers import TensorBoardHook
 from shrinkpoint.train.partial_restore import RankShard
 from shrinkpoint.train.restore import RestoreReport, RestoreResult, latest_valid
 from shrinkpoint.train.save_decision import (
@@ -51,6 +52,7 @@ __all__ = [
     "SaveSchedule",
     "SkippedCheckpoint",
     "SpecificStepsPolicy",
+    "TensorBoardHook",
     "latest_valid",
 ]
 

@@ -14,7 +14,7 @@ import torch
 
 from shrinkpoint import validate
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.errors import StorageError, find_user_line, warn_at
+from shrinkpoint.errors import StorageError, find_user_line, warn_at, warn_user
 from shrinkpoint.schemes.base import Resumable, Scheme
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.store.manifest import Manifest
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("shrinkpoint")
 WriteState: TypeAlias = Callable[[FlatState, Scheme, bool], SaveReport]
 """Writes a state by a scheme; if the last argument is true, the state is a copy that the writer may keep."""
+OnSave: TypeAlias = Callable[[SaveReport], object]
+"""Called with the report of a checkpoint that is committed."""
 
 
 class BackgroundSaver:
@@ -42,18 +44,20 @@ class BackgroundSaver:
     Args:
         scheme: "lossless", or a scheme with settings.
         background: write in the background.
+        on_save: called with the report of every checkpoint that is committed, in the thread that wrote it.
 
     Attributes:
         stall_seconds: seconds for which the last `save` held up the loop.
 
     Raises:
-        PolicyError: an unknown scheme, or `background` is no bool.
+        PolicyError: an unknown scheme, `background` is no bool, or `on_save` no function.
     """
 
-    def __init__(self, scheme: str | Scheme, *, background: bool) -> None:
+    def __init__(self, scheme: str | Scheme, *, background: bool, on_save: OnSave | None = None) -> None:
         self.stall_seconds = 0.0
         self._stalls_since: float | None = None  # when `save` was called, while it has not returned
         self._scheme, self._background = get_scheme(scheme), validate.check_bool("background", background)
+        self._on_save = check_on_save(on_save)
         self._worker, self._streams = BackgroundWorker(), SideStreams()
         self._last_report: SaveReport | None = None
         self._lossy_restores = 0  # behind the state that is being trained
@@ -192,8 +196,30 @@ class BackgroundSaver:
             copies = previous | {name: copy for name, copy in state.tensors.items() if name not in self._held_copies}
             self._free_copies = {name: copy for name, copy in copies.items() if copy.data_ptr() not in held}
         self._last_report = report
+        call_on_save(self._on_save, report)
         after()
         return report
+
+
+def check_on_save(on_save: Any) -> OnSave | None:
+    """Return a user's `on_save`.
+
+    Raises:
+        PolicyError: it cannot be called.
+    """
+    checked: OnSave | None = validate.check_optional_callable("on_save", on_save, expected="a function of a SaveReport")
+    return checked
+
+
+def call_on_save(on_save: OnSave | None, report: SaveReport) -> None:
+    """Call a user's `on_save`; an exception of it is a warning, since the checkpoint is saved."""
+    if on_save is None:
+        return
+    try:
+        on_save(report)
+    except Exception as error:
+        _log.info("on_save failed for %s", report.path, exc_info=True)
+        warn_user(f"on_save failed for {report.path}: {type(error).__name__}: {error}", UserWarning)
 
 
 class BackgroundWorker:

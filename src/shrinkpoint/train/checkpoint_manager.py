@@ -27,7 +27,7 @@ from shrinkpoint.store.store import restore_newest
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.train import partial_restore, state_dicts
-from shrinkpoint.train.background import BackgroundSaver
+from shrinkpoint.train.background import BackgroundSaver, OnSave
 from shrinkpoint.train.mirror_uploader import MirrorUploader
 from shrinkpoint.train.planning import make_save_plan
 from shrinkpoint.train.restore import RestoreResult
@@ -63,6 +63,9 @@ class CheckpointManager(BackgroundSaver):
         group: the ranks that all call `should_save` at every step and get the same answer; None: this process alone.
         cache: of a URL: a directory on this machine for payloads that are read and written, which are not fetched
             again, or an `ObjectCache`; None: that of the environment variable `SHRINKPOINT_CACHE`, if it is set.
+        on_save: called with the `SaveReport` of every checkpoint once it is committed, in the thread that wrote it:
+            that of `save`, or with `background` one of its own, while the loop goes on. An exception of it is a
+            warning: the checkpoint is saved, and the run goes on.
 
     Attributes:
         store: the store.
@@ -86,8 +89,9 @@ class CheckpointManager(BackgroundSaver):
         save_decision_policy: SaveDecisionPolicy | None = None,
         group: ProcessGroup | None = None,
         cache: str | Path | ObjectCache | None = None,
+        on_save: OnSave | None = None,
     ) -> None:
-        super().__init__(scheme, background=background)
+        super().__init__(scheme, background=background, on_save=on_save)
         self._keep = check_keep(keep)
         self.store = Store(where, keyframe_every=keyframe_every, threads=threads, cache=cache)
         self.mirror: Store | None = None

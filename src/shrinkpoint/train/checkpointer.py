@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import threading
@@ -25,10 +26,12 @@ from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.delta_writer import DeltaWriter
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import JSON
-from shrinkpoint.train.background import BackgroundSaver
+from shrinkpoint.train.background import BackgroundSaver, OnSave
 from shrinkpoint.train.planning import make_save_plan
 from shrinkpoint.train.restore import RestoreResult
 from shrinkpoint.train.state_dicts import as_floats, mark_parameters
+
+_log = logging.getLogger("shrinkpoint")
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ class Checkpointer(BackgroundSaver):
             waits for the previous one.
         threads: native threads for coding; None: every core.
         model: name of the object that a scheme evaluates.
+        on_save: called with the report of every checkpoint that is committed; see `CheckpointManager`.
 
     Raises:
         PolicyError: an unknown scheme, or a number out of range.
@@ -83,8 +87,9 @@ class Checkpointer(BackgroundSaver):
         background: bool = False,
         threads: int | None = None,
         model: str = "model",
+        on_save: OnSave | None = None,
     ) -> None:
-        super().__init__(scheme, background=background)
+        super().__init__(scheme, background=background, on_save=on_save)
         self._model, self._threads = validate.check_str("model", model), validate.check_threads(threads)
         self._delta_writer = DeltaWriter(keyframe_every=keyframe_every, threads=threads)
         self._pending_directory = ""  # real path of the last directory that was written
@@ -181,6 +186,7 @@ class Checkpointer(BackgroundSaver):
         self._drop_snapshots()
         self._resume_from(manifest)
         seconds = time.perf_counter() - start
+        _log.info("loaded %s (%s), in %.2f s", directory, manifest.kind, seconds)
         return RestoreResult.from_manifest(manifest, seconds, state=state, directory=Path(directory))
 
     def discard(self, directory: str | Path) -> None:
@@ -211,25 +217,28 @@ class Checkpointer(BackgroundSaver):
         self, directory: Path, state: FlatState, scheme: Scheme, options: SaveOptions, *, adopt: bool
     ) -> SaveReport:
         report = self._delta_writer.write(directory, state, scheme=scheme, keyframe=options.keyframe, adopt=adopt)
+        payload, stall = self._delta_writer.payload, self._stall()
+        report = replace(report, path=str(directory), step=options.step, depth=len(payload.bases), stall_seconds=stall)
         try:
             directories.commit(
                 directory,
-                [self._delta_writer.payload],
+                [payload],
                 scheme=report.scheme,
                 lossy_restores=self._lossy_restores,
                 loss=report.loss_report,
-                stats=report.stats(self._stall()),
+                stats=report.stats,
                 **options.manifest_fields(),
             )
         except BaseException:
             # The manifest may have been replaced before the error: then its payload must stay.
-            if _may_be_committed(directory, self._delta_writer.payload.digest):
+            if _may_be_committed(directory, payload.digest):
                 self._delta_writer.commit_reference()
             else:
                 self._delta_writer.rollback()
             raise
         self._delta_writer.commit_reference()
-        return replace(report, path=str(directory))
+        _log.info("saved %s, in %.2f s", report, report.seconds)
+        return report
 
 
 _WRITERS_LOCK = threading.RLock()

@@ -13,11 +13,12 @@ from helpers.lightning_runs import QUIET, Small, every, names, points, small, tr
 from helpers.strategies import same
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 
 from shrinkpoint.errors import PolicyError, StateError
 from shrinkpoint.store.directory import read_directory_manifest, verify_directory
-from shrinkpoint.train.lightning import ShrinkIO, latest_valid
+from shrinkpoint.train.lightning import ShrinkIO, ShrinkIOCallback, latest_valid
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
@@ -240,3 +241,36 @@ def test_fabric_saves_and_loads(tmp_path, background):
     assert read_directory_manifest(tmp_path / "2.ckpt").depth == 2
     whole = Fabric(accelerator="cpu", devices=1, plugins=[ShrinkIO()]).load(tmp_path / "2.ckpt")
     assert {*whole} == {"model", "optimizer", "step", "name"}
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_loggers_of_a_trainer_get_the_numbers_of_each_save(tmp_path, background):
+    class Memory(Logger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows: dict[int, dict[str, float]] = {}
+
+        name, version = "memory", 0
+
+        def log_metrics(self, metrics, step=None):
+            self.rows.setdefault(step, {}).update({k: v for k, v in metrics.items() if k.startswith("checkpoint/")})
+
+        def log_hyperparams(self, *_, **__):
+            pass
+
+    memory, told = Memory(), []
+    run = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=memory,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        max_epochs=3,
+        default_root_dir=tmp_path,
+        plugins=[ShrinkIO(background=background, on_save=told.append)],
+        callbacks=[every(tmp_path), ShrinkIOCallback(log_saves=True)],
+    )
+    run.fit(small(), points())
+    rows = {step: row for step, row in memory.rows.items() if row}
+    assert [*rows] == [4, 8, 12] == [report.step for report in told]
+    assert [row["checkpoint/depth"] for row in rows.values()] == [0, 1, 2]

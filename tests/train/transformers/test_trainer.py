@@ -342,3 +342,14 @@ def test_an_error_of_a_save_in_the_background_ends_the_training_and_deletes_noth
     with pytest.raises(OSError, match=r"shrinkpoint\.json|rank"):
         made(Full, tmp_path, save_total_limit=1, trainer_shrink=ShrinkConfig(background=True)).train()
     assert latest_valid(tmp_path) == str(tmp_path / "checkpoint-2")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_loggers_of_a_trainer_get_the_numbers_of_each_save(tmp_path, background):
+    told = []
+    settings = ShrinkConfig(background=background, on_save=told.append, log_saves=True)
+    trainer = made(ShrinkTrainer, tmp_path, max_steps=6, trainer_shrink=settings)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "checkpoint/bytes" in entry]
+    assert [entry["checkpoint/step"] for entry in logged] == [2, 4, 6] == [report.step for report in told]
+    assert [entry["checkpoint/bytes"] for entry in logged] == [report.stored_bytes for report in told]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.codec.lattice import as_matrix, dither, matrix_shape
+from shrinkpoint.progress import track
 from shrinkpoint.schemes.fisher.curvature import Curvature
 from shrinkpoint.schemes.fisher.global_weights import GlobalWeights
 from shrinkpoint.sharding.global_tensors import Marginals
@@ -52,7 +53,7 @@ def probe(weights: GlobalWeights, loss_increase: MeasureLossIncrease) -> dict[st
     groups = group_by_pattern(weights.templates)
     seeds = {name: number for number, name in enumerate(weights.templates, 1)}
     measurements = dict[str, tuple[float, float]]()
-    for group in dict.fromkeys(groups.values()):
+    for group in track(dict.fromkeys(groups.values()), "fisher: probing the curvature"):
         members = {n: x for n, x in weights.local.items() if groups[weights.global_name(n)] == group}
         perturbed = {}
         for name, weight in members.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from shrinkpoint import humanize, validate
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, QuantizedTensor, Reference
 from shrinkpoint.errors import PolicyError, warn_user
+from shrinkpoint.progress import Task
 from shrinkpoint.schemes.base import QuantizedState, SpecMixin, check_recorder, check_seed, finite_or_text
 from shrinkpoint.schemes.calibration import Calibration, EvaluateProblem, UnmeasuredLossNotice, make_perturbations
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
@@ -24,6 +26,7 @@ from shrinkpoint.schemes.fisher.curvature import Curvature, SquaredGradientSourc
 from shrinkpoint.schemes.fisher.global_weights import GlobalWeights, total_entropy_bits
 from shrinkpoint.schemes.fisher.moments import MIN_LATTICE_NUMEL, MomentPrecision, moments_to_lattices
 from shrinkpoint.schemes.fisher.objective import (
+    MAX_TRIALS,
     LossBudget,
     Objective,
     RatioTarget,
@@ -42,6 +45,7 @@ from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON, Role
 
+_log = logging.getLogger("shrinkpoint")
 T = TypeVar("T")
 MomentsMode = Literal["coded", "exact", "drop"]
 MOMENT_ROLES = (Role.MOMENT1, Role.MOMENT2)
@@ -226,6 +230,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             if record["chosen"] is not None and self._evaluate is None:
                 self._unmeasured_notice.warn_once(self, quiet=tensors.rank > 0)
             casts, mode = selection.cast_sources, "reset" if self._moments == "drop" else "exact"
+        _log.debug("%s decides: %s", self.id, record)
         return QuantizationPlan(
             self.id,
             {name: _narrow(tensor) for name, tensor in points.items()},
@@ -419,8 +424,9 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             yield None, None
             return
         evaluator = TrialEvaluator(state, self._evaluate) if evaluator is None else evaluator
-        with evaluator:
-            metric = DegradationMetric(evaluator.evaluate, higher_is_better=self._higher_is_better)
+        trials = MAX_TRIALS if self._memory.log_step is None else 1
+        with evaluator, Task(f"{self.id}: measuring the loss", self._calibration.num_checks + trials) as task:
+            metric = DegradationMetric(evaluator.evaluate, higher_is_better=self._higher_is_better, task=task)
             allowed = self._objective.relative_budget if isinstance(self._objective, LossBudget) else None
             perturbations = make_perturbations(selection, state, tensors.global_name)
             yield metric, self._calibration.find_problem(metric, perturbations, allowed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from abc import abstractmethod
@@ -17,6 +18,7 @@ from shrinkpoint.codec.code_streams import CODERS
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.errors import PolicyError, warn_user
+from shrinkpoint.progress import Task
 from shrinkpoint.schemes import optimizer_state
 from shrinkpoint.schemes.base import QuantizedState, SpecMixin, check_seed, finite_or_text
 from shrinkpoint.schemes.calibration import Calibration, UnmeasuredLossNotice, make_perturbations
@@ -34,6 +36,7 @@ from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON
 
+_log = logging.getLogger("shrinkpoint")
 Fallback = Literal["safest", "lossless"]
 
 
@@ -255,6 +258,7 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
             "left_out": list(selection.nonfinite),
             "seconds": round(time.perf_counter() - start, 3),
         }
+        _log.debug("%s decides: %s", self.id, record)
         selection.warn_nonfinite()
         optimizer: optimizer_state.Mode = "exact" if choice.lossless else self._optimizer
         quantized: dict[str, QuantizedTensor] = {**unchanged}
@@ -281,8 +285,8 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
             self._unmeasured_notice.warn_once(self, quiet=self._is_quiet or not self.is_writer)
             record: dict[str, Any] = {"chosen": self.space.settings(self._fixed_point), "measured": False}
             return _Choice(candidates.quantize(self._fixed_point), record)
-        with evaluator:
-            metric = DegradationMetric(evaluator.evaluate, higher_is_better=self._higher_is_better)
+        with evaluator, Task(f"{self.id}: measuring the loss") as task:
+            metric = DegradationMetric(evaluator.evaluate, higher_is_better=self._higher_is_better, task=task)
 
             def evaluation(name: str, space: Space, candidates: CandidateSet) -> _SpaceEvaluation:
                 return _SpaceEvaluation(name, space, candidates, metric, selection, state, self._group, stats)
@@ -309,7 +313,7 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
                 warn_user(warning)
             max_degradation = max(self._threshold - (self._calibration.noise or 0.0), 0.0)
             variants = self.variants(evaluator, stats)
-            results = [*self._search_results(own, max_degradation, variants)]
+            results = [*self._search_results(own, max_degradation, variants, task)]
             record["searches"] = [result.to_json(own.space) for result in results]
             chosen = results[-1].chosen
             if chosen is not None:
@@ -318,7 +322,7 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
             alternative = self.alternative(selection.tensors, previous, stats)
             if alternative is not None:
                 other = evaluation(*alternative)
-                result = other.full_search(max_degradation, self._progress_callback(other, max_degradation))
+                result = other.full_search(max_degradation, self._progress_callback(other, max_degradation, task))
                 record["searches"].append(result.to_json(other.space) | {"space": other.name})
                 if result.chosen is not None:
                     return self._warn_interval(other.choice(result.chosen, record | {"space": other.name}))
@@ -347,10 +351,10 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
         return _Choice(own.candidates.quantize(safest), record)
 
     def _search_results(
-        self, own: _SpaceEvaluation, max_degradation: float, variants: Sequence[str]
+        self, own: _SpaceEvaluation, max_degradation: float, variants: Sequence[str], task: Task
     ) -> Iterator[SearchResult]:
         """The searches that are needed; the last one decides."""
-        progress = self._progress_callback(own, max_degradation)
+        progress = self._progress_callback(own, max_degradation, task)
         sizes, trials, last = own.candidates.size, own.trials, self._last_choice
         if last is not None and last.variant in variants:
             options: dict[str, Any] = {"variants": variants, "coarser": self._coarser, "progress": progress}
@@ -378,12 +382,19 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
 
         return branch_and_bound(self.space, size, trials, max_degradation, variants=variants, progress=progress)
 
-    def _progress_callback(self, evaluation: _SpaceEvaluation, max_degradation: float) -> Progress | None:
+    def _progress_callback(self, evaluation: _SpaceEvaluation, max_degradation: float, task: Task) -> Progress:
+        show: Progress | None = None
         if not isinstance(self._progress, bool):
-            return self._progress
-        if not self._progress or not self.is_writer or self._is_quiet:
-            return None
-        return progress_printer(evaluation.space, max_degradation, evaluation.nbytes)
+            show = self._progress
+        elif self._progress and self.is_writer and not self._is_quiet:
+            show = progress_printer(evaluation.space, max_degradation, evaluation.nbytes)
+
+        def report(trial: Trial, best: Trial | None, remaining: int) -> None:
+            task.expect(remaining)
+            if show is not None:
+                show(trial, best, remaining)
+
+        return report
 
     def _agree(self, previous: PreviousCodes, selection: TensorSelection, stats: GlobalStats) -> PreviousCodes:
         """Forget what ranks remember differently: replicas take what their first rank has; a collective."""

@@ -32,6 +32,7 @@ from shrinkpoint.train.accelerate import prepared_state
 from shrinkpoint.train.accelerate.checkpoint_dirs import CheckpointDirs, is_stock_checkpoint
 from shrinkpoint.train.accelerate.prepared_state import PreparedState, collect_prepared
 from shrinkpoint.train.accelerate.sharded_checkpointer import ShardedCheckpointer, is_sharded_checkpoint
+from shrinkpoint.train.background import OnSave, check_on_save
 from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.restore import NoCheckpointError, RestoreReport, RestoreResult
@@ -62,6 +63,8 @@ class AcceleratorCheckpointer:
             files have four times the bytes of the state. None: no limit.
         background: `save_state` returns once the state is copied, and the copy is written while training continues.
         threads: native threads for coding; None: all cores.
+        on_save: called with the report of every checkpoint that is committed, on the process that commits it; see
+            `CheckpointManager`.
 
     Raises:
         PolicyError: an unknown scheme, or a number out of range.
@@ -75,6 +78,7 @@ class AcceleratorCheckpointer:
         keyframe_every: int | None = 20,
         background: bool = False,
         threads: int | None = None,
+        on_save: OnSave | None = None,
     ) -> None:
         do = "pass the one that prepares the model"
         validate.check_instance("accelerator", accelerator, Accelerator, expected="an Accelerator", do=do)
@@ -85,6 +89,7 @@ class AcceleratorCheckpointer:
         self.stall_seconds = 0.0
         """Seconds for which the last `save_state` blocked training."""
         settings: dict[str, Any] = {"scheme": scheme, "keyframe_every": keyframe_every, "threads": threads}
+        settings["on_save"] = check_on_save(on_save)
         self._whole = _WholeCheckpointer(accelerator, background=background, **settings)
         self._sharded = ShardedCheckpointer(accelerator, **settings)
         self.has_saved = False
@@ -393,19 +398,22 @@ def save_state(
     keyframe_every: int | None = UNSET,
     background: bool = UNSET,
     threads: int | None = UNSET,
+    on_save: OnSave | None = UNSET,
 ) -> SaveReport | None:
     """Save as `AcceleratorCheckpointer.save_state` does.
 
     Args:
         output_dir, step, metrics, note, keyframe: of `AcceleratorCheckpointer.save_state`.
-        scheme, keyframe_every, background, threads: of `AcceleratorCheckpointer`. Give them in the first call only, or
-            the same ones in every call; make a scheme once, before the loop.
+        scheme, keyframe_every, background, threads, on_save: of `AcceleratorCheckpointer`. Give them in the first call
+            only, or the same ones in every call; make a scheme once, before the loop.
 
     Raises:
         PolicyError: the settings differ from those of an earlier call, or one is out of range.
         StateError, StorageError: as `AcceleratorCheckpointer.save_state`.
     """
-    settings = _set_options(scheme=scheme, keyframe_every=keyframe_every, background=background, threads=threads)
+    settings = _set_options(
+        scheme=scheme, keyframe_every=keyframe_every, background=background, threads=threads, on_save=on_save
+    )
     return _checkpointer_of(accelerator, settings).save_state(
         output_dir, step=step, metrics=metrics, note=note, keyframe=keyframe
     )
@@ -420,18 +428,21 @@ def load_state(
     keyframe_every: int | None = UNSET,
     background: bool = UNSET,
     threads: int | None = UNSET,
+    on_save: OnSave | None = UNSET,
 ) -> RestoreResult[int | None]:
     """Load as `AcceleratorCheckpointer.load_state` does.
 
     Args:
         input_dir, strict: of `AcceleratorCheckpointer.load_state`.
-        scheme, keyframe_every, background, threads: as for `save_state`.
+        scheme, keyframe_every, background, threads, on_save: as for `save_state`.
 
     Raises:
         PolicyError: the settings differ from those of an earlier call, or one is out of range.
         NotFoundError, MismatchError, ChainError, FormatError, StorageError: as `AcceleratorCheckpointer.load_state`.
     """
-    settings = _set_options(scheme=scheme, keyframe_every=keyframe_every, background=background, threads=threads)
+    settings = _set_options(
+        scheme=scheme, keyframe_every=keyframe_every, background=background, threads=threads, on_save=on_save
+    )
     return _checkpointer_of(accelerator, settings).load_state(input_dir, strict=strict)
 
 

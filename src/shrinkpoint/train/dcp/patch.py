@@ -19,6 +19,7 @@ from torch.futures import Future
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.store.directory import is_checkpoint
+from shrinkpoint.train.background import OnSave
 from shrinkpoint.train.dcp import checkpoint_metadata
 from shrinkpoint.train.dcp.directory import is_path
 from shrinkpoint.train.dcp.reader import Reader
@@ -45,6 +46,7 @@ def install(
     step: int | None = None,
     metrics: Mapping[str, Any] | None = None,
     note: str = "",
+    on_save: OnSave | None = None,
 ) -> None:
     """Make torch.distributed.checkpoint use `Writer` and `Reader` wherever it is given only a path.
 
@@ -52,13 +54,13 @@ def install(
     changes the settings. URLs are handled as before.
 
     Args:
-        scheme, keyframe_every, chain, threads, group, model, step, metrics, note: as for `Writer`.
+        scheme, keyframe_every, chain, threads, group, model, step, metrics, note, on_save: as for `Writer`.
 
     Raises:
         PolicyError: settings that `Writer` refuses.
     """
     settings: dict[str, Any] = {"scheme": scheme, "keyframe_every": keyframe_every, "chain": chain, "threads": threads}
-    settings |= {"group": group, "model": model, "step": step, "metrics": metrics, "note": note}
+    settings |= {"group": group, "model": model, "step": step, "metrics": metrics, "note": note, "on_save": on_save}
     Writer(**settings)
     _PatchedWriter.settings = settings
     if _originals:

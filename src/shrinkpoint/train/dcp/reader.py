@@ -120,6 +120,7 @@ class Reader(CheckpointDirectory, StorageReader):
         entries = self._metadata.entries.values()
         signatures = ((entry.fqn, entry.size, entry.dtype) for entry in entries if entry.is_tensor)
         chain_registry.record_restore(self._directory, manifest, signatures)
+        _log.info("loaded %s (%s)", self._directory, manifest.kind)
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -29,8 +29,10 @@ from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store.directory import commit, is_checkpoint
 from shrinkpoint.store.manifest import Payload
+from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.flat_state import snapshot
 from shrinkpoint.tensors.info import JSON
+from shrinkpoint.train.background import OnSave, call_on_save, check_on_save
 from shrinkpoint.train.checkpointer import SaveOptions
 from shrinkpoint.train.dcp import chain_registry, checkpoint_metadata
 from shrinkpoint.train.dcp.chain_registry import ChainState, RestoreOrigin
@@ -89,6 +91,8 @@ class Writer(CheckpointDirectory, StorageWriter):
         model: the model whose state is saved; only a scheme that evaluates it needs it.
         step, metrics, note: stored in the manifest, for people.
         overwrite: False: raise if the directory has a checkpoint already.
+        on_save: called with the report of the checkpoint once it is committed, on the rank that coordinates, in the
+            thread that saves; see `CheckpointManager`. `async_save` in another process needs one that can be pickled.
 
     Attributes:
         overwrite: as passed.
@@ -112,6 +116,7 @@ class Writer(CheckpointDirectory, StorageWriter):
         metrics: Mapping[str, Any] | None = None,
         note: str = "",
         overwrite: bool = True,
+        on_save: OnSave | None = None,
     ) -> None:
         super().__init__(path, threads)
         keyframe_every = validate.check_keyframe_every(keyframe_every)
@@ -123,6 +128,7 @@ class Writer(CheckpointDirectory, StorageWriter):
         self._scheme, self._keyframe_every, self._chain = get_scheme(scheme), keyframe_every, chain
         self._group, self._model, self._is_coordinator = group, model, True
         self._save_options = SaveOptions(step, as_floats(metrics), note)
+        self._on_save = check_on_save(on_save)
         self.overwrite, self.save_id = overwrite, secrets.token_hex(8)
         self._restored: dict[str, RestoreOrigin] | None = None  # by the process that sent this writer
 
@@ -213,6 +219,9 @@ class Writer(CheckpointDirectory, StorageWriter):
             LocalStorage(directory).put(checkpoint_metadata.METADATA_FILE, content)
         except ShrinkpointError as error:  # the checkpoint is valid; this file is for other tools
             _log.warning("%s", error)
+        report = SaveReport.from_manifest(str(directory), manifest)
+        _log.info("saved %s, in %.2f s", report, report.seconds)
+        call_on_save(self._on_save, report)
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=self._path, save_id=self.save_id)
@@ -245,7 +254,7 @@ class Writer(CheckpointDirectory, StorageWriter):
                 directory, copy or collected.state, scheme=scheme, rank=rank, adopt=copy is not None
             )
             payload = chain.record_write(directory)
-            write = _WriteInfo(payload, report.scheme, report.loss_report, chain.lossy_restores, report.stats())
+            write = _WriteInfo(payload, report.scheme, report.loss_report, chain.lossy_restores, report.stats)
         results = [WriteResult(index, nbytes, None) for index, nbytes in collected.item_nbytes.items()]
         return [*results, WriteResult(MetadataIndex("~payload"), payload.size, write)]
 

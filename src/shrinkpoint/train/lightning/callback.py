@@ -31,12 +31,15 @@ class ShrinkIOCallback(pl.Callback):
 
     Args:
         gradients: a recorder of the same module, which must also be passed to the scheme.
+        log_saves: send the numbers of every checkpoint to the Trainer's loggers, as "checkpoint/bytes" and so on: with
+            the step of the save, in the loop's thread, after the batch in which it was committed.
 
     Raises:
-        PolicyError: `gradients` is no recorder.
+        PolicyError: `gradients` is no recorder, or `log_saves` no bool.
     """
 
-    def __init__(self, gradients: GradientRecorder | None = None) -> None:
+    def __init__(self, gradients: GradientRecorder | None = None, *, log_saves: bool = False) -> None:
+        self._logs_saves = validate.check_bool("log_saves", log_saves)
         expected, do = (
             "a recorder, shrinkpoint.train.GradientRecorder(module)",
             "make one, and pass it to the scheme, too",
@@ -61,6 +64,24 @@ class ShrinkIOCallback(pl.Callback):
             if directory is not None:
                 require_local_path(directory)  # refuses a URL now, and not after the first epoch
         plugin.watch(pl_module)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """Log what has been saved."""
+        self._log_saves(trainer)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Wait for the last save, and log it."""
+        plugin = trainer.strategy.checkpoint_io
+        if self._logs_saves and isinstance(plugin, ShrinkIO):
+            plugin.wait()
+            self._log_saves(trainer)
+
+    def _log_saves(self, trainer: pl.Trainer) -> None:
+        plugin = trainer.strategy.checkpoint_io
+        for report in plugin.take_reports() if self._logs_saves and isinstance(plugin, ShrinkIO) else ():
+            step = trainer.global_step if report.step is None else report.step
+            for logger in trainer.loggers:
+                logger.log_metrics(report.metrics("checkpoint/"), step=step)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Set the recorder's step to the one that training starts at."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from shrinkpoint.errors import ChainError, FormatError, NotFoundError, PolicyErr
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
 from shrinkpoint.storage import hide_credentials, is_url, local_path
 from shrinkpoint.store import SaveReport
+from shrinkpoint.train.background import OnSave, check_on_save
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.lightning.plain_types import from_plain, to_plain
 from shrinkpoint.train.planning import require_single_process
@@ -35,6 +37,8 @@ _HINT_BY_KEY = {
 _DEFAULT_HINT = "convert it to plain values or tensors, for a Trainer in on_save_checkpoint"
 _TUNER_PREFIXES = (".lr_find_", ".scale_batch_size_")
 """Prefixes of files that a Tuner saves, restores and removes at once: they are saved lossless and outside the chain."""
+_MAX_REPORTS = 100
+"""Reports of saves that are held for a callback that logs them, and which may not be there."""
 _PREEMPTION_PREFIX = "hpc_ckpt_"
 """Prefix of checkpoints that are saved because the process is about to be ended."""
 
@@ -58,6 +62,8 @@ class ShrinkIO(CheckpointIO):
             another thread than the training loop's, such as that of `AsyncCheckpointIO`.
         threads: native threads for coding; None: all cores.
         model: the key of the model in what is saved: for a Trainer the default; for Fabric, the key in `fabric.save`.
+        on_save: called with the report of every checkpoint that is committed; see `CheckpointManager`. A Trainer's
+            loggers get the numbers with `ShrinkIOCallback(log_saves=True)`.
 
     Raises:
         PolicyError: an unknown scheme, a scheme with a group, or a number out of range.
@@ -71,13 +77,21 @@ class ShrinkIO(CheckpointIO):
         background: bool = False,
         threads: int | None = None,
         model: str = "state_dict",
+        on_save: OnSave | None = None,
     ) -> None:
         self._background, self._model, self._threads = background, model, threads
         self.stall_seconds = 0.0
         """Seconds for which the last save blocked training."""
         self._checkpointer = Checkpointer(
-            scheme=scheme, keyframe_every=keyframe_every, background=background, threads=threads, model=model
+            scheme=scheme,
+            keyframe_every=keyframe_every,
+            background=background,
+            threads=threads,
+            model=model,
+            on_save=self._note_saved,
         )
+        self._on_save = check_on_save(on_save)
+        self._new_reports: deque[SaveReport] = deque(maxlen=_MAX_REPORTS)
         require_single_process(self._checkpointer.scheme, "ShrinkIO")
         self._stock_io = TorchCheckpointIO()
         self._module: nn.Module | None = None
@@ -118,6 +132,13 @@ class ShrinkIO(CheckpointIO):
                 self._save_under_lock(checkpoint, path)
         finally:
             self.stall_seconds = time.perf_counter() - start
+
+    def take_reports(self) -> list[SaveReport]:
+        """The reports of the checkpoints that have been committed since the last call, of many the newest."""
+        reports = []
+        while self._new_reports:
+            reports.append(self._new_reports.popleft())
+        return reports
 
     def load_checkpoint(
         self, path: _PATH, map_location: Any | None = None, weights_only: bool | None = None
@@ -199,6 +220,11 @@ class ShrinkIO(CheckpointIO):
                 self.wait()
             finally:
                 self._checkpointer.close()
+
+    def _note_saved(self, report: SaveReport) -> None:
+        self._new_reports.append(report)
+        if self._on_save is not None:
+            self._on_save(report)
 
     def _save_under_lock(self, checkpoint: dict[str, Any], path: _PATH) -> None:
         name, step = Path(str(path)).name, _global_step(checkpoint)

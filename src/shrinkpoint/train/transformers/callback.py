@@ -20,6 +20,7 @@ from shrinkpoint.store import SaveReport
 from shrinkpoint.store.directory import is_checkpoint
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.train import state_dicts
+from shrinkpoint.train.background import OnSave
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.planning import require_single_process
@@ -43,6 +44,7 @@ class ShrinkCallback(TrainerCallback):
         background: write checkpoints while training continues.
         threads: native threads for coding; None: all cores.
         resume_from_checkpoint: directory to resume from, if it is not inside `output_dir`.
+        on_save: called with the report of every checkpoint that is committed; see `CheckpointManager`.
 
     Raises:
         PolicyError: an argument is out of range, or the scheme is not supported.
@@ -56,9 +58,10 @@ class ShrinkCallback(TrainerCallback):
         background: bool = False,
         threads: int | None = None,
         resume_from_checkpoint: str | Path | None = None,
+        on_save: OnSave | None = None,
     ) -> None:
         self._checkpointer = Checkpointer(
-            scheme=scheme, keyframe_every=keyframe_every, background=background, threads=threads
+            scheme=scheme, keyframe_every=keyframe_every, background=background, threads=threads, on_save=on_save
         )
         require_single_process(self._checkpointer.scheme, "ShrinkCallback")
         if resume_from_checkpoint is not None:

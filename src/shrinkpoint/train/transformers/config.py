@@ -21,6 +21,7 @@ from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.evaluate import Reading
 from shrinkpoint.schemes.fisher.scheme import Fisher
 from shrinkpoint.schemes.registry import get_scheme, scheme_factory
+from shrinkpoint.train.background import OnSave, check_on_save
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.planning import AttributeSnapshot
@@ -53,6 +54,9 @@ class ShrinkConfig:
         background: write checkpoints while training continues, one at a time: a save that comes too early waits.
             Older checkpoints are deleted only once the new one is complete.
         threads: native threads for coding; None: all cores.
+        on_save: called with the report of every checkpoint that is committed; see `CheckpointManager`.
+        log_saves: send the numbers of every checkpoint to the Trainer's loggers (`report_to`), as "checkpoint/bytes"
+            and so on; with `background`, when the Trainer next waits for it.
 
     Raises:
         PolicyError: an argument is out of range, or `evaluate` or `gradients` is given with a finished scheme.
@@ -65,6 +69,8 @@ class ShrinkConfig:
     keyframe_every: int | None = 20
     background: bool = False
     threads: int | None = None
+    on_save: OnSave | None = None
+    log_saves: bool = False
 
     def __post_init__(self) -> None:
         is_instance = not isinstance(self.scheme, str) and not callable(self.scheme)
@@ -77,7 +83,8 @@ class ShrinkConfig:
         check_optional_int("batches", self.batches, none_meaning="for all")
         check_keyframe_every(self.keyframe_every)
         check_threads(self.threads)
-        for name in ("gradients", "background"):
+        check_on_save(self.on_save)
+        for name in ("gradients", "background", "log_saves"):
             check_bool(name, getattr(self, name))
         if is_instance and (self.evaluate is not None or self.gradients):
             found, expected = f"{self.scheme!r}, which is made already", "a factory that takes evaluate= or gradients="
@@ -125,6 +132,7 @@ class ShrinkConfig:
             keyframe_every=self.keyframe_every,
             background=self.background,
             threads=self.threads,
+            on_save=self.on_save,
         )
 
     def _make_scheme(self, options: dict[str, Any]) -> Scheme:

@@ -282,9 +282,10 @@ class ShrinkTrainer(Trainer):
     def _finish_checkpoint(self) -> None:
         """Wait until the last checkpoint is complete, then delete what it replaces."""
         unfinished, self._unfinished_checkpoint = self._unfinished_checkpoint, None
-        if self._saver.checkpointer is not None:
-            self._saver.checkpointer.wait()
+        report = None if self._saver.checkpointer is None else self._saver.checkpointer.wait()
         if unfinished is not None:
+            if self.shrink.log_saves and report is not None:
+                self.log(report.metrics("checkpoint/"))
             best = self.state.best_model_checkpoint
             keep = {unfinished.directory} if best is None else {unfinished.directory, Path(best)}
             checkpoint_dirs.remove_stale(unfinished.directory, unfinished.state)
