@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages from above docs/, and prompts that copying leaves out."""
+"""Hooks of mkdocs: pages from above docs/, and what Markdown on GitHub has no words for."""
 
 from __future__ import annotations
 
@@ -39,13 +39,17 @@ def examples_page() -> str:
 
 
 def on_page_markdown(markdown: str, /, *, page: Page, **_: Any) -> str:
-    """Turn links that leave docs/ into links of the site, and blocks with prompts into sessions."""
+    """Turn links that leave docs/ into links of the site; examples with prompts are copied without them."""
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation"]  # which would be this page alone
     depth = page.file.src_uri.count("/")
     for name in ROOT_PAGES:
         markdown = markdown.replace(f"]({'../' * (depth + 1)}{name}", f"]({'../' * depth}{name}")
-    return re.sub(r"(?m)^```python\n(?=>>> )", "```pycon\n", markdown)
+    markdown = markdown.replace("[docs/", "[")
+    markdown = re.sub(r"(?m)^```python\n(?=>>> )", "```pycon\n", markdown)
+    return re.sub(r"(?m)^(>>> .*?) *# doctest: .*$", r"\1", markdown)
 
 
 def link_into_docs(markdown: str) -> str:
     """A document of the root, with its links as if it stood in docs/."""
-    return re.sub(r"\[docs/(.*?)\]\(docs/", r"[\1](", markdown).replace("](docs/", "](")
+    return markdown.replace("](docs/", "](")

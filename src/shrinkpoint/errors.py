@@ -1,22 +1,22 @@
 """The exceptions of this library, as one tree.
 
     ShrinkpointError
-    ├── FormatError                       the bytes of a file are wrong
-    │   ├── CorruptError                  they contradict themselves or a digest
-    │   ├── TruncatedError                they end too early
-    │   └── VersionError                  a newer release wrote them
-    ├── ChainError                        a base is missing, or is not the one a delta was made against
-    ├── NotFoundError    (KeyError, FileNotFoundError)  no such checkpoint, no such tensor
-    ├── StateError       (TypeError)      a state holds something that cannot be stored
-    ├── MismatchError    (ValueError, RuntimeError)  a checkpoint does not fit the object it is restored into
-    ├── PolicyError      (ValueError)     a request that cannot be met
-    ├── StorageError     (OSError)        reading or writing failed
-    │   └── NoSpaceError                  the place is full
-    ├── LockedError                       another process is saving here
-    └── MissingExtraError (ModuleNotFoundError)  a package that an extra of this one installs is not there
+    ├── FormatError            the bytes of a file are wrong
+    │   ├── CorruptError       they contradict themselves or a digest
+    │   ├── TruncatedError     they end too early
+    │   └── VersionError       a newer release wrote them
+    ├── ChainError             a base is missing, or is not the one a delta was made against
+    ├── NotFoundError          no such checkpoint, no such tensor (KeyError, FileNotFoundError)
+    ├── StateError             a state holds something that cannot be stored (TypeError)
+    ├── MismatchError          a checkpoint does not fit what it is restored into (ValueError, RuntimeError)
+    ├── PolicyError            a request that cannot be met (ValueError)
+    ├── StorageError           reading or writing failed (OSError)
+    │   └── NoSpaceError       the place is full
+    ├── LockedError            another process is saving here
+    └── MissingExtraError      a package that an extra of this one installs is not there (ModuleNotFoundError)
 
-Every error says where it happened, what was found, what was expected and what to do about it; the four parts are
-attributes as well as text, so that a program need not parse the message.
+Those in brackets are bases, too. Every error says where it happened, what was found, what was expected and what to do
+about it; the four parts are attributes as well as text, so that a program need not parse the message.
 """
 
 from __future__ import annotations

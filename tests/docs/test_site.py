@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.documents import ROOT
 from helpers.timeouts import PATIENCE
+from selenium.webdriver.support.ui import WebDriverWait
 
 import shrinkpoint
 from shrinkpoint import comm, errors, schemes, storage, train
@@ -65,3 +66,32 @@ def test_no_markup_is_left_over(site: Path) -> None:
         text = re.sub(r"(?s)<(pre|code|script|style)\b.*?</\1>", "", page.read_text())
         for line in re.sub(r"<[^>]+>", "", text).splitlines():
             assert not re.match(r"\s*(```|\||::: |- - |#{1,6} )", line), f"{page.name}: {line}"
+
+
+@pytest.mark.nightly
+def test_pages_open_from_a_disk_in_a_browser(site: Path) -> None:
+    """Every page fits a phone and logs nothing; the search finds; colors can be switched."""
+    browser = pytest.importorskip("helpers.browser")
+    if browser.CHROMIUM is None:
+        pytest.skip(browser.NO_CHROMIUM)
+    with browser.open_browser() as driver:
+        phone = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
+        for page in sorted(site.rglob("*.html")):
+            if page.name != "404.html":  # is for servers: its paths begin at their root
+                driver.get(page.as_uri())
+                assert driver.execute_script("return document.documentElement.scrollWidth") <= 390, page.name
+                assert browser.read_log(driver) == [], page.name
+        driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        driver.get((site / "tutorial.html").as_uri())
+        field = driver.find_element("css selector", ".md-search__input")
+        field.click()
+        field.send_keys("keyframe_every")
+        wait = WebDriverWait(driver, browser.PATIENCE)
+        wait.until(lambda driver: "CheckpointManager" in driver.find_element("css selector", ".md-search").text)
+        schemes = set()
+        for _ in range(3):
+            driver.execute_script("document.querySelector('.md-header__option label:not([hidden])').click()")
+            schemes.add(driver.execute_script("return document.body.dataset.mdColorScheme"))
+        assert schemes == {"default", "slate"}
+        assert browser.read_log(driver) == []

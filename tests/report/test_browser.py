@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 
 import shrinkpoint as sp
@@ -11,32 +9,19 @@ import shrinkpoint as sp
 selenium = pytest.importorskip("selenium")
 
 from axe_core_python.selenium import Axe  # noqa: E402
+from helpers.browser import CHROMIUM, NO_CHROMIUM, PATIENCE, open_browser, read_log  # noqa: E402
 from report.test_page import make_store, report  # noqa: E402
-from selenium import webdriver  # noqa: E402
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium (Debian: chromium, chromium-driver)")
-FLAGS = (
-    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1280,1400"),
-)
-PATIENCE = 120  # seconds, on a busy machine
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
 
 
 @pytest.fixture(scope="module")
 def browser():
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in FLAGS:
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
-    driver.set_script_timeout(PATIENCE)
-    yield driver
-    driver.quit()
+    with open_browser() as driver:
+        yield driver
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +41,6 @@ def opened(browser, page):
     return browser
 
 
-def log(driver) -> list[str]:
-    return [entry["message"] for entry in driver.get_log("browser")]
-
-
 def test_every_figure_is_drawn_and_nothing_is_complained_of(opened):
     plots = opened.find_elements(By.CSS_SELECTOR, ".plot")
     drawn = opened.find_elements(By.CSS_SELECTOR, ".plot .main-svg")
@@ -69,7 +50,7 @@ def test_every_figure_is_drawn_and_nothing_is_complained_of(opened):
     marks = opened.find_elements(By.CSS_SELECTOR, "#plot-0 .scatterlayer .points path")
     assert len(marks) == 8
     assert len(opened.find_elements(By.CSS_SELECTOR, ".treemaplayer .slice")) > 10
-    assert log(opened) == []
+    assert read_log(opened) == []
 
 
 def test_a_mark_under_the_mouse_says_what_it_is(opened):
@@ -80,7 +61,7 @@ def test_a_mark_under_the_mouse_says_what_it_is(opened):
         lambda d: d.find_elements(By.CSS_SELECTOR, "#plot-0 .hoverlayer .hovertext")
     )
     assert "step 10" in hover[0].text and "keyframe" in hover[0].text
-    assert log(opened) == []
+    assert read_log(opened) == []
 
 
 def test_colors_and_what_boxes_show_can_be_switched(opened):
@@ -102,7 +83,7 @@ def test_colors_and_what_boxes_show_can_be_switched(opened):
     opened.execute_script("arguments[0].scrollIntoView({block: 'center'})", raw)
     raw.click()
     assert raw.get_attribute("aria-pressed") == "true" and boxes()[0] > before[0]
-    assert log(opened) == []
+    assert read_log(opened) == []
 
 
 def test_it_fits_a_phone(opened):

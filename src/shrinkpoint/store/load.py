@@ -53,8 +53,8 @@ def load(
         where: a file that `save` wrote, or a payload; a store, as a directory or a storage; a URL of either, such as
             "s3://bucket/run"; a checkpoint directory of a framework, or its run.
         step: of a store or run: which checkpoint; None: the newest.
-        only: a pattern of names, or several, such as "model.*": load what matches, and decode only what that needs.
-            Keys are joined by "." or, as `inspect` shows them, by "/"; "*" matches any of these, too. A pattern
+        only: a pattern of names, or several, such as `"model.*"`: load what matches, and decode only what that needs.
+            Keys are joined by "." or, as `inspect` shows them, by "/"; `*` matches any of these, too. A pattern
             that matches a dict, list or tuple takes all that is in it. The nest stays; of lists, what does not match is
             left out.
         base: where a file's base is now; None: beside it, under the name it was saved with.

@@ -254,9 +254,9 @@ class CheckpointManager(BackgroundSaver):
             strict: False: a model may lack keys or have others, and objects that were not saved are not changed;
                 values may be rounded to a model's dtype, and an optimizer or scheduler may be of another kind than the
                 one that was saved, as far as torch itself accepts its state.
-            only: patterns such as ["layers.3.*"]: restore only the tensors of `model` whose names match; all others,
+            only: patterns such as `["layers.3.*"]`: restore only the tensors of `model` whose names match; all others,
                 and the random generators, keep their values. Or parts of tensors by pattern:
-                {"layers.3.*": ..., "embed.weight": slice(0, 512), "head.weight": mask}; see
+                `{"layers.3.*": ..., "embed.weight": slice(0, 512), "head.weight": mask}`; see
                 `train.partial_restore`, and `RankShard` for the shard of one rank. With `optimizer`, its values for
                 the same parameters are restored at the same indices; a value that exists once per parameter (its step
                 count) only with all of the parameter. After a failure that lost a part of a model this loses less

@@ -184,7 +184,7 @@ def load(
     Memory: the state, and one payload with its reference; of a small part of a payload only that part.
 
     Args:
-        only: a pattern of names, or several, such as "model.*", as of `shrinkpoint.load`; None: all.
+        only: a pattern of names, or several, such as `"model.*"`, as of `shrinkpoint.load`; None: all.
         nested: False: values by fully qualified name, as torch stores them.
         threads: native threads for decoding; None: every core.
 
