@@ -282,7 +282,7 @@ class CheckpointManager(BackgroundSaver):
             return None
         if checkpoint.where != self.store.storage.describe():
             _log.info("step %d is restored from the mirror %s", checkpoint.step, checkpoint.where)
-        where = f"step {checkpoint.step}"
+        where = f"{checkpoint.where}, step {checkpoint.step}"
         if selection is None:
             _load_all(objects, checkpoint.state, where, rng=rng, strict=strict)
         else:
