@@ -2,8 +2,9 @@
 
     python benchmarks/crash_recovery.py --kills 200
 
-The loop writes two lines beside every save: `begin STEP DIGEST` before it, `done STEP` once the library has said that
-the checkpoint is committed. After a kill all of this must hold, or the kill counts as failed:
+The loop writes two lines beside every save: `begin STEP DIGEST DIGEST` before it, with the digests of all and of the
+weights, and `done STEP` once the library has said that the checkpoint is committed. Retention deletes the moments of
+older checkpoints (`Keep(moments_last=2)`). After a kill all of this must hold, or the kill counts as failed:
 
 * the store opens, and `restore` skips nothing;
 * what it returns is not older than the last `done`, and has the digest of that step's `begin`;
@@ -37,7 +38,7 @@ from torch.optim import AdamW
 
 import shrinkpoint as sp
 
-EVERY = 100
+EVERY, LAST = 100, 6
 KEYFRAME_EVERY = 4
 LONGEST = 0.3
 """Seconds after its first save within which a loop is killed; a dozen saves or more."""
@@ -51,7 +52,7 @@ def make() -> tuple[nn.Module, AdamW]:
 
 
 def manager_of(store: Path, background: bool) -> sp.CheckpointManager:
-    keep = sp.Keep(last=3, every=EVERY)
+    keep = sp.Keep(last=LAST, every=EVERY, moments_last=2)  # each chain is written again once it has ended
     return sp.CheckpointManager(store, keep=keep, keyframe_every=KEYFRAME_EVERY, background=background)
 
 
@@ -70,6 +71,11 @@ def digest(nest: Any) -> str:
     for part in _parts(nest):
         hasher.update(part)
     return hasher.hexdigest()
+
+
+def digests(model: nn.Module, optimizer: AdamW) -> str:
+    """The digests of all, and of the weights."""
+    return f"{digest([model.state_dict(), optimizer.state_dict()])} {digest(model.state_dict())}"
 
 
 def _parts(nest: Any) -> Iterator[bytes]:
@@ -97,7 +103,7 @@ def loop(store: Path, log: Path, background: bool) -> None:
         while True:
             step += 1
             advance(model, optimizer, step)
-            lines.write(f"begin {step} {digest([model.state_dict(), optimizer.state_dict()])}\n")
+            lines.write(f"begin {step} {digests(model, optimizer)}\n")
             manager.save(step, model=model, optimizer=optimizer)
             # one save is in flight at most: when this one returned, the one before it was committed
             lines.write(f"done {step - background}\n")
@@ -108,12 +114,12 @@ class Diary:
     """What the loop wrote beside its saves.
 
     Attributes:
-        begun: digest by step.
+        begun: by step, the digests of all and of the weights.
         done: the newest step reported as committed; 0 when there is none.
         changed: steps that came out different when they were repeated.
     """
 
-    begun: dict[int, str] = field(default_factory=dict)
+    begun: dict[int, list[str]] = field(default_factory=dict)
     done: int = 0
     changed: list[int] = field(default_factory=list)
 
@@ -122,8 +128,8 @@ class Diary:
         diary = cls()
         for line in log.read_text().splitlines():
             word, step, *rest = line.split()
-            if word == "begin" and rest and len(rest[0]) == 64:  # the kill may have cut the last line
-                if diary.begun.setdefault(int(step), rest[0]) != rest[0]:
+            if word == "begin" and [*map(len, rest)] == [64, 64]:  # the kill may have cut the last line
+                if diary.begun.setdefault(int(step), rest) != rest:
                     diary.changed.append(int(step))
             elif word == "done":
                 diary.done = max(diary.done, int(step))
@@ -140,6 +146,7 @@ class Kill:
         unfinished: a save or a deletion was cut short: files of a step are there, its manifest is not.
         done, restored: newest step reported as committed, and step that `restore` returned (0: none).
         checked: checkpoints loaded and compared.
+        weights_only: of these, those whose moments retention had deleted.
         empty: empty directories in the store after the checks.
         seconds: that the checks took.
         problems: empty when all is well.
@@ -151,6 +158,7 @@ class Kill:
     done: int = 0
     restored: int = 0
     checked: int = 0
+    weights_only: int = 0
     empty: int = 0
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
@@ -176,7 +184,7 @@ def check(store: Path, log: Path, kill: Kill, *, tidy: bool) -> None:
         if kill.restored < diary.done:
             kill.problems.append(f"restored step {kill.restored}, but step {diary.done} was committed")
         if at is not None:
-            _compare(kill, diary, at.step, [model.state_dict(), optimizer.state_dict()])
+            _compare(kill, diary, at.step, digests(model, optimizer).split())
         _check_others(store, diary, kill)
         if tidy:
             _save_and_sweep(store, log, kill, manager, model, optimizer)
@@ -184,9 +192,9 @@ def check(store: Path, log: Path, kill: Kill, *, tidy: bool) -> None:
     kill.seconds = time.perf_counter() - began
 
 
-def _compare(kill: Kill, diary: Diary, step: int, state: Any) -> None:
+def _compare(kill: Kill, diary: Diary, step: int, found: list[str]) -> None:
     kill.checked += 1
-    if diary.begun.get(step) != digest(state):
+    if diary.begun.get(step, [])[-len(found) :] != found:
         kill.problems.append(f"step {step} is not what was saved")
 
 
@@ -195,7 +203,11 @@ def _check_others(store: Path, diary: Diary, kill: Kill) -> None:
     with sp.Store(store) as chain:
         for step in chain.steps()[-12:]:
             state = chain.load(step, keep=False)
-            _compare(kill, diary, step, [state["model"], state["optimizer"]])
+            if chain.manifest(step).weights_only:
+                _compare(kill, diary, step, [digest(state["model"])])
+                kill.weights_only += 1
+            else:
+                _compare(kill, diary, step, [digest([state["model"], state["optimizer"]]), digest(state["model"])])
 
 
 def _save_and_sweep(
@@ -204,7 +216,7 @@ def _save_and_sweep(
     step = kill.restored + 1
     advance(model, optimizer, step)
     with log.open("a") as lines:
-        lines.write(f"begin {step} {digest([model.state_dict(), optimizer.state_dict()])}\n")
+        lines.write(f"begin {step} {digests(model, optimizer)}\n")
         manager.save(step, model=model, optimizer=optimizer)
         manager.wait()
         lines.write(f"done {step}\n")
@@ -212,7 +224,7 @@ def _save_and_sweep(
     kill.problems += [f"{count} empty directories" for count in [empty_directories(store)] if count]
     with sp.Store(store) as chain:
         there = set(chain.steps())
-    promised = {*range(max(1, step - 2), step + 1), *range(EVERY, step, EVERY)}
+    promised = {*range(max(1, step - LAST + 1), step + 1), *range(EVERY, step, EVERY)}
     kill.problems += [f"step {step} should have been kept" for step in sorted(promised - there)]
 
 
@@ -287,6 +299,7 @@ def summary(kills: list[Kill]) -> dict[str, Any]:
         "  of these in the background": sum(kill.unfinished and kill.background for kill in kills),
         "steps saved": max((kill.restored for kill in kills), default=0),
         "checkpoints compared": sum(kill.checked for kill in kills),
+        "  of these with weights only": sum(kill.weights_only for kill in kills),
         "uncommitted steps restored": sum(kill.restored > kill.done for kill in kills),
         "empty directories at the end": kills[-1].empty if kills else 0,
         "failed": sum(bool(kill.problems) for kill in kills),

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from helpers.stores import stored_bytes
 
 from shrinkpoint.store import Store
 
@@ -85,6 +86,41 @@ def test_the_bytes_prune_promises_are_the_bytes_it_frees(run, store):
     before = used()
     plan = json.loads(run("prune", store, "--keep-last", 1, "--apply", "--json").stdout)
     assert plan["bytes"] == before - used() > 0
+
+
+def test_older_checkpoints_become_weights_only_and_every_command_says_so(run, store, tmp_path, state_at):
+    rules = ("--keep-last", 3, "--moments-last", 1)
+    promised = json.loads(run("prune", store, *rules, "--json").stdout)
+    assert (promised["applied"], promised["weights_only"], promised["rewrite"]) == (False, [20, 30], [20, 30])
+    assert "would delete 1 checkpoint" in run("prune", store, *rules).stdout
+    assert steps(run, store) == [10, 20, 30, 40]
+    before = stored_bytes(Store(store).storage)
+    done = run("prune", store, *rules, "--apply")
+    assert "weights only" in done.stdout
+    assert before - stored_bytes(Store(store).storage) == promised["bytes"] > 0
+    rows = json.loads(run("list", store, "--json").stdout)["checkpoints"]
+    assert {row["step"]: row["weights_only"] for row in rows} == {20: True, 30: True, 40: False}
+    assert "delta 1 on 20, weights only" in run("list", store, columns=200).stdout
+    assert "retention has deleted" in run("show", f"{store}@30").stdout
+    done = run("verify", store, "--deep")
+    assert (done.code, "2 checkpoints with weights only" in done.stderr) == (0, True)
+    done = run("export", f"{store}@30", tmp_path / "a.pt")
+    assert (done.code, "step 30 has weights only" in done.stderr) == (0, True)
+    assert torch.equal(torch.load(tmp_path / "a.pt")["model"]["weight"], state_at(30)["model"]["weight"])
+    run("report", store, "--out", tmp_path / "page.html")
+    assert "keyframe, weights only" in (tmp_path / "page.html").read_text()
+    done = run("prune", store, *rules, "--apply")
+    assert "nothing to delete" in done.stdout
+
+
+def test_prune_says_what_stays_for_deltas_and_compacts_it(run, store, state_at):
+    done = run("prune", store, "--keep-last", 2)
+    assert "2 checkpoints" in done.stderr and "stay only since deltas need them: 10, 20 (see --compact)" in done.stderr
+    done = run("prune", store, "--keep-last", 2, "--compact", "--apply")
+    assert (done.code, "wrote 1 again" in done.stdout, done.stderr) == (0, True, "")
+    assert steps(run, store) == [30, 40]
+    assert run("verify", store, "--deep").code == 0
+    assert torch.equal(Store(store).load(30)["model"]["weight"], state_at(30)["model"]["weight"])
 
 
 @pytest.mark.parametrize("span", ["7", "soon", "-1d"])

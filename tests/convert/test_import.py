@@ -13,9 +13,10 @@ from helpers.foreign_files import run_of_files, same, training
 from shrinkpoint import schemes
 from shrinkpoint.container import FileWriter
 from shrinkpoint.convert.discover import discover
-from shrinkpoint.convert.import_ import Importer, SizingStorage, verify_import
+from shrinkpoint.convert.import_ import Importer, verify_import
 from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError, StateError
 from shrinkpoint.storage import LocalStorage, MemoryStorage
+from shrinkpoint.storage.sizing import SizingStorage
 from shrinkpoint.store import Store
 
 

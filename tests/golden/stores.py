@@ -94,6 +94,22 @@ def write_fisher_store(place: Path) -> dict[str, str]:
     return expected
 
 
+def write_weights_store(place: Path) -> dict[str, str]:
+    """A store whose older checkpoints have weights only, with a prune that has written two chains again."""
+    expected, loop = {}, Loop(width=4)
+    with sp.Store(place, keyframe_every=4) as store:
+        for step in range(1, 8):
+            state = loop.steps(1)
+            store.save(step, state)
+            state["optimizer"]["state"] = state["optimizer"]["state"] if step > 6 else {}
+            expected[str(step)] = fingerprint(state)
+        plan = store.prune(sp.Keep(moments_last=1), dry_run=False)
+        assert plan.weights_only == (1, 2, 3, 4, 5, 6)
+        store.forget(2)
+    (place / ".shrinkpoint-lock").unlink(missing_ok=True)
+    return expected
+
+
 def write_directories(place: Path) -> dict[str, dict[str, str]]:
     """A chain of three, of which the first has been deleted; fingerprints by folder."""
     expected, loop = {}, Loop(width=4)
@@ -127,5 +143,6 @@ STORES: dict[str, Callable[[Path], dict[str, str]]] = {
     "lossy_store": write_lossy_store,
     "tracked_store": write_tracked_store,
     "fisher_store": write_fisher_store,
+    "weights_store": write_weights_store,
 }
 RUNS: dict[str, Callable[[Path], dict[str, dict[str, str]]]] = {"folders": write_directories, "shards": write_shards}

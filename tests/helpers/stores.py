@@ -42,9 +42,24 @@ def state(seed: int) -> dict[str, Any]:
     w, m = base * (1 + 1e-6 * torch.randn(2, 300, generator=generator))
     return {
         "model": {"w": w.clone(), "frozen": torch.arange(12.0)},
-        "optimizer": {"state": {0: {"exp_avg": m.clone()}}, "lr": 1e-3 * seed},
+        "optimizer": {"state": {0: {"exp_avg": m.clone()}}, "param_groups": [{"params": [0], "lr": 1e-3 * seed}]},
         "seed": seed,
     }
+
+
+def weights_only(seed: int) -> dict[str, Any]:
+    """What retention leaves of `state` when it deletes moments."""
+    saved = state(seed)
+    saved["optimizer"]["state"] = {}
+    return saved
+
+
+def stored_bytes(storage: Storage) -> int:
+    """Bytes of a store's files, each once; not in `memory`, where a link is told by no one from a copy."""
+    if isinstance(storage, LocalStorage):
+        stats = [path.stat() for path in storage.path.rglob("step-*/**/*") if path.is_file()]
+        return sum({(stat.st_dev, stat.st_ino): stat.st_size for stat in stats}.values())
+    return sum(len(storage.get(key)) for key in storage.list("step-"))
 
 
 def flip(storage: Storage, key: str, at: int | None = None) -> None:

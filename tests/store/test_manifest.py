@@ -132,8 +132,24 @@ def test_another_spelling_is_refused() -> None:
 
 
 def test_a_newer_release_is_named_as_such() -> None:
-    with pytest.raises(VersionError, match="format 2"):
-        decode_store_manifest(sealed({**document(), "format": 2, "new": True}), "here")
+    with pytest.raises(VersionError, match="format 3"):
+        decode_store_manifest(sealed({**document(), "format": 3, "new": True}), "here")
+
+
+def test_weights_only_is_format_2_and_all_else_format_1() -> None:
+    light = replace(DELTA, weights_only=True)
+    back = decode_store_manifest(encode_store_manifest(light), "here")
+    assert same(back, light) and encode_store_manifest(back) == encode_store_manifest(light)
+    assert b'"format":2,' in encode_store_manifest(light) and b'"format":1,' in encode_store_manifest(DELTA)
+    assert b"weights_only" not in encode_store_manifest(DELTA)
+
+
+@pytest.mark.parametrize(
+    "change", [{"weights_only": True}, {"weights_only": False}, {"format": 2}, {"format": 2, "weights_only": 1}]
+)
+def test_weights_only_and_the_format_agree(change: dict[str, object]) -> None:
+    with pytest.raises(CorruptError, match="weights_only"):
+        decode_store_manifest(sealed({**document(), **change}), "here")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from helpers.stores import PLACES, flip, payloads, place, remove, state
+from helpers.stores import PLACES, flip, payloads, place, remove, state, stored_bytes, weights_only
 from helpers.strategies import difference
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -23,13 +23,15 @@ MAX_TRAINED = 8
 
 
 class Machine(RuleBasedStateMachine):
-    """`model` maps each step that is shown to the seed of its state; `hurt` holds those that may not load any more."""
+    """`model` maps each step that is shown to the seed of its state; `hurt` holds those that may not load any more, and
+    `light` those whose moments were deleted."""
 
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         self.model: dict[int, int] = {}
         self.hurt: set[int] = set()
+        self.light: set[int] = set()
         self.damaged: set[str] = set()
         self.seed = 0
 
@@ -51,6 +53,7 @@ class Machine(RuleBasedStateMachine):
         mine["model"]["w"].zero_()
         self.model[step] = self.seed
         self.hurt.discard(step)
+        self.light.discard(step)
         if self.damaged & {base.digest for base in self.store.manifest(step).bases}:
             self.hurt.add(step)  # a save vouches for its parent's header, and does not read all of the chain again
 
@@ -73,6 +76,33 @@ class Machine(RuleBasedStateMachine):
         plan = self.store.prune(keep, dry_run=False)
         decision = apply_policy(listing.manifests.values(), keep, _now(), forgotten=listing.forgotten)
         assert set(plan.delete) == set(decision.drop) | (set(listing.broken) & listing.forgotten)
+        for step in plan.delete:
+            self.model.pop(step, None)
+            self.hurt.discard(step)
+
+    @rule(
+        keep=st.builds(
+            Keep,
+            last=st.none() | st.integers(1, 3),
+            every=st.none() | st.integers(1, 4),
+            moments_last=st.none() | st.integers(1, 3),
+        ),
+        compact=st.booleans(),
+        defer=st.booleans(),
+    )
+    def prune_and_write_again(self, keep: Keep, compact: bool, defer: bool) -> None:
+        listing = self.store.scan()
+        decision = apply_policy(listing.manifests.values(), keep, _now(), forgotten=listing.forgotten)
+        promised = self.store.prune(keep, compact=compact, defer=defer)
+        before = stored_bytes(self.storage)
+        plan = self.store.prune(keep, compact=compact, defer=defer, dry_run=False)
+        if self.kind != "memory":
+            assert plan.bytes == before - stored_bytes(self.storage)
+        assert plan == promised or defer  # which remembers
+        assert set(decision.drop) <= set(plan.delete)
+        assert not set(plan.delete) & set(decision.selected)
+        assert set(plan.weights_only) <= set(decision.selected[: -(keep.moments_last or 99)])
+        self.light |= set(plan.weights_only)
         for step in plan.delete:
             self.model.pop(step, None)
             self.hurt.discard(step)
@@ -102,8 +132,8 @@ class Machine(RuleBasedStateMachine):
         self.store.close()
         self.store = Store(self.storage, keyframe_every=self.every, threads=1)
         if resume and set(self.model) - self.hurt:
-            at = self.store.restore()
-            assert at.step not in self.hurt or difference(at.state, state(self.model[at.step])) is None
+            at = self.store.restore(weights_only=True)
+            assert at.step not in self.hurt or difference(at.state, self.expected(at.step)) is None
             assert {one.step for one in at.skipped} <= self.hurt
 
     @precondition(lambda self: self.model)
@@ -130,6 +160,12 @@ class Machine(RuleBasedStateMachine):
         self.damaged |= digests
         self.hurt |= {step, *(one.step for one in above if any(base.digest in digests for base in one.bases))}
 
+    def expected(self, step: int) -> Any:
+        """What a checkpoint that loads decodes to."""
+        is_light = self.store.manifest(step).weights_only
+        assert is_light == (step in self.light & set(self.model))
+        return (weights_only if is_light else state)(self.model[step])
+
     @invariant()
     def what_was_saved_is_what_loads(self) -> None:
         if not hasattr(self, "store"):
@@ -142,7 +178,7 @@ class Machine(RuleBasedStateMachine):
             except (FormatError, ChainError, NotFoundError) as error:
                 assert step in self.hurt, f"step {step}: {error}"
             else:
-                assert difference(loaded, state(self.model[step])) is None, "whatever loads is what was saved"
+                assert difference(loaded, self.expected(step)) is None, "whatever loads is what was saved"
         silent = {one.step for one in self.store.verify() if not one.loads}
         assert silent <= self.hurt
 

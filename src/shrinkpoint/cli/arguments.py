@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shrinkpoint import validate
+from shrinkpoint.cli.console import print_note
 from shrinkpoint.errors import NotFoundError, PolicyError
 from shrinkpoint.storage import LocalStorage, Storage, is_object_url, resolve_storage
 from shrinkpoint.storage.object_url import ObjectUrl, parse_object_url
@@ -282,7 +283,10 @@ def decode_location(location: Location) -> DecodedFile:
     if location.is_run:
         return _decode_directory(location.newest_directory)
     storage, listing = open_store(str(location.path))
-    return decode_chain(store_chain(storage, find_manifest(listing, location)))
+    manifest = find_manifest(listing, location)
+    if manifest.weights_only:
+        print_note(f"step {manifest.step} has weights only: retention has deleted the optimizer's moments")
+    return decode_chain(store_chain(storage, manifest))
 
 
 def _decode_directory(directory: Path) -> DecodedFile:

@@ -19,6 +19,7 @@ from shrinkpoint.cli.console import Column, print_json, print_line, print_note, 
 from shrinkpoint.errors import CorruptError, LossWarning, PolicyError, ShrinkpointError
 from shrinkpoint.progress import Task, track
 from shrinkpoint.storage import LocalStorage, Storage
+from shrinkpoint.storage.sizing import SizingStorage
 
 if TYPE_CHECKING:
     from shrinkpoint.convert.discover import CheckpointSeries, SourceCheckpoint
@@ -123,7 +124,7 @@ def command(
 
 def _import(series: CheckpointSeries, options: _Options, scheme: Scheme) -> None:
     """Converts a series into a store or a single file of ours; a dry run only measures what it would take."""
-    from shrinkpoint.convert.import_ import Importer, SizingStorage, import_to_file, verify_import
+    from shrinkpoint.convert.import_ import Importer, import_to_file, verify_import
 
     checkpoints, out, exact = series.checkpoints, options.out, None
     if out is not None and out.suffix == ".safetensors" and not out.is_dir():

@@ -104,8 +104,9 @@ def _columns(rows: Sequence[CheckpointReport], is_run: bool) -> list[Column]:
 
 
 def _chain_label(row: CheckpointReport) -> str:
-    text = row.kind if row.keyframe else f"{row.kind} on {row.chain[-2]}"
-    return f"{text}, forgotten" if row.forgotten else text
+    kind = "keyframe" if row.keyframe else f"delta {row.depth} on {row.chain[-2]}"
+    marks = {"weights only": row.weights_only, "forgotten": row.forgotten}
+    return ", ".join([kind, *(mark for mark, is_set in marks.items() if is_set)])
 
 
 def _measured_columns(rows: Sequence[CheckpointReport], drop_order: int) -> Iterator[Column]:

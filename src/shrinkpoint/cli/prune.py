@@ -1,4 +1,4 @@
-"""`shrinkpoint prune`: delete checkpoints that no rule keeps and no kept checkpoint depends on."""
+"""`shrinkpoint prune`: delete checkpoints that no rule keeps, and the moments of older ones."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import typer
 
 from shrinkpoint import humanize
 from shrinkpoint.cli.arguments import JsonOption, StoreArgument, open_store, preview
-from shrinkpoint.cli.console import Column, print_json, print_line, print_table, show_progress
+from shrinkpoint.cli.console import Column, print_json, print_line, print_note, print_table, show_progress
 from shrinkpoint.store.listing import Listing, scan
-from shrinkpoint.store.retention import Keep, PrunePlan, execute_prune, plan_prune
+from shrinkpoint.store.prune import prune
+from shrinkpoint.store.retention import Keep, PrunePlan
 
 _BASE_REASON = re.compile(r"base of step ([0-9]+)")
 
@@ -49,6 +50,13 @@ def command(
     metric: MetricOption = "val_loss",
     mode: ModeOption = MetricMode.MIN,
     within: WithinOption = None,
+    moments_last: Annotated[
+        int | None,
+        typer.Option("--moments-last", min=1, metavar="N", help="Of what is kept, let only the newest N keep moments."),
+    ] = None,
+    compact: Annotated[
+        bool, typer.Option("--compact", help="Write deltas again that need what no rule keeps, and delete that, too.")
+    ] = False,
     apply: Annotated[bool, typer.Option("--apply", help="Delete. Without it nothing is deleted.")] = False,
     json: JsonOption = False,
 ) -> None:
@@ -56,18 +64,22 @@ def command(
 
     Each rule adds to what is kept. The newest checkpoint is always kept, and so is every base of something kept.
     Without a rule, only forgotten checkpoints go.
+
+    With --moments-last or --compact, chains are written again where that frees bytes; every checkpoint that is kept
+    loads before, during and after, with the same bits. Without --apply they are encoded as well, and thrown away.
     """
-    keep = Keep(last=last, every=every, best=best, metric=metric, mode=mode.value, within=within)
+    keep = Keep(
+        last=last, every=every, best=best, metric=metric, mode=mode.value, within=within, moments_last=moments_last
+    )
     storage, listing = open_store(store)
     now = datetime.now(timezone.utc)
-    if apply:
-        with storage.lock():
-            listing = scan(storage)
-            plan = plan_prune(storage, listing, keep, now)
-            with show_progress(f"deleting from {store}"):
-                execute_prune(storage, plan)
-    else:
-        plan = plan_prune(storage, listing, keep, now)
+    with show_progress(f"pruning {store}"):
+        if apply:
+            with storage.lock():
+                listing = scan(storage)
+                plan = prune(storage, listing, keep, now, dry_run=False, compact=compact)
+        else:
+            plan = prune(storage, listing, keep, now, dry_run=True, compact=compact)
     if json:
         reasons = {str(step): list(why) for step, why in plan.reasons.items()}
         print_json({"applied": apply, **asdict(plan), "reasons": reasons})
@@ -87,13 +99,21 @@ def _print(store: str, listing: Listing, plan: PrunePlan, is_applied: bool) -> N
                 Column("step", [str(step) for step in steps], align_right=True),
                 Column("age", ages, align_right=True, drop_order=2),
                 Column("stored", stored, align_right=True, drop_order=1),
-                Column("", [deletion if step in plan.delete else "keep" for step in steps]),
+                Column("", [deletion if step in plan.delete else _fate(plan, step) for step in steps]),
                 Column("because", [join_reasons(plan.reasons[step]) for step in steps], wrap=True),
             ],
             styles=["red" if step in plan.delete else "" for step in steps],
         )
         print_line("")
     print_line(_verdict(store, plan, is_applied))
+    if plan.bases:
+        held = humanize.size(sum(listing.manifests[step].stored_bytes for step in plan.bases))
+        count = humanize.count(len(plan.bases), "checkpoint")
+        print_note(f"{count} ({held}) stay only since deltas need them: {preview(plan.bases)} (see --compact)")
+
+
+def _fate(plan: PrunePlan, step: int) -> str:
+    return "weights only" if step in plan.weights_only else "keep"
 
 
 def join_reasons(reasons: Sequence[str]) -> str:
@@ -113,6 +133,8 @@ def _verdict(store: str, plan: PrunePlan, is_applied: bool) -> str:
     what = f"{humanize.count(len(plan.delete), 'checkpoint')} and {humanize.size(plan.bytes)}"
     if not plan.keys:
         return f"{store}: nothing to delete, {humanize.count(len(plan.keep), 'checkpoint')} kept"
+    again = f", {{}} {len(plan.rewrite)} again ({humanize.size(plan.written)})" if plan.rewrite else ""
     if is_applied:
-        return f"{store}: deleted {what}, kept {len(plan.keep)}"
-    return f"{store}: would delete {what}, keep {len(plan.keep)}. Nothing is deleted yet; add --apply"
+        return f"{store}: deleted {what}, kept {len(plan.keep)}{again.format('wrote')}"
+    again = again.format("write")
+    return f"{store}: would delete {what}, keep {len(plan.keep)}{again}. Nothing is deleted yet; add --apply"

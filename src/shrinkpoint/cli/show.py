@@ -84,6 +84,7 @@ def _store_rows(report: CheckpointReport, file: FileReport) -> Iterator[tuple[st
     yield "made", _created_text(report)
     yield "kind", "keyframe" if report.keyframe else f"delta; chain {' > '.join(_shorten(report.chain))}"
     yield from _manifest_rows(report)
+    yield "weights only", "retention has deleted the optimizer's moments" if report.weights_only else ""
     yield "forgotten", "deleted by the next `prune` unless a checkpoint depends on it" if report.forgotten else ""
     yield "file", file.where
     yield "digest", file.digest

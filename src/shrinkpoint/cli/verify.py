@@ -19,8 +19,9 @@ from shrinkpoint.cli.arguments import (
     decode_location,
     open_store,
     parse_location,
+    preview,
 )
-from shrinkpoint.cli.console import ExitCode, print_json, print_line, show_progress
+from shrinkpoint.cli.console import ExitCode, print_json, print_line, print_note, show_progress
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import NotFoundError, PolicyError, ShrinkpointError
 from shrinkpoint.progress import track
@@ -73,6 +74,9 @@ def _verify_all(location: Location, deep: bool) -> tuple[list[Finding], int]:
     storage, listing = open_store(str(location.path), allow_run=True)
     findings = [*verify(storage, deep=deep), *findings]
     checked = len(listing.visible) + len(directories)
+    if weights_only := [step for step, manifest in listing.visible.items() if manifest.weights_only]:
+        count = humanize.count(len(weights_only), "checkpoint")
+        print_note(f"{count} with weights only: retention has deleted the moments of {preview(weights_only)}")
     identity = location.identify()
     if not checked and not findings and (identity is not None or location.directory is None):
         found, do = ("no checkpoint", "check the URL") if identity is None else (identity.description, identity.do)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from shrinkpoint.container import FileReader
 from shrinkpoint.convert.discover import SourceCheckpoint
 from shrinkpoint.convert.part import origin_info
-from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError, TruncatedError
+from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError
 from shrinkpoint.schemes.base import Resumable, Scheme
 from shrinkpoint.schemes.lossless import Lossless
-from shrinkpoint.storage import LocalStorage, MemoryStorage, Sink, Source, Storage, check_key
-from shrinkpoint.storage.base import Buffer
+from shrinkpoint.storage import LocalStorage, Storage
 from shrinkpoint.store import Store
 from shrinkpoint.store.checkpoint_file import write_file
 from shrinkpoint.store.decode import iter_checkpoints
@@ -215,82 +213,3 @@ def read_flat(checkpoint: SourceCheckpoint, opaque: bool) -> tuple[FlatState, tu
             raise
         where = f"{checkpoint.path}: {error.where}"
         raise type(error)(where, found=error.found, expected=error.expected, do=error.do) from error
-
-
-class SizingStorage(MemoryStorage):
-    """Measures what a conversion would take: counts what is written, and keeps small objects and headers of files."""
-
-    keeps_payloads = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._sinks: dict[str, SizingSink] = {}
-
-    @contextmanager
-    def create(self, key: str) -> Iterator[SizingSink]:  # type: ignore[override]
-        sink = SizingSink()
-        yield sink
-        self._sinks[check_key(key)] = sink
-        self.put(key, b"")
-
-    def open(self, key: str) -> HeaderOnlySource:  # type: ignore[override]
-        data, sink = self.get(key), self._sinks.get(key)
-        return HeaderOnlySource(data, len(data), key) if sink is None else HeaderOnlySource(sink.header, sink.size, key)
-
-    def link(self, source: str, target: str) -> bool:
-        if source in self._sinks:
-            self._sinks[target] = self._sinks[source]
-        return super().link(source, target)
-
-
-class SizingSink(Sink):
-    """Counts the bytes written, and keeps the last data written at offset 0, which is the header of a finished file.
-
-    Attributes:
-        header: the bytes of the header.
-        size: bytes of the whole file.
-    """
-
-    def __init__(self) -> None:
-        self.header, self.size, self._position = b"", 0, 0
-
-    def write(self, data: Buffer) -> None:
-        length = memoryview(data).nbytes
-        if self._position == 0:
-            self.header = bytes(data)
-        self._position += length
-        self.size = max(self.size, self._position)
-
-    def seek(self, offset: int) -> None:
-        self._position = offset
-
-    def tell(self) -> int:
-        return self._position
-
-    def read(self, length: int) -> bytes:
-        """Returns zeros, as many as were written: a writer reads a payload back to move it behind a longer header."""
-        length = min(length, self.size - self._position)
-        self._position += length
-        return bytes(length)
-
-
-class HeaderOnlySource(Source):
-    """Reads the header of a file whose payload was only counted."""
-
-    def __init__(self, header: bytes, size: int, where: str) -> None:
-        self._header, self._size, self._where = header, size, where
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    def read(self, offset: int, length: int) -> bytes:
-        if offset + length > len(self._header):
-            expected = "to be asked for no more than the header"
-            raise TruncatedError(
-                self._where, found="a file that was only measured", expected=expected, do="report this"
-            )
-        return self._header[offset : offset + length]
-
-    def close(self) -> None:
-        pass

@@ -12,7 +12,7 @@ from shrinkpoint.store.directory import find_checkpoints, read_directory_manifes
 from shrinkpoint.store.manifest import DirectoryManifest, LossIncrease, Manifest
 from shrinkpoint.tensors.info import JSON
 
-_STORE_ONLY = ("id", "chain", "forgotten", "keyframe")
+_STORE_ONLY = ("id", "chain", "forgotten", "keyframe", "weights_only")
 _DIRECTORY_ONLY = ("folder", "ranks")
 
 
@@ -36,6 +36,7 @@ class CheckpointReport:
         loss: what was lost, and what was measured to decide it; None: nothing.
         note: free text.
         stats: what the save measured of itself: `seconds`, `stall`, `retention`, as far as known.
+        weights_only: retention has deleted what the optimizers kept for each parameter.
         forgotten: hidden, and deleted by the next `prune` unless a kept checkpoint depends on it.
         files: (name, bytes, header digest) of its payloads.
     """
@@ -55,6 +56,7 @@ class CheckpointReport:
     loss: JSON
     note: str
     stats: dict[str, float]
+    weights_only: bool
     forgotten: bool
     files: tuple[tuple[str, int, str], ...]
 
@@ -64,8 +66,9 @@ class CheckpointReport:
 
     @property
     def kind(self) -> str:
-        """What people call it: a keyframe, or a delta with its depth."""
-        return "keyframe" if self.keyframe else f"delta {self.depth}"
+        """What people call it: a keyframe, or a delta with its depth; and whether it has weights only."""
+        kind = "keyframe" if self.keyframe else f"delta {self.depth}"
+        return f"{kind}, weights only" if self.weights_only else kind
 
     def to_json(self, *, loss: bool = True) -> dict[str, Any]:
         """The report as a JSON object, with the fields that a store's or a run's checkpoint has.
@@ -154,6 +157,7 @@ def checkpoint_report(
         loss=manifest.loss,
         note=manifest.note,
         stats=dict(manifest.stats),
+        weights_only=manifest.weights_only,
         forgotten=forgotten,
         files=tuple((payload.name, payload.size, payload.digest) for payload in manifest.payloads),
     )

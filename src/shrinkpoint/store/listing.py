@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -147,6 +147,20 @@ class Listing:
         """This listing with another directory of one step; None: without it."""
         directories = {**self.directories, step: entry}
         return Listing({step: entry for step, entry in sorted(directories.items()) if entry is not None})
+
+    def without(self, keys: Collection[str]) -> Listing:
+        """This listing after these keys were deleted."""
+        deleted: dict[int, set[str]] = {}
+        for key in keys:
+            if (step := layout.step_of(key)) is not None:
+                deleted.setdefault(step, set()).add(key.partition("/")[2])
+        directories = {**self.directories}
+        for step, names in deleted.items():
+            entry = directories.pop(step)
+            if left_over := entry.names - names:
+                has_manifest = layout.MANIFEST in left_over
+                directories[step] = replace(entry, names=left_over) if has_manifest else StepDirectory(step, left_over)
+        return Listing(dict(sorted(directories.items())))
 
     def raise_unreadable(self) -> None:
         """Raise if an unreadable manifest hides which files other checkpoints depend on.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from functools import lru_cache
@@ -35,6 +35,8 @@ else:
 
 T = TypeVar("T")
 FORMAT = 1
+WEIGHTS_ONLY_FORMAT = 2
+"""Of a store's manifest with `weights_only`: a reader that does not know it would resume with moments of zero."""
 DIRECTORY_FORMAT = 1
 MAX_MANIFEST_BYTES = 16 << 20
 """A reader refuses a larger manifest of a store before it allocates; each file of the chain takes below 300 bytes."""
@@ -107,6 +109,7 @@ class Manifest(Generic[StepT]):
         bases: the files that a store's delta depends on, keyframe first, by rising step; empty for a keyframe.
         stats: what the save measured of itself, as far as it did: `seconds` of writing, `stall`, the seconds for which
             the training loop waited, and `retention` (see `SaveReport`).
+        weights_only: retention has deleted what the optimizers kept for each parameter; only in a store.
         extra: what a framework's own reader needs; None in a store.
         stored_bytes: bytes of the payloads, without the files they depend on; computed unless given, as a store's
             manifest records it.
@@ -123,6 +126,7 @@ class Manifest(Generic[StepT]):
     note: str = ""
     bases: tuple[ChainLink, ...] = ()
     stats: Mapping[str, float] = field(default_factory=dict)
+    weights_only: bool = False
     extra: JSON = None
     stored_bytes: int = -1
 
@@ -147,8 +151,9 @@ class Manifest(Generic[StepT]):
 
     @property
     def kind(self) -> str:
-        """What people call it: a keyframe, or a delta with its depth."""
-        return f"delta {self.depth}" if self.depth else "keyframe"
+        """What people call it: a keyframe, or a delta with its depth; and whether it has weights only."""
+        kind = f"delta {self.depth}" if self.depth else "keyframe"
+        return f"{kind}, weights only" if self.weights_only else kind
 
     @property
     def is_lossy(self) -> bool:
@@ -179,6 +184,8 @@ def encode_store_manifest(manifest: Manifest) -> bytes:
     if manifest.loss is None:
         del document["loss"]
     document["format"] = FORMAT
+    if manifest.weights_only:
+        document["format"], document["weights_only"] = WEIGHTS_ONLY_FORMAT, True
     document["files"] = [[payload.name, payload.size, payload.digest] for payload in manifest.payloads]
     document["bases"] = [[b.step, b.id, b.digest, b.size, b.file, b.name] for b in manifest.bases]
     document["raw_bytes"], document["stored_bytes"] = manifest.raw_bytes, manifest.stored_bytes
@@ -193,7 +200,7 @@ def decode_store_manifest(data: bytes, where: str) -> Manifest:
         CorruptError: the bytes contradict their digest or themselves.
         VersionError: a newer release wrote them.
     """
-    return _decode(data, where, FORMAT, _store_manifest_from_json)
+    return _decode(data, where, (FORMAT, WEIGHTS_ONLY_FORMAT), _store_manifest_from_json)
 
 
 def encode_directory_manifest(manifest: DirectoryManifest) -> bytes:
@@ -210,7 +217,7 @@ def encode_directory_manifest(manifest: DirectoryManifest) -> bytes:
 
 def decode_directory_manifest(data: bytes, where: str) -> DirectoryManifest:
     """Read what `encode_directory_manifest` wrote; raises as `decode_store_manifest` does."""
-    return _decode(data, where, DIRECTORY_FORMAT, _directory_manifest_from_json)
+    return _decode(data, where, (DIRECTORY_FORMAT,), _directory_manifest_from_json)
 
 
 def read_limited(storage: Storage, key: str, max_bytes: int) -> bytes:
@@ -222,11 +229,11 @@ def read_limited(storage: Storage, key: str, max_bytes: int) -> bytes:
         return bytes(source.read(0, source.size))
 
 
-def _decode(data: bytes, where: str, supported: int, from_json: Callable[[Mapping[str, JSON]], T]) -> T:
+def _decode(data: bytes, where: str, supported: Collection[int], from_json: Callable[[Mapping[str, JSON]], T]) -> T:
     with read_guard(where):
         document = load_with_digest(data, where)
-        if document.get("format") != supported:
-            found, expected = f"manifest format {document.get('format')!r}", f"at most {supported}"
+        if document.get("format") not in supported:
+            found, expected = f"manifest format {document.get('format')!r}", f"at most {max(supported)}"
             do = "read it with the release that wrote it, or a newer one"
             raise VersionError(where, found=found, expected=expected, do=do)
         try:
@@ -276,6 +283,9 @@ def _shared_from_json(document: Mapping[str, JSON]) -> dict[str, Any]:
 def _store_manifest_from_json(document: Mapping[str, JSON]) -> Manifest:
     if "loss" in document and document["loss"] is None:
         raise ValueError("a loss of nothing, which has another spelling")
+    weights_only = document["format"] == WEIGHTS_ONLY_FORMAT
+    if ("weights_only" in document, document.get("weights_only") is True) != (weights_only, weights_only):
+        raise ValueError(f"weights_only that format {document['format']} does not have")
     raw_bytes = _count(document["raw_bytes"])  # of all payloads; counted for the first
     payloads = tuple(
         _store_payload_from_json(row, 0 if index else raw_bytes)
@@ -285,6 +295,7 @@ def _store_manifest_from_json(document: Mapping[str, JSON]) -> Manifest:
         **_shared_from_json(document),
         payloads=payloads,
         bases=tuple(_chain_link_from_json(row) for row in _expect(document["bases"], list)),
+        weights_only=weights_only,
         stored_bytes=_count(document["stored_bytes"]),
     )
     _check_payload_names(payloads)

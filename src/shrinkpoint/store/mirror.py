@@ -7,7 +7,7 @@ where those they have are taken, and no links: the manifest that is written says
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -19,7 +19,7 @@ from shrinkpoint.store import chain, layout
 from shrinkpoint.store.chain import ChainFile
 from shrinkpoint.store.listing import Lister, Listing, StepDirectory, forget, scan
 from shrinkpoint.store.manifest import Manifest, encode_store_manifest
-from shrinkpoint.store.retention import Keep, apply_policy, check_metric, execute_prune, plan_prune
+from shrinkpoint.store.retention import Keep, apply_policy, check_metric, plan_deletion
 
 _log = logging.getLogger("shrinkpoint")
 
@@ -112,9 +112,10 @@ class Mirror:
                 entry = replace(entry, names=entry.names | {layout.FORGOTTEN}, is_forgotten=True)
                 self._content = self._content.replace(step, entry)
         keep = _effective_keep(self._keep, self._content.visible)
-        plan = plan_prune(self.target, self._content, keep, datetime.now(timezone.utc))
-        execute_prune(self.target, plan)
-        self._content = _without(self._content, plan.keys)
+        plan = plan_deletion(self._content, keep, datetime.now(timezone.utc))
+        for key in plan.keys:
+            self.target.delete(key)
+        self._content = self._content.without(plan.keys)
 
     def _copy_files(self, manifest: Manifest) -> Manifest:
         """Copy the files of a checkpoint that the target lacks; returns its manifest with their places there."""
@@ -269,26 +270,6 @@ def _with_file(content: Listing, key: str) -> Listing:
     assert step is not None
     entry = content.directories.get(step, StepDirectory(step, frozenset()))
     return content.replace(step, replace(entry, names=entry.names | {name}))
-
-
-def _without(content: Listing, keys: Sequence[str]) -> Listing:
-    """A listing without some files; a manifest among them takes its checkpoint along."""
-    if not keys:
-        return content
-    gone = {*keys}
-    directories = {}
-    for step, entry in content.directories.items():
-        names = frozenset(name for name, key in _keys_by_name(entry) if key not in gone)
-        if layout.MANIFEST in names:
-            directories[step] = replace(entry, names=names)
-        elif names:
-            directories[step] = StepDirectory(step, names)
-    return Listing(directories)
-
-
-def _keys_by_name(entry: StepDirectory) -> Iterator[tuple[str, str]]:
-    head = layout.step_dir(entry.step)
-    return ((name, f"{head}/{name}") for name in entry.names)
 
 
 def _check_apart(source: Storage, target: Storage) -> None:

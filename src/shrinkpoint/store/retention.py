@@ -1,4 +1,4 @@
-"""Retention: which checkpoints to keep, decided from manifests alone, and the deletion of the others."""
+"""Retention: which checkpoints to keep, decided from manifests alone, and what deleting the others frees."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
 from shrinkpoint import humanize, validate
 from shrinkpoint.errors import NotFoundError, PolicyError
-from shrinkpoint.progress import track
 from shrinkpoint.storage import LocalStorage, Storage
 from shrinkpoint.store import chain, layout
 from shrinkpoint.store.listing import Listing
@@ -43,6 +42,8 @@ class Keep:
         metric: the name under which the loop reported it.
         mode: "min" or "max".
         within: keep those younger than this, a timedelta or a text such as "90s", "12h", "7d", "2w".
+        moments_last: of those that a rule selects, the number of the newest that keep what a run needs to resume. The
+            others become weights only: what the optimizers keep for each parameter is deleted. None: all keep it.
 
     Raises:
         PolicyError: a number below 1, an unknown mode, or an invalid span.
@@ -54,9 +55,10 @@ class Keep:
     metric: str = "val_loss"
     mode: Literal["min", "max"] = "min"
     within: timedelta | str | None = None
+    moments_last: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("last", "every", "best"):
+        for name in ("last", "every", "best", "moments_last"):
             value = getattr(self, name)
             if value is not None:
                 validate.check_int(f"Keep({name}=)", value, do=f"leave {name} out to do without")
@@ -99,11 +101,13 @@ class RetentionDecision:
 
     Attributes:
         keep, drop: steps, rising.
+        selected: of `keep`, those that a rule selects, and not only a delta needs.
         reasons: by step, sentences that say why.
     """
 
     keep: tuple[int, ...]
     drop: tuple[int, ...]
+    selected: tuple[int, ...]
     reasons: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -149,7 +153,8 @@ def apply_policy(
     for step, reason in _rule_matches(visible, keep, now):
         reasons[step].append(reason)
     digests = {step: manifest.digest for step, manifest in by_step.items()}
-    for step in [step for step, why in reasons.items() if why]:
+    selected = tuple(step for step, why in reasons.items() if why)
+    for step in selected:
         reason = f"base of step {step}"
         for base in chain.ancestors(digests, by_step[step]):
             reasons[base].append(reason)
@@ -157,7 +162,7 @@ def apply_policy(
     drop_steps = tuple(step for step, why in reasons.items() if not why)
     for step in drop_steps:
         reasons[step].append("forgotten, and no base of anything kept" if step in forgotten else "no rule keeps it")
-    return RetentionDecision(keep_steps, drop_steps, {step: tuple(why) for step, why in reasons.items()})
+    return RetentionDecision(keep_steps, drop_steps, selected, {step: tuple(why) for step, why in reasons.items()})
 
 
 def _rule_matches(visible: list[Manifest], keep: Keep, now: datetime) -> Iterable[tuple[int, str]]:
@@ -193,13 +198,17 @@ def _best_matches(visible: list[Manifest], keep: Keep, count: int) -> Iterable[t
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """What a prune deletes, and why.
+    """What a prune deletes and writes again, and why.
 
     Attributes:
         delete, keep: steps, rising.
-        bytes: what the deletion frees; a file with a hard link elsewhere frees nothing.
+        bytes: what it frees, less what it writes; a file with a hard link elsewhere frees nothing.
         reasons: by step, sentences that say why it is kept or deleted.
         keys: what is deleted, in this order: manifests first, so that no crash leaves one without its payload.
+        rewrite: steps that are written again, rising.
+        weights_only: of these, those that lose what the optimizers keep for each parameter.
+        written: bytes that are written again. Of each chain they are written before anything is deleted.
+        bases: of `keep`, steps that no rule selects, but that deltas need.
     """
 
     delete: tuple[int, ...]
@@ -207,15 +216,30 @@ class PrunePlan:
     bytes: int
     reasons: dict[int, tuple[str, ...]]
     keys: tuple[str, ...]
+    rewrite: tuple[int, ...] = ()
+    weights_only: tuple[int, ...] = ()
+    written: int = 0
+    bases: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         """What it frees, in one short line."""
         count = humanize.count(len(self.delete), "checkpoint")
-        return f"<PrunePlan deletes {count} and {humanize.size(self.bytes)}, keeps {len(self.keep)}>"
+        again = f", writes {len(self.rewrite)} again" if self.rewrite else ""
+        return f"<PrunePlan deletes {count} and {humanize.size(self.bytes)}, keeps {len(self.keep)}{again}>"
 
 
 def plan_prune(storage: Storage, listing: Listing, keep: Keep, now: datetime) -> PrunePlan:
-    """Decide what to delete; nothing is deleted.
+    """Decide what to delete without writing anything again; nothing is deleted.
+
+    Raises: as `plan_deletion`.
+    """
+    plan, freed = plan_deletion(listing, keep, now), FreedBytes(storage, listing)
+    freed.add(plan.keys)
+    return replace(plan, bytes=freed.total)
+
+
+def plan_deletion(listing: Listing, keep: Keep, now: datetime) -> PrunePlan:
+    """As `plan_prune`, without looking at sizes: `bytes` is 0.
 
     Raises:
         PolicyError: the best are to be kept by a metric that no checkpoint has.
@@ -232,40 +256,44 @@ def plan_prune(storage: Storage, listing: Listing, keep: Keep, now: datetime) ->
     unreadable = {step for step in listing.broken if step not in drop}
     files = listing.unneeded_keys({*decision.keep}, unreadable)
     keys = (*manifests, *(key for key in files if key not in {*manifests}))
-    freed = reclaimable_bytes(storage, listing, keys)
-    return PrunePlan(tuple(drop), decision.keep, freed, dict(sorted(reasons.items())), keys)
+    selected = {*decision.selected}
+    bases = tuple(step for step in decision.keep if step not in selected)
+    return PrunePlan(tuple(drop), decision.keep, 0, dict(sorted(reasons.items())), keys, bases=bases)
 
 
-def execute_prune(storage: Storage, plan: PrunePlan) -> None:
-    """Delete the keys of a plan. A crash leaves intact checkpoints, and orphaned files that the next save removes.
+class FreedBytes:
+    """Counts the bytes that deleting keys frees; a file with several names counts if all of them are deleted.
 
-    Raises:
-        StorageError: deleting failed.
+    Args:
+        storage: the store's.
+        listing: its content before anything is deleted.
     """
-    for key in track(plan.keys, f"deleting from {storage.describe()}"):
-        storage.delete(key)
-    if plan.keys:
-        _log.info("pruned %s: %r", storage.describe(), plan)
 
+    def __init__(self, storage: Storage, listing: Listing) -> None:
+        self._storage = storage
+        self._digests = {} if isinstance(storage, LocalStorage) else dict(_digests(listing))
+        self._names = Counter(self._digests[key] for key in listing.keys if key in self._digests)
+        self._deleted_names: Counter[object] = Counter()
+        self._files: dict[object, tuple[int, int]] = {}
 
-def reclaimable_bytes(storage: Storage, listing: Listing, keys: Iterable[str]) -> int:
-    """The bytes that deleting `keys` frees; a file with several names counts if all of them are deleted."""
-    is_local = isinstance(storage, LocalStorage)
-    digests = {} if is_local else dict(_digests(listing))
-    keys_by_digest = Counter(digests[key] for key in listing.keys if key in digests) if digests else Counter()
-    deleted_names: Counter[object] = Counter()
-    files: dict[object, tuple[int, int]] = {}
-    for key in set(keys):
-        with suppress(NotFoundError, FileNotFoundError):
-            if isinstance(storage, LocalStorage):
-                status = Path(storage.describe(key)).stat()
-                file: object = (status.st_dev, status.st_ino)
-                files[file] = status.st_nlink, status.st_size
-            else:
-                file = digests.get(key, key)
-                files[file] = keys_by_digest.get(file, 1), _size_of(storage, key)
-            deleted_names[file] += 1
-    return sum(size for file, (names, size) in files.items() if deleted_names[file] >= names)
+    @property
+    def total(self) -> int:
+        """Bytes that are freed once all keys that were added are deleted."""
+        return sum(size for file, (names, size) in self._files.items() if self._deleted_names[file] >= names)
+
+    def add(self, keys: Iterable[str]) -> None:
+        """Count keys, each once, before they are deleted."""
+        for key in set(keys):
+            with suppress(NotFoundError, FileNotFoundError):
+                if isinstance(self._storage, LocalStorage):
+                    status = Path(self._storage.describe(key)).stat()
+                    file: object = (status.st_dev, status.st_ino)
+                    self._files.setdefault(file, (status.st_nlink, status.st_size))
+                else:
+                    file = self._digests.get(key, key)
+                    if file not in self._files:
+                        self._files[file] = self._names.get(file, 1), _size_of(self._storage, key)
+                self._deleted_names[file] += 1
 
 
 def _size_of(storage: Storage, key: str) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 from shrinkpoint import validate
 from shrinkpoint.codec.decoded_tensors import is_mostly_codes
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.errors import ChainError, FormatError, NotFoundError, PolicyError, StorageError
+from shrinkpoint.errors import ChainError, FormatError, MismatchError, NotFoundError, PolicyError, StorageError
 from shrinkpoint.progress import track
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
 from shrinkpoint.schemes.registry import get_scheme
@@ -34,9 +34,10 @@ from shrinkpoint.store.delta_base import (
     is_chain_full,
     warn_low_retention,
 )
-from shrinkpoint.store.listing import Lister, Listing, SkippedCheckpoint, StepDirectory, forget
+from shrinkpoint.store.listing import Lister, Listing, SkippedCheckpoint, StepDirectory, forget, read_step
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.store.retention import Keep, PrunePlan, check_keep, execute_prune, plan_prune
+from shrinkpoint.store.prune import prune
+from shrinkpoint.store.retention import Keep, PrunePlan, check_keep
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.store.store_html import store_html
 from shrinkpoint.store.transaction import (
@@ -116,6 +117,7 @@ class Store:
         self._store_lock = StoreLock(self.storage, self._lister, self._mutex)
         self._base_verifier = BaseVerifier()
         self._transaction: weakref.ref[CheckpointTransaction] | None = None
+        self._settled: set[str] = set()  # checkpoints that a prune with `defer` has found nothing to delete of
 
     def __repr__(self) -> str:
         return f"Store({self.storage.describe()!r})"
@@ -295,8 +297,10 @@ class Store:
         """The checkpoint to write a delta against: that of the reference, if its files are unchanged."""
         reference = self._reference_cache.manifest
         parent = listing.manifests.get(reference.step) if reference is not None else None
-        if reference is None or parent is None or parent.id != reference.id or parent.step >= step:
+        if reference is None or parent is None or parent.step >= step:
             return None
+        if (parent.id, parent.digest) != (reference.id, reference.digest):
+            return None  # saved again, or written again by another process, perhaps without moments
         sizes = [link.size for link in chain.chain_links(parent)]
         if is_chain_full(sizes, parent.raw_bytes, self._keyframe_every):
             return None
@@ -344,15 +348,38 @@ class Store:
         return self._load(self.manifest(step), device, tie, keep, max_bytes)
 
     def restore(
-        self, *, device: Device = None, tie: bool = True, keep: bool = True, max_bytes: int | None = None
+        self,
+        *,
+        device: Device = None,
+        tie: bool = True,
+        keep: bool = True,
+        weights_only: bool = False,
+        max_bytes: int | None = None,
     ) -> StoreRestore:
         """Load the newest checkpoint that loads; those skipped are in the result, each with the reason.
+
+        Args:
+            weights_only: take one whose moments retention has deleted, too; False: it is skipped, since no run can
+                resume from it.
+            device, tie, keep, max_bytes: as in `load`.
 
         Raises:
             NotFoundError: none loads, or there is none.
             StorageError: the store cannot be listed.
         """
-        return restore_newest([self], device=device, tie=tie, keep=self if keep else None, max_bytes=max_bytes)
+        return restore_newest(
+            [self], device=device, tie=tie, keep=self if keep else None, weights_only=weights_only, max_bytes=max_bytes
+        )
+
+    def weights_only_error(self, manifest: Manifest) -> MismatchError:
+        """The error to raise where a run wants to resume from a checkpoint that has weights only."""
+        others = {step: other for step, other in self.scan().visible.items() if not other.weights_only}
+        found = "weights only: retention has deleted what the optimizers kept for each parameter (Keep(moments_last=))"
+        expected = (
+            f"moments, which {chain.describe_steps(others)} has" if others else "moments, which no checkpoint has"
+        )
+        do = "restore that, or load the weights alone: leave the optimizer out, or pass weights_only=True"
+        return MismatchError(f"step {manifest.step}", found=found, expected=expected, do=do)
 
     def _load(self, manifest: Manifest, device: Device, tie: bool, keep: bool, max_bytes: int | None) -> Any:
         began = time.perf_counter()
@@ -402,12 +429,27 @@ class Store:
                 raise self._unknown_step_error(step)
             forget(self.storage, listing, step)
 
-    def prune(self, keep: Keep | None = None, *, dry_run: bool = True, now: datetime | None = None) -> PrunePlan:
+    def prune(
+        self,
+        keep: Keep | None = None,
+        *,
+        dry_run: bool = True,
+        compact: bool = False,
+        defer: bool = False,
+        now: datetime | None = None,
+    ) -> PrunePlan:
         """Delete the forgotten checkpoints and those that `keep` does not select, unless a kept one depends on them.
+
+        With `Keep(moments_last=)`, and with `compact`, chains are written again where that frees bytes. It takes as
+        long as decoding and encoding them, in a dry run as well, and needs room for a chain besides the old one. Every
+        checkpoint is replaced atomically, and what stays of it decodes to the same bits as before.
 
         Args:
             keep: None: keep everything but the forgotten.
-            dry_run: only return what would be deleted; the store is not locked.
+            dry_run: only return what would be done; the store is not locked.
+            compact: delete also what a kept checkpoint depends on and no rule selects: the deltas that need it are
+                written again, as a keyframe and deltas against that.
+            defer: leave a chain as it is while one of its checkpoints keeps its moments: it may still grow.
             now: the time from which `Keep(within=)` counts back; None: the current time.
 
         Raises:
@@ -416,14 +458,15 @@ class Store:
             VersionError: a newer release has written here, and its manifests cannot be read.
             StorageError: reading or deleting failed.
         """
-        check_keep(keep)
-        now = now or datetime.now(timezone.utc)
+        keep, now = check_keep(keep) or Keep(), now or datetime.now(timezone.utc)
+        settings: dict[str, Any] = {"compact": compact, "defer": defer, "threads": self._threads}
         if dry_run:
-            return plan_prune(self.storage, self.scan(), keep or Keep(), now)
+            return prune(self.storage, self.scan(), keep, now, dry_run=True, **settings)
         with self._store_lock.for_writing():
             self._check_idle()
-            plan = plan_prune(self.storage, self.scan(), keep or Keep(), now)
-            execute_prune(self.storage, plan)
+            settled = self._settled if defer else None
+            plan = prune(self.storage, self.scan(), keep, now, dry_run=False, settled=settled, **settings)
+            self._follow_rewrites(plan.rewrite)
             return plan
 
     def compact(self, step: int | None = None) -> Sequence[SaveReport]:
@@ -445,9 +488,10 @@ class Store:
             self._check_idle()
             total = 1 if step is not None else len(chain.orphaned_deltas(self.scan().visible))
             where = self.storage.describe()
-            reports = [report for _, _, report in track(self._rewrite(step), f"compacting {where}", total)]
+            rewrites = [*track(self._rewrite(step), f"compacting {where}", total)]
+            self._follow_rewrites([after.step for _, after, _ in rewrites])
             self._store_lock.remove_orphans()
-            return reports
+            return [report for _, _, report in rewrites]
 
     def _rewrite(self, step: int | None) -> Iterator[Rewrite]:
         if step is None:
@@ -456,6 +500,16 @@ class Store:
         manifest = self.manifest(step)
         if manifest.bases:
             yield rewrite_as_keyframe(self.storage, manifest, threads=self._threads)
+
+    def _follow_rewrites(self, steps: Container[int]) -> None:
+        """If the checkpoint of the reference was written again, let the next delta be against its new file."""
+        held = self._reference_cache.manifest
+        entry = None if held is None or held.step not in steps else read_step(self.storage, held.step)
+        manifest = None if entry is None else entry.manifest
+        if held is None or manifest is None or manifest.id != held.id:
+            return
+        files = chain.store_chain(self.storage, manifest)
+        self._reference_cache.adopt_encoded(manifest, lambda: decode_chain(files, threads=self._threads).reference)
 
     def _unknown_step_error(self, step: int | None) -> NotFoundError:
         where, listing = self.storage.describe(), self.scan()
@@ -471,6 +525,7 @@ def restore_newest(
     device: Device = None,
     tie: bool = True,
     keep: Store | None = None,
+    weights_only: bool = False,
     max_bytes: int | None = None,
 ) -> StoreRestore:
     """Load the newest checkpoint of one or more stores that loads; what it passes over is in the result.
@@ -479,6 +534,7 @@ def restore_newest(
         stores: of copies of one checkpoint, that in the first of them that loads. What one has forgotten counts in none
             of the later ones.
         keep: the one whose next save is a delta against the checkpoint, if it is read from there.
+        weights_only: as for `Store.restore`.
         device, tie, max_bytes: as for `Store.load`.
 
     Raises:
@@ -496,9 +552,11 @@ def restore_newest(
             manifest = entry.read_manifest()
             if manifest.id in forgotten:
                 continue
+            if manifest.weights_only and not weights_only:
+                raise store.weights_only_error(manifest)
             state = store._load(manifest, device, tie, store is keep, max_bytes)
             return StoreRestore(entry.step, state, manifest, tuple(skipped), store.storage.describe())
-        except (FormatError, ChainError, StorageError, NotFoundError) as error:
+        except (FormatError, ChainError, StorageError, NotFoundError, MismatchError) as error:
             skipped.append(SkippedCheckpoint(str(error), step=entry.step, error=error))
     found, do = "no checkpoint", "save one first"
     if skipped:

@@ -182,21 +182,17 @@ class CheckpointTransaction:
         lossy_restores: int = 0,
         note: str = "",
         stats: Mapping[str, float] | None = None,
-        metadata_from: Manifest | None = None,
     ) -> Manifest:
         """Write the manifest, by which the checkpoint exists.
 
         Args:
             stats: what the save measured of itself.
-            metadata_from: the checkpoint that is rewritten: take everything but the files from it.
 
         Raises:
             PolicyError: there is no payload yet.
             StorageError: writing failed; the checkpoint may exist or not, and is complete if it does.
         """
-        if self._state != "open" or self._report is None:
-            raise self._misuse_error("no payload" if self._state == "open" else "closed")
-        report = self._report
+        report = self._written_report()
         manifest = Manifest(
             id=secrets.token_hex(8),
             step=self.step,
@@ -210,14 +206,45 @@ class CheckpointTransaction:
             note=note,
             stats=dict(stats or {}),
         )
-        if metadata_from is not None:
-            payloads, bases = manifest.payloads, manifest.bases
-            manifest = replace(metadata_from, payloads=payloads, bases=bases, stored_bytes=report.stored_bytes)
+        self.commit_manifest(manifest)
+        return manifest
+
+    def rewritten_manifest(self, manifest: Manifest, *, weights_only: bool) -> Manifest:
+        """The manifest of a checkpoint whose payload was written again here: everything but the files is as it was.
+
+        Raises:
+            PolicyError: there is no payload yet.
+        """
+        report = self._written_report()
+        payload = Payload(self._payload_name, report.stored_bytes, report.digest, report.raw_bytes)
+        stored_bytes = report.stored_bytes
+        return replace(
+            manifest, payloads=(payload,), bases=self._bases, stored_bytes=stored_bytes, weights_only=weights_only
+        )
+
+    def commit_manifest(self, manifest: Manifest) -> None:
+        """Write this manifest, by which the checkpoint exists; raises as `commit` does."""
+        self._written_report()
         # From here on the manifest may exist even if this call fails: nothing may be removed.
         self._state = "committing"
         self._storage.put(layout.manifest_key(self.step), encode_store_manifest(manifest))
         self._state = "closed"
-        return manifest
+
+    def take_reference(self) -> Reference:
+        """Let go of the decoded tensors of the new checkpoint, which are returned, and of its parent's.
+
+        Raises:
+            PolicyError: there is no payload yet.
+        """
+        self._written_report()
+        reference, self.reference, self._reference = self.reference, None, None
+        assert reference is not None
+        return reference
+
+    @property
+    def written_names(self) -> frozenset[str]:
+        """The names of the files and links that were written, relative to the step's directory."""
+        return frozenset(key.partition("/")[2] for key in self._written_keys)
 
     def abort(self) -> None:
         """Remove what was written so far; what cannot be removed now, the next save removes."""
@@ -227,6 +254,12 @@ class CheckpointTransaction:
         for key in reversed(self._written_keys):
             with suppress(ShrinkpointError):
                 self._storage.delete(key)
+
+    def _written_report(self) -> SaveReport:
+        """The report of the payload, which is not committed yet."""
+        if self._state != "open" or self._report is None:
+            raise self._misuse_error("no payload" if self._state == "open" else "closed")
+        return self._report
 
     def _link_chain(self, parent: Manifest) -> tuple[ChainLink, ...]:
         """Hard-link each file of the parent's chain into this step's directory, which then needs no other."""
@@ -310,4 +343,6 @@ def _rewrite(
             build_state(decoded, f"step {manifest.step}")
         )  # which infers roles and optimizer settings again
         report = transaction.add(state, scheme=scheme, threads=threads)
-        return manifest, transaction.commit(metadata_from=manifest), report
+        rewritten = transaction.rewritten_manifest(manifest, weights_only=manifest.weights_only)
+        transaction.commit_manifest(rewritten)
+        return manifest, rewritten, report

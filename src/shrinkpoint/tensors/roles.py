@@ -166,11 +166,12 @@ def _optimizer_role(leaf: Leaf) -> Role:
 
 def _names_master(path: StatePath) -> bool:
     """Whether a key says that copies in full precision are below it."""
-    return any(_is_master_key(key) for key in path if isinstance(key, str))
+    return any(is_master_key(key) for key in path if isinstance(key, str))
 
 
 @lru_cache(maxsize=1024)
-def _is_master_key(key: str) -> bool:
+def is_master_key(key: str) -> bool:
+    """Whether a key is one of weights in full precision beside those that the model has."""
     return _MASTER.search(key) is not None
 
 
@@ -191,7 +192,7 @@ def _module_role(leaf: Leaf, state_dicts: Collection[StatePath] = ()) -> Role:
         return Role.GRADIENT
     if _BUFFER.search(last):
         return Role.BUFFER
-    if keys and any(map(_is_master_key, keys)) and _is_weight(leaf):
+    if keys and any(map(is_master_key, keys)) and _is_weight(leaf):
         return Role.MASTER
     looks_like_a_name = "." in last or last in ("weight", "bias")
     if not looks_like_a_name and leaf.path[:-1] in state_dicts:

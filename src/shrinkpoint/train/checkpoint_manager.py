@@ -52,7 +52,9 @@ class CheckpointManager(BackgroundSaver):
         where: a directory or a URL such as "s3://bucket/run", which need not exist yet, or a storage.
         scheme: "lossless", or a scheme with settings. One that searches evaluates `model` during `save`, before
             it returns; in a group of replicas all of them call `save`, and only the first one writes.
-        keep: which checkpoints to keep, applied after every save; None keeps all.
+        keep: which checkpoints to keep, applied after every save; None keeps all. With `Keep(moments_last=)` a chain is
+            written again without moments once none of its checkpoints is to keep them: beside the loop with
+            `background`, else before `save` returns.
         keyframe_every: greatest number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
             files have four times the bytes of the state. None: no limit.
         background: `save` returns as soon as the state is copied, and the copy is written beside the loop.
@@ -266,7 +268,8 @@ class CheckpointManager(BackgroundSaver):
             Where training resumes; None if the store is empty.
 
         Raises:
-            MismatchError: the checkpoint does not fit; nothing was changed.
+            MismatchError: the checkpoint does not fit; an optimizer is to be restored from one that has weights only
+                (`Keep(moments_last=)`). Nothing was changed.
             NotFoundError: there is no such checkpoint, or none that loads.
             ChainError, FormatError: the checkpoint of that step does not load.
             StorageError: the store cannot be read.
@@ -277,7 +280,7 @@ class CheckpointManager(BackgroundSaver):
         self.join()
         objects = _check_names({"model": model, "optimizer": optimizer, "scheduler": scheduler, **more})
         selection = None if only is None else partial_restore.select_parts(objects, only)
-        checkpoint = self._load_checkpoint(step)
+        checkpoint = self._load_checkpoint(step, weights_only=not state_dicts.has_optimizer(objects))
         if checkpoint is None:
             return None
         if checkpoint.where != self.store.storage.describe():
@@ -326,7 +329,7 @@ class CheckpointManager(BackgroundSaver):
         if self._keep is None:
             return
         try:
-            self.store.prune(self._keep, dry_run=False)
+            self.store.prune(self._keep, dry_run=False, defer=True)
         except PolicyError as error:
             if error.where != NO_METRIC:
                 raise
@@ -335,10 +338,14 @@ class CheckpointManager(BackgroundSaver):
                 text = f"{error.found}: no checkpoint is deleted. Pass metrics={{{self._keep.metric!r}: ...}} to save"
                 warn_user(f"{NO_METRIC}: {text}", UserWarning)
 
-    def _load_checkpoint(self, step: int | None) -> StoreRestore | None:
-        """The checkpoint of a step, or the newest that loads; None if there is none."""
+    def _load_checkpoint(self, step: int | None, *, weights_only: bool) -> StoreRestore | None:
+        """The checkpoint of a step, or the newest that loads; None if there is none.
+
+        Args:
+            weights_only: one without moments will do.
+        """
         if step is not None:
-            return self._load_step(step)
+            return self._load_step(step, weights_only)
         stores, exists = [self.store], self.store.has_checkpoint()
         if self.mirror is not None:
             try:
@@ -348,22 +355,26 @@ class CheckpointManager(BackgroundSaver):
                 if not exists:
                     raise
                 warn_user(f"the mirror may have a newer checkpoint, and cannot be read: {error}", UserWarning)
-        return restore_newest(stores, keep=self.store) if exists else None
+        return restore_newest(stores, keep=self.store, weights_only=weights_only) if exists else None
 
-    def _load_step(self, step: int) -> StoreRestore:
+    def _load_step(self, step: int, weights_only: bool) -> StoreRestore:
         """The checkpoint of a step; where the store has none that loads, that in the mirror."""
         try:
-            manifest = self.store.manifest(step)
-            return StoreRestore(step, self.store.load(step), manifest, where=self.store.storage.describe())
-        except (NotFoundError, FormatError, ChainError, StorageError) as error:
+            return self._load_from(self.store, step, weights_only)
+        except (NotFoundError, FormatError, ChainError, StorageError, MismatchError) as error:
             if self.mirror is None or step in self.store.scan().forgotten:
                 raise
             try:
-                manifest = self.mirror.manifest(step)
-            except NotFoundError:
+                return self._load_from(self.mirror, step, weights_only)
+            except (NotFoundError, MismatchError):
                 raise error from None
-        state = self.mirror.load(step, keep=False)
-        return StoreRestore(step, state, manifest, where=self.mirror.storage.describe())
+
+    def _load_from(self, store: Store, step: int, weights_only: bool) -> StoreRestore:
+        manifest = store.manifest(step)
+        if manifest.weights_only and not weights_only:
+            raise store.weights_only_error(manifest)
+        state = store.load(step, keep=store is self.store)
+        return StoreRestore(step, state, manifest, where=store.storage.describe())
 
 
 def _check_names(objects: Mapping[str, Any]) -> dict[str, Any]:

@@ -124,6 +124,13 @@ def _parameter_names(obj: Any, prefix: str) -> Iterator[str]:
 # Restoring: check that everything fits, then load it
 
 
+def has_optimizer(obj: Any) -> bool:
+    """Whether an object is an optimizer, or a dict, list or tuple with one in it."""
+    if isinstance(obj, Mapping | list | tuple):
+        return any(map(has_optimizer, obj.values() if isinstance(obj, Mapping) else obj))
+    return isinstance(getattr(obj, "param_groups", None), list)
+
+
 def check_state_dicts(obj: Any, saved: Any, name: str, *, strict: bool, alternative: str = _STRICT_HINT) -> None:
     """Raise if `saved` cannot be loaded into `obj`; changes nothing.
 
