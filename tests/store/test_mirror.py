@@ -9,10 +9,11 @@ from datetime import datetime, timezone
 
 import pytest
 import torch
+from helpers.faulty_storage import FaultyStorage
 from helpers.stores import Linkless, flip, place, remove, state
 from helpers.strategies import difference
 
-from shrinkpoint.errors import PolicyError
+from shrinkpoint.errors import PolicyError, StorageError
 from shrinkpoint.storage import LocalStorage, MemoryStorage, Storage
 from shrinkpoint.store import Keep, Store, layout, scan
 from shrinkpoint.store.mirror import Mirror, select_missing
@@ -313,6 +314,33 @@ def test_any_sequence_of_operations_and_cuts_leaves_a_valid_mirror(tmp_path, see
         catch_up(mirror)
         for step in store.steps():
             assert difference(store.load(step, keep=False), Store(target).load(step, keep=False)) is None
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_any_call_that_fails_leaves_a_valid_mirror_that_is_caught_up_with(tmp_path, late):
+    source, keep = LocalStorage(tmp_path), Keep(last=2)
+    first = Linkless()
+    with Store(source, keyframe_every=2, threads=1) as store:
+        for step in (1, 2, 3):
+            store.save(step, state(step))
+        catch_up(Mirror(source, first, keep))
+        store.save(3, state(30))
+        for step in (4, 5):
+            store.save(step, state(step))
+    for fail_at in range(1, 1000):
+        target = CheckedStorage()
+        target._objects = dict(first._objects)
+        faulty = FaultyStorage(target, fail_at, late=late)
+        try:
+            catch_up(Mirror(source, faulty, keep))
+        except StorageError:
+            assert faulty.calls >= fail_at
+        else:
+            break
+        catch_up(Mirror(source, target, keep))
+        assert [*Store(target).steps()] == [3, 4, 5]
+        assert scan(target).orphans() == []
+    assert fail_at > 20
 
 
 def test_large_payload_is_copied_from_a_source_of_any_kind(s3, tmp_path):

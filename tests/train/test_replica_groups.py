@@ -22,7 +22,8 @@ RANKS = """
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=width)
         run, results = Run(steps=20), {"chosen": [], "errors": {}}
         scheme = sp.Inshrinkerator(threshold=0.05, evaluate=run.evaluate, group=dist.group.WORLD)
-        with sp.CheckpointManager(f"{folder}/store", scheme=scheme) as manager:
+        mirror = f"{folder}/mirror"
+        with sp.CheckpointManager(f"{folder}/store", scheme=scheme, mirror=mirror) as manager:
             for step in (1, 2):
                 before = run.photo()
                 report = manager.save(step, **run.parts)
@@ -49,6 +50,8 @@ RANKS = """
             scheme._evaluate = run.evaluate
             manager.save(4, **run.parts)
         dist.barrier()
+        elsewhere = sp.CheckpointManager(f"{folder}/machine-{rank}", mirror=mirror).restore(**run.parts)
+        results["elsewhere"] = [elsewhere.step, elsewhere.where == mirror, run.loss()]
         other = sp.CheckpointManager(f"{folder}/store", scheme=sp.Inshrinkerator(
             threshold=0.05, evaluate=run.evaluate, group=dist.group.WORLD))
         holder = sp.Store(f"{folder}/store") if rank == 1 else None
@@ -91,6 +94,13 @@ def alone(tmp_path_factory):
             reports.append(manager.save(step, **run.parts))
             run.steps(10)
     return reports, run.calls
+
+
+def test_the_writer_alone_fills_the_mirror_and_all_find_it(group):
+    results, folder = group
+    assert [*sp.Store(folder / "mirror").steps()] == [*sp.Store(folder / "store").steps()][:-1] == [1, 2, 4]
+    assert [result["elsewhere"][:2] for result in results] == [[4, True]] * len(results)
+    assert len({result["elsewhere"][2] for result in results}) == 1
 
 
 def test_only_the_first_rank_writes_and_all_agree(group):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
 from shrinkpoint.container import FileReader
-from shrinkpoint.errors import FormatError, NotFoundError, PolicyError, ShrinkpointError, VersionError
+from shrinkpoint.errors import FormatError, NotFoundError, PolicyError, ShrinkpointError
 from shrinkpoint.storage import LocalStorage, Source, Storage, copy_object
 from shrinkpoint.store import chain, layout
 from shrinkpoint.store.chain import ChainFile
@@ -58,9 +58,12 @@ class Mirror:
         """Read what is in the target; again whenever a call has failed.
 
         Raises:
-            StorageError: it cannot be listed.
+            StorageError: it cannot be listed, or a manifest cannot be read now.
+            VersionError: a newer release has written there.
         """
-        self._content = scan(self.target)
+        content = scan(self.target)
+        content.raise_unreadable()
+        self._content = content
 
     def missing(self) -> Sequence[Manifest]:
         """The checkpoints that are to be copied, oldest first.
@@ -151,8 +154,7 @@ def select_missing(local: Listing, content: Listing, keep: Keep | None, now: dat
     for step, manifest in local.visible.items():
         copy = content.manifests.get(step)
         is_same = copy is not None and (copy.id, copy.digest) == (manifest.id, manifest.digest)
-        is_newer = copy is None or copy.created_at <= manifest.created_at
-        if not is_same and is_newer and not isinstance(content.broken.get(step), VersionError):
+        if not is_same and (copy is None or copy.created_at <= manifest.created_at):
             missing[step] = manifest
     both = {**content.manifests, **missing}
     forgotten = content.forgotten - missing.keys()
