@@ -37,7 +37,7 @@ from shrinkpoint.storage import LocalStorage
 from shrinkpoint.storage.base import MemorySource
 from shrinkpoint.store.checkpoint_file import build_state
 from shrinkpoint.store.decode import decode_directory
-from shrinkpoint.store.directory import chain_paths, read_directory_manifest, verify_directory
+from shrinkpoint.store.directory import chain_places, read_directory_manifest, verify_directory
 from shrinkpoint.store.partial_reader import PartialReader
 from shrinkpoint.train.dcp import load as load_shards
 
@@ -304,7 +304,7 @@ def _read_folder(place: Path) -> str:
     outcomes = []
     for rank, payload in enumerate(manifest.payloads[:4]):
         outcomes.append(tried(lambda rank=rank: build_state(decode_directory(place, rank, threads=1), str(place)))[0])
-        with contextlib.suppress(ShrinkpointError), PartialReader(chain_paths(place, payload), 1) as boxes:
+        with contextlib.suppress(ShrinkpointError), PartialReader(chain_places(place, payload), 1) as boxes:
             for name, info in list(boxes.infos.items())[:3]:
                 tried(lambda boxes=boxes, name=name, info=info: boxes.read(name, (0,) * len(info.shape), info.shape))
     return "read" if all(outcomes) else "refused"

@@ -180,7 +180,7 @@ def test_saving_into_a_folder_again_replaces_what_is_there_and_leaves_foreign_fi
 def test_every_damage_is_found_and_told(tmp_path, which):
     chain(tmp_path, 2)
     payload = directory.read_directory_manifest(tmp_path / "c2").payloads[0]
-    path = directory.chain_paths(tmp_path / "c2", payload)[-1 if which == "payload" else 0]
+    path = directory.chain_places(tmp_path / "c2", payload)[-1 if which == "payload" else 0].path
     whole = path.read_bytes()
     for at in range(0, len(whole), 97):
         path.unlink()
@@ -333,7 +333,7 @@ def test_a_manifest_that_no_release_writes_is_refused(key, value):
 def test_nothing_stands_on_a_chain_of_which_a_file_has_become_shorter(tmp_path, which):
     tip = chain(tmp_path, 3)
     manifest = directory.read_directory_manifest(tmp_path / "c3")
-    base = directory.chain_paths(tmp_path / "c3", manifest.payloads[0])[which]
+    base = directory.chain_places(tmp_path / "c3", manifest.payloads[0])[which].path
     data = base.read_bytes()
     base.unlink()
     base.write_bytes(data[:-1])

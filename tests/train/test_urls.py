@@ -146,6 +146,23 @@ TAKES_BUCKETS = (
     "CheckpointManager mirror",
     "transformers.from_pretrained where",
     "transformers.export_pretrained where",
+    "Checkpointer.save directory",
+    "Checkpointer.load directory",
+    "Checkpointer.discard directory",
+    "is_checkpoint directory",
+    "read_directory_manifest directory",
+    "verify_directory directory",
+    "commit directory",
+    "dcp.Writer path",
+    "dcp.Reader path",
+    "dcp.load directory",
+    "dcp.latest_valid root",
+    "lightning.ShrinkIO.save_checkpoint path",
+    "lightning default_root_dir",  # Lightning itself says which package is missing
+    "accelerate.save_state output_dir",
+    "accelerate.load_state input_dir",
+    "accelerate.AcceleratorCheckpointer.save_state output_dir",
+    "accelerate.AcceleratorCheckpointer.load_state input_dir",
 )
 IS_FRAMEWORKS = ("transformers.ShrinkTrainer", "transformers.ShrinkCallback", "lightning d")
 

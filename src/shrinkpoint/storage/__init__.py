@@ -12,14 +12,22 @@ from shrinkpoint.storage.base import (
 )
 from shrinkpoint.storage.local import LocalStorage, atomic_replace, check_no_loss
 from shrinkpoint.storage.object_cache import ObjectCache
-from shrinkpoint.storage.object_url import is_object_url
+from shrinkpoint.storage.object_url import ObjectUrl, is_object_url
 from shrinkpoint.storage.paths import hide_credentials, is_url, local_path, natural_key, what_is_at
-from shrinkpoint.storage.resolve import resolve_storage, split_object_url
+from shrinkpoint.storage.resolve import (
+    AnyDirectory,
+    directory_storage,
+    resolve_directory,
+    resolve_storage,
+    split_object_url,
+)
 
 __all__ = [
+    "AnyDirectory",
     "LocalStorage",
     "MemoryStorage",
     "ObjectCache",
+    "ObjectUrl",
     "Sink",
     "Source",
     "Storage",
@@ -27,12 +35,14 @@ __all__ = [
     "check_key",
     "check_no_loss",
     "copy_object",
+    "directory_storage",
     "hide_credentials",
     "is_object_url",
     "is_url",
     "local_path",
     "map_requests",
     "natural_key",
+    "resolve_directory",
     "resolve_storage",
     "split_object_url",
     "storage_error",

@@ -41,6 +41,19 @@ class ObjectUrl:
     def __str__(self) -> str:
         return f"{self.scheme}://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
 
+    def __truediv__(self, name: str) -> ObjectUrl:
+        """A place below this one, as of a path."""
+        return ObjectUrl(self.scheme, self.bucket, f"{self.prefix}/{name}".strip("/"))
+
+    def relative_to(self, other: ObjectUrl) -> str:
+        """The path of this place below another one; "" if it is that one."""
+        return self.prefix[len(other.prefix) :].strip("/")
+
+    @property
+    def name(self) -> str:
+        """The last part of the path; "" of a whole bucket."""
+        return self.prefix.rpartition("/")[2]
+
     def connect(self, options: Mapping[str, Any], *, seconds: float) -> ObjectStore:
         """A client of obstore for this place. Every request ends, and is tried again at most until `seconds` are over.
 

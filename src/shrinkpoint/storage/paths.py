@@ -65,7 +65,8 @@ _URL_SCHEMES = re.compile(
 """Names of URL schemes, which are not names of directories, also below others: paths may be joined to a URL."""
 _DO = (
     "save to a local or mounted directory, and copy what is to be kept elsewhere from there, such as with "
-    "`aws s3 sync` or `rclone`; `Store`, `CheckpointManager`, `save` and `load` take s3://, gs:// and az:// URLs"
+    "`aws s3 sync` or `rclone`; `Store`, `CheckpointManager`, `save` and `load` take s3://, gs:// and az:// URLs, and "
+    "so do `shrinkpoint.train.dcp.Writer`, `save_state` of Accelerate and `ShrinkIO` of Lightning"
 )
 
 

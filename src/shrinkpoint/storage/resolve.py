@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TypeGuard
+from typing import TypeAlias, TypeGuard
 
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.storage.base import Storage, check_key
@@ -12,6 +12,32 @@ from shrinkpoint.storage.local import LocalStorage
 from shrinkpoint.storage.object_cache import ObjectCache
 from shrinkpoint.storage.object_url import ObjectUrl, is_object_url, parse_object_url
 from shrinkpoint.storage.paths import local_path
+
+AnyDirectory: TypeAlias = str | os.PathLike[str] | ObjectUrl
+"""A directory of this machine, or a place in a bucket."""
+
+
+def resolve_directory(where: AnyDirectory, argument: str = "directory") -> Path | ObjectUrl:
+    """The absolute path of a directory, or the place that a URL names.
+
+    Raises:
+        PolicyError: neither a path of this machine nor a URL of object storage.
+    """
+    if isinstance(where, ObjectUrl):
+        return where
+    return parse_object_url(where, argument) if is_object_url(where) else local_path(where, argument).absolute()
+
+
+def directory_storage(where: AnyDirectory, argument: str = "directory") -> Storage:
+    """The storage of a directory, or of a place in a bucket; a path that is a file is not refused.
+
+    Raises:
+        PolicyError: neither a path of this machine nor a URL of object storage.
+        MissingExtraError: a URL, and obstore is not installed.
+    """
+    if isinstance(where, ObjectUrl) or is_object_url(where):
+        return resolve_storage(str(where), argument)
+    return LocalStorage(local_path(where, argument))
 
 
 def resolve_storage(

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar
 
 from shrinkpoint.container import FileReader
@@ -24,7 +23,7 @@ from shrinkpoint.errors import (
     StorageError,
     TruncatedError,
 )
-from shrinkpoint.storage import LocalStorage, Source, Storage
+from shrinkpoint.storage import AnyDirectory, LocalStorage, Source, Storage, directory_storage
 from shrinkpoint.store import layout
 from shrinkpoint.store.file_place import AnyPlace, FilePlace, place_file
 from shrinkpoint.store.manifest import ChainLink, Manifest, Payload
@@ -204,12 +203,36 @@ def describe_steps(manifests: Mapping[int, Manifest]) -> str:
     return "one of " + ", ".join(map(str, steps if len(steps) < 8 else [*steps[:3], "...", *steps[-3:]]))
 
 
-def directory_chain(directory: str | Path, payload: Payload) -> tuple[ChainFile, ...]:
-    """The files that one payload of a framework's directory is decoded from; all of them lie in that directory."""
-    storage, expected = LocalStorage(directory), "a file its manifest names"
+def directory_chain(directory: AnyDirectory, payload: Payload) -> tuple[ChainFile, ...]:
+    """The files that one payload of a framework's directory is decoded from.
+
+    On this machine all of them lie in that directory. In a bucket, which has no links, bases are where deltas say;
+    their headers are read.
+
+    Raises:
+        ChainError: in a bucket, a base is missing, or is another than the delta was made against.
+        FormatError, StorageError: in a bucket, a header cannot be read.
+    """
+    storage, expected = directory_storage(directory), "a file its manifest names"
     own = ChainFile(payload.digest, storage, (payload.name,), expected, payload.size, is_payload=True)
+    if payload.bases and not isinstance(storage, LocalStorage):
+        return _bucket_chain(own, payload)
     bases = (ChainFile(base, storage, (layout.base_name(base),), expected, size) for base, size in payload.bases)
     return (*bases, own)
+
+
+def _bucket_chain(own: ChainFile, payload: Payload) -> tuple[ChainFile, ...]:
+    where = own.storage.describe(payload.name)
+    try:
+        files = file_chain(where)
+    except ChainError as error:
+        do = "restore another checkpoint; in a bucket a delta needs the directories that it was made against"
+        raise ChainError(error.where, found=error.found, expected=error.expected, do=do) from error
+    sizes = {**dict(payload.bases), payload.digest: payload.size}
+    if [file.digest for file in files] != [*sizes]:
+        found, expected = "a file with other bases than its manifest names", f"the {len(sizes)} files of its chain"
+        raise ChainError(where, found=found, expected=expected, do=_DO)
+    return tuple(replace(file, size=sizes[file.digest]) for file in files)
 
 
 def file_chain(where: AnyPlace, base: AnyPlace | None = None) -> tuple[ChainFile, ...]:

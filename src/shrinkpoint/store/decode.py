@@ -6,13 +6,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TypeAlias
 
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import NotFoundError, ShrinkpointError
-from shrinkpoint.storage import Storage, map_requests
+from shrinkpoint.storage import AnyDirectory, Storage, map_requests
 from shrinkpoint.store.chain import ChainFile, chain_links, directory_chain, store_chain
 from shrinkpoint.store.checkpoint_file import Allowance, DecodedFile, decode_records
 from shrinkpoint.store.directory import read_directory_manifest
@@ -179,7 +178,7 @@ def iter_checkpoints(
 
 
 def decode_directory(
-    directory: str | Path, rank: int = 0, *, threads: int | None = None, max_bytes: int | None = None
+    directory: AnyDirectory, rank: int = 0, *, threads: int | None = None, max_bytes: int | None = None
 ) -> DecodedFile:
     """Decode one payload of a framework's directory.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import posixpath
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,15 @@ from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import PolicyError, ShrinkpointError
 from shrinkpoint.schemes.base import QuantizedState, Scheme
 from shrinkpoint.schemes.plan import QuantizationPlan
-from shrinkpoint.storage import LocalStorage, local_path
+from shrinkpoint.storage import (
+    AnyDirectory,
+    LocalStorage,
+    ObjectUrl,
+    Storage,
+    directory_storage,
+    resolve_directory,
+)
+from shrinkpoint.storage.object_url import parse_object_url
 from shrinkpoint.store import layout
 from shrinkpoint.store.chain import directory_chain
 from shrinkpoint.store.checkpoint_file import DecodedFile, write_file
@@ -60,7 +70,8 @@ class DeltaWriter:
         self._can_link = True  # until a link fails
         self._reference_cache: ReferenceCache[Payload] = ReferenceCache()
         self._base_verifier = BaseVerifier()
-        self._base_dir: Path | None = None  # the directory with the files of the reference
+        self._base_dir: Path | ObjectUrl | None = None  # the directory with the files of the reference
+        self._base_chain: tuple[StoredFile, ...] = ()  # in a bucket: these files, keyframe first, wherever they lie
         self._own_base_dir: Path | None = None  # the same, if it is a hidden one of ours
         self._uncommitted: _UncommittedPayload | None = None
 
@@ -85,7 +96,7 @@ class DeltaWriter:
 
     def write(
         self,
-        directory: str | Path,
+        directory: AnyDirectory,
         state: FlatState,
         *,
         scheme: Scheme,
@@ -94,6 +105,8 @@ class DeltaWriter:
         adopt: bool = False,
     ) -> SaveReport:
         """Write a payload and hard links to its bases, durably; the checkpoint exists after `directory.commit`.
+
+        In a bucket a delta needs the directories that hold its bases.
 
         Args:
             keyframe: do not write a delta.
@@ -104,12 +117,13 @@ class DeltaWriter:
             StorageError: writing failed; what was written is removed.
         """
         self.rollback()
-        storage = LocalStorage(local_path(directory).absolute())
+        place = resolve_directory(directory)
+        storage = directory_storage(place)
         written_keys: list[str] = []
         try:
-            base = None if keyframe else self._link_base(storage, written_keys)
+            base = None if keyframe else self._prepare_base(place, storage, written_keys)
             reference = None if base is None else self._reference_cache.reference
-            key = layout.payload_name(own_keys(storage.path), rank)
+            key = layout.payload_name(own_keys(place), rank)
             quantized = scheme.quantize(state, reference) if base is not None else self._keyframe_of(scheme, state)
             if quantized.keyframe:
                 _remove(storage, written_keys)
@@ -117,7 +131,7 @@ class DeltaWriter:
                 base = reference = None
             written_keys.append(key)
             # By this a reader of the payload finds its base.
-            parent = None if base is None else {"name": layout.base_name(base.digest), "digest": base.digest}
+            parent = None if base is None else {"name": self._base_name(place, base), "digest": base.digest}
             with self._base_verifier.read_share():
                 written = write_file(
                     storage,
@@ -136,8 +150,11 @@ class DeltaWriter:
             _remove(storage, written_keys)
             raise
         payload = Payload(key, report.stored_bytes, report.digest, report.raw_bytes, _base_digests(base))
-        stamp = StoredFile(payload.digest, payload.size, storage, key).stamp()
-        self._uncommitted = _UncommittedPayload(storage, written_keys, payload, written.reference, adopt, stamp)
+        own = StoredFile(payload.digest, payload.size, storage, key)
+        chain = () if isinstance(place, Path) else (*(self._base_chain if base is not None else ()), own)
+        self._uncommitted = _UncommittedPayload(
+            place, storage, written_keys, payload, written.reference, adopt, own.stamp(), chain
+        )
         return report
 
     def commit_reference(self) -> None:
@@ -148,7 +165,7 @@ class DeltaWriter:
         store_reference = self._reference_cache.adopt if written.adopt else self._reference_cache.copy
         store_reference(written.payload, written.reference)
         self._base_verifier.mark_verified({written.payload.digest: written.stamp})
-        self._base_dir = written.storage.path
+        self._base_dir, self._base_chain = written.place, written.chain
         self._remove_own_base_dir()
 
     def rollback(self) -> None:
@@ -157,32 +174,34 @@ class DeltaWriter:
         if written is not None:
             _remove(written.storage, written.written_keys)
 
-    def adopt(self, directory: str | Path, decoded: DecodedFile, rank: int = 0) -> None:
+    def adopt(self, directory: AnyDirectory, decoded: DecodedFile, rank: int = 0) -> None:
         """Make a loaded checkpoint the reference for the next delta, and take over its tensors."""
         payload = self._take_base(directory, rank)
         self._reference_cache.adopt(payload, decoded.reference)
 
-    def adopt_encoded(self, directory: str | Path, rank: int = 0) -> None:
+    def adopt_encoded(self, directory: AnyDirectory, rank: int = 0) -> None:
         """Make a checkpoint that was loaded the reference for the next delta, which decodes it again."""
         payload = self._take_base(directory, rank)
         self._reference_cache.adopt_encoded(payload, lambda: self._decode_base(payload))
 
-    def _take_base(self, directory: str | Path, rank: int) -> Payload:
+    def _take_base(self, directory: AnyDirectory, rank: int) -> Payload:
         """Make the files of a checkpoint that was loaded the base of the next delta; return its payload."""
         self.rollback()
-        payload, storage = read_directory_manifest(directory).payloads[rank], LocalStorage(Path(directory).absolute())
-        self._base_dir = storage.path
-        files = directory_chain(storage.path, payload)
-        stamps = {file.digest: StoredFile(file.digest, file.size or 0, storage, *file.keys).stamp() for file in files}
-        self._base_verifier.mark_verified(stamps)
+        payload, place = read_directory_manifest(directory).payloads[rank], resolve_directory(directory)
+        chain = directory_chain(place, payload)
+        files = tuple(StoredFile(file.digest, file.size or 0, file.storage, *file.keys) for file in chain)
+        self._base_dir, self._base_chain = place, () if isinstance(place, Path) else files
+        self._base_verifier.mark_verified({file.digest: file.stamp() for file in files})
         self._remove_own_base_dir()
         return payload
 
     def _decode_base(self, payload: Payload) -> Reference:
         """Decode the files of the reference, wherever they are now."""
         assert self._base_dir is not None
-        *_, (own_path, _) = _base_files(self._base_dir, payload)
-        files = directory_chain(self._base_dir, replace(payload, name=str(own_path.relative_to(self._base_dir))))
+        if isinstance(self._base_dir, Path):
+            *_, (own_path, _) = _base_files(self._base_dir, payload)
+            payload = replace(payload, name=str(own_path.relative_to(self._base_dir)))
+        files = directory_chain(self._base_dir, payload)
         return decode_chain(files, threads=self._threads).reference
 
     def keep_base(self, directory: str | Path) -> None:
@@ -204,31 +223,33 @@ class DeltaWriter:
         """Free the reference: the next checkpoint is a keyframe."""
         self.rollback()
         self._reference_cache.drop()
-        self._base_dir = None
+        self._base_dir, self._base_chain = None, ()
         self._remove_own_base_dir()
 
     def _usable_base(self) -> Payload | None:
         """The payload that the next delta can be made against; None if there is none."""
         payload = self._reference_cache.manifest
-        if payload is None or self._base_dir is None or not self._can_link:
+        if payload is None or self._base_dir is None:
             return None
         sizes = [size for _, size in (*payload.bases, (payload.digest, payload.size))]
         if is_chain_full(sizes, payload.raw_bytes, self._keyframe_every):
             return None
-        return payload if all(path.is_file() for path, _ in _base_files(self._base_dir, payload)) else None
+        if not isinstance(self._base_dir, Path):  # whether its files are there is asked when they are needed
+            return payload
+        has_files = self._can_link and all(path.is_file() for path, _ in _base_files(self._base_dir, payload))
+        return payload if has_files else None
 
-    def _link_base(self, storage: LocalStorage, written_keys: list[str]) -> Payload | None:
-        """Hard-link the chain into a directory; None, and no links, if that is impossible."""
+    def _prepare_base(self, place: Path | ObjectUrl, storage: Storage, written_keys: list[str]) -> Payload | None:
+        """The payload to write a delta against, its chain hard-linked into the directory, or in the same bucket; None,
+        and no links, if that is impossible."""
         payload = self._usable_base()
-        if payload is None or self._base_dir is None:
+        if payload is None or not _can_refer(place, self._base_dir):
             return None
         try:
-            self._can_link = all(
-                _link_file(path, storage, layout.base_name(digest), written_keys)
-                for path, digest in _base_files(self._base_dir, payload)
-            )
-            chain = [StoredFile(base, size, storage, layout.base_name(base)) for base, size in _base_digests(payload)]
-            is_intact = self._can_link and self._base_verifier.find_damage(chain) is None
+            chain: Sequence[StoredFile] | None = self._base_chain
+            if isinstance(storage, LocalStorage):
+                chain = self._link_chain(storage, payload, written_keys)
+            is_intact = chain is not None and self._base_verifier.find_damage(chain) is None
             if is_intact and self._reference_cache.ensure_decoded():
                 return payload
         except (ShrinkpointError, OSError):  # deleted meanwhile
@@ -236,6 +257,25 @@ class DeltaWriter:
         _remove(storage, written_keys)
         written_keys.clear()
         return None
+
+    def _link_chain(
+        self, storage: LocalStorage, payload: Payload, written_keys: list[str]
+    ) -> Sequence[StoredFile] | None:
+        """Hard-link the files of the base into a directory; None if that is impossible."""
+        assert isinstance(self._base_dir, Path)
+        self._can_link = all(
+            _link_file(path, storage, layout.base_name(digest), written_keys)
+            for path, digest in _base_files(self._base_dir, payload)
+        )
+        if not self._can_link:
+            return None
+        return [StoredFile(base, size, storage, layout.base_name(base)) for base, size in _base_digests(payload)]
+
+    def _base_name(self, place: Path | ObjectUrl, base: Payload) -> str:
+        """The name of the base's file, relative to the directory that is written."""
+        if isinstance(place, Path):
+            return layout.base_name(base.digest)
+        return posixpath.relpath(parse_object_url(self._base_chain[-1].where).prefix, place.prefix or ".")
 
     def _keyframe_of(self, scheme: Scheme, state: FlatState) -> QuantizedState:
         """Quantize for a keyframe, even if the scheme has planned a delta, which then turned out to be impossible."""
@@ -258,12 +298,21 @@ class DeltaWriter:
 class _UncommittedPayload(NamedTuple):
     """A payload that waits for its checkpoint to be committed."""
 
-    storage: LocalStorage
+    place: Path | ObjectUrl
+    storage: Storage
     written_keys: list[str]
     payload: Payload
     reference: Reference
     adopt: bool
     stamp: object
+    chain: tuple[StoredFile, ...]
+
+
+def _can_refer(place: Path | ObjectUrl, base: Path | ObjectUrl | None) -> bool:
+    """Whether a delta in one directory can name files of another one."""
+    if isinstance(place, Path) or not isinstance(base, ObjectUrl):
+        return isinstance(place, Path) and isinstance(base, Path)
+    return (place.scheme, place.bucket) == (base.scheme, base.bucket)
 
 
 def _base_files(directory: Path, payload: Payload) -> list[tuple[Path, str]]:
@@ -284,7 +333,7 @@ def _link_file(path: Path, storage: LocalStorage, key: str, written_keys: list[s
     return storage.link_file(path, key)
 
 
-def _remove(storage: LocalStorage, keys: list[str]) -> None:
+def _remove(storage: Storage, keys: list[str]) -> None:
     for key in reversed(keys):
         with suppress(ShrinkpointError):
             storage.delete(key)

@@ -8,7 +8,8 @@
     README.txt                   for people: what reads this directory; not written over a file of that name
 
 Such a directory needs no other one and may be copied and moved: if the bases of a delta are gone or cannot be linked, a
-keyframe is written instead. Other files in it are left alone. No torch here: `decode.decode_directory` decodes.
+keyframe is written instead. In a bucket there are no links: there a delta names the files of other directories. Other
+files in it are left alone. No torch here: `decode.decode_directory` decodes.
 """
 
 from __future__ import annotations
@@ -17,17 +18,29 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import overload
 
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import NotFoundError, StorageError
-from shrinkpoint.storage import LocalStorage, local_path, natural_key
+from shrinkpoint.storage import (
+    AnyDirectory,
+    LocalStorage,
+    ObjectUrl,
+    Storage,
+    directory_storage,
+    local_path,
+    natural_key,
+    resolve_directory,
+)
 from shrinkpoint.storage.base import RESERVED
 from shrinkpoint.store import layout
 from shrinkpoint.store.chain import ChainFile, directory_chain
+from shrinkpoint.store.file_place import FilePlace, place_file
 from shrinkpoint.store.manifest import (
     MAX_DIRECTORY_MANIFEST_BYTES,
     DirectoryManifest,
@@ -60,14 +73,29 @@ _log = logging.getLogger("shrinkpoint")
 _OWN_KEY = re.compile(f"{layout.PAYLOAD.pattern}|{layout.BASE.pattern}")
 
 
-def is_checkpoint(directory: str | Path) -> bool:
+def is_checkpoint(directory: AnyDirectory) -> bool:
     """Whether a directory has a manifest of ours; its files are not looked at."""
-    return (local_path(directory) / MANIFEST).is_file()
+    return has_file(directory, MANIFEST)
 
 
-def find_checkpoints(root: str | Path) -> list[Path]:
+def has_file(directory: AnyDirectory, name: str) -> bool:
+    """Whether a directory has a file of this name; one of a bucket, an object."""
+    return place_file(str(resolve_directory(directory) / name)).exists
+
+
+@overload
+def find_checkpoints(root: str | Path) -> list[Path]: ...
+
+
+@overload
+def find_checkpoints(root: ObjectUrl) -> list[ObjectUrl]: ...
+
+
+def find_checkpoints(root: str | Path | ObjectUrl) -> list[Path] | list[ObjectUrl]:
     """The checkpoints of a run: the directory itself, else those in it, at most two levels down, in the order of the
     numbers in their names."""
+    if isinstance(root, ObjectUrl):
+        return _find_in_bucket(root)
     path = local_path(root)
     if is_checkpoint(path):
         return [path]
@@ -76,7 +104,16 @@ def find_checkpoints(root: str | Path) -> list[Path]:
     return [path / name for name in sorted(visible, key=lambda name: natural_key(name.as_posix()))]
 
 
-def read_directory_manifest(directory: str | Path) -> DirectoryManifest:
+def _find_in_bucket(root: ObjectUrl) -> list[ObjectUrl]:
+    keys = [key for key in directory_storage(root).list() if key.rpartition("/")[2] == MANIFEST]
+    if MANIFEST in keys:
+        return [root]
+    parts = [key.split("/")[:-1] for key in keys]
+    names = ["/".join(name) for name in parts if len(name) <= 2 and not any(part.startswith(".") for part in name)]
+    return [root / name for name in sorted(names, key=natural_key)]
+
+
+def read_directory_manifest(directory: AnyDirectory) -> DirectoryManifest:
     """Read the manifest of a checkpoint.
 
     Raises:
@@ -84,17 +121,20 @@ def read_directory_manifest(directory: str | Path) -> DirectoryManifest:
         FormatError: it is damaged, or too large.
         StorageError: it cannot be read.
     """
-    storage = LocalStorage(directory)
+    storage = directory_storage(directory)
     data = read_limited(storage, MANIFEST, MAX_DIRECTORY_MANIFEST_BYTES)
     return decode_directory_manifest(data, storage.describe(MANIFEST))
 
 
-def chain_paths(directory: str | Path, payload: Payload) -> list[Path]:
-    """The files of a payload's chain, keyframe first, the payload last."""
-    return [Path(directory, *file.keys) for file in directory_chain(directory, payload)]
+def chain_places(directory: AnyDirectory, payload: Payload) -> list[FilePlace]:
+    """The files of a payload's chain, keyframe first, the payload last; raises as `directory_chain` does."""
+    files = directory_chain(directory, payload)
+    if isinstance(files[-1].storage, LocalStorage):
+        return [place_file(file.storage.describe(*file.keys)) for file in files]
+    return [FilePlace(file.storage, file.keys[0]) for file in files]
 
 
-def verify_directory(directory: str | Path, *, deep: bool = False) -> DirectoryManifest:
+def verify_directory(directory: AnyDirectory, *, deep: bool = False) -> DirectoryManifest:
     """Verify that every file of a checkpoint exists and has the right size and header.
 
     Args:
@@ -114,7 +154,7 @@ def verify_directory(directory: str | Path, *, deep: bool = False) -> DirectoryM
 
 
 def commit(
-    directory: str | Path,
+    directory: AnyDirectory,
     payloads: Sequence[Payload],
     *,
     scheme: str,
@@ -126,6 +166,7 @@ def commit(
     stats: Mapping[str, float] | None = None,
     extra: JSON = None,
     id: str | None = None,
+    keep_payloads: bool = False,
 ) -> DirectoryManifest:
     """Write the manifest, by which the checkpoint exists, and remove files of an earlier checkpoint in this directory.
 
@@ -133,12 +174,18 @@ def commit(
         payloads: one for each rank, written already.
         stats: what the save measured of itself.
         id: random hex, unique to this save; None: a new one.
+        keep_payloads: do not remove files of an earlier checkpoint: deltas in other directories of a bucket may need
+            them.
 
     Raises:
         StorageError: a payload is missing or has another size, or writing failed; an earlier checkpoint still exists.
     """
-    storage = LocalStorage(directory)
-    files = [file for payload in payloads for file in directory_chain(directory, payload)]
+    storage = directory_storage(directory)
+    if not isinstance(storage, LocalStorage):  # the bases are elsewhere, where each rank has just found them
+        payloads_alone = [replace(payload, bases=()) for payload in payloads]
+        files = [file for payload in payloads_alone for file in directory_chain(directory, payload)]
+    else:
+        files = [file for payload in payloads for file in directory_chain(directory, payload)]
     for file in files:
         _check_size(storage, file)
     manifest: DirectoryManifest = Manifest(
@@ -155,21 +202,27 @@ def commit(
         extra=extra,
     )
     storage.put(MANIFEST, encode_directory_manifest(manifest))
-    _write_readme(Path(directory))
+    if isinstance(storage, LocalStorage):
+        _write_readme(storage.path)
     needed = {key for file in files for key in file.keys}
     try:
         storage.remove_stale(lambda name: name == "bases")
-        for key in own_keys(directory) - needed:
+        for key in set() if keep_payloads else own_keys(directory) - needed:
             storage.delete(key)
     except StorageError as error:  # the checkpoint exists; what is left over only takes space
         _log.warning("%s", error)
     return manifest
 
 
-def own_keys(directory: str | Path) -> set[str]:
+def own_keys(directory: AnyDirectory) -> set[str]:
     """Keys of all payloads and links in a directory, also those that the manifest does not name."""
-    root = Path(directory)
-    keys = (path.relative_to(root).as_posix() for parent in (root, root / "bases") for path in parent.glob("*"))
+    storage = directory_storage(directory)
+    keys: Iterable[str]
+    if isinstance(storage, LocalStorage):
+        root = storage.path
+        keys = (path.relative_to(root).as_posix() for parent in (root, root / "bases") for path in parent.glob("*"))
+    else:
+        keys = storage.list()
     return {key for key in keys if _OWN_KEY.fullmatch(key)}
 
 
@@ -177,7 +230,7 @@ def own_files(directory: str | Path) -> set[Path]:
     """Every file in a directory that was written for its checkpoint."""
     root = Path(directory)
     readme = {root / README} if _is_own_readme(root / README) else set()
-    return {root / MANIFEST, *(root / key for key in own_keys(directory)), *readme}
+    return {root / MANIFEST, *(root / key for key in own_keys(root)), *readme}
 
 
 def _check_file(reader: FileReader, *, deep: bool) -> None:
@@ -206,14 +259,22 @@ def _is_own_readme(path: Path) -> bool:
         return file.read(len(first)) == first
 
 
-def _check_size(storage: LocalStorage, file: ChainFile) -> None:
+def _check_size(storage: Storage, file: ChainFile) -> None:
     (key,) = file.keys
     try:
-        with storage.open(key) as source:
-            message = f"{source.size} bytes"
-            if source.size == file.size:
-                return
+        size = _size_of(storage, key)
+        message = f"{size} bytes"
+        if size == file.size:
+            return
     except NotFoundError:
         message = "no such file"
-    do = "let all ranks write to one file system"
+    do = "let all ranks write to one file system, or to one bucket"
     raise StorageError(storage.describe(key), found=message, expected=f"the {file.size} bytes that a rank wrote", do=do)
+
+
+def _size_of(storage: Storage, key: str) -> int:
+    ask: Callable[[str], int] | None = getattr(storage, "size", None)
+    if ask is not None:
+        return ask(key)
+    with storage.open(key) as source:
+        return source.size

@@ -91,7 +91,7 @@ class FilePlace:
                 places.append(place_file(Path(path)))
             elif not posixpath.isabs(name):
                 places.append(FilePlace(self.storage, posixpath.normpath(path)))
-        return places
+        return [place for place in places if str(place) != str(self)]
 
     @property
     def _bucket(self) -> str:

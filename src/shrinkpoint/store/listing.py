@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from shrinkpoint.errors import CorruptError, FormatError, NotFoundError, ShrinkpointError, StorageError, VersionError
-from shrinkpoint.storage import LocalStorage, Storage, map_requests
+from shrinkpoint.storage import LocalStorage, ObjectUrl, Storage, map_requests
 from shrinkpoint.store import layout
 from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, Manifest, decode_store_manifest, read_limited
 
@@ -25,13 +25,13 @@ class SkippedCheckpoint:
     Attributes:
         reason: why it does not load.
         step: its step in a store; None in a framework's run.
-        directory: its directory in a framework's run; None in a store.
+        directory: its directory in a framework's run, or the place in a bucket; None in a store.
         error: why, as an exception; None if several processes had one each.
     """
 
     reason: str
     step: int | None = None
-    directory: Path | None = None
+    directory: Path | ObjectUrl | None = None
     error: Exception | None = field(default=None, compare=False, repr=False)
 
 

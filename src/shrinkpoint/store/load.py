@@ -6,19 +6,21 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from shrinkpoint import validate
 from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
 from shrinkpoint.storage import (
     LocalStorage,
     ObjectCache,
+    ObjectUrl,
     Storage,
     is_object_url,
     local_path,
     resolve_storage,
     what_is_at,
 )
+from shrinkpoint.storage.object_url import parse_object_url
 from shrinkpoint.store import chain as chains
 from shrinkpoint.store.checkpoint_file import Device, build_state
 from shrinkpoint.store.decode import SelectLeaves, decode_chain
@@ -156,6 +158,10 @@ def find_chain(
         if list_steps(storage):
             _check_absent("base", base, str(where), "a checkpoint of a store names its own")
             return _store_chain(storage, step)
+        url = parse_object_url(where)
+        if find_checkpoints(url):
+            _check_absent("base", base, str(url), "a checkpoint in a directory names its own")
+            return _directory_chain(find_directory(url, step))
         _check_absent("step", step, str(where), "a file has none: name the store")
         return chains.file_chain(place_file(where, cache=cache), base)
     if not isinstance(where, str | Path):
@@ -171,8 +177,16 @@ def find_chain(
     return _directory_chain(find_directory(path, step))
 
 
-def find_directory(path: Path, step: int | None) -> Path:
-    """A framework's checkpoint directory: `path` itself, or of a run the newest one or that of a step.
+@overload
+def find_directory(path: Path, step: int | None) -> Path: ...
+
+
+@overload
+def find_directory(path: ObjectUrl, step: int | None) -> ObjectUrl: ...
+
+
+def find_directory(path: Path | ObjectUrl, step: int | None) -> Path | ObjectUrl:
+    """A framework's checkpoint directory, also in a bucket: `path` itself, or of a run the newest or that of a step.
 
     Raises:
         NotFoundError: there is none.
@@ -180,12 +194,12 @@ def find_directory(path: Path, step: int | None) -> Path:
     """
     directories = find_checkpoints(path)
     if not directories:
-        identity = identify(path)
+        identity = identify(path) if isinstance(path, Path) else None
         found, do = ("a directory", "check the path") if identity is None else (identity.description, identity.do)
         raise NotFoundError(str(path), found=found, expected="a file, a store or a checkpoint of shrinkpoint", do=do)
     if step is None:
         return directories[-1]
-    steps: dict[int | None, Path] = {}
+    steps: dict[int | None, Path | ObjectUrl] = {}
     for directory in directories:
         steps[read_directory_manifest(directory).step] = directory
     if step not in steps:
@@ -195,7 +209,7 @@ def find_directory(path: Path, step: int | None) -> Path:
     return steps[step]
 
 
-def _directory_chain(directory: Path) -> tuple[chains.ChainFile, ...]:
+def _directory_chain(directory: Path | ObjectUrl) -> tuple[chains.ChainFile, ...]:
     payloads = read_directory_manifest(directory).payloads
     if len(payloads) != 1:
         found, do = f"the payloads of {len(payloads)} ranks", "read it with shrinkpoint.train.dcp.load"

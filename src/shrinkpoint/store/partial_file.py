@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 
 from shrinkpoint.codec.decoder import RecordView
 from shrinkpoint.container import FileReader, RecordHead
 from shrinkpoint.errors import ChainError, NotFoundError, PolicyError
-from shrinkpoint.storage import LocalStorage, Source
+from shrinkpoint.storage import Source
 from shrinkpoint.store.chain import check_parent
 from shrinkpoint.store.checkpoint_file import Allowance
+from shrinkpoint.store.file_place import AnyPlace, FilePlace, place_file
 from shrinkpoint.tensors.info import TensorInfo
 
 _DO = "restore another checkpoint; `verify` says which are whole"
@@ -69,7 +69,7 @@ class PartialFile:
         self._source.close()
 
 
-def open_chain(paths: Sequence[Path]) -> list[PartialFile]:
+def open_chain(paths: Sequence[AnyPlace]) -> list[PartialFile]:
     """Open the files of a chain, keyframe first, and verify that each was made against the one before.
 
     Raises:
@@ -85,7 +85,7 @@ def open_chain(paths: Sequence[Path]) -> list[PartialFile]:
     allowance = Allowance()
     try:
         for path in paths:
-            files.append(_open_file(path.absolute(), files[-1] if files else None, last=path is paths[-1]))
+            files.append(_open_file(place_file(path), files[-1] if files else None, last=path is paths[-1]))
             reader = files[-1].reader
             allowance.admit(reader.where, reader.size, sum(info.nbytes for info in files[-1].infos.values()))
     except BaseException:
@@ -99,16 +99,16 @@ def close_chain(files: Sequence[PartialFile]) -> None:
         file.close()
 
 
-def _open_file(path: Path, base: PartialFile | None, *, last: bool) -> PartialFile:
+def _open_file(place: FilePlace, base: PartialFile | None, *, last: bool) -> PartialFile:
     try:
-        source = LocalStorage(path.parent).open(path.name)
+        source = place.open()
     except NotFoundError as error:
         if last:
             raise
         expected = "a file that a later one of its chain depends on"
-        raise ChainError(str(path), found="no such file", expected=expected, do=_DO) from error
+        raise ChainError(str(place), found="no such file", expected=expected, do=_DO) from error
     try:
-        file = PartialFile(source, str(path))
+        file = PartialFile(source, str(place))
         check_parent(file.reader, None if base is None else base.reader)
     except BaseException:
         source.close()

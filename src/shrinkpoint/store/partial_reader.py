@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +13,7 @@ from shrinkpoint.codec.coder import Bytes, default_threads
 from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
 from shrinkpoint.guard import read_guard
 from shrinkpoint.store.decode_plan import Cache, DecodePlan
+from shrinkpoint.store.file_place import AnyPlace
 from shrinkpoint.store.partial_file import close_chain, open_chain
 from shrinkpoint.tensors.dtypes import tensor_from_bytes
 from shrinkpoint.tensors.info import ITEMSIZE, TensorInfo
@@ -37,7 +37,7 @@ class PartialReader:
     codes that form one stream.
 
     Args:
-        chain: the files, keyframe first, the payload last.
+        chain: the files, paths or URLs, keyframe first, the payload last.
         threads: native threads; None: every core.
         cache: bytes of decoded chunks to keep.
 
@@ -53,8 +53,8 @@ class PartialReader:
         StorageError: reading failed.
     """
 
-    def __init__(self, chain: Sequence[Path], threads: int | None = None, *, cache: int = CACHE_BYTES) -> None:
-        self._chain = open_chain([Path(path) for path in chain])
+    def __init__(self, chain: Sequence[AnyPlace], threads: int | None = None, *, cache: int = CACHE_BYTES) -> None:
+        self._chain = open_chain(chain)
         self._threads, self._cache = default_threads(threads), Cache(cache)
         self._lock = threading.Lock()
         self._is_open = True

@@ -18,7 +18,14 @@ from shrinkpoint.codec.decoded_tensors import is_mostly_codes
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import MismatchError, ShrinkpointError, StorageError
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
-from shrinkpoint.storage import local_path, storage_error
+from shrinkpoint.storage import (
+    AnyDirectory,
+    ObjectUrl,
+    directory_storage,
+    is_object_url,
+    resolve_directory,
+    storage_error,
+)
 from shrinkpoint.store import SaveReport
 from shrinkpoint.store import directory as directories
 from shrinkpoint.store.checkpoint_file import Device, build_state
@@ -60,6 +67,8 @@ class SaveOptions:
 class Checkpointer(BackgroundSaver):
     """Saves the states of one run into directories, each a delta that needs no other directory to be read.
 
+    A directory may be a URL such as "s3://bucket/run/step-100". There it is a keyframe: a bucket has no links.
+
     Memory on the host, beyond the loop's own: the reference of the next delta, one state, but a byte a value of what is
     on lattices (the scheme `fisher`). With `background`, or a state that is not on the CPU, one state more: the
     snapshot that is being written, whose memory the next one takes. With `background`, CUDA devices that have twice the
@@ -96,7 +105,7 @@ class Checkpointer(BackgroundSaver):
 
     def save(
         self,
-        directory: str | Path,
+        directory: AnyDirectory,
         state: Mapping[str, Any],
         *,
         objects: Mapping[str, Any] | None = None,
@@ -130,7 +139,8 @@ class Checkpointer(BackgroundSaver):
             Exception: whatever the previous save raised in the background; then this call has saved nothing.
         """
         with self._next_save():
-            target = local_path(directory, "directory").absolute()
+            target = resolve_directory(directory)
+            keyframe = keyframe or isinstance(target, ObjectUrl)
             options = SaveOptions(step, as_floats(metrics), note, keyframe, extra)
             flat_state = mark_parameters(flatten(dict(state)), objects or {})
             reference = self._delta_writer.last_reference if isinstance(self._scheme, PlanningScheme) else None
@@ -142,7 +152,7 @@ class Checkpointer(BackgroundSaver):
             if plan is None:
                 return None
             with _WRITERS_LOCK:  # `wait_for_writes` finds this writer by the directory
-                self._pending_directory = os.path.realpath(target)
+                self._pending_directory = _real_name(target)
                 _WRITERS.add(self)
 
             def write(copy: FlatState, scheme: Scheme, adopt: bool) -> SaveReport:
@@ -150,7 +160,7 @@ class Checkpointer(BackgroundSaver):
 
             return self._save(f"saving {target}", flat_state, plan, write)
 
-    def load(self, directory: str | Path, *, device: Device = None, tie: bool = True) -> RestoreResult[int | None]:
+    def load(self, directory: AnyDirectory, *, device: Device = None, tie: bool = True) -> RestoreResult[int | None]:
         """Load a checkpoint; the next save is a delta against it.
 
         Waits for what this process is writing into the directory.
@@ -169,6 +179,8 @@ class Checkpointer(BackgroundSaver):
             StorageError: reading failed.
         """
         start = time.perf_counter()
+        place = resolve_directory(directory) if is_object_url(directory) else directory
+        place = Path(place) if isinstance(place, str) else place
         self.join()
         wait_for_writes(directory)
         manifest = directories.read_directory_manifest(directory)
@@ -187,9 +199,9 @@ class Checkpointer(BackgroundSaver):
         self._resume_from(manifest)
         seconds = time.perf_counter() - start
         _log.info("loaded %s (%s), in %.2f s", directory, manifest.kind, seconds)
-        return RestoreResult.from_manifest(manifest, seconds, state=state, directory=Path(directory))
+        return RestoreResult.from_manifest(manifest, seconds, state=state, directory=place)
 
-    def discard(self, directory: str | Path) -> None:
+    def discard(self, directory: AnyDirectory) -> None:
         """Delete a directory with all its files, once nothing is being written into it; a missing one is no error.
 
         The base of the next delta is kept until that is written.
@@ -198,7 +210,10 @@ class Checkpointer(BackgroundSaver):
             StorageError: deleting failed.
         """
         self.join()
-        path = local_path(directory, "directory")
+        path = resolve_directory(directory)
+        if isinstance(path, ObjectUrl):
+            _delete_objects(path)
+            return
         self._delta_writer.keep_base(path)
         try:
             shutil.rmtree(path)
@@ -214,7 +229,7 @@ class Checkpointer(BackgroundSaver):
         self._delta_writer.drop()
 
     def _write(
-        self, directory: Path, state: FlatState, scheme: Scheme, options: SaveOptions, *, adopt: bool
+        self, directory: Path | ObjectUrl, state: FlatState, scheme: Scheme, options: SaveOptions, *, adopt: bool
     ) -> SaveReport:
         report = self._delta_writer.write(directory, state, scheme=scheme, keyframe=options.keyframe, adopt=adopt)
         payload, stall = self._delta_writer.payload, self._stall()
@@ -246,16 +261,29 @@ _WRITERS: WeakSet[Checkpointer] = WeakSet()
 """The checkpointers of this process that have written something."""
 
 
-def wait_for_writes(directory: str | Path) -> None:
+def wait_for_writes(directory: AnyDirectory) -> None:
     """Wait for what this process is writing into a directory; an error of it is raised where it was saved."""
-    target = os.path.realpath(local_path(directory, "directory"))
+    target = _real_name(resolve_directory(directory))
     with _WRITERS_LOCK:
         writers = [checkpointer for checkpointer in _WRITERS if checkpointer._pending_directory == target]
     for checkpointer in writers:
         checkpointer.join()
 
 
-def _may_be_committed(directory: Path, digest: str) -> bool:
+def _real_name(directory: Path | ObjectUrl) -> str:
+    """One name for all paths of a directory."""
+    return os.path.realpath(directory) if isinstance(directory, Path) else str(directory)
+
+
+def _delete_objects(url: ObjectUrl) -> None:
+    """Delete all objects of a checkpoint, its manifest first: then there is none that has lost its payload."""
+    storage = directory_storage(url)
+    keys = storage.list()
+    for key in sorted(keys, key=lambda key: key != directories.MANIFEST):
+        storage.delete(key)
+
+
+def _may_be_committed(directory: Path | ObjectUrl, digest: str) -> bool:
     """Whether a directory's manifest names this payload; True if the manifest cannot be read."""
     try:
         manifest = directories.read_directory_manifest(directory)

@@ -7,11 +7,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 from shrinkpoint import html, humanize
 from shrinkpoint.errors import NotFoundError, ShrinkpointError
 from shrinkpoint.sharding.collectives import AllGather
+from shrinkpoint.storage import ObjectUrl
 from shrinkpoint.store import SkippedCheckpoint
 from shrinkpoint.store.directory import verify_directory
 from shrinkpoint.store.manifest import Manifest, StepT
@@ -58,7 +59,7 @@ class RestoreResult(Generic[StepT]):
         metrics: the metrics that were passed to `save`.
         extra: what was passed to `CheckpointManager.save` as `extra`.
         state: the nested state that was loaded; None if it was loaded into the caller's objects only.
-        directory: the checkpoint's directory; None in a store.
+        directory: the checkpoint's directory, or the place in a bucket; None in a store.
         skipped: newer checkpoints that do not load, newest first, with the reasons.
         where: of a `CheckpointManager`, the store that it was read from: its own, or the mirror.
     """
@@ -69,7 +70,7 @@ class RestoreResult(Generic[StepT]):
     metrics: Mapping[str, float] = field(default_factory=dict)
     extra: Any = None
     state: Any = field(default=None, repr=False)
-    directory: Path | None = None
+    directory: Path | ObjectUrl | None = None
     skipped: tuple[SkippedCheckpoint, ...] = ()
     where: str = ""
 
@@ -88,6 +89,7 @@ class RestoreResult(Generic[StepT]):
 
 
 _log = logging.getLogger("shrinkpoint")
+PlaceT = TypeVar("PlaceT", bound=Path | ObjectUrl)
 
 
 class NoCheckpointError(NotFoundError, ValueError):
@@ -106,16 +108,16 @@ def numbered_dirs(root: Path, name: re.Pattern[str]) -> list[tuple[int, Path]]:
 
 
 def latest_valid(
-    candidates: Iterable[Path],
+    candidates: Iterable[PlaceT],
     *,
     deep: bool = True,
-    check: Callable[[Path], object] | None = None,
+    check: Callable[[PlaceT], object] | None = None,
     gather: AllGather | None = None,
-) -> tuple[Path | None, tuple[SkippedCheckpoint, ...]]:
+) -> tuple[PlaceT | None, tuple[SkippedCheckpoint, ...]]:
     """The first valid checkpoint of several, and those before it that are not; a warning is logged for each of these.
 
     Args:
-        candidates: checkpoint directories, the newest first.
+        candidates: checkpoint directories, or places in a bucket, the newest first.
         deep: compare every stored byte with its digest; False: read headers and manifests only.
         check: raises a ShrinkpointError if a candidate is not valid; None: verify it as a directory of ours.
         gather: gathers a value from all ranks that call this together with the same candidates: a checkpoint is valid
@@ -142,7 +144,7 @@ def latest_valid(
     return None, tuple(skipped)
 
 
-def _find_error(directory: Path, check: Callable[[Path], object], *, is_alone: bool) -> Exception | None:
+def _find_error(directory: PlaceT, check: Callable[[PlaceT], object], *, is_alone: bool) -> Exception | None:
     """The error of a candidate. Where other ranks wait for this one, any exception counts as an invalid checkpoint."""
     try:
         check(directory)

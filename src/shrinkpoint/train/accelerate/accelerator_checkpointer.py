@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from shrinkpoint.errors import (
 )
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
 from shrinkpoint.sharding.collectives import gather_or_raise
+from shrinkpoint.storage import AnyDirectory, ObjectUrl
 from shrinkpoint.store import SaveReport, SkippedCheckpoint
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.directory import read_directory_manifest, verify_directory
@@ -107,7 +108,7 @@ class AcceleratorCheckpointer:
 
     def save_state(
         self,
-        output_dir: str | Path | None = None,
+        output_dir: AnyDirectory | None = None,
         *,
         step: int | None = None,
         metrics: Mapping[str, Any] | None = None,
@@ -117,8 +118,8 @@ class AcceleratorCheckpointer:
         """Save, as `Accelerator.save_state` does; checkpoints beyond `total_limit` are deleted once it is complete.
 
         Args:
-            output_dir: the directory, unless checkpoints are numbered (`automatic_checkpoint_naming`). A checkpoint in
-                it is replaced only once the new one is complete.
+            output_dir: the directory, or a URL such as "s3://bucket/run/10", unless checkpoints are numbered
+                (`automatic_checkpoint_naming`). A checkpoint in it is replaced only once the new one is complete.
             step: for the manifest; None: the number of the checkpoint, if it has one.
             metrics: name -> number, for the manifest.
             note: for the manifest.
@@ -157,14 +158,14 @@ class AcceleratorCheckpointer:
         finally:
             self.stall_seconds = time.perf_counter() - start
 
-    def load_state(self, input_dir: str | Path | None = None, *, strict: bool = True) -> RestoreResult[int | None]:
+    def load_state(self, input_dir: AnyDirectory | None = None, *, strict: bool = True) -> RestoreResult[int | None]:
         """Load, as `Accelerator.load_state` does; the next save is a delta against what was loaded.
 
         The next numbered checkpoint gets the number after the highest one that exists.
 
         Args:
-            input_dir: a directory that `save_state` or Accelerate itself saved to; None: the newest numbered checkpoint
-                that all processes can load; a warning is logged for each one that is skipped.
+            input_dir: a directory that `save_state` or Accelerate itself saved to, or a URL; None: the newest numbered
+                checkpoint that all processes can load; a warning is logged for each one that is skipped.
             strict: raise if keys of a model are missing or unexpected.
 
         Raises:
@@ -181,7 +182,7 @@ class AcceleratorCheckpointer:
         start = time.perf_counter()
         skipped: list[SkippedCheckpoint] = []
 
-        def find_candidates() -> list[Path]:
+        def find_candidates() -> Sequence[Path | ObjectUrl]:
             return self._dirs.load_candidates(input_dir) if self._accelerator.is_main_process else []
 
         for directory in gather_or_raise(find_candidates)[0]:
@@ -203,7 +204,7 @@ class AcceleratorCheckpointer:
                 return RestoreResult.from_manifest(manifest, seconds, directory=directory, skipped=tuple(skipped))
         reasons = "; ".join(checkpoint.reason for checkpoint in skipped)
         found, do = f"no checkpoint that loads ({reasons})", "look at the reason for each of them, or begin again"
-        raise NoCheckpointError(str(directory.parent), found=found, do=do)
+        raise NoCheckpointError(str(self._dirs.root), found=found, do=do)
 
     def wait(self) -> SaveReport | None:
         """Wait until the last save is durable, on all processes.
@@ -248,13 +249,15 @@ class AcceleratorCheckpointer:
         if self._accelerator.is_main_process:
             _log.warning(text, *args)
 
-    def _prepare_dir(self, output_dir: str | Path | None) -> Path:
+    def _prepare_dir(self, output_dir: AnyDirectory | None) -> Path | ObjectUrl:
         """On the writer: wait for the previous save, prune, and make the directory."""
         if not self._whole.is_writer:
             return Path()
         directory = self._dirs.next_dir(output_dir)
         self._whole.wait()
         self._prune()
+        if isinstance(directory, ObjectUrl):
+            return directory
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -273,7 +276,7 @@ class AcceleratorCheckpointer:
         except OSError as error:
             _log.warning("%s", error)
 
-    def _load(self, directory: Path, *, strict: bool) -> DirectoryManifest | None:
+    def _load(self, directory: Path | ObjectUrl, *, strict: bool) -> DirectoryManifest | None:
         """Load a checkpoint on all processes; its manifest, None if Accelerate itself wrote it."""
         self._whole.loaded_dir = None
         wait_for_writes(directory)
@@ -301,7 +304,7 @@ class _WholeCheckpointer(Checkpointer):
     def __init__(self, accelerator: Accelerator, **settings: Any) -> None:
         super().__init__(**settings)
         self._accelerator = accelerator
-        self.loaded_dir: Path | None = None
+        self.loaded_dir: Path | ObjectUrl | None = None
 
     @property
     def is_writer(self) -> bool:
@@ -314,7 +317,7 @@ class _WholeCheckpointer(Checkpointer):
         """Whether this process writes, or takes part in a search for the scheme's settings."""
         return self.is_writer or (isinstance(self.scheme, PlanningScheme) and not self.scheme.is_writer)
 
-    def save_prepared(self, directory: Path, prepared: PreparedState, **options: Any) -> SaveReport | None:
+    def save_prepared(self, directory: Path | ObjectUrl, prepared: PreparedState, **options: Any) -> SaveReport | None:
         """Save what every process has collected; all processes call this, and one returns the report."""
         state = prepared.state | {"ranks": gather_or_raise(lambda: prepared.per_rank)}
 
@@ -325,7 +328,7 @@ class _WholeCheckpointer(Checkpointer):
 
         return _run_on_all(save)
 
-    def load_prepared(self, directory: Path, *, strict: bool) -> None:
+    def load_prepared(self, directory: Path | ObjectUrl, *, strict: bool) -> None:
         """Load a checkpoint; all processes call this."""
         accelerator, where = self._accelerator, str(directory)
         state = _run_on_all(lambda: self._read_state(directory))
@@ -333,7 +336,7 @@ class _WholeCheckpointer(Checkpointer):
         gather_or_raise(lambda: prepared_state.check_prepared(accelerator, state, models, where, strict=strict))
         gather_or_raise(lambda: prepared_state.load_prepared(accelerator, state, models, where, strict=strict))
 
-    def _read_state(self, directory: Path) -> Any:
+    def _read_state(self, directory: Path | ObjectUrl) -> Any:
         """The state in a directory; kept as the reference of the next delta only on processes that will save."""
         if prepared_state.has_sharded_model(self._accelerator):
             found = "the state of a model that was not sharded"
@@ -388,7 +391,7 @@ def record_gradients(
 
 def save_state(
     accelerator: Accelerator,
-    output_dir: str | Path | None = None,
+    output_dir: AnyDirectory | None = None,
     *,
     step: int | None = None,
     metrics: Mapping[str, Any] | None = None,
@@ -421,7 +424,7 @@ def save_state(
 
 def load_state(
     accelerator: Accelerator,
-    input_dir: str | Path | None = None,
+    input_dir: AnyDirectory | None = None,
     *,
     strict: bool = True,
     scheme: str | Scheme = UNSET,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from accelerate import Accelerator
 
 from shrinkpoint.errors import PolicyError, StorageError
-from shrinkpoint.storage import local_path
+from shrinkpoint.storage import AnyDirectory, ObjectUrl, is_object_url, local_path, resolve_directory
 from shrinkpoint.store.directory import is_checkpoint
 from shrinkpoint.train.checkpointer import wait_for_writes
 from shrinkpoint.train.restore import NoCheckpointError, numbered_dirs
@@ -37,7 +38,7 @@ class CheckpointDirs:
             raise PolicyError("ProjectConfiguration", found=found, do=do)
         return local_path(self._project.project_dir, "project_dir").expanduser() / "checkpoints"
 
-    def next_dir(self, output_dir: str | Path | None) -> Path:
+    def next_dir(self, output_dir: AnyDirectory | None) -> Path | ObjectUrl:
         """The directory of the next checkpoint.
 
         Raises:
@@ -47,7 +48,7 @@ class CheckpointDirs:
         if root is None:
             if output_dir is None:
                 raise PolicyError("save_state", found="no directory", do=f"pass output_dir=, or {_NUMBERING}")
-            return local_path(output_dir, "output_dir").expanduser()
+            return _resolve(output_dir, "output_dir")
         directory = root / f"checkpoint_{self._accelerator.save_iteration}"
         if has_saved_state(directory):
             found, expected = "a checkpoint that is there", "a number that is free"
@@ -55,7 +56,7 @@ class CheckpointDirs:
             raise PolicyError(str(directory), found=found, expected=expected, do=do)
         return directory
 
-    def make_next(self, output_dir: str | Path | None) -> Path:
+    def make_next(self, output_dir: AnyDirectory | None) -> Path | ObjectUrl:
         """Create the directory of the next checkpoint.
 
         Raises:
@@ -63,6 +64,8 @@ class CheckpointDirs:
             StorageError: it cannot be created.
         """
         directory = self.next_dir(output_dir)
+        if isinstance(directory, ObjectUrl):
+            return directory
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -70,7 +73,7 @@ class CheckpointDirs:
             raise StorageError(str(directory), found=f"{error}", expected="a directory", do=do) from error
         return directory
 
-    def load_candidates(self, input_dir: str | Path | None) -> list[Path]:
+    def load_candidates(self, input_dir: AnyDirectory | None) -> Sequence[Path | ObjectUrl]:
         """The directories that may be loaded, newest first.
 
         Raises:
@@ -78,11 +81,11 @@ class CheckpointDirs:
             PolicyError: no directory is given, and checkpoints are not numbered.
         """
         if input_dir is not None:
-            directory = local_path(input_dir, "input_dir").expanduser()
+            directory = _resolve(input_dir, "input_dir")
             wait_for_writes(directory)
             if not has_saved_state(directory):
                 found, do = "neither a manifest nor a state of Accelerate's own", "look at the directories next to it"
-                if not directory.is_dir():
+                if not isinstance(directory, Path) or not directory.is_dir():
                     found = f"Tried to find {directory} but folder does not exist"  # Accelerate's own words
                 raise NoCheckpointError(str(directory), found=found, expected="a checkpoint", do=do)
             return [directory]
@@ -116,11 +119,18 @@ class CheckpointDirs:
         return [number for number, path in numbered if has_saved_state(path)]
 
 
-def has_saved_state(directory: Path) -> bool:
+def _resolve(directory: AnyDirectory, argument: str) -> Path | ObjectUrl:
+    place = resolve_directory(directory, argument) if is_object_url(directory) else directory
+    return place if isinstance(place, ObjectUrl) else local_path(place, argument).expanduser()
+
+
+def has_saved_state(directory: Path | ObjectUrl) -> bool:
     """Whether a directory holds a checkpoint, ours or one of Accelerate itself."""
     return is_checkpoint(directory) or is_stock_checkpoint(directory)
 
 
-def is_stock_checkpoint(directory: Path) -> bool:
+def is_stock_checkpoint(directory: Path | ObjectUrl) -> bool:
     """Whether Accelerate itself saved to a directory; the file is one of the last that it writes."""
+    if isinstance(directory, ObjectUrl):  # Accelerate saves to no bucket
+        return False
     return not is_checkpoint(directory) and (directory / "random_states_0.pkl").is_file()

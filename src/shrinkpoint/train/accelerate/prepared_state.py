@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shrinkpoint.errors import MismatchError, PolicyError, StateError
+from shrinkpoint.storage import ObjectUrl
 from shrinkpoint.tensors.flat_state import flatten
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.train import state_dicts
@@ -67,7 +68,7 @@ class PreparedState:
     per_rank: dict[str, Any]
 
 
-def collect_prepared(accelerator: Accelerator, directory: Path, *, models: bool) -> PreparedState:
+def collect_prepared(accelerator: Accelerator, directory: Path | ObjectUrl, *, models: bool) -> PreparedState:
     """Call the registered hooks, then collect the state.
 
     Args:

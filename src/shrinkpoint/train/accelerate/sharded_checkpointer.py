@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from shrinkpoint.errors import PolicyError, ShrinkpointError
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.sharding.collectives import gather_or_raise
+from shrinkpoint.storage import ObjectUrl
 from shrinkpoint.storage.base import MemorySource, MemoryStorage
 from shrinkpoint.store.checkpoint_file import read_file, write_file
 from shrinkpoint.store.manifest import DirectoryManifest
@@ -58,7 +59,7 @@ class ShardedCheckpointer:
 
     def save(
         self,
-        directory: Path,
+        directory: Path | ObjectUrl,
         shared: dict[str, Any],
         per_rank: dict[str, Any],
         background: bool,
@@ -84,12 +85,15 @@ class ShardedCheckpointer:
         if background and self._group is None:  # training uses the default group meanwhile
             self._group = dist.new_group(backend="gloo")
         models = [prepared_state.unwrap_model(model) for model in self._accelerator._models]
+        settings = self._settings
+        if isinstance(directory, ObjectUrl):  # a delta would need other directories, of which nobody knows
+            settings = {**settings, "keyframe_every": 1}
         writer = Writer(
             directory,
             chain=self._chain,
             group=self._group,
             model=models[0] if len(models) == 1 else models,
-            **self._settings,
+            **settings,
             **save_options,
         )
         if not background:
@@ -109,7 +113,7 @@ class ShardedCheckpointer:
         if future is not None:
             _raise_first(future.result)
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path | ObjectUrl) -> None:
         """Load a checkpoint, on any number of processes; the small parts are checked before anything is changed.
 
         Raises:
@@ -129,7 +133,7 @@ class ShardedCheckpointer:
             set_optimizer_state_dict(model, optimizer.optimizer, state[_state_key("optimizer", index)])
         gather_or_raise(lambda: prepared_state.load_auxiliary_state(self._accelerator, auxiliary, where))
 
-    def _read_auxiliary_state(self, directory: Path) -> dict[str, Any]:
+    def _read_auxiliary_state(self, directory: Path | ObjectUrl) -> dict[str, Any]:
         """The state without models and optimizers; "ranks" holds the state of this process only."""
         entries = _raise_first(lambda: Reader(directory).read_metadata()).state_dict_metadata
         rank = self._accelerator.process_index

@@ -14,12 +14,11 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.schemes.base import Resumable, Scheme
-from shrinkpoint.storage import LocalStorage
+from shrinkpoint.storage import AnyDirectory, directory_storage, resolve_directory
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.delta_writer import DeltaWriter
 from shrinkpoint.store.directory import read_directory_manifest
@@ -41,7 +40,7 @@ class RestoreOrigin:
     """A checkpoint that was restored, and from which training may resume.
 
     Attributes:
-        directory: absolute path of the checkpoint.
+        directory: absolute path or URL of the checkpoint.
         id: of its manifest.
         lossy_restores: number of restores from lossy checkpoints behind the restored state, this one included.
         loss: of its manifest.
@@ -94,7 +93,7 @@ class ChainState:
                 self.delta_writer.drop()
         self.unconfirmed = None
 
-    def record_write(self, directory: Path) -> Payload:
+    def record_write(self, directory: AnyDirectory) -> Payload:
         """Make the payload that was just written the base of the next delta, to be confirmed at the next save."""
         payload = self.delta_writer.payload
         self.unconfirmed = (str(directory), payload.digest)
@@ -149,13 +148,13 @@ _CHAINS: OrderedDict[tuple[str, int], ChainState] = OrderedDict()
 _ORIGINS: OrderedDict[str, RestoreOrigin] = OrderedDict()
 
 
-def default_name(directory: str | Path) -> str:
-    """The default name of a directory's chain: its absolute path with a placeholder for every number.
+def default_name(directory: AnyDirectory) -> str:
+    """The default name of a directory's chain: its absolute path or URL with a placeholder for every number.
 
     >>> default_name("/runs/7/step-0100/model"), default_name("/runs/7/step-0200/model")
     ('/runs/#/step-#/model', '/runs/#/step-#/model')
     """
-    return re.sub(r"\d+", "#", str(Path(directory).absolute()))
+    return re.sub(r"\d+", "#", str(resolve_directory(directory)))
 
 
 @contextmanager
@@ -173,14 +172,16 @@ def acquire_chain(name: str, rank: int, *, keyframe_every: int | None, threads: 
         yield chain
 
 
-def record_restore(directory: Path, manifest: DirectoryManifest, signatures: Iterable[TensorSignature] = ()) -> None:
+def record_restore(
+    directory: AnyDirectory, manifest: DirectoryManifest, signatures: Iterable[TensorSignature] = ()
+) -> None:
     """Remember that a checkpoint was restored.
 
     Args:
         signatures: of all global tensors in it.
     """
     lossy_restores = manifest.lossy_restores + manifest.is_lossy
-    path = str(Path(directory).absolute())
+    path = str(resolve_directory(directory))
     with _REGISTRY_LOCK:
         name = default_name(directory)
         _ORIGINS.pop(name, None)
@@ -233,7 +234,7 @@ def _is_committed(directory: str, digest: str) -> bool:
 
 def _shares_most_tensors(directory: str, payload: Payload, state: FlatState) -> bool:
     """Whether most bytes of a state are in a payload as the same shards; with another number of ranks they are not."""
-    storage = LocalStorage(directory)
+    storage = directory_storage(directory)
     with storage.open(payload.name) as source:
         records = FileReader(source, storage.describe(payload.name)).records
     saved = {(info.name, info.shape, info.dtype) for record in records for info in record.infos}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,17 @@ from shrinkpoint import validate
 from shrinkpoint.codec.coder import default_threads
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.sharding.collectives import make_collectives
-from shrinkpoint.storage import is_url, local_path, natural_key
-from shrinkpoint.store.directory import is_checkpoint
+from shrinkpoint.storage import (
+    AnyDirectory,
+    ObjectUrl,
+    directory_storage,
+    is_object_url,
+    is_url,
+    natural_key,
+    resolve_directory,
+)
+from shrinkpoint.storage.object_url import parse_object_url
+from shrinkpoint.store.directory import MANIFEST, is_checkpoint
 from shrinkpoint.train import restore
 
 
@@ -24,46 +34,46 @@ class CheckpointDirectory:
     not report an earlier one to all ranks.
 
     Args:
-        path: the directory; None: it is set later.
+        path: the directory, or a URL of object storage; None: it is set later.
         threads: native threads; None: every core, shared with the ranks that torchrun has started on this machine.
 
     Raises:
-        PolicyError: `path` is a URL, or `threads` is no number of threads.
+        PolicyError: `path` is a URL of something else, or `threads` is no number of threads.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None, threads: int | None) -> None:
+    def __init__(self, path: AnyDirectory | None, threads: int | None) -> None:
         super().__init__()
         self._threads = validate.check_threads(threads)
         ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
         if self._threads is None and ranks.isdecimal() and int(ranks) > 1:
             self._threads = max(1, default_threads(None) // int(ranks))
         if path is not None:
-            local_path(path)
+            resolve_directory(path, "path")
         self._set_checkpoint_id(path)
 
     @property
-    def checkpoint_id(self) -> Path | None:
-        """The directory of this checkpoint."""
-        return self._path
+    def checkpoint_id(self) -> Path | str | None:
+        """The directory of this checkpoint; in a bucket its URL."""
+        return str(self._path) if isinstance(self._path, ObjectUrl) else self._path
 
     @property
-    def path(self) -> Path | None:
+    def path(self) -> Path | str | None:
         """The same, by the name that torch's own reader and writer use."""
-        return self._path
+        return self.checkpoint_id
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path, and no URL."""
-        return is_path(checkpoint_id)
+        """Whether it is a path, or a URL of object storage."""
+        return is_place(checkpoint_id)
 
     def _set_checkpoint_id(self, value: Any) -> None:
         self._checkpoint_id = value
         # Resolved now: the process may change its working directory later.
-        self._path = Path(value).absolute() if is_path(value) else None
+        self._path = resolve_directory(value) if is_place(value) else None
 
     @property
-    def _directory(self) -> Path:
-        """The absolute path; raises a PolicyError if there is none."""
+    def _directory(self) -> Path | ObjectUrl:
+        """The absolute path, or the place in a bucket; raises a PolicyError if there is none."""
         if self._path is None:
             value = self._checkpoint_id
             found = "no path" if value is None else f"{value!r:.200}, which is no path of a directory"
@@ -77,21 +87,32 @@ def is_path(value: Any) -> bool:
     return isinstance(value, str | os.PathLike) and not is_url(value) and bool(os.fspath(value))
 
 
-def latest_valid(root: str | Path, group: dist.ProcessGroup | None = None, *, deep: bool = False) -> Path | None:
+def is_place(value: Any) -> bool:
+    """Whether a value is a path, or a URL of object storage."""
+    if is_path(value):
+        return True
+    with suppress(PolicyError):
+        return isinstance(value, ObjectUrl) or (is_object_url(value) and bool(parse_object_url(value)))
+    return False
+
+
+def latest_valid(
+    root: AnyDirectory, group: dist.ProcessGroup | None = None, *, deep: bool = False
+) -> Path | ObjectUrl | None:
     """The newest directory below `root` with a checkpoint that is valid on all ranks; all get the same answer.
 
     A larger number in its name makes a directory newer. Every rank checks the files that it sees: on a disk of its
     own, a rank may see fewer. A warning with the reason is logged for each checkpoint that is skipped.
 
     Args:
-        root: the directory of the checkpoints; if it does not exist, there are none.
+        root: the directory or the URL of the checkpoints; if it does not exist, there are none.
         group: the ranks that call this, all of them together; None: all ranks.
         deep: compare every stored byte with its digest, too.
 
     Returns:
-        The directory; None if there is no valid checkpoint.
+        The directory, or its place in a bucket; None if there is no valid checkpoint.
     """
-    path = local_path(root, "root").absolute()
+    path = resolve_directory(root, "root")
     gather = make_collectives(group).all_gather
     names: set[str] = set().union(*gather(_candidate_names(path)))
     # The name itself decides between step-1 and step-01: all ranks must have one order.
@@ -99,8 +120,11 @@ def latest_valid(root: str | Path, group: dist.ProcessGroup | None = None, *, de
     return restore.latest_valid([path / name for name in newest_first], deep=deep, gather=gather)[0]
 
 
-def _candidate_names(root: Path) -> set[str]:
+def _candidate_names(root: Path | ObjectUrl) -> set[str]:
     """Names of directories with a checkpoint, or with payloads of a save that failed before its manifest."""
+    if isinstance(root, ObjectUrl):
+        parts = (key.split("/") for key in directory_storage(root).list())
+        return {part[0] for part in parts if len(part) == 2 and (part[1] == MANIFEST or part[1].startswith("rank-"))}
     try:
         paths = [path for path in root.iterdir() if path.is_dir()]
         return {path.name for path in paths if is_checkpoint(path) or any(path.glob("rank-*.safetensors"))}

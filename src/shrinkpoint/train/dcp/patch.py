@@ -6,7 +6,8 @@ import importlib
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver as saver
@@ -18,6 +19,7 @@ from torch.futures import Future
 
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.base import Scheme
+from shrinkpoint.storage import AnyDirectory
 from shrinkpoint.store.directory import is_checkpoint
 from shrinkpoint.train.background import OnSave
 from shrinkpoint.train.dcp import checkpoint_metadata
@@ -38,7 +40,7 @@ _originals: list[tuple[Any, str, Any]] = []
 def install(
     scheme: str | Scheme = "lossless",
     *,
-    keyframe_every: int | None = 20,
+    keyframe_every: int | Literal["auto"] | None = "auto",
     chain: str | None = None,
     threads: int | None = None,
     group: dist.ProcessGroup | None = None,
@@ -102,6 +104,11 @@ class _PatchedWriter(Writer):
             raise PolicyError("Writer", found=found, expected="no transformation of bytes", do=do)
         super().__init__(path, **{**self.settings, "overwrite": overwrite and self.settings.get("overwrite", True)})
 
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path: where a URL is passed, torch looks for another writer."""
+        return is_path(checkpoint_id)
+
 
 class _PatchedReader(Reader):
     """`Reader` with the constructor of torch's FileSystemReader, which it uses for torch's own checkpoints."""
@@ -110,13 +117,20 @@ class _PatchedReader(Reader):
         self._stock: StorageReader | None = None
         super().__init__(path)
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path: where a URL is passed, torch looks for another reader."""
+        return is_path(checkpoint_id)
+
+    def reset(self, checkpoint_id: AnyDirectory | None = None) -> None:
         super().reset(checkpoint_id)
         self._stock = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         directory = self._directory
-        if not is_checkpoint(directory) or checkpoint_metadata.is_overwritten_by_torch(directory):
+        if isinstance(directory, Path) and (
+            not is_checkpoint(directory) or checkpoint_metadata.is_overwritten_by_torch(directory)
+        ):
             self._stock = FileSystemReader(directory)
             return self._stock.read_metadata(*args, **kwargs)
         return super().read_metadata(*args, **kwargs)

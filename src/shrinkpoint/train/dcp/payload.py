@@ -6,6 +6,7 @@ import io
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from torch import Tensor
 
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import CorruptError, StateError
-from shrinkpoint.storage import LocalStorage
+from shrinkpoint.storage import ObjectUrl
 from shrinkpoint.store.chain import directory_chain
 from shrinkpoint.store.decode import decode_directory
-from shrinkpoint.store.directory import chain_paths
+from shrinkpoint.store.directory import chain_places
 from shrinkpoint.store.manifest import DirectoryManifest, Payload
 from shrinkpoint.store.partial_reader import PartialReader
 from shrinkpoint.tensors.dtypes import dtype_name
@@ -49,7 +50,13 @@ class PayloadReader:
     """
 
     def __init__(
-        self, directory: Path, manifest: DirectoryManifest, payload_index: int, threads: int | None, *, whole: bool
+        self,
+        directory: Path | ObjectUrl,
+        manifest: DirectoryManifest,
+        payload_index: int,
+        threads: int | None,
+        *,
+        whole: bool,
     ) -> None:
         payload = manifest.payloads[payload_index]
         self._where = str(directory / payload.name)
@@ -59,7 +66,7 @@ class PayloadReader:
             self._tree, self._tensors = decoded.tree, _DecodedTensors(decoded.reference.tensors)
         else:
             self._tree = _verify_header(directory, payload).tree
-            self._tensors = PartialReader(chain_paths(directory, payload), threads)
+            self._tensors = PartialReader(chain_places(directory, payload), threads)
 
     def __enter__(self) -> PayloadReader:
         return self
@@ -94,7 +101,7 @@ class PayloadReader:
 
 
 def check_stored_tensors(
-    directory: Path,
+    directory: Path | ObjectUrl,
     manifest: DirectoryManifest,
     payload_index: int,
     chunks: Iterable[tuple[EntryMetadata, ChunkMetadata]],
@@ -111,10 +118,11 @@ def check_stored_tensors(
         _check_stored_tensor(f"{directory / payload.name}: {name!r}", infos.get(name), entry, chunk)
 
 
-def _verify_header(directory: Path, payload: Payload) -> FileReader:
+def _verify_header(directory: Path | ObjectUrl, payload: Payload) -> FileReader:
     """The header of a payload; the digest of each base is verified through the file that depends on it."""
-    with LocalStorage(directory).open(payload.name) as source:
-        return directory_chain(directory, payload)[-1].verify(source, str(directory / payload.name))
+    (own,) = directory_chain(directory, replace(payload, bases=()))
+    with own.storage.open(payload.name) as source:
+        return own.verify(source, str(directory / payload.name))
 
 
 def _check_stored_tensor(where: str, info: TensorInfo | None, entry: EntryMetadata, chunk: ChunkMetadata) -> None:

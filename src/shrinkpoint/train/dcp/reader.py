@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from shrinkpoint.errors import CorruptError, MismatchError, PolicyError
-from shrinkpoint.storage import local_path
+from shrinkpoint.storage import AnyDirectory, ObjectUrl, resolve_directory
 from shrinkpoint.store.directory import MANIFEST, read_directory_manifest
 from shrinkpoint.store.load import check_patterns, no_match_error
 from shrinkpoint.store.manifest import DirectoryManifest
@@ -49,23 +48,24 @@ class Reader(CheckpointDirectory, StorageReader):
     Memory: at most twice the largest payload that is decoded at once.
 
     Args:
-        path: directory of the checkpoint; None: it is passed to `dcp.load`.
+        path: directory of the checkpoint, or a URL such as "s3://bucket/run/step-100"; None: it is passed to
+            `dcp.load`.
         threads: native threads for decoding; None: every core, shared with the other ranks on this machine.
 
     Attributes:
         load_id: id of the current load, or of the last one.
 
     Raises:
-        PolicyError: a URL, or a number out of range.
+        PolicyError: a URL of something else than object storage, or a number out of range.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None, *, threads: int | None = None) -> None:
+    def __init__(self, path: AnyDirectory | None = None, *, threads: int | None = None) -> None:
         super().__init__(path, threads)
         self._manifest: DirectoryManifest | None = None
         self._metadata = CheckpointMetadata({})
         self.load_id = secrets.token_hex(8)
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: AnyDirectory | None = None) -> None:
         """Begin a load. Raises nothing, as torch would not report an error here to the other ranks."""
         self._manifest, self._metadata = None, CheckpointMetadata({})
         self.load_id = secrets.token_hex(8)
@@ -85,7 +85,7 @@ class Reader(CheckpointDirectory, StorageReader):
             raise PolicyError("Reader", found=f"metadata of rank {kwargs['rank']}", expected="of all", do=do)
         self._manifest, self._metadata = open_checkpoint(self._directory)
         metadata = self._metadata.to_torch()
-        metadata.storage_meta = StorageMeta(self._path, save_id=self._manifest.id, load_id=self.load_id)
+        metadata.storage_meta = StorageMeta(self.checkpoint_id, save_id=self._manifest.id, load_id=self.load_id)
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -150,7 +150,7 @@ class Reader(CheckpointDirectory, StorageReader):
         planner.commit_tensor(item, target)
 
 
-def open_checkpoint(directory: Path) -> tuple[DirectoryManifest, CheckpointMetadata]:
+def open_checkpoint(directory: Path | ObjectUrl) -> tuple[DirectoryManifest, CheckpointMetadata]:
     """The manifest of a checkpoint, and the metadata of its state dict.
 
     Raises:
@@ -177,7 +177,7 @@ def _copy_values(target: Tensor, values: Tensor) -> None:
 
 @torch.no_grad()
 def load(
-    directory: str | Path, *, only: str | Sequence[str] | None = None, nested: bool = True, threads: int | None = None
+    directory: AnyDirectory, *, only: str | Sequence[str] | None = None, nested: bool = True, threads: int | None = None
 ) -> dict[str, Any]:
     """The state dict that was saved, or a part of it, with every global tensor on the CPU.
 
@@ -195,7 +195,7 @@ def load(
         ChainError, FormatError: bytes are damaged or missing.
         StorageError: reading failed.
     """
-    root = local_path(directory, "directory").absolute()
+    root = resolve_directory(directory)
     manifest, metadata = open_checkpoint(root)
     entries = [*metadata.entries.values()] if only is None else _select_entries(metadata, only, str(root))
     chunks_by_payload: dict[int, list[tuple[EntryMetadata, ChunkMetadata]]] = {}
@@ -228,7 +228,7 @@ def _select_entries(metadata: CheckpointMetadata, only: str | Sequence[str], whe
     return selected
 
 
-def _allocate(entry: EntryMetadata, root: Path) -> Tensor:
+def _allocate(entry: EntryMetadata, root: Path | ObjectUrl) -> Tensor:
     """Uninitialized memory for a global tensor."""
     chunk_bytes = sum(entry.nbytes(chunk.sizes) for chunk in entry.chunks)
     if chunk_bytes != entry.nbytes(entry.size):

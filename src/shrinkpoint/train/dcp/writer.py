@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,8 +25,8 @@ from shrinkpoint.schemes.plan_shards import check_shardable, plan_shards
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.sharding.collectives import Collectives, LocalCollectives, make_collectives
 from shrinkpoint.sharding.shard_spec import ShardLayout
-from shrinkpoint.storage import LocalStorage
-from shrinkpoint.store.directory import commit, is_checkpoint
+from shrinkpoint.storage import AnyDirectory, ObjectUrl, directory_storage
+from shrinkpoint.store.directory import MANIFEST, commit, has_file
 from shrinkpoint.store.manifest import Payload
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.flat_state import snapshot
@@ -36,7 +35,12 @@ from shrinkpoint.train.background import OnSave, call_on_save, check_on_save
 from shrinkpoint.train.checkpointer import SaveOptions
 from shrinkpoint.train.dcp import chain_registry, checkpoint_metadata
 from shrinkpoint.train.dcp.chain_registry import ChainState, RestoreOrigin
-from shrinkpoint.train.dcp.checkpoint_metadata import DCP_KEY, expected_indices, metadata_to_json
+from shrinkpoint.train.dcp.checkpoint_metadata import (
+    DCP_KEY,
+    METADATA_FILE,
+    expected_indices,
+    metadata_to_json,
+)
 from shrinkpoint.train.dcp.directory import CheckpointDirectory
 from shrinkpoint.train.dcp.save_plan import (
     CollectedState,
@@ -81,10 +85,12 @@ class Writer(CheckpointDirectory, StorageWriter):
     Memory on each rank: a copy of what it writes, for each of the last `chain_registry.MAX_CHAINS` chains.
 
     Args:
-        path: directory of the next checkpoint; None: it is passed to `dcp.save`.
+        path: directory of the next checkpoint, or a URL such as "s3://bucket/run/step-100"; None: it is passed to
+            `dcp.save`.
         scheme: "lossless", or a scheme with settings, which decides for global tensors over all ranks.
         keyframe_every: greatest number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
-            files have four times the bytes of the state. None: no limit.
+            files have four times the bytes of the state. None: no limit. "auto": 20 in a directory; 1 in a bucket,
+            where a delta needs the directories that it was made against, as there are no links.
         chain: name of the chain; None: paths that differ only in numbers are one chain.
         threads: native threads for coding; None: every core, shared with the other ranks on this machine.
         group: what is passed to `dcp.save` as `process_group`; only a lossy scheme needs it.
@@ -99,15 +105,15 @@ class Writer(CheckpointDirectory, StorageWriter):
         save_id: id of the current save, or of the last one; the manifest has that of the coordinator's writer.
 
     Raises:
-        PolicyError: an unknown scheme, a number out of range, a URL.
+        PolicyError: an unknown scheme, a number out of range, a URL of something else than object storage.
     """
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | None = None,
+        path: AnyDirectory | None = None,
         *,
         scheme: str | Scheme = "lossless",
-        keyframe_every: int | None = 20,
+        keyframe_every: int | Literal["auto"] | None = "auto",
         chain: str | None = None,
         threads: int | None = None,
         group: dist.ProcessGroup | None = None,
@@ -119,13 +125,15 @@ class Writer(CheckpointDirectory, StorageWriter):
         on_save: OnSave | None = None,
     ) -> None:
         super().__init__(path, threads)
-        keyframe_every = validate.check_keyframe_every(keyframe_every)
+        if keyframe_every != "auto":
+            keyframe_every = validate.check_keyframe_every(keyframe_every)
         if step is not None:
             validate.check_int("step", step, minimum=0, do="leave it out")
         validate.check_str("note", note)
         if chain is not None:
             validate.check_str("chain", chain, do="leave it out: paths that differ only in numbers are one chain")
-        self._scheme, self._keyframe_every, self._chain = get_scheme(scheme), keyframe_every, chain
+        self._scheme, self._chain = get_scheme(scheme), chain
+        self._keyframe_option: int | Literal["auto"] | None = keyframe_every
         self._group, self._model, self._is_coordinator = group, model, True
         self._save_options = SaveOptions(step, as_floats(metrics), note)
         self._on_save = check_on_save(on_save)
@@ -141,7 +149,13 @@ class Writer(CheckpointDirectory, StorageWriter):
             "_restored": self._restored or chain_registry.restored_origins(),
         }
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    @property
+    def _keyframe_every(self) -> int | None:
+        if self._keyframe_option != "auto":
+            return self._keyframe_option
+        return 1 if isinstance(self._directory, ObjectUrl) else 20
+
+    def reset(self, checkpoint_id: AnyDirectory | None = None) -> None:
         """Begin a save. Raises nothing, as torch would not report an error here to the other ranks."""
         self.save_id = secrets.token_hex(8)
         if checkpoint_id is not None:
@@ -155,8 +169,7 @@ class Writer(CheckpointDirectory, StorageWriter):
             CheckpointExistsError: there is a checkpoint already, and it must not be overwritten.
         """
         self._is_coordinator, directory = is_coordinator, self._directory
-        metadata_file = directory / checkpoint_metadata.METADATA_FILE
-        if not self.overwrite and (is_checkpoint(directory) or metadata_file.exists()):
+        if not self.overwrite and any(has_file(directory, name) for name in (MANIFEST, METADATA_FILE)):
             found, do = f"Checkpoint already exists and {self.overwrite=}", "save elsewhere, or with overwrite=True"
             raise CheckpointExistsError(str(directory), found=found, do=do)
         if not kwargs.get("use_collectives", True):
@@ -212,11 +225,12 @@ class Writer(CheckpointDirectory, StorageWriter):
             loss=next((write.loss for write in writes if write.loss is not None), None),
             stats=_worst_stats([write.stats for write in writes]),
             id=self.save_id,
+            keep_payloads=isinstance(directory, ObjectUrl) and self._keyframe_every != 1,
             **options.manifest_fields(),
         )
         try:
             content = checkpoint_metadata.metadata_file_bytes(manifest.id)
-            LocalStorage(directory).put(checkpoint_metadata.METADATA_FILE, content)
+            directory_storage(directory).put(METADATA_FILE, content)
         except ShrinkpointError as error:  # the checkpoint is valid; this file is for other tools
             _log.warning("%s", error)
         report = SaveReport.from_manifest(str(directory), manifest)
@@ -224,7 +238,7 @@ class Writer(CheckpointDirectory, StorageWriter):
         call_on_save(self._on_save, report)
 
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=self._path, save_id=self.save_id)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         rank_info, directory = plan.storage_data, self._directory

@@ -16,7 +16,7 @@ from shrinkpoint import validate
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.evaluate import Reading
 from shrinkpoint.train.gradients import GradientRecorder
-from shrinkpoint.train.lightning.io import ShrinkIO, require_local_path
+from shrinkpoint.train.lightning.io import ShrinkIO, require_place
 from shrinkpoint.train.planning import AttributeSnapshot
 
 _SKIPPED_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "training")
@@ -52,7 +52,7 @@ class ShrinkIOCallback(pl.Callback):
         """Register the module with the plugin.
 
         Raises:
-            PolicyError: the Trainer has no ShrinkIO, or does not save to a local file system.
+            PolicyError: the Trainer has no ShrinkIO, or does not save to a local file system or a bucket.
         """
         plugin = trainer.strategy.checkpoint_io
         if not isinstance(plugin, ShrinkIO):
@@ -62,7 +62,7 @@ class ShrinkIOCallback(pl.Callback):
         callback_dirs = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
         for directory in (trainer.default_root_dir, *callback_dirs):
             if directory is not None:
-                require_local_path(directory)  # refuses a URL now, and not after the first epoch
+                require_place(directory)  # refuses a URL now, and not after the first epoch
         plugin.watch(pl_module)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:

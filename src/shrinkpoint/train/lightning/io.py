@@ -4,6 +4,7 @@ thread saves."""
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -21,8 +22,9 @@ from torch import Tensor, nn
 
 from shrinkpoint.errors import ChainError, FormatError, NotFoundError, PolicyError, StateError, StorageError
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
-from shrinkpoint.storage import hide_credentials, is_url, local_path
+from shrinkpoint.storage import ObjectUrl, hide_credentials, is_object_url, is_url, resolve_directory
 from shrinkpoint.store import SaveReport
+from shrinkpoint.store.directory import is_checkpoint
 from shrinkpoint.train.background import OnSave, check_on_save
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.lightning.plain_types import from_plain, to_plain
@@ -48,7 +50,7 @@ class ShrinkIO(CheckpointIO):
 
     Each checkpoint is a delta against the one saved before it, and needs no other directory: any other one may be
     deleted. It holds what Lightning puts into it, and is read without unpickling. Files of the stock plugin can be
-    loaded, too.
+    loaded, too. A path may be a URL such as "s3://bucket/run/last.ckpt"; there every checkpoint is a keyframe.
 
     With a Trainer, `ShrinkIOCallback` tells the plugin which module is trained; schemes that evaluate need it.
 
@@ -95,7 +97,7 @@ class ShrinkIO(CheckpointIO):
         require_single_process(self._checkpointer.scheme, "ShrinkIO")
         self._stock_io = TorchCheckpointIO()
         self._module: nn.Module | None = None
-        self._writing_dir: Path | None = None  # the directory of a background save that was not waited for
+        self._writing_dir: Path | ObjectUrl | None = None  # the directory of a background save that was not waited for
         self._removals, self._lock = PendingRemovals(), PicklableRLock()
         self._loop_thread: int | None = threading.get_ident()
         self._is_torn_down = False  # and nothing was saved since
@@ -120,7 +122,7 @@ class ShrinkIO(CheckpointIO):
         Raises:
             TypeError: `storage_options` is given.
             StateError: something cannot be stored; `where` names it.
-            PolicyError: the path is not local; or the scheme evaluates, and no module is set.
+            PolicyError: the path is neither local nor in a bucket; or the scheme evaluates, and no module is set.
             StorageError: writing failed; all other checkpoints can still be loaded.
             Exception: any error of the previous background save; this call has saved nothing then.
         """
@@ -146,7 +148,7 @@ class ShrinkIO(CheckpointIO):
         """Return the checkpoint dict; the next save is a delta against it.
 
         Args:
-            path: a directory of ours, or anything that the stock plugin reads.
+            path: a directory of ours, also in a bucket, or anything that the stock plugin reads.
             map_location: a device, or a dict or function as for `torch.load`, applied to tensors on the CPU. None: the
                 CPU.
             weights_only: for files of the stock plugin; ours are never unpickled.
@@ -157,8 +159,8 @@ class ShrinkIO(CheckpointIO):
             ChainError, FormatError: the checkpoint is damaged.
             StorageError: reading failed.
         """
-        directory = local_path_or_none(path)
-        if directory is None or not directory.is_dir():
+        directory = place_or_none(path)
+        if directory is None or not is_own_directory(directory):
             options = {} if map_location is None else {"map_location": map_location}
             stock: dict[str, Any] = self._stock_io.load_checkpoint(path, **options, weights_only=weights_only)
             return stock
@@ -177,7 +179,7 @@ class ShrinkIO(CheckpointIO):
         Raises:
             StorageError: deleting failed.
         """
-        directory = local_path_or_none(path)
+        directory = place_or_none(path)
         if directory is None:
             self._stock_io.remove_checkpoint(path)
         elif not self._removals.add_if_other_thread(directory):
@@ -232,7 +234,7 @@ class ShrinkIO(CheckpointIO):
             self.wait()
             self._stock_io.save_checkpoint(checkpoint, path)
             return
-        directory = require_local_path(path)
+        directory = require_place(path)
         self.wait()
         is_other_thread = self._is_other_thread()
         try:
@@ -246,9 +248,11 @@ class ShrinkIO(CheckpointIO):
         if self._writing_dir is None:
             self._remove_pending()
 
-    def _save(self, checkpoint: dict[str, Any], path: _PATH, directory: Path) -> None:
-        objects, moved_file = self._model_objects(checkpoint), move_aside(directory)
-        directory.mkdir(parents=True, exist_ok=True)  # ModelCheckpoint looks whether a name is taken
+    def _save(self, checkpoint: dict[str, Any], path: _PATH, directory: Path | ObjectUrl) -> None:
+        objects, moved_file = self._model_objects(checkpoint), None
+        if isinstance(directory, Path):
+            moved_file = move_aside(directory)
+            directory.mkdir(parents=True, exist_ok=True)  # ModelCheckpoint looks whether a name is taken
         try:
             self._checkpointer.save(
                 directory,
@@ -260,7 +264,7 @@ class ShrinkIO(CheckpointIO):
             )
         except BaseException as error:
             remove_empty(directory)
-            if moved_file is not None:
+            if moved_file is not None and isinstance(directory, Path):
                 with suppress(OSError):
                     moved_file.replace(directory)
             if isinstance(error, StateError):
@@ -294,8 +298,8 @@ class ShrinkIO(CheckpointIO):
             raise _missing_module_error(scheme, self._module, is_other_thread=self._is_other_thread())
         return {}
 
-    def _remove(self, directory: Path) -> None:
-        if directory.is_symlink() or directory.is_file():
+    def _remove(self, directory: Path | ObjectUrl) -> None:
+        if isinstance(directory, Path) and (directory.is_symlink() or directory.is_file()):
             directory.unlink()
         else:
             self._checkpointer.discard(directory)
@@ -318,14 +322,16 @@ class PendingRemovals:
     def __init__(self) -> None:
         self._lock = PicklableRLock()
         self._is_other_thread = False  # whether the last save was on another thread than the training loop's
-        self._directory: Path | None = None  # of the last save, complete or not
+        self._directory: Path | ObjectUrl | None = None  # of the last save, complete or not
         self._step = 0
         self._is_writing = False
-        self._to_remove: list[Path] = []  # removed once another checkpoint is written
-        self._unwritten: dict[Path, int] = {}  # directories to remove that are not written yet -> step of the last save
+        self._to_remove: list[Path | ObjectUrl] = []  # removed once another checkpoint is written
+        self._unwritten: dict[
+            Path | ObjectUrl, int
+        ] = {}  # directories to remove that are not written yet -> step of the last save
 
     @contextmanager
-    def during_save(self, directory: Path, step: int | None, *, is_other_thread: bool) -> Iterator[None]:
+    def during_save(self, directory: Path | ObjectUrl, step: int | None, *, is_other_thread: bool) -> Iterator[None]:
         """Register a save, while which removals wait. A pending removal of its directory is cancelled, unless the save
         is older than that.
 
@@ -345,17 +351,17 @@ class PendingRemovals:
             with self._lock:
                 self._is_writing = False
 
-    def add(self, directory: Path) -> None:
+    def add(self, directory: Path | ObjectUrl) -> None:
         """Remove a directory once another checkpoint is written."""
         with self._lock:
             self._to_remove.append(directory)
 
-    def add_if_other_thread(self, directory: Path) -> bool:
+    def add_if_other_thread(self, directory: Path | ObjectUrl) -> bool:
         """If another thread saves: add what it is writing, wrote last, or may have queued; else return False."""
         with self._lock:
             if not self._is_other_thread:
                 return False
-            exists = directory.exists() or directory.is_symlink()
+            exists = os.path.lexists(directory) if isinstance(directory, Path) else is_checkpoint(directory)
             if not exists and directory != self._directory:
                 self._unwritten[directory] = self._step
             elif self._is_writing or directory == self._directory:
@@ -364,7 +370,7 @@ class PendingRemovals:
                 return False
             return True
 
-    def pop_ready(self) -> list[Path]:
+    def pop_ready(self) -> list[Path | ObjectUrl]:
         """Return the directories to remove once a save is complete; its own directory stays pending."""
         with self._lock:
             ready = [directory for directory in self._to_remove if directory != self._directory]
@@ -393,7 +399,9 @@ class PicklableRLock:
         return (PicklableRLock, ())
 
 
-def load_checkpoint_dict(checkpointer: Checkpointer, directory: Path, map_location: Any = None) -> dict[str, Any]:
+def load_checkpoint_dict(
+    checkpointer: Checkpointer, directory: Path | ObjectUrl, map_location: Any = None
+) -> dict[str, Any]:
     """Return the checkpoint dict that a directory of ours holds.
 
     Raises:
@@ -407,25 +415,44 @@ def load_checkpoint_dict(checkpointer: Checkpointer, directory: Path, map_locati
     return state
 
 
-def local_path_or_none(path: _PATH) -> Path | None:
-    """Return an absolute path on this machine's file system; None for any other URL."""
-    location: object = path.removeprefix("file://") if isinstance(path, str) else path
-    return None if is_url(location) else local_path(location).absolute()
+def place_or_none(path: _PATH) -> Path | ObjectUrl | None:
+    """Return an absolute path on this machine's file system, or a place in a bucket; None for any other URL."""
+    location = path.removeprefix("file://") if isinstance(path, str) else path
+    return None if is_url(location) and not is_object_url(location) else resolve_directory(location, "path")
+
+
+def require_place(path: _PATH) -> Path | ObjectUrl:
+    """Return the absolute path of a checkpoint directory, or its place in a bucket.
+
+    Raises:
+        PolicyError: it is neither.
+    """
+    place = place_or_none(path)
+    if place is None:
+        expected = "a path of a local file system, or an s3://, gs:// or az:// URL"
+        do = "save to a local or mounted directory, and copy checkpoints elsewhere from there"
+        raise PolicyError("ShrinkIO", found=hide_credentials(str(path)), expected=expected, do=do)
+    return place
 
 
 def require_local_path(path: _PATH) -> Path:
-    """Return the absolute path of a checkpoint directory.
+    """Return the absolute path of a directory.
 
     Raises:
         PolicyError: it is not on a file system of this machine.
     """
-    local = local_path_or_none(path)
-    if local is None:
-        do = "save to a local or mounted directory, and copy checkpoints elsewhere from there"
+    place = place_or_none(path)
+    if not isinstance(place, Path):
+        do = "name a checkpoint itself"
         raise PolicyError(
             "ShrinkIO", found=hide_credentials(str(path)), expected="a path of a local file system", do=do
         )
-    return local
+    return place
+
+
+def is_own_directory(place: Path | ObjectUrl) -> bool:
+    """Whether a place is to be read as a checkpoint of ours: on this machine any directory."""
+    return place.is_dir() if isinstance(place, Path) else is_checkpoint(place)
 
 
 def move_aside(directory: Path) -> Path | None:
@@ -443,8 +470,10 @@ def move_aside(directory: Path) -> Path | None:
     return None
 
 
-def remove_empty(directory: Path) -> None:
+def remove_empty(directory: Path | ObjectUrl) -> None:
     """Remove a directory if nothing was saved into it."""
+    if not isinstance(directory, Path):
+        return
     with suppress(OSError):
         (directory / "bases").rmdir()
     with suppress(OSError):

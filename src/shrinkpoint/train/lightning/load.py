@@ -17,7 +17,12 @@ from shrinkpoint.errors import PolicyError, ShrinkpointError
 from shrinkpoint.store.directory import is_checkpoint, read_directory_manifest
 from shrinkpoint.train import restore
 from shrinkpoint.train.checkpointer import Checkpointer
-from shrinkpoint.train.lightning.io import load_checkpoint_dict, local_path_or_none, require_local_path
+from shrinkpoint.train.lightning.io import (
+    is_own_directory,
+    load_checkpoint_dict,
+    place_or_none,
+    require_local_path,
+)
 
 LightningT = TypeVar("LightningT", pl.LightningModule, pl.LightningDataModule)
 
@@ -46,8 +51,8 @@ def load_from_checkpoint(
         NotFoundError, ChainError, FormatError, StorageError: the checkpoint cannot be read.
         Exception: any error of Lightning, if the module does not fit.
     """
-    directory = local_path_or_none(checkpoint_path)
-    if directory is None or not directory.is_dir():
+    directory = place_or_none(checkpoint_path)
+    if directory is None or not is_own_directory(directory):
         stock_module: LightningT = cls.load_from_checkpoint(
             checkpoint_path,
             map_location=map_location,

@@ -1,0 +1,134 @@
+"""Directories that a framework names, in a bucket: each is a keyframe, and loads without any other."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers import accelerate_runs, lightning_runs
+from helpers.strategies import difference
+from lightning.fabric import Fabric
+from torch import nn
+
+import shrinkpoint
+from shrinkpoint.errors import NotFoundError, PolicyError, StorageError
+from shrinkpoint.storage import directory_storage
+from shrinkpoint.store.directory import is_checkpoint, read_directory_manifest
+from shrinkpoint.train.accelerate import AcceleratorCheckpointer, load_state
+from shrinkpoint.train.checkpointer import Checkpointer
+from shrinkpoint.train.lightning import ShrinkIO, ShrinkIOCallback, load_from_checkpoint
+from shrinkpoint.train.lightning import latest_valid as latest_valid_of_lightning
+
+_nightly = pytest.mark.nightly
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def url(s3) -> str:
+    return f"s3://checkpoints/{os.getpid()}/directories-{next(_numbers)}"
+
+
+@pytest.fixture(autouse=True)
+def anew() -> Iterator[None]:
+    accelerate_runs.forget()
+    yield
+    accelerate_runs.forget()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_checkpointer_saves_loads_and_discards(url, background) -> None:
+    state = {"w": torch.randn(5000), "n": 1}
+    checkpointer = Checkpointer(background=background)
+    for step in range(3):
+        state["w"] += 1e-4
+        checkpointer.save(f"{url}/step-{step}", state, step=step)
+    checkpointer.wait()
+    assert [read_directory_manifest(f"{url}/step-{step}").depth for step in range(3)] == [0, 0, 0]
+    checkpointer.discard(f"{url}/step-0")
+    assert directory_storage(f"{url}/step-0").list() == []
+    checkpointer.discard(f"{url}/step-0")  # a missing one is no error
+    restored = Checkpointer().load(f"{url}/step-2")
+    assert (str(restored.directory), restored.step) == (f"{url}/step-2", 2)
+    assert difference(restored.state, state) is None
+    assert difference(shrinkpoint.load(f"{url}/step-2"), state) is None
+    with pytest.raises(NotFoundError, match="step-0"):
+        checkpointer.load(f"{url}/step-0")
+    checkpointer.close()
+
+
+@_nightly
+def test_save_that_fails_leaves_what_was_there(url, s3) -> None:
+    checkpointer, state = Checkpointer(), {"w": torch.randn(5000)}
+    checkpointer.save(f"{url}/last", state)
+    for pattern in ("PUT .*rank-00000.2", "PUT .*shrinkpoint.json"):
+        s3.fail(pattern, "error", count=1000)
+        with pytest.raises(StorageError, match="500"):
+            checkpointer.save(f"{url}/last", {"w": torch.randn(5000)})
+        s3.clear()
+        assert difference(Checkpointer().load(f"{url}/last").state, state) is None
+    checkpointer.save(f"{url}/last", {"w": -state["w"]})
+    assert difference(Checkpointer().load(f"{url}/last").state, {"w": -state["w"]}) is None
+    assert len([key for key in directory_storage(f"{url}/last").list() if "rank" in key]) == 1
+
+
+@_nightly
+@pytest.mark.parametrize("background", [False, True])
+def test_fabric(url, background) -> None:
+    def make(seed: int):
+        torch.manual_seed(seed)
+        fabric = Fabric(accelerator="cpu", devices=1, plugins=[ShrinkIO(background=background)])
+        model = nn.Linear(3, 3)
+        model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters()))
+        return fabric, {"model": model, "optimizer": optimizer, "step": 3}
+
+    fabric, state = make(0)
+    for step in range(2):
+        fabric.backward(state["model"](torch.ones(2, 3)).square().sum())
+        state["optimizer"].step()
+        state["step"] = step
+        fabric.save(f"{url}/{step}.ckpt", state)
+    fabric.strategy.checkpoint_io.wait()
+    other, fresh = make(1)
+    assert other.load(f"{url}/1.ckpt", fresh) == {}
+    assert fresh["step"] == 1
+    assert difference(fresh["model"].state_dict(), state["model"].state_dict()) is None
+    fabric.strategy.checkpoint_io.remove_checkpoint(f"{url}/0.ckpt")
+    assert not is_checkpoint(f"{url}/0.ckpt")
+
+
+@_nightly
+@pytest.mark.filterwarnings(*lightning_runs.QUIET)
+def test_trainer_saves_to_a_bucket_and_resumes_from_it(url, tmp_path) -> None:
+    first = lightning_runs.small()
+    trainer = lightning_runs.trainer(tmp_path, ShrinkIO(), epochs=2, callbacks=[ShrinkIOCallback()])
+    trainer.fit(first, lightning_runs.points())
+    trainer.save_checkpoint(f"{url}/2.ckpt")
+    again = lightning_runs.small(1)
+    trainer = lightning_runs.trainer(tmp_path, ShrinkIO(), epochs=3, callbacks=[ShrinkIOCallback()])
+    trainer.fit(again, lightning_runs.points(), ckpt_path=f"{url}/2.ckpt", weights_only=False)
+    assert trainer.global_step == 3 * 4
+    loaded = load_from_checkpoint(lightning_runs.Small, f"{url}/2.ckpt")
+    assert difference(loaded.state_dict(), first.state_dict()) is None
+    with pytest.raises(PolicyError, match="Name a checkpoint itself"):
+        latest_valid_of_lightning(url)
+
+
+@_nightly
+def test_accelerate(url) -> None:
+    run = accelerate_runs.Loop()
+    shrink = AcceleratorCheckpointer(run.accelerator)
+    for number in range(2):
+        run.steps(1)
+        shrink.save_state(f"{url}/{number}")
+    saved = run.state()
+    accelerate_runs.forget()
+    other = accelerate_runs.Loop(seed=9)
+    restored = load_state(other.accelerator, f"{url}/1")
+    assert str(restored.directory) == f"{url}/1"
+    assert other.state() == saved
+    assert [read_directory_manifest(f"{url}/{number}").depth for number in range(2)] == [0, 0]
+    with pytest.raises(NotFoundError, match=f"{url}/7"):
+        load_state(other.accelerator, f"{url}/7")
