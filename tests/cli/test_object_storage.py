@@ -7,6 +7,7 @@ import json
 import os
 
 import pytest
+import torch
 from helpers.stores import flip, state
 from typer.testing import CliRunner
 
@@ -72,5 +73,56 @@ def test_what_is_wrong_is_said(url):
         assert f"{url}9" in run(*command, code=3)
     assert "one of 1, 2, 3" in run("show", f"{url}@7", code=3)
     assert "s3://bucket/path" in run("show", "s3://key:SECRET@bucket/a", code=2)
-    for command in (("export", url, "s3://checkpoints/out.pt"), ("convert", url, "out"), ("bench", url)):
-        assert "file system of this machine" in run(*command, code=2)
+    assert "file system of this machine" in run("report", url, "--out", "s3://checkpoints/page.html", code=2)
+
+
+def test_converting_commands(url, tmp_path):
+    base = f"{url}-others"
+    for step in (10, 20):
+        path = tmp_path / "run" / f"step-{step}.pt"
+        path.parent.mkdir(exist_ok=True)
+        torch.save({"model": {"w": torch.arange(1000.0) + step}, "step": step}, path)
+    run("convert", tmp_path / "run", f"{base}/store")
+    assert sp.Store(f"{base}/store").load(20)["state"]["step"] == 20
+    result = run("convert", f"{base}/store", f"{base}/back")
+    assert [row["out"] for row in result["written"]] == [f"{base}/back/step-{step}.pt" for step in (10, 20)]
+    assert (result["from"], result["to"]) == (f"{base}/store", f"{base}/back")
+    run("convert", f"{base}/back", tmp_path / "store", "--step", 20)
+    assert sp.Store(tmp_path / "store").load()["state"]["step"] == 20
+    run("convert", f"{base}/back/step-10.pt", f"{base}/one.safetensors")
+    assert sp.load(f"{base}/one.safetensors")["state"]["step"] == 10
+    assert run("convert", f"{base}/back", "--dry-run")["checkpoints"][0]["name"] == "step-10.pt"
+    assert run("convert", url, f"{base}/stores/torch", "--to", "torch", "--step", 2)["written"][0]["step"] == 2
+    assert run("export", url, f"{base}/out.pt")["out"] == f"{base}/out.pt"
+    assert "--force" in run("export", url, f"{base}/out.pt", code=2)
+    run("export", url, f"{base}/out.pt", "--force")
+    assert "--force" in run("convert", f"{base}/store", f"{base}/back", code=2)
+    assert "other things" in run("convert", tmp_path / "run", f"{base}/back", code=2)
+    assert "outside" in run("convert", f"{base}/store", f"{base}/store/below", code=2)
+    assert f"{base}/nothing" in run("convert", f"{base}/nothing", tmp_path / "out", code=3)
+
+
+def test_bench(url):
+    result = run("bench", url, "--scheme", "lossless")
+    assert result["checkpoints"] == 3
+    payload = f"{url}/step-000000001/rank-00000.safetensors"
+    assert run("bench", payload, payload, "--scheme", "lossless")["checkpoints"] == 2
+    assert f"{url}9" in run("bench", f"{url}9", code=3)
+
+
+def test_directories_of_frameworks(url):
+    from shrinkpoint.train.checkpointer import Checkpointer
+
+    base = f"{url}-run"
+    with Checkpointer() as checkpointer:
+        for step in (9, 10):
+            checkpointer.save(f"{base}/step-{step}", state(step), step=step)
+    assert [row["folder"] for row in run("list", base)["checkpoints"]] == ["step-9", "step-10"]
+    assert run("show", base)["step"] == 10
+    assert run("show", f"{base}/step-9")["step"] == 9
+    assert run("verify", base, "--deep")["checked"] == 2
+    assert not run("diff", f"{base}/step-9", f"{base}/step-10", code=1)["equal"]
+    assert sp.load(base)["seed"] == 10
+    assert sp.load(base, step=9, only="seed") == {"seed": 9}
+    sp.Store(f"{base}/step-9").storage.delete("rank-00000.safetensors")
+    assert run("verify", base, code=1)["findings"]

@@ -16,7 +16,10 @@ from shrinkpoint.demo.workload import GPT, Batches, GPTConfig, stdlib_text
 from shrinkpoint.errors import NotFoundError
 from shrinkpoint.progress import track
 from shrinkpoint.schemes.evaluate import call_evaluate, relative_degradation
+from shrinkpoint.storage import is_object_url
+from shrinkpoint.storage.object_url import parse_object_url
 from shrinkpoint.store import Store
+from shrinkpoint.store.file_place import place_file
 from shrinkpoint.store.load import load
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 
@@ -112,22 +115,31 @@ class FileSeries:
 
 
 def open_series(paths: Sequence[Path]) -> Series:
-    """Opens one store, or several files, as a series.
+    """Opens one store, or several files, as a series; URLs of object storage are taken, too.
 
     Raises:
         NotFoundError: a path does not exist, or the store has no checkpoints.
     """
-    if len(paths) == 1 and paths[0].is_dir():
+    if len(paths) == 1 and (paths[0].is_dir() or (is_object_url(paths[0]) and not _is_file(paths[0]))):
         series = StoreSeries(Store(paths[0]), paths[0].name)
         if not len(series):
-            raise NotFoundError(str(paths[0]), found="no checkpoint", expected="a store with some", do="save one first")
+            where = series.store.storage.describe()
+            raise NotFoundError(where, found="no checkpoint", expected="a store with some", do="save one first")
         return series
     for path in paths:
-        if not path.is_file():
+        if not _is_file(path):
             found = "a directory" if path.is_dir() else "nothing"
             expected = "one store, or files of checkpoints in their order"
             raise NotFoundError(str(path), found=found, expected=expected, do="name one store, or files")
     return FileSeries(tuple(paths))
+
+
+def _is_file(path: Path) -> bool:
+    """Whether there is a file; in a bucket, an object."""
+    if not is_object_url(path):
+        return path.is_file()
+    url = parse_object_url(path)
+    return bool(url.prefix) and place_file(str(url)).exists
 
 
 MODEL_CONFIG = GPTConfig(layers=4, width=192, heads=6, context=64, dropout=0.0)

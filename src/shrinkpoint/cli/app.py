@@ -99,7 +99,7 @@ def _refuse_urls(command: Callable[..., Any], takes_buckets: bool) -> Callable[.
     """Wraps a command so that it refuses URLs as arguments and as options that are paths.
 
     Args:
-        takes_buckets: its arguments that are no paths may be URLs of object storage.
+        takes_buckets: its arguments may be URLs of object storage.
     """
     hints = get_type_hints(command, include_extras=True)
     arguments = {
@@ -112,8 +112,9 @@ def _refuse_urls(command: Callable[..., Any], takes_buckets: bool) -> Callable[.
     def run(*args: Any, **kwargs: Any) -> Any:
         for name, value in kwargs.items():
             for item in value if isinstance(value, Sequence) and not isinstance(value, str) else (value,):
-                is_text = name in arguments and isinstance(item, str)
-                if isinstance(item, Path) or (is_text and not (takes_buckets and is_object_url(item))):
+                if takes_buckets and name in arguments and is_object_url(item):
+                    continue
+                if isinstance(item, Path) or (name in arguments and isinstance(item, str)):
                     local_path(item, name)
         return command(*args, **kwargs)
 
@@ -121,5 +122,5 @@ def _refuse_urls(command: Callable[..., Any], takes_buckets: bool) -> Callable[.
 
 
 for _module in (list, show, report, verify, diff, export, convert, forget, prune, compact, bench, demo):
-    _takes_buckets = _module not in (convert, bench, demo)
+    _takes_buckets = _module is not demo
     app.command(name=_module.__name__.rpartition(".")[2])(_refuse_urls(_module.command, _takes_buckets))

@@ -16,7 +16,7 @@ import typer
 from shrinkpoint import validate
 from shrinkpoint.cli.console import print_note
 from shrinkpoint.errors import NotFoundError, PolicyError
-from shrinkpoint.storage import LocalStorage, Storage, is_object_url, resolve_storage
+from shrinkpoint.storage import LocalStorage, Storage, directory_storage, is_object_url, resolve_storage
 from shrinkpoint.storage.object_url import ObjectUrl, parse_object_url
 from shrinkpoint.store.directory import find_checkpoints, read_directory_manifest
 from shrinkpoint.store.file_place import FilePlace, place_file
@@ -130,22 +130,24 @@ class Location:
         """The directory that it names; None for a file, and in a bucket."""
         return self.path if isinstance(self.path, Path) and self.path.is_dir() else None
 
-    @property
-    def directories(self) -> list[Path]:
+    @cached_property
+    def directories(self) -> Sequence[Path | ObjectUrl]:
         """The checkpoint directories of frameworks that it names or holds."""
+        if not isinstance(self.path, Path):
+            return find_checkpoints(self.path)
         return [] if self.directory is None else find_checkpoints(self.directory)
 
     @property
     def is_run(self) -> bool:
         """Whether it is a framework's checkpoint directory, or a directory with some in it and no store."""
-        return bool(self.directories) and not scan(LocalStorage(str(self.path))).keys
+        return bool(self.directories) and not scan(directory_storage(self.path)).keys
 
     def identify(self) -> Identification | None:
         """What else than a checkpoint of ours lies there; None if unknown, and in a bucket."""
         return identify(self.path) if isinstance(self.path, Path) else None
 
     @property
-    def newest_directory(self) -> Path:
+    def newest_directory(self) -> Path | ObjectUrl:
         """The newest checkpoint directory of a run.
 
         Raises:
@@ -289,7 +291,7 @@ def decode_location(location: Location) -> DecodedFile:
     return decode_chain(store_chain(storage, manifest))
 
 
-def _decode_directory(directory: Path) -> DecodedFile:
+def _decode_directory(directory: Path | ObjectUrl) -> DecodedFile:
     """Decodes what one process wrote, or the state of all ranks of torch.distributed.checkpoint."""
     from shrinkpoint.codec.reference import Reference
     from shrinkpoint.store.checkpoint_file import DecodedFile

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -15,11 +15,15 @@ import typer
 
 from shrinkpoint import humanize
 from shrinkpoint.cli.arguments import HigherIsBetterOption, JsonOption, ThresholdOption, import_function, parse_share
+from shrinkpoint.cli.bucket_files import has_objects, local_copy, local_target, show_place, shown_name
 from shrinkpoint.cli.console import Column, print_json, print_line, print_note, print_table, show_progress
 from shrinkpoint.errors import CorruptError, LossWarning, PolicyError, ShrinkpointError
 from shrinkpoint.progress import Task, track
-from shrinkpoint.storage import LocalStorage, Storage
+from shrinkpoint.storage import LocalStorage, Storage, is_object_url, resolve_storage
+from shrinkpoint.storage.object_url import parse_object_url
 from shrinkpoint.storage.sizing import SizingStorage
+from shrinkpoint.store import layout
+from shrinkpoint.store.listing import list_steps
 
 if TYPE_CHECKING:
     from shrinkpoint.convert.discover import CheckpointSeries, SourceCheckpoint
@@ -41,9 +45,12 @@ _TO_HELP = "What to write; else a store from what is not ours, and what it was f
 _ONLY_HELP = 'Only checkpoints of a run that are named so, e.g. "*.ckpt"; may be given again.'
 _EVALUATE_HELP = "Gets a converted state, returns a loss; for schemes that search."
 _OPAQUE_HELP = "Take files of a directory that cannot be read without running them along as they are, however large."
-SourceArgument = Annotated[Path, typer.Argument(metavar="SRC", help="A file, a directory, a whole run, a store.")]
+SourceArgument = Annotated[
+    Path, typer.Argument(metavar="SRC", help="A file, a directory, a whole run, a store; or a URL of one.")
+]
 TargetArgument = Annotated[
-    Path | None, typer.Argument(metavar="DST", help="A store, a .safetensors file of ours, or where to restore to.")
+    Path | None,
+    typer.Argument(metavar="DST", help="A store, a .safetensors file of ours, or where to restore to; or a URL."),
 ]
 FormOption = Annotated[ConvertForm | None, typer.Option("--to", help=_TO_HELP)]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Write nothing; tell how much it would save.")]
@@ -67,9 +74,15 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Replace what is at D
 
 @dataclass(frozen=True)
 class _Options:
-    """What the command line asks for; `out` is None for a dry run."""
+    """What the command line asks for.
+
+    Attributes:
+        copy: what is read: of a URL, its copy on this machine.
+        out: None for a dry run.
+    """
 
     source: Path
+    copy: Path
     out: Path | None
     scheme: str
     keyframe_every: int
@@ -107,19 +120,23 @@ def command(
     from shrinkpoint.schemes.registry import make_scheme
 
     share, target = parse_share(threshold), None if dry_run else out
-    options = _Options(source, target, scheme, keyframe_every, not no_verify, opaque, force, json)
-    series = discover(source, only=only or [], step=step)
-    form = to or (ConvertForm.ORIGINAL if series.checkpoints[0].is_ours else ConvertForm.SHRINKPOINT)
-    if target is None and form is not ConvertForm.SHRINKPOINT:
-        found, expected = f"--dry-run with --to {form.value}", "a conversion into ours"
-        raise PolicyError("convert", found=found, expected=expected, do="say --to shrinkpoint")
-    for path in series.ignored_paths:
-        print_note(f"{path}: left out, its name says no step or it is no checkpoint of this run")
-    if target is not None and form is not ConvertForm.SHRINKPOINT:
-        _export(series, target, options, form.value)
-        return
-    function = None if evaluate is None else import_function(evaluate)
-    _import(series, options, make_scheme(scheme, evaluate=function, threshold=share, higher_is_better=higher))
+    with ExitStack() as stack:
+        with show_progress(f"reading {show_place(source)}"):
+            copy = stack.enter_context(local_copy(source))
+        options = _Options(source, copy, target, scheme, keyframe_every, not no_verify, opaque, force, json)
+        series = discover(copy, only=only or [], step=step)
+        form = to or (ConvertForm.ORIGINAL if series.checkpoints[0].is_ours else ConvertForm.SHRINKPOINT)
+        if target is None and form is not ConvertForm.SHRINKPOINT:
+            found, expected = f"--dry-run with --to {form.value}", "a conversion into ours"
+            raise PolicyError("convert", found=found, expected=expected, do="say --to shrinkpoint")
+        for path in series.ignored_paths:
+            name = shown_name(str(path), copy, source)
+            print_note(f"{name}: left out, its name says no step or it is no checkpoint of this run")
+        if target is not None and form is not ConvertForm.SHRINKPOINT:
+            _export(series, target, options, form.value)
+            return
+        function = None if evaluate is None else import_function(evaluate)
+        _import(series, options, make_scheme(scheme, evaluate=function, threshold=share, higher_is_better=higher))
 
 
 def _import(series: CheckpointSeries, options: _Options, scheme: Scheme) -> None:
@@ -133,7 +150,7 @@ def _import(series: CheckpointSeries, options: _Options, scheme: Scheme) -> None
             raise PolicyError(str(out), found=found, expected="one for a single file", do=do)
         _check_separate(options.source, out)
         _check_overwrite(out, options)
-        with show_progress(f"writing {out}"), _print_loss_warnings():
+        with show_progress(f"writing {show_place(out)}"), _print_loss_warnings():
             rows = [import_to_file(checkpoints[0], out, scheme, opaque=options.opaque, verify=options.verify)]
         seconds = rows[0].seconds
         if options.verify:
@@ -160,11 +177,13 @@ def _export(series: CheckpointSeries, out: Path, options: _Options, form: str) -
     """Writes a series in a form that others read: one checkpoint to `out`, several of a run into it."""
     _check_separate(options.source, out)
     used_names: set[str] | None = set() if series.is_run_dir and len(series.checkpoints) > 1 else None
-    with show_progress("converting"):
+    with local_target(out, force=options.force) as path, show_progress("converting"):
         checkpoints = track(series.checkpoints, "converting")
-        rows = [_export_checkpoint(checkpoint, out, options, form, used_names) for checkpoint in checkpoints]
+        rows = [_export_checkpoint(checkpoint, path, options, form, used_names) for checkpoint in checkpoints]
+    rows = [{**row, "out": shown_name(row["out"], path, out)} for row in rows]
     if options.json:
-        print_json({"from": str(options.source), "to": str(out), "verified": options.verify, "written": rows})
+        document = {"from": show_place(options.source), "to": show_place(out)}
+        print_json({**document, "verified": options.verify, "written": rows})
         return
     for row in rows:
         size = "there already" if row["done"] else humanize.size(row["bytes"])
@@ -215,6 +234,12 @@ def _open_store(source: Path, out: Path) -> Storage:
     from shrinkpoint.convert.discover import is_new_store, is_store
 
     _check_separate(source, out)
+    if is_object_url(out):
+        storage = resolve_storage(out)
+        if not list_steps(storage) and any(layout.step_of(key) is None for key in storage.list()):
+            found, do = "a place with other things below it", "choose another name"
+            raise PolicyError(storage.describe(), found=found, expected="a store, or a new place", do=do)
+        return storage
     if out.is_file():
         raise PolicyError(str(out), found="a file", expected="the directory of a store", do="choose another name")
     if out.is_dir() and not is_store(out) and not is_new_store(out):
@@ -224,16 +249,19 @@ def _open_store(source: Path, out: Path) -> Storage:
 
 
 def _check_separate(source: Path, out: Path) -> None:
-    a, b = source.resolve(), out.resolve()
+    if is_object_url(source) != is_object_url(out):
+        return
+    a, b = (path if is_object_url(path) else path.resolve() for path in (source, out))
     if a == b or a in b.parents or b in a.parents:
-        found, do = f"a place in, above or at {source}", "choose a place outside"
-        raise PolicyError(str(out), found=found, expected="another one", do=do)
+        found, do = f"a place in, above or at {show_place(source)}", "choose a place outside"
+        raise PolicyError(show_place(out), found=found, expected="another one", do=do)
 
 
 def _check_overwrite(out: Path, options: _Options) -> None:
-    if out.exists() and not options.force and (out.is_file() or any(out.iterdir())):
+    is_free = not has_objects(parse_object_url(out)) if is_object_url(out) else not out.exists()
+    if not is_free and not options.force and (not out.is_dir() or any(out.iterdir())):
         found, do = "something that exists", "add --force to replace it"
-        raise PolicyError(str(out), found=found, expected="a new name", do=do)
+        raise PolicyError(show_place(out), found=found, expected="a new name", do=do)
 
 
 @contextmanager
@@ -252,8 +280,8 @@ def _print_report(rows: Sequence[ImportRow], options: _Options, seconds: float, 
     raw, before, after = (sum(getattr(row, key) for row in rows) for key in ("raw", "before", "after"))
     if options.json:
         document = {
-            "from": str(options.source),
-            "to": None if out is None else str(out),
+            "from": show_place(options.source),
+            "to": None if out is None else show_place(out),
             "dry_run": out is None,
             "scheme": options.scheme,
             "raw_bytes": raw,
@@ -281,7 +309,7 @@ def _print_report(rows: Sequence[ImportRow], options: _Options, seconds: float, 
         totals=True,
     )
     gain = f"{before / after:.2f} times smaller" if after else "nothing"
-    place = "would take" if out is None else f"take, in {out},"
+    place = "would take" if out is None else f"take, in {show_place(out)},"
     sizes = f"{humanize.size(before)} {place} {humanize.size(after)}"
     saved = humanize.size(max(0, before - after))
     print_line(f"{humanize.count(len(rows), 'checkpoint')} of {sizes}: {gain}, {saved} saved")
@@ -296,4 +324,6 @@ def _amounts(raw: int, before: int, after: int, seconds: float) -> tuple[str, ..
 
 
 def _print_verified(count: int, options: _Options) -> None:
-    print_line(f"verified: {humanize.count(count, 'checkpoint')} decoded and compared with {options.source}")
+    print_line(
+        f"verified: {humanize.count(count, 'checkpoint')} decoded and compared with {show_place(options.source)}"
+    )

@@ -17,8 +17,10 @@ from shrinkpoint.cli.arguments import (
     decode_location,
     parse_location,
 )
+from shrinkpoint.cli.bucket_files import local_target, show_place
 from shrinkpoint.cli.console import print_json, print_line, print_note, show_progress
 from shrinkpoint.errors import NotFoundError, PolicyError
+from shrinkpoint.storage import is_object_url
 
 
 class ExportForm(str, Enum):
@@ -76,24 +78,24 @@ def command(
         found, do = "--max-shard-size or --config", "add --hf, or leave them out"
         raise PolicyError("export", found=found, expected="them with --hf", do=do)
     form = to or _form_from_suffix(out)
-    if out.exists() and not force:
+    if not is_object_url(out) and out.exists() and not force:
         raise PolicyError(str(out), found="a file that exists", expected="a new name", do="add --force to replace it")
     from shrinkpoint.convert.export import write_state
     from shrinkpoint.store.checkpoint_file import build_state
 
-    with show_progress(f"writing {out}"):
+    with show_progress(f"writing {show_place(out)}"), local_target(out, force=force) as path:
         state = build_state(decode_location(location), str(location))
-        counts = write_state(state, out, as_torch=form is ExportForm.TORCH, patterns=only or ())
+        counts = write_state(state, path, as_torch=form is ExportForm.TORCH, patterns=only or ())
     if counts is None:
         found = f"nothing named like {' or '.join(only or ())}"
         raise NotFoundError(str(location), found=found, do=f"see `shrinkpoint show {location.path} --tensors --values`")
     if json:
-        document = {"from": str(location), "out": str(out), "to": form.value}
+        document = {"from": str(location), "out": show_place(out), "to": form.value}
         sizes = {"tensors": counts.tensors, "bytes": counts.nbytes}
         print_json({**document, **sizes, "left_out": counts.num_omitted, "converted": counts.num_converted})
         return
     size = f"{humanize.count(counts.tensors, 'tensor')}, {humanize.size(counts.nbytes)}"
-    print_line(f"{out}: {size}, {form.value}, from {location}")
+    print_line(f"{show_place(out)}: {size}, {form.value}, from {location}")
     if counts.num_omitted:
         values = humanize.count(counts.num_omitted, "plain value")
         print_note(f"{values} left out: safetensors holds tensors only (--to torch has all)")
@@ -107,21 +109,23 @@ def _export_pretrained(
 ) -> None:
     from shrinkpoint.train.transformers import export_pretrained
 
-    with show_progress(f"writing {out}"):
+    with show_progress(f"writing {show_place(out)}"), local_target(out, force=force) as path:
         report = export_pretrained(
             location.path if isinstance(location.path, Path) else str(location.path),
-            out,
+            path,
             step=location.step,
             config=None if config is None else str(config),
             max_shard_size=max_shard_size,
             force=force,
         )
     if json:
-        document = {"from": str(location), "out": str(out), "to": "hf", "tensors": report.tensors}
+        document = {"from": str(location), "out": show_place(out), "to": "hf", "tensors": report.tensors}
         print_json({**document, "bytes": report.nbytes, "files": [*report.files]})
         return
     size = f"{humanize.count(report.tensors, 'tensor')}, {humanize.size(report.nbytes)}"
-    print_line(f"{out}: {size} in {humanize.count(len(report.files), 'file')} for from_pretrained, from {location}")
+    print_line(
+        f"{show_place(out)}: {size} in {humanize.count(len(report.files), 'file')} for from_pretrained, from {location}"
+    )
 
 
 def _form_from_suffix(out: Path) -> ExportForm:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -26,7 +25,7 @@ def command(
     hidden = 0
     location = parse_store(store)
     if location.is_run:
-        report = run_report(Path(store))
+        report = run_report(location.path)
     else:
         hidden = 0 if every else len(listing.forgotten & set(listing.manifests))
         report = store_report(

@@ -100,7 +100,7 @@ def _read(location: Location, name: str, keep: Keep) -> RunReport:
     if location.file is not None:
         file = read_file_report(location.file.storage, location.file.key, str(location.path))
         return RunReport(name, None, None, (file,))
-    if isinstance(location.path, Path) and location.is_run:
+    if location.is_run:
         directory = location.newest_directory
         shown = checkpoint_report(read_directory_manifest(directory), folder=directory.name)
         return RunReport(name, run_report(location.path), shown, tuple(directory_files(directory, shown)))

@@ -20,7 +20,7 @@ from shrinkpoint.cli.arguments import (
 from shrinkpoint.cli.console import Column, paged, print_json, print_line, print_pairs, print_table
 from shrinkpoint.report.checkpoints import CheckpointReport, checkpoint_report
 from shrinkpoint.report.files import FileReport, TensorRow, read_file_report
-from shrinkpoint.storage import LocalStorage
+from shrinkpoint.storage import ObjectUrl, directory_storage, is_object_url
 from shrinkpoint.store.directory import read_directory_manifest
 from shrinkpoint.store.manifest import LossIncrease
 from shrinkpoint.tensors.info import JSON
@@ -59,9 +59,9 @@ def command(
             _print_file(file, tensors, values)
 
 
-def directory_files(directory: Path, report: CheckpointReport) -> list[FileReport]:
+def directory_files(directory: Path | ObjectUrl, report: CheckpointReport) -> list[FileReport]:
     """Reports the files of a framework's checkpoint."""
-    storage = LocalStorage(directory.absolute())
+    storage = directory_storage(directory)
     return [read_file_report(storage, name, str(directory / name)) for name, _, _ in report.files]
 
 
@@ -94,7 +94,8 @@ def _store_rows(report: CheckpointReport, file: FileReport) -> Iterator[tuple[st
 def _directory_rows(report: CheckpointReport) -> Iterator[tuple[str, str]]:
     yield "step", "" if report.step is None else str(report.step)
     yield "made", _created_text(report)
-    below = f"delta; {humanize.count(report.depth, 'file')} below, linked here"
+    place = "in other directories" if is_object_url(report.folder) else "linked here"
+    below = f"delta; {humanize.count(report.depth, 'file')} below, {place}"
     yield "kind", "keyframe" if report.keyframe else below
     yield "ranks", str(report.ranks) if report.ranks > 1 else ""
     yield from _manifest_rows(report)

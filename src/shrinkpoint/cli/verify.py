@@ -25,6 +25,7 @@ from shrinkpoint.cli.console import ExitCode, print_json, print_line, print_note
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import NotFoundError, PolicyError, ShrinkpointError
 from shrinkpoint.progress import track
+from shrinkpoint.storage import ObjectUrl
 from shrinkpoint.store.directory import verify_directory
 from shrinkpoint.store.file_place import FilePlace
 from shrinkpoint.store.identify import EMPTY_DIRECTORY
@@ -85,7 +86,7 @@ def _verify_all(location: Location, deep: bool) -> tuple[list[Finding], int]:
     return findings, checked
 
 
-def _verify_directory(directory: Path, deep: bool) -> list[Finding]:
+def _verify_directory(directory: Path | ObjectUrl, deep: bool) -> list[Finding]:
     """Verifies a framework's checkpoint: its manifest, every file it needs and, if deep, what these decode to."""
     try:
         manifest = verify_directory(directory, deep=True)

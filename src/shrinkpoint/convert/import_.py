@@ -14,10 +14,11 @@ from shrinkpoint.convert.part import origin_info
 from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError
 from shrinkpoint.schemes.base import Resumable, Scheme
 from shrinkpoint.schemes.lossless import Lossless
-from shrinkpoint.storage import LocalStorage, Storage
+from shrinkpoint.storage import Storage
 from shrinkpoint.store import Store
 from shrinkpoint.store.checkpoint_file import write_file
 from shrinkpoint.store.decode import iter_checkpoints
+from shrinkpoint.store.file_place import place_file
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.single_file import decode_file
 from shrinkpoint.tensors.compare import describe_difference, describe_structure_difference
@@ -142,6 +143,7 @@ def import_to_file(checkpoint: SourceCheckpoint, out: Path, scheme: Scheme, *, o
     """Writes a checkpoint as a single file of this library.
 
     Args:
+        out: its path, or a URL of object storage.
         opaque: keep files that cannot be read without running them as their bytes, however large.
         verify: decode the file and, if the scheme is lossless, compare it with the checkpoint.
 
@@ -151,13 +153,13 @@ def import_to_file(checkpoint: SourceCheckpoint, out: Path, scheme: Scheme, *, o
     """
     began = time.perf_counter()
     state, opaque_names = read_flat(checkpoint, opaque)
-    storage, quantized = LocalStorage(out.absolute().parent), scheme.quantize(state, None)
-    written = write_file(storage, out.name, quantized, scheme=scheme, reference=None, parent=None)
+    place, quantized = place_file(out), scheme.quantize(state, None)
+    written = write_file(place.storage, place.key, quantized, scheme=scheme, reference=None, parent=None)
     if verify:
-        decoded, _ = decode_file(out.absolute())
+        decoded, _ = decode_file(place)
         difference = describe_difference(state, decoded) if scheme.id == Lossless.id else ""
         if difference:
-            raise CorruptError(str(out), found=difference, expected=f"what {checkpoint.name} holds", do="report this")
+            raise CorruptError(str(place), found=difference, expected=f"what {checkpoint.name} holds", do="report this")
     return ImportRow(
         step=checkpoint.step,
         name=checkpoint.name,

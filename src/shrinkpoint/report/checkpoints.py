@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from shrinkpoint.errors import ShrinkpointError
+from shrinkpoint.storage import ObjectUrl
 from shrinkpoint.store.directory import find_checkpoints, read_directory_manifest
 from shrinkpoint.store.manifest import DirectoryManifest, LossIncrease, Manifest
 from shrinkpoint.tensors.info import JSON
@@ -176,11 +177,17 @@ def store_report(
     return StoreReport(where, tuple(reports), tuple(broken))
 
 
-def run_report(root: Path) -> StoreReport:
+def run_report(root: Path | ObjectUrl) -> StoreReport:
     """Reports every checkpoint below a directory, or the one checkpoint that the directory is."""
     reports, broken = [], []
-    for directory in find_checkpoints(root):
-        folder = directory.relative_to(root).as_posix() if directory != root else directory.name
+    folders: Mapping[str, Path | ObjectUrl]
+    if isinstance(root, Path):
+        folders = {
+            path.relative_to(root).as_posix() if path != root else path.name: path for path in find_checkpoints(root)
+        }
+    else:
+        folders = {url.relative_to(root) or url.name: url for url in find_checkpoints(root)}
+    for folder, directory in folders.items():
         try:
             reports.append(checkpoint_report(read_directory_manifest(directory), folder=folder))
         except ShrinkpointError as error:
