@@ -273,3 +273,14 @@ def test_no_one_is_told_to_remove_a_directory(tmp_path):
     with pytest.raises(StorageError, match="a directory under this name") as caught:
         storage.put("run", b"")
     assert "remove" not in caught.value.do
+
+
+@pytest.mark.parametrize(("number", "advice"), [(errno.ENOLCK, "with locks"), (errno.EIO, "look at the disk")])
+def test_what_the_system_says_of_a_lock_decides_what_is_advised(tmp_path, monkeypatch, number, advice):
+    def refuse(*args):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(StorageError, match="locking failed") as caught, LocalStorage(tmp_path).lock():
+        pass
+    assert advice in caught.value.do and caught.value.errno == number

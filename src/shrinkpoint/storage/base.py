@@ -206,10 +206,20 @@ def submit_or_call(pool: Executor, call: Callable[P, R], *args: P.args, **kwargs
         return result
 
 
+_ADVICE = {
+    errno.EFBIG: "save to a file system, or under a limit (`ulimit -f`), that takes larger files",
+    errno.EMFILE: "allow the process more open files (`ulimit -n`)",
+    errno.ENOLCK: "mount this file system with locks, or save to another one",
+    errno.EROFS: "save to another place: this file system is read-only",
+}
+"""What to do about an error of the system, where more can be said than to look."""
+
+
 def storage_error(where: str, operation: str, error: OSError) -> StorageError:
     """The error to raise from an `OSError`, with its `errno`."""
     reason = error.strerror or str(error) or type(error).__name__
-    result = StorageError(where, found=f"{operation} failed ({reason})", do="look at the disk and at the permissions")
+    do = _ADVICE.get(error.errno or 0, "look at the disk and at the permissions")
+    result = StorageError(where, found=f"{operation} failed ({reason})", do=do)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         do = "free some space and save again; earlier checkpoints are untouched"
         result = NoSpaceError(where, found=f"no space left while {operation} ({reason})", do=do)
