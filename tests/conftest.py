@@ -43,6 +43,7 @@ LONGEST_FIRST = (
     "tests/test_lazy_imports.py",
     "tests/test_examples.py",
     "tests/comm/pipeline/test_state_dict.py",
+    "tests/docs",
     "tests/benchmarks",
     "tests/schemes/encode/test_many_tensors.py",
     "tests/schemes/search",

@@ -19,6 +19,7 @@ from shrinkpoint.train import accelerate, dcp, lightning, transformers
 
 PUBLIC = [shrinkpoint, comm, schemes, train, dcp, accelerate, lightning, transformers]
 """What has a public `__all__`."""
+STORAGE = ("LocalStorage", "MemoryStorage", "ObjectCache", "Storage")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
     for page in (site / "api").glob("*.html"):
         documented += [resolve(name) for name in re.findall(r'id="(shrinkpoint\.[\w.]+)"', page.read_text())]
     public = {f"{module.__name__}.{name}": getattr(module, name) for module in PUBLIC for name in module.__all__}
-    public |= {f"storage.{name}": getattr(storage, name) for name in ("LocalStorage", "MemoryStorage", "Storage")}
+    public |= {f"storage.{name}": getattr(storage, name) for name in STORAGE}
     public |= {name: value for name, value in vars(errors).items() if is_exception(value)}
     missing = {name for name, value in public.items() if not any(value is obj for obj in documented)}
     assert missing - {"shrinkpoint.__version__", "shrinkpoint.errors"} == set()
