@@ -352,3 +352,17 @@ def test_large_payload_is_copied_from_a_source_of_any_kind(s3, tmp_path):
     catch_up(Mirror(Store(urls[0]).storage, Store(urls[1]).storage))
     assert sum("uploadId" in path and method == "PUT" for method, path, _ in s3.requests()) >= 3
     assert difference(Store(urls[1]).load(), data) is None
+
+
+def test_checkpoints_that_became_weights_only_do_so_in_the_mirror() -> None:
+    storage, target = MemoryStorage(), CheckedStorage()
+    with Store(storage, keyframe_every=3, threads=1) as store:
+        for step in range(1, 5):
+            store.save(step, state(step))
+        mirror = Mirror(storage, target, Keep(last=3, moments_last=1))
+        catch_up(mirror)
+        plan = store.prune(Keep(last=3, moments_last=1), dry_run=False)
+        assert (plan.delete, plan.weights_only) == ((1,), (2, 3))
+        catch_up(mirror)
+        assert_same(storage, target)
+        assert [manifest.weights_only for manifest in Store(target).list()] == [True, True, False]

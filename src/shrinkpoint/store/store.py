@@ -379,7 +379,8 @@ class Store:
             f"moments, which {chain.describe_steps(others)} has" if others else "moments, which no checkpoint has"
         )
         do = "restore that, or load the weights alone: leave the optimizer out, or pass weights_only=True"
-        return MismatchError(f"step {manifest.step}", found=found, expected=expected, do=do)
+        where = f"{self.storage.describe()}, step {manifest.step}"
+        return MismatchError(where, found=found, expected=expected, do=do)
 
     def _load(self, manifest: Manifest, device: Device, tie: bool, keep: bool, max_bytes: int | None) -> Any:
         began = time.perf_counter()
