@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from pathlib import Path
 
@@ -112,3 +113,13 @@ def test_evaluations_of_a_scheme_are_counted(name: str) -> None:
     reports = [r for r in seen if r.title == f"{name}: measuring the loss"]
     assert reports[-1].is_finished and reports[-1].done == calls > 2
     assert any(r.seconds_left is not None and not r.is_finished for r in reports)
+
+
+def test_an_upload_is_counted_in_bytes(s3: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shrinkpoint.storage.upload._MAX_HELD_BYTES", 1 << 20)
+    seen: list[TaskProgress] = []
+    with watch_progress(seen.append):
+        report = sp.save({"w": torch.randn(3_000_000)}, f"s3://checkpoints/progress-{os.getpid()}.safetensors")
+    uploads = [r for r in seen if r.title.startswith("uploading")]
+    assert uploads[-1].is_finished and uploads[-1].unit == "bytes"
+    assert uploads[-1].done == uploads[-1].total == report.stored_bytes

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING
 
 from shrinkpoint.errors import ShrinkpointError
+from shrinkpoint.progress import Task
 from shrinkpoint.storage.base import Buffer, Sink, Source, storage_error
 from shrinkpoint.storage.object_errors import send_request
 
@@ -134,6 +135,30 @@ class SourceFile(io.RawIOBase):
         return self._offset
 
 
+class _CountedFile(io.RawIOBase):
+    """A file that is read from its front, and a task that counts its bytes."""
+
+    def __init__(self, file: IO[bytes] | SourceFile, task: Task) -> None:
+        self._file, self._task = file, task
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1, /) -> bytes:
+        data = self._file.read(size)
+        self._task.advance(len(data))
+        return data
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+
 def upload_file(store: ObjectStore, path: str, file: IO[bytes] | SourceFile, size: int, where: str) -> str | None:
     """Make the bytes of a file an object: it is there, complete and durable, when this returns.
 
@@ -152,6 +177,10 @@ def upload_file(store: ObjectStore, path: str, file: IO[bytes] | SourceFile, siz
         if size <= _MAX_HELD_BYTES:
             return obstore.put(store, path, file.read(size), use_multipart=False)
         part = max(PART_BYTES, -(-size // _MAX_PARTS))
-        return obstore.put(store, path, file, use_multipart=True, chunk_size=part, max_concurrency=_PARALLEL_PARTS)
+        with Task(f"uploading {where}", size, "bytes") as task:
+            counted = _CountedFile(file, task)
+            return obstore.put(
+                store, path, counted, use_multipart=True, chunk_size=part, max_concurrency=_PARALLEL_PARTS
+            )
 
     return send_request(where, "writing" if size <= _MAX_HELD_BYTES else "uploading", put)["e_tag"]
