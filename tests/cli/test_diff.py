@@ -189,6 +189,13 @@ def test_what_others_wrote_is_compared_too(run, tmp_path, form):
         (torch.tensor([2**40], dtype=torch.int64), torch.tensor([2**40 + 3], dtype=torch.int64), 1, 3.0),
         (torch.tensor([True, False]), torch.tensor([False, False]), 1, 1.0),
         (torch.tensor([1 + 1j]), torch.tensor([1 - 1j]), 1, 2.0),
+        (
+            torch.tensor([1 + 1j, 2j], dtype=torch.complex128),
+            torch.tensor([1 + 1j, 5j], dtype=torch.complex128),
+            1,
+            3.0,
+        ),
+        (torch.tensor([-math.inf, math.inf]), torch.tensor([math.inf, math.inf]), 1, math.inf),
         (torch.tensor([1.0]).to(torch.float8_e4m3fn), torch.tensor([1.5]).to(torch.float8_e4m3fn), 1, 0.5),
         (torch.zeros(0), torch.zeros(0), 0, 0.0),
         (torch.tensor(3.0), torch.tensor(5.0), 1, 2.0),

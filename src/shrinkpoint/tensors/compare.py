@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.progress import Task
-from shrinkpoint.tensors.dtypes import dtype_name, tensor_bytes
+from shrinkpoint.tensors.dtypes import as_bits, dtype_name, tensor_bytes
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.tensors.names import as_tensor, child_items, is_array, named_leaves, tensor_name
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from shrinkpoint.store.checkpoint_file import DecodedFile
 
 _MISSING = object()
-GROUP_BYTES = 1 << 28
+GROUP_BYTES = 1 << 27
 """Bytes of two states that are compared at a time: what is read of both is in memory meanwhile."""
-_CHUNK_VALUES = 1 << 22  # values compared at a time: 32 MiB of doubles a side
+_CHUNK_VALUES = 1 << 20  # values compared at a time: 8 MiB of doubles a side
 
 
 def describe_difference(source: FlatState, decoded: DecodedFile) -> str:
@@ -276,6 +276,7 @@ def compare_states(first: LeafSource, second: LeafSource, *, group_bytes: int = 
                     tensors.append(compare_tensors(name, as_tensor(pair[0]), as_tensor(pair[1])))
                 elif (texts := _plain_texts(*pair)) is not None:
                     values[name] = texts
+            del a, b, pair  # before the next ones are read
             task.advance(sum(_nbytes(side, name) for side in (first, second) for name in group))
     added, missing = (tuple(name for name, kind in kinds.items() if kind[side] and not all(kind)) for side in (1, 0))
     difference = CheckpointDifference(tuple(tensors), added, missing, values, structure=False)
@@ -322,6 +323,8 @@ def compare_tensors(name: str, a: Tensor, b: Tensor) -> TensorDifference:
     changes = [" -> ".join(pair) for pair in (dtypes, shapes) if pair[0] != pair[1]]
     if changes:
         return TensorDifference(name, False, ", ".join(changes), None, None, None, None)
+    if same_bits(a, b):
+        return TensorDifference(name, True)
     chunks = (torch.split(x.contiguous().reshape(-1), _CHUNK_VALUES) for x in (a, b))
     different, largest, squares, norm = 0, 0.0, 0.0, 0.0
     numeric = True
@@ -332,13 +335,13 @@ def compare_tensors(name: str, a: Tensor, b: Tensor) -> TensorDifference:
         if left is None or right is None:
             numeric = False
             continue
-        norm += float(left.abs().square().sum())
+        norm += _sum_of_squares(left)
         if count:
-            gap = torch.where(left == right, 0.0, (left - right).abs())
+            gap = (left - right).abs()
+            if not math.isfinite(float(gap.sum())):  # perhaps of equal infinities alone
+                gap.masked_fill_(left == right, 0.0)
             largest = float(np.maximum(largest, float(gap.max())))  # a nan stays
-            squares += float(gap.square().sum())
-    if not different:
-        return TensorDifference(name, True)
+            squares += _sum_of_squares(gap)
     share = different / a.numel()
     if not numeric:
         return TensorDifference(name, False, "", different, None, None, share)
@@ -349,8 +352,16 @@ def compare_tensors(name: str, a: Tensor, b: Tensor) -> TensorDifference:
 def _count_unequal(x: Tensor, y: Tensor) -> int:
     if not x.numel():
         return 0
-    bytes_x, bytes_y = (t.contiguous().view(torch.uint8).reshape(x.numel(), -1) for t in (x, y))
-    return int((bytes_x != bytes_y).any(dim=1).sum())
+    bits = [as_bits(t.contiguous()) for t in (x, y)]
+    if x.dtype == torch.complex128:
+        bits = [torch.view_as_real(t).view(torch.int64) for t in (x, y)]
+    unequal = bits[0] != bits[1]
+    return int(torch.count_nonzero(unequal if unequal.dim() == 1 else unequal.any(dim=1)))
+
+
+def _sum_of_squares(x: Tensor) -> float:
+    magnitudes = x.abs() if x.is_complex() else x
+    return float(torch.dot(magnitudes, magnitudes))
 
 
 def _to_float64(x: Tensor) -> Tensor | None:
