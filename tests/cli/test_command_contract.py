@@ -35,7 +35,7 @@ def test_every_error_of_the_tree_has_its_exit_code():
     }
     classes = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     kinds = [kind for kind in classes if issubclass(kind, errors.ShrinkpointError)]
-    assert {kind.__name__: int(exit_code_of(kind("here", found="this"))) for kind in kinds} == expected
+    assert {kind.__name__: int(exit_code_of(kind("here", found="this", do="that"))) for kind in kinds} == expected
 
 
 def test_help_names_every_command_and_every_command_has_help(run):

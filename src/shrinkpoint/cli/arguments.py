@@ -284,10 +284,7 @@ def decode_location(location: Location) -> DecodedFile:
         return decode_file(location.file)[0]
     if location.is_run:
         return _decode_directory(location.newest_directory)
-    storage, listing = open_store(str(location.path))
-    manifest = find_manifest(listing, location)
-    if manifest.weights_only:
-        print_note(f"step {manifest.step} has weights only: retention has deleted the optimizer's moments")
+    storage, manifest = _find_checkpoint(location)
     return decode_chain(store_chain(storage, manifest))
 
 
@@ -325,5 +322,14 @@ def open_leaves(location: Location) -> LeafSource:
             state = load(directory)
             return StateLeaves(state, flatten(state).tree)
         return ChainLeaves(directory_chain(directory, manifest.payloads[0]))
+    storage, manifest = _find_checkpoint(location)
+    return ChainLeaves(store_chain(storage, manifest))
+
+
+def _find_checkpoint(location: Location) -> tuple[Storage, Manifest]:
+    """The storage and the manifest of a store's checkpoint; says on stderr if it has weights alone."""
     storage, listing = open_store(str(location.path))
-    return ChainLeaves(store_chain(storage, find_manifest(listing, location)))
+    manifest = find_manifest(listing, location)
+    if manifest.weights_only:
+        print_note(f"step {manifest.step} has weights only: retention has deleted the optimizer's moments")
+    return storage, manifest

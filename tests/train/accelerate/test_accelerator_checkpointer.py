@@ -392,3 +392,13 @@ def test_leaving_the_block_says_what_failed_in_the_background(tmp_path: Path, mo
     monkeypatch.setattr(LocalStorage, "create", full)
     with pytest.raises(NoSpaceError), AcceleratorCheckpointer(run.accelerator, background=True) as shrink:
         shrink.save_state()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_whoever_is_told_of_saves_hears_of_each(tmp_path: Path, background: bool) -> None:
+    run, told = loop(tmp_path), []
+    with AcceleratorCheckpointer(run.accelerator, background=background, on_save=told.append) as shrink:
+        for _ in range(2):
+            shrink.save_state(step=run.steps(1).counter.seen["count"])
+    assert [(report.step, report.depth) for report in told] == [(2, 0), (4, 1)]
+    assert all(report.metrics()["bytes"] > 0 for report in told)
