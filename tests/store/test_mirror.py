@@ -277,7 +277,11 @@ class Cut(Exception):
 @pytest.mark.parametrize("seed", [1, 2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_any_sequence_of_operations_and_cuts_leaves_a_valid_mirror(tmp_path, seed):
     choose = random.Random(seed)
-    source, target, keep = LocalStorage(tmp_path), CheckedStorage(), choose.choice([None, Keep(last=2, every=3)])
+    source, target, keep = (
+        LocalStorage(tmp_path),
+        CheckedStorage(),
+        choose.choice([None, Keep(last=2, every=3), Keep(last=3, moments_last=1)]),
+    )
     mirror = Mirror(source, target, keep)
     mirror.begin()
 

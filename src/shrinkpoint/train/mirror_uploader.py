@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 
 from shrinkpoint.errors import LockedError, StorageError, UserLine, find_user_line, warn_at, warn_user
+from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.mirror import Mirror
 
 _log = logging.getLogger("shrinkpoint")
@@ -136,16 +138,21 @@ class MirrorUploader:
             self._mirror.begin()
         elif self._error is not None:
             self._mirror.begin()
-        while True:
-            num_commits = self._num_commits
-            missing = self._mirror.missing()
-            with self._mutex:
-                self.lag = len(missing) + self._num_commits - num_commits
-            if not missing:
-                break
+        is_tidy = False
+        while missing := self._find_missing():
             self._mirror.copy(missing[0])
             self._mirror.tidy()
-        self._mirror.tidy()
+            is_tidy = True
+        if not is_tidy:
+            self._mirror.tidy()
+
+    def _find_missing(self) -> Sequence[Manifest]:
+        """The checkpoints that are to be copied, and with those committed meanwhile the lag."""
+        num_commits = self._num_commits
+        missing = self._mirror.missing()
+        with self._mutex:
+            self.lag = len(missing) + self._num_commits - num_commits
+        return missing
 
     def _note_failure(self, error: Exception) -> None:
         self._error = error
