@@ -46,6 +46,8 @@ def on_page_markdown(markdown: str, /, *, page: Page, **_: Any) -> str:
     for name in ROOT_PAGES:
         markdown = markdown.replace(f"]({'../' * (depth + 1)}{name}", f"]({'../' * depth}{name}")
     markdown = markdown.replace("[docs/", "[")
+    # In tables GitHub wants pipes within code escaped; here, the backslash would be shown.
+    markdown = re.sub(r"(?m)^\|.*\|$", lambda row: re.sub(r"`[^`]*`", unescape_pipes, row[0]), markdown)
     markdown = re.sub(r"(?m)^```python\n(?=>>> )", "```pycon\n", markdown)
     return re.sub(r"(?m)^(>>> .*?) *# doctest: .*$", r"\1", markdown)
 
@@ -53,3 +55,7 @@ def on_page_markdown(markdown: str, /, *, page: Page, **_: Any) -> str:
 def link_into_docs(markdown: str) -> str:
     """A document of the root, with its links as if it stood in docs/."""
     return markdown.replace("](docs/", "](")
+
+
+def unescape_pipes(code: re.Match[str]) -> str:
+    return code[0].replace("\\|", "|")

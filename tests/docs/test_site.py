@@ -65,6 +65,7 @@ def test_no_markup_is_left_over(site: Path) -> None:
     """Fences, tables and directives that were not understood stand in the text as they were written."""
     for page in site.rglob("*.html"):
         text = re.sub(r"(?s)<(pre|code|script|style)\b.*?</\1>", "", page.read_text())
+        assert "\\|" not in re.sub(r"(?s)<pre\b.*?</pre>", "", page.read_text()), page.name
         for line in re.sub(r"<[^>]+>", "", text).splitlines():
             assert not re.match(r"\s*(```|\||::: |- - |#{1,6} )", line), f"{page.name}: {line}"
 
