@@ -30,6 +30,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> object:
 
     server = shared_server()
     server.clear()
+    monkeypatch.delenv("SHRINKPOINT_CACHE", raising=False)  # of whoever runs the tests
     for name, value in server.environ.items():
         monkeypatch.setenv(name, value)
     return server
