@@ -204,11 +204,11 @@ def test_least_recently_used_copies_go_first(url, folder):
         time.sleep(0.01)
     assert read(storage, "a") == DATA
     put(storage, "d")
-    kept = {path.name for path in folder.iterdir()}
+    names = {path.name for path in folder.iterdir()}
     storage.delete("b")
-    assert {path.name for path in folder.iterdir()} == kept  # it was gone already
+    assert {path.name for path in folder.iterdir()} == names  # it was gone already
     storage.delete("a")
-    assert {path.name for path in folder.iterdir()} < kept
+    assert {path.name for path in folder.iterdir()} < names
     put(storage, "larger than all", DATA * 4)
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 7 << 20
 
