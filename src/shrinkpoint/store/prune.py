@@ -163,7 +163,7 @@ class _Prune:
                 self._commit(item)
         stripped = [item.after.step for item in rewritten if item.after.weights_only and not item.before.weights_only]
         self._note(rewrite, "written again, without what no rule keeps")
-        self._notes.update(dict.fromkeys(stripped, f"weights only, since {self._keep.moments_last} keep moments"))
+        self._notes.update(dict.fromkeys(stripped, f"weights only: the newest {self._keep.moments_last} keep moments"))
         self._plan = replace(
             self._plan,
             rewrite=tuple(sorted({*self._plan.rewrite, *after})),
