@@ -36,6 +36,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/lossless.py
 	$(BIN)/python benchmarks/save_latency.py
 	$(BIN)/python benchmarks/many_tensors.py
+	$(BIN)/python benchmarks/comparison.py
 	$(BIN)/python benchmarks/frameworks.py
 	$(BIN)/python benchmarks/crash_recovery.py
 
