@@ -320,7 +320,7 @@ def test_any_sequence_of_operations_and_cuts_leaves_a_valid_mirror(tmp_path, see
             assert difference(store.load(step, keep=False), Store(target).load(step, keep=False)) is None
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_any_call_that_fails_leaves_a_valid_mirror_that_is_caught_up_with(tmp_path, late):
     source, keep = LocalStorage(tmp_path), Keep(last=2)
     first = Linkless()
