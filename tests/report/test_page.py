@@ -120,6 +120,15 @@ def test_two_runs_stand_side_by_side_under_short_names(tmp_path, page):
     assert "4 not measured" in both.text and "multiples of a step" in both.text and "nothing lost" in both.text
 
 
+def test_a_rise_that_was_predicted_is_told_beside_those_that_were_not_measured(tmp_path, page):
+    predicted = page(make_store(tmp_path / "run", sp.Fisher(relative_error=0.3, terms=1000)))
+    assert len(re.findall(r"not measured, predicted [+-][\d.e-]+ nats", predicted.text)) == 4
+    hovers = trace(predicted.figures, "not measured")["hovertext"]
+    assert all("not measured, predicted" in text for text in hovers)
+    nothing_lost = page(make_store(tmp_path / "exact"))
+    assert "loss as before" in trace(nothing_lost.figures, "measured, or nothing lost")["hovertext"][0]
+
+
 def test_a_file_and_a_checkpoint_of_a_store_have_a_page(tmp_path, page):
     where = make_store(tmp_path / "run")
     file = page(where / "step-000000010" / "rank-00000.safetensors")

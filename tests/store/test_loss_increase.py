@@ -9,6 +9,12 @@ import pytest
 from shrinkpoint.store.manifest import LossIncrease
 
 
+def predicted(rise):
+    """What Fisher records where it tried two steps and measured neither."""
+    tried = [{"step": 2.0, "curvature": 0.5, "rise": None}, {"step": 1.0, "curvature": rise, "rise": None}]
+    return {"chosen": {"step_in_deviations": 1.0}, "rise": None, "measured": False, "tried": tried}
+
+
 @pytest.mark.parametrize(
     ("loss", "text", "value"),
     [
@@ -24,6 +30,10 @@ from shrinkpoint.store.manifest import LossIncrease
         ({"chosen": {"step_in_deviations": 1.0}, "rise": 0.02}, "measured", None),  # in nats, of a loss that is unknown
         ({"chosen": {"step_in_deviations": 1.0}, "rise": 0.0, "measured": True}, "0 %", 0.0),
         ({"chosen": {"step_in_deviations": 1.0}, "rise": None, "terms": 3.0}, "not measured", None),
+        (predicted(0.0021), "not measured, predicted +0.0021 nats", None),
+        (predicted(None), "not measured", None),
+        (predicted("inf"), "not measured", None),
+        ({**predicted(0.0021), "rise": 0.02, "quality": 4.0, "measured": True}, "+0.5 %", 0.005),
         ({"chosen": {"step_in_deviations": None}, "rise": None, "measured": True}, "0 %", 0.0),
         ({"chosen": {}, "degradation": 0.01, "interval": [-0.005, 0.025]}, "+1 % (-0.5 % to +2.5 %)", 0.01),
         ({"chosen": {}, "rise": 0.04, "quality": 4, "interval": [0.0, 0.08]}, "+1 % (0 % to +2 %)", 0.01),
@@ -38,10 +48,18 @@ def test_a_rise_is_told_relative_to_the_loss_with_its_interval(loss, text, value
 JUNK = [None, True, "x", "nan", 10**400, math.nan, math.inf, -1, [], [1], [1, "a"], [[], {}], {}, {"a": 1}]
 
 
-@pytest.mark.parametrize("name", ["chosen", "degradation", "rise", "quality", "interval", "measured", "exact"])
+@pytest.mark.parametrize("name", ["chosen", "degradation", "rise", "quality", "interval", "measured", "exact", "tried"])
 def test_no_manifest_makes_it_fail(name):
     known = {"chosen": {"step_in_deviations": None}, "rise": 0.1, "quality": 2.0, "interval": [0.0, 1.0]}
     for junk in JUNK:
-        for loss in ({**known, name: junk}, {name: junk}, {"chosen": {}, name: junk}, junk):
+        trial = {"chosen": {"step_in_deviations": 1.0}, "tried": [junk, {"step": 1.0, "curvature": junk}]}
+        for loss in (
+            {**known, name: junk},
+            {name: junk},
+            {"chosen": {}, name: junk},
+            {**predicted(0.1), name: junk},
+            trial,
+            junk,
+        ):
             found = LossIncrease.from_loss(loss)
             assert isinstance(str(found), str) and (found.value is None or math.isfinite(found.value))

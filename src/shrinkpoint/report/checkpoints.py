@@ -75,7 +75,8 @@ class CheckpointReport:
         """The report as a JSON object, with the fields that a store's or a run's checkpoint has.
 
         `ratio` is raw bytes for each stored byte, null if there are none. `rise` is the relative increase of the loss,
-        null if it was not measured, as `measured` says, or nothing was lost.
+        null if it was not measured, as `measured` says, or nothing was lost; `predicted` is what the scheme expected
+        then, in nats.
 
         Args:
             loss: include what the scheme recorded of the loss; a store's checkpoint has no entry if nothing was lost.
@@ -88,6 +89,7 @@ class CheckpointReport:
             "ratio": _ratio(self.raw_bytes, self.stored_bytes),
             "rise": increase.value,
             "measured": increase.is_measured,
+            "predicted": increase.predicted,
         }
         omitted = set(_DIRECTORY_ONLY if self.folder is None else _STORE_ONLY)
         if not loss or (self.loss is None and self.folder is None):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
@@ -98,7 +98,7 @@ def _chain_figure(runs: Sequence[RunReport]) -> Figure:
         _add_points(figure, f"{prefix}keyframe", [pair for pair in kept if pair[1].keyframe], color, "diamond")
         _add_points(figure, f"{prefix}delta", [pair for pair in kept if not pair[1].keyframe], color, "circle")
         doomed = [(step, row) for step, row in pairs if row.step in run.doomed]
-        _add_points(figure, f"{prefix}deleted by the next prune", doomed, _DOOMED_COLOR, "x", run)
+        _add_points(figure, f"{prefix}deleted by the next prune", doomed, _DOOMED_COLOR, "x", run.deletion_reason)
     caption = "A restore reads a keyframe and every delta above it. Crosses are what the next prune deletes."
     return Figure("Chains", caption, figure)
 
@@ -108,10 +108,7 @@ def _rise_figure(runs: Sequence[RunReport]) -> Figure:
     for run, color, prefix in _each(runs, ": "):
         increases = [LossIncrease.from_loss(row.loss) for row in run.checkpoints]
         values = [increase.value if increase.is_lossy else 0.0 for increase in increases]
-        hover = [
-            f"{_describe(row)}<br>loss {inc or 'as before'}"
-            for row, inc in zip(run.checkpoints, increases, strict=True)
-        ]
+        hover = [f"{_describe(row)}<br>{text(_loss_text(row))}" for row in run.checkpoints]
         _add(figure, f"{prefix}measured, or nothing lost", run.steps, values, color, hover)
         ends = [increase.interval for increase in increases]
         if any(ends):
@@ -131,10 +128,10 @@ def _rise_figure(runs: Sequence[RunReport]) -> Figure:
             for step, row, increase in zip(run.steps, run.checkpoints, increases, strict=True)
             if increase.is_lossy and increase.value is None
         ]
-        _add_points(figure, f"{prefix}not measured", unmeasured, color, "x-open", at=0.0)
+        _add_points(figure, f"{prefix}not measured", unmeasured, color, "x-open", _loss_text, at=0.0)
     caption = (
         "By how much the loss rises where a checkpoint is restored, with the 95 % interval on other examples. "
-        "Crosses at zero were not measured."
+        "Crosses at zero were not measured; a prediction, in nats, stands beside them where there is one."
     )
     return Figure("Rise of the loss", caption, figure)
 
@@ -249,16 +246,13 @@ def _add_points(
     members: Sequence[tuple[int, CheckpointReport]],
     color: str,
     symbol: str,
-    run: RunReport | None = None,
+    note: Callable[[CheckpointReport], str] | None = None,
     at: float | None = None,
 ) -> None:
-    """Add a mark for each of some checkpoints, at its depth or at one height."""
+    """Add a mark for each of some checkpoints, at its depth or at one height, with what a note says of it."""
     if not members:
         return
-    hover = [
-        _describe(row) + (f"<br>{text(run.doomed[row.step])}" if run is not None and row.step is not None else "")
-        for _, row in members
-    ]
+    hover = [_describe(row) + ("" if note is None else f"<br>{text(note(row))}") for _, row in members]
     heights = [row.depth if at is None else at for _, row in members]
     figure.add_scatter(
         x=[step for step, _ in members],
@@ -270,6 +264,10 @@ def _add_points(
         hoverinfo="text",
         cliponaxis=False,
     )
+
+
+def _loss_text(row: CheckpointReport) -> str:
+    return f"loss {str(LossIncrease.from_loss(row.loss)) or 'as before'}"
 
 
 def _describe(row: CheckpointReport) -> str:

@@ -118,9 +118,8 @@ def _checkpoint_row(run: RunReport, row: CheckpointReport) -> tuple[str, ...]:
     def stat(name: str, scale: float = 1.0, unit: str = "s") -> str:
         return f"{scale * row.stats[name]:.3g} {unit}" if name in row.stats else ""
 
-    fate = "keeps it"
-    if row.step is not None and row.step in run.doomed:
-        fate = f"deletes it: {run.doomed[row.step]}"
+    reason = run.deletion_reason(row)
+    fate = f"deletes it: {reason}" if reason else "keeps it"
     return (
         row.folder or str(row.step),
         row.created[:19].replace("T", " "),

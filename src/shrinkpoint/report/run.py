@@ -63,6 +63,10 @@ class RunReport:
             ("unreadable", str(len(self.store.broken) or "")),
         ]
 
+    def deletion_reason(self, row: CheckpointReport) -> str:
+        """Why the next prune deletes a checkpoint; "" if it does not."""
+        return "" if row.step is None else self.doomed.get(row.step, "")
+
     def cumulative_bytes(self) -> tuple[list[int], list[int]]:
         """Bytes that `torch.save` would have written until each checkpoint, and those that were."""
         raw = accumulate(row.raw_bytes for row in self.checkpoints)

@@ -458,12 +458,14 @@ class LossIncrease:
         is_measured: whether the increase was measured; True where nothing was lost.
         value: relative to the loss before the save: .01 is one per cent; 0 if no weight changed; None if unknown.
         interval: 95 % confidence interval of `value` on other examples of the same kind; None if unknown.
+        predicted: what the scheme expected of an increase that was not measured, in nats; None if it expected nothing.
     """
 
     is_lossy: bool = False
     is_measured: bool = True
     value: float | None = None
     interval: tuple[float, float] | None = None
+    predicted: float | None = None
 
     @classmethod
     def from_loss(cls, loss: JSON) -> LossIncrease:
@@ -474,17 +476,20 @@ class LossIncrease:
         measured = loss.get("measured", value is not None) is True
         if measured and value is None and _keeps_weights(loss["chosen"]):
             value, scale = 0.0, 1.0
+        if not measured:
+            return cls(True, False, predicted=_predicted_increase(loss))
         if scale is None:
-            return cls(True, measured)
+            return cls(True)
         ends = loss.get("interval")
         low, high = (_number(end) for end in ends) if isinstance(ends, list) and len(ends) == 2 else (None, None)
         interval = None if low is None or high is None else (low / scale, high / scale)
-        share = None if value is None or not measured else _number(value / scale)
-        return cls(True, measured, share, interval)
+        return cls(True, True, None if value is None else _number(value / scale), interval)
 
     def __str__(self) -> str:
         if not self.is_lossy:
             return ""
+        if self.predicted is not None:
+            return f"{NOT_MEASURED}, predicted {self.predicted:+.2g} nats"
         if self.value is None:
             return "measured" if self.is_measured else NOT_MEASURED
         text = _percent(self.value)
@@ -499,6 +504,16 @@ def _relative_increase(loss: Mapping[str, JSON]) -> tuple[float | None, float | 
     if value == 0:
         return value, 1.0
     return value, None if quality is None else abs(quality) or 1.0
+
+
+def _predicted_increase(loss: Mapping[str, JSON]) -> float | None:
+    """The increase that the scheme `fisher` predicted of what it chose."""
+    chosen, tried = loss["chosen"], loss.get("tried")
+    step = _number(chosen.get("step_in_deviations")) if isinstance(chosen, dict) else None
+    if step is None or not isinstance(tried, list):
+        return None
+    trials = [trial for trial in tried if isinstance(trial, dict) and _number(trial.get("step")) == step]
+    return _number(trials[-1].get("curvature")) if trials else None
 
 
 def _percent(share: float) -> str:
