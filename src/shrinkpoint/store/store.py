@@ -18,7 +18,6 @@ from shrinkpoint import validate
 from shrinkpoint.codec.decoded_tensors import is_mostly_codes
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import ChainError, FormatError, MismatchError, NotFoundError, PolicyError, StorageError
-from shrinkpoint.progress import track
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.storage import ObjectCache, Storage, map_requests, resolve_storage
@@ -487,9 +486,7 @@ class Store:
         """
         with self._store_lock.for_writing():
             self._check_idle()
-            total = 1 if step is not None else len(chain.orphaned_deltas(self.scan().visible))
-            where = self.storage.describe()
-            rewrites = [*track(self._rewrite(step), f"compacting {where}", total)]
+            rewrites = [*self._rewrite(step)]
             self._follow_rewrites([after.step for _, after, _ in rewrites])
             self._store_lock.remove_orphans()
             return [report for _, _, report in rewrites]

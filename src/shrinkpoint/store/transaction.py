@@ -10,6 +10,7 @@ from typing import Literal
 
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import PolicyError, ShrinkpointError, StorageError
+from shrinkpoint.progress import Task
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.lossless import Recode
 from shrinkpoint.storage import Storage
@@ -316,13 +317,15 @@ def merge_orphaned_deltas(storage: Storage, *, threads: int | None = None) -> It
     of deltas whose middle is forgotten merges into one. Memory: three states.
     """
     listing = scan(storage)
-    for step in listing.visible:
-        listing.raise_unreadable()
-        manifest = listing.visible[step]
-        if all(chain.is_current(listing.visible, base) for base in manifest.bases):
-            continue
-        yield _rewrite(storage, listing, manifest, _nearest_visible(listing, manifest), threads)
-        listing = listing.replace(step, read_step(storage, step))
+    with Task(f"compacting {storage.describe()}", len(chain.orphaned_deltas(listing.visible))) as task:
+        for step in listing.visible:
+            listing.raise_unreadable()
+            manifest = listing.visible[step]
+            if all(chain.is_current(listing.visible, base) for base in manifest.bases):
+                continue
+            yield _rewrite(storage, listing, manifest, _nearest_visible(listing, manifest), threads)
+            listing = listing.replace(step, read_step(storage, step))
+            task.advance()
 
 
 def _nearest_visible(listing: Listing, manifest: Manifest) -> Manifest | None:
