@@ -52,12 +52,16 @@ def finish(work):
         sys.stderr.flush()
         os._exit(1)
 
+def in_child(work):
+    pid = os.fork()
+    if pid == 0:
+        finish(work)
+    return pid
+
 gc.collect()
 gc.freeze()
 for line in sys.stdin:
-    pid = os.fork()
-    if pid == 0:
-        finish(lambda: of_program(json.loads(line)))
+    pid = in_child(lambda: of_program(json.loads(line)))
     print(pid, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """

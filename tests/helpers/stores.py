@@ -47,6 +47,12 @@ def state(seed: int) -> dict[str, Any]:
     }
 
 
+def noisy_state(seed: int, num_bytes: int) -> dict[str, Any]:
+    """`state` with noise, which does not shrink."""
+    noise = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return {**state(seed), "noise": noise}
+
+
 def weights_only(seed: int) -> dict[str, Any]:
     """What retention leaves of `state` when it deletes moments."""
     saved = state(seed)

@@ -187,18 +187,9 @@ url, kills, folder = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3])
 acknowledged = folder / "acknowledged"
 acknowledged.write_text("-1")
 
-def in_child(work):
-    pid = os.fork()
-    if pid == 0:
-        finish(work)
-    return pid
-
 def new_state(step):
-    import torch
-    from helpers.stores import state
-    generator = torch.Generator().manual_seed(step)
-    size = (24 << 20) if step % 2 else 10_000  # every other one is uploaded in parts
-    return {**state(step), "noise": torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)}
+    from helpers.stores import noisy_state
+    return noisy_state(step, (24 << 20) if step % 2 else 10_000)  # every other one is uploaded in parts
 
 def save():
     from shrinkpoint import Keep, Store

@@ -19,7 +19,7 @@ from shrinkpoint.schemes.evaluate import call_evaluate, relative_degradation
 from shrinkpoint.storage import is_object_url
 from shrinkpoint.storage.object_url import parse_object_url
 from shrinkpoint.store import Store
-from shrinkpoint.store.file_place import place_file
+from shrinkpoint.store.file_place import find_object
 from shrinkpoint.store.load import load
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 
@@ -136,10 +136,7 @@ def open_series(paths: Sequence[Path]) -> Series:
 
 def _is_file(path: Path) -> bool:
     """Whether there is a file; in a bucket, an object."""
-    if not is_object_url(path):
-        return path.is_file()
-    url = parse_object_url(path)
-    return bool(url.prefix) and place_file(str(url)).exists
+    return find_object(parse_object_url(path)) is not None if is_object_url(path) else path.is_file()
 
 
 MODEL_CONFIG = GPTConfig(layers=4, width=192, heads=6, context=64, dropout=0.0)

@@ -11,7 +11,7 @@ from shrinkpoint.errors import NotFoundError, PolicyError
 from shrinkpoint.progress import track
 from shrinkpoint.storage import LocalStorage, Storage, copy_object, is_object_url, resolve_storage
 from shrinkpoint.storage.object_url import ObjectUrl, parse_object_url
-from shrinkpoint.store.file_place import place_file
+from shrinkpoint.store.file_place import find_object, place_file
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def local_copy(where: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="shrinkpoint-") as directory:
         path = Path(directory, url.name or url.bucket)
         target, copied = LocalStorage(path.parent), False
-        if url.prefix and (place := place_file(str(url))).exists:
+        if (place := find_object(url)) is not None:
             _copy(place.storage, place.key, target, path.name)
             copied = True
         else:
@@ -74,7 +74,7 @@ def local_target(where: Path, *, force: bool) -> Iterator[Path]:
 
 def has_objects(url: ObjectUrl) -> bool:
     """Whether there is an object of this name, or one below it."""
-    return bool(url.prefix and place_file(str(url)).exists) or bool(resolve_storage(str(url)).list())
+    return find_object(url) is not None or bool(resolve_storage(str(url)).list())
 
 
 def shown_name(name: str, path: Path, where: Path) -> str:

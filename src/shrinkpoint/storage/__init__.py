@@ -8,6 +8,7 @@ from shrinkpoint.storage.base import (
     check_key,
     copy_object,
     map_requests,
+    object_size,
     storage_error,
 )
 from shrinkpoint.storage.local import LocalStorage, atomic_replace, check_no_loss
@@ -42,6 +43,7 @@ __all__ = [
     "local_path",
     "map_requests",
     "natural_key",
+    "object_size",
     "resolve_directory",
     "resolve_storage",
     "split_object_url",

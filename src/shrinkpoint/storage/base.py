@@ -159,6 +159,13 @@ def check_key(key: str) -> str:
     return key
 
 
+def check_range(where: str, size: int, offset: int, length: int) -> None:
+    """Raise a TruncatedError if a range is not within an object."""
+    if offset + length > size:
+        found, expected = f"an object of {size} bytes", f"{length} bytes from byte {offset} on"
+        raise TruncatedError(where, found=found, expected=expected, do="restore another checkpoint")
+
+
 def copy_object(source: Source, target: Storage, key: str) -> None:
     """Write the bytes of an open object as another one, atomically and durably.
 
@@ -173,6 +180,20 @@ def copy_object(source: Source, target: Storage, key: str) -> None:
     with target.create(key) as sink:
         for begin in range(0, source.size, _COPIED_BYTES):
             sink.write(source.read(begin, min(_COPIED_BYTES, source.size - begin)))
+
+
+def object_size(storage: Storage, key: str) -> int:
+    """The bytes of an object, without opening it where that is cheaper.
+
+    Raises:
+        NotFoundError: there is none.
+        StorageError: the storage cannot be asked.
+    """
+    ask: Callable[[str], int] | None = getattr(storage, "size", None)
+    if ask is not None:
+        return ask(key)
+    with storage.open(key) as source:
+        return source.size
 
 
 def map_requests(storage: Storage, call: Callable[[T], R], items: Iterable[T]) -> list[R]:

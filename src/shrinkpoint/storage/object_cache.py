@@ -26,8 +26,8 @@ from typing import Any, NamedTuple, Protocol
 
 from shrinkpoint import validate
 from shrinkpoint._native import xxh3_128
-from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError, StorageError, TruncatedError
-from shrinkpoint.storage.base import Buffer, Source
+from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError, StorageError
+from shrinkpoint.storage.base import Buffer, Source, check_range
 from shrinkpoint.storage.local import LocalSource, is_being_written, try_lock
 from shrinkpoint.storage.paths import is_regular, local_path
 
@@ -300,9 +300,7 @@ class CachedSource(Source):
         return self._copy.size
 
     def read(self, offset: int, length: int) -> bytes | memoryview:
-        if offset + length > self.size:
-            found, expected = f"an object of {self.size} bytes", f"{length} bytes from byte {offset} on"
-            raise TruncatedError(str(self._copy.path), found=found, expected=expected, do="restore another checkpoint")
+        check_range(str(self._copy.path), self.size, offset, length)
         if self._source is None:
             try:
                 return self._copy.read(offset, length)

@@ -9,8 +9,8 @@ from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any
 
 from shrinkpoint._native import empty
-from shrinkpoint.errors import StorageError, TruncatedError
-from shrinkpoint.storage.base import Source, submit_or_call
+from shrinkpoint.errors import StorageError
+from shrinkpoint.storage.base import Source, check_range, submit_or_call
 from shrinkpoint.storage.object_errors import send_request
 
 if TYPE_CHECKING:
@@ -78,9 +78,7 @@ class ObjectSource(Source):
         return e_tag
 
     def read(self, offset: int, length: int) -> bytes | memoryview:
-        if offset + length > self.size:
-            found, expected = f"an object of {self.size} bytes", f"{length} bytes from byte {offset} on"
-            raise TruncatedError(self._where, found=found, expected=expected, do="restore another checkpoint")
+        check_range(self._where, self.size, offset, length)
         if length == 0:
             return b""
         first, last = offset // BLOCK_BYTES, (offset + length - 1) // BLOCK_BYTES

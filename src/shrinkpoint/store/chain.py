@@ -69,7 +69,7 @@ class ChainFile:
                 source.close()
                 raise
 
-        return self._try_keys(open_file)
+        return self.try_keys(open_file)
 
     def close(self) -> ChainFile:
         """This file, no longer open."""
@@ -93,10 +93,15 @@ class ChainFile:
             with source:
                 return use(self.verify(source, where))
 
-        return self._try_keys(use_source)
+        return self.try_keys(use_source)
 
-    def _try_keys(self, use: Callable[[Source, str], T]) -> T:
-        """Call `use` with the file and its name, from the first key under which that succeeds; raises as `read`."""
+    def read_header(self) -> FileReader:
+        """The header of the file; raises as `read`."""
+        return self.read(lambda reader: reader)
+
+    def try_keys(self, use: Callable[[Source, str], T]) -> T:
+        """Call `use` with the open file, which it closes or returns, and its name: from the first key under which that
+        succeeds; raises as `read`."""
         error: ShrinkpointError | None = None
         error_class: type[ShrinkpointError]
         for key in self.keys:
@@ -180,10 +185,14 @@ def is_current(manifests: Mapping[int, Manifest], base: ChainLink) -> bool:
     return manifest is not None and manifest.digest == base.digest
 
 
+def is_orphaned(manifests: Mapping[int, Manifest], manifest: Manifest) -> bool:
+    """Whether a delta depends on a file of a checkpoint that is not there: forgotten, deleted, saved again."""
+    return not all(is_current(manifests, base) for base in manifest.bases)
+
+
 def orphaned_deltas(manifests: Mapping[int, Manifest]) -> list[int]:
-    """The steps of deltas that depend on a file of a checkpoint which is not there: forgotten, deleted, saved again."""
-    visible = manifests.values()
-    return [x.step for x in visible if not all(is_current(manifests, base) for base in x.bases)]
+    """The steps of the deltas that are orphaned."""
+    return [manifest.step for manifest in manifests.values() if is_orphaned(manifests, manifest)]
 
 
 def ancestors(digests: Mapping[int, str], manifest: Manifest) -> list[int]:

@@ -61,7 +61,7 @@ def decode_chain(
     files = tuple(chain)
     selected: SelectedLeaves | None = None
     if select is not None:
-        reader = files[-1].read(_header)
+        reader = files[-1].read_header()
         selected = select(reader.tree, reader.where)
     if len(files) > 1 or selected is not None:
         with suppress(ShrinkpointError):
@@ -115,7 +115,7 @@ def _iter_headers(files: Sequence[ChainFile]) -> Iterator[tuple[ChainFile, FileR
     """The files of a chain with their headers, the last first; many at a time from a service, and open then."""
     storage, order = files[0].storage, files[::-1]
     if not hasattr(storage, "request_pool"):
-        yield from ((replace(file, header=reader), reader) for file in order for reader in [file.read(_header)])
+        yield from ((replace(file, header=reader), reader) for file in order for reader in [file.read_header()])
         return
     for begin in range(0, len(order), _BATCH):
         for file in map_requests(storage, ChainFile.open_ahead, order[begin : begin + _BATCH]):
@@ -132,10 +132,6 @@ def _read_ahead(files: Iterable[ChainFile]) -> None:
         assert file.source is not None
         budget -= file.source.size
         read_ahead()
-
-
-def _header(reader: FileReader) -> FileReader:
-    return reader
 
 
 def iter_chain(

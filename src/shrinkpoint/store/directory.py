@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -35,6 +35,7 @@ from shrinkpoint.storage import (
     directory_storage,
     local_path,
     natural_key,
+    object_size,
     resolve_directory,
 )
 from shrinkpoint.storage.base import RESERVED
@@ -181,11 +182,10 @@ def commit(
         StorageError: a payload is missing or has another size, or writing failed; an earlier checkpoint still exists.
     """
     storage = directory_storage(directory)
+    present = payloads
     if not isinstance(storage, LocalStorage):  # the bases are elsewhere, where each rank has just found them
-        payloads_alone = [replace(payload, bases=()) for payload in payloads]
-        files = [file for payload in payloads_alone for file in directory_chain(directory, payload)]
-    else:
-        files = [file for payload in payloads for file in directory_chain(directory, payload)]
+        present = [replace(payload, bases=()) for payload in payloads]
+    files = [file for payload in present for file in directory_chain(directory, payload)]
     for file in files:
         _check_size(storage, file)
     manifest: DirectoryManifest = Manifest(
@@ -262,7 +262,7 @@ def _is_own_readme(path: Path) -> bool:
 def _check_size(storage: Storage, file: ChainFile) -> None:
     (key,) = file.keys
     try:
-        size = _size_of(storage, key)
+        size = object_size(storage, key)
         message = f"{size} bytes"
         if size == file.size:
             return
@@ -270,11 +270,3 @@ def _check_size(storage: Storage, file: ChainFile) -> None:
         message = "no such file"
     do = "let all ranks write to one file system, or to one bucket"
     raise StorageError(storage.describe(key), found=message, expected=f"the {file.size} bytes that a rank wrote", do=do)
-
-
-def _size_of(storage: Storage, key: str) -> int:
-    ask: Callable[[str], int] | None = getattr(storage, "size", None)
-    if ask is not None:
-        return ask(key)
-    with storage.open(key) as source:
-        return source.size

@@ -13,6 +13,7 @@ from typing import TypeAlias
 from shrinkpoint.storage import (
     LocalStorage,
     ObjectCache,
+    ObjectUrl,
     Source,
     Storage,
     is_object_url,
@@ -99,6 +100,16 @@ class FilePlace:
 
 
 AnyPlace: TypeAlias = str | Path | FilePlace
+
+
+def find_object(url: ObjectUrl) -> FilePlace | None:
+    """The object that a URL names; None if there is none.
+
+    Raises:
+        StorageError: the service cannot be asked.
+    """
+    place = place_file(str(url)) if url.prefix else None
+    return place if place is not None and place.exists else None
 
 
 def place_file(where: AnyPlace, argument: str = "path", *, cache: str | Path | ObjectCache | None = None) -> FilePlace:

@@ -32,7 +32,7 @@ class ChainLeaves:
     def __init__(self, chain: Iterable[ChainFile], *, threads: int | None = None) -> None:
         files = []
         for file in chain:
-            reader = file.read(lambda reader: reader)
+            reader = file.read_header()
             infos = {info.name: info for head in reader.records for info in head.infos}
             files.append(replace(file, header=reader) if len(infos) <= MAX_KEPT_TENSORS else file)
         self._files, self._threads = tuple(files), threads

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
 from shrinkpoint.container import FileReader
-from shrinkpoint.errors import FormatError, NotFoundError, PolicyError, ShrinkpointError
+from shrinkpoint.errors import FormatError, PolicyError, ShrinkpointError
 from shrinkpoint.storage import LocalStorage, Source, Storage, copy_object
 from shrinkpoint.store import chain, layout
 from shrinkpoint.store.chain import ChainFile
@@ -241,28 +241,20 @@ def _open_intact(file: ChainFile) -> Source:
     Raises:
         UnreadableError: no key does.
     """
-    error: ShrinkpointError | None = None
-    for key in file.keys:
+
+    def verify(source: Source, where: str) -> Source:
         try:
-            source = file.storage.open(key)
-        except NotFoundError as missing:
-            error = error or missing
-            continue
-        except ShrinkpointError as other:
-            error = other
-            continue
-        try:
-            for damage in file.verify(source, file.storage.describe(key)).check():
+            for damage in file.verify(source, where).check():
                 raise damage.error
-            return source
-        except ShrinkpointError as damage:
-            error = damage
-            source.close()
         except BaseException:
             source.close()
             raise
-    assert error is not None
-    raise UnreadableError(error)
+        return source
+
+    try:
+        return file.try_keys(verify)
+    except ShrinkpointError as error:
+        raise UnreadableError(error) from error
 
 
 def _with_file(content: Listing, key: str) -> Listing:

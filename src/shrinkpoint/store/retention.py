@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -15,12 +14,11 @@ from typing import Literal
 
 from shrinkpoint import humanize, validate
 from shrinkpoint.errors import NotFoundError, PolicyError
-from shrinkpoint.storage import LocalStorage, Storage
+from shrinkpoint.storage import LocalStorage, Storage, object_size
 from shrinkpoint.store import chain, layout
 from shrinkpoint.store.listing import Listing
 from shrinkpoint.store.manifest import Manifest
 
-_log = logging.getLogger("shrinkpoint")
 NO_METRIC = "Keep(metric=)"
 """The `where` of an error about a metric that no checkpoint has."""
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
@@ -292,16 +290,8 @@ class FreedBytes:
                 else:
                     file = self._digests.get(key, key)
                     if file not in self._files:
-                        self._files[file] = self._names.get(file, 1), _size_of(self._storage, key)
+                        self._files[file] = self._names.get(file, 1), object_size(self._storage, key)
                 self._deleted_names[file] += 1
-
-
-def _size_of(storage: Storage, key: str) -> int:
-    size: Callable[[str], int] | None = getattr(storage, "size", None)  # without opening it, where that is cheaper
-    if size is not None:
-        return size(key)
-    with storage.open(key) as source:
-        return source.size
 
 
 def inode_key(storage: Storage, key: str) -> object:

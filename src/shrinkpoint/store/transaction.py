@@ -321,7 +321,7 @@ def merge_orphaned_deltas(storage: Storage, *, threads: int | None = None) -> It
         for step in listing.visible:
             listing.raise_unreadable()
             manifest = listing.visible[step]
-            if all(chain.is_current(listing.visible, base) for base in manifest.bases):
+            if not chain.is_orphaned(listing.visible, manifest):
                 continue
             yield _rewrite(storage, listing, manifest, _nearest_visible(listing, manifest), threads)
             listing = listing.replace(step, read_step(storage, step))

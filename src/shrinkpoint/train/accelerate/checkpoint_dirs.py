@@ -8,7 +8,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from shrinkpoint.errors import PolicyError, StorageError
+from shrinkpoint.errors import PolicyError
 from shrinkpoint.storage import AnyDirectory, ObjectUrl, is_object_url, local_path, resolve_directory
 from shrinkpoint.store.directory import is_checkpoint
 from shrinkpoint.train.checkpointer import wait_for_writes
@@ -54,23 +54,6 @@ class CheckpointDirs:
             found, expected = "a checkpoint that is there", "a number that is free"
             do = "set accelerator.project_configuration.iteration, or load_state first"
             raise PolicyError(str(directory), found=found, expected=expected, do=do)
-        return directory
-
-    def make_next(self, output_dir: AnyDirectory | None) -> Path | ObjectUrl:
-        """Create the directory of the next checkpoint.
-
-        Raises:
-            PolicyError: as `next_dir`.
-            StorageError: it cannot be created.
-        """
-        directory = self.next_dir(output_dir)
-        if isinstance(directory, ObjectUrl):
-            return directory
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            do = "name another one"
-            raise StorageError(str(directory), found=f"{error}", expected="a directory", do=do) from error
         return directory
 
     def load_candidates(self, input_dir: AnyDirectory | None) -> Sequence[Path | ObjectUrl]:
