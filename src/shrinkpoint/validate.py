@@ -195,6 +195,16 @@ def argument_error(where: str, value: Any, expected: str, do: str) -> PolicyErro
     return PolicyError(where, found=describe_value(value), expected=expected, do=do)
 
 
+def type_name(value: object) -> str:
+    """The name of a value's type with its article.
+
+    >>> type_name(1), type_name("x")
+    ('an int', 'a str')
+    """
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
 def describe_value(value: Any) -> str:
     """Describe a wrong argument for a message: the value if it is a plain one, else its type."""
     if value is None or isinstance(value, str | bool | int | float):
@@ -204,8 +214,7 @@ def describe_value(value: Any) -> str:
         return f"the class {value.__name__}"
     if callable(value) and hasattr(value, "__name__"):
         return f"the function {value.__name__}"
-    name = type(value).__name__
-    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+    return type_name(value)
 
 
 def _float_or_nan(value: Any) -> float:

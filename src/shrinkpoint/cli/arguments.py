@@ -89,7 +89,7 @@ def import_function(text: str) -> Callable[[Any], Any]:
         message = f"{type(error).__name__}: {error}"
         raise PolicyError("evaluate", found=message, expected=f"{text} to be there", do=do) from error
     if not callable(function):
-        raise PolicyError("evaluate", found=f"a {type(function).__name__}", expected="a function of a state", do=do)
+        raise PolicyError("evaluate", found=validate.type_name(function), expected="a function of a state", do=do)
     return function  # type: ignore[no-any-return]
 
 

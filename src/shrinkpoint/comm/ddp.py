@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shrinkpoint import validate
 from shrinkpoint.comm.accordion import Accordion
 from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce, all_reduce_sum, check_replica_options
 from shrinkpoint.comm.link import CompressorLike
@@ -90,7 +91,7 @@ class DDPCompression:
         timeout: float,
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
-            problem, expected = f"a {type(model).__name__}", "a DistributedDataParallel model"
+            problem, expected = validate.type_name(model), "a DistributedDataParallel model"
             raise PolicyError("compress_ddp", found=problem, expected=expected, do="wrap it first")
         check_replica_options("compress_ddp", accordion, min_numel, nonfinite, timeout)
         self._group: dist.ProcessGroup = model.process_group

@@ -270,7 +270,7 @@ def _param_groups(root: nn.Module) -> Iterator[tuple[str, Any]]:
     ]
     if not modules:
         advice = "call fully_shard first"
-        raise PolicyError("compress_fsdp", found=f"a {type(root).__name__}", expected="a sharded model", do=advice)
+        raise PolicyError("compress_fsdp", found=validate.type_name(root), expected="a sharded model", do=advice)
     if not param_groups or not hasattr(param_groups[0][1], "_reduce_scatter_comm"):
         problem = f"torch {torch.__version__} does not let modules communicate otherwise, or nothing is sharded"
         raise PolicyError("compress_fsdp", found=problem, do="use the newest torch, and shard over a mesh")

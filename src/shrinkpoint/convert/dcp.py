@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from shrinkpoint import validate
 from shrinkpoint.convert import torch_file
 from shrinkpoint.convert.part import Part, read_bytes, safe_join, write_error
 from shrinkpoint.errors import CorruptError, NotFoundError, PolicyError, TruncatedError
@@ -117,7 +118,7 @@ def write(directory: Path, content: Any) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
 
     if not isinstance(content, dict):
-        found, do = f"a state that is a {type(content).__name__}", "write a torch file"
+        found, do = f"a state that is {validate.type_name(content)}", "write a torch file"
         raise PolicyError(str(directory), found=found, expected="a dict", do=do)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that there is no process group
@@ -199,7 +200,7 @@ class _Validator:
         if isinstance(item_metadata, StubBytesMetadata):
             return self._find_entry(name, None, entries)
         if not isinstance(item_metadata, StubTensorMetadata):
-            self._reject(f"{name!r:.80} is a {type(item_metadata).__name__}", "a tensor or bytes")
+            self._reject(f"{name!r:.80} is {validate.type_name(item_metadata)}", "a tensor or bytes")
         properties, shape = item_metadata.get("properties"), self._check_sizes(item_metadata.get("size"))
         state = properties.state if isinstance(properties, Stub) else None
         dtype = state[0] if isinstance(state, tuple) and state else None

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shrinkpoint import validate
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import (
     ChainError,
@@ -388,7 +389,7 @@ def _check_names(objects: Mapping[str, Any]) -> dict[str, Any]:
 def _load_all(objects: Mapping[str, Any], state: Any, where: str, *, rng: bool, strict: bool) -> None:
     """Load a state into the objects, after a check that it fits all of them."""
     if not isinstance(state, dict):
-        found, expected = f"a {type(state).__name__}", "what a CheckpointManager saves"
+        found, expected = validate.type_name(state), "what a CheckpointManager saves"
         raise MismatchError(where, found=found, expected=expected, do="use Store.load")
     missing = [name for name in objects if name not in state]
     if missing and strict:

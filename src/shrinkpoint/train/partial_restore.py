@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shrinkpoint import validate
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.train import state_dicts
 
@@ -107,7 +108,7 @@ def _check_targets(targets: Mapping[str, Any]) -> None:
         raise PolicyError("only", found=found, expected=expected, do="restore the rest in a call of its own")
     optimizer = targets.get("optimizer")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        found = f"a {type(optimizer).__name__} as optimizer"
+        found = f"{validate.type_name(optimizer)} as optimizer"
         raise PolicyError("only", found=found, expected="one optimizer of the model", do="leave it out")
 
 

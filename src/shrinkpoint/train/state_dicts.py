@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shrinkpoint import validate
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import Role
@@ -75,7 +76,7 @@ def collect_state_dicts(obj: Any, name: str) -> Any:
     if isinstance(obj, list | tuple):
         return [collect_state_dicts(member, f"{name}[{index}]") for index, member in enumerate(obj)]
     if not callable(getattr(obj, "state_dict", None)):
-        found, expected = f"a {type(obj).__name__}", "an object with state_dict() and load_state_dict()"
+        found, expected = validate.type_name(obj), "an object with state_dict() and load_state_dict()"
         raise PolicyError(name, found=found, expected=expected, do="pass plain values and tensors as extra=")
     return obj.state_dict()
 
@@ -149,12 +150,12 @@ def check_state_dicts(obj: Any, saved: Any, name: str, *, strict: bool, alternat
         if not callable(getattr(target, "load_state_dict", None)):
             do = "pass the model, optimizer or scheduler itself"
             raise PolicyError(
-                where, found=f"a {type(target).__name__}", expected="an object with load_state_dict()", do=do
+                where, found=validate.type_name(target), expected="an object with load_state_dict()", do=do
             )
         if not isinstance(state, dict) and isinstance(target, nn.Module | Optimizer):
             do = "pass the objects under the names under which they were saved"
             raise MismatchError(
-                where, found=f"a {type(state).__name__} in the checkpoint", expected="a state_dict", do=do
+                where, found=f"{validate.type_name(state)} in the checkpoint", expected="a state_dict", do=do
             )
         if isinstance(target, nn.Module):
             _check_module_state(target, state, where, strict=strict, alternative=alternative)
@@ -190,7 +191,7 @@ def _pair_with_saved(obj: Any, saved: Any, name: str) -> Iterator[tuple[Any, Any
     members = dict(obj) if isinstance(obj, Mapping) else dict(enumerate(obj))
     states = dict(enumerate(saved)) if isinstance(saved, list) else saved
     if not isinstance(states, dict) or members.keys() != states.keys():
-        found = f"{_preview(states)} in the checkpoint" if isinstance(states, dict) else f"a {type(saved).__name__}"
+        found = f"{_preview(states)} in the checkpoint" if isinstance(states, dict) else validate.type_name(saved)
         raise MismatchError(name, found=found, expected=_preview(members), do="pass what was passed to save")
     for key, member in members.items():
         yield from _pair_with_saved(member, states[key], f"{name}[{key!r}]")
@@ -409,9 +410,8 @@ def _check_scheduler_kind(scheduler: Any, saved: Any, where: str, alternative: s
     if missing or extra or not isinstance(saved, Mapping):
         parts = [f"{', '.join(extra)}"] if extra else []
         parts += [f"no {', '.join(missing)}"] if missing else []
-        expected = (
-            f"that of a {type(scheduler).__name__}, with {', '.join(sorted(settings or live_names)) or 'no settings'}"
-        )
+        names = ", ".join(sorted(settings or live_names)) or "no settings"
+        expected = f"that of {validate.type_name(scheduler)}, with {names}"
         found = f"the state of another kind of scheduler, with {' and '.join(parts) or 'nothing'}"
         do = f"build the scheduler that was saved, {alternative}"
         raise MismatchError(where, found=found, expected=expected, do=do)

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from shrinkpoint import validate
 from shrinkpoint.errors import CorruptError, MismatchError, PolicyError
 from shrinkpoint.storage import AnyDirectory, ObjectUrl, resolve_directory
 from shrinkpoint.store.directory import MANIFEST, read_directory_manifest
@@ -258,6 +259,6 @@ def _child(level: Any, key: str | int, default: Any) -> Any:
     elif isinstance(level, dict) and isinstance(key, str):
         level.setdefault(key, default)
     else:
-        found = f"{key!r} in a {type(level).__name__}"
+        found = f"{key!r} in {validate.type_name(level)}"
         raise CorruptError("path", found=found, expected="a nest", do="restore another checkpoint")
     return level[key]

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
+from shrinkpoint import validate
 from shrinkpoint.errors import PolicyError, StateError
 from shrinkpoint.sharding.shard_spec import ShardSpec
 from shrinkpoint.tensors.dtypes import DTYPE_NAMES, dtype_name
@@ -65,7 +66,7 @@ def collect_plan_items(plan: SavePlan, planner: SavePlanner) -> CollectedState:
         fqn, data = item.index.fqn, planner.resolve_data(item)
         if item.type == WriteItemType.BYTE_IO:
             if not isinstance(data, io.BytesIO):
-                found = f"a {type(data).__name__} where the planner promised bytes"
+                found = f"{validate.type_name(data)} where the planner promised bytes"
                 raise StateError(f"state[{fqn!r}]", found=found, expected="a BytesIO", do="look at the planner")
             nest[fqn], item_nbytes[item.index] = unpickle_plain(data, fqn), data.getbuffer().nbytes
             continue

@@ -56,7 +56,7 @@ class ShrinkIOCallback(pl.Callback):
         """
         plugin = trainer.strategy.checkpoint_io
         if not isinstance(plugin, ShrinkIO):
-            found, expected = f"a {type(plugin).__name__}", "ShrinkIO as the checkpoint plugin"
+            found, expected = validate.type_name(plugin), "ShrinkIO as the checkpoint plugin"
             do = "pass Trainer(plugins=[ShrinkIO(...)]), with background=True if wanted"
             raise PolicyError("ShrinkIOCallback", found=found, expected=expected, do=do)
         callback_dirs = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
@@ -149,7 +149,7 @@ class Validation:
             out: Any = module.validation_step(batch, index)
         loss = out.get(self._key) if isinstance(out, dict) else out
         if not isinstance(loss, Tensor | float | int):
-            found, expected = f"a {type(loss).__name__}", f"a loss, or a dict with {self._key!r}"
+            found, expected = validate.type_name(loss), f"a loss, or a dict with {self._key!r}"
             raise PolicyError("validation_step", found=found, expected=expected, do="return the loss")
         return float(loss)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from shrinkpoint import validate
 from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
 from shrinkpoint.storage import LocalStorage, Storage, is_object_url, local_path, resolve_storage, what_is_at
 from shrinkpoint.store.checkpoint_file import build_state
@@ -216,7 +217,7 @@ def _check_tensors(value: Any, where: str, path: StatePath) -> dict[str, Tensor]
     """
     if type(value) is list and len(value) == 1:  # Accelerate saves a list of models
         return _check_tensors(value[0], where, path)
-    found = f"a {type(value).__name__}"
+    found = validate.type_name(value)
     if isinstance(value, dict):
         wrong = [key for key, item in value.items() if type(key) is not str or not isinstance(item, Tensor)]
         if not wrong:
