@@ -80,7 +80,9 @@ def shard(state: FlatState, rank: int, world_size: int) -> tuple[FlatState, dict
             tensors[name] = tensor[start : start + size]
             specs[name] = ShardSpec(name, shape, (start, *specs[name].offsets[1:]))
     infos = {name: replace(state.infos[name], shape=tuple(tensor.shape)) for name, tensor in tensors.items()}
-    return FlatState(state.tree, tensors, infos, _present_moments(state.optimizer_info, tensors)), specs
+    optimizer_info = _present_moments(state.optimizer_info, tensors)
+    kinds = {name: kind for name, kind in state.moment_kinds.items() if name in tensors}
+    return FlatState(state.tree, tensors, infos, optimizer_info, kinds), specs
 
 
 def _present_moments(infos: Any, tensors: dict[str, torch.Tensor]) -> dict[str, OptimizerInfo]:
@@ -89,6 +91,7 @@ def _present_moments(infos: Any, tensors: dict[str, torch.Tensor]) -> dict[str, 
             info,
             moment1=info.moment1 if info.moment1 in tensors else None,
             moment2=info.moment2 if info.moment2 in tensors else None,
+            squares=info.squares if info.squares in tensors else None,
         )
         for name, info in infos.items()
         if name in tensors

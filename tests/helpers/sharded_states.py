@@ -136,13 +136,15 @@ def cut(flat: FlatState, width: int, cutter: Cutter = rows, lone: Mapping[str, i
             tensors[name], places[name] = box_of(x, offsets, sizes).contiguous(), ShardSpec(name, shape, offsets)
             infos[name] = replace(flat.infos[name], shape=sizes, offsets=offsets)
         optim = {name: _facts(one, tensors) for name, one in flat.optimizer_info.items() if name in tensors}
-        out.append(Part(FlatState(flat.tree, tensors, infos, optim), places))
+        kinds = {name: kind for name, kind in flat.moment_kinds.items() if name in tensors}
+        out.append(Part(FlatState(flat.tree, tensors, infos, optim, kinds), places))
     return out
 
 
 def _facts(facts: OptimizerInfo, tensors: Mapping[str, Tensor]) -> OptimizerInfo:
-    first, second = (name if name in tensors else None for name in (facts.moment1, facts.moment2))
-    return replace(facts, moment1=first, moment2=second)
+    names = facts.moment1, facts.moment2, facts.squares
+    first, second, squares = (name if name in tensors else None for name in names)
+    return replace(facts, moment1=first, moment2=second, squares=squares)
 
 
 def joined(parts: Sequence[tuple[Mapping[str, Tensor], Mapping[str, ShardSpec]]]) -> dict[str, Tensor]:

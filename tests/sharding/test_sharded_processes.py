@@ -25,6 +25,7 @@ SETUP = """
     from shrinkpoint.sharding.shard_spec import ShardSpec, ShardLayout
     from shrinkpoint.tensors.flat_state import FlatState
     from shrinkpoint.tensors.info import OptimizerInfo
+    from shrinkpoint.tensors.moment_kinds import MomentKind
 
     X = torch.arange(150)
 
@@ -45,7 +46,7 @@ SETUP = """
         return optimizer
 
     def flat_of(model, optimizer):
-        tensors, infos, places, optim = {}, {}, {}, {}
+        tensors, infos, places, optim, kinds = {}, {}, {}, {}, {}
 
         def put(name, x, role):
             local, offsets = x, (0,) * x.dim()
@@ -61,8 +62,9 @@ SETUP = """
             put(f"{name}.exp_avg", held["exp_avg"], Role.MOMENT1)
             put(f"{name}.exp_avg_sq", held["exp_avg_sq"], Role.MOMENT2)
             moments = f"{name}.exp_avg", f"{name}.exp_avg_sq"
-            optim[name] = OptimizerInfo(*moments, 12, 1e-2, 0.9, 0.999, 1e-8, 0.01, True)
-        return FlatState(None, tensors, infos, optim), places
+            optim[name] = OptimizerInfo(*moments, 12, 1e-2, 0.9, 0.999, 1e-8, 0.01, True, squares=moments[1])
+            kinds |= zip(moments, (MomentKind.GRADIENT_MEAN, MomentKind.SQUARE_MEAN))
+        return FlatState(None, tensors, infos, optim, kinds), places
 """
 FSDP = (
     SETUP

@@ -72,11 +72,14 @@ def test_a_process_with_all_boxes_decides_what_it_would_without_any(dial):
             tensors[mine], places[mine] = piece, ShardSpec(name, tuple(x.shape), offsets)
             infos[mine] = replace(part.flat.infos[name], name=mine, shape=tuple(piece.shape))
     optim = {
-        f"{name}@{i}": replace(facts, moment1=f"{facts.moment1}@{i}", moment2=f"{facts.moment2}@{i}")
+        f"{name}@{i}": replace(
+            facts, moment1=f"{facts.moment1}@{i}", moment2=f"{facts.moment2}@{i}", squares=f"{facts.squares}@{i}"
+        )
         for name, facts in part.flat.optimizer_info.items()
         for i in range(1 + (name in names))
     }
-    flat = FlatState(None, tensors, infos, optim)
+    kinds = {name: part.flat.moment_kinds[name[:-2]] for name in tensors if name[:-2] in part.flat.moment_kinds}
+    flat = FlatState(None, tensors, infos, optim, kinds)
     kept = plan_shards(sp.Fisher(**dial), flat, None, ShardLayout(places, LocalCollectives())).quantize(flat, None)
     (expected,) = whole(sp.Fisher(**dial), run()[:1])
     assert other(expected, Saved(joined([(kept.state.tensors, places)]), [], [])) == []
@@ -158,6 +161,37 @@ def test_tensors_that_one_rank_has_whole_count_as_the_others_do():
         assert_agreed(found)
 
 
+def muon_run() -> list[FlatState]:
+    """Two states of a run of Muon on matrices, and AdamW on the rest."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(48, 64), torch.nn.Linear(64, 48))
+    matrices, vectors = [net[0].weight, net[1].weight], [net[0].bias, net[1].bias]
+    optimizers = torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(vectors)
+    flats = []
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            net(torch.randn(9, 48)).square().mean().backward()
+            optimizer.step()
+        state = {"model": net.state_dict(), "optimizer": [optimizer.state_dict() for optimizer in optimizers]}
+        flats.append(flatten(copy.deepcopy(state)))
+    return flats
+
+
+@pytest.mark.parametrize("cutter", [rows, quarters])
+def test_of_muon_on_several_ranks_becomes_what_it_would_on_one(cutter):
+    def make() -> Scheme:
+        return sp.Fisher(relative_error=0.3)
+
+    width = 4 if cutter is quarters else 3
+    expected, found = whole(make(), muon_run()), saved(make, muon_run(), width, cutter)
+    assert any(name.endswith("momentum_buffer") for name in expected[0].kept[0].quantized)
+    for a, b in zip(expected, found, strict=True):
+        names = other(a, b)
+        assert names == [] if cutter is rows else all(name.endswith(("buffer", "weight")) for name in names)
+    assert_agreed(found)
+
+
 def fully_qualified(flat: FlatState) -> FlatState:
     """The same with the names that torch.distributed.checkpoint gives."""
     names = {}
@@ -172,9 +206,10 @@ def fully_qualified(flat: FlatState) -> FlatState:
         {names[name]: x for name, x in flat.tensors.items()},
         {names[name]: replace(info, name=names[name]) for name, info in flat.infos.items()},
         {
-            names[name]: replace(one, moment1=names[one.moment1], moment2=names[one.moment2])
+            names[name]: replace(one, **{key: names[getattr(one, key)] for key in ("moment1", "moment2", "squares")})
             for name, one in flat.optimizer_info.items()
         },
+        {names[name]: kind for name, kind in flat.moment_kinds.items()},
     )
 
 

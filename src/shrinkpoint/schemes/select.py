@@ -24,6 +24,7 @@ from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.dtypes import as_bits
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON, OptimizerInfo, Role, TensorInfo
+from shrinkpoint.tensors.moment_kinds import MomentKind
 
 MIN_WEIGHT_NUMEL = 4096
 """Weights with fewer values stay exact: little is to be gained, and they are the likelier to matter."""
@@ -371,8 +372,8 @@ def _relative_to(quantized_tensor: QuantizedTensor | None) -> str:
 
 
 _ROLES = {Role.BUFFER: "a buffer", Role.GRADIENT: "a gradient", Role.OTHER: "not known to be a weight"}
-_MOMENTS = (Role.MOMENT1, Role.MOMENT2)
 _OPTIMIZER = "of the optimizer"
+_UNKNOWN = "of an optimizer that is not known"
 _MAX_NAMES = 4
 """How many names are listed for each reason, the largest tensors first."""
 
@@ -387,17 +388,25 @@ def exact_reasons(
         left_out: reasons of weights that would have been quantized, by name.
         min_numel, min_dims: how many values and dimensions a weight has at least that the scheme quantizes.
     """
-    optimizer_groups = {name.rpartition("/")[0] for name, info in state.infos.items() if info.role in _MOMENTS}
+    slots: dict[str, str] = {}
+    for name, kind in state.moment_kinds.items():
+        slots[name] = slots[_parent(name) or name] = _UNKNOWN if kind is MomentKind.UNKNOWN else _OPTIMIZER
     out: dict[str, str] = {}
     for name, info in state.infos.items():
         tensor = state.tensors[name]
         if name in lossy or not (tensor.is_floating_point() or tensor.is_complex()):
             continue
-        if info.role in _MOMENTS or name.rpartition("/")[0] in optimizer_groups:
-            out[name] = _OPTIMIZER
+        slot = next((key for key in (name, _parent(name), _parent(_parent(name))) if key in slots), None)
+        if slot is not None:
+            out[name] = slots[slot]
         else:
             out[name] = left_out.get(name) or _exact_reason(info, tensor, min_numel, min_dims)
     return out
+
+
+def _parent(name: str) -> str:
+    """The name of the nest that a tensor, or a nest, is in; "" at the root."""
+    return name.rpartition("/")[0]
 
 
 def summarize_reasons(reasons: Mapping[str, str], infos: Mapping[str, TensorInfo]) -> dict[str, JSON]:

@@ -16,6 +16,7 @@ from shrinkpoint.guard import no_gc, read_guard
 from shrinkpoint.tensors.dtypes import as_bits, dtype_name, empty, tensor_bytes
 from shrinkpoint.tensors.info import JSON, OptimizerInfo, Role, TensorInfo
 from shrinkpoint.tensors.memory import Arena
+from shrinkpoint.tensors.moment_kinds import MomentKind
 from shrinkpoint.tensors.roles import infer_roles
 from shrinkpoint.tensors.shared_storage import deduplicate
 from shrinkpoint.tensors.side_streams import wait_for_devices
@@ -34,12 +35,14 @@ class FlatState:
         tensors: by name, detached views of the caller's memory (after `snapshot`, copies); any device and strides.
         infos: name, shape, dtype and role of each tensor; the same keys in the same order.
         optimizer_info: by name of a parameter; empty if the state has no optimizer.
+        moment_kinds: by name of a tensor that an optimizer keeps for a parameter.
     """
 
     tree: JSON
     tensors: Mapping[str, torch.Tensor] = field(repr=False)
     infos: dict[str, TensorInfo] = field(repr=False)
     optimizer_info: dict[str, OptimizerInfo] = field(repr=False)
+    moment_kinds: dict[str, MomentKind] = field(default_factory=dict, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -171,12 +174,12 @@ def flatten(state: Any) -> FlatState:
         encoder = TreeEncoder()
         tree = encoder.encode(state)
         tensors = deduplicate(encoder.leaves)
-        roles, optimizer_info = infer_roles(encoder.leaves, encoder.optimizers)
+        inferred = infer_roles(encoder.leaves, encoder.optimizers)
         infos = {
-            name: TensorInfo(name, tuple(tensor.shape), dtype_name(tensor.dtype), roles.get(name, Role.OTHER))
+            name: TensorInfo(name, tuple(tensor.shape), dtype_name(tensor.dtype), inferred.roles.get(name, Role.OTHER))
             for name, tensor in tensors.items()
         }
-        return FlatState(tree, tensors, infos, optimizer_info)
+        return FlatState(tree, tensors, infos, inferred.optimizer_info, inferred.moment_kinds)
 
 
 def unflatten(

@@ -81,6 +81,8 @@ class OptimizerInfo:
         decoupled: whether weight decay acts on the weights (AdamW) or through the gradient (Adam).
         factors: names of the row and column means of squared gradients, over the last two axes (Adafactor).
         blocks: names of the 8-bit second moment: codes, codebook, and the maximum of each block (bitsandbytes).
+        squares: name of a decaying mean of squared gradients, of decay `beta2`: Adam's second moment or RMSprop's, but
+            not SOAP's, which is of rotated gradients.
     """
 
     moment1: str | None
@@ -94,6 +96,7 @@ class OptimizerInfo:
     decoupled: bool
     factors: tuple[str, str] | None = None
     blocks: tuple[str, str, str] | None = None
+    squares: str | None = None
 
 
 @dataclass(frozen=True)

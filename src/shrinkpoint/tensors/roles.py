@@ -12,11 +12,12 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from shrinkpoint.tensors.info import OptimizerInfo, Role
+from shrinkpoint.tensors.moment_kinds import MomentKind, moment_kinds
 from shrinkpoint.tensors.names import StatePath, format_key
 from shrinkpoint.tensors.shared_storage import Leaf
 
@@ -26,6 +27,7 @@ _SLOT_ROLES = {
 }
 _FACTORS = (("row_var", "col_var"), ("exp_avg_sq_row", "exp_avg_sq_col"))
 """Names of Adafactor's row and column means in torch and in transformers."""
+_UNKNOWN = MomentKind.UNKNOWN
 _BNB_STATE = "__bnb_optimizer_quant_state__"
 _BNB_MOMENT2 = ("state2", "qmap2", "absmax2")
 """Key of the quantized state of bitsandbytes, and the names of the second moment there."""
@@ -39,8 +41,22 @@ _AVERAGE = re.compile("ema|swa|avg|average|teacher", re.IGNORECASE)
 Optimizers = Sequence[tuple[StatePath, dict[Any, Any]]]
 
 
-def infer_roles(leaves: Sequence[Leaf], optimizers: Optimizers) -> tuple[dict[str, Role], dict[str, OptimizerInfo]]:
-    """Return the roles of stored tensors by name, and optimizer info by parameter name.
+class InferredRoles(NamedTuple):
+    """What is inferred of a state's tensors.
+
+    Attributes:
+        roles: by name of a stored tensor.
+        optimizer_info: by name of a parameter.
+        moment_kinds: by name of a tensor that an optimizer keeps for a parameter.
+    """
+
+    roles: dict[str, Role]
+    optimizer_info: dict[str, OptimizerInfo]
+    moment_kinds: dict[str, MomentKind]
+
+
+def infer_roles(leaves: Sequence[Leaf], optimizers: Optimizers) -> InferredRoles:
+    """Infer what each tensor of a state is for, and what an optimizer keeps for which parameter.
 
     Args:
         leaves: the leaves of the whole state, after `deduplicate`.
@@ -55,9 +71,14 @@ def infer_roles(leaves: Sequence[Leaf], optimizers: Optimizers) -> tuple[dict[st
     models = _parameter_sets(module_leaves)
     roles: dict[str, Role] = {}
     optimizer_info: dict[str, OptimizerInfo] = {}
+    kinds: dict[str, MomentKind] = {}
     for path, state_dict in optimizers:
         slots = _slots(path, state_dict, leaves_by_path)
-        for key, leaf in (item for slot in slots for item in slot.leaves.items()):
+        for key, leaf, kind in (
+            (key, leaf, slot.kinds.get(key)) for slot in slots for key, leaf in slot.leaves.items()
+        ):
+            if kind is not None and not is_master_key(key):
+                kinds.setdefault(_stored_name(leaf), kind)
             if key in _SLOT_ROLES and leaf.tensor.is_floating_point():
                 roles.setdefault(_stored_name(leaf), _SLOT_ROLES[key])
         match = _best_match(slots, models)
@@ -72,7 +93,7 @@ def infer_roles(leaves: Sequence[Leaf], optimizers: Optimizers) -> tuple[dict[st
     for leaf in leaves:
         role = _optimizer_role(leaf) if id(leaf) in optimizer_ids else _module_role(leaf, state_dict_paths)
         roles.setdefault(_stored_name(leaf), role)
-    return roles, optimizer_info
+    return InferredRoles(roles, optimizer_info, kinds)
 
 
 def _module_parameters(match: SlotMatch, leaves: Sequence[Leaf]) -> Iterator[Leaf]:
@@ -107,6 +128,12 @@ class OptimizerSlot:
     settings: dict[str, Any]
     values: dict[Any, Any]
     leaves: dict[str, Leaf] = field(default_factory=dict)
+
+    @cached_property
+    def kinds(self) -> dict[str, MomentKind]:
+        """The kind of each tensor of the slot, by key."""
+        values = {key: value for key, value in self.values.items() if not (isinstance(key, str) and is_master_key(key))}
+        return moment_kinds(values, self.settings)
 
     @property
     def factors(self) -> tuple[Leaf, Leaf] | None:
@@ -295,7 +322,8 @@ def _align(slots: Sequence[OptimizerSlot], model: ParameterSet) -> SlotMatch:
 def _group_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """The fields of `OptimizerInfo` that all parameters of a group share."""
     betas = settings.get("betas")
-    beta1, beta2 = betas if isinstance(betas, tuple | list) and len(betas) == 2 else (settings.get("momentum"), None)
+    decays = settings.get("momentum"), settings.get("alpha", settings.get("rho"))
+    beta1, beta2 = betas if isinstance(betas, tuple | list) and len(betas) == 2 else decays
     return {
         "lr": _number(settings.get("lr")),
         "beta1": _number(beta1),
@@ -314,6 +342,7 @@ def _optimizer_info(slot: OptimizerSlot, settings: dict[str, Any]) -> OptimizerI
         step=None if step is None else int(step),
         factors=_factors(slot),
         blocks=_blocks(slot),
+        squares=_squares(slot),
         **settings,
     )
 
@@ -323,6 +352,11 @@ def _factors(slot: OptimizerSlot) -> tuple[str, str] | None:
         return None
     row, column = factors
     return row.name, column.name
+
+
+def _squares(slot: OptimizerSlot) -> str | None:
+    known = (key for key in ("exp_avg_sq", "square_avg") if slot.kinds.get(key, _UNKNOWN) is not _UNKNOWN)
+    return _moment(slot, *known)
 
 
 def _blocks(slot: OptimizerSlot) -> tuple[str, str, str] | None:

@@ -61,7 +61,7 @@ def test_averages_that_have_just_begun_are_taken_for_what_they_are_averages_of(s
 
 def momentum(weights: dict[str, Tensor], buffers: dict[str, Tensor], beta: float = 0.9) -> dict:
     state = {i: {"momentum_buffer": buffers[name]} for i, name in enumerate(weights)}
-    group = {"lr": 0.1, "momentum": beta, "params": [*range(len(weights))]}
+    group = {"lr": 0.1, "momentum": beta, "dampening": 0, "params": [*range(len(weights))]}
     return {"model": weights, "optimizer": {"state": state, "param_groups": [group]}}
 
 

@@ -216,7 +216,7 @@ def test_a_run_that_diverges_is_saved(broken):
         state["optimizer"]["state"] = {
             i: {"momentum_buffer": normal(*s, scale=1e25)} for i, s in ((0, (48, 64)), (1, (64, 48)))
         }
-        state["optimizer"]["param_groups"] = [{"lr": 0.1, "momentum": 0.9, "params": [0, 1]}]
+        state["optimizer"]["param_groups"] = [{"lr": 0.1, "momentum": 0.9, "dampening": 0, "params": [0, 1]}]
     elif broken == "second":
         state["optimizer"]["state"][0]["exp_avg_sq"].fill_(math.inf)
     else:

@@ -131,15 +131,15 @@ class Curvature:
         statistics = MomentStatistics(state) if statistics is None else statistics
         info = optimizer_info
         first = None if info is None else statistics.moment_matrix(info.moment1, weight)
-        second = None if info is None else statistics.moment_matrix(info.moment2, weight)
-        if info is not None and info.moment2 is not None and second is not None:
+        second = None if info is None else statistics.moment_matrix(info.squares, weight)
+        if info is not None and info.squares is not None and second is not None:
             factors = bias_factor(info.beta2, info.step), bias_factor(info.beta1, info.step)
             return cls(
                 second,
                 first,
                 second_factor=factors[0],
                 first_factor=factors[1],
-                second_sums=statistics.sums(info.moment2).values,
+                second_sums=statistics.sums(info.squares).values,
             )
         factor = 1 - (0.0 if info is None else info.beta1 or 0.0)
         squares = None

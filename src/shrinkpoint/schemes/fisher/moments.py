@@ -9,10 +9,9 @@ the nearest, small ones would all become zero, and ten steps of training with th
 from __future__ import annotations
 
 import math
-import re
 import zlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -39,12 +38,29 @@ from shrinkpoint.quantize.second_moment import (
 from shrinkpoint.schemes.fisher.optimizer_moments import MomentStatistics
 from shrinkpoint.sharding.global_tensors import GlobalTensors, Marginals
 from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.info import Role
+from shrinkpoint.tensors.moment_kinds import MomentKind
 
 MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 MIN_LATTICE_NUMEL = 16
 """Values of a tensor below which it is not quantized."""
-_AVERAGE_SLOTS = ("exp_avg_sq", "square_avg")
+FIRST_KINDS = (
+    MomentKind.GRADIENT_MEAN,
+    MomentKind.MOMENTUM,
+    MomentKind.ORTHOGONALIZED,
+    MomentKind.SIGN,
+    MomentKind.SCALED,
+)
+SECOND_KINDS = (MomentKind.SQUARE_MEAN, MomentKind.ACCUMULATOR)
+
+# Where a step is a multiple of the moment, its noise averages out in the weights. Where the moment is orthogonalized,
+# reduced to its sign or divided by another one, noise is amplified.
+MOMENTUM_STEPS: Mapping[MomentKind, float] = {
+    MomentKind.MOMENTUM: 4.0,
+    MomentKind.GRADIENT_MEAN: 0.5,
+    MomentKind.SCALED: 1.0,
+    MomentKind.ORTHOGONALIZED: 0.5,
+    MomentKind.SIGN: 1.0,
+}
 
 Exponents = tuple[Tensor, Tensor]
 """Exponents of a lattice's rows and columns, int16, in eighths of an octave."""
@@ -60,7 +76,8 @@ class MomentPrecision:
         second_step: of a second moment, in eighths of an octave.
         dead_zone: half the width of what becomes the mean of row and column, in steps.
         accumulator_step: like `second_step`, of what never forgets (a sum, a maximum), where no error heals.
-        momentum_step: of a first moment without a second one, in root mean squares of its row and column.
+        momentum_steps: of first moments that are not relative to a second one, by kind, in root mean squares of their
+            row and column.
     """
 
     first_step: float = 2.0
@@ -68,7 +85,7 @@ class MomentPrecision:
     second_step: int = 24
     dead_zone: float = 0.6
     accumulator_step: int = 4
-    momentum_step: float = 4.0
+    momentum_steps: Mapping[MomentKind, float] = field(default_factory=lambda: MOMENTUM_STEPS)
 
 
 def moments_to_lattices(
@@ -80,7 +97,9 @@ def moments_to_lattices(
     statistics: MomentStatistics | None = None,
     unchanged: Mapping[str, LatticeTensor] | None = None,
 ) -> dict[str, LatticeTensor]:
-    """Quantize every moment that is large enough and finite; the others stay exact. A collective.
+    """Quantize every moment of a kind that has a grid, if it is large enough and finite; the others stay exact.
+
+    A collective.
 
     Args:
         tensors: the tensors of `state` on all ranks.
@@ -95,8 +114,8 @@ def moments_to_lattices(
     quantizer = _MomentQuantizer(tensors, state, precision, statistics, unchanged or {})
     seconds = quantizer.quantize_seconds()
     seeds = {}
-    for name, info in state.infos.items():
-        if info.role is Role.MOMENT1:
+    for name, kind in state.moment_kinds.items():
+        if kind in FIRST_KINDS:
             shard, label = tensors.local_shards[name], f"{seed}/{save_number}/{tensors.global_name(name)}"
             seeds[name] = shard.spec.dither_seed(zlib.crc32(label.encode()) or 1, shard.sizes)
     return seconds | quantizer.quantize_firsts(seconds, seeds)
@@ -122,13 +141,15 @@ class _MomentQuantizer:
         self._relative_sums: dict[str, Tensor] = {}  # by first moment: sums by row of m^2 / v'
         large = {
             name: state.tensors[name]
-            for name, info in state.infos.items()
-            if info.role in (Role.MOMENT1, Role.MOMENT2)
+            for name, kind in state.moment_kinds.items()
+            if kind in (*FIRST_KINDS, *SECOND_KINDS)
             and state.tensors[name].dtype in MOMENT_DTYPES
             and tensors.local_shards[name].spec.global_numel >= MIN_LATTICE_NUMEL
         }
         finite = tensors.tensors_where_all({name: statistics.is_finite(name) for name in large})
-        self._usable = {name: x for name, x in large.items() if x.numel() and tensors.global_name(name) in finite}
+        alike = tensors.reduce({name: state.moment_kinds[name] for name in large}, lambda kinds: len({*kinds}) == 1)
+        usable = {name for name in finite if alike[name]}
+        self._usable = {name: x for name, x in large.items() if x.numel() and tensors.global_name(name) in usable}
         pairs = {info.moment1: info.moment2 for info in state.optimizer_info.values() if info.moment1 is not None}
         self._pairs = {
             first: second for first, second in pairs.items() if second is not None and self._are_paired(first, second)
@@ -139,16 +160,16 @@ class _MomentQuantizer:
         usable = first in self._usable and second in self._usable
         return usable and self._tensors.is_colocated(first, second)
 
-    def _moments_of_role(self, role: Role) -> dict[str, Tensor]:
+    def _moments_of_kinds(self, kinds: Collection[MomentKind]) -> dict[str, Tensor]:
         return {
             name: moment
             for name, moment in self._usable.items()
-            if self._state.infos[name].role is role and name not in self._unchanged
+            if self._state.moment_kinds[name] in kinds and name not in self._unchanged
         }
 
     def quantize_seconds(self) -> dict[str, LatticeTensor]:
         """Quantize second moments, by name."""
-        moments = self._moments_of_role(Role.MOMENT2)
+        moments = self._moments_of_kinds(SECOND_KINDS)
         firsts = {name: self._usable.get(self._firsts.get(name, "")) for name in moments}
         sums = {name: self._statistics.sums(name, with_first=firsts[name] is not None) for name in moments}
         valid = self._tensors.tensors_where_all({name: not sums[name].has_negative for name in moments})
@@ -159,7 +180,8 @@ class _MomentQuantizer:
 
         def quantize(name: str, threads: int) -> tuple[LatticeTensor, Tensor | None]:
             v, m = moments[name], firsts[name]
-            precision = self._precision if self._slot(name) in _AVERAGE_SLOTS else finer
+            is_mean = self._state.moment_kinds[name] is MomentKind.SQUARE_MEAN
+            precision = self._precision if is_mean else finer
             rows, columns = exponents.get(name) or second_exponents(tuple(v.shape), sums[name])
             lattice = Lattice("log", rows, columns, step=precision.second_step)
             return quantize_second_moment(v, m, lattice, precision.dead_zone, threads)
@@ -169,10 +191,6 @@ class _MomentQuantizer:
             if relative_sums is not None:
                 self._relative_sums[self._firsts[name]] = relative_sums
         return {name: points for name, (points, _) in results.items()}
-
-    def _slot(self, name: str) -> str:
-        """The optimizer's name for a moment; torch.distributed.checkpoint joins names with dots."""
-        return re.split("[/.]", self._tensors.global_name(name))[-1]
 
     def _split_second_exponents(self, sums: Mapping[str, SecondMomentSums]) -> dict[str, Exponents]:
         """Exponents of those second moments that are split over ranks, by local name."""
@@ -195,17 +213,22 @@ class _MomentQuantizer:
         Args:
             seconds: the second moments that have just been quantized.
         """
-        tensors, moments = self._tensors, self._moments_of_role(Role.MOMENT1)
+        tensors, moments = self._tensors, self._moments_of_kinds(FIRST_KINDS)
         second_points = {**self._unchanged, **seconds}
         is_paired = {
-            name: (second := self._pairs.get(name, "")) in second_points
+            name: self._state.moment_kinds[name] is MomentKind.GRADIENT_MEAN
+            and (second := self._pairs.get(name, "")) in second_points
             and self._state.tensors[second].dtype == torch.float32
             for name in moments
         }
         paired = tensors.tensors_where_all(is_paired)
-        momentum = {name: m for name, m in moments.items() if tensors.global_name(name) not in paired}
+        momentum = {
+            name: m
+            for name, m in moments.items()
+            if tensors.global_name(name) not in paired and not self._is_divided_vector(name)
+        }
         without_zeros = tensors.tensors_where_all({name: bool(m.all()) for name, m in momentum.items()})
-        names = [name for name in moments if name not in momentum or tensors.global_name(name) in without_zeros]
+        names = [name for name in moments if tensors.global_name(name) in paired | without_zeros]
 
         def local_sums(name: str) -> tuple[Tensor, Tensor]:
             if name in momentum:
@@ -229,6 +252,15 @@ class _MomentQuantizer:
         failed = tensors.union(name for name, lattice in points.items() if lattice is None)
         return {n: x for n, x in points.items() if x is not None and tensors.global_name(n) not in failed}
 
+    def _is_divided_vector(self, name: str) -> bool:
+        """Whether a moment is a vector that the optimizer divides by another one.
+
+        A vector has one step, which may be thousands of times what the least of its values are divided by: the biases
+        of keys, beside those of queries and values, have next to no gradient.
+        """
+        is_vector = len(self._tensors.local_shards[name].spec.global_shape) < 2
+        return is_vector and self._state.moment_kinds[name] in (MomentKind.GRADIENT_MEAN, MomentKind.SCALED)
+
     def _row_sums(self, name: str) -> Tensor:
         """Sums by row of the squares of a first moment, relative to the decoded second one."""
         if name not in self._relative_sums:  # the second moment has not changed, and is what a reader decodes
@@ -250,13 +282,14 @@ class _MomentQuantizer:
         return self._slice(name, Lattice("relative", rows, torch.zeros(1, dtype=torch.int16)))[0]
 
     def _quantize_momentum(self, name: str, m: Tensor, seed: int, sums: Marginals | None) -> LatticeTensor | None:
+        step = self._precision.momentum_steps[self._state.moment_kinds[name]]
         if sums is None:
-            return quantize_momentum(m, seed, self._precision)
+            return quantize_momentum(m, seed, step)
         counts = scale_counts("linear", sums.shape)
-        exponents = momentum_exponents(sums.mean, sums.mean_along(1), sums.mean_along(0), counts, self._precision)
+        exponents = momentum_exponents(sums.mean, sums.mean_along(1), sums.mean_along(0), counts, step)
         if exponents is None:
             return None
-        return quantize_momentum(m, seed, self._precision, self._slice(name, Lattice("linear", *exponents)))
+        return quantize_momentum(m, seed, step, self._slice(name, Lattice("linear", *exponents)))
 
     def _slice(self, name: str, lattice: Lattice) -> Exponents:
         """The exponents of a shard's rows and columns, from the lattice of its global tensor."""
@@ -286,12 +319,11 @@ def first_row_exponents(means: Tensor, precision: MomentPrecision) -> Tensor:
     return _log2_exponents(steps)
 
 
-def quantize_momentum(
-    m: Tensor, seed: int, precision: MomentPrecision, exponents: Exponents | None = None
-) -> LatticeTensor | None:
+def quantize_momentum(m: Tensor, seed: int, step: float, exponents: Exponents | None = None) -> LatticeTensor | None:
     """Quantize a first moment without a second one (momentum); None if some values are zero and must stay so.
 
     Args:
+        step: in root mean squares of a row and column.
         exponents: None: those of the means of the squares of `m`. If given, no value is zero.
     """
     if exponents is None:
@@ -300,12 +332,12 @@ def quantize_momentum(
         rows, columns = matrix_shape(tuple(m.shape))
         sums = square_sums(m)
         means = float(sums.rows.sum()) / (rows * columns), sums.rows / columns, sums.columns / rows
-        exponents = momentum_exponents(*means, scale_counts("linear", tuple(m.shape)), precision)
+        exponents = momentum_exponents(*means, scale_counts("linear", tuple(m.shape)), step)
     return None if exponents is None else quantize_to_lattice(m, Lattice("linear", *exponents, seed=seed))
 
 
 def momentum_exponents(
-    mean_square: float, rows: Tensor, columns: Tensor, counts: tuple[int, int], precision: MomentPrecision
+    mean_square: float, rows: Tensor, columns: Tensor, counts: tuple[int, int], step: float
 ) -> Exponents | None:
     """Exponents of a momentum's rows and columns, from mean squares; None if all values are zero.
 
@@ -313,15 +345,14 @@ def momentum_exponents(
         mean_square: of all values.
         rows, columns: mean squares by row and by column.
         counts: how many exponents of rows and of columns the lattice has.
+        step: in root mean squares of a row and column.
     """
     if not 0 < mean_square < math.inf:
         return None
     rows = (rows / mean_square).sqrt() if counts[0] > 1 else torch.ones(1, device=rows.device)
     columns = (columns / mean_square).sqrt() if counts[1] > 1 else torch.ones(1, device=columns.device)
     tiny = 2.0**-20
-    return _log2_exponents(rows.clamp(min=tiny) * (mean_square**0.5 * precision.momentum_step)), _log2_exponents(
-        columns.clamp(min=tiny)
-    )
+    return _log2_exponents(rows.clamp(min=tiny) * (mean_square**0.5 * step)), _log2_exponents(columns.clamp(min=tiny))
 
 
 def second_exponents(shape: tuple[int, ...], sums: SecondMomentSums) -> Exponents:

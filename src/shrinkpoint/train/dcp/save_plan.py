@@ -19,9 +19,9 @@ from shrinkpoint.errors import PolicyError, StateError
 from shrinkpoint.sharding.shard_spec import ShardSpec
 from shrinkpoint.tensors.dtypes import DTYPE_NAMES, dtype_name
 from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.info import OptimizerInfo, Role, TensorInfo
+from shrinkpoint.tensors.info import Role, TensorInfo
 from shrinkpoint.tensors.names import StatePath, UniqueNames, tensor_name
-from shrinkpoint.tensors.roles import infer_roles
+from shrinkpoint.tensors.roles import InferredRoles, infer_roles
 from shrinkpoint.tensors.shared_storage import Leaf
 from shrinkpoint.tensors.tree import TreeEncoder
 from shrinkpoint.train.dcp.checkpoint_metadata import Offsets, chunk_name, offsets_key
@@ -117,27 +117,30 @@ def _flat_state(
         leaf.name = names.unique(default)
         leaf.reference[:] = [] if leaf.name == default else [leaf.name]
         stored[leaf.name] = leaf.tensor
-    roles, optimizer_info = _infer_shard_roles(tensors, planner)
+    roles, optimizer_info, moment_kinds = _infer_shard_roles(tensors, planner)
     infos: dict[str, TensorInfo] = {}
     for name, tensor in stored.items():
         shard, shape = shards.get(name), tuple(tensor.shape)
         offsets = None if shard is None or shard.global_shape == shape else shard.offsets
         infos[name] = TensorInfo(name, shape, dtype_name(tensor.dtype), roles.get(name, Role.OTHER), offsets)
-    return FlatState(tree, stored, infos, optimizer_info)
+    return FlatState(tree, stored, infos, optimizer_info, moment_kinds)
 
 
 def _infer_shard_roles(
     tensors: Mapping[str, Sequence[tuple[str, torch.Tensor]]], planner: SavePlanner
-) -> tuple[dict[str, Role], dict[str, OptimizerInfo]]:
-    """The role of each shard, and what the optimizer knows about each parameter, both by name in the state."""
+) -> InferredRoles:
+    """The role of each shard, and what the optimizer knows about each parameter, by name in the state."""
     mappings = _paths(getattr(planner, "mappings", None))
     paths = {fqn: nest_path(fqn, mappings) for fqn in tensors}
     leaves = [Leaf(paths[fqn], shards[0][1], name=shards[0][0]) for fqn, shards in tensors.items()]
-    roles, optimizer_info = infer_roles(leaves, _collect_optimizers(paths, tensors, planner, mappings))
+    inferred = infer_roles(leaves, _collect_optimizers(paths, tensors, planner, mappings))
     for shards in tensors.values():  # several shards of one tensor on one rank are rare; moments go with the first
+        first = shards[0][0]
         for name, _ in shards[1:]:
-            roles[name] = roles.get(shards[0][0], Role.OTHER)
-    return roles, optimizer_info
+            inferred.roles[name] = inferred.roles.get(first, Role.OTHER)
+            if first in inferred.moment_kinds:
+                inferred.moment_kinds[name] = inferred.moment_kinds[first]
+    return inferred
 
 
 def nest_path(fqn: str, mappings: Mapping[str, Any]) -> StatePath:
@@ -192,12 +195,15 @@ def _collect_optimizers(
 
 
 def _add_hyperparameter(optimizers: Mapping[StatePath, _OptimizerState], path: StatePath, value: Any) -> None:
-    """Add a hyperparameter or a step count to its optimizer, whichever rank stores it."""
-    if len(path) < 3 or (isinstance(value, torch.Tensor) and (value.numel() != 1 or type(value) is not torch.Tensor)):
+    """Add a hyperparameter, or what is kept for a parameter, to its optimizer, whichever rank stores it."""
+    if len(path) > 3 and path[-4] == "state" and path[:-4] in optimizers:
+        path, value = path[:-1], [value]  # an item of a list of tensors
+    if len(path) < 3:
         return
     head, kind, key, slot = path[:-3], path[-3], path[-2], str(path[-1])
     optimizer = optimizers.get(head)
-    if optimizer is None:
+    is_plain = not isinstance(value, torch.Tensor) or (value.numel() == 1 and type(value) is torch.Tensor)
+    if optimizer is None or not (is_plain or kind == "state"):
         return
     if kind == "state" and str(key) in optimizer.state:
         optimizer.state[str(key)].setdefault(slot, value)
