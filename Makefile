@@ -8,7 +8,7 @@ NATIVE := CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
 # Compiled modules are stored even where the environment forbids it: hundreds of processes of the tests read them.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test nightly check bench studies golden wheel docs fuzz libfuzzer clean
+.PHONY: demo test nightly check bench studies rivals golden wheel docs fuzz libfuzzer clean
 
 demo: $(VENV)/.installed
 	$(BIN)/shrinkpoint demo
@@ -45,6 +45,11 @@ studies: $(VENV)/.bench
 	for study in quantile_speed quantizer_speed search_trials code_streams repeated_restores lattice_speed fisher save_overhead codebook_size schemes lossy_recovery transfer_learning recomputation wire bit_allocation link gradient_compression; do \
 	  $(BIN)/python benchmarks/$$study.py || exit 1; \
 	done
+
+# A second environment, for rivals that want other versions: benchmarks/rate_distortion.py uses it.
+rivals: $(VENV)/.installed
+	$(PYTHON) -m venv $(VENV)/rivals
+	$(VENV)/rivals/bin/pip install --quiet --requirement benchmarks/rivals.txt
 
 # The only thing that may write to tests/golden. It refuses to change a file that is there.
 golden: $(VENV)/.installed

@@ -28,10 +28,14 @@ def _modules() -> bytes:
     return stdlib_text()[:4_000_000]
 
 
-def gpt(data: Path, *, quick: bool = False) -> Workload:
-    """AdamW (betas .9/.95, weight decay .1), clip 1, 20 steps of warm-up to 2e-3, a cosine to a tenth of it."""
+SHAPE = GPTConfig(layers=4, width=192, heads=6, context=64, dropout=0.0)
+LARGE = GPTConfig(layers=6, width=384, heads=6, context=64, dropout=0.0)
+"""10.8 M parameters."""
+
+
+def gpt(data: Path, *, shape: GPTConfig = SHAPE, peak: float = PEAK, quick: bool = False) -> Workload:
+    """AdamW (betas .9/.95, weight decay .1), clip 1, 20 steps of warm-up to `peak`, a cosine to a tenth of it."""
     name, whole = text(data)
-    shape = GPTConfig(layers=4, width=192, heads=6, context=64, dropout=0.0)
     steps, interval, size = 640, 16, 16
     if quick:
         shape, steps, interval, size = GPTConfig(layers=2, width=64, heads=2, context=32, dropout=0.0), 48, 6, 8
@@ -42,7 +46,7 @@ def gpt(data: Path, *, quick: bool = False) -> Workload:
 
     def build(seed: int) -> Course:
         model = GPT(shape)
-        optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=PEAK, betas=(0.9, 0.95))
+        optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=peak, betas=(0.9, 0.95))
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine(20, steps, 0.1))
         return Course(model, optimizer, scheduler, Stream(lambda g, _: _drawn(train, size, shape.context, g), seed))
 

@@ -1,16 +1,24 @@
-"""Workloads as others, but for the optimizer: what a scheme does with moments depends on how these are averaged."""
+"""Workloads as others, but for one thing: the optimizer, since moments differ by how they are averaged; size; start."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 import workload_image
+import workload_sentence
 import workload_text
-from workloads import Course, Workload, cosine
+from torch import Tensor, nn
+from torch.nn import functional as F
+from workloads import Batch, Course, Workload, cosine, evaluating
 
-VARIANTS = ("gpt .999", "resnet adamw")
+VARIANTS = ("gpt .999", "gpt 10M", "resnet adamw", "reader")
+PRETRAINING = 500
+"""Steps of the reader as a language model."""
 
 
 def slow(data: Path, *, quick: bool = False) -> Workload:
@@ -39,6 +47,50 @@ def adamw(data: Path, *, quick: bool = False) -> Workload:
     return replace(base, name="resnet adamw", build=build)
 
 
+def large(data: Path, *, quick: bool = False) -> Workload:
+    """The GPT with 10.8 M parameters; a peak of 1e-3, as fits its width."""
+    return replace(workload_text.gpt(data, shape=workload_text.LARGE, peak=1e-3, quick=quick), name="gpt 10M")
+
+
+@lru_cache
+def _reader(data: Path, steps: int) -> workload_sentence.Reader:
+    return workload_sentence.pretrain(data, steps)
+
+
+def fine_tuned(data: Path, *, quick: bool = False) -> Workload:
+    """A language model of words, fine-tuned to SST-2: AdamW (betas .9/.999, decay .01), clip 1, peak 5e-4, a cosine.
+
+    The quality is the loss on the development part: 300 sentences for a search, the other 572 for the study.
+    """
+    texts = workload_sentence.corpus(data)
+    steps, interval = (16, 4) if quick else (700, 25)
+    count = 32 if quick else 300
+
+    def build(seed: int) -> Course:
+        torch.manual_seed(seed)  # of the new head
+        model = workload_sentence.Classifier(copy.deepcopy(_reader(data, 3 if quick else PRETRAINING))).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.01)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine(30, steps, 0.1))
+        return Course(model, optimizer, scheduler, workload_sentence.stream(data, seed, 32))
+
+    def quality(part: slice) -> Callable[[nn.Module], float]:
+        words, labels = texts.dev_sentences[part], texts.dev_labels[part]
+
+        def evaluate(model: nn.Module) -> float:
+            with evaluating(model):
+                return F.cross_entropy(model(words), labels).item()
+
+        return evaluate
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    seen, unseen = quality(slice(count)), quality(slice(count, None))
+    facts = {"sentences": len(texts.labels), "batch": 32, "pre-training": PRETRAINING}
+    return Workload("reader", "loss", False, steps, interval, build, loss, seen, unseen, clip=1.0, facts=facts)
+
+
 def variant(name: str, data: Path, *, quick: bool) -> Workload:
     """One of `VARIANTS`."""
-    return (slow if name == "gpt .999" else adamw)(data, quick=quick)
+    made = {"gpt .999": slow, "gpt 10M": large, "resnet adamw": adamw, "reader": fine_tuned}[name]
+    return made(data, quick=quick)
