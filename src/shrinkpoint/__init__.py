@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from shrinkpoint.store.single_file import inspect as inspect
     from shrinkpoint.store.single_file import save as save
     from shrinkpoint.train import CheckpointManager as CheckpointManager
+    from shrinkpoint.train import RecentBatches as RecentBatches
 
 __version__ = "0.1.0"
 
@@ -58,6 +59,7 @@ _MODULES = {
     "load": "store.load",
     "Lossless": "schemes",
     "QD": "schemes",
+    "RecentBatches": "train",
     "save": "store.single_file",
     "SCAR": "schemes",
     "Store": "store.store",

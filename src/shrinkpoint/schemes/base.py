@@ -129,6 +129,15 @@ class Resumable(Protocol):
         ...
 
 
+@runtime_checkable
+class CountsTerms(Protocol):
+    """A scheme that predicts the loss from the number of loss terms that an optimizer step averages."""
+
+    def note_terms(self, terms: float | None) -> None:
+        """Take a number that a trainer has counted, where the user gave none."""
+        ...
+
+
 MAX_SEED = (1 << 32) - 1
 
 

@@ -125,6 +125,9 @@ class Calibration:
 
         values = [value for answers in compute_on_all(ask) for value in answers]
         broken = next((value for value in values if not math.isfinite(value)), None)
+        failure = next((reading.failure for reading in readings if reading.failure), "")
+        if failure:
+            return EvaluateProblem(f"the loss could not be measured: {failure}", MEASURE_ADVICE)
         if broken is not None:
             observation = f"evaluate returned {broken} for the state itself"
             return EvaluateProblem(observation, "see whether training has diverged")

@@ -80,10 +80,12 @@ class Reading:
         value: the loss or the score; the mean of `examples` if they are known.
         examples: the loss or the score of each example, or batch of equal size; float64 [n], n >= 2, on the CPU. None
             if unknown.
+        failure: why nothing could be measured, where `value` is nan for that; "" otherwise.
     """
 
     value: float
     examples: Tensor | None = field(default=None, repr=False)
+    failure: str = ""
 
     @classmethod
     def from_answer(cls, answer: Any) -> Reading:
@@ -476,7 +478,8 @@ def _mean(readings: list[Reading]) -> Reading:
     examples = [reading.examples for reading in readings if reading.examples is not None]
     are_equal = len(examples) == len(readings) and len({example.numel() for example in examples}) == 1
     mean = math.fsum(reading.value for reading in readings) / len(readings)
-    return Reading(mean, torch.cat(examples) if are_equal else None)
+    failure = next((reading.failure for reading in readings if reading.failure), "")
+    return Reading(mean, torch.cat(examples) if are_equal else None, failure)
 
 
 def call_evaluate(evaluate: Evaluate, argument: Any) -> Reading:

@@ -95,6 +95,17 @@ def needs_evaluation(text: str) -> bool:
     return can_evaluate and not _FIXED_LOSS_SETTINGS & factory.keywords.keys()
 
 
+def lacks_evaluation(factory: Callable[..., Any]) -> bool:
+    """Return whether a class, or a partial of it, makes a `Fisher` that measures a loss, without `evaluate`."""
+    from shrinkpoint.schemes.fisher.scheme import Fisher
+
+    scheme_class = factory.func if isinstance(factory, partial) else factory
+    settings = factory.keywords if isinstance(factory, partial) else {}
+    is_fisher = isinstance(scheme_class, type) and issubclass(scheme_class, Fisher)
+    given = {name for name, value in settings.items() if value is not None}
+    return is_fisher and not given & {*_FIXED_LOSS_SETTINGS, "evaluate"}
+
+
 def make_scheme(
     text: str,
     *,

@@ -96,6 +96,13 @@ class SaveReport:
         """Whether the loss was measured; True where nothing was lost."""
         return LossIncrease.from_loss(self.loss_report).is_measured
 
+    @property
+    def measured_on(self) -> str | None:
+        """The examples that the loss was measured on, in words; None if nothing was measured, or it is not known."""
+        loss = self.loss_report
+        name = loss.get("measured_on") if isinstance(loss, dict) and self.is_measured else None
+        return name if isinstance(name, str) else None
+
     def __str__(self) -> str:
         """One line: what was written, how small, and what that costs.
 
@@ -104,6 +111,8 @@ class SaveReport:
         """
         increase = str(LossIncrease.from_loss(self.loss_report))
         lost = f"loss {increase}" if increase else "nothing lost"
+        if increase and self.measured_on:
+            lost += f" on {self.measured_on}"
         sizes = f"{self.stored_bytes:,} bytes of {self.raw_bytes:,} ({self.ratio:.3g}x)"
         return f"{self.path}: {self.scheme}, {self._kind}, {sizes}, {lost}"
 
@@ -128,6 +137,7 @@ class SaveReport:
             ("stored", humanize.size(self.stored_bytes)),
             ("ratio", humanize.ratio(self.raw_bytes, self.stored_bytes)),
             ("loss rise", lost or "nothing lost"),
+            ("measured on", self.measured_on or ""),
             ("progress held", "" if self.retention is None else f"{100 * self.retention:.1f} %"),
             ("seconds", f"{self.seconds:.2f}"),
         ]

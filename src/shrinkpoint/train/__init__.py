@@ -14,6 +14,7 @@ from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.loggers import TensorBoardHook
 from shrinkpoint.train.partial_restore import RankShard
+from shrinkpoint.train.recent_batches import RecentBatches
 from shrinkpoint.train.restore import RestoreReport, RestoreResult, latest_valid
 from shrinkpoint.train.save_decision import (
     AnySavePolicy,
@@ -46,6 +47,7 @@ __all__ = [
     "GradientRecorder",
     "PreemptionCheckpointingPolicy",
     "RankShard",
+    "RecentBatches",
     "RestoreReport",
     "RestoreResult",
     "SaveDecisionPolicy",

@@ -16,6 +16,7 @@ from shrinkpoint.schemes.evaluate import ModelEvaluator, iter_modules
 from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.schemes.search.scheme import SearchScheme
 from shrinkpoint.tensors.flat_state import FlatState, can_copy_on_devices
+from shrinkpoint.train.default_evaluation import DefaultEvaluation
 
 _CONTAINER_TYPES = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
 
@@ -83,10 +84,10 @@ def make_save_plan(
     if not isinstance(scheme, PlanningScheme):
         return SavePlan(scheme)
     evaluator, evaluate = None, scheme.evaluate
-    if evaluate is not None and model not in objects:
+    if evaluate is not None and model not in objects and not isinstance(evaluate, DefaultEvaluation):
         found, do = "a save without it", f"pass {model}=, which {scheme!r} evaluates"
         raise PolicyError(model, found=found, expected="the model", do=do)
-    if evaluate is not None or [*iter_modules(objects.get(model))]:
+    if (evaluate is not None and model in objects) or [*iter_modules(objects.get(model))]:
         evaluator = ModelEvaluator(state, evaluate, objects[model], f"{model}/")
     if defer and isinstance(scheme, Deferrable) and not scheme.needs_live_model and can_copy_on_devices(state):
         if evaluator is not None:

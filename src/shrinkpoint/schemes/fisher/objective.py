@@ -31,7 +31,9 @@ _MIN_STEP, _MAX_STEP = 2.0**-24, 2.0**6
 MAX_RELATIVE_ERROR = 2.0
 """The largest `relative_error`, in standard deviations of a tensor: beyond it, little but signs would remain."""
 DEFAULT_BUDGET = 1e-3
-"""The rise of the loss that is allowed if nothing is asked for, in nats."""
+"""The rise of the loss that is allowed if nothing is asked for and nothing measures it, in nats."""
+DEFAULT_SHARE = 0.1
+"""The rise of the loss that is allowed if nothing is asked for and it is measured, in per cent of the loss."""
 _CHANGE_THRESHOLD = to_log_step(2**0.5)
 """The difference to the best step size from which steps are changed, because a change costs bits."""
 
@@ -300,7 +302,7 @@ def make_objective(
     *,
     is_measured: bool,
 ) -> Objective:
-    """The objective of arguments of `Fisher`; without any, `DEFAULT_BUDGET`.
+    """The objective of arguments of `Fisher`; without any, `DEFAULT_SHARE` of a measured loss, or `DEFAULT_BUDGET`.
 
     Raises:
         PolicyError: an invalid argument, or more than one.
@@ -321,6 +323,8 @@ def make_objective(
         return RatioTarget(validate.check_float("ratio", ratio, minimum=1.0, do=do))
     if relative_error is not None:
         return ErrorTarget(validate.check_fraction("relative_error", relative_error, maximum=MAX_RELATIVE_ERROR))
+    if nats is None and is_measured:
+        return LossBudget(DEFAULT_BUDGET, DEFAULT_SHARE)
     return LossBudget(DEFAULT_BUDGET if nats is None else validate.check_float("nats", nats))
 
 

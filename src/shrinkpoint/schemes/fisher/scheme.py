@@ -21,7 +21,7 @@ from shrinkpoint.progress import Task
 from shrinkpoint.schemes.base import QuantizedState, SpecMixin, check_recorder, check_seed, finite_or_text
 from shrinkpoint.schemes.calibration import Calibration, EvaluateProblem, UnmeasuredLossNotice, make_perturbations
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
-from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, TrialEvaluator
+from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, TrialEvaluator, scale_of
 from shrinkpoint.schemes.fisher.curvature import Curvature, SquaredGradientSource, estimate_curvatures
 from shrinkpoint.schemes.fisher.global_weights import GlobalWeights, total_entropy_bits
 from shrinkpoint.schemes.fisher.moments import MIN_LATTICE_NUMEL, MomentPrecision, moments_to_lattices
@@ -62,18 +62,23 @@ class Fisher(SpecMixin, RecordEncodingMixin):
 
     Args:
         budget: by how much a checkpoint may raise the loss that `evaluate` measures, in per cent of it: "1%"; at most
-            "100%".
-        nats: the same in the loss's own unit; 0.001 if none of the four targets is given. Give at most one of them.
+            "100%". "0.1%" if there is an `evaluate` and none of the four targets is given.
+        nats: the same in the loss's own unit; 0.001 if there is no `evaluate` and none of the four targets is given.
+            Give at most one of them.
         ratio: how many times smaller the whole state shall be; above 1.
         relative_error: the root mean square of the error in standard deviations of a tensor (.3, or "30%"; at most 2),
             in the geometric mean over all weights of a keyframe; hysteresis may add a fifth. Nothing need be known of
             the loss; what is known distributes the error.
         evaluate: called with what is being saved (a manager's `model`; else the state); returns a loss or a score, or a
             1-D tensor with that of each example. Then the measured rise decides, and the prediction saves trials. It
-            must measure what it is given, and return the same for the same weights.
+            must measure what it is given, and return the same for the same weights. Its attribute `terms`, if it has
+            one, is taken where `terms=` is not given, and `description` is recorded, as `RecentBatches` has them.
+        evaluate_every: 1: the loss is measured at every save. n: at every n-th; None: at a run's first alone. At the
+            others the prediction decides, which measured rises have calibrated.
         higher_is_better: `evaluate` returns a score, to which `budget` and `nats` refer.
         terms: how many loss terms (tokens, images) a batch averages: with it the predicted rise is in nats, and
-            decides if there is no `evaluate`. Without both, steps are one standard deviation.
+            decides if there is no `evaluate`. None: what a framework's trainer counts, or `evaluate` knows. Without
+            all of these, steps are one standard deviation.
         gradients: a recorder of squared gradients, for optimizers that keep none.
         moments: of the optimizer: "coded" on grids, "exact" bit for bit, or "drop": zero after a restore.
         seed: of the dither.
@@ -92,6 +97,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         ratio: float | None = None,
         relative_error: float | str | None = None,
         evaluate: Evaluate | None = None,
+        evaluate_every: int | None = 1,
         higher_is_better: bool = False,
         terms: float | None = None,
         gradients: SquaredGradientSource | None = None,
@@ -100,6 +106,12 @@ class Fisher(SpecMixin, RecordEncodingMixin):
     ) -> None:
         self._evaluate: Evaluate | None = validate.check_optional_callable("evaluate", evaluate)
         self._objective = make_objective(budget, nats, ratio, relative_error, is_measured=evaluate is not None)
+        self._evaluate_every = validate.check_optional_int(
+            "evaluate_every", evaluate_every, none_meaning="for once in a run"
+        )
+        self._measured_loss: float | None = None  # of the weights, when it was measured last
+        self._unmeasured_saves = 0  # since then
+        self._counted_terms: float | None = None
         self._higher_is_better = validate.check_bool("higher_is_better", higher_is_better)
         self._recorder: SquaredGradientSource | None = check_recorder("gradients", gradients, "square")
         self._moments: MomentsMode = validate.check_choice("moments", moments, get_args(MomentsMode))
@@ -118,6 +130,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         return {
             **settings,
             "evaluate": self._evaluate,
+            "evaluate_every": self._evaluate_every,
             "higher_is_better": self._higher_is_better,
             "terms": self._terms,
             "gradients": self._recorder,
@@ -139,8 +152,14 @@ class Fisher(SpecMixin, RecordEncodingMixin):
 
     @property
     def needs_live_model(self) -> bool:
-        """Whether planning calls `evaluate`."""
-        return self._evaluate is not None
+        """Whether planning the next save calls `evaluate`."""
+        if self._evaluate is None or self._measured_loss is None:
+            return self._evaluate is not None
+        return self._evaluate_every is not None and self._unmeasured_saves + 1 >= self._evaluate_every
+
+    def note_terms(self, terms: float | None) -> None:
+        """Take what a trainer has counted for the argument `terms`, where that was not given."""
+        self._counted_terms = terms
 
     def recordings(self) -> Mapping[str, Tensor] | None:
         """The recorder's mean squared gradients by name in the model; None without a recorder.
@@ -169,6 +188,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         """Continue from a checkpoint: with its steps and what was learned by then, and another dither."""
         self._lossy_restores = lossy_restores
         self._memory, self._group_curvatures, self._calibration = RunMemory(num_terms=self._terms), {}, Calibration()
+        self._measured_loss, self._unmeasured_saves = None, 0
         if not isinstance(loss, dict) or loss.get("scheme") != self.id:
             return
         log_step, num_terms, probed = loss.get("size"), loss.get("terms"), loss.get("probed")
@@ -178,6 +198,9 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             self._memory.num_terms = num_terms
         if isinstance(probed, dict) and all(isinstance(x, float) and 0 < x < math.inf for x in probed.values()):
             self._group_curvatures = dict(probed)
+        quality = loss.get("quality")
+        if isinstance(quality, float) and math.isfinite(quality) and self._memory.num_terms is not None:
+            self._measured_loss = quality
 
     @torch.no_grad()
     def plan(
@@ -205,7 +228,8 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         statistics = MomentStatistics(state)
         choice = StepChoice(None)
         is_idle = not selection.global_names
-        with self._evaluation(state, selection, evaluator, tensors, is_idle=is_idle) as (metric, problem):
+        measures = self.needs_live_model and not is_idle
+        with self._evaluation(state, selection, evaluator, tensors, measures=measures) as (metric, problem):
             if problem is None:
                 points |= self._quantize_moments(state, reference, statistics, tensors)
             if problem is None and not is_idle:
@@ -219,13 +243,19 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         if problem is not None:
             warn_user(f"{problem.observation}, so this checkpoint is exact, weights and moments: {problem.advice}")
             self._memory.log_step = None
-            record = self._loss_record(choice, selection, metric, start) | {"exact": problem.observation}
+            self._measured_loss = None  # the next save measures again
+            record = self._loss_record(choice, selection, metric, start, is_idle=is_idle)
+            record["exact"] = problem.observation
             casts: dict[str, str] = {}
             mode: Mode = "exact"
         else:
             if choice.weights is not None:
                 points = {**choice.weights.points, **points}
-            record = self._loss_record(choice, selection, metric, start)
+            if metric is not None:
+                self._measured_loss, self._unmeasured_saves = metric.baseline.value, 0
+            elif not is_idle:
+                self._unmeasured_saves += 1
+            record = self._loss_record(choice, selection, metric, start, is_idle=is_idle)
             record["chosen"] = self._chosen_json(any(tensors.sum_over_ranks(len(points))))
             if record["chosen"] is not None and self._evaluate is None:
                 self._unmeasured_notice.warn_once(self, quiet=tensors.rank > 0)
@@ -243,10 +273,20 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         )
 
     def _loss_record(
-        self, choice: StepChoice, selection: TensorSelection, metric: DegradationMetric | None, start: float
+        self,
+        choice: StepChoice,
+        selection: TensorSelection,
+        metric: DegradationMetric | None,
+        start: float,
+        *,
+        is_idle: bool,
     ) -> dict[str, Any]:
-        """What a manifest records of the loss of information, but for "chosen"."""
-        is_idle = metric is None and self._evaluate is not None  # no weight has moved: there is nothing to measure
+        """What a manifest records of the loss of information, but for "chosen".
+
+        Args:
+            is_idle: no weight has moved, so that there was nothing to measure.
+        """
+        is_idle = is_idle and self._evaluate is not None
         record: dict[str, Any] = {
             "scheme": self.id,
             **self._objective.settings,
@@ -258,10 +298,14 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             "left_out": [*selection.nonfinite, *choice.left_out],
             "chosen": None,
             "rise": 0.0 if is_idle else finite_or_text(choice.rise),
-            "measured": self._evaluate is not None,
+            "measured": metric is not None or is_idle,
         }
         if metric is not None:
             record |= {"quality": finite_or_text(metric.baseline.value), "noise": self._calibration.noise}
+            if isinstance(description := getattr(self._evaluate, "description", None), str) and description:
+                record["measured_on"] = description
+        elif self._measured_loss is not None:
+            record["quality"] = self._measured_loss
         if choice.left_out:
             record["out_of_reach"] = [*choice.left_out]
         if choice.interval is not None:
@@ -274,7 +318,12 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         self._lossy_restores = tensors.max_over_ranks(self._lossy_restores) or 0
         self._num_saves = tensors.max_over_ranks(self._num_saves) or 0
         memory.log_step = tensors.value_if_equal(memory.log_step)
-        memory.num_terms = tensors.value_if_equal(memory.num_terms) or self._terms
+        terms = getattr(self._evaluate, "terms", None) if self._counted_terms is None else self._counted_terms
+        counted = tensors.max_over_ranks(round(terms) if isinstance(terms, int | float) and 1 <= terms < 1e18 else None)
+        given = self._terms if counted is None or self._terms is not None else float(counted)
+        memory.num_terms = tensors.value_if_equal(memory.num_terms) or given
+        self._measured_loss = tensors.value_if_equal(self._measured_loss)
+        self._unmeasured_saves = tensors.max_over_ranks(self._unmeasured_saves) or 0
         self._group_curvatures = tensors.value_if_equal(self._group_curvatures) or {}
         self._calibration.set_state(tensors.value_if_equal(self._calibration.state))
 
@@ -342,8 +391,9 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             self._recorder_values(evaluator, selection),
             statistics,
         )
-        if change is not None and reference_curvature(weights, curvatures) <= 0:
-            curvatures = self._probe_curvatures(weights, lambda values: change(values).rise) or curvatures
+        if (change is not None or self._group_curvatures) and reference_curvature(weights, curvatures) <= 0:
+            rise = None if change is None else lambda values: change(values).rise
+            curvatures = self._probe_curvatures(weights, rise) or curvatures
         layer_types = {} if evaluator is None else evaluator.layer_types
         candidates = StepCandidates(
             weights, curvatures, reference, log_step, self._lossy_restores, self._seed, layer_types
@@ -371,8 +421,10 @@ class Fisher(SpecMixin, RecordEncodingMixin):
     def _measured_objective(self, metric: DegradationMetric | None) -> Objective:
         """The objective in the loss's own unit, less the noise of a measurement, if something is measured."""
         objective = self._objective
-        if metric is None or not isinstance(objective, LossBudget):
+        if not isinstance(objective, LossBudget):
             return objective
+        if metric is None:
+            return objective if self._measured_loss is None else objective.in_loss_unit(scale_of(self._measured_loss))
         noise = (self._calibration.noise or 0.0) * metric.scale
         if warning := self._calibration.noise_warning(objective.relative_budget(metric.scale)):
             warn_user(warning)
@@ -397,9 +449,11 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         )
         return StateBits(raw, exact + total_entropy_bits(tensors, codes), is_first=self._num_saves == 0)
 
-    def _probe_curvatures(self, weights: GlobalWeights, loss_increase: MeasureLossIncrease) -> dict[str, Curvature]:
+    def _probe_curvatures(
+        self, weights: GlobalWeights, loss_increase: MeasureLossIncrease | None
+    ) -> dict[str, Curvature]:
         """Curvatures from perturbing groups of weights, measured once a run; none if no group raises the loss."""
-        if not self._group_curvatures:
+        if not self._group_curvatures and loss_increase is not None:
             self._group_curvatures = probe(weights, loss_increase)
             if self._memory.num_terms is None:
                 self._memory.num_terms = 1.0
@@ -413,14 +467,14 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         evaluator: TrialEvaluator | None,
         tensors: GlobalTensors,
         *,
-        is_idle: bool,
+        measures: bool,
     ) -> Iterator[tuple[DegradationMetric | None, EvaluateProblem | None]]:
         """How to measure the effect of other weights, and what makes that useless, if anything does.
 
         Args:
-            is_idle: no weight has changed. Then, and if there is no `evaluate`, both are None.
+            measures: False: no weight has changed, or the prediction decides. Then both are None.
         """
-        if self._evaluate is None or is_idle:
+        if self._evaluate is None or not measures:
             yield None, None
             return
         evaluator = TrialEvaluator(state, self._evaluate) if evaluator is None else evaluator

@@ -21,7 +21,8 @@ from shrinkpoint.errors import (
     ShrinkpointError,
     StorageError,
 )
-from shrinkpoint.schemes.base import PlanningScheme, Scheme
+from shrinkpoint.schemes.base import CountsTerms, PlanningScheme, Scheme
+from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.storage import AnyDirectory, ObjectUrl
 from shrinkpoint.store import SaveReport, SkippedCheckpoint
@@ -33,9 +34,13 @@ from shrinkpoint.train.accelerate import prepared_state
 from shrinkpoint.train.accelerate.checkpoint_dirs import CheckpointDirs, is_stock_checkpoint
 from shrinkpoint.train.accelerate.prepared_state import PreparedState, collect_prepared
 from shrinkpoint.train.accelerate.sharded_checkpointer import ShardedCheckpointer, is_sharded_checkpoint
+from shrinkpoint.train.accelerate.training_loss import TrainingLoss, count_step_terms
 from shrinkpoint.train.background import OnSave, check_on_save
 from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
+from shrinkpoint.train.default_evaluation import add_evaluation
 from shrinkpoint.train.gradients import GradientRecorder
+from shrinkpoint.train.loss_terms import note_terms
+from shrinkpoint.train.recent_batches import LossOfBatch
 from shrinkpoint.train.restore import NoCheckpointError, RestoreReport, RestoreResult
 
 T = TypeVar("T")
@@ -59,13 +64,16 @@ class AcceleratorCheckpointer:
 
     Args:
         accelerator: models may be prepared, and objects registered, before or after.
-        scheme: "lossless", or a scheme. Its `evaluate` is called with the unwrapped model, on the writing process.
+        scheme: "lossless", or a scheme. Its `evaluate` is called with the unwrapped model, on the writing process. Of
+            "fisher", the loss is measured on batches of the training dataset, and kept within .1 %.
         keyframe_every: greatest number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
             files have four times the bytes of the state. None: no limit.
         background: `save_state` returns once the state is copied, and the copy is written while training continues.
         threads: native threads for coding; None: all cores.
         on_save: called with the report of every checkpoint that is committed, on the process that commits it; see
             `CheckpointManager`.
+        loss: for "fisher": called with the model and a batch; returns the loss. None: the model returns it, as those of
+            transformers do.
 
     Raises:
         PolicyError: an unknown scheme, or a number out of range.
@@ -80,6 +88,7 @@ class AcceleratorCheckpointer:
         background: bool = False,
         threads: int | None = None,
         on_save: OnSave | None = None,
+        loss: LossOfBatch | None = None,
     ) -> None:
         do = "pass the one that prepares the model"
         validate.check_instance("accelerator", accelerator, Accelerator, expected="an Accelerator", do=do)
@@ -89,6 +98,9 @@ class AcceleratorCheckpointer:
             _ = self._dirs.root  # refuses a URL
         self.stall_seconds = 0.0
         """Seconds for which the last `save_state` blocked training."""
+        validate.check_optional_callable("loss", loss, expected="a function of a model and a batch")
+        scheme = get_scheme(add_evaluation(scheme, TrainingLoss(accelerator, loss)))
+        self._scheme, self._counts_terms = scheme, isinstance(scheme, CountsTerms)
         settings: dict[str, Any] = {"scheme": scheme, "keyframe_every": keyframe_every, "threads": threads}
         settings["on_save"] = check_on_save(on_save)
         self._whole = _WholeCheckpointer(accelerator, background=background, **settings)
@@ -143,6 +155,9 @@ class AcceleratorCheckpointer:
             if step is None and self._dirs.root is not None:
                 step = self._accelerator.save_iteration
             options: dict[str, Any] = {"step": step, "metrics": metrics, "note": note, "keyframe": keyframe}
+            if self._counts_terms:
+                note_terms(self._scheme, count_step_terms(self._accelerator))
+                self._counts_terms = False
             is_sharded = prepared_state.has_sharded_model(self._accelerator)
             prepared = _run_on_all(lambda: collect_prepared(self._accelerator, directory, models=not is_sharded))
             report = None
@@ -402,20 +417,26 @@ def save_state(
     background: bool = UNSET,
     threads: int | None = UNSET,
     on_save: OnSave | None = UNSET,
+    loss: LossOfBatch | None = UNSET,
 ) -> SaveReport | None:
     """Save as `AcceleratorCheckpointer.save_state` does.
 
     Args:
         output_dir, step, metrics, note, keyframe: of `AcceleratorCheckpointer.save_state`.
-        scheme, keyframe_every, background, threads, on_save: of `AcceleratorCheckpointer`. Give them in the first call
-            only, or the same ones in every call; make a scheme once, before the loop.
+        scheme, keyframe_every, background, threads, on_save, loss: of `AcceleratorCheckpointer`. Give them in the first
+            call only, or the same ones in every call; make a scheme once, before the loop.
 
     Raises:
         PolicyError: the settings differ from those of an earlier call, or one is out of range.
         StateError, StorageError: as `AcceleratorCheckpointer.save_state`.
     """
     settings = _set_options(
-        scheme=scheme, keyframe_every=keyframe_every, background=background, threads=threads, on_save=on_save
+        scheme=scheme,
+        keyframe_every=keyframe_every,
+        background=background,
+        threads=threads,
+        on_save=on_save,
+        loss=loss,
     )
     return _checkpointer_of(accelerator, settings).save_state(
         output_dir, step=step, metrics=metrics, note=note, keyframe=keyframe
@@ -432,19 +453,25 @@ def load_state(
     background: bool = UNSET,
     threads: int | None = UNSET,
     on_save: OnSave | None = UNSET,
+    loss: LossOfBatch | None = UNSET,
 ) -> RestoreResult[int | None]:
     """Load as `AcceleratorCheckpointer.load_state` does.
 
     Args:
         input_dir, strict: of `AcceleratorCheckpointer.load_state`.
-        scheme, keyframe_every, background, threads, on_save: as for `save_state`.
+        scheme, keyframe_every, background, threads, on_save, loss: as for `save_state`.
 
     Raises:
         PolicyError: the settings differ from those of an earlier call, or one is out of range.
         NotFoundError, MismatchError, ChainError, FormatError, StorageError: as `AcceleratorCheckpointer.load_state`.
     """
     settings = _set_options(
-        scheme=scheme, keyframe_every=keyframe_every, background=background, threads=threads, on_save=on_save
+        scheme=scheme,
+        keyframe_every=keyframe_every,
+        background=background,
+        threads=threads,
+        on_save=on_save,
+        loss=loss,
     )
     return _checkpointer_of(accelerator, settings).load_state(input_dir, strict=strict)
 

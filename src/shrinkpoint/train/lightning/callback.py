@@ -1,30 +1,20 @@
-"""What a scheme needs of a Trainer: the module behind the state, its gradients, and the loss of validation batches."""
+"""What a scheme needs of a Trainer: the module behind the state, its gradients and its batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
-from torchmetrics import Metric
 
 from shrinkpoint import validate
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.schemes.evaluate import Reading
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.lightning.io import ShrinkIO, require_place
-from shrinkpoint.train.planning import AttributeSnapshot
-
-_SKIPPED_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "training")
-"""Not saved here: the caller of a Validation restores tensors, modules and modes itself."""
 
 
 class ShrinkIOCallback(pl.Callback):
-    """Tells the Trainer's `ShrinkIO` which module it saves, and records gradients for schemes that use them.
+    """Tells the Trainer's `ShrinkIO` which module it saves and which batches it trains on, and records gradients.
 
     Gradients are recorded on the process that saves, before they are clipped; with several optimizers, when the first
     one steps. After a restore, recording starts afresh.
@@ -65,6 +55,14 @@ class ShrinkIOCallback(pl.Callback):
                 require_place(directory)  # refuses a URL now, and not after the first epoch
         plugin.watch(pl_module)
 
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Show the plugin the batch, for schemes that count the terms of the loss or measure it."""
+        plugin = trainer.strategy.checkpoint_io
+        if isinstance(plugin, ShrinkIO) and trainer.is_global_zero:
+            plugin.note_batch(batch, batches_per_step=trainer.world_size * trainer.accumulate_grad_batches)
+
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Log what has been saved."""
         self._log_saves(trainer)
@@ -102,87 +100,3 @@ class ShrinkIOCallback(pl.Callback):
 def _is_same_optimizer(optimizer: Any, other: Any) -> bool:
     """Whether two objects are the same optimizer; with manual optimization, one of them is a wrapper."""
     return getattr(optimizer, "optimizer", optimizer) is getattr(other, "optimizer", other)
-
-
-class Validation:
-    """`Fisher(budget="1%", evaluate=Validation(batches=4))`: the mean loss that `validation_step` returns.
-
-    The batches are the first ones of the Trainer's validation data. They are drawn once and kept, so that equal weights
-    give equal losses. Calls of `log` in `validation_step` have no effect; attributes of the module that it changes,
-    such as a list of outputs or torchmetrics, are restored.
-
-    Args:
-        batches: number of batches.
-        key: of the loss, if `validation_step` returns a dict.
-
-    Raises:
-        PolicyError: an argument is out of range.
-    """
-
-    def __init__(self, batches: int = 4, *, key: str = "loss") -> None:
-        self._num_batches = validate.check_int("Validation, batches", batches)
-        self._key = validate.check_str("key", key, do="name the key of the loss")
-        self._batches: list[Any] = []
-
-    def __call__(self, module: pl.LightningModule) -> float:
-        """Return the mean loss of a module that a Trainer is training, as `reading` does."""
-        return self.reading(module).value
-
-    @torch.no_grad()
-    def reading(self, module: pl.LightningModule) -> Reading:
-        """Return the mean loss, with the loss of each batch to estimate its confidence.
-
-        Raises:
-            PolicyError: there is no validation data, or `validation_step` returns no loss.
-        """
-        trainer = module.trainer
-        self._batches = self._batches or _first_batches(trainer, self._num_batches)
-        module.eval()  # the caller restores the modes
-        with _silence_logging(module):
-            losses = [self._loss(trainer, module, batch, index) for index, batch in enumerate(self._batches)]
-        examples = torch.tensor(losses, dtype=torch.float64) if len(losses) > 1 else None
-        return Reading(sum(losses) / len(losses), examples)
-
-    def _loss(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> float:
-        batch = trainer.strategy.batch_to_device(batch)
-        with trainer.precision_plugin.val_step_context():
-            out: Any = module.validation_step(batch, index)
-        loss = out.get(self._key) if isinstance(out, dict) else out
-        if not isinstance(loss, Tensor | float | int):
-            found, expected = validate.type_name(loss), f"a loss, or a dict with {self._key!r}"
-            raise PolicyError("validation_step", found=found, expected=expected, do="return the loss")
-        return float(loss)
-
-
-@contextmanager
-def _silence_logging(module: pl.LightningModule) -> Iterator[None]:
-    """Disable `log` and `log_dict`, and restore the attributes of all modules afterwards."""
-    submodules = [*module.modules()]
-    attributes = AttributeSnapshot(submodules, exclude=_SKIPPED_ATTRIBUTES)
-    silenced = dict.fromkeys(("log", "log_dict"), _noop)
-    vars(module).update(silenced)
-    try:
-        for metric in (submodule for submodule in submodules if isinstance(submodule, Metric)):
-            for name in metric._defaults:  # updates happen in place, perhaps in inference mode: let them change copies
-                state = getattr(metric, name)
-                setattr(metric, name, state.clone() if isinstance(state, Tensor) else list(state))
-        yield
-    finally:
-        for name in silenced:
-            del vars(module)[name]
-        attributes.restore()
-
-
-def _first_batches(trainer: pl.Trainer, count: int) -> list[Any]:
-    if trainer.val_dataloaders is None:
-        trainer.fit_loop.epoch_loop.val_loop.setup_data()
-    loaders: Any = trainer.val_dataloaders
-    loader = loaders[0] if isinstance(loaders, list | tuple) and loaders else loaders
-    batches = [batch for batch, _ in zip(loader or (), range(count), strict=False)]
-    if not batches:
-        raise PolicyError("Validation", found="no validation data", expected="a val_dataloader", do="pass one to fit")
-    return batches
-
-
-def _noop(*_: Any, **__: Any) -> None:
-    pass

@@ -21,13 +21,16 @@ from lightning.fabric.wrappers import is_wrapped
 from torch import Tensor, nn
 
 from shrinkpoint.errors import ChainError, FormatError, NotFoundError, PolicyError, StateError, StorageError
-from shrinkpoint.schemes.base import PlanningScheme, Scheme
+from shrinkpoint.schemes.base import CountsTerms, PlanningScheme, Scheme
 from shrinkpoint.storage import ObjectUrl, hide_credentials, is_object_url, is_url, resolve_directory
 from shrinkpoint.store import SaveReport
 from shrinkpoint.store.directory import is_checkpoint
 from shrinkpoint.train.background import OnSave, check_on_save
 from shrinkpoint.train.checkpointer import Checkpointer
+from shrinkpoint.train.default_evaluation import add_evaluation
 from shrinkpoint.train.lightning.plain_types import from_plain, to_plain
+from shrinkpoint.train.lightning.training_loss import TrainingLoss
+from shrinkpoint.train.loss_terms import TermCounter, note_terms
 from shrinkpoint.train.planning import require_single_process
 
 _log = logging.getLogger("shrinkpoint")
@@ -55,7 +58,8 @@ class ShrinkIO(CheckpointIO):
     With a Trainer, `ShrinkIOCallback` tells the plugin which module is trained; schemes that evaluate need it.
 
     Args:
-        scheme: "lossless", or a scheme without a process group: only rank 0 calls it.
+        scheme: "lossless", or a scheme without a process group: only rank 0 calls it. With `ShrinkIOCallback`, "fisher"
+            measures the loss on validation batches, or on the last training batches, and keeps within .1 % of it.
         keyframe_every: greatest number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
             files have four times the bytes of the state. None: no limit.
         background: a save returns once the state is copied, and the copy is written while training continues, one at a
@@ -84,8 +88,9 @@ class ShrinkIO(CheckpointIO):
         self._background, self._model, self._threads = background, model, threads
         self.stall_seconds = 0.0
         """Seconds for which the last save blocked training."""
+        self._counter = TermCounter()
         self._checkpointer = Checkpointer(
-            scheme=scheme,
+            scheme=add_evaluation(scheme, TrainingLoss()),
             keyframe_every=keyframe_every,
             background=background,
             threads=threads,
@@ -115,6 +120,21 @@ class ShrinkIO(CheckpointIO):
         self._loop_thread = threading.get_ident()
         inner: Any = module.module if is_wrapped(module) else module
         self._module = inner
+
+    def note_batch(self, batch: Any, *, batches_per_step: int = 1) -> None:
+        """Count the loss terms of a training batch, and keep a copy if the loss is measured on it.
+
+        `ShrinkIOCallback` calls this; with Fabric, the loop does.
+
+        Args:
+            batches_per_step: whose gradients one optimizer step averages, over all processes.
+        """
+        scheme = self._checkpointer.scheme
+        if isinstance(scheme, CountsTerms):
+            self._counter.add([batch], scale=batches_per_step)
+        evaluate = scheme.evaluate if isinstance(scheme, PlanningScheme) else None
+        if isinstance(evaluate, TrainingLoss):
+            evaluate.add(batch)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
         """Save the state of this moment, also in the background.
@@ -250,6 +270,7 @@ class ShrinkIO(CheckpointIO):
 
     def _save(self, checkpoint: dict[str, Any], path: _PATH, directory: Path | ObjectUrl) -> None:
         objects, moved_file = self._model_objects(checkpoint), None
+        note_terms(self._checkpointer.scheme, self._counter.terms)
         if isinstance(directory, Path):
             moved_file = move_aside(directory)
             directory.mkdir(parents=True, exist_ok=True)  # ModelCheckpoint looks whether a name is taken
@@ -294,7 +315,8 @@ class ShrinkIO(CheckpointIO):
             return {}
         if self._module is not None and _owns_parameters(self._module, checkpoint[self._model]):
             return {self._model: self._module}
-        if isinstance(scheme, PlanningScheme) and scheme.evaluate is not None:
+        evaluate = scheme.evaluate if isinstance(scheme, PlanningScheme) else None
+        if evaluate is not None and not isinstance(evaluate, TrainingLoss):
             raise _missing_module_error(scheme, self._module, is_other_thread=self._is_other_thread())
         return {}
 

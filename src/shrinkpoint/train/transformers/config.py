@@ -20,7 +20,7 @@ from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.evaluate import Reading
 from shrinkpoint.schemes.fisher.scheme import Fisher
-from shrinkpoint.schemes.registry import get_scheme, scheme_factory
+from shrinkpoint.schemes.registry import get_scheme, lacks_evaluation, scheme_factory
 from shrinkpoint.train.background import OnSave, check_on_save
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.gradients import GradientRecorder
@@ -46,8 +46,10 @@ class ShrinkConfig:
         scheme: "lossless"; another name, also with settings, such as 'inshrinkerator(threshold="1%")'; a scheme; or a
             factory of schemes, such as `sp.Fisher` or `functools.partial(sp.Fisher, budget="1%")`.
         evaluate: metric of the Trainer's own evaluation, such as "eval_loss", that the scheme evaluates trial values
-            with. Whether higher is better follows `greater_is_better` if it is `metric_for_best_model`, else its name.
-        batches: number of batches of the evaluation dataset for one evaluation; None: all.
+            with. None: for a `Fisher` whose budget is a share of the loss, such as "fisher", the loss on the evaluation
+            dataset, or without one on the last training batches. Whether higher is better follows
+            `greater_is_better` if it is `metric_for_best_model`, else its name.
+        batches: number of batches for one evaluation; None: all of the evaluation dataset, or 8 of training.
         gradients: record gradients for the scheme, over the steps before each save.
         keyframe_every: greatest number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
             files have four times the bytes of the state. None: no limit.
@@ -90,6 +92,12 @@ class ShrinkConfig:
             found, expected = f"{self.scheme!r}, which is made already", "a factory that takes evaluate= or gradients="
             do = "pass its class, or a functools.partial of it"
             raise PolicyError("ShrinkConfig, scheme", found=found, expected=expected, do=do)
+
+    @property
+    def measures_by_default(self) -> bool:
+        """Whether the scheme measures the loss, and nothing says with what."""
+        factory = scheme_factory(self.scheme) if isinstance(self.scheme, str) else self.scheme
+        return self.evaluate is None and callable(factory) and lacks_evaluation(factory)
 
     @property
     def is_default(self) -> bool:
@@ -197,6 +205,11 @@ class Evaluation:
             return bool(args.greater_is_better)
         return not self._metric.endswith("loss")
 
+    def describe(self) -> str:
+        """What is measured, in words."""
+        loader = self._get_loader()
+        return f"{len(loader) if hasattr(loader, '__len__') else 'all'} batches of the evaluation dataset"
+
     def __call__(self, model: Any = None) -> float:
         """Return the metric. `model` is ignored: it is the Trainer's own, with the values of the trial."""
         return self.reading(model).value
@@ -213,7 +226,7 @@ class Evaluation:
     def _evaluate(self, losses: list[tuple[float, int | None]]) -> float:
         """Return the metric."""
         loss_only = self._metric == f"{self._prefix}_loss" or self._trainer.compute_metrics is None
-        with _isolate(self._trainer), _record_batch_losses(self._trainer, losses):
+        with isolate(self._trainer), _record_batch_losses(self._trainer, losses):
             output = self._trainer.evaluation_loop(
                 self._get_loader(),
                 description="Measurement",
@@ -279,7 +292,7 @@ def _find_dataset(datasets: Any, metric: str) -> tuple[str, Any]:
 
 
 @contextmanager
-def _isolate(trainer: Any) -> Iterator[None]:
+def isolate(trainer: Any) -> Iterator[None]:
     """Restore the attributes of the Trainer and its modules afterwards, and call no callbacks meanwhile."""
     attributes = AttributeSnapshot([trainer, *trainer.model.modules()], exclude=_TENSOR_ATTRIBUTES)
     handler = trainer.callback_handler

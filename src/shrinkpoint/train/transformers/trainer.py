@@ -16,7 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveS
 from transformers.utils import is_sagemaker_mp_enabled, is_torch_xla_available
 
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.schemes.base import PlanningScheme
+from shrinkpoint.schemes.base import CountsTerms, PlanningScheme
 from shrinkpoint.storage import local_path
 from shrinkpoint.store import SaveReport
 from shrinkpoint.store.directory import is_checkpoint
@@ -24,10 +24,12 @@ from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.train import state_dicts
 from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
 from shrinkpoint.train.gradients import GradientRecorder
+from shrinkpoint.train.loss_terms import TermCounter, note_terms
 from shrinkpoint.train.transformers import checkpoint_dirs
 from shrinkpoint.train.transformers.callback import GradientCallback
 from shrinkpoint.train.transformers.checkpoint_dirs import has_adapters, save_auxiliary_files
 from shrinkpoint.train.transformers.config import Evaluation, ShrinkConfig, check_config
+from shrinkpoint.train.transformers.training_loss import TrainingLoss
 
 _log = logging.getLogger("shrinkpoint")
 _SPEED_SUFFIXES = ("_runtime", "_per_second", "_preparation_time")
@@ -132,6 +134,15 @@ class ShrinkTrainer(Trainer):
     def stall_seconds(self) -> float:
         """Seconds for which the last save blocked training."""
         return 0.0 if self._saver.checkpointer is None else self._saver.checkpointer.stall_seconds
+
+    # overridden methods of the Trainer: training
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        """The batches of an optimizer step, of which schemes learn what the loss averages."""
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        if self._has_full_state and self._saver.participates:
+            self._saver.note_step(batches)
+        return batches, num_items
 
     # overridden methods of the Trainer: saving
 
@@ -265,6 +276,7 @@ class ShrinkTrainer(Trainer):
     def _write_checkpoint(self, pending: _PendingCheckpoint) -> None:
         writes = self.args.should_save
         extra = checkpoint_dirs.manifest_extra(pending.directory, pending.state) if writes else None
+        self._saver.note_terms()
         self._saver.for_model().save(
             pending.directory,
             pending.state,
@@ -320,7 +332,8 @@ class _ModelCheckpointer:
     """
 
     def __init__(self, trainer: ShrinkTrainer) -> None:
-        self._trainer = trainer
+        self._trainer, self._counter = trainer, TermCounter()
+        self._training_loss: TrainingLoss | None = None
         self.checkpointer: Checkpointer | None = None
         self._model: nn.Module | None = None
         self._recorder: GradientRecorder | None = None
@@ -330,14 +343,30 @@ class _ModelCheckpointer:
         trainer, model = self._trainer, self._trainer._model
         if self.checkpointer is None or self._model is not model:
             self.reset()
-            shrink, evaluation = trainer.shrink, None
+            shrink = trainer.shrink
+            evaluation: Evaluation | TrainingLoss | None = None
             if shrink.evaluate is not None:
                 evaluation = Evaluation(trainer, shrink.evaluate, shrink.batches)
+            elif shrink.measures_by_default:
+                evaluation = self._training_loss = TrainingLoss(trainer, shrink.batches)
             self._recorder = shrink.make_recorder(model, _save_interval(trainer.args))
-            higher_is_better = evaluation is not None and evaluation.higher_is_better
+            higher_is_better = isinstance(evaluation, Evaluation) and evaluation.higher_is_better
             self.checkpointer = shrink.make_checkpointer(evaluation, higher_is_better, self._recorder)
             self._model = model
         return self.checkpointer
+
+    def note_step(self, batches: list[Any]) -> None:
+        """Count the loss terms of an optimizer step, and keep its batches if the loss is measured on them."""
+        if not isinstance(self.for_model().scheme, CountsTerms):
+            return
+        shift = bool(getattr(self._trainer, "_loss_shifts_labels", False))
+        self._counter.add(batches, scale=self._trainer.args.world_size, shift=shift)
+        if self._training_loss is not None:
+            self._training_loss.add(batches)
+
+    def note_terms(self) -> None:
+        """Tell the scheme how many loss terms an optimizer step averages."""
+        note_terms(self.for_model().scheme, self._counter.terms)
 
     def get_recorder(self) -> GradientRecorder:
         """The recorder of the model's gradients, which the settings must ask for."""
@@ -354,6 +383,7 @@ class _ModelCheckpointer:
         """Release the checkpointer, and with it the model."""
         self.close()
         self.checkpointer, self._model, self._recorder = None, None, None
+        self._counter, self._training_loss = TermCounter(), None
 
     @property
     def participates(self) -> bool:

@@ -1,0 +1,213 @@
+"""Keeps the last training batches, and measures a model's loss on them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shrinkpoint import validate
+from shrinkpoint.errors import PolicyError
+from shrinkpoint.schemes.evaluate import Reading, iter_modules
+from shrinkpoint.train.loss_terms import TermCounter, iter_tensors
+
+LossOfBatch = Callable[[Any, Any], Any]
+"""The loss of a model on a batch: a number, or a tensor of each example's loss."""
+DEFAULT_BATCHES = 8
+"""Batches that one measurement evaluates."""
+MAX_BYTES = 64 << 20
+"""Bytes of batches that are kept."""
+
+
+class RecentBatches:
+    """The last training batches, as the examples on which a scheme measures the loss.
+
+        recent = sp.RecentBatches(lambda model, batch: cross_entropy(model(batch[0]), batch[1]))
+        manager = sp.CheckpointManager("runs/gpt", scheme=sp.Fisher(evaluate=recent))
+        for batch in loader:
+            recent.add(batch)
+            ...
+
+    Copies on the CPU are measured at a save, in eval mode and without gradients; the manager restores the modes and
+    the random generators. Of a batch that is too large, the first examples are kept. Ranks that share a model measure
+    as many batches as the rank with the fewest.
+
+    Args:
+        loss: called with the model and a batch on its device; returns the loss, or a tensor of each example's loss.
+        batches: how many are kept.
+        max_bytes: how large all of them together may be.
+        accumulate: batches whose gradients one optimizer step sums up: this cannot be known from the batches.
+
+    Raises:
+        PolicyError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        loss: LossOfBatch,
+        *,
+        batches: int = DEFAULT_BATCHES,
+        max_bytes: int = MAX_BYTES,
+        accumulate: int = 1,
+    ) -> None:
+        if not callable(loss):
+            expected = "a function of a model and a batch"
+            raise validate.argument_error("loss", loss, expected, "pass the function itself, not what it returned")
+        self._loss, self._ring = loss, BatchRing(batches, max_bytes)
+        self._accumulate = validate.check_int("accumulate", accumulate)
+        self._counter = TermCounter()
+
+    def add(self, batch: Any) -> None:
+        """Keep a copy of a batch: a tensor, or a nest of mappings, lists and tuples of tensors and plain values."""
+        self._counter.add([batch], scale=self._accumulate * _world_size())
+        self._ring.add(batch)
+
+    @property
+    def terms(self) -> float | None:
+        """How many loss terms an optimizer step averages: those of a batch, times `accumulate`, times the ranks.
+
+        Labels of integers are a term each, but for -100; else examples are counted. None before the first batch.
+        """
+        return self._counter.terms
+
+    @property
+    def description(self) -> str:
+        """What is measured, in words."""
+        return self._ring.describe()
+
+    def __call__(self, model: Any) -> float:
+        """The mean loss of a model."""
+        return self.reading(model).value
+
+    def reading(self, model: Any) -> Reading:
+        """The mean loss of a model, with the loss of each batch to estimate its confidence.
+
+        The reading of no batch is one that could not be measured.
+        """
+        return self._ring.measure(self._loss, model)
+
+
+class BatchRing:
+    """Copies of the last batches on the CPU.
+
+    Args:
+        batches: how many.
+        max_bytes: how large all of them together may be.
+
+    Raises:
+        PolicyError: an argument is out of range.
+    """
+
+    def __init__(self, batches: int = DEFAULT_BATCHES, max_bytes: int = MAX_BYTES) -> None:
+        self._batches: deque[Any] = deque(maxlen=validate.check_int("batches", batches))
+        self._max_batch_bytes = validate.check_int("max_bytes", max_bytes) // batches
+
+    def describe(self) -> str:
+        """What is in it, in words."""
+        return f"the last {len(self._batches)} training batches"
+
+    def add(self, batch: Any) -> None:
+        """Keep a copy in place of the oldest one, unless a single example is too large."""
+        if (copy := copy_batch(batch, self._max_batch_bytes)) is not None:
+            self._batches.append(copy)
+
+    def measure(self, loss: LossOfBatch, model: Any) -> Reading:
+        """The mean loss of a model on the batches, as `RecentBatches.reading`."""
+        count = _fewest_of_ranks(len(self._batches), model)
+        if not count:
+            return Reading(float("nan"), failure="no training batch was seen before the save")
+        return measure_batches(loss, model, [*self._batches][-count:])
+
+
+@torch.no_grad()
+def measure_batches(loss: LossOfBatch, model: Any, batches: Sequence[Any]) -> Reading:
+    """The mean loss on batches, in eval mode; the caller restores the modes.
+
+    Raises:
+        PolicyError: `loss` returns no number.
+        Exception: whatever `loss` raises.
+    """
+    modules = [*iter_modules(model)]
+    device = next((parameter.device for module in modules for parameter in module.parameters()), torch.device("cpu"))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # copies of batches may still be on their way
+    for module in modules:
+        module.eval()
+    losses = [_as_number(loss(model, move_batch(batch, device))) for batch in batches]
+    examples = torch.tensor(losses, dtype=torch.float64) if len(losses) > 1 else None
+    return Reading(sum(losses) / len(losses), examples)
+
+
+def copy_batch(batch: Any, max_bytes: int) -> Any:
+    """A copy of a batch on the CPU, without gradients: of its first examples, if all are more than `max_bytes`.
+
+    Returns:
+        None if not even one example fits.
+    """
+    sizes = [tensor.shape[0] for tensor in iter_tensors(batch) if tensor.dim()]
+    nbytes = sum(tensor.nbytes for tensor in iter_tensors(batch))
+    if nbytes <= max_bytes:
+        return _map_tensors(batch, _copy_to_host)
+    num_examples = sizes[0] if sizes and len({*sizes}) == 1 else 0
+    count = num_examples * max_bytes // nbytes
+    return None if not count else _map_tensors(batch, lambda x: _copy_to_host(x[:count] if x.dim() else x))
+
+
+def move_batch(batch: Any, device: torch.device) -> Any:
+    """A copy of a batch on a device: a loss may change what it is given."""
+    return _map_tensors(batch, lambda x: x.to(device, copy=True))
+
+
+def _copy_to_host(x: Tensor) -> Tensor:
+    """A copy on the CPU; of a tensor on a CUDA device it arrives later, and the loop does not wait for it."""
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+    return copy.copy_(x.detach(), non_blocking=x.is_cuda)
+
+
+def _map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        items = {key: _map_tensors(item, function) for key, item in batch.items()}
+        return items if type(batch) is dict else _rebuild_mapping(batch, items)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_map_tensors(item, function) for item in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(_map_tensors(item, function) for item in batch)
+    return batch
+
+
+def _rebuild_mapping(batch: Any, items: dict[Any, Any]) -> Any:
+    """A mapping of another type, such as transformers' `BatchEncoding`; a dict, if its type takes none."""
+    try:
+        return type(batch)(items)
+    except TypeError:
+        return items
+
+
+def _as_number(loss: Any) -> float:
+    if isinstance(loss, Tensor) and loss.numel():
+        return float(loss.detach().to(torch.float64).mean())
+    if isinstance(loss, int | float):
+        return float(loss)
+    do = "return the loss of the batch"
+    raise PolicyError("loss", found=validate.type_name(loss), expected="a number or a tensor", do=do)
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _fewest_of_ranks(count: int, model: Any) -> int:
+    """The least count of the ranks that evaluate a model of which each has a part."""
+    parameters = (p for module in iter_modules(model) for p in module.parameters())
+    mesh = next((mesh for p in parameters if (mesh := getattr(p, "device_mesh", None)) is not None), None)
+    if mesh is None or _world_size() == 1:
+        return count
+    number = torch.tensor(count, device=mesh.device_type)
+    dist.all_reduce(number, op=dist.ReduceOp.MIN)
+    return int(number)
