@@ -470,6 +470,13 @@ void bind_lattice(nb::module_& m) {
             },
             "rows"_a, "columns"_a, "height"_a, "width"_a, nb::kw_only(), "powers"_a = false, "step"_a = 1,
             "seed"_a = 0)
+        .def(
+            "with_gain",
+            [](const Lattice& lattice, nb::handle origin, float gain) {
+                const Bytes origin_bytes(origin);
+                return lattice.with_gain(required_codes(lattice.count(), origin_bytes), gain);
+            },
+            "origin"_a, "gain"_a, nb::keep_alive<0, 2>())
         .def_prop_ro("has_normal_steps", &Lattice::has_normal_steps);
     m.def("lattice_predict", predict_lattice, "lattice"_a, "guesses"_a, "contexts"_a, nb::kw_only(),
           "parent"_a.none() = nb::none(), "squares"_a.none() = nb::none(), "base"_a.none() = nb::none(),

@@ -18,6 +18,16 @@ SHRINKPOINT_KERNEL(void, make_multiples,
     for (size_t i = 0; i < count; ++i) values[i] = (static_cast<float>(codes[i]) + dithers[i]) * steps[i];
 }
 
+SHRINKPOINT_KERNEL(void, make_gained_multiples,
+                   (const int16_t* codes, const int16_t* origins, float excess_gain, const float* steps,
+                    const float* dithers, size_t count, float* values),
+                   (codes, origins, excess_gain, steps, dithers, count, values)) {
+    for (size_t i = 0; i < count; ++i) {
+        const auto moved = static_cast<float>(codes[i] - origins[i]);
+        values[i] = ((static_cast<float>(codes[i]) + dithers[i]) + excess_gain * moved) * steps[i];
+    }
+}
+
 }  // namespace
 
 SHRINKPOINT_KERNEL(void, widen_codes, (const int8_t* codes, size_t count, int16_t* out), (codes, count, out)) {
@@ -61,9 +71,13 @@ void roots_of_codes(const Lattice& seconds, Codes codes, uint64_t first, uint64_
     make_power_roots(read_codes(codes, start, count, cells.codes), cells.exponents, seconds.step, count, roots);
 }
 
-void values_of_codes(const Lattice& lattice, const int16_t* codes, size_t count, const Cells& cells, float* values) {
+void values_of_codes(const Lattice& lattice, const int16_t* codes, uint64_t start, size_t count, Cells& cells,
+                     float* values) {
     if (lattice.powers)
         make_powers(codes, cells.exponents, lattice.step, count, values);
+    else if (lattice.excess_gain != 0.0f)
+        make_gained_multiples(codes, read_codes(lattice.origin, start, count, cells.origins), lattice.excess_gain,
+                              cells.steps, cells.dithers, count, values);
     else
         make_multiples(codes, cells.steps, cells.dithers, count, values);
 }

@@ -62,6 +62,7 @@ struct alignas(64) Cells {
     uint8_t classes[kTile];
     int16_t guesses[kTile];
     int16_t codes[kTile];
+    int16_t origins[kTile];
 };
 
 // As fill_cells, with steps relative to the roots of second moments.
@@ -79,7 +80,8 @@ void fill_cells(const Lattice& lattice, const float* roots, uint64_t start, size
 void roots_of_codes(const Lattice& seconds, Codes codes, uint64_t first, uint64_t start, size_t count, Cells& cells,
                     float* roots);
 
-// The values that codes stand for.
-void values_of_codes(const Lattice& lattice, const int16_t* codes, size_t count, const Cells& cells, float* values);
+// The values that the codes of `count` positions from `start` on stand for.
+void values_of_codes(const Lattice& lattice, const int16_t* codes, uint64_t start, size_t count, Cells& cells,
+                     float* values);
 
 }  // namespace shrinkpoint

@@ -174,7 +174,8 @@ void by_turns(uint64_t count, unsigned threads, Work work, Turn turn) {
 const float* read_values(const Values& source, uint64_t first, uint64_t start, size_t count, Cells& cells, float* out) {
     if (source.lattice == nullptr) return read_floats(source.floats, start, count, out);
     fill_cells(*source.lattice, nullptr, first + start, count, cells);
-    values_of_codes(*source.lattice, read_codes(source.codes, start, count, cells.codes), count, cells, out);
+    values_of_codes(*source.lattice, read_codes(source.codes, start, count, cells.codes), first + start, count, cells,
+                    out);
     return out;
 }
 
@@ -200,6 +201,7 @@ int32_t largest(const std::vector<int16_t>& exponents) {
 bool is_same_lattice(const Lattice& lattice, const Known& known) {
     const Lattice* parent = known.parent.lattice;
     if (parent == nullptr || lattice.powers || parent->powers || !known.squares.none()) return false;
+    if (parent->excess_gain != 0.0f) return false;
     const bool same = lattice.seed == parent->seed && lattice.rows == parent->rows &&
                       lattice.columns == parent->columns && lattice.row_exponents == parent->row_exponents &&
                       lattice.column_exponents == parent->column_exponents;
@@ -241,7 +243,7 @@ class PointPredictor {
         if (is_same_) {
             const int16_t* codes = read_codes(parent.codes, start, count, scratch.parent_cells.codes);
             guess_same(codes, cells.classes, count, guesses, contexts);
-            if (all) values_of_codes(lattice_, codes, count, cells, values);
+            if (all) values_of_codes(*parent.lattice, codes, first + start, count, cells, values);
             return;
         }
         if (parent.none()) return guess_without(count, cells, guesses, contexts);
@@ -427,7 +429,7 @@ Differences lattice_encode(const Lattice& lattice, Codes codes, const Known& kno
             if (std::abs(difference) >= -kEscape) escapes[piece].push_back(difference);
         }
         if (expected.data == nullptr && digests.values == nullptr) return;
-        values_of_codes(lattice, tile_codes, count, cells, scratch.values + place);
+        values_of_codes(lattice, tile_codes, start, count, cells, scratch.values + place);
         if (expected.data != nullptr && !is_same(scratch.values + place, expected, start, count)) same = false;
     };
     by_turns(lattice.count(), threads, work, [&](const Span& piece, Scratch& scratch) {
@@ -469,7 +471,7 @@ DecodeResult lattice_decode(const Lattice& lattice, const uint8_t* tokens, const
         if (!has_values) return;
         fill_cells(lattice, read_roots(squares, positions.first, start, count, scratch), positions.first + start,
                    count, scratch.cells);
-        values_of_codes(lattice, codes, count, scratch.cells,
+        values_of_codes(lattice, codes, positions.first + start, count, scratch.cells,
                         out.values != nullptr ? out.values + start : scratch.values + place);
     };
     by_turns(positions.count, threads, work, [&](const Span& piece, Scratch& scratch) {
@@ -486,7 +488,7 @@ void lattice_run_values(const Lattice& lattice, Codes codes, Floats squares, Run
         if (squares.data != nullptr)
             take_roots(read_floats(squares, place, count, scratch.roots), count, scratch.roots);
         fill_cells(lattice, squares.data == nullptr ? nullptr : scratch.roots, start, count, scratch.cells);
-        values_of_codes(lattice, read_codes(codes, start, count, scratch.cells.codes), count, scratch.cells,
+        values_of_codes(lattice, read_codes(codes, start, count, scratch.cells.codes), start, count, scratch.cells,
                         values + place);
     });
 }
@@ -512,8 +514,8 @@ void lattice_values(const Lattice& lattice, Codes codes, const Values& squares, 
     const auto work = [&](size_t, uint64_t start, size_t count, Scratch& scratch, size_t) {
         fill_cells(lattice, read_roots(squares, positions.first, start, count, scratch), positions.first + start,
                    count, scratch.cells);
-        values_of_codes(lattice, read_codes(codes, start, count, scratch.cells.codes), count, scratch.cells,
-                        values + start);
+        values_of_codes(lattice, read_codes(codes, start, count, scratch.cells.codes), positions.first + start, count,
+                        scratch.cells, values + start);
     };
     by_turns(positions.count, threads, work,
              [&](const Span& piece, Scratch&) { update(digest, values + piece.start, piece.count); });

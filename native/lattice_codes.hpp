@@ -7,12 +7,6 @@
 
 namespace shrinkpoint {
 
-// A borrowed array of codes of 2 bytes or of 1; null for none.
-struct Codes {
-    const uint8_t* data = nullptr;
-    unsigned bytes = 2;
-};
-
 void widen_codes(const int8_t* codes, size_t count, int16_t* out);
 
 // Returns whether all codes fit.

@@ -10,6 +10,7 @@ namespace {
 
 constexpr int32_t kMaxStep = 1 << 12;
 constexpr int32_t kMaxScaleExponent = 120 * kStepsPerOctave;
+constexpr float kMaxGain = 16.0f;
 constexpr uint64_t kMaxIndices = uint64_t{1} << 56;  // so that bytes of them can be counted
 
 std::vector<float> steps_of(const std::vector<int16_t>& exponents) {
@@ -82,6 +83,14 @@ Lattice::Lattice(bool is_powers, std::vector<int16_t> by_row, std::vector<int16_
     }
     row_steps = steps_of(row_exponents), column_steps = steps_of(column_exponents);
     row_classes = classes_of(row_exponents), column_classes = classes_of(column_exponents);
+}
+
+Lattice Lattice::with_gain(Codes first, float gain) const {
+    if (powers) throw std::invalid_argument("gain: of points that stand for powers");
+    if (!(gain > 0.0f && gain <= kMaxGain)) throw std::invalid_argument("gain: out of range");
+    Lattice out = *this;
+    out.origin = first, out.excess_gain = gain - 1.0f;
+    return out;
 }
 
 bool Lattice::has_normal_steps() const {

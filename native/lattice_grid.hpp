@@ -34,6 +34,12 @@ ALWAYS_INLINE uint32_t power(int32_t exponent) {
     return eighth(part) + (static_cast<uint32_t>(octave_of(exponent)) << 23);
 }
 
+// A borrowed array of codes of 2 bytes or of 1; null for none.
+struct Codes {
+    const uint8_t* data = nullptr;
+    unsigned bytes = 2;
+};
+
 // The lattice of a tensor, seen as a matrix of `rows` times `columns`: exponents of its steps. `powers`: points stand
 // for powers of two, `step` eighths of an octave apart; else for multiples of a step, dithered where there is a seed.
 class Lattice {
@@ -43,6 +49,10 @@ class Lattice {
             uint64_t columns, int32_t step, uint32_t seed);
 
     uint64_t count() const { return rows * columns; }
+
+    // The same lattice, whose points stand for values that are `gain` times as far from those of `first` as they are;
+    // these are all codes of the tensor, and are borrowed. Throws std::invalid_argument.
+    Lattice with_gain(Codes first, float gain) const;
 
     // Whether every step is a normal float: the exponents of a row and a column together are within 120 octaves.
     bool has_normal_steps() const;
@@ -54,6 +64,8 @@ class Lattice {
     std::vector<int16_t> row_exponents, column_exponents;
     std::vector<float> row_steps, column_steps;
     std::vector<int32_t> row_classes, column_classes;  // the exponents, less their mean
+    Codes origin;              // what a gain is counted from; none without one
+    float excess_gain = 0.0f;  // the gain, less 1
 };
 
 // `count` runs of `length` positions each, whose starts are `stride` apart, such as some rows of a tensor.

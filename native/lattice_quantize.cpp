@@ -142,7 +142,7 @@ unsigned lattice_quantize(const Lattice& lattice, Floats values, const CodedMome
         if (code_bytes == 1 && !narrow_codes(tile_codes, count, reinterpret_cast<int8_t*>(codes) + start))
             narrow = false;
         if (errors == nullptr) return;
-        values_of_codes(lattice, tile_codes, count, cells, cells.values);
+        values_of_codes(lattice, tile_codes, start, count, cells, cells.values);
         pieces.add(piece, start, count, tile_values, cells.values);
     });
     if (errors != nullptr) *errors = pieces.sum();
@@ -180,7 +180,7 @@ ErrorSums quantization_error_sums(const Lattice& lattice, Codes codes, Floats va
     ErrorPieces pieces(weights, lattice.count());
     by_tiles<Cells>(lattice.count(), threads, [&](size_t piece, uint64_t start, size_t count, Cells& cells) {
         fill_cells(lattice, nullptr, start, count, cells);
-        values_of_codes(lattice, read_codes(codes, start, count, cells.codes), count, cells, cells.values);
+        values_of_codes(lattice, read_codes(codes, start, count, cells.codes), start, count, cells, cells.values);
         pieces.add(piece, start, count, read_floats(values, start, count, cells.parent), cells.values);
     });
     return pieces.sum();

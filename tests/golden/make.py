@@ -396,6 +396,24 @@ def lattices() -> Iterator[tuple[str, Golden]]:
     )
 
 
+def gains() -> Iterator[tuple[str, Golden]]:
+    """On the parent's lattice with its points or its origin, and with an origin that is stored."""
+    base = of_law("linear", 1, at=-40, step=1)
+    first = {name: replace(one, origin=base[name].codes, gain=1.375) for name, one in _moved_points(base, 0).items()}
+    second = {name: replace(one, codes=(one.codes + 1).short(), gain=0.0625) for name, one in first.items()}
+    shows, stored = ('"inherited": true, "gains": true',), ('"gains": true, "origin": true',)
+    yield "points_gains", Golden(**planned(first), shows=shows, base="points_linear_base")
+    yield "points_gains_next", Golden(**planned(second), shows=shows, base="points_gains")
+    yield "points_gains_alone", Golden(**planned(second), shows=stored)
+    far = {
+        name: replace(one, origin=points_of("linear", tuple(one.codes.shape), "far").codes, gain=16.0)
+        for name, one in of_law("linear", 3, at=-40, seed=8).items()
+    }
+    yield "points_gains_others", Golden(**planned(far), shows=stored, base="points_gains")
+    after = {name: replace(one, origin=None, gain=1.0) for name, one in second.items()}
+    yield "points_after_gains", Golden(**planned(after), shows=('"inherited": true}',), base="points_gains_next")
+
+
 def _moved_points(base: dict[str, LatticeTensor], seed: int) -> dict[str, LatticeTensor]:
     near = {name: torch.randint(-1, 2, one.codes.shape, generator=_generator(3)) for name, one in base.items()}
     return {
@@ -555,7 +573,7 @@ KINDS = {
     "lossless": (levels, deltas, taps, whole_numbers, large_header),
     "codebook": (codebooks,),
     "residual": (residuals, context_codes),
-    "lattice": (lattices, fisher),
+    "lattice": (lattices, gains, fisher),
 }
 """Folder of the files that stand alone, and what generates them; a delta lies in the folder of its base, by whose file
 name it refers to it."""

@@ -28,6 +28,7 @@ class Grid:
     columns: list[int]
     step: int
     seed: int
+    gain: float | None = None
 
     def exponents(self) -> Integers:
         return np.array(self.rows, np.int64)[:, None] + np.array(self.columns, np.int64)[None, :]
@@ -37,10 +38,13 @@ class Grid:
         product = rows[:, None] * columns[None, :]
         return product if other is None else product * np.sqrt(other)
 
-    def values(self, codes: Integers, other: Floats | None) -> Floats:
+    def values(self, codes: Integers, other: Floats | None, origin: Integers | None = None) -> Floats:
         """Of a matrix of codes."""
         if self.law == "log":
             return np.where(codes == NOTHING, np.float32(0), power(self.exponents() + self.step * codes))
+        if self.gain is not None and origin is not None:
+            beyond = (np.float32(self.gain) - np.float32(1)) * (codes - origin).astype(np.float32)
+            return ((codes.astype(np.float32) + dither(self.seed, codes.shape)) + beyond) * self.steps(other)
         return (codes.astype(np.float32) + dither(self.seed, codes.shape)) * self.steps(other)
 
 
@@ -117,20 +121,33 @@ def decode(recipe: dict[str, Any], part: bytes, members: list[Member]) -> list[t
 def lattices(recipe: dict[str, Any], cut: Cut, members: list[Member]) -> Iterator[Grid]:
     law, step = recipe["law"], recipe.get("step", 1)
     seeds = np.frombuffer(cut.take(4 * len(members)), "<u4").tolist()
+    has_gains = recipe.get("gains", False)
+    gains = np.frombuffer(cut.take(4 * len(members)), "<f4").tolist() if has_gains else [None] * len(members)
     counts = [n for member in members for n in spans(law, member.shape)]
     if not recipe.get("inherited"):
-        nside, nescapes = (int.from_bytes(cut.take(4), "little") for _ in range(2))
-        side, escapes = cut.take(nside), iter(np.frombuffer(cut.take(4 * nescapes), "<i4").tolist())
-        numbers = record.decode(Run("codes", 8), side, cut.rest, sum(counts), Known())
-        exponents = np.cumsum([difference(number, escapes) for number in numbers]).astype(np.int64).tolist()
-        assert not [*escapes]
+        exponents = np.cumsum(differences(cut, sum(counts))).astype(np.int64).tolist()
         halves = [[exponents.pop(0) for _ in range(count)] for count in counts]
     else:
         assert not cut.rest
         parents = [member.lattice for member in members]
         halves = [half for one in parents if one is not None for half in (one.rows, one.columns)]
     for i, seed in enumerate(seeds):
-        yield Grid(law, halves[2 * i], halves[2 * i + 1], step, seed)
+        yield Grid(law, halves[2 * i], halves[2 * i + 1], step, seed, gains[i])
+
+
+def origins(part: bytes, codes: list[Integers]) -> list[Integers]:
+    """The stored origins of all members, given their codes."""
+    found = iter(differences(Cut(part), sum(one.size for one in codes)))
+    return [one + np.array([next(found) for _ in range(one.size)], np.int64).reshape(one.shape) for one in codes]
+
+
+def differences(cut: Cut, count: int) -> list[int]:
+    nside, nescapes = (int.from_bytes(cut.take(4), "little") for _ in range(2))
+    side, escapes = cut.take(nside), iter(np.frombuffer(cut.take(4 * nescapes), "<i4").tolist())
+    numbers = record.decode(Run("codes", 8), side, cut.rest, count, Known())
+    found = [difference(number, escapes) for number in numbers]
+    assert not [*escapes]
+    return found
 
 
 def guess(grid: Grid, member: Member) -> tuple[Integers, Integers]:

@@ -159,7 +159,7 @@ def _held_bytes(source: TensorSource) -> int:
         return source.nbytes
     if isinstance(source, CastSource):
         return 0
-    return source.quantized.codes.nbytes + (0 if source.values is None else source.values.nbytes)
+    return source.quantized.nbytes + (0 if source.values is None else source.values.nbytes)
 
 
 _MAX_EXACT_SHARE = 8

@@ -186,6 +186,7 @@ class DecodeInputs:
         allocate_codes: the same for codes on lattices, which live longer than values.
         fetch_codes: returns the codes of the float32 tensor that a required range is all of, if it is on a lattice
             whose steps depend on no other tensor; else None.
+        fetch_lattice_tensor: returns the parent's tensor of a name with its codes; None if it is not on a lattice.
         with_values: whether values are wanted, and not only what a later file of the chain is decoded from: then of
             what is on lattices codes alone are decoded, and no digests of values are compared.
         overwrite_base: nobody else needs the parent's values of this record: they may be overwritten.
@@ -204,6 +205,7 @@ class DecodeInputs:
     overwrite_base: bool = False
     allocate_codes: Callable[[int], Bytes] = _native.empty
     trust_base: bool = False
+    fetch_lattice_tensor: Callable[[str], LatticeTensor | None] = lambda name: None
 
     @property
     def value_digests(self) -> RecordDigests | None:

@@ -26,6 +26,8 @@ MAX_SCALE_EXPONENT = 120 * STEPS_PER_OCTAVE
 """Largest absolute exponent of a row, of a column and of their sum: no scale is denormal or infinite."""
 MAX_LATTICE_CODE = (1 << 15) - 2
 """Largest absolute code; up to it, adding dither is exact in float32."""
+MIN_GAIN, MAX_GAIN = 1 / 16, 16.0
+"""The least and the largest gain of a tensor."""
 ZERO_CODE = -127
 """With spacing "log", the code that stands for zero; the smallest code of a power of two is one above."""
 _POWERS = tuple(
@@ -126,11 +128,42 @@ class LatticeTensor:
         codes: int8 or int16, contiguous, of the tensor's shape; int8 where all codes fit, wherever many are held.
         lattice: the lattice that the codes index.
         relative_to: with spacing "relative", the name of the second moment in the same state; else "".
+        origin: the codes of the checkpoint with which this lattice began in its chain, of the shape of `codes`, int8
+            or int16, on the CPU; None: these codes themselves.
+        gain: how many times as far from the points of `origin` as the points of `codes` the values are; a float32 from
+            `MIN_GAIN` to `MAX_GAIN`. Other than 1 with an origin and spacing "linear" only.
     """
 
     codes: Tensor = field(repr=False)
     lattice: Lattice
     relative_to: str = ""
+    origin: Tensor | None = field(default=None, repr=False)
+    gain: float = 1.0
+
+    @property
+    def first_codes(self) -> Tensor:
+        """The codes with which this lattice began in its chain."""
+        return self.codes if self.origin is None else self.origin
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the codes, and of those of the origin."""
+        return self.codes.nbytes + (0 if self.origin is None else self.origin.nbytes)
+
+    def points(self) -> LatticeTensor:
+        """Return the same codes without a gain: the values are the lattice's points."""
+        return self if self.origin is None else replace(self, origin=None, gain=1.0)
+
+    def has_origin_of(self, parent: object) -> bool:
+        """Whether this tensor has an origin, and another one is on the same lattice and has the same origin."""
+        if self.origin is None or not isinstance(parent, LatticeTensor) or parent.lattice != self.lattice:
+            return False
+        return equal_codes(parent.first_codes, self.origin)
+
+    def to_native(self) -> _native.Lattice:
+        """Return the native core's form of the lattice, by which these codes are decoded."""
+        form = self.lattice.to_native(matrix_shape(tuple(self.codes.shape)))
+        return form if self.origin is None or self.gain == 1 else form.with_gain(tensor_bytes(self.origin), self.gain)
 
     def cpu(self) -> LatticeTensor:
         """Return the same tensor in CPU memory."""
@@ -146,15 +179,10 @@ class LatticeTensor:
         return replace(self, codes=self.codes.to(torch.int8)) if fits else self
 
     def has_equal_codes(self, other: LatticeTensor) -> bool:
-        """Whether the codes, of either width, and the lattices are equal."""
-        if self.lattice != other.lattice or self.codes.shape != other.codes.shape:
+        """Whether the codes, of either width, the lattices, the gains and the origins are equal."""
+        if self.lattice != other.lattice or self.gain != other.gain or not equal_codes(self.codes, other.codes):
             return False
-        codes, others = self.codes.reshape(-1), other.codes.reshape(-1)
-        if not torch.equal(codes[:_HEAD_CODES].to(torch.int16), others[:_HEAD_CODES].to(torch.int16)):
-            return False  # found before torch wakes its threads
-        if codes.dtype == others.dtype:
-            return torch.equal(codes, others)
-        return torch.equal(codes.to(torch.int16), others.to(torch.int16))
+        return equal_codes(self.first_codes, other.first_codes)
 
     def dequantize(self, dtype: torch.dtype, second_moments: Tensor | None = None) -> Tensor:
         """Return the values that a reader gets; of the shape and on the device of `codes`.
@@ -174,6 +202,9 @@ class LatticeTensor:
         else:
             squares = None if second_moments is None else as_matrix(second_moments).to(torch.float32)
             dithered = codes.to(torch.float32) + lattice.dither(_shape(codes), codes.device)
+            if self.origin is not None and self.gain != 1:
+                moved = codes.to(torch.float32) - as_matrix(self.origin).to(codes.device, torch.float32)
+                dithered = dithered + moved * (torch.tensor(self.gain, dtype=torch.float32) - 1).to(codes.device)
             values = dithered * lattice.scales(squares, codes.device)
         return values.reshape(self.codes.shape).to(dtype)
 
@@ -185,12 +216,12 @@ class LatticeTensor:
             dtype: of the result.
             second_moments: the same rows of the tensor named by `relative_to`.
         """
-        height, width = shape = matrix_shape(tuple(self.codes.shape))
+        height, width = matrix_shape(tuple(self.codes.shape))
         indices = range(height)[rows]
         out = np.empty((len(indices), width), np.float32)
         if out.size:
             _native.lattice_run_values(
-                self.lattice.to_native(shape),
+                self.to_native(),
                 tensor_bytes(self.codes),
                 out.reshape(-1).view(np.uint8),
                 squares=None if second_moments is None else tensor_bytes(second_moments.to(torch.float32)),
@@ -202,12 +233,24 @@ class LatticeTensor:
         return torch.from_numpy(out).to(dtype)
 
     def _dequantize_native(self, second_moments: Tensor | None) -> Tensor:
-        lattice = self.lattice.to_native(_shape(as_matrix(self.codes)))
+        lattice = self.to_native()
         values = _native.empty(4 * self.codes.numel())
         squares = None if second_moments is None else tensor_bytes(second_moments.to(torch.float32))
         threads = torch.get_num_threads()
         _native.lattice_values(lattice, tensor_bytes(self.codes), values, squares=squares, threads=threads)
         return torch.from_numpy(values.view(np.float32)).reshape(self.codes.shape)
+
+
+def equal_codes(codes: Tensor, others: Tensor) -> bool:
+    """Whether two tensors of codes on the CPU, of either width, are equal."""
+    if codes is others or codes.shape != others.shape:
+        return codes is others
+    codes, others = codes.reshape(-1), others.reshape(-1)
+    if not torch.equal(codes[:_HEAD_CODES].to(torch.int16), others[:_HEAD_CODES].to(torch.int16)):
+        return False  # found before torch wakes its threads
+    if codes.dtype == others.dtype:
+        return torch.equal(codes, others)
+    return torch.equal(codes.to(torch.int16), others.to(torch.int16))
 
 
 def as_matrix(tensor: Tensor) -> Tensor:

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shrinkpoint import _native
 from shrinkpoint.codec.coder import Bytes
 from shrinkpoint.codec.decoder import ByteRange, DecodedPart, DecodeInputs, TensorRange, as_aligned, cast
-from shrinkpoint.codec.lattice import Lattice, LatticeTensor, matrix_shape
+from shrinkpoint.codec.lattice import MAX_LATTICE_CODE, Lattice, LatticeTensor, matrix_shape
 from shrinkpoint.tensors.dtypes import tensor_bytes
+
+_MAX_NARROW = 1 << 7
 
 
 def native_values(tensor: LatticeTensor) -> tuple[_native.Lattice, Bytes]:
     """Float32 values as the native core takes them: a lattice, and codes on it."""
-    return tensor.lattice.to_native(matrix_shape(tuple(tensor.codes.shape))), tensor_bytes(tensor.codes)
+    return tensor.to_native(), tensor_bytes(tensor.codes)
 
 
 class MemberDecoder:
     """Decodes a range of one tensor part by part: its codes are predicted, and then corrected by the tokens.
+
+    Args:
+        continued: the parent's tensor on the same lattice, whose points predict the codes and whose origin is that of
+            the tensor; None: the values of `parent` predict the codes.
+        gain: None for a tensor without an origin; else the range is the whole tensor.
 
     Attributes:
         count: values in the range.
@@ -31,13 +39,17 @@ class MemberDecoder:
         parent: ByteRange | None,
         squares: ByteRange | None,
         inputs: DecodeInputs,
+        continued: LatticeTensor | None = None,
+        gain: float | None = None,
     ) -> None:
-        self._info, self._first, self.count, self._origin = span.info, span.begin, span.end - span.begin, lattice
+        self._info, self._first, self.count, self._params = span.info, span.begin, span.end - span.begin, lattice
         self._lattice = lattice.to_native(matrix_shape(span.info.shape))
         self._codes, self._code_bytes = np.empty(0, np.uint8), 1
-        self._parent = None if parent is None else _FetchedValues(parent, span.info.dtype, inputs)
+        self._origin, self._gain = None if continued is None else continued.first_codes, gain
+        self._parent = None if parent is None else _FetchedValues(parent, span.info.dtype, inputs, continued)
         self._squares = None if squares is None else _FetchedValues(squares, "F32", inputs)
-        self._allocate_codes, self._overwrites = inputs.allocate_codes, inputs.overwrite_base
+        self._allocate_codes = inputs.allocate_codes
+        self._overwrites = inputs.overwrite_base and (continued is None or continued.origin is not None)
         self._values = None
         if inputs.with_values:
             is_native = span.info.dtype == "F32"
@@ -51,14 +63,39 @@ class MemberDecoder:
         self._codes = self._allocate_codes(self.count) if before is None else before
         return self._lattice, self._first, self._codes, parent, squares
 
-    def decode_values(self, wide: Bytes | None, digest: _native.Hasher | None, threads: int) -> None:
-        """Decode the values of all codes, if they are wanted; `wide`: the codes where some do not fit into a byte."""
+    def decode_values(
+        self,
+        wide: Bytes | None,
+        differences: NDArray[np.int32] | None,
+        digest: _native.Hasher | None,
+        threads: int,
+    ) -> None:
+        """Decode the values of all codes, if they are wanted.
+
+        Args:
+            wide: the codes where some do not fit into a byte.
+            differences: of a stored origin to the codes.
+
+        Raises:
+            ValueError: an origin is out of range.
+        """
         if wide is not None:
             self._codes, self._code_bytes = wide, 2
+        if differences is not None:
+            codes = self._codes.view(np.int8 if self._code_bytes == 1 else np.int16)
+            origin = differences.astype(np.int64) + codes.astype(np.int64)
+            top = int(np.abs(origin).max()) if origin.size else 0
+            if top > MAX_LATTICE_CODE:
+                raise ValueError("an origin that is too far out")
+            narrow = origin.astype(np.int8 if top < _MAX_NARROW else np.int16)
+            self._origin = torch.from_numpy(narrow).reshape(self._info.shape)
         if self._values is not None:
             squares = None if self._squares is None else self._squares.part(0, self.count)
+            lattice = self._lattice
+            if self._origin is not None and self._gain is not None and self._gain != 1:
+                lattice = lattice.with_gain(tensor_bytes(self._origin), self._gain)
             _native.lattice_values(
-                self._lattice,
+                lattice,
                 self._codes,
                 self._values,
                 squares=squares,
@@ -104,10 +141,10 @@ class MemberDecoder:
             contexts,
             escapes,
             guesses,
-            None if self._values is None else self._values[4 * start : 4 * stop],
+            None if self._values is None or self._gain is not None else self._values[4 * start : 4 * stop],
             codes=self._codes[self._code_bytes * start : self._code_bytes * stop],
             squares=None if self._squares is None else self._squares.part(start, tokens.size),
-            digest=digest,
+            digest=None if self._gain is not None else digest,
             first=self._first + start,
             threads=threads,
         )
@@ -124,7 +161,9 @@ class MemberDecoder:
         codes = codes.reshape(self._info.shape) if self.count == self._info.numel else codes
         values = None if self._values is None else cast(self._values, "F32", self._info.dtype)
         relative_to = "" if self._squares is None else self._squares.name
-        return DecodedPart(values, LatticeTensor(codes, self._origin, relative_to))
+        if self._gain is None:
+            return DecodedPart(values, LatticeTensor(codes, self._params, relative_to))
+        return DecodedPart(values, LatticeTensor(codes, self._params, origin=self._origin, gain=self._gain))
 
 
 class _FetchedValues:
@@ -136,8 +175,12 @@ class _FetchedValues:
         values: the same as the native core reads them; None for codes.
     """
 
-    def __init__(self, span: ByteRange, dtype: str, inputs: DecodeInputs) -> None:
-        source = inputs.fetch_codes(span) if dtype == "F32" else None
+    def __init__(
+        self, span: ByteRange, dtype: str, inputs: DecodeInputs, continued: LatticeTensor | None = None
+    ) -> None:
+        source = None if continued is None else continued.points()
+        if source is None and dtype == "F32":
+            source = inputs.fetch_codes(span)
         self.name, self.values = span.name, None
         self.stored: Bytes = np.empty(0, np.uint8)
         if source is not None:

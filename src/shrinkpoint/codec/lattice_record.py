@@ -4,6 +4,9 @@ A code is predicted by the code of the lattice point nearest to the parent's val
 Its context is how far the parent's value lies from that point. If the lattice has not changed, the parent's values lie
 on points, and most differences are 0. If it has (new dither after a restore, other scales, a parent of another scheme),
 values in the middle between two points predict poorly, values near a point well.
+
+Tensors with gains, whose values do not lie on points, are predicted by the parent's points as long as their lattice
+and their origin are the parent's.
 """
 
 from __future__ import annotations
@@ -40,8 +43,17 @@ from shrinkpoint.codec.decoder import (
     QuantizerParams,
     RecordDecoder,
     RecordView,
+    TensorRange,
 )
-from shrinkpoint.codec.lattice import MAX_SCALE_EXPONENT, Lattice, LatticeTensor, matrix_shape, scale_counts
+from shrinkpoint.codec.lattice import (
+    MAX_GAIN,
+    MAX_SCALE_EXPONENT,
+    MIN_GAIN,
+    Lattice,
+    LatticeTensor,
+    matrix_shape,
+    scale_counts,
+)
 from shrinkpoint.codec.lattice_member import MemberDecoder, native_values
 from shrinkpoint.codec.recipe import LatticeRecipe
 from shrinkpoint.codec.reference import Reference
@@ -65,7 +77,7 @@ class LatticeInput:
         name: name of the record.
         infos: its tensors (members).
         tensors: the values of each member as a reader gets them, to be compared; None: whatever its codes stand for.
-        quantized: the quantized form of each member; all of one spacing and step.
+        quantized: the quantized form of each member; all of one spacing and step, and all with an origin or none.
         reference: the parent, if it holds every member; None for a record without base.
         second_moments: with spacing "relative", the second moment of each member, float32, or its codes; else ().
         moment_ordinals: ordinals of those second moments in the file.
@@ -91,6 +103,11 @@ def encode_lattice_record(record: LatticeInput, *, threads: int | None = None) -
     _check_input(record)
     parents = _parent_lattices(infos, reference)
     inherited = len(parents) == len(lattices) and all(map(Lattice.has_equal_steps, parents, lattices))
+    gains = record.quantized[0].origin is not None
+    continued = reference is not None and all(
+        tensor.has_origin_of(reference.quantized.get(info.name))
+        for info, tensor in zip(infos, record.quantized, strict=True)
+    )
     digests = _Digests(_native.Hasher(), None if reference is None else _native.Hasher())
     if digests.base is not None:
         for exponents in _exponents(parents if inherited else []):
@@ -99,14 +116,18 @@ def encode_lattice_record(record: LatticeInput, *, threads: int | None = None) -
     contexts, tokens = _native.empty(ends[-1]), _native.empty(ends[-1])
     escape_parts, top = list[bytes](), 0
     for index, (begin, end) in enumerate(pairwise(ends)):
-        part, largest = _encode_tokens(record, index, contexts[begin:end], tokens[begin:end], digests, workers)
+        coded_range = slice(begin, end)
+        part, largest = _encode_tokens(
+            record, index, contexts[coded_range], tokens[coded_range], digests, workers, continued=continued
+        )
         escape_parts.append(part)
         top = max(top, largest)
     escapes, config = b"".join(escape_parts), CoderConfig("codes", predictor="base", top=top)
     side = coded = np.empty(0, np.uint8)
     if tokens.size:
         side, coded = config.encode(BYTE_FORMAT, tokens, CodingContext(base=contexts), workers)
-    lattice_bytes = _encode_seeds(lattices) + (b"" if inherited else _encode_exponents(lattices))
+    gain_bytes = np.array([tensor.gain for tensor in record.quantized], "<f4").tobytes() if gains else b""
+    lattice_bytes = _encode_seeds(lattices) + gain_bytes + (b"" if inherited else _encode_exponents(lattices))
     parts = b"".join(
         [
             PART_SIZES.pack(len(lattice_bytes), coded.nbytes, side.nbytes, len(escapes) // 4),
@@ -123,11 +144,12 @@ def encode_lattice_record(record: LatticeInput, *, threads: int | None = None) -
         base=reference is not None,
         inherited=inherited,
         relative_to=record.moment_ordinals,
+        gains=gains,
+        origin=gains and not continued,
     )
+    stored = {"points": parts} | ({"origin": _encode_origins(record.quantized)} if recipe.origin else {})
     base = None if digests.base is None else digests.base.hexdigest()
-    return EncodedRecord(
-        record.name, infos, recipes.to_json(recipe), {"points": parts}, digests.values.hexdigest(), base
-    )
+    return EncodedRecord(record.name, infos, recipes.to_json(recipe), stored, digests.values.hexdigest(), base)
 
 
 class _Digests(NamedTuple):
@@ -148,7 +170,14 @@ def _exponents(lattices: Iterable[Lattice]) -> list[Bytes]:
 
 
 def _encode_tokens(
-    record: LatticeInput, index: int, contexts: Bytes, tokens: Bytes, digests: _Digests, threads: int
+    record: LatticeInput,
+    index: int,
+    contexts: Bytes,
+    tokens: Bytes,
+    digests: _Digests,
+    threads: int,
+    *,
+    continued: bool,
 ) -> tuple[bytes, int]:
     """Fill in the contexts and tokens of one tensor; return its escapes and the largest context.
 
@@ -169,9 +198,9 @@ def _encode_tokens(
         if tensor is not None and not np.array_equal(tensor_bytes(values), tensor_bytes(tensor)):
             raise ValueError(_OTHER_VALUES)
         digests.values.update(tensor_bytes(values))
-    parent, base = _parent_values(record, info, digests)
+    parent, base = _parent_values(record, info, digests, continued=continued)
     escapes, largest_context, in_range, same = _native.lattice_encode(
-        quantized.lattice.to_native(matrix_shape(info.shape)),
+        quantized.to_native(),
         tensor_bytes(quantized.codes),
         contexts,
         tokens,
@@ -193,11 +222,14 @@ _OTHER_VALUES = "lattice tensors that stand for other values than the tensors ha
 
 
 def _parent_values(
-    record: LatticeInput, info: TensorInfo, digests: _Digests
+    record: LatticeInput, info: TensorInfo, digests: _Digests, *, continued: bool
 ) -> tuple[_native.LatticeValues | None, _native.Hasher | None]:
     """The parent's values of a tensor for the native core, and the digest that it shall continue with them."""
     if record.reference is None or digests.base is None:
         return None, None
+    parent = record.reference.quantized.get(info.name)
+    if continued and isinstance(parent, LatticeTensor):
+        return native_values(parent.points()), digests.base
     source = record.reference.lattice_source(info.name)
     if source is not None and source.dtype == torch.float32 and not source.quantized.relative_to:
         return native_values(source.quantized), digests.base
@@ -227,19 +259,35 @@ def _encode_exponents(lattices: Sequence[Lattice]) -> bytes:
     exponents = np.concatenate([side.numpy() for lattice in lattices for side in (lattice.rows, lattice.columns)])
     differences = exponents.astype(np.int32)
     differences[1:] -= exponents[:-1]
+    return _encode_differences(differences)
+
+
+def _encode_origins(tensors: Sequence[LatticeTensor]) -> bytes:
+    """Encode the codes of all origins: their differences to the codes of the tensors, entropy-coded."""
+    pairs = [(tensor.first_codes, tensor.codes) for tensor in tensors]
+    differences = [origin.to(torch.int32) - codes.to(torch.int32) for origin, codes in pairs]
+    return _encode_differences(np.concatenate([difference.reshape(-1).numpy() for difference in differences]))
+
+
+def _encode_differences(differences: NDArray[np.int32]) -> bytes:
     large = np.abs(differences) > -_ESCAPE - 1
     escapes = differences[large].astype("<i4")
     differences[large] = _ESCAPE
     tokens = differences.astype(np.int8).view(np.uint8)
-    side, coded = CoderConfig("codes").encode(BYTE_FORMAT, tokens, CodingContext(), 1)
+    side = coded = np.empty(0, np.uint8)
+    if tokens.size:
+        side, coded = CoderConfig("codes").encode(BYTE_FORMAT, tokens, CodingContext(), 1)
     return b"".join([_SIDE_SIZES.pack(side.nbytes, escapes.size), side.tobytes(), escapes.tobytes(), coded.tobytes()])
 
 
 def _decode_lattices(
-    data: Bytes, infos: Sequence[TensorInfo], recipe: LatticeRecipe, parents: Sequence[Lattice]
+    seeds: NDArray[np.uint32],
+    data: Bytes,
+    infos: Sequence[TensorInfo],
+    recipe: LatticeRecipe,
+    parents: Sequence[Lattice],
 ) -> list[Lattice]:
     """Decode the lattice of each member, or take the parent's exponents if the recipe says that they are inherited."""
-    seeds, data = np.frombuffer(data[: 4 * len(infos)].tobytes(), "<u4"), data[4 * len(infos) :]
     if seeds.size != len(infos):
         raise _native.Truncated("the lattices end too early")
     lattices = parents if recipe.inherited else _decode_exponents(data, infos, recipe, seeds.tolist())
@@ -261,15 +309,7 @@ def _decode_exponents(
     data: Bytes, infos: Sequence[TensorInfo], recipe: LatticeRecipe, seeds: Sequence[int]
 ) -> list[Lattice]:
     counts = [scale_counts(recipe.spacing, info.shape) for info in infos]
-    total = sum(rows + columns for rows, columns in counts)
-    nside, nescapes = _SIDE_SIZES.unpack(data[: _SIDE_SIZES.size].tobytes())
-    ends = np.cumsum([_SIDE_SIZES.size, nside, 4 * nescapes])
-    if ends[-1] + -(-total // MAX_CHUNK) * MIN_CHUNK_BYTES > data.nbytes:
-        raise _native.Truncated("the lattices end too early")
-    side, escapes, coded = np.split(data, ends)[1:]
-    tokens = np.empty(total, np.uint8)
-    CoderConfig("codes").decode(BYTE_FORMAT, side, coded, tokens, CodingContext(), 1)
-    differences = _resolve_escapes(tokens.view(np.int8), np.frombuffer(escapes.tobytes(), "<i4"))
+    differences = _decode_differences(data, sum(rows + columns for rows, columns in counts))
     exponents = np.cumsum(differences, dtype=np.int64)
     if bool((np.abs(exponents) > MAX_SCALE_EXPONENT).any()):
         raise ValueError("scales out of range")
@@ -282,6 +322,19 @@ def _decode_exponents(
     if not all(map(_is_in_range, lattices, infos)):
         raise ValueError("scales out of range")
     return lattices
+
+
+def _decode_differences(data: Bytes, total: int) -> NDArray[np.int32]:
+    """Decode differences of exponents or of codes; whatever they are, in 32 bits."""
+    nside, nescapes = _SIDE_SIZES.unpack(data[: _SIDE_SIZES.size].tobytes())
+    ends = np.cumsum([_SIDE_SIZES.size, nside, 4 * nescapes])
+    if ends[-1] + -(-total // MAX_CHUNK) * MIN_CHUNK_BYTES > data.nbytes:
+        raise _native.Truncated("the lattices, or their origins, end too early")
+    side, escapes, coded = np.split(data, ends)[1:]
+    tokens = np.empty(total, np.uint8)
+    if total:
+        CoderConfig("codes").decode(BYTE_FORMAT, side, coded, tokens, CodingContext(), 1)
+    return _resolve_escapes(tokens.view(np.int8), np.frombuffer(escapes.tobytes(), "<i4"))
 
 
 def _is_in_range(lattice: Lattice, info: TensorInfo) -> bool:
@@ -320,10 +373,16 @@ def _check_input(record: LatticeInput) -> None:
         raise ValueError("lattice tensors of several spacings or steps in one record")
     if (first.spacing == "relative") != bool(record.second_moments):
         raise ValueError('lattice tensors need second moments with spacing "relative" and no other')
+    if len({member.origin is None for member in record.quantized}) != 1:
+        raise ValueError("lattice tensors with and without an origin in one record")
     for info, member, tensor in zip(record.infos, record.quantized, record.tensors, strict=True):
         shapes = {tuple(member.codes.shape), info.shape if tensor is None else tuple(tensor.shape)}
         if shapes != {info.shape} or not _fits_shape(member.lattice, info):
             raise ValueError(f"lattice tensor {info.name!r} of another shape than its values")
+        if member.origin is not None and (member.origin.shape != member.codes.shape or first.spacing != "linear"):
+            raise ValueError(f"lattice tensor {info.name!r} with an origin of another shape or spacing")
+        if not MIN_GAIN <= member.gain <= MAX_GAIN or (member.origin is None and member.gain != 1):
+            raise ValueError(f"lattice tensor {info.name!r}: a gain out of range, or without an origin")
         if not _is_in_range(member.lattice, info) or (first.spacing == "log" and member.lattice.seed):
             raise ValueError(f"lattice tensor {info.name!r}: scales or seed out of range")
 
@@ -349,7 +408,8 @@ class LatticeDecoder(RecordDecoder):
             raise _native.Truncated("the codes end too early, or too late")
         self._recipe, self.uses_parent, self._has_escapes = recipe, recipe.base, escapes > 0
         self.unit, self.chunk = NUMBER_FORMATS[infos[0].dtype].itemsize, recipe.run.chunk
-        self.splittable = not escapes and len({info.dtype for info in infos}) == 1 and self.count > 0
+        is_uniform = len({info.dtype for info in infos}) == 1 and self.count > 0
+        self.splittable = is_uniform and not escapes and not recipe.gains
         side_data = view.read_array("points", self._lattices_end, begin)
         self._chunks = CodedChunks(recipe.run, side_data, begin, self._codes_end, self.count)
         self._moments = [view.tensor_at(ordinal) for ordinal in recipe.relative_to]
@@ -357,6 +417,7 @@ class LatticeDecoder(RecordDecoder):
         if layouts and layouts != [(info.shape, "F32") for info in infos]:
             raise ValueError("second moments that do not fit their tensors")
         self._lattices: list[Lattice] = []
+        self._gains: list[float | None] = [None] * len(infos)
 
     def required_ranges(self, lo: int, hi: int) -> Sequence[ByteRange]:
         out = self._parent_ranges(lo, hi) if self._recipe.base else []
@@ -368,7 +429,15 @@ class LatticeDecoder(RecordDecoder):
     def quantizer_params(self, fetch: FetchParams) -> Mapping[str, QuantizerParams]:
         infos = self._view.infos
         data = self._view.read_array("points", PART_SIZES.size, self._lattices_end)
-        self._lattices = _decode_lattices(data, infos, self._recipe, self._parent_lattices(fetch))
+        seeds, data = np.frombuffer(data[: 4 * len(infos)].tobytes(), "<u4"), data[4 * len(infos) :]
+        if self._recipe.gains:
+            gains, data = np.frombuffer(data[: 4 * len(infos)].tobytes(), "<f4"), data[4 * len(infos) :]
+            if gains.size != len(infos):
+                raise _native.Truncated("the gains end too early")
+            if not bool(((gains >= MIN_GAIN) & (gains <= MAX_GAIN)).all()):  # nor is nan in range
+                raise ValueError("gains out of range")
+            self._gains = gains.tolist()
+        self._lattices = _decode_lattices(seeds, data, infos, self._recipe, self._parent_lattices(fetch))
         return {info.name: lattice for info, lattice in zip(infos, self._lattices, strict=True)}
 
     def decode(self, lo: int, hi: int, inputs: DecodeInputs) -> list[DecodedPart]:
@@ -376,10 +445,11 @@ class LatticeDecoder(RecordDecoder):
             self.quantizer_params(inputs.fetch_params)
         ranges = [*self._tensor_ranges(lo, hi)]
         parents = self._parent_ranges(lo, hi) if self._recipe.base else []
-        sources = zip_longest(ranges, parents, self._moment_ranges(lo, hi))
+        continued = self._continued_tensors(ranges, inputs)
+        sources = zip_longest(ranges, parents, self._moment_ranges(lo, hi), continued)
         members = [
-            MemberDecoder(self._lattices[span.member], span, parent, squares, inputs)
-            for span, parent, squares in sources
+            MemberDecoder(self._lattices[span.member], span, parent, squares, inputs, tensor, self._gains[span.member])
+            for span, parent, squares, tensor in sources
         ]
         digests, base_digests = inputs.value_digests, inputs.base_digests
         is_native = all(info.dtype == "F32" for info in self._view.infos)
@@ -393,8 +463,9 @@ class LatticeDecoder(RecordDecoder):
         except (ValueError, _native.Corrupt, _native.Truncated):
             if base_digests is not None and base is not None:  # of another parent nothing else can be expected
                 whole = self._base_hasher(inputs)
-                for parent in parents:
-                    whole.update(inputs.fetch(parent))
+                for parent, tensor in zip_longest(parents, continued):
+                    points = None if tensor is None else tensor.points().dequantize(torch.float32)
+                    whole.update(inputs.fetch(parent) if points is None else tensor_bytes(points))
                 base_digests.check_base_digest(whole.hexdigest())
             raise
         if base_digests is not None and base is not None:
@@ -422,8 +493,9 @@ class LatticeDecoder(RecordDecoder):
                 chunk=config.chunk,
                 threads=threads,
             )
-            for member, codes in zip(members, wide, strict=True):
-                member.decode_values(codes, digest, threads)
+            differences = self._origin_differences(members)
+            for member, codes, to_origin in zip(members, wide, differences, strict=True):
+                member.decode_values(codes, to_origin, digest, threads)
 
     def _decode_blocks(
         self,
@@ -459,6 +531,30 @@ class LatticeDecoder(RecordDecoder):
                 escapes = escapes[4 * used :]
         if escapes.size:
             raise ValueError("more escapes than tokens that stand for them")
+        if self._recipe.gains:
+            for member, to_origin in zip(members, self._origin_differences(members), strict=True):
+                member.decode_values(None, to_origin, values, threads)
+
+    def _continued_tensors(self, ranges: Sequence[TensorRange], inputs: DecodeInputs) -> Sequence[LatticeTensor | None]:
+        """The parent's tensors whose points predict those of the record, if it has gains and no origins of its own.
+
+        Raises:
+            ValueError: the parent's tensors are on other lattices.
+        """
+        if not self._recipe.gains or self._recipe.origin:
+            return [None] * len(ranges)
+        tensors = [inputs.fetch_lattice_tensor(span.info.name) for span in ranges]
+        for span, tensor in zip(ranges, tensors, strict=True):
+            if tensor is None or tensor.lattice != self._lattices[span.member]:
+                raise ValueError(f"gains of {span.info.name!r}, whose parent is not on the same lattice")
+        return tensors
+
+    def _origin_differences(self, members: Sequence[MemberDecoder]) -> Sequence[NDArray[np.int32] | None]:
+        """The differences of stored origins to the codes of all members; None where there are none."""
+        if not self._recipe.origin:
+            return [None] * len(members)
+        differences = _decode_differences(self._view.read_array("origin"), self.count)
+        return np.split(differences, [*accumulate(member.count for member in members)][:-1])
 
     def _base_hasher(self, inputs: DecodeInputs) -> _native.Hasher:
         """The digest of the base as far as it covers the parent's exponents."""

@@ -135,6 +135,8 @@ class LatticeRecipe:
         base: whether the parent's values of the same tensors are used.
         inherited: whether rows and columns of the lattices are those of the parent.
         relative_to: with spacing "relative", the ordinals, in the file, of the second moments; else ().
+        gains: whether each tensor has a gain and an origin; with spacing "linear" only.
+        origin: whether the origins are stored. If not, they are the parent's, whose codes are on the same lattices.
     """
 
     spacing: Spacing
@@ -143,11 +145,13 @@ class LatticeRecipe:
     base: bool = False
     inherited: bool = False
     relative_to: tuple[int, ...] = field(default=())
+    gains: bool = False
+    origin: bool = False
 
 
 _CODED_KEYS = {"taps", "base", "moments"}
 _CODEBOOK_KEYS = {"centers", "exact", "exacts", "base", "moments", "residual", "under"}
-_LATTICE_KEYS = {"step", "base", "inherited", "others"}
+_LATTICE_KEYS = {"step", "base", "inherited", "others", "gains", "origin"}
 """Optional keys of the JSON by kind of recipe."""
 
 Recipe: TypeAlias = PlainRecipe | SameRecipe | CopyRecipe | CodedRecipe | CodebookRecipe | LatticeRecipe
@@ -178,13 +182,15 @@ def to_json(recipe: Recipe) -> JSON:
                 "residual": recipe.residual,
                 "under": _ranges_to_json(recipe.contexts),
             }
-        case LatticeRecipe(spacing, run, step, base, inherited, relative_to):
+        case LatticeRecipe(spacing, run, step, base, inherited, relative_to, gains, origin):
             required = {"kind": "gridded", "law": spacing, "run": run.to_json()}
             optional = {
                 "step": step if step > 1 else None,
                 "base": base,
                 "inherited": inherited,
                 "others": _ranges_to_json(relative_to),
+                "gains": gains,
+                "origin": origin,
             }
     return required | {key: value for key, value in optional.items() if value}
 
@@ -309,7 +315,14 @@ def _codebook_from_json(
 
 
 def _lattice_from_json(
-    law: str, run: dict[str, JSON], step: JSON = 1, base: JSON = False, inherited: JSON = False, others: JSON = ()
+    law: str,
+    run: dict[str, JSON],
+    step: JSON = 1,
+    base: JSON = False,
+    inherited: JSON = False,
+    others: JSON = (),
+    gains: JSON = False,
+    origin: JSON = False,
 ) -> LatticeRecipe:
     spacing = next((spacing for spacing in SPACINGS if spacing == law), None)
     max_step = MAX_LATTICE_STEP if spacing == "log" else 1
@@ -322,7 +335,12 @@ def _lattice_from_json(
     config = CoderConfig.from_json(run)
     if config.tokens != "codes" or config.predictor != "base" or config.moments:
         raise ValueError("a gridded recipe with a coder that lattices do not use")
-    return LatticeRecipe(spacing, config, step, base, inherited, () if others == () else _ordinals_from_json(others))
+    if type(gains) is not bool or type(origin) is not bool or (gains and spacing != "linear"):
+        raise ValueError("a gridded recipe has gains or an origin out of range, or of another law")
+    if gains != (gains and (origin or inherited)) or (origin and not gains):
+        raise ValueError("a gridded recipe has gains without an origin, or an origin without gains")
+    ordinals = () if others == () else _ordinals_from_json(others)
+    return LatticeRecipe(spacing, config, step, base, inherited, ordinals, gains, origin)
 
 
 def uses_context(codes: CodesRecipe) -> bool:

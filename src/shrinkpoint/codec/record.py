@@ -252,6 +252,7 @@ def decode(
             overwrite_base,
             allocate_codes,
             trust_base,
+            sources.fetch_lattice_tensor,
         )
         parts = decoder.decode(0, decoder.count, inputs)
         return _decoded_reference(encoded.infos, parts)
@@ -341,6 +342,10 @@ class _DecodedSources:
         if source is None or not is_usable or (span.start, span.stop) != (0, 4 * source.quantized.codes.numel()):
             return None
         return source.quantized
+
+    def fetch_lattice_tensor(self, name: str) -> LatticeTensor | None:
+        tensor = None if self._reference is None else self._reference.quantized.get(name)
+        return tensor if isinstance(tensor, LatticeTensor) else None
 
     def fetch_params(self, name: str) -> QuantizerParams:
         quantized = {} if self._reference is None else self._reference.quantized

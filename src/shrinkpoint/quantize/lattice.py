@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -77,6 +78,8 @@ def quantize_with_errors(
     *,
     previous_codes: Tensor | None = None,
     hysteresis: float = 0.5,
+    origin: Tensor | None = None,
+    gain: float = 1.0,
     threads: int | None = None,
 ) -> tuple[LatticeTensor, ErrorSums] | None:
     """Quantize as `quantize_to_lattice` does, and sum the errors in the same pass over the values.
@@ -84,11 +87,17 @@ def quantize_with_errors(
     Args:
         lattice: of spacing "linear".
         weights: of the errors.
+        origin, gain: of the quantized tensor; errors are those of its values, codes are chosen as without a gain.
     """
     if tensor.device.type != "cpu":
         points = quantize_to_lattice(tensor, lattice, previous_codes=previous_codes, hysteresis=hysteresis)
-        return None if points is None else (points, quantization_error_sums(tensor, points, weights))
+        if points is None:
+            return None
+        points = replace(points, origin=origin, gain=gain)
+        return points, quantization_error_sums(tensor, points, weights)
     form, values = lattice.to_native(matrix_shape(tuple(tensor.shape))), tensor_bytes(as_native_float(tensor))
+    if origin is not None:
+        form = form.with_gain(tensor_bytes(origin), gain)
     previous, arrays = None if previous_codes is None else tensor_bytes(previous_codes.cpu()), weights.native_arrays()
     threads = threads or torch.get_num_threads()
     for dtype in (torch.int8, torch.int16):
@@ -97,7 +106,7 @@ def quantize_with_errors(
             form, values, tensor_bytes(codes), previous=previous, hysteresis=hysteresis, threads=threads, **arrays
         )
         if code_bytes <= dtype.itemsize:
-            points = LatticeTensor(codes.reshape(tensor.shape), lattice)
+            points = LatticeTensor(codes.reshape(tensor.shape), lattice, origin=origin, gain=gain)
             return (points, ErrorSums(*sums)) if code_bytes else None
     return None
 
@@ -160,7 +169,7 @@ def quantization_error_sums(
     """
     if weight.device.type == "cpu":
         sums = _native.quantization_error_sums(
-            quantized.lattice.to_native(matrix_shape(tuple(weight.shape))),
+            quantized.to_native(),
             tensor_bytes(quantized.codes),
             tensor_bytes(as_native_float(weight)),
             threads=threads or torch.get_num_threads(),
@@ -185,13 +194,13 @@ def hysteresis_sums(
     max_hysteresis: float,
     levels: int,
 ) -> tuple[float, NDArray[np.float64]]:
-    """Sum how much of a weight's movement since the parent checkpoint is written, by the hysteresis that allows it.
+    """Sum how much of a weight's movement is written as codes move, by the hysteresis that allows it.
 
     Args:
         rows: some rows of the weight, viewed as a matrix; like `decoded` and `original` 2-d, on the CPU.
         lattice: of the whole weight, of spacing "linear".
-        decoded: the same rows of the parent checkpoint, which lie on the lattice.
-        original: the same rows before they were quantized there.
+        decoded: the same rows of the parent checkpoint's points on the lattice.
+        original: the same rows where the movement began.
         indices: which rows these are.
         max_hysteresis: in steps, above 1/2.
         levels: the number of equal parts of the range from 1/2 to `max_hysteresis`.

@@ -44,7 +44,7 @@ def test_once_steps_stay_a_save_costs_two_evaluations(scale):
     bowl = Bowl(scale)
     chain = Chain(bowl, nats=0.05, evaluate=bowl.evaluate)
     calls, steps = [], []
-    for _ in range(8):
+    for _ in range(12):
         with Silent():
             steps.append(chain.save()["size"])
         calls.append(chain.calls)

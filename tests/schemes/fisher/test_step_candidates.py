@@ -12,7 +12,7 @@ from torch import Tensor
 
 import shrinkpoint as sp
 from shrinkpoint.codec.lattice import STEPS_PER_OCTAVE
-from shrinkpoint.codec.reference import Reference
+from shrinkpoint.codec.reference import Reference, RowSample
 from shrinkpoint.quantize.statistics import entropy_bits
 from shrinkpoint.schemes.fisher.curvature import Curvature
 from shrinkpoint.schemes.fisher.steps import MAX_HYSTERESIS, MIN_RETAINED, StepCandidates, from_log_step, to_log_step
@@ -25,8 +25,10 @@ def drafts(
     reference: Reference | None = None,
     size: int | None = None,
     generation: int = 0,
+    starts: dict[str, RowSample] | None = None,
 ) -> StepCandidates:
-    return StepCandidates(global_weights(weights), known_of(adam(weights)), reference, size, generation, 0)
+    known = known_of(adam(weights))
+    return StepCandidates(global_weights(weights), known, reference, size, generation, 0, starts=starts)
 
 
 def errors(made: StepCandidates, size: int) -> dict[str, Tensor]:
@@ -122,9 +124,9 @@ def test_what_has_not_moved_stays_where_it_is():
 
 def test_weights_that_only_shake_stay_put_as_far_as_progress_allows():
     weights = {"a": normal(256, 256), "b": normal(128, 256, seed=1)}
-    before = reference_of(drafts(weights), -8)
+    before, starts = reference_of(drafts(weights), -8), drafts(weights).lattice_starts(drafts(weights).quantize(-8))
     now = {name: x + 0.1 * normal(*x.shape, seed=7) for name, x in weights.items()}
-    draft = drafts(now, before, -8).quantize(-8)
+    draft = drafts(now, before, -8, starts=starts).quantize(-8)
     assert 0.5 < draft.hysteresis <= MAX_HYSTERESIS
     kept = moved = changed = nearest = 0.0
     for name, one in draft.points.items():
@@ -134,6 +136,10 @@ def test_weights_that_only_shake_stay_put_as_far_as_progress_allows():
         nearest += float((drafts(now, None).quantize(-8).points[name].codes != before.quantized[name].codes).sum())
     assert kept / moved > MIN_RETAINED - 0.03
     assert changed < 0.95 * nearest
+    assert all(torch.equal(one.first_codes, before.quantized[name].codes) for name, one in draft.points.items())
+    assert any(one.gain > 1 for one in draft.points.values())
+    unknown = drafts(now, before, -8).quantize(-8)  # where the weights were is known to nobody any more
+    assert unknown.hysteresis == 0.5 and all(one.origin is None for one in unknown.points.values())
 
 
 def test_a_weight_of_another_shape_or_dtype_begins_afresh():

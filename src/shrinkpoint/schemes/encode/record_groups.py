@@ -405,7 +405,8 @@ def _lattice_groups(
         has_reference = _has_parent(info, state, reference) and not is_relative
         parent = reference.quantized.get(info.name) if has_reference and reference is not None else None
         has_equal_lattice = isinstance(parent, LatticeTensor) and parent.lattice == tensor.lattice
-        lattice = (tensor.lattice.spacing, tensor.lattice.step, has_equal_lattice)
+        has_origin = tensor.origin is not None, tensor.has_origin_of(parent)
+        lattice = (tensor.lattice.spacing, tensor.lattice.step, has_equal_lattice, *has_origin)
         key: _Key = (has_reference, is_relative, *lattice, info.dtype, info.role, _own_record_name(info))
         bundles.setdefault(key, []).append(info)
     return [

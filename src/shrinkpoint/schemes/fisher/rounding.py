@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shrinkpoint.codec.lattice import MAX_LATTICE_CODE, Lattice, LatticeTensor, as_matrix, dither
-from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, Reference
+from shrinkpoint.codec.reference import Reference, RowSample
 from shrinkpoint.quantize.lattice import (
     ErrorSums,
     ErrorWeights,
@@ -24,6 +25,10 @@ from shrinkpoint.schemes.select import equal_elements
 from shrinkpoint.tensors.dtypes import copy_to_host
 
 _HYSTERESIS_LEVELS = 64
+_MAX_GAIN = 2.0
+"""The largest gain of a weight: of one that has hardly moved, little is known."""
+_GAINS_PER_UNIT = 64
+_MAX_ROUNDING_ERROR = 0.501  # in steps, of what was rounded to the nearest
 
 
 @dataclass(frozen=True)
@@ -31,44 +36,62 @@ class PreviousPoints:
     """The points of a weight in the parent checkpoint, on the lattice that it has now.
 
     Attributes:
-        codes: integers, of the weight's shape.
-        name: of the weight.
-        reference: the parent checkpoint.
+        points: on that lattice; of the weight's shape.
+        start: rows of the weight as it was when the lattice began in this chain, before it was quantized.
+        originals: the same rows as they were at the save of the parent, before they were quantized; float32.
     """
 
-    codes: Tensor = field(repr=False)
-    name: str
-    reference: Reference = field(repr=False)
+    points: LatticeTensor
+    start: RowSample = field(repr=False)
+    originals: Tensor = field(repr=False)
 
     @classmethod
     def from_reference(
-        cls, name: str, weight: Tensor, lattice: Lattice, reference: Reference | None
+        cls, name: str, weight: Tensor, lattice: Lattice, reference: Reference | None, start: RowSample | None
     ) -> PreviousPoints | None:
-        """The points that `reference` has of a weight; None if there are none on this lattice."""
+        """The points that `reference` has of a weight.
+
+        Args:
+            start: None if it is unknown.
+
+        Returns:
+            None if there are none on this lattice, or the lattice did not begin with `start`: after a save that failed.
+        """
         points = None if reference is None else reference.quantized.get(name)
-        if (
-            reference is None
-            or not isinstance(points, LatticeTensor)
-            or points.lattice != lattice
-            or points.codes.shape != weight.shape
-        ):
+        if not isinstance(points, LatticeTensor) or points.lattice != lattice or points.codes.shape != weight.shape:
             return None
-        return cls(points.codes, name, reference)
+        if reference is None or start is None or start.shape != tuple(weight.shape):
+            return None
+        originals = reference.original_rows(name, start.shape, start.rows)
+        if originals is None:
+            return None
+        previous = cls(points, start, originals.to(torch.float32))
+        steps = replace(lattice, rows=lattice.rows[start.rows]).scales()
+        errors = start.values.to(torch.float32) - previous.origin_rows()
+        is_start = bool((errors.abs() <= _MAX_ROUNDING_ERROR * steps).all())
+        return previous if is_start else None
 
-    @property
-    def lattice(self) -> Lattice:
-        """The lattice as the parent checkpoint holds it."""
-        points = self.reference.quantized[self.name]
-        assert isinstance(points, LatticeTensor)
-        return points.lattice
+    def rows(self) -> Tensor:
+        """The points of the rows of `start`, float32."""
+        return self.points.points().dequantize_rows(self.start.rows, torch.float32)
 
-    def values(self, rows: slice) -> Tensor:
-        """What a reader decoded of some rows of the weight, viewed as a matrix."""
-        return self.reference.rows(self.name, rows)
+    def origin_rows(self) -> Tensor:
+        """The same rows of the points with which the lattice began, float32."""
+        origin = LatticeTensor(self.points.first_codes, self.points.lattice)
+        return origin.dequantize_rows(self.start.rows, torch.float32)
 
-    def originals(self, rows: slice) -> Tensor | None:
-        """The same rows in training at that save, before the weight was quantized; None if they are unknown."""
-        return self.reference.original_rows(self.name, tuple(self.codes.shape), rows)
+
+@dataclass(frozen=True)
+class Hysteresis:
+    """How far weights may be from their previous points, and what makes up for the movement that is lost by it.
+
+    Attributes:
+        threshold: in steps, at least 1/2.
+        gains: of each weight that has previous points, by global name.
+    """
+
+    threshold: float = 0.5
+    gains: Mapping[str, float] = field(default_factory=dict, repr=False)
 
 
 def quantize_weight(
@@ -76,6 +99,7 @@ def quantize_weight(
     lattice: Lattice,
     previous: PreviousPoints | None,
     hysteresis: float,
+    gain: float = 1.0,
     weights: ErrorWeights | None = None,
     threads: int | None = None,
 ) -> tuple[LatticeTensor, ErrorSums] | None:
@@ -84,15 +108,22 @@ def quantize_weight(
     Args:
         hysteresis: in steps, at least 1/2 (the nearest). Weights that only fluctuate then keep their points, and a
             checkpoint is more of an average over time.
+        gain: of the weight, if it has previous points.
         weights: of the errors; None: zero.
         threads: native threads; None: as many as torch uses.
 
     Returns:
         None if codes do not reach as far as the weight, or its dtype not as far as the points.
     """
-    codes = None if previous is None else previous.codes
     result = quantize_with_errors(
-        weight, lattice, weights or ErrorWeights(), previous_codes=codes, hysteresis=hysteresis, threads=threads
+        weight,
+        lattice,
+        weights or ErrorWeights(),
+        previous_codes=None if previous is None else previous.points.codes,
+        hysteresis=hysteresis,
+        origin=None if previous is None else previous.points.first_codes,
+        gain=1.0 if previous is None else gain,
+        threads=threads,
     )
     return None if result is None or points_in_range(result[0], weight.dtype) is None else result
 
@@ -110,38 +141,69 @@ def fit_hysteresis(
     previous: Mapping[str, PreviousPoints],
     min_retained: float,
     max_hysteresis: float,
-) -> float:
-    """The largest hysteresis, in steps, that retains enough of the weights' progress; a collective.
+) -> Hysteresis:
+    """The largest hysteresis by which checkpoints follow the weights' movement, and their gains; a collective.
 
-    Progress is measured on a sample of the rows of each weight, for 64 thresholds at once.
+    A weight's gain is `|d|^2 / <d', d>`, where d is its movement since its lattice began in the chain, and d' that of
+    its points: times the gain, the points have moved as far along d as the weight has. It is measured on a sample of
+    the rows of each weight, for 64 thresholds at once.
 
     Args:
         lattices, previous: by local name.
-        min_retained: the share of progress since the parent checkpoint that must remain.
-        max_hysteresis: at most; at least 1/2, rounding to the nearest.
+        min_retained: the share of the movement since the parent checkpoint that the values must follow with the gains,
+            all weights together.
+        max_hysteresis: in steps, at most; at least 1/2, rounding to the nearest.
     """
-    written, movement, has_sample = np.zeros(_HYSTERESIS_LEVELS + 1), 0.0, False
-    for name, points in previous.items():
-        rows = weights.sampled_rows(name, MAX_SAMPLED_VALUES)
-        original = points.originals(rows) if weights.is_primary(name) else None
-        if original is not None:
-            matrix = as_matrix(weights.local[name])
-            values, indices = matrix[rows], range(matrix.shape[0])[rows]
-            values = values if values.is_cpu and values.is_contiguous() else copy_to_host(values)
-            squared, parts = hysteresis_sums(
-                values, lattices[name], points.values(rows), original, indices, max_hysteresis, _HYSTERESIS_LEVELS
-            )
-            movement, written, has_sample = movement + squared, written + parts, True
-    reports = weights.tensors.all_gather((has_sample, movement, written.tolist()))
-    if not any(has_any for has_any, *_ in reports):
-        return 0.5
-    moved = math.fsum(movement for _, movement, _ in reports)
-    by_threshold = [math.fsum(parts) for parts in zip(*(parts for *_, parts in reports), strict=True)]
+    sums = {
+        name: _movement_sums(weights, name, lattices[name], points, max_hysteresis)
+        for name, points in previous.items()
+        if weights.is_primary(name)
+    }
+    by_weight = weights.tensors.reduce_primary(
+        sums, lambda ranks: [math.fsum(parts) for parts in zip(*ranks, strict=True)]
+    )
+    if not by_weight:
+        return Hysteresis()
+    table = np.array([*by_weight.values()])
+    (movement, recent, before, gained), (written, recent_written) = table[:, :4].T, np.split(table[:, 4:], 2, axis=1)
+    gains = _gains(movement[:, None], written)
+    retained = (gains * (recent_written + before[:, None]) - gained[:, None]).sum(axis=0)
     low, high = 0, _HYSTERESIS_LEVELS
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if math.fsum(by_threshold[middle:]) >= min_retained * moved else (low, middle)
-    return 0.5 + (max_hysteresis - 0.5) * low / _HYSTERESIS_LEVELS
+        low, high = (middle, high) if retained[middle] >= min_retained * recent.sum() else (low, middle)
+    threshold = 0.5 + (max_hysteresis - 0.5) * low / _HYSTERESIS_LEVELS
+    return Hysteresis(threshold, dict(zip(by_weight, gains[:, low].tolist(), strict=True)))
+
+
+def _movement_sums(
+    weights: GlobalWeights, name: str, lattice: Lattice, previous: PreviousPoints, max_hysteresis: float
+) -> list[float]:
+    """Inner products of the movement of a local weight and of its points.
+
+    Returns:
+        Of the weight's movement since its lattice began with itself; of that since the parent checkpoint with itself,
+        with that of the points before then, and with the same times the gain that they had; by level, of the first
+        with that of the points, and of the second with that of the points since the parent.
+    """
+    start, points = previous.start, previous.rows()
+    matrix = as_matrix(weights.local[name])
+    rows, indices = matrix[start.rows], range(matrix.shape[0])[start.rows]
+    values = (rows if rows.is_cpu and rows.is_contiguous() else copy_to_host(rows)).to(torch.float32)
+    points_before = (points - previous.origin_rows()).reshape(-1)
+    squared, before, written = [], [], []
+    for begin in (start.values.to(torch.float32), previous.originals):
+        square, parts = hysteresis_sums(values, lattice, points, begin, indices, max_hysteresis, _HYSTERESIS_LEVELS)
+        squared.append(square)
+        before.append(float(torch.dot(points_before.double(), (values - begin).reshape(-1).double())))
+        written.append(parts[::-1].cumsum()[::-1])
+    return [*squared, before[1], before[1] * previous.points.gain, *(before[0] + written[0]), *written[1]]
+
+
+def _gains(movement: NDArray[np.float64], written: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The gains by which what is written makes up for all of the movement; 1 where nothing is written."""
+    gains = np.divide(movement, written, out=np.ones_like(written), where=written > 0)
+    return np.round(np.clip(gains, 1.0, _MAX_GAIN) * _GAINS_PER_UNIT) / _GAINS_PER_UNIT
 
 
 MIN_UNCHANGED_SHARE = 1 / 16
@@ -198,8 +260,8 @@ def choose_stochastic_rounding(
         weight, points = weights.local[name], parent.quantized[name]
         if not isinstance(points, LatticeTensor) or points.lattice.seed == seeds[name]:
             continue
-        values = parent.get_like(name, tuple(weight.shape), weight.dtype)
-        if values is not None:
+        if parent.has_like(name, tuple(weight.shape), weight.dtype):
+            values = points.points().dequantize(weight.dtype)  # what a gain has moved off its point is rounded
             roundings[name] = StochasticRounding(points, as_matrix(equal_elements(weight, values)), seeds[name])
     shares = weights.share_by_tensor(
         {name: (int(rounding.unchanged.sum()), rounding.unchanged.numel()) for name, rounding in roundings.items()}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shrinkpoint import humanize, validate
 from shrinkpoint.codec.lattice import LatticeTensor
-from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, QuantizedTensor, Reference
+from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, QuantizedTensor, Reference, RowSample
 from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.progress import Task
 from shrinkpoint.schemes.base import QuantizedState, SpecMixin, check_recorder, check_seed, finite_or_text
@@ -118,6 +118,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         self._terms = None if terms is None else validate.check_float("terms", terms, do="leave it out")
         self._seed, self._lossy_restores, self._num_saves = check_seed(seed), 0, 0
         self._memory = RunMemory(num_terms=self._terms)
+        self._lattice_starts: dict[str, RowSample] = {}
         self._group_curvatures: dict[str, float] = {}
         self._calibration, self._unmeasured_notice = Calibration(), UnmeasuredLossNotice()
 
@@ -396,7 +397,14 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             curvatures = self._probe_curvatures(weights, rise) or curvatures
         layer_types = {} if evaluator is None else evaluator.layer_types
         candidates = StepCandidates(
-            weights, curvatures, reference, log_step, self._lossy_restores, self._seed, layer_types
+            weights,
+            curvatures,
+            reference,
+            log_step,
+            self._lossy_restores,
+            self._seed,
+            layer_types,
+            self._lattice_starts,
         )
         codes = {
             name: points.codes for name, points in other_points.items() if not _is_inherited(name, points, reference)
@@ -416,6 +424,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         if choice.weights is None:
             warn_user(f"no steps keep the loss within {self}: this checkpoint's weights are exact. Allow more")
         self._memory.log_step = None if choice.weights is None else choice.weights.log_step
+        self._lattice_starts = {} if choice.weights is None else candidates.lattice_starts(choice.weights)
         return choice
 
     def _measured_objective(self, metric: DegradationMetric | None) -> Objective:

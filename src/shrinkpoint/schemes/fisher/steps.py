@@ -19,12 +19,13 @@ from shrinkpoint.codec.lattice import (
     as_matrix,
     scale_counts,
 )
-from shrinkpoint.codec.reference import Reference
+from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, Reference, RowSample
 from shrinkpoint.quantize.layer_types import EMBEDDING, HEAD, layer_type_from_name
 from shrinkpoint.quantize.map_tensors import map_tensors
 from shrinkpoint.schemes.fisher.curvature import Curvature
 from shrinkpoint.schemes.fisher.global_weights import GlobalWeights, total_entropy_bits
 from shrinkpoint.schemes.fisher.rounding import (
+    Hysteresis,
     PreviousPoints,
     choose_stochastic_rounding,
     fit_hysteresis,
@@ -145,9 +146,9 @@ def rescale(lattice: Lattice, log_step: int, max_step: float = math.inf) -> Latt
     return replace(lattice, rows=rows)
 
 
-MIN_RETAINED = 0.93
-"""The share of the weights' progress since the parent checkpoint that hysteresis must retain."""
-MAX_HYSTERESIS = 0.75
+MIN_RETAINED = 0.8
+"""The share of the weights' movement since the parent checkpoint that values must follow, with their gains."""
+MAX_HYSTERESIS = 0.6
 """The largest hysteresis, in steps."""
 MAX_STEP_EXCESS = STEPS_PER_OCTAVE
 """By how many eighths of an octave inherited steps may exceed those that a weight would get now. They exceed them more
@@ -167,7 +168,7 @@ class QuantizedWeights:
         points: this rank's points, by local name.
         slope_term, curvature_term: the two terms of the predicted rise; the second one for a single loss term, and 0
             if it was not asked for.
-        hysteresis: in steps; see `steps.quantize_weight`.
+        hysteresis: in steps; see `rounding.quantize_weight`.
         left_out: global names of weights that stay exact, because points do not reach as far as they do.
         dtypes: of the weights, by local name.
     """
@@ -204,6 +205,7 @@ class StepCandidates:
         lossy_restores: how often the weights were restored with a loss.
         seed: of the dither.
         layer_types: types of layers by name of a weight; missing ones are guessed from the name.
+        starts: rows of the weights as they were when their lattices began in the chain, by local name.
 
     Attributes:
         weights: local weights that have a lattice, by name.
@@ -221,8 +223,10 @@ class StepCandidates:
         lossy_restores: int,
         seed: int,
         layer_types: Mapping[str, str] | None = None,
+        starts: Mapping[str, RowSample] | None = None,
     ) -> None:
         self._global, self._reference, self._parent_log_step = weights, reference, parent_log_step
+        self._starts = starts or {}
         typical = reference_curvature(weights, curvatures)
         types = {weights.global_name(name): layer_type for name, layer_type in (layer_types or {}).items()}
         scales, seeds = dict[str, float](), dict[str, int]()
@@ -278,13 +282,13 @@ class StepCandidates:
         """
         tensors = self._global.tensors
         lattices = {name: self._lattice_at(name, log_step) for name in self.unit_lattices}
-        previous = {name: self._previous_points(name, lattice) for name, lattice in lattices.items()}
-        comparable = {name: points for name, points in previous.items() if points is not None}
-        lattices |= {name: points.lattice for name, points in comparable.items()}  # equal, with the forms they have
+        previous_points = {name: self._previous_points(name, lattice) for name, lattice in lattices.items()}
+        comparable = {name: previous for name, previous in previous_points.items() if previous is not None}
+        lattices |= {name: previous.points.lattice for name, previous in comparable.items()}  # equal, with their forms
         hysteresis = fit_hysteresis(self._global, lattices, comparable, MIN_RETAINED, MAX_HYSTERESIS)
         results = map_tensors(
             lambda name, threads: self._quantize_weight(
-                name, lattices[name], previous[name], hysteresis, threads, with_curvature=with_curvature
+                name, lattices[name], previous_points[name], hysteresis, threads, with_curvature=with_curvature
             ),
             {name: self.weights[name] for name in lattices},
         )
@@ -300,7 +304,20 @@ class StepCandidates:
         names = dict.fromkeys((*map(self._global.global_name, self.unit_lattices), *sorted(left_out)))
         ordered = tuple(name for name in names if name in left_out)
         dtypes = {name: self.weights[name].dtype for name in points}
-        return QuantizedWeights(log_step, points, slope, curvature, hysteresis, ordered, dtypes)
+        return QuantizedWeights(log_step, points, slope, curvature, hysteresis.threshold, ordered, dtypes)
+
+    def lattice_starts(self, quantized: QuantizedWeights) -> dict[str, RowSample]:
+        """Rows of all weights as they were when the lattices of their points began in the chain, by local name.
+
+        Those of weights with stochastic rounding, which have neither hysteresis nor a gain, are left out.
+        """
+        return {
+            name: RowSample.from_tensor(self.weights[name], self._global.sampled_rows(name, MAX_SAMPLED_VALUES))
+            if points.origin is None
+            else self._starts[name]
+            for name, points in quantized.points.items()
+            if name not in self._stochastic
+        }
 
     def bits(self, log_step: int) -> float:
         """The estimated size of the points in bits: the entropy of their differences to the parent's, on a sample."""
@@ -324,7 +341,7 @@ class StepCandidates:
         name: str,
         lattice: Lattice,
         previous: PreviousPoints | None,
-        hysteresis: float,
+        hysteresis: Hysteresis,
         threads: int,
         *,
         with_curvature: bool,
@@ -337,7 +354,8 @@ class StepCandidates:
                 return None
             return points, curvature.rise_terms(weight, points, threads, with_curvature=with_curvature)
         weights = curvature.error_weights(with_curvature=with_curvature)
-        result = quantize_weight(weight, lattice, previous, hysteresis, weights, threads)
+        gain = hysteresis.gains.get(self._global.global_name(name), 1.0)
+        result = quantize_weight(weight, lattice, previous, hysteresis.threshold, gain, weights, threads)
         if result is None:
             return None
         return result[0], curvature.rise_of_errors(result[1], with_curvature=with_curvature)
@@ -346,7 +364,8 @@ class StepCandidates:
         """The parent's points on this lattice; None for weights with stochastic rounding, which have no hysteresis."""
         if name in self._stochastic:
             return None
-        return PreviousPoints.from_reference(name, self.weights[name], lattice, self._reference)
+        start = self._starts.get(name)
+        return PreviousPoints.from_reference(name, self.weights[name], lattice, self._reference, start)
 
     def _lattice_at(self, name: str, log_step: int) -> Lattice:
         """The lattice at a step size. Inherited steps are not capped again: a slightly new std would change them."""
