@@ -32,7 +32,7 @@ from workloads import Course, Workload
 
 import shrinkpoint as sp
 from shrinkpoint.schemes.fisher import moments as coded
-from shrinkpoint.schemes.fisher import scheme, steps
+from shrinkpoint.schemes.fisher import rounding, scheme, steps
 
 ROLES = ("parameter", "moment1", "moment2")
 
@@ -85,9 +85,14 @@ PARTS = (
     Variant("neither", PLAIN, ((steps, "ROW_COL_EXPONENT", 0.0), (steps, "TENSOR_EXPONENT", 0.0))),
     Variant("steps without a cap", PLAIN, ((steps, "MAX_STEP_STD", 1e9),)),
     Variant("to the nearest, nothing held", PLAIN, ((steps, "MAX_HYSTERESIS", 0.5),)),
-    Variant("held to a retention of .8", PLAIN, ((steps, "MIN_RETAINED", 0.8),)),
+    Variant("held to a retention of .93", PLAIN, ((steps, "MIN_RETAINED", 0.93),)),
+    Variant(
+        "held without gains, to a retention of .93",
+        PLAIN,
+        ((steps, "MIN_RETAINED", 0.93), (rounding, "_MAX_GAIN", 1.0)),
+    ),
 )
-SIZES = tuple(Variant(f"error {error}", {"relative_error": error}) for error in (0.1, 0.15, 0.3, 0.45, 0.6, 0.8, 1.1))
+SIZES = tuple(Variant(f"error {error}", {"relative_error": error}) for error in (0.1, 0.15, 0.3, 0.34, 0.45, 0.6, 0.8))
 RESTORED = (
     Variant("error .3", {"relative_error": 0.3}),
     Variant("error .58", PLAIN),
@@ -139,7 +144,7 @@ class Saved:
     @classmethod
     def of(cls, report: Any, rise: float) -> Saved:
         bits = {name: 32 * one.stored / one.raw for name, one in report.roles.items() if name in ROLES and one.raw}
-        search = report.search or {}
+        search = report.loss_report or {}
         return cls(
             report.keyframe, bits, report.ratio, report.weights_ratio, rise, report.retention, search.get("tried", [])
         )
