@@ -273,6 +273,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a toy, of what needs no other package")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "rate_distortion.json")
     options = parser.parse_args()
+    if not options.quick and not options.report and not options.data.is_dir():
+        parser.error(
+            f"{options.data} is not there: rises would be measured on another text; set --data or SHRINKPOINT_DATA"
+        )
     torch.set_num_threads(1)
     if options.quick:
         options.seeds = options.seeds[:1]

@@ -287,7 +287,7 @@ def _packages() -> list[Method]:
     one = {"qp": -24, "key_qp": -30, "nonweight_qp": -40}
     found = [
         nncodec("", f"qp {qp}", 9, qp=qp, key_qp=min(qp, -30), nonweight_qp=qp - 16, **contexts)
-        for qp in (-36, -32, -28, -24, -20, -16)
+        for qp in (-36, -32, -28, -26, -24, -22, -20, -16)
     ]
     found += [nncodec(", no differences", f"qp {qp}", qp=qp, differences=False) for qp in (-40, -32, -24)]
     found += [
