@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "cyclic_delta.hpp"
+#include "error_feedback.hpp"
 #include "kmeans.hpp"
 #include "lattice_codec.hpp"
 #include "lattice_quantize.hpp"
@@ -429,6 +430,18 @@ nb::tuple quantize_with_errors(const Lattice& lattice, nb::handle values, nb::ha
     return nb::make_tuple(bytes, nb::make_tuple(sums.slope, sums.curvature, sums.squares));
 }
 
+bool quantize_feedback(const Lattice& lattice, nb::handle values, nb::handle factor, nb::handle codes,
+                       unsigned threads) {
+    const Bytes input_bytes(values), factor_bytes(factor), code_bytes(codes, PyBUF_WRITABLE);
+    check_overlap(code_bytes, {&input_bytes, &factor_bytes});
+    const Floats floats = matrix_of(lattice.rows, lattice.columns, input_bytes, "values");
+    const Floats factors = matrix_of(lattice.columns, lattice.columns, factor_bytes, "factor");
+    if (factors.bytes != 4) throw nb::value_error("factor: expected float32");
+    auto* const out = array_of_size<int16_t>(lattice.count(), code_bytes, "codes");
+    nb::gil_scoped_release release;
+    return quantize_with_feedback(lattice, floats, reinterpret_cast<const float*>(factors.data), out, threads);
+}
+
 nb::tuple sum_errors(const Lattice& lattice, nb::handle codes, nb::handle values, nb::handle slopes,
                      nb::handle squares, unsigned threads) {
     const Bytes code_bytes(codes), value_bytes(values), slope_bytes(slopes), square_bytes(squares);
@@ -499,6 +512,8 @@ void bind_lattice(nb::module_& m) {
     m.def("lattice_quantize_with_errors", quantize_with_errors, "lattice"_a, "values"_a, "codes"_a, nb::kw_only(),
           "slopes"_a.none() = nb::none(), "squares"_a.none() = nb::none(), "previous"_a.none() = nb::none(),
           "hysteresis"_a = 0.5f, "threads"_a = 1);
+    m.def("quantize_with_feedback", quantize_feedback, "lattice"_a, "values"_a, "factor"_a, "codes"_a, nb::kw_only(),
+          "threads"_a = 1);
     m.def("hysteresis_sums", sum_hysteresis, "lattice"_a, "weight"_a, "decoded"_a, "original"_a, nb::kw_only(),
           "max_hysteresis"_a, "levels"_a, "first"_a, "length"_a, "stride"_a, "count"_a);
     m.def("quantization_error_sums", sum_errors, "lattice"_a, "codes"_a, "values"_a, nb::kw_only(),

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shrinkpoint.schemes import QD as QD
     from shrinkpoint.schemes import SCAR as SCAR
     from shrinkpoint.schemes import TOPN as TOPN
+    from shrinkpoint.schemes import Activations as Activations
     from shrinkpoint.schemes import ExCP as ExCP
     from shrinkpoint.schemes import Fisher as Fisher
     from shrinkpoint.schemes import Inshrinkerator as Inshrinkerator
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
+    "Activations": "schemes",
     "CheckpointManager": "train",
     "CNR": "schemes",
     "ExCP": "schemes",

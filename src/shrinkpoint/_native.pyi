@@ -255,6 +255,9 @@ def lattice_quantize_with_errors(
     hysteresis: float = 0.5,
     threads: int = 1,
 ) -> tuple[int, tuple[float, float, float]]: ...
+def quantize_with_feedback(
+    lattice: Lattice, values: Buffer, factor: Buffer, codes: Bytes, *, threads: int = 1
+) -> bool: ...
 def quantization_error_sums(
     lattice: Lattice,
     codes: Buffer,

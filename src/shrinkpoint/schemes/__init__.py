@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shrinkpoint.schemes.base import Scheme as Scheme
     from shrinkpoint.schemes.evaluate import ModelEvaluator as ModelEvaluator
     from shrinkpoint.schemes.evaluate import iter_modules as iter_modules
+    from shrinkpoint.schemes.fisher.activations import Activations as Activations
     from shrinkpoint.schemes.fisher.scheme import Fisher as Fisher
     from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator as Inshrinkerator
     from shrinkpoint.schemes.lossless import Lossless as Lossless
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from shrinkpoint.schemes.search.scheme import SearchScheme as SearchScheme
 
 _MODULES = {
+    "Activations": "schemes.fisher.activations",
     "CNR": "baselines.uniform",
     "ExCP": "baselines.excp",
     "Fisher": "schemes.fisher.scheme",

@@ -102,6 +102,15 @@ class PlanningScheme(Protocol):
 
 
 @runtime_checkable
+class StandaloneScheme(Protocol):
+    """A scheme that has a better way to write a file alone than a checkpoint that others follow."""
+
+    def quantize_alone(self, state: FlatState) -> QuantizedState:
+        """Lose what the scheme loses, in a file that no checkpoint precedes; otherwise as `Scheme.quantize`."""
+        ...
+
+
+@runtime_checkable
 class Deferrable(Protocol):
     """A planning scheme that can plan on a copy of the state, after the live one has changed."""
 

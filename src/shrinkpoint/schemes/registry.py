@@ -28,7 +28,7 @@ _REGISTRY = {
 }
 """Id -> class in `shrinkpoint.schemes`, which imports a module when a class of it is asked for."""
 
-_OBJECT_SETTINGS = ("evaluate", "gradients", "group", "progress", "space")
+_OBJECT_SETTINGS = ("activations", "calibrate", "evaluate", "gradients", "group", "progress", "space")
 """Settings that cannot be written as text."""
 MAX_TEXT = 4096
 """Maximum number of characters of a text: deeper nesting could overflow Python's parser."""

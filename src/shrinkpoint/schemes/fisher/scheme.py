@@ -22,7 +22,9 @@ from shrinkpoint.schemes.base import QuantizedState, SpecMixin, check_recorder, 
 from shrinkpoint.schemes.calibration import Calibration, EvaluateProblem, UnmeasuredLossNotice, make_perturbations
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
 from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, TrialEvaluator, scale_of
+from shrinkpoint.schemes.fisher.activations import Activations, Calibrate, LayerStatistics, record_calibration
 from shrinkpoint.schemes.fisher.curvature import Curvature, SquaredGradientSource, estimate_curvatures
+from shrinkpoint.schemes.fisher.feedback import fits_weight, input_moments, layer_curvatures, layers_by_state_name
 from shrinkpoint.schemes.fisher.global_weights import GlobalWeights, total_entropy_bits
 from shrinkpoint.schemes.fisher.moments import MIN_LATTICE_NUMEL, MomentPrecision, moments_to_lattices
 from shrinkpoint.schemes.fisher.objective import (
@@ -42,7 +44,7 @@ from shrinkpoint.schemes.optimizer_state import Mode
 from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.schemes.select import TensorSelection, select_tensors, unchanged_tensors
 from shrinkpoint.sharding.global_tensors import GlobalTensors
-from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.tensors.flat_state import FlatState, unflatten
 from shrinkpoint.tensors.info import JSON, Role
 
 _log = logging.getLogger("shrinkpoint")
@@ -82,6 +84,12 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         gradients: a recorder of squared gradients, for optimizers that keep none.
         moments: of the optimizer: "coded" on grids, "exact" bit for bit, or "drop": zero after a restore.
         seed: of the dither.
+        activations: a recorder of what layers see. In a file alone (`sp.save` without `base`) weights are then rounded
+            with error feedback: the errors of a row cancel in the outputs of its layer. Never in a chain, where it
+            would cost more than it gains.
+        calibrate: the same without a recorder: called with what is being saved when a file alone is written, it loads
+            that into a model and runs it on some batches; if it returns or yields losses, these are differentiated, and
+            tell how much each output matters.
 
     Raises:
         PolicyError: an invalid argument, or more than one target.
@@ -103,7 +111,11 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         gradients: SquaredGradientSource | None = None,
         moments: MomentsMode = "coded",
         seed: int = 0,
+        activations: Activations | None = None,
+        calibrate: Calibrate | None = None,
     ) -> None:
+        self._activations, self._calibrate = _check_activations(activations, calibrate)
+        self._layers: Mapping[str, LayerStatistics] = {}
         self._evaluate: Evaluate | None = validate.check_optional_callable("evaluate", evaluate)
         self._objective = make_objective(budget, nats, ratio, relative_error, is_measured=evaluate is not None)
         self._evaluate_every = validate.check_optional_int(
@@ -137,6 +149,8 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             "gradients": self._recorder,
             "moments": self._moments,
             "seed": self._seed,
+            "activations": self._activations,
+            "calibrate": self._calibrate,
         }
 
     # called by a manager
@@ -342,6 +356,37 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         """Decide and quantize."""
         return self.plan(state, reference).quantize(state, reference)
 
+    def quantize_alone(self, state: FlatState) -> QuantizedState:
+        """Decide and quantize for a file that no checkpoint precedes or follows: with error feedback.
+
+        Raises:
+            PolicyError: `calibrate` raised or ran another model, or the recorder has seen none of the state's weights.
+        """
+        self._layers = self._find_layers(state)
+        try:
+            return self.quantize(state, None)
+        finally:
+            self._layers = {}
+
+    def _find_layers(self, state: FlatState) -> dict[str, LayerStatistics]:
+        """What is known of the layers of a state's weights, by name in it."""
+        if self._calibrate is not None:
+            with TrialEvaluator(state, len) as evaluator:
+                argument = unflatten(state.tree, state.tensors, where="a calibration")
+                layers = record_calibration(self._calibrate, argument, state.tensors)
+            del evaluator
+            return {name: layer for name, layer in layers.items() if fits_weight(layer, state.tensors[name])}
+        if self._activations is None:
+            return {}
+        layers = layers_by_state_name(self._activations.layers, state.tensors)
+        if not layers:
+            expected, do = (
+                "one that has seen batches of the saved model",
+                "make it before the loop, with the same model",
+            )
+            raise PolicyError("activations", found="a recorder of none of these weights", expected=expected, do=do)
+        return layers
+
     def _quantize_moments(
         self, state: FlatState, reference: Reference | None, statistics: MomentStatistics, tensors: GlobalTensors
     ) -> dict[str, QuantizedTensor]:
@@ -392,9 +437,14 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             self._recorder_values(evaluator, selection),
             statistics,
         )
+        layers = {name: layer for name, layer in self._layers.items() if name in weights.local}
+        if has_gradients := any(layer.outputs.total is not None for layer in layers.values()):
+            curvatures = layer_curvatures(weights.local, curvatures, layers)
         if (change is not None or self._group_curvatures) and reference_curvature(weights, curvatures) <= 0:
             rise = None if change is None else lambda values: change(values).rise
             curvatures = self._probe_curvatures(weights, rise) or curvatures
+        if layers and not has_gradients:
+            curvatures = layer_curvatures(weights.local, curvatures, layers)
         layer_types = {} if evaluator is None else evaluator.layer_types
         candidates = StepCandidates(
             weights,
@@ -405,6 +455,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             self._seed,
             layer_types,
             self._lattice_starts,
+            input_moments(weights.local, layers),
         )
         codes = {
             name: points.codes for name, points in other_points.items() if not _is_inherited(name, points, reference)
@@ -421,6 +472,9 @@ class Fisher(SpecMixin, RecordEncodingMixin):
                 (choice.rise or 0.0) / scale, interval, objective.relative_budget(scale)
             ):
                 warn_user(warning)
+        if candidates.without_feedback:
+            names = humanize.names(sorted(candidates.without_feedback))
+            warn_user(f"rounded without error feedback, since what was recorded of their inputs is of no use: {names}")
         if choice.weights is None:
             warn_user(f"no steps keep the loss within {self}: this checkpoint's weights are exact. Allow more")
         self._memory.log_step = None if choice.weights is None else choice.weights.log_step
@@ -506,6 +560,16 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             if name in recorded:
                 recorded.setdefault(master, recorded[name])
         return recorded
+
+
+def _check_activations(activations: Any, calibrate: Any) -> tuple[Activations | None, Calibrate | None]:
+    """At most one of a recorder of activations and a function that runs the model."""
+    if activations is not None and calibrate is not None:
+        do = "pass the recorder, or the function"
+        raise PolicyError("Fisher", found="activations and calibrate", expected="one of them", do=do)
+    if activations is not None and not isinstance(activations, Activations):
+        raise validate.argument_error("activations", activations, "a shrinkpoint.Activations(model)", "make one")
+    return activations, validate.check_optional_callable("calibrate", calibrate)
 
 
 def _select(

@@ -20,6 +20,7 @@ from shrinkpoint.codec.lattice import (
     scale_counts,
 )
 from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, Reference, RowSample
+from shrinkpoint.quantize.error_feedback import feedback_factor, quantize_with_feedback
 from shrinkpoint.quantize.layer_types import EMBEDDING, HEAD, layer_type_from_name
 from shrinkpoint.quantize.map_tensors import map_tensors
 from shrinkpoint.schemes.fisher.curvature import Curvature
@@ -43,6 +44,8 @@ PROBED_EXPONENT = 1 / 2
 """The same where curvature was probed: such checkpoints are mostly keyframes, and a step costs by its logarithm."""
 MAX_STEP_STD = 2.0
 """The largest mean step of a row, in standard deviations of its tensor: above, little but signs remains."""
+FEEDBACK_MAX_STEP_STD = 6.0
+"""The same where errors are fed back: the sum over many weights then says what each of them no longer does."""
 SENSITIVE_STEP = 0.25
 """The relative step of tensors whose values matter more, or likely do: vectors (biases, gains), which are few;
 embeddings and heads if nothing is known of any weight; a weight if nothing is known of it alone."""
@@ -206,12 +209,15 @@ class StepCandidates:
         seed: of the dither.
         layer_types: types of layers by name of a weight; missing ones are guessed from the name.
         starts: rows of the weights as they were when their lattices began in the chain, by local name.
+        input_moments: second moments of the inputs of layers, by name of their weight, for rounding with error
+            feedback; weights with points in the parent checkpoint are rounded without.
 
     Attributes:
         weights: local weights that have a lattice, by name.
         unit_lattices: their lattices at `log_step` 0, by name.
         curvatures: as given; if nothing is known of any weight, assumed ones.
         no_curvature: nothing is known of any weight, so that a predicted rise has no unit.
+        without_feedback: weights of `input_moments` that were rounded without, because these were of no use.
     """
 
     def __init__(
@@ -224,7 +230,9 @@ class StepCandidates:
         seed: int,
         layer_types: Mapping[str, str] | None = None,
         starts: Mapping[str, RowSample] | None = None,
+        input_moments: Mapping[str, Tensor] | None = None,
     ) -> None:
+        self._input_moments, self.without_feedback = input_moments or {}, set[str]()
         self._global, self._reference, self._parent_log_step = weights, reference, parent_log_step
         self._starts = starts or {}
         typical = reference_curvature(weights, curvatures)
@@ -263,7 +271,12 @@ class StepCandidates:
         self.curvatures = dict(curvatures)
         if self.no_curvature:
             self.curvatures = {name: self._assumed_curvature(name, weight) for name, weight in self.weights.items()}
-        self._max_steps = {name: MAX_STEP_STD * scales[name] * self._std(name) for name in self.weights}
+        self._max_steps = {
+            name: (FEEDBACK_MAX_STEP_STD if name in self._input_moments else MAX_STEP_STD)
+            * scales[name]
+            * self._std(name)
+            for name in self.weights
+        }
 
     def curvature_term(self, log_step: int) -> float:
         """The rise, for a single loss term, that errors uniform in each cell would cause at this step size."""
@@ -353,12 +366,25 @@ class StepCandidates:
             if points is None:
                 return None
             return points, curvature.rise_terms(weight, points, threads, with_curvature=with_curvature)
+        if name in self._input_moments and previous is None:
+            points = self._quantize_with_feedback(name, lattice, threads)
+            if points is not None:
+                return points, curvature.rise_terms(weight, points, threads, with_curvature=with_curvature)
         weights = curvature.error_weights(with_curvature=with_curvature)
         gain = hysteresis.gains.get(self._global.global_name(name), 1.0)
         result = quantize_weight(weight, lattice, previous, hysteresis.threshold, gain, weights, threads)
         if result is None:
             return None
         return result[0], curvature.rise_of_errors(result[1], with_curvature=with_curvature)
+
+    def _quantize_with_feedback(self, name: str, lattice: Lattice, threads: int) -> LatticeTensor | None:
+        """The points of a weight whose errors cancel in its layer's outputs; None if that is not possible."""
+        factor, weight = feedback_factor(self._input_moments[name]), self.weights[name]
+        points = None if factor is None else quantize_with_feedback(weight, lattice, factor, threads=threads)
+        points = points_in_range(points, weight.dtype)
+        if points is None:
+            self.without_feedback.add(name)
+        return points
 
     def _previous_points(self, name: str, lattice: Lattice) -> PreviousPoints | None:
         """The parent's points on this lattice; None for weights with stochastic rounding, which have no hysteresis."""

@@ -1,0 +1,236 @@
+"""Files alone with error feedback: what a recorder records, what a calibration does, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shrinkpoint as sp
+from shrinkpoint.errors import PolicyError
+
+
+class Net(nn.Module):
+    """An embedding tied to the head, around a convolution and two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(24, 32)
+        self.conv = nn.Conv1d(32, 32, 3, padding=1)
+        self.up, self.down = nn.Linear(32, 96), nn.Linear(96, 32)
+        self.head = nn.Linear(32, 24, bias=False)
+        self.head.weight = self.token.weight
+        nn.init.normal_(self.token.weight, std=0.1)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.token(words)
+        x = x + F.gelu(self.conv(x.transpose(1, 2))).transpose(1, 2)
+        return self.head(x + self.down(F.gelu(self.up(x))))
+
+
+def words(seed: int, count: int = 32) -> tuple[Tensor, Tensor]:
+    """Sequences, and what follows: the word before an odd one, else another word."""
+    x = torch.randint(24, (count, 17), generator=torch.Generator().manual_seed(seed))
+    return x[:, 1:], torch.where(x[:, 1:] % 2 == 1, x[:, :-1], (5 * x[:, 1:] + 3) % 24)
+
+
+def loss_of(model: nn.Module, seed: int, count: int = 32) -> Tensor:
+    x, y = words(seed, count)
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.95))
+    for step in range(100):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def calibrate(state: Any) -> Iterator[Tensor]:
+    model = Net()
+    model.load_state_dict(state)
+    return (loss_of(model, 1000 + i) for i in range(4))
+
+
+def rise(path: Path, state: Any, scheme: sp.Fisher) -> tuple[float, float]:
+    """By how much the loss is higher after a save and a load, and the ratio of the file."""
+    report = sp.save(state, path, scheme=scheme)
+    before, after = Net(), Net()
+    before.load_state_dict(state)
+    after.load_state_dict(sp.load(path))
+    with torch.no_grad():
+        return float(loss_of(after, 5000, 500) - loss_of(before, 5000, 500)), report.ratio
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_loss_rises_less_at_the_same_relative_error(trained: Any, tmp_path: Path):
+    state = trained[0].state_dict()
+    plain, plain_ratio = rise(tmp_path / "a", state, sp.Fisher(relative_error=0.3))
+    fed, ratio = rise(tmp_path / "b", state, sp.Fisher(relative_error=0.3, calibrate=calibrate))
+    assert 0 < fed < 0.8 * plain and ratio > 0.95 * plain_ratio
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_recorder_serves_as_a_calibration_does(trained: Any, tmp_path: Path):
+    model = copy.deepcopy(trained[0])
+    with sp.Activations(model) as seen:
+        for i in range(4):
+            loss_of(model, 1000 + i).backward()
+    assert [*seen.layers] == ["token.weight", "conv.weight", "up.weight", "down.weight"]  # a tied one by its first name
+    state = {"model": model.state_dict(), "optimizer": trained[1].state_dict()}
+    sp.save(state, tmp_path / "a", scheme=sp.Fisher(relative_error=0.45, activations=seen))
+    sp.save(state, tmp_path / "b", scheme=sp.Fisher(relative_error=0.45))
+    loaded, plain = sp.load(tmp_path / "a")["model"], sp.load(tmp_path / "b")["model"]
+    errors = [
+        float((F.linear(words_in(model), x["up.weight"] - model.up.weight.detach())).square().sum())
+        for x in (loaded, plain)
+    ]
+    assert errors[0] < 0.7 * errors[1]
+
+
+def words_in(model: Net) -> Tensor:
+    """What the layer `up` gets."""
+    inputs = []
+    handle = model.up.register_forward_hook(lambda _, args, __: inputs.append(args[0].detach()))
+    model(words(7)[0])
+    handle.remove()
+    return inputs[0]
+
+
+def test_second_moments_are_those_of_inputs_and_patches():
+    torch.manual_seed(0)
+    linear, conv = nn.Linear(6, 4), nn.Conv2d(3, 5, 3, stride=2, padding=1)
+    model = nn.ModuleDict({"linear": linear, "conv": conv})
+    x, images = torch.randn(7, 2, 6), torch.randn(2, 3, 9, 8)
+    with sp.Activations(model) as seen:
+        linear(x).square().sum().backward()
+        conv(images)
+    rows = x.reshape(-1, 6)
+    patches = F.unfold(images, 3, padding=1, stride=2).transpose(1, 2).reshape(-1, 27)
+    layers = seen.layers
+    torch.testing.assert_close(layers["linear.weight"].inputs.mean, rows.T @ rows / 14)
+    torch.testing.assert_close(layers["linear.weight"].outputs.mean, (2 * linear(x)).detach().square().sum((0, 1)))
+    torch.testing.assert_close(layers["conv.weight"].inputs.mean, patches.T @ patches / len(patches))
+
+
+def test_a_recorder_changes_nothing_and_leaves_no_hooks(trained: Any):
+    model = copy.deepcopy(trained[0])
+    x = words(3)[0]
+    before, state = model(x), torch.get_rng_state()
+    wrapped = nn.Module()
+    wrapped.module = model  # as DDP names it
+    with sp.Activations(wrapped, every=2) as seen:
+        outputs = [model(x) for _ in range(3)]
+    assert all(torch.equal(output, before) for output in outputs)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(layer._forward_hooks for layer in model.modules())
+    assert "module.up.weight" in seen.layers
+    recorded = seen.layers["module.up.weight"].inputs.weight
+    model(x)
+    assert seen.layers["module.up.weight"].inputs.weight == recorded == 0.95 + 1  # the first and the third
+    seen.clear()
+    assert not seen.layers
+
+
+def test_a_batch_that_is_not_finite_is_passed_over():
+    layer = nn.Linear(3, 3)
+    with sp.Activations(layer) as seen:
+        layer(torch.full((2, 3), torch.nan))
+        assert not seen.layers
+        layer(torch.ones(2, 3))
+        layer(torch.full((2, 3), torch.inf))
+    torch.testing.assert_close(seen.layers["weight"].inputs.mean, torch.ones(3, 3))
+
+
+def test_gradients_and_the_state_are_as_before_a_calibration(trained: Any, tmp_path: Path):
+    model = copy.deepcopy(trained[0])
+    loss_of(model, 1).backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    before = copy.deepcopy(model.state_dict())
+    scheme = sp.Fisher(relative_error=0.3, calibrate=lambda _: [loss_of(model, i) for i in range(2)])
+    with pytest.warns(UserWarning):
+        sp.save(model.state_dict(), tmp_path / "a", scheme=scheme)
+    assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not nn.modules.module._global_forward_hooks
+
+
+def test_dead_layers_are_rounded_plainly_and_that_is_said(tmp_path: Path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 64))
+    seen = sp.Activations(model)
+    model[0](torch.randn(99, 16))
+    model[1](torch.zeros(9, 64))
+    with pytest.warns(UserWarning, match=r"without error feedback.*1\.weight"):
+        sp.save(model.state_dict(), tmp_path / "a", scheme=sp.Fisher(relative_error=0.3, activations=seen))
+    assert sp.load(tmp_path / "a")["1.weight"].isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_chains_are_as_without(trained: Any, tmp_path: Path):
+    model, optimizer = trained
+    ratios = []
+    for name, more in (("plain", {}), ("fed", {"calibrate": calibrate})):
+        with sp.CheckpointManager(tmp_path / name, scheme=sp.Fisher(relative_error=0.3, **more)) as manager:
+            ratios.append([manager.save(step, model=model, optimizer=optimizer).stored_bytes for step in (1, 2)])
+    assert ratios[0] == ratios[1]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_delta_against_a_file_with_feedback_is_right(trained: Any, tmp_path: Path):
+    state = trained[0].state_dict()
+    sp.save(state, tmp_path / "a", scheme=sp.Fisher(relative_error=0.3, calibrate=calibrate))
+    sp.save(state, tmp_path / "b", scheme=sp.Fisher(relative_error=0.3, calibrate=calibrate), base=tmp_path / "a")
+    for name, value in sp.load(tmp_path / "b").items():
+        assert float((value - state[name]).square().mean()) < 0.5 * float(state[name].square().mean())
+    sp.save(state, tmp_path / "c", base=tmp_path / "a")
+    assert all(torch.equal(value, state[name]) for name, value in sp.load(tmp_path / "c").items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"activations": 3}, "activations"),
+        ({"calibrate": 3}, "calibrate"),
+        ({"calibrate": len, "activations": sp.Activations(nn.Linear(2, 2))}, "one of them"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], text: str):
+    with pytest.raises(PolicyError, match=text):
+        sp.Fisher(relative_error=0.3, **arguments)
+
+
+def _raise(_: Any) -> None:
+    raise KeyError("batches")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "text"),
+    [
+        (sp.Fisher(relative_error=0.3, calibrate=len), "ran no layer"),
+        (sp.Fisher(relative_error=0.3, calibrate=lambda _: Net()(words(0)[0])), "ran no layer"),
+        (sp.Fisher(relative_error=0.3, calibrate=_raise), "KeyError: 'batches'"),
+        (sp.Fisher(relative_error=0.3, activations=sp.Activations(Net())), "none of these weights"),
+    ],
+)
+def test_a_calibration_of_another_model_is_refused(trained: Any, tmp_path: Path, scheme: sp.Fisher, text: str):
+    with pytest.raises(PolicyError, match=text):
+        sp.save(trained[0].state_dict(), tmp_path / "a", scheme=scheme)
+
+
+@pytest.mark.parametrize("arguments", [{"every": 0}, {"decay": 0.0}, {"decay": 1.5}, {"max_inputs": "all"}])
+def test_a_recorder_refuses_wrong_arguments(arguments: dict[str, Any]):
+    with pytest.raises(PolicyError, match="Activations"):
+        sp.Activations(nn.Linear(2, 2), **arguments)
