@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import workloads
 from lossless_report import table
 from lossless_speed import machine
@@ -92,7 +93,7 @@ PARTS = (
         ((steps, "MIN_RETAINED", 0.93), (rounding, "_MAX_GAIN", 1.0)),
     ),
 )
-SIZES = tuple(Variant(f"error {error}", {"relative_error": error}) for error in (0.1, 0.15, 0.3, 0.34, 0.45, 0.6, 0.8))
+ERRORS = (0.1, 0.15, 0.3, 0.34, 0.45, 0.6, 0.8)
 RESTORED = (
     Variant("error .3", {"relative_error": 0.3}),
     Variant("error .58", PLAIN),
@@ -150,13 +151,24 @@ class Saved:
         )
 
 
-def recorded(workload: Workload, seed: int, start: int, every: int, count: int) -> list[tuple[int, Any, Any]]:
-    """(step, model, optimizer) of `count` checkpoints of one training."""
+def sizes(errors: Sequence[float]) -> tuple[Variant, ...]:
+    return tuple(Variant(f"error {error}", {"relative_error": error}) for error in errors)
+
+
+def recorded(
+    workload: Workload, seed: int, start: int, every: int, count: int, path: Path | None = None
+) -> list[tuple[int, Any, Any]]:
+    """(step, model, optimizer) of `count` checkpoints of one training; from a file, if they have been written there."""
+    if path is not None and path.exists():
+        return torch.load(path, weights_only=True)  # type: ignore[no-any-return]
     course, out = workload.build(seed), []
     for step in range(1, start + every * (count - 1) + 1):
         workload.advance(course)
         if step >= start and (step - start) % every == 0:
             out.append((step, copy.deepcopy(course.model.state_dict()), copy.deepcopy(course.optimizer.state_dict())))
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(out, path)
     return out
 
 
@@ -316,6 +328,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--interval", type=int, default=50, help="steps between checkpoints of the chain")
     parser.add_argument("--every", nargs="*", type=int, default=[5, 20, 50], help="steps between restores")
+    parser.add_argument("--errors", nargs="*", type=float, default=ERRORS, help="of the part sizes")
+    parser.add_argument("--recordings", type=Path, help="a folder that keeps recorded trainings")
     parser.add_argument("--only", nargs="*", default=list(STUDIES))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="a toy: does it all run?")
@@ -334,11 +348,13 @@ def main() -> None:
 def study(workload: Workload, options: argparse.Namespace) -> dict[str, Any]:
     half = workload.steps // 2
     found: dict[str, Any] = {}
-    chains = {"parts": PARTS, "sizes": SIZES, "budgets": budgets(workload)}
+    chains = {"parts": PARTS, "sizes": sizes(options.errors), "budgets": budgets(workload)}
     if chains.keys() & {*options.only}:
         interval = 4 if options.quick else options.interval
         count = min(8, (workload.steps - half) // interval + 1)
-        series = recorded(workload, options.seed, half, interval, count)
+        name = f"{options.workload.replace(' ', '_')}-{options.seed}-{half}-{interval}-{count}.pt"
+        path = None if options.recordings is None or options.quick else options.recordings / name
+        series = recorded(workload, options.seed, half, interval, count, path)
         for part in [name for name in chains if name in options.only]:
             found[part] = {one.name: chain(one, workload, options.seed, series) for one in chains[part]}
             print(table(HEAD, [summary(name, saves) for name, saves in found[part].items()]), "\n", flush=True)

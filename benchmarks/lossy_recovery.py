@@ -73,7 +73,7 @@ UNMEASURED = (
     "excp(paper=True, paper_fp16=True)",
 )
 """Schemes without a threshold, by their names in the harness."""
-OURS = ("fisher(relative_error=.3)", "fisher(relative_error=.6)")
+OURS = ("fisher(relative_error=.3)", "fisher(relative_error=.4)", "fisher(relative_error=.6)")
 """The same, of ours."""
 BASE_FILES = ("workloads.py", "workload_text.py", "workload_image.py")
 

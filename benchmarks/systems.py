@@ -40,6 +40,8 @@ def scheme(system: str, **arguments: Any) -> Any:
     if system == FISHER:
         budget = f"{100 * arguments['threshold']:g}%"
         return sp.Fisher(budget=budget, **{name: arguments[name] for name in ("evaluate", "higher_is_better")})
+    if system.startswith("fisher(relative_error="):
+        return sp.Fisher(relative_error=float(system[len("fisher(relative_error=") : -1]))
     if system == WIDER:
         return sp.Inshrinkerator(space=WIDER_SPACE, **arguments)
     if system not in SYSTEMS:
