@@ -38,6 +38,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/many_tensors.py
 	$(BIN)/python benchmarks/comparison.py
 	$(BIN)/python benchmarks/frameworks.py
+	$(BIN)/python benchmarks/default_scheme.py
 	$(BIN)/python benchmarks/crash_recovery.py
 
 # Of the lossy schemes: hours on one core, resumable (benchmarks/README.md says how to run a part).

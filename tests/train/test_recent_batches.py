@@ -136,3 +136,13 @@ def of_rank(rank, width, folder):
 def test_ranks_that_share_a_model_measure_as_many_batches(tmp_path: Any) -> None:
     for rise, terms, is_unchanged in ranks(SHARDED, 2, tmp_path):
         assert rise <= 0.001 and terms == 32 and is_unchanged
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_batches_of_a_device_are_kept_on_the_host_and_measured_on_the_device() -> None:
+    run, recent, there = Run(), sp.RecentBatches(loss), sp.RecentBatches(loss)
+    recent.add(batch(0))
+    there.add([x.cuda() for x in batch(0)])
+    expected = recent.reading(run.model).value
+    assert there.reading(run.model.cuda()).value == pytest.approx(expected, rel=1e-4) and there.terms == 32

@@ -78,8 +78,12 @@ def of_rank(rank, width, folder):
     settings = {"trainer_shrink": ShrinkConfig(scheme=scheme), "trainer_model": gpt2(64)}
     wide = run(Trainer, folder / "wide", save_strategy="no", trainer_model=gpt2(64))
     together = run(ShrinkTrainer, folder / "c", **settings) == wide
+    import warnings
+    warnings.simplefilter("ignore", sp.errors.LossWarning)
+    named = {"trainer_shrink": ShrinkConfig("fisher"), "trainer_model": gpt2(64)}
+    alone = run(ShrinkTrainer, folder / "d", **named) == wide
     there = sorted(path.name for path in (a / "checkpoint-6").iterdir())
-    said = {"plain": plain, "found": found, "there": there, "together": together}
+    said = {"plain": plain, "found": found, "there": there, "together": together, "alone": alone}
     (folder / f"{rank}.json").write_text(json.dumps(said))
     dist.barrier()
     dist.destroy_process_group()
@@ -96,6 +100,9 @@ def test_replicas_agree_on_what_to_resume_and_end_as_without_interruption(tmp_pa
         and read_directory_manifest(tmp_path / "c" / "checkpoint-6").loss["searches"]
     )
     assert "rank-00001.safetensors" not in one["there"] and "optimizer.pt" not in one["there"]
+    loss = read_directory_manifest(tmp_path / "d" / "checkpoint-2").loss
+    assert one["alone"] and two["alone"] and loss["measured_on"] == "the last 2 training batches"
+    assert loss["rise"] <= 0.001 * loss["quality"]
 
 
 KILLED = """
