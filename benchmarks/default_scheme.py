@@ -55,12 +55,11 @@ class Counted:
     def __init__(self, held_out: HeldOut) -> None:
         self.held_out, self.model = held_out, nn.Module()
         self.lines: list[dict[str, Any]] = []
+        self.store: Path | None = None  # of a plain loop; frameworks have a directory for each save
 
     def __call__(self, report: SaveReport) -> None:
-        place, step = Path(report.path), None
-        if place.is_file() or place.name.startswith("step-"):
-            place, step = place.parent, report.step
-        tensors = dict(decode_chain(find_chain(place, step)).reference.tensors)
+        chain = find_chain(report.path, None) if self.store is None else find_chain(self.store, report.step)
+        tensors = dict(decode_chain(chain).reference.tensors)
         loss: Any = report.loss_report
         self.lines.append(
             {
@@ -163,7 +162,8 @@ def of_accelerate(counted: Counted, root: Path, saves: int, steps: int, _: bool)
 
 def of_loop(counted: Counted, root: Path, saves: int, steps: int, once: bool) -> None:
     torch.manual_seed(0)
-    model = counted.model = GPT(SHAPE)
+    counted.store, model = root, GPT(SHAPE)
+    counted.model = model
     optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=1e-3)
     recent = sp.RecentBatches(loss_of_batch)
     scheme = sp.Fisher(evaluate=recent, evaluate_every=None if once else 1)
@@ -228,11 +228,12 @@ def main() -> None:
     found = {}
     head = f"{'first':>8} {'later':>8} {'measured':>9} {'unseen':>9} {'worst':>9} {'tried':>5} {'seconds':>8}"
     print(f"{args.saves} saves, {args.steps} steps apart, {len(HELD_OUT)} unseen windows\n\n{'':26} {head}")
+    versions = {"torch": torch.__version__, "shrinkpoint": sp.__version__}
     for part in args.only:
         found[part] = apart(part, args)
         print(row(part, found[part]), flush=True)
-    versions = {"torch": torch.__version__, "shrinkpoint": sp.__version__}
-    args.out.write_text(json.dumps({"saves": args.saves, "steps": args.steps, "versions": versions, **found}, indent=1))
+        results = {"saves": args.saves, "steps": args.steps, "versions": versions, **found}
+        args.out.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":
