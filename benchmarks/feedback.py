@@ -16,7 +16,7 @@ import json
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ import shrinkpoint as sp
 from shrinkpoint.demo.workload import GPT, GPTConfig
 
 Row = dict[str, Any]
+ERRORS = (0.3, 0.6, 1.1, 2.0)
 HEAD = ["", "weights x", "rise, or points lost", "on other data", "fine-tuned %", "save s"]
 
 
@@ -47,7 +48,7 @@ def saved(state: Any, scheme: Any) -> tuple[Any, Any, float]:
         return sp.load(f"{folder}/a.safetensors"), report, seconds
 
 
-def gpt(data: Path, seed: int, steps: int) -> list[Row]:
+def gpt(data: Path, seed: int, steps: int, errors: Sequence[float] = ERRORS) -> list[Row]:
     workload = workloads.named("gpt", data, quick=False)
     course = workload.build(seed)
     for _ in range(steps):
@@ -77,14 +78,17 @@ def gpt(data: Path, seed: int, steps: int) -> list[Row]:
         (f"plain, Adam's state, {e}", whole, sp.Fisher(relative_error=e)) for e in (0.3, 0.6)
     ]
     for name, state in (("Adam's state", whole), ("the weights alone", weights)):
-        schemes = [(e, sp.Fisher(relative_error=e, calibrate=calibrate)) for e in (0.3, 0.6, 1.1, 2.0)]
+        schemes = [(e, sp.Fisher(relative_error=e, calibrate=calibrate)) for e in errors]
         plans += [(f"feedback, {name}, {e}", state, scheme) for e, scheme in schemes]
-    plans += [
-        (f"feedback, no losses, {e}", weights, sp.Fisher(relative_error=e, calibrate=forward_only)) for e in (0.3, 0.6)
-    ]
-    plans += [
-        (f"inshrinkerator {t:.1%}", weights, sp.Inshrinkerator(threshold=t, evaluate=evaluate)) for t in (0.001, 0.003)
-    ]
+    if tuple(errors) == ERRORS:
+        plans += [
+            (f"feedback, no losses, {e}", weights, sp.Fisher(relative_error=e, calibrate=forward_only))
+            for e in (0.3, 0.6)
+        ]
+        plans += [
+            (f"inshrinkerator {t:.1%}", weights, sp.Inshrinkerator(threshold=t, evaluate=evaluate))
+            for t in (0.001, 0.003)
+        ]
     rows = []
     for name, state, scheme in plans:
         loaded, report, seconds = saved(state, scheme)
@@ -163,6 +167,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=["gpt", "resnet", "speed"])
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=480)
+    parser.add_argument("--errors", nargs="*", type=float, default=list(ERRORS), help="other ones: without the rivals")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("results/feedback.json"))
@@ -170,7 +175,9 @@ def main() -> None:
     workloads.seed_everything(0, options.threads)
     found = json.loads(options.out.read_text()) if options.out.exists() else {"rows": []}
     parts = {
-        "gpt": lambda: [row for seed in options.seeds for row in gpt(options.data, seed, options.steps)],
+        "gpt": lambda: [
+            row for seed in options.seeds for row in gpt(options.data, seed, options.steps, options.errors)
+        ],
         "resnet": lambda: resnet(options.data, options.seeds[:1]),
         "speed": lambda: speed(options.layers),
     }
