@@ -247,7 +247,7 @@ def test_the_start_of_another_lattice_is_none_of_this_one():
     later = replace(points(now, on), origin=first.codes, gain=1.5)
     assert held_points(now, on, later, now) is None
     found = held_points(now, on, later, x)
-    assert found is not None and torch.equal(found.origin_rows(), first.dequantize(torch.float32))
+    assert found is not None and torch.equal(found.origin_rows, first.dequantize(torch.float32))
     assert torch.equal(found.rows(), later.points().dequantize(torch.float32))
 
 

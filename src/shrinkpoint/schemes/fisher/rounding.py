@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -67,7 +68,7 @@ class PreviousPoints:
             return None
         previous = cls(points, start, originals.to(torch.float32))
         steps = replace(lattice, rows=lattice.rows[start.rows]).scales()
-        errors = start.values.to(torch.float32) - previous.origin_rows()
+        errors = start.values.to(torch.float32) - previous.origin_rows
         is_start = bool((errors.abs() <= _MAX_ROUNDING_ERROR * steps).all())
         return previous if is_start else None
 
@@ -75,6 +76,7 @@ class PreviousPoints:
         """The points of the rows of `start`, float32."""
         return self.points.points().dequantize_rows(self.start.rows, torch.float32)
 
+    @cached_property
     def origin_rows(self) -> Tensor:
         """The same rows of the points with which the lattice began, float32."""
         origin = LatticeTensor(self.points.first_codes, self.points.lattice)
@@ -190,7 +192,7 @@ def _movement_sums(
     matrix = as_matrix(weights.local[name])
     rows, indices = matrix[start.rows], range(matrix.shape[0])[start.rows]
     values = (rows if rows.is_cpu and rows.is_contiguous() else copy_to_host(rows)).to(torch.float32)
-    points_before = (points - previous.origin_rows()).reshape(-1)
+    points_before = (points - previous.origin_rows).reshape(-1)
     squared, before, written = [], [], []
     for begin in (start.values.to(torch.float32), previous.originals):
         square, parts = hysteresis_sums(values, lattice, points, begin, indices, max_hysteresis, _HYSTERESIS_LEVELS)
