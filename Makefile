@@ -43,7 +43,7 @@ bench: $(VENV)/.bench
 
 # Of the lossy schemes: hours on one core, resumable (benchmarks/README.md says how to run a part).
 studies: $(VENV)/.bench
-	for study in quantile_speed quantizer_speed search_trials code_streams repeated_restores lattice_speed fisher save_overhead codebook_size schemes lossy_recovery transfer_learning recomputation wire bit_allocation link gradient_compression; do \
+	for study in quantile_speed quantizer_speed search_trials code_streams repeated_restores lattice_speed fisher optimizers save_overhead codebook_size schemes lossy_recovery transfer_learning recomputation wire bit_allocation link gradient_compression; do \
 	  $(BIN)/python benchmarks/$$study.py || exit 1; \
 	done
 

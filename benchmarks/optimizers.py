@@ -2,6 +2,7 @@
 
     python benchmarks/optimizers.py                    # all of them: half an hour
     python benchmarks/optimizers.py --only Muon SOAP   # those whose names contain a word; others' results stay
+    python benchmarks/optimizers.py --grids            # the steps of a momentum, by optimizer
     python benchmarks/optimizers.py --quick            # a toy
 
 A small GPT learns bytes. Lossless: a run that is saved, thrown away, made anew and loaded ends with the same bits as
@@ -21,9 +22,11 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import workload_text
 import workloads
@@ -35,6 +38,8 @@ from workloads import Stream
 
 import shrinkpoint as sp
 from shrinkpoint.demo.workload import GPT, GPTConfig
+from shrinkpoint.schemes.fisher import moments
+from shrinkpoint.schemes.fisher import scheme as fisher
 from shrinkpoint.tensors.flat_state import flatten
 
 HERE = Path(__file__).resolve().parent
@@ -57,9 +62,9 @@ class Size:
     """
 
     shape: GPTConfig
-    steps: int = 280
-    first: int = 80
-    interval: int = 20
+    steps: int = 160
+    first: int = 30
+    interval: int = 12
     batch: int = 8
     windows: int = 256
     resumed: tuple[int, int] = (12, 18)
@@ -274,6 +279,35 @@ def measure(case: Case, size: Size, seeds: Sequence[int], data: Path, scheme: Ma
     }
 
 
+GRIDS: dict[str, tuple[float, ...]] = {
+    "Muon and AdamW": (4.0, 1.0, 0.5, 0.25, 0.03),  # of 8 bits, a step is about .03 root mean squares
+    "Lion": (4.0, 1.0),
+    "Adamax": (4.0, 1.0),
+}
+"""Steps of a first moment that is not relative to a second one, in root mean squares."""
+
+
+def measure_grids(case: Case, size: Size, seeds: Sequence[int], data: Path) -> dict[str, Any]:
+    """The rise, and bits of first moments, by the step of the momentum; and where moments are exact, or dropped."""
+    plain = [run(case, seed, size, data, None)["loss"] for seed in seeds]
+    out = {}
+    for step in ("exact", "drop", *GRIDS[case.name]):
+        scheme: dict[str, Any] = {"relative_error": RELATIVE_ERROR}
+        steps = moments.MOMENTUM_STEPS
+        if isinstance(step, str):
+            scheme["moments"] = step
+        else:
+            steps = dict.fromkeys(steps, step)
+        with patch.object(fisher, "MomentPrecision", partial(moments.MomentPrecision, momentum_steps=steps)):
+            runs = [run(case, seed, size, data, scheme) for seed in seeds]
+        rises = [one["loss"] / loss - 1 for one, loss in zip(runs, plain, strict=True)]
+        bits = statistics.fmean(one["bits"].get("moment1", 0.0) for one in runs)
+        delta = statistics.fmean(one["delta"] for one in runs)
+        out[str(step)] = {"rises": rises, "rise": statistics.fmean(rises), "bits": bits, "delta": delta}
+        print(f"{case.name}  {step}: {100 * statistics.fmean(rises):+.2f} %, {bits:.2f} bits, {delta:.1f}x", flush=True)
+    return out
+
+
 def row(name: str, result: Mapping[str, Any]) -> list[str]:
     if "problem" in result:
         return [name, result["problem"], *["-"] * 7]
@@ -303,21 +337,25 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=workloads.default_data())
     parser.add_argument("--error", type=float, default=RELATIVE_ERROR, help="relative_error of Fisher")
     parser.add_argument("--quick", action="store_true", help="a toy: does it all run?")
+    parser.add_argument("--grids", action="store_true", help="only the steps of a momentum")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     out = args.out or HERE / "results" / f"optimizers{'-quick' if args.quick else ''}.json"
     size, seeds = (QUICK, args.seeds[:1]) if args.quick else (FULL, args.seeds)
-    results = json.loads(out.read_text())["result"] if out.exists() else {}
+    stored = json.loads(out.read_text()) if out.exists() else {}
+    results, grids = stored.get("result", {}), stored.get("grids", {})
     for case in CASES:
-        if args.only and not any(word in case.name for word in args.only):
+        if (args.only and not any(word in case.name for word in args.only)) or (args.grids and case.name not in GRIDS):
             continue
-        results[case.name] = measure(case, size, seeds, args.data, {"relative_error": args.error})
-        print(table(HEAD, [row(case.name, results[case.name])]), flush=True)
+        if args.grids:
+            grids[case.name] = measure_grids(case, size, seeds, args.data)
+        else:
+            results[case.name] = measure(case, size, seeds, args.data, {"relative_error": args.error})
+            print(table(HEAD, [row(case.name, results[case.name])]), flush=True)
         facts = {"text": workload_text.text(args.data)[0], "relative_error": args.error, "versions": versions()}
-        command = "python benchmarks/optimizers.py"
+        whole = {"command": "python benchmarks/optimizers.py", "date": time.strftime("%Y-%m-%d"), "machine": machine()}
         order = {case.name: results[case.name] for case in CASES if case.name in results}
-        whole = {"command": command, "date": time.strftime("%Y-%m-%d"), "machine": machine(), **facts, "result": order}
-        out.write_text(json.dumps(whole, indent=1) + "\n")
+        out.write_text(json.dumps(whole | facts | {"result": order, "grids": grids}, indent=1) + "\n")
     print(table(HEAD, [row(case.name, results[case.name]) for case in CASES if case.name in results]))
 
 

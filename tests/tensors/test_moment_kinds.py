@@ -54,7 +54,7 @@ TORCH: dict[str, tuple[Any, dict[str, Any], dict[str, MomentKind]]] = {
     "Adamax": (optim.Adamax, {}, {"exp_avg": SCALED, "exp_inf": SUM}),
     "AdamW": (optim.AdamW, {}, ADAM),
     "ASGD": (optim.ASGD, {}, {"ax": EXACT}),
-    "LBFGS": (optim.LBFGS, {"max_iter": 2}, {"d": EXACT, "prev_flat_grad": EXACT}),
+    "LBFGS": (optim.LBFGS, {"max_iter": 2}, dict.fromkeys(("d", "prev_flat_grad"), MomentKind.HISTORY)),
     "Muon": (optim.Muon, {}, {"momentum_buffer": MUON}),
     "NAdam": (optim.NAdam, {}, ADAM),
     "RAdam": (optim.RAdam, {}, ADAM),

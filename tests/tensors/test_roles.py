@@ -71,6 +71,35 @@ def test_groups_by_weight_decay() -> None:
     links(flatten(stepped(optimizer, model)), model, optimizer)
 
 
+@pytest.mark.parametrize("is_hybrid", [False, True])
+@pytest.mark.parametrize("is_muon_first", [False, True])
+def test_matrices_of_muon_are_not_the_embedding_of_their_shape(is_muon_first: bool, is_hybrid: bool) -> None:
+    weights = {f"{name}.weight": torch.randn(6, 6) for name in ("position", "blocks.0", "blocks.1")}
+    weights["norm.weight"] = torch.randn(6)
+    others = ["position.weight", "norm.weight"]
+    matrices = ["blocks.0.weight", "blocks.1.weight"]
+    optimizers = []
+    for names, group, slots in (
+        (matrices, {"ns_steps": 5}, ("momentum_buffer",)),
+        (others, {"betas": (0.9, 0.95)}, ("exp_avg", "exp_avg_sq")),
+    ):
+        state = {name: {slot: torch.randn_like(weights[name]) for slot in slots} for name in names}
+        optimizers.append((group | {"params": names, "lr": 1e-3}, state))
+    optimizers = optimizers if is_muon_first else optimizers[::-1]
+    numbers = {name: i for i, name in enumerate(name for group, _ in optimizers for name in group["params"])}
+
+    def numbered(parts: list[Any]) -> dict[str, Any]:
+        groups = [group | {"params": [numbers[name] for name in group["params"]]} for group, _ in parts]
+        return {"state": {numbers[n]: slot for _, state in parts for n, slot in state.items()}, "param_groups": groups}
+
+    dicts = [numbered(optimizers)] if is_hybrid else [numbered([one]) for one in optimizers]
+    flat = flatten({"model": weights, "optimizer": dicts})
+    for name, number in numbers.items():
+        moment = flat.optimizer_info[f"model/{name}"].moment1
+        slot = "momentum_buffer" if name in matrices else "exp_avg"
+        assert moment is not None and moment.endswith(f"state/{number}/{slot}"), (name, moment)
+
+
 def test_names_the_optimizer_knows_come_first() -> None:
     model = Net()
     optimizer = torch.optim.AdamW(list(reversed([(n, p) for n, p in model.named_parameters() if p.requires_grad])))

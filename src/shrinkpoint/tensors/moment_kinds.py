@@ -32,6 +32,8 @@ class MomentKind(str, Enum):
     """Lion's: the sign of it, together with a gradient, is the step."""
     SCALED = "scaled momentum"
     """A first moment that is divided by something else than the root of a second moment: Adamax's."""
+    HISTORY = "history"
+    """LBFGS's: differences of gradients between steps, into which no error of the weights may come."""
     EXACT = "exact"
     """Known, and no grid is made for it."""
     UNKNOWN = "unknown"
@@ -55,11 +57,11 @@ _EXACT = frozenset(
         *("row_var", "col_var", "variance", "exp_avg_sq_row", "exp_avg_sq_col"),  # Adafactor
         *("z", "ax"),  # weights beside the weights: schedule-free, ASGD
         *("prev", "step_size"),  # Rprop
-        *("d", "old_dirs", "old_stps", "ro", "al", "prev_flat_grad"),  # LBFGS
         *("state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2", "new_max1", "new_max2"),  # bitsandbytes
         *("gnorm_vec", "unorm_vec", "__bnb_optimizer_quant_state__"),
     )
 )
+_HISTORY = frozenset(("d", "old_dirs", "old_stps", "ro", "al", "prev_flat_grad"))
 _MUON_SETTINGS = ("ns_coefficients", "ns_steps", "num_ns_steps")
 """Settings of a group that Muon alone has: torch's, and those of others."""
 
@@ -75,7 +77,7 @@ def moment_kinds(slot: Mapping[Any, Any], settings: Mapping[str, Any]) -> dict[s
         By name, without single numbers.
     """
     names = [name for name, value in slot.items() if isinstance(name, str) and _has_values(value)]
-    if any(name not in _SQUARES and name not in _FIRSTS and name not in _EXACT for name in names):
+    if not _EXACT.union(_HISTORY, _SQUARES, _FIRSTS).issuperset(names):
         return dict.fromkeys(names, MomentKind.UNKNOWN)
     return {name: _kind(name, names, settings) for name in names}
 
@@ -83,6 +85,8 @@ def moment_kinds(slot: Mapping[Any, Any], settings: Mapping[str, Any]) -> dict[s
 def _kind(name: str, names: list[str], settings: Mapping[str, Any]) -> MomentKind:
     if name in _EXACT or (name == "square_avg" and "grad_avg" in names):
         return MomentKind.EXACT
+    if name in _HISTORY:
+        return MomentKind.HISTORY
     if name in _SQUARES:
         return _SQUARES[name]
     if _is_muon(settings) and "exp_avg_sq" not in names:

@@ -72,21 +72,23 @@ def infer_roles(leaves: Sequence[Leaf], optimizers: Optimizers) -> InferredRoles
     roles: dict[str, Role] = {}
     optimizer_info: dict[str, OptimizerInfo] = {}
     kinds: dict[str, MomentKind] = {}
-    for path, state_dict in optimizers:
-        slots = _slots(path, state_dict, leaves_by_path)
-        for key, leaf, kind in (
-            (key, leaf, slot.kinds.get(key)) for slot in slots for key, leaf in slot.leaves.items()
-        ):
+    slot_lists = [_slots(path, state_dict, leaves_by_path) for path, state_dict in optimizers]
+    for slot in (slot for slots in slot_lists for slot in slots):
+        for key, leaf in slot.leaves.items():
+            kind = slot.kinds.get(key)
             if kind is not None and not is_master_key(key):
                 kinds.setdefault(_stored_name(leaf), kind)
             if key in _SLOT_ROLES and leaf.tensor.is_floating_point():
                 roles.setdefault(_stored_name(leaf), _SLOT_ROLES[key])
-        match = _best_match(slots, models)
+    matched: set[int] = set()
+    for slots in _slots_to_match(slot_lists):
+        match = _best_match(slots, models, matched)
         settings: dict[int, dict[str, Any]] = {}
         for slot, leaf in match.pairs:
             if slot.group not in settings:
                 settings[slot.group] = _group_settings(slot.settings)
             optimizer_info.setdefault(leaf.name, _optimizer_info(slot, settings[slot.group]))
+            matched.add(id(leaf))
         for leaf in _module_parameters(match, leaves):
             roles.setdefault(leaf.name, Role.PARAMETER)
     state_dict_paths = _state_dicts(module_leaves)
@@ -94,6 +96,20 @@ def infer_roles(leaves: Sequence[Leaf], optimizers: Optimizers) -> InferredRoles
         role = _optimizer_role(leaf) if id(leaf) in optimizer_ids else _module_role(leaf, state_dict_paths)
         roles.setdefault(_stored_name(leaf), role)
     return InferredRoles(roles, optimizer_info, kinds)
+
+
+def _slots_to_match(slot_lists: Sequence[list[OptimizerSlot]]) -> Iterator[list[OptimizerSlot]]:
+    """The slots of each optimizer; those of Muon last, by themselves.
+
+    It takes matrices inside of a model, and another optimizer the embeddings before them: where shapes are alike, the
+    other one's are the first.
+    """
+    muon_lists = []
+    for slots in slot_lists:
+        is_muon = {id(slot): MomentKind.ORTHOGONALIZED in slot.kinds.values() for slot in slots}
+        muon_lists.append([slot for slot in slots if is_muon[id(slot)]])
+        yield [slot for slot in slots if not is_muon[id(slot)]]
+    yield from filter(None, muon_lists)
 
 
 def _module_parameters(match: SlotMatch, leaves: Sequence[Leaf]) -> Iterator[Leaf]:
@@ -280,26 +296,42 @@ class SlotMatch:
         return (len(self.pairs), self.num_named, -len(self.model.leaves), len(self.model.path))
 
 
-def _best_match(slots: Sequence[OptimizerSlot], models: Sequence[ParameterSet]) -> SlotMatch:
+def _best_match(slots: Sequence[OptimizerSlot], models: Sequence[ParameterSet], matched: Collection[int]) -> SlotMatch:
+    """The best match among leaves that no optimizer before has; if that leaves slots without one, among all."""
+    match = _best_match_except(slots, models, matched)
+    num_shaped = sum(slot.shape is not None for slot in slots)
+    if not matched or len(match.pairs) == num_shaped:
+        return match
+    return max(match, _best_match_except(slots, models, ()), key=lambda match: len(match.pairs))
+
+
+def _best_match_except(
+    slots: Sequence[OptimizerSlot], models: Sequence[ParameterSet], excluded: Collection[int]
+) -> SlotMatch:
     shaped = [slot for slot in slots if slot.shape is not None]
     matches: dict[int, SlotMatch] = {}
     pairs = 0
     for index in sorted(range(len(models)), key=lambda index: -len(models[index].leaves)) if shaped else ():
         if len(models[index].leaves) < max(pairs, 1):
             break  # all remaining nests have too few leaves
-        matches[index] = _align(shaped, models[index])
+        matches[index] = _align(shaped, models[index], excluded)
         pairs = max(pairs, len(matches[index].pairs))
     no_match = SlotMatch(ParameterSet(()))
     best = max((matches[index] for index in sorted(matches)), key=lambda match: match.score, default=no_match)
     return best if best.pairs else no_match
 
 
-def _align(slots: Sequence[OptimizerSlot], model: ParameterSet) -> SlotMatch:
-    """Pair slots and leaves of equal shape: by name if the optimizer has names, else in order within each group."""
+def _align(slots: Sequence[OptimizerSlot], model: ParameterSet, excluded: Collection[int]) -> SlotMatch:
+    """Pair slots and leaves of equal shape: by name if the optimizer has names, else in order within each group.
+
+    Args:
+        excluded: ids of leaves that are paired by name alone.
+    """
     match = SlotMatch(model)
     free: dict[tuple[int, ...], deque[int]] = {}
     for position, leaf in enumerate(model.leaves):
-        free.setdefault(tuple(leaf.tensor.shape), deque()).append(position)
+        if id(leaf) not in excluded:
+            free.setdefault(tuple(leaf.tensor.shape), deque()).append(position)
     group, after = -1, 0
     for slot in slots:
         group, after = slot.group, after if slot.group == group else 0

@@ -290,6 +290,25 @@ def test_moments_of_an_optimizer_that_is_not_known_stay_exact_and_say_so():
     assert "model/a.weight" not in quantized.exact
 
 
+def test_nothing_of_lbfgs_is_lost():
+    """An error of the weights would be in its next difference of gradients, and a step of any length follow."""
+    torch.manual_seed(0)
+    net = nn.Linear(48, 64)
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = net(torch.ones(9, 48)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert (
+        sp.Fisher().plan(flatten({"model": net.state_dict(), "optimizer": optimizer.state_dict()}), None).quantized
+        == {}
+    )
+
+
 def test_a_first_moment_whose_second_one_is_not_coded_beside_it_has_no_noise_where_that_is_least():
     """Biases of keys have next to no gradient: one step for them and their neighbours would be thousands of theirs."""
     v = squares(96).to(torch.bfloat16)

@@ -46,6 +46,7 @@ from shrinkpoint.schemes.select import TensorSelection, select_tensors, unchange
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flat_state import FlatState, unflatten
 from shrinkpoint.tensors.info import JSON, Role
+from shrinkpoint.tensors.moment_kinds import MomentKind
 
 _log = logging.getLogger("shrinkpoint")
 T = TypeVar("T")
@@ -575,11 +576,17 @@ def _check_activations(activations: Any, calibrate: Any) -> tuple[Activations | 
 def _select(
     state: FlatState, reference: Reference | None, evaluator: TrialEvaluator | None, tensors: GlobalTensors
 ) -> tuple[TensorSelection, dict[str, QuantizedTensor]]:
-    """The weights to quantize, and the points of those that have not changed since the parent."""
+    """The weights to quantize, and the points of those that have not changed since the parent.
+
+    None of LBFGS: the error of a restore would be in its next difference of gradients. It has no sharded form in torch.
+    """
+    quantizable = None if evaluator is None else evaluator.quantizable
+    if tensors.is_complete and MomentKind.HISTORY in state.moment_kinds.values():
+        quantizable = frozenset()
     selection = select_tensors(
         state,
         tensors,
-        None if evaluator is None else evaluator.quantizable,
+        quantizable,
         min_numel=MIN_LATTICE_NUMEL,
         min_dims=1,
         optimized_names=state.optimizer_info.keys(),
