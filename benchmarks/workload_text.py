@@ -41,14 +41,14 @@ def gpt(data: Path, *, shape: GPTConfig = SHAPE, peak: float = PEAK, quick: bool
         shape, steps, interval, size = GPTConfig(layers=2, width=64, heads=2, context=32, dropout=0.0), 48, 6, 8
     cut = int(len(whole) * (1 - HELD_OUT))
     train, held = whole[:cut], whole[cut:]
-    seen = _windows(held[: len(held) // 2], shape.context, 16 if quick else 128)
-    unseen = _windows(held[len(held) // 2 :], shape.context, 32 if quick else 768)
+    seen = windows(held[: len(held) // 2], shape.context, 16 if quick else 128)
+    unseen = windows(held[len(held) // 2 :], shape.context, 32 if quick else 768)
 
     def build(seed: int) -> Course:
         model = GPT(shape)
         optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=peak, betas=(0.9, 0.95))
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine(20, steps, 0.1))
-        return Course(model, optimizer, scheduler, Stream(lambda g, _: _drawn(train, size, shape.context, g), seed))
+        return Course(model, optimizer, scheduler, Stream(lambda g, _: drawn(train, size, shape.context, g), seed))
 
     parameters = sum(p.numel() for p in GPT(shape).parameters())
     facts = {"text": name, "parameters": parameters, "batch": size, "context": shape.context}
@@ -75,12 +75,12 @@ def loss_of(model: nn.Module, windows: Batch, size: int = 64) -> float:
     return sum(part * weight for part, weight in zip(parts, weights, strict=True)) / sum(weights)
 
 
-def _drawn(text: Tensor, size: int, context: int, generator: torch.Generator) -> Batch:
+def drawn(text: Tensor, size: int, context: int, generator: torch.Generator) -> Batch:
     starts = torch.randint(len(text) - context - 1, (size,), generator=generator)
     return _at(text, starts, context)
 
 
-def _windows(text: Tensor, context: int, count: int) -> Batch:
+def windows(text: Tensor, context: int, count: int) -> Batch:
     """`count` windows, evenly spaced."""
     return _at(text, torch.linspace(0, len(text) - context - 2, count).long(), context)
 
