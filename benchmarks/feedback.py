@@ -55,7 +55,7 @@ def gpt(data: Path, seed: int, steps: int, errors: Sequence[float] = ERRORS) -> 
         workload.advance(course)
     fresh, (_, text) = workload.build(seed).model, workload_text.text(data)
     part, generator = text[: int(len(text) * (1 - workload_text.HELD_OUT))], torch.Generator().manual_seed(5)
-    batches = [workload_text._drawn(part, 16, 64, generator) for _ in range(12)]
+    batches = [workload_text.drawn(part, 16, 64, generator) for _ in range(12)]
 
     def calibrate(state: Any) -> Iterator[Tensor]:
         fresh.load_state_dict(state["model"])

@@ -90,7 +90,7 @@ class Training:
         text = workload_text.text(data)[1]
         self._held_out = text[int(0.9 * len(text)) :]
         training = text[: int(0.9 * len(text))]
-        self.stream = Stream(lambda g, _: workload_text._drawn(training, size.batch, size.shape.context, g), seed)
+        self.stream = Stream(lambda g, _: workload_text.drawn(training, size.batch, size.shape.context, g), seed)
         self._set_mode("train")
 
     @property
@@ -125,7 +125,7 @@ class Training:
     def loss(self) -> float:
         """The mean loss on the held-out text."""
         self._set_mode("eval")
-        windows = workload_text._windows(self._held_out, self.size.shape.context, self.size.windows)
+        windows = workload_text.windows(self._held_out, self.size.shape.context, self.size.windows)
         value = workload_text.loss_of(self.model, windows, 128)
         self._set_mode("train")
         return value
