@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import sys
 from functools import lru_cache
 from pathlib import Path
 
@@ -20,7 +21,11 @@ PEAK = 2e-3
 def text(data: Path) -> tuple[str, Tensor]:
     """tiny-shakespeare, or Python's standard library where the data are not here; as bytes, with its name."""
     path = data / "tinyshakespeare" / "input.txt.gz"
-    name, content = ("tinyshakespeare", gzip.decompress(path.read_bytes())) if path.exists() else ("stdlib", _modules())
+    if path.exists():
+        name, content = "tinyshakespeare", gzip.decompress(path.read_bytes())
+    else:  # said, since figures on one text mean nothing beside those on the other
+        name, content = "stdlib", _modules()
+        print(f"{path} is not there: the text is Python's standard library", file=sys.stderr)
     return name, torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
