@@ -85,6 +85,9 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
             "higher_is_better": NO_FLAG,
             "terms": NO_NUMBER[2:],
             "gradients": NO_RECORDER,
+            "evaluate_every": [0, -1, 1.5, "2"],
+            "activations": [3, "seen", MODEL],
+            "calibrate": NO_FUNCTION,
             "moments": NO_CHOICE,
             "seed": NO_SEED,
         },
@@ -128,6 +131,19 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
         },
     ),
     "Lossless": (sp.Lossless, {"chunk": [None, *NO_COUNT]}),
+    "RecentBatches": (
+        lambda **wrong: sp.RecentBatches(**{"loss": len, **wrong}),
+        {"loss": [None, *NO_FUNCTION], "batches": NO_COUNT, "max_bytes": NO_COUNT, "accumulate": NO_COUNT},
+    ),
+    "Activations": (
+        lambda **wrong: sp.Activations(**{"model": MODEL, **wrong}),
+        {
+            "model": [None, MODEL.state_dict(), torch.nn.Linear],
+            "every": NO_COUNT,
+            "decay": [0, 1.5, *NO_NUMBER],
+            "max_inputs": NO_COUNT,
+        },
+    ),
     "GradientRecorder": (
         lambda **wrong: sp.train.GradientRecorder(**{"model": MODEL, **wrong}),
         {

@@ -43,15 +43,16 @@ def held_bytes(store: Store) -> int:
     return as_decoded(reference.tensors).nbytes + sum(samples)
 
 
-def test_a_reference_takes_a_quarter_of_the_state_and_a_sample() -> None:
+def test_a_reference_takes_a_third_of_the_state_and_a_sample() -> None:
+    """A byte for each value, and of weights another one, for the points with which their lattices began."""
     training, store, scheme = Training(), Store(MemoryStorage()), Fisher(relative_error=0.3)
     for step in range(3):
         state = training.step()
         store.save(step, state, scheme=scheme)
         raw = flatten(state).nbytes
-        assert held_bytes(store) <= 0.26 * raw + 2 * 4 * MAX_SAMPLED_VALUES
+        assert held_bytes(store) <= 0.345 * raw + 2 * 4 * MAX_SAMPLED_VALUES
     store.load()
-    assert held_bytes(store) <= 0.26 * raw
+    assert held_bytes(store) <= 0.345 * raw
 
 
 def test_a_checkpoint_does_not_change_with_the_state_that_was_saved() -> None:

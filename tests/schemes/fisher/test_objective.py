@@ -15,8 +15,16 @@ from helpers.small_training import Silent
 
 import shrinkpoint as sp
 from shrinkpoint.errors import LossWarning, PolicyError
-from shrinkpoint.schemes.fisher.objective import MAX_LOG_STEP, MAX_TRIALS, TARGET_SHARE, RunMemory
-from shrinkpoint.schemes.fisher.steps import QuantizedWeights, from_log_step
+from shrinkpoint.schemes.evaluate import Degradation
+from shrinkpoint.schemes.fisher.objective import (
+    MAX_LOG_STEP,
+    MAX_TRIALS,
+    TARGET_SHARE,
+    LossBudget,
+    RunMemory,
+    StateBits,
+)
+from shrinkpoint.schemes.fisher.steps import MAX_HYSTERESIS, QuantizedWeights, from_log_step
 from shrinkpoint.storage import MemoryStorage
 
 # a budget that is measured
@@ -50,6 +58,54 @@ def test_once_steps_stay_a_save_costs_two_evaluations(scale):
         calls.append(chain.calls)
         bowl.move()
     assert calls[-4:] == [2] * 4 and len({*steps[-4:]}) == 1
+
+
+class FakeCandidates:
+    """Candidates with a curvature term of a quarter at a step size of 8, with as much hysteresis as is allowed."""
+
+    no_curvature = False
+
+    def curvature_term(self, log_step: int) -> float:
+        return 0.25 * 2 ** ((log_step - 8) / 4)
+
+    def quantize(self, log_step: int, *, max_hysteresis: float = math.inf, **_: Any) -> QuantizedWeights:
+        hysteresis = min(max_hysteresis, MAX_HYSTERESIS)
+        return QuantizedWeights(log_step, {}, 0.0, self.curvature_term(log_step), hysteresis)
+
+
+NO_BITS = StateBits(math.inf, 0.0, is_first=False)
+
+
+def test_where_hysteresis_is_too_much_the_same_steps_are_rounded_to_the_nearest():
+    candidates, tried = FakeCandidates(), []
+
+    def measure(weights: QuantizedWeights) -> Degradation:
+        tried.append((weights.log_step, weights.hysteresis))
+        return Degradation(2.0 if weights.hysteresis > 0.5 else 0.6)
+
+    memory = RunMemory(log_step=8, num_terms=1.0)
+    choice = LossBudget(1.0).choose(candidates, memory, measure, NO_BITS)
+    assert tried == [(8, MAX_HYSTERESIS), (8, 0.5)] and choice.rise == 0.6
+    assert memory.max_hysteresis == 0.5 + (MAX_HYSTERESIS - 0.5) / 2  # the next save begins with half of it
+    LossBudget(1.0).choose(candidates, memory, lambda weights: Degradation(0.1), NO_BITS)
+    assert memory.max_hysteresis == MAX_HYSTERESIS  # and where all is well it grows again
+
+
+def test_a_rise_that_no_hysteresis_explains_makes_steps_smaller():
+    tried = []
+
+    def measure(weights: QuantizedWeights) -> Degradation:
+        tried.append((weights.log_step, weights.hysteresis))
+        return Degradation(2.0 if weights.log_step == 8 else 0.1)
+
+    LossBudget(1.0).choose(FakeCandidates(), RunMemory(log_step=8, num_terms=1.0), measure, NO_BITS)
+    (first, second, third) = tried
+    assert first == (8, MAX_HYSTERESIS) and second == (8, 0.5) and third[0] < 8
+
+
+def test_where_nothing_is_measured_there_is_no_hysteresis():
+    choice = LossBudget(1.0).choose(FakeCandidates(), RunMemory(log_step=8, num_terms=1.0), None, NO_BITS)
+    assert choice.weights is not None and choice.weights.hysteresis == 0.5
 
 
 def test_what_is_measured_teaches_the_prediction():

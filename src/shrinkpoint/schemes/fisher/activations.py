@@ -279,3 +279,17 @@ def _preserved_gradients() -> Iterator[Callable[..., None]]:
     finally:
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
+
+
+def check_activations(activations: Any, calibrate: Any) -> tuple[Activations | None, Calibrate | None]:
+    """A recorder of activations and a function that runs the model, of which at most one is given.
+
+    Raises:
+        PolicyError: both are, or one is something else.
+    """
+    if activations is not None and calibrate is not None:
+        do = "pass the recorder, or the function"
+        raise PolicyError("Fisher", found="activations and calibrate", expected="one of them", do=do)
+    if activations is not None and not isinstance(activations, Activations):
+        raise validate.argument_error("activations", activations, "a shrinkpoint.Activations(model)", "make one")
+    return activations, validate.check_optional_callable("calibrate", calibrate)

@@ -12,7 +12,13 @@ from shrinkpoint import validate
 from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.schemes.base import finite_or_text
 from shrinkpoint.schemes.evaluate import Degradation
-from shrinkpoint.schemes.fisher.steps import QuantizedWeights, StepCandidates, from_log_step, to_log_step
+from shrinkpoint.schemes.fisher.steps import (
+    MAX_HYSTERESIS,
+    QuantizedWeights,
+    StepCandidates,
+    from_log_step,
+    to_log_step,
+)
 from shrinkpoint.tensors.info import JSON
 
 MAX_LOG_STEP, MIN_LOG_STEP = to_log_step(4.0), to_log_step(1 / 64)
@@ -26,6 +32,8 @@ GROW_BELOW = 0.1
 """The share of the budget below which a measured rise lets the next checkpoint take larger steps."""
 MAX_TRIALS = 5
 """The largest number of evaluations of candidates in one save; it is one if the steps do not change."""
+MIN_HYSTERESIS_EXCESS = 1 / 64
+"""By how much hysteresis exceeds rounding to the nearest, in steps, where it begins to grow again."""
 _MIN_STEP, _MAX_STEP = 2.0**-24, 2.0**6
 """Step sizes in standard deviations beyond which a relative error means nothing."""
 MAX_RELATIVE_ERROR = 2.0
@@ -71,10 +79,12 @@ class RunMemory:
     Attributes:
         log_step: the step size of the parent checkpoint, in eighths of an octave; None if there is none.
         num_terms: N of the predicted rise; None if unknown.
+        max_hysteresis: up to which a save begins, in steps: less after one whose rise was too large.
     """
 
     log_step: int | None = None
     num_terms: float | None = None
+    max_hysteresis: float = MAX_HYSTERESIS
 
     def update(self, weights: QuantizedWeights, rise: float, min_rise: float) -> None:
         """Update N from a measured rise, by at most a factor of sqrt(2), since a single rise is noisy.
@@ -94,6 +104,18 @@ class RunMemory:
             return
         measured = min(max(rise / weights.curvature_term, self.num_terms / 2), self.num_terms * 2)
         self.num_terms = math.sqrt(self.num_terms * measured)
+
+    def adapt_hysteresis(self, weights: QuantizedWeights, share: float) -> None:
+        """Let the next save begin with less hysteresis if this one was too much of it, and with more if all is well.
+
+        Args:
+            share: the rise of the loss that was measured with `weights`, as a share of what is allowed.
+        """
+        excess = weights.hysteresis - 0.5
+        if not share <= 1:  # nan is too much
+            self.max_hysteresis = 0.5 + excess / 2
+        elif share < TARGET_SHARE:
+            self.max_hysteresis = min(MAX_HYSTERESIS, 0.5 + max(2 * (self.max_hysteresis - 0.5), MIN_HYSTERESIS_EXCESS))
 
 
 @dataclass(frozen=True)
@@ -243,22 +265,27 @@ class LossBudget(Objective):
     ) -> StepChoice:
         """Choose the largest steps whose measured rise is within the budget, within `MAX_TRIALS` trials.
 
-        Without `measure` the prediction decides; without a prediction, the step size is `DEFAULT_LOG_STEP`.
+        Where hysteresis raises the loss by too much, weights are rounded to the nearest with the same steps before
+        smaller ones are tried, which cost many more bits. Without `measure` the prediction decides; without a
+        prediction, the step size is `DEFAULT_LOG_STEP`.
         """
         if measure is None and candidates.no_curvature:  # a prediction in no unit decides nothing
             log_step = DEFAULT_LOG_STEP if memory.log_step is None else memory.log_step
             return _accept(candidates.quantize(log_step), RunMemory(), None)
         can_grow = memory.log_step is None
         log_step = self._initial_step(candidates, memory, is_measured=measure is not None)
-        if measure is None:
-            return _accept(candidates.quantize(log_step), memory, None)
+        if measure is None:  # what hysteresis costs is not in the prediction
+            return _accept(candidates.quantize(log_step, max_hysteresis=0.5), memory, None)
         trials: list[JSON] = []
         best: StepChoice | None = None
+        limit = memory.max_hysteresis
         for _ in range(MAX_TRIALS):
-            weights = candidates.quantize(log_step)
+            weights = candidates.quantize(log_step, max_hysteresis=limit)
             change = measure(weights)
             trials.append(_candidate_json(weights, memory, change.rise))
             memory.update(weights, change.rise, GROW_BELOW * self.budget)
+            if weights.hysteresis > 0.5 or change.rise <= self._max_rise:
+                memory.adapt_hysteresis(weights, change.rise / self._max_rise)
             if change.rise <= self._max_rise:
                 best = StepChoice(weights, trials, change.rise, change.interval)
                 log_step = self._predicted_step(candidates, memory) if can_grow else weights.log_step
@@ -266,6 +293,8 @@ class LossBudget(Objective):
                     return best
             elif best is not None:  # a rise of nan is not accepted either
                 return best
+            elif weights.hysteresis > 0.5:  # rounding to the nearest costs fewer bits than other steps
+                limit, can_grow = 0.5, False
             else:
                 log_step, can_grow = self._reduce_step(weights, change.rise), False
         return best or StepChoice(None, trials)

@@ -26,6 +26,7 @@ from shrinkpoint.schemes.select import equal_elements
 from shrinkpoint.tensors.dtypes import copy_to_host
 
 _HYSTERESIS_LEVELS = 64
+_MIN_TOP = 0.51  # of the thresholds that are compared, in steps
 _MAX_GAIN = 2.0
 """The largest gain of a weight: of one that has hardly moved, little is known."""
 _GAINS_PER_UNIT = 64
@@ -170,7 +171,7 @@ def fit_hysteresis(
     (movement, recent, before, gained), (written, recent_written) = table[:, :4].T, np.split(table[:, 4:], 2, axis=1)
     gains = _gains(movement[:, None], written)
     retained = (gains * (recent_written + before[:, None]) - gained[:, None]).sum(axis=0)
-    low, high = 0, _HYSTERESIS_LEVELS
+    low, high = 0, _HYSTERESIS_LEVELS if max_hysteresis > 0.5 else 1
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if retained[middle] >= min_retained * recent.sum() else (low, middle)
@@ -188,14 +189,14 @@ def _movement_sums(
         with that of the points before then, and with the same times the gain that they had; by level, of the first
         with that of the points, and of the second with that of the points since the parent.
     """
-    start, points = previous.start, previous.rows()
+    start, points, top = previous.start, previous.rows(), max(max_hysteresis, _MIN_TOP)
     matrix = as_matrix(weights.local[name])
     rows, indices = matrix[start.rows], range(matrix.shape[0])[start.rows]
     values = (rows if rows.is_cpu and rows.is_contiguous() else copy_to_host(rows)).to(torch.float32)
     points_before = (points - previous.origin_rows).reshape(-1)
     squared, before, written = [], [], []
     for begin in (start.values.to(torch.float32), previous.originals):
-        square, parts = hysteresis_sums(values, lattice, points, begin, indices, max_hysteresis, _HYSTERESIS_LEVELS)
+        square, parts = hysteresis_sums(values, lattice, points, begin, indices, top, _HYSTERESIS_LEVELS)
         squared.append(square)
         before.append(float(torch.dot(points_before.double(), (values - begin).reshape(-1).double())))
         written.append(parts[::-1].cumsum()[::-1])

@@ -22,7 +22,13 @@ from shrinkpoint.schemes.base import QuantizedState, SpecMixin, check_recorder, 
 from shrinkpoint.schemes.calibration import Calibration, EvaluateProblem, UnmeasuredLossNotice, make_perturbations
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
 from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, TrialEvaluator, scale_of
-from shrinkpoint.schemes.fisher.activations import Activations, Calibrate, LayerStatistics, record_calibration
+from shrinkpoint.schemes.fisher.activations import (
+    Activations,
+    Calibrate,
+    LayerStatistics,
+    check_activations,
+    record_calibration,
+)
 from shrinkpoint.schemes.fisher.curvature import Curvature, SquaredGradientSource, estimate_curvatures
 from shrinkpoint.schemes.fisher.feedback import fits_weight, input_moments, layer_curvatures, layers_by_state_name
 from shrinkpoint.schemes.fisher.global_weights import GlobalWeights, total_entropy_bits
@@ -39,14 +45,14 @@ from shrinkpoint.schemes.fisher.objective import (
 )
 from shrinkpoint.schemes.fisher.optimizer_moments import MomentStatistics
 from shrinkpoint.schemes.fisher.probe import MeasureLossIncrease, curvatures_from_probe, probe
-from shrinkpoint.schemes.fisher.steps import StepCandidates, from_log_step, reference_curvature
+from shrinkpoint.schemes.fisher.selection import select_weights
+from shrinkpoint.schemes.fisher.steps import MAX_HYSTERESIS, StepCandidates, from_log_step, reference_curvature
 from shrinkpoint.schemes.optimizer_state import Mode
 from shrinkpoint.schemes.plan import QuantizationPlan
-from shrinkpoint.schemes.select import TensorSelection, select_tensors, unchanged_tensors
+from shrinkpoint.schemes.select import TensorSelection, unchanged_tensors
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flat_state import FlatState, unflatten
 from shrinkpoint.tensors.info import JSON, Role
-from shrinkpoint.tensors.moment_kinds import MomentKind
 
 _log = logging.getLogger("shrinkpoint")
 T = TypeVar("T")
@@ -115,7 +121,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         activations: Activations | None = None,
         calibrate: Calibrate | None = None,
     ) -> None:
-        self._activations, self._calibrate = _check_activations(activations, calibrate)
+        self._activations, self._calibrate = check_activations(activations, calibrate)
         self._layers: Mapping[str, LayerStatistics] = {}
         self._evaluate: Evaluate | None = validate.check_optional_callable("evaluate", evaluate)
         self._objective = make_objective(budget, nats, ratio, relative_error, is_measured=evaluate is not None)
@@ -239,7 +245,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         start = time.perf_counter()
         tensors = GlobalTensors.from_state(state) if tensors is None else tensors
         self._synchronize(tensors)
-        selection, points = _select(state, reference, evaluator, tensors)
+        selection, points = select_weights(state, reference, evaluator, tensors)
         base = reference if reference is not None and reference.is_base else None
         statistics = MomentStatistics(state)
         choice = StepChoice(None)
@@ -334,6 +340,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         self._lossy_restores = tensors.max_over_ranks(self._lossy_restores) or 0
         self._num_saves = tensors.max_over_ranks(self._num_saves) or 0
         memory.log_step = tensors.value_if_equal(memory.log_step)
+        memory.max_hysteresis = tensors.value_if_equal(memory.max_hysteresis) or MAX_HYSTERESIS
         terms = getattr(self._evaluate, "terms", None) if self._counted_terms is None else self._counted_terms
         counted = tensors.max_over_ranks(round(terms) if isinstance(terms, int | float) and 1 <= terms < 1e18 else None)
         given = self._terms if counted is None or self._terms is not None else float(counted)
@@ -561,39 +568,6 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             if name in recorded:
                 recorded.setdefault(master, recorded[name])
         return recorded
-
-
-def _check_activations(activations: Any, calibrate: Any) -> tuple[Activations | None, Calibrate | None]:
-    """At most one of a recorder of activations and a function that runs the model."""
-    if activations is not None and calibrate is not None:
-        do = "pass the recorder, or the function"
-        raise PolicyError("Fisher", found="activations and calibrate", expected="one of them", do=do)
-    if activations is not None and not isinstance(activations, Activations):
-        raise validate.argument_error("activations", activations, "a shrinkpoint.Activations(model)", "make one")
-    return activations, validate.check_optional_callable("calibrate", calibrate)
-
-
-def _select(
-    state: FlatState, reference: Reference | None, evaluator: TrialEvaluator | None, tensors: GlobalTensors
-) -> tuple[TensorSelection, dict[str, QuantizedTensor]]:
-    """The weights to quantize, and the points of those that have not changed since the parent.
-
-    None of LBFGS: the error of a restore would be in its next difference of gradients. It has no sharded form in torch.
-    """
-    quantizable = None if evaluator is None else evaluator.quantizable
-    if tensors.is_complete and MomentKind.HISTORY in state.moment_kinds.values():
-        quantizable = frozenset()
-    selection = select_tensors(
-        state,
-        tensors,
-        quantizable,
-        min_numel=MIN_LATTICE_NUMEL,
-        min_dims=1,
-        optimized_names=state.optimizer_info.keys(),
-    )
-    selection.warn_nonfinite()
-    unchanged = unchanged_tensors([*selection.tensors], state, reference, tensors)
-    return selection.exclude(unchanged, tensors), unchanged
 
 
 def _narrow(quantized_tensor: QuantizedTensor) -> QuantizedTensor:

@@ -287,18 +287,22 @@ class StepCandidates:
             total += self.curvatures[name].weighted_sum(*squared) / 24
         return self._global.tensors.sum_over_ranks(total)[0]
 
-    def quantize(self, log_step: int, *, with_curvature: bool = True) -> QuantizedWeights:
+    def quantize(
+        self, log_step: int, *, with_curvature: bool = True, max_hysteresis: float = math.inf
+    ) -> QuantizedWeights:
         """Quantize with steps of this size; weights that codes do not reach as far as are left out.
 
         Args:
             with_curvature: compute the curvature term; on all ranks or on none.
+            max_hysteresis: in steps, at least 1/2, which is rounding to the nearest; never more than `MAX_HYSTERESIS`.
         """
         tensors = self._global.tensors
         lattices = {name: self._lattice_at(name, log_step) for name in self.unit_lattices}
         previous_points = {name: self._previous_points(name, lattice) for name, lattice in lattices.items()}
         comparable = {name: previous for name, previous in previous_points.items() if previous is not None}
         lattices |= {name: previous.points.lattice for name, previous in comparable.items()}  # equal, with their forms
-        hysteresis = fit_hysteresis(self._global, lattices, comparable, MIN_RETAINED, MAX_HYSTERESIS)
+        largest = min(max_hysteresis, MAX_HYSTERESIS)
+        hysteresis = fit_hysteresis(self._global, lattices, comparable, MIN_RETAINED, largest)
         results = map_tensors(
             lambda name, threads: self._quantize_weight(
                 name, lattices[name], previous_points[name], hysteresis, threads, with_curvature=with_curvature
