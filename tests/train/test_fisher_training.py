@@ -149,6 +149,7 @@ def test_a_run_whose_budget_is_measured_gets_where_it_would_have_got():
 # a run does not notice
 
 
+@pytest.mark.filterwarnings("ignore::shrinkpoint.errors.LossWarning")  # a thread's is not within `Silent`
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("make", [Run, LettersRun])
 def test_a_run_does_not_notice_that_it_was_saved(make, background):
