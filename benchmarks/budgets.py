@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import fisher
-import torch
 import workload_held_out
 import workloads
 from lossless_report import table
@@ -169,7 +168,8 @@ def main() -> None:
     found: dict[str, Any] = document["chains"]
     for name in options.only:
         workload = workloads.named(name, options.data, quick=options.quick)
-        series = recorded(workload, options)
+        half, saves = workload.steps // 2, options.saves
+        series = fisher.recorded(workload, options.seed, half, half // saves, saves, options.recordings)
         model, test = workload.build(options.seed).model, []
         for _, weights, _ in series:
             model.load_state_dict(weights)
@@ -181,21 +181,6 @@ def main() -> None:
             options.out.write_text(json.dumps(document))
     print(table(HEAD, [row(*key.rsplit(", ", 1), one["saves"]) for key, one in found.items()]))
     print("written:", options.out)
-
-
-def recorded(workload: Workload, options: argparse.Namespace) -> list[tuple[int, Any, Any]]:
-    """The checkpoints of the second half of a training."""
-    path = None
-    if options.recordings is not None:
-        path = options.recordings / f"{workload.name.replace(' ', '_')}-{options.seed}.pt"
-        if path.exists():
-            return torch.load(path, weights_only=True)  # type: ignore[no-any-return]
-    half = workload.steps // 2
-    series = fisher.recorded(workload, options.seed, half, half // options.saves, options.saves)
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(series, path)
-    return series
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-import budgets
+import fisher
 import torch
 import workloads
 from lossless_report import table
@@ -132,8 +132,8 @@ def main() -> None:
     workloads.seed_everything(options.seed, 1)
     for name in options.only:
         workload = workloads.named(name, options.data, quick=options.quick)
-        course = workload.build(options.seed)
-        series = budgets.recorded(workload, options)
+        course, half = workload.build(options.seed), workload.steps // 2
+        series = fisher.recorded(workload, options.seed, half, half // options.saves, options.saves, options.recordings)
         for step, model, optimizer in (series[place] for place in options.at):
             course.model.load_state_dict(model)
             course.optimizer.load_state_dict(copy.deepcopy(optimizer))

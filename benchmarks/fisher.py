@@ -156,11 +156,14 @@ def sizes(errors: Sequence[float]) -> tuple[Variant, ...]:
 
 
 def recorded(
-    workload: Workload, seed: int, start: int, every: int, count: int, path: Path | None = None
+    workload: Workload, seed: int, start: int, every: int, count: int, folder: Path | None
 ) -> list[tuple[int, Any, Any]]:
-    """(step, model, optimizer) of `count` checkpoints of one training; from a file, if they have been written there."""
+    """(step, model, optimizer) of `count` checkpoints of one training; kept in `folder`, and read if it is there."""
+    name = f"{workload.name.replace(' ', '_')}-{workload.steps}-{seed}-{start}-{every}-{count}.pt"
+    path = None if folder is None else folder / name
     if path is not None and path.exists():
         return torch.load(path, weights_only=True)  # type: ignore[no-any-return]
+    workloads.seed_everything(seed, torch.get_num_threads())  # the same, whatever ran before
     course, out = workload.build(seed), []
     for step in range(1, start + every * (count - 1) + 1):
         workload.advance(course)
@@ -352,9 +355,7 @@ def study(workload: Workload, options: argparse.Namespace) -> dict[str, Any]:
     if chains.keys() & {*options.only}:
         interval = 4 if options.quick else options.interval
         count = min(8, (workload.steps - half) // interval + 1)
-        name = f"{options.workload.replace(' ', '_')}-{options.seed}-{half}-{interval}-{count}.pt"
-        path = None if options.recordings is None or options.quick else options.recordings / name
-        series = recorded(workload, options.seed, half, interval, count, path)
+        series = recorded(workload, options.seed, half, interval, count, options.recordings)
         for part in [name for name in chains if name in options.only]:
             found[part] = {one.name: chain(one, workload, options.seed, series) for one in chains[part]}
             print(table(HEAD, [summary(name, saves) for name, saves in found[part].items()]), "\n", flush=True)

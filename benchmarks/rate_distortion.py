@@ -52,13 +52,7 @@ def recording(name: str, seed: int, options: argparse.Namespace) -> Chain:
     """The checkpoints of one training: from a file of an earlier time, or trained now and kept there."""
     workload = workloads.named(name, options.data, quick=options.quick)
     start, every, count = (8, 4, 3) if options.quick else (options.start, options.interval, options.checkpoints)
-    key = f"{name.replace(' ', '_')}-{seed}-{start}-{every}-{count}.pt"
-    path = options.recordings / ("quick-" * options.quick + key)
-    if not path.exists():
-        workloads.seed_everything(seed, 1)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(fisher.recorded(workload, seed, start, every, count), path)
-    found = torch.load(path, weights_only=True)
+    found = fisher.recorded(workload, seed, start, every, count, options.recordings)
     model = workload.build(seed).model
 
     def evaluate(state: Any) -> float:
