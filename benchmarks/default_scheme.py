@@ -12,12 +12,7 @@ are those for which a save holds up the loop.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import subprocess
-import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +20,7 @@ from statistics import mean, median
 from typing import Any
 
 import torch
-from frameworks import HELD_OUT, HeldOut, Windows, gpt_loss
+from frameworks import HELD_OUT, HeldOut, Windows, apart, arguments, gpt_loss
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
@@ -185,17 +180,6 @@ RUNS: dict[str, Callable[[Counted, Path, int, int, bool], None]] = {
 }
 
 
-def apart(part: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One framework in a process of its own."""
-    with tempfile.TemporaryDirectory(dir=args.out.parent) as folder:
-        command = [sys.executable, __file__, "--part", part, "--folder", folder]
-        command += ["--saves", str(args.saves), "--steps", str(args.steps)]
-        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment, text=True).stdout
-    lines: list[dict[str, Any]] = json.loads(output.strip().splitlines()[-1])
-    return lines
-
-
 def row(part: str, lines: list[dict[str, Any]]) -> str:
     """Ratios of the first save and of the later ones, rises in per cent, and seconds."""
     later = lines[1:]
@@ -209,14 +193,7 @@ def row(part: str, lines: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--saves", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=25, help="of training before each save")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--out", type=Path, default=Path("results/default_scheme.json"))
-    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = arguments(__doc__, PARTS, 25, Path("results/default_scheme.json"))
     if args.part:
         warnings.simplefilter("ignore")  # of the frameworks: this is no training that anybody keeps
         counted = Counted(HeldOut(gpt_loss))
@@ -224,13 +201,12 @@ def main() -> None:
         RUNS[name](counted, args.folder, args.saves, args.steps, bool(variant))
         print(json.dumps(counted.lines))
         return
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     found = {}
     head = f"{'first':>8} {'later':>8} {'measured':>9} {'unseen':>9} {'worst':>9} {'tried':>5} {'seconds':>8}"
     print(f"{args.saves} saves, {args.steps} steps apart, {len(HELD_OUT)} unseen windows\n\n{'':26} {head}")
     versions = {"torch": torch.__version__, "shrinkpoint": sp.__version__}
     for part in args.only:
-        found[part] = apart(part, args)
+        found[part] = apart(__file__, part, args)
         print(row(part, found[part]), flush=True)
         results = {"saves": args.saves, "steps": args.steps, "versions": versions, **found}
         args.out.write_text(json.dumps(results, indent=1))

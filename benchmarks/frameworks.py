@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -395,14 +395,13 @@ def of_dcp(root: Path, saves: int, steps: int) -> dict[str, Any]:
     return rounds.figures
 
 
-def apart(part: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One framework in processes of its own."""
-    ranks = 2 if part == "dcp" else 1
+def apart(script: str, part: str, args: argparse.Namespace, ranks: int = 1) -> Any:
+    """What a part of a script prints as JSON, run in processes of its own."""
     command = [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     with tempfile.TemporaryDirectory(dir=args.out.parent) as folder:
-        command += [__file__, "--part", part, "--folder", folder]
+        command += [script, "--part", part, "--folder", folder]
         command += ["--saves", str(args.saves), "--steps", str(args.steps)]
         environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(2 // ranks)}
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment, text=True).stdout
@@ -424,15 +423,26 @@ def rows(part: str, figures: dict[str, Any]) -> Iterator[str]:
         yield line
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(description: str | None, parts: Sequence[str], steps: int, out: Path) -> argparse.Namespace:
+    """The command line of a script with a part for each framework; `part` and `folder` are those of `apart`.
+
+    Args:
+        steps, out: defaults.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--saves", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=20, help="of training before each save")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--out", type=Path, default=Path("results/frameworks.json"))
-    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=steps, help="of training before each save")
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--out", type=Path, default=out)
+    parser.add_argument("--part", choices=parts, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    return args
+
+
+def main() -> None:
+    args = arguments(__doc__, PARTS, 20, Path("results/frameworks.json"))
     if args.part:
         warnings.simplefilter("ignore")  # of the frameworks: this is no training that anybody keeps
         run = {"transformers": of_transformers, "accelerate": of_accelerate, "lightning": of_lightning, "dcp": of_dcp}
@@ -440,8 +450,7 @@ def main() -> None:
         if args.part != "dcp":
             print(json.dumps(figures))
         return
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    found = {part: apart(part, args) for part in args.only}
+    found = {part: apart(__file__, part, args, ranks=2 if part == "dcp" else 1) for part in args.only}
     versions = {"torch": torch.__version__, "shrinkpoint": sp.__version__}
     args.out.write_text(json.dumps({"saves": args.saves, "steps": args.steps, "versions": versions, **found}, indent=1))
     print(f"{args.saves} saves, {args.steps} steps apart, torch {torch.__version__}\n")

@@ -16,21 +16,22 @@ from rate_distortion import HERE, KEPT
 from rate_distortion_curves import Point, monotone
 
 STYLES = {
-    "fisher": ("fisher", "#d62728", "solid"),
-    "NNCodec": ("NNCodec", "#1f5f99", "solid"),
-    "NNCodec, no differences": ("NNCodec, no differences", "#1f5f99", "dot"),
-    "EntroPack of residuals": ("EntroPack of residuals", "#4f9da6", "solid"),
-    "EntroPack": ("EntroPack", "#4f9da6", "dot"),
-    "Inshrinkerator": ("Inshrinkerator", "#3a7d44", "solid"),
-    "QD+": ("QD+", "#8c564b", "solid"),
-    "LC-Checkpoint": ("LC-Checkpoint", "#7b4b94", "solid"),
-    "ExCP": ("ExCP", "#b08900", "solid"),
-    "ExCP, as released": ("ExCP, as released", "#b08900", "dot"),
-    "deltatensors": ("deltatensors", "#e377c2", "solid"),
-    "moonclip": ("moonclip", "#777777", "dot"),
-    "lossless": ("shrinkpoint, lossless", "#000000", "solid"),
+    "fisher": ("#d62728", "solid"),
+    "NNCodec": ("#1f5f99", "solid"),
+    "NNCodec, no differences": ("#1f5f99", "dot"),
+    "EntroPack of residuals": ("#4f9da6", "solid"),
+    "EntroPack": ("#4f9da6", "dot"),
+    "Inshrinkerator": ("#3a7d44", "solid"),
+    "QD+": ("#8c564b", "solid"),
+    "LC-Checkpoint": ("#7b4b94", "solid"),
+    "ExCP": ("#b08900", "solid"),
+    "ExCP, as released": ("#b08900", "dot"),
+    "deltatensors": ("#e377c2", "solid"),
+    "moonclip": ("#777777", "dot"),
+    "lossless": ("#000000", "solid"),
 }
-"""Name, colour and line of each curve."""
+"""Colour and line of each curve."""
+NAMES = {"lossless": "shrinkpoint, lossless"}
 LINEAR = 0.05
 """Per cent below which the axis of rises is linear."""
 TICKS = (-5, -1, -0.3, -0.1, 0, 0.1, 0.3, 1, 3, 10, 30)
@@ -44,7 +45,7 @@ def symlog(rise: float) -> float:
 def figure(rows: list[dict[str, Any]]) -> Any:
     """All curves of one workload; hollow: retention below `KEPT`."""
     drawn = go.Figure()
-    for rival, (name, colour, dash) in STYLES.items():
+    for rival, (colour, dash) in STYLES.items():
         found = sorted(
             (row["bits"], row["rise"], row["retention"]) for row in rows if row["rival"] == rival and "bits" in row
         )
@@ -55,7 +56,7 @@ def figure(rows: list[dict[str, Any]]) -> Any:
             x=[bits for bits, *_ in found],
             y=[symlog(rise) for _, rise, _ in found],
             mode="lines+markers",
-            name=name,
+            name=NAMES.get(rival, rival),
             line={"color": colour, "dash": dash, "width": 3 if rival == "fisher" else 1.5},
             marker={"size": 8, "color": colour, "symbol": symbols},
         )

@@ -171,12 +171,8 @@ class LatticeTensor:
 
     def narrow(self) -> LatticeTensor:
         """Return the same tensor with codes of one byte, if all of them fit."""
-        if self.codes.dtype == torch.int8:
-            return self
-        low, high = torch.aminmax(self.codes) if self.codes.numel() else (0, 0)
-        limits = torch.iinfo(torch.int8)
-        fits = limits.min <= int(low) and int(high) <= limits.max
-        return replace(self, codes=self.codes.to(torch.int8)) if fits else self
+        codes = narrow_codes(self.codes)
+        return self if codes is self.codes else replace(self, codes=codes)
 
     def has_equal_codes(self, other: LatticeTensor) -> bool:
         """Whether the codes, of either width, the lattices, the gains and the origins are equal."""
@@ -239,6 +235,15 @@ class LatticeTensor:
         threads = torch.get_num_threads()
         _native.lattice_values(lattice, tensor_bytes(self.codes), values, squares=squares, threads=threads)
         return torch.from_numpy(values.view(np.float32)).reshape(self.codes.shape)
+
+
+def narrow_codes(codes: Tensor) -> Tensor:
+    """Codes in one byte each, if all of them fit; else the same tensor."""
+    if codes.dtype == torch.int8:
+        return codes
+    low, high = torch.aminmax(codes) if codes.numel() else (0, 0)
+    limits = torch.iinfo(torch.int8)
+    return codes.to(torch.int8) if limits.min <= int(low) and int(high) <= limits.max else codes
 
 
 def equal_codes(codes: Tensor, others: Tensor) -> bool:

@@ -9,10 +9,8 @@ from numpy.typing import NDArray
 from shrinkpoint import _native
 from shrinkpoint.codec.coder import Bytes
 from shrinkpoint.codec.decoder import ByteRange, DecodedPart, DecodeInputs, TensorRange, as_aligned, cast
-from shrinkpoint.codec.lattice import MAX_LATTICE_CODE, Lattice, LatticeTensor, matrix_shape
+from shrinkpoint.codec.lattice import MAX_LATTICE_CODE, Lattice, LatticeTensor, matrix_shape, narrow_codes
 from shrinkpoint.tensors.dtypes import tensor_bytes
-
-_MAX_NARROW = 1 << 7
 
 
 def native_values(tensor: LatticeTensor) -> tuple[_native.Lattice, Bytes]:
@@ -84,18 +82,13 @@ class MemberDecoder:
         if differences is not None:
             codes = self._codes.view(np.int8 if self._code_bytes == 1 else np.int16)
             origin = differences.astype(np.int64) + codes.astype(np.int64)
-            top = int(np.abs(origin).max()) if origin.size else 0
-            if top > MAX_LATTICE_CODE:
+            if origin.size and int(np.abs(origin).max()) > MAX_LATTICE_CODE:
                 raise ValueError("an origin that is too far out")
-            narrow = origin.astype(np.int8 if top < _MAX_NARROW else np.int16)
-            self._origin = torch.from_numpy(narrow).reshape(self._info.shape)
+            self._origin = narrow_codes(torch.from_numpy(origin.astype(np.int16))).reshape(self._info.shape)
         if self._values is not None:
             squares = None if self._squares is None else self._squares.part(0, self.count)
-            lattice = self._lattice
-            if self._origin is not None and self._gain is not None and self._gain != 1:
-                lattice = lattice.with_gain(tensor_bytes(self._origin), self._gain)
             _native.lattice_values(
-                lattice,
+                self._lattice if self._gain is None else self._tensor().to_native(),
                 self._codes,
                 self._values,
                 squares=squares,
@@ -156,14 +149,18 @@ class MemberDecoder:
         return used
 
     def part(self) -> DecodedPart:
-        """The decoded range; its codes are of the tensor's shape if they are all of its codes."""
+        """The decoded range."""
+        values = None if self._values is None else cast(self._values, "F32", self._info.dtype)
+        return DecodedPart(values, self._tensor())
+
+    def _tensor(self) -> LatticeTensor:
+        """What is decoded; its codes are of the tensor's shape if they are all of its codes."""
         codes = torch.from_numpy(self._codes.view(np.int8 if self._code_bytes == 1 else np.int16))
         codes = codes.reshape(self._info.shape) if self.count == self._info.numel else codes
-        values = None if self._values is None else cast(self._values, "F32", self._info.dtype)
         relative_to = "" if self._squares is None else self._squares.name
         if self._gain is None:
-            return DecodedPart(values, LatticeTensor(codes, self._params, relative_to))
-        return DecodedPart(values, LatticeTensor(codes, self._params, origin=self._origin, gain=self._gain))
+            return LatticeTensor(codes, self._params, relative_to)
+        return LatticeTensor(codes, self._params, relative_to, self._origin, self._gain)
 
 
 class _FetchedValues:

@@ -337,7 +337,7 @@ def _lattice_from_json(
         raise ValueError("a gridded recipe with a coder that lattices do not use")
     if type(gains) is not bool or type(origin) is not bool or (gains and spacing != "linear"):
         raise ValueError("a gridded recipe has gains or an origin out of range, or of another law")
-    if gains != (gains and (origin or inherited)) or (origin and not gains):
+    if (gains and not (origin or inherited)) or (origin and not gains):
         raise ValueError("a gridded recipe has gains without an origin, or an origin without gains")
     ordinals = () if others == () else _ordinals_from_json(others)
     return LatticeRecipe(spacing, config, step, base, inherited, ordinals, gains, origin)

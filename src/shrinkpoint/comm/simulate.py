@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -17,6 +17,7 @@ from shrinkpoint.comm.error_feedback import ErrorFeedback
 from shrinkpoint.comm.link import CompressorLike, Link, MessageContext, NonfinitePolicy
 from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError, warn_user
+from shrinkpoint.tensors.nest import map_nested_tensors
 
 
 def insert_compression(
@@ -258,7 +259,7 @@ class _BoundaryHook:
         if training:
             self._calls[False] = 0
         numbers = count()
-        return _map_tensors(output, lambda x: self._cross_tensor(x, replace(context, tensor=next(numbers))))
+        return map_nested_tensors(output, lambda x: self._cross_tensor(x, replace(context, tensor=next(numbers))))
 
     def state_dict(self) -> dict[str, Any]:
         return {"calls": self._calls[True], **{name: link.state_dict() for name, link in self.links.items()}}
@@ -297,17 +298,3 @@ class _CompressFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         link: _LoopbackLink | None = ctx.hook.backward
         return gradients[0] if link is None else link.cross(gradients[0], ctx.context), None, None
-
-
-def _map_tensors(nest: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Map the tensors of a nest of tuples, lists and dicts, in their order; other values stay unchanged."""
-    if isinstance(nest, Tensor):
-        return function(nest)
-    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)(*(_map_tensors(item, function) for item in nest))
-    if isinstance(nest, list | tuple):
-        return type(nest)(_map_tensors(item, function) for item in nest)
-    if isinstance(nest, dict):
-        changed = {key: _map_tensors(item, function) for key, item in nest.items()}
-        return changed if type(nest) is dict else type(nest)(**changed)
-    return nest

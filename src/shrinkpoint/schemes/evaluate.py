@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +100,12 @@ class Reading:
             examples = answer.detach().to("cpu", torch.float64)
             return cls(float(examples.mean()), examples)
         return cls(float(answer.detach() if isinstance(answer, Tensor) else answer))
+
+    @classmethod
+    def of_batches(cls, losses: Sequence[float]) -> Reading:
+        """The mean of the losses of batches, at least one."""
+        examples = torch.tensor(losses, dtype=torch.float64) if len(losses) > 1 else None
+        return cls(sum(losses) / len(losses), examples)
 
     @property
     def is_finite(self) -> bool:

@@ -106,9 +106,8 @@ def _slots_to_match(slot_lists: Sequence[list[OptimizerSlot]]) -> Iterator[list[
     """
     muon_lists = []
     for slots in slot_lists:
-        is_muon = {id(slot): MomentKind.ORTHOGONALIZED in slot.kinds.values() for slot in slots}
-        muon_lists.append([slot for slot in slots if is_muon[id(slot)]])
-        yield [slot for slot in slots if not is_muon[id(slot)]]
+        muon_lists.append([slot for slot in slots if slot.is_muon])
+        yield [slot for slot in slots if not slot.is_muon]
     yield from filter(None, muon_lists)
 
 
@@ -150,6 +149,11 @@ class OptimizerSlot:
         """The kind of each tensor of the slot, by key."""
         values = {key: value for key, value in self.values.items() if not (isinstance(key, str) and is_master_key(key))}
         return moment_kinds(values, self.settings)
+
+    @property
+    def is_muon(self) -> bool:
+        """Whether Muon keeps it."""
+        return MomentKind.ORTHOGONALIZED in self.kinds.values()
 
     @property
     def factors(self) -> tuple[Leaf, Leaf] | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shrinkpoint.schemes.base import CountsTerms, Scheme
+from shrinkpoint.tensors.nest import iter_tensors
 
 IGNORED_LABEL = -100
 """The label that `torch.nn.functional.cross_entropy` leaves out, by its default."""
@@ -56,15 +57,6 @@ def find_labels(batch: Any) -> Tensor | None:
     else:
         labels = batch[-1] if isinstance(batch, list | tuple) and len(batch) > 1 else None
     return labels if isinstance(labels, Tensor) else None
-
-
-def iter_tensors(batch: Any) -> Iterator[Tensor]:
-    """All tensors in a nest of mappings, lists and tuples."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping | list | tuple):
-        for item in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from iter_tensors(item)
 
 
 class TermCounter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 from shrinkpoint import validate
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.evaluate import Reading, iter_modules
-from shrinkpoint.train.loss_terms import TermCounter, iter_tensors
+from shrinkpoint.tensors.nest import iter_tensors, map_nested_tensors
+from shrinkpoint.train.loss_terms import TermCounter
 
 LossOfBatch = Callable[[Any, Any], Any]
 """The loss of a model on a batch: a number, or a tensor of each example's loss."""
@@ -137,9 +138,7 @@ def measure_batches(loss: LossOfBatch, model: Any, batches: Sequence[Any]) -> Re
         torch.cuda.synchronize(device)  # copies of batches may still be on their way
     for module in modules:
         module.eval()
-    losses = [_as_number(loss(model, move_batch(batch, device))) for batch in batches]
-    examples = torch.tensor(losses, dtype=torch.float64) if len(losses) > 1 else None
-    return Reading(sum(losses) / len(losses), examples)
+    return Reading.of_batches([_as_number(loss(model, move_batch(batch, device))) for batch in batches])
 
 
 def copy_batch(batch: Any, max_bytes: int) -> Any:
@@ -151,42 +150,21 @@ def copy_batch(batch: Any, max_bytes: int) -> Any:
     sizes = [tensor.shape[0] for tensor in iter_tensors(batch) if tensor.dim()]
     nbytes = sum(tensor.nbytes for tensor in iter_tensors(batch))
     if nbytes <= max_bytes:
-        return _map_tensors(batch, _copy_to_host)
+        return map_nested_tensors(batch, _copy_to_host)
     num_examples = sizes[0] if sizes and len({*sizes}) == 1 else 0
     count = num_examples * max_bytes // nbytes
-    return None if not count else _map_tensors(batch, lambda x: _copy_to_host(x[:count] if x.dim() else x))
+    return None if not count else map_nested_tensors(batch, lambda x: _copy_to_host(x[:count] if x.dim() else x))
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
     """A copy of a batch on a device: a loss may change what it is given."""
-    return _map_tensors(batch, lambda x: x.to(device, copy=True))
+    return map_nested_tensors(batch, lambda x: x.to(device, copy=True))
 
 
 def _copy_to_host(x: Tensor) -> Tensor:
     """A copy on the CPU; of a tensor on a CUDA device it arrives later, and the loop does not wait for it."""
     copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
     return copy.copy_(x.detach(), non_blocking=x.is_cuda)
-
-
-def _map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        items = {key: _map_tensors(item, function) for key, item in batch.items()}
-        return items if type(batch) is dict else _rebuild_mapping(batch, items)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_map_tensors(item, function) for item in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(_map_tensors(item, function) for item in batch)
-    return batch
-
-
-def _rebuild_mapping(batch: Any, items: dict[Any, Any]) -> Any:
-    """A mapping of another type, such as transformers' `BatchEncoding`; a dict, if its type takes none."""
-    try:
-        return type(batch)(items)
-    except TypeError:
-        return items
 
 
 def _as_number(loss: Any) -> float:

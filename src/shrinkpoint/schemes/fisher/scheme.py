@@ -21,7 +21,7 @@ from shrinkpoint.progress import Task
 from shrinkpoint.schemes.base import QuantizedState, SpecMixin, check_recorder, check_seed, finite_or_text
 from shrinkpoint.schemes.calibration import Calibration, EvaluateProblem, UnmeasuredLossNotice, make_perturbations
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
-from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, TrialEvaluator, scale_of
+from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, ModelStateGuard, TrialEvaluator, scale_of
 from shrinkpoint.schemes.fisher.activations import (
     Activations,
     Calibrate,
@@ -379,10 +379,12 @@ class Fisher(SpecMixin, RecordEncodingMixin):
     def _find_layers(self, state: FlatState) -> dict[str, LayerStatistics]:
         """What is known of the layers of a state's weights, by name in it."""
         if self._calibrate is not None:
-            with TrialEvaluator(state, len) as evaluator:
+            guard = ModelStateGuard(state.tensors.values(), ())
+            try:
                 argument = unflatten(state.tree, state.tensors, where="a calibration")
                 layers = record_calibration(self._calibrate, argument, state.tensors)
-            del evaluator
+            finally:
+                guard.restore()
             return {name: layer for name, layer in layers.items() if fits_weight(layer, state.tensors[name])}
         if self._activations is None:
             return {}

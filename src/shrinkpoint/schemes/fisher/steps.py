@@ -232,7 +232,8 @@ class StepCandidates:
         starts: Mapping[str, RowSample] | None = None,
         input_moments: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self._input_moments, self.without_feedback = input_moments or {}, set[str]()
+        self._input_moments, self._feedback_factors = dict(input_moments or {}), dict[str, Tensor | None]()
+        self._with_feedback, self.without_feedback = frozenset(self._input_moments), set[str]()
         self._global, self._reference, self._parent_log_step = weights, reference, parent_log_step
         self._starts = starts or {}
         typical = reference_curvature(weights, curvatures)
@@ -272,7 +273,7 @@ class StepCandidates:
         if self.no_curvature:
             self.curvatures = {name: self._assumed_curvature(name, weight) for name, weight in self.weights.items()}
         self._max_steps = {
-            name: (FEEDBACK_MAX_STEP_STD if name in self._input_moments else MAX_STEP_STD)
+            name: (FEEDBACK_MAX_STEP_STD if name in self._with_feedback else MAX_STEP_STD)
             * scales[name]
             * self._std(name)
             for name in self.weights
@@ -370,7 +371,7 @@ class StepCandidates:
             if points is None:
                 return None
             return points, curvature.rise_terms(weight, points, threads, with_curvature=with_curvature)
-        if name in self._input_moments and previous is None:
+        if name in self._with_feedback and previous is None:
             points = self._quantize_with_feedback(name, lattice, threads)
             if points is not None:
                 return points, curvature.rise_terms(weight, points, threads, with_curvature=with_curvature)
@@ -383,7 +384,9 @@ class StepCandidates:
 
     def _quantize_with_feedback(self, name: str, lattice: Lattice, threads: int) -> LatticeTensor | None:
         """The points of a weight whose errors cancel in its layer's outputs; None if that is not possible."""
-        factor, weight = feedback_factor(self._input_moments[name]), self.weights[name]
+        if name in self._input_moments:  # once for all step sizes; the factor takes the place of the moments
+            self._feedback_factors[name] = feedback_factor(self._input_moments.pop(name))
+        factor, weight = self._feedback_factors[name], self.weights[name]
         points = None if factor is None else quantize_with_feedback(weight, lattice, factor, threads=threads)
         points = points_in_range(points, weight.dtype)
         if points is None:

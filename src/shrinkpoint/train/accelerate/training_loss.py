@@ -10,9 +10,10 @@ from torch import Tensor
 
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.evaluate import Reading
+from shrinkpoint.tensors.nest import iter_tensors
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.train.default_evaluation import DefaultEvaluation, LossSource
-from shrinkpoint.train.loss_terms import count_terms, iter_tensors
+from shrinkpoint.train.loss_terms import count_terms
 from shrinkpoint.train.recent_batches import DEFAULT_BATCHES, MAX_BYTES, LossOfBatch, copy_batch, measure_batches
 
 _ADVICE = "pass scheme=Fisher(evaluate=RecentBatches(loss))"

@@ -60,8 +60,7 @@ class Validation:
         module.eval()  # the caller restores the modes
         with silence_logging(module):
             losses = [self._loss(trainer, module, batch, index) for index, batch in enumerate(self._batches)]
-        examples = torch.tensor(losses, dtype=torch.float64) if len(losses) > 1 else None
-        return Reading(sum(losses) / len(losses), examples)
+        return Reading.of_batches(losses)
 
     def _loss(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> float:
         batch = trainer.strategy.batch_to_device(batch)
