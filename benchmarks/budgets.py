@@ -88,7 +88,7 @@ def _saved(
         reading = min(readings[1:], key=lambda x: abs(float(x.mean() - base.mean()) - _number(line["rise"])))
         error = float((reading - base).std()) / math.sqrt(len(base))
         trials.append({**line, "error": error})
-    saved = fisher.Saved.of(report, 0.0)
+    saved = fisher.Saved.of(report, float(readings[0].mean()), 0.0)
     return {
         "keyframe": report.keyframe,
         "ratio": round(report.ratio, 2),

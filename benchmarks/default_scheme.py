@@ -15,12 +15,15 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import torch
 from frameworks import HELD_OUT, HeldOut, Windows, apart, arguments, gpt_loss
+from lossless_speed import machine
+from summarize import commit
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
@@ -180,16 +183,30 @@ RUNS: dict[str, Callable[[Counted, Path, int, int, bool], None]] = {
 }
 
 
-def row(part: str, lines: list[dict[str, Any]]) -> str:
-    """Ratios of the first save and of the later ones, rises in per cent, and seconds."""
+def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Ratios of the first save and of the later ones, rises in per cent, evaluated candidates, and seconds."""
     later = lines[1:]
-    ratio = sum(line["raw_bytes"] for line in later) / sum(line["bytes"] for line in later)
     unseen, measured = [100 * line["unseen"] for line in lines], [line["measured"] for line in lines]
-    worst = max((100 * rise for rise in measured if rise is not None), default=float("nan"))
-    seconds = median(line["stall"] for line in later)
-    numbers = f"{lines[0]['raw_bytes'] / lines[0]['bytes']:7.1f}x {ratio:7.1f}x {worst:+9.3f} {mean(unseen):+9.3f}"
-    candidates = median(line["candidates"] for line in lines)
-    return f"{part:26} {numbers} {max(unseen):+9.3f} {candidates:5.1f} {seconds:8.2f}   {lines[-1]['measured_on']}"
+    return {
+        "first": lines[0]["raw_bytes"] / lines[0]["bytes"],
+        "later": sum(line["raw_bytes"] for line in later) / sum(line["bytes"] for line in later),
+        "measured_worst": max((100 * rise for rise in measured if rise is not None), default=None),
+        "unseen_mean": mean(unseen),
+        "unseen_worst": max(unseen),
+        "candidates": median(line["candidates"] for line in lines),
+        "seconds": median(line["stall"] for line in later),
+        "measured_on": lines[-1]["measured_on"],
+    }
+
+
+def row(part: str, one: dict[str, Any]) -> str:
+    """A line of the table."""
+    worst = float("nan") if one["measured_worst"] is None else one["measured_worst"]
+    numbers = f"{one['first']:7.1f}x {one['later']:7.1f}x {worst:+9.3f} {one['unseen_mean']:+9.3f}"
+    return (
+        f"{part:26} {numbers} {one['unseen_worst']:+9.3f} {one['candidates']:5.1f} {one['seconds']:8.2f}"
+        f"   {one['measured_on']}"
+    )
 
 
 def main() -> None:
@@ -201,14 +218,16 @@ def main() -> None:
         RUNS[name](counted, args.folder, args.saves, args.steps, bool(variant))
         print(json.dumps(counted.lines))
         return
-    found = {}
+    found: dict[str, list[dict[str, Any]]] = {}
     head = f"{'first':>8} {'later':>8} {'measured':>9} {'unseen':>9} {'worst':>9} {'tried':>5} {'seconds':>8}"
     print(f"{args.saves} saves, {args.steps} steps apart, {len(HELD_OUT)} unseen windows\n\n{'':26} {head}")
     versions = {"torch": torch.__version__, "shrinkpoint": sp.__version__}
+    known = {"saves": args.saves, "steps": args.steps, "versions": versions}
+    known |= {"machine": machine(), "commit": commit(), "date": date.today().isoformat()}
     for part in args.only:
         found[part] = apart(__file__, part, args)
-        print(row(part, found[part]), flush=True)
-        results = {"saves": args.saves, "steps": args.steps, "versions": versions, **found}
+        print(row(part, summary(found[part])), flush=True)
+        results = {**known, "summary": {name: summary(lines) for name, lines in found.items()}, **found}
         args.out.write_text(json.dumps(results, indent=1))
 
 

@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,6 +30,7 @@ import torch
 import workloads
 from lossless_report import table
 from lossless_speed import machine
+from summarize import commit
 from workloads import Course, Workload
 
 import shrinkpoint as sp
@@ -132,23 +134,23 @@ def budgets(workload: Workload) -> tuple[Variant, ...]:
 
 @dataclass(frozen=True)
 class Saved:
-    """One checkpoint of a variant: bits a value by role, and what it did to the quality."""
+    """One checkpoint of a variant: bits a value by role, the live weights' quality, and by how much it is worse."""
 
     keyframe: bool
     bits: Mapping[str, float]
     ratio: float
     weights_ratio: float
+    quality: float
     rise: float
     retention: float | None
     tried: list[Any] = field(repr=False)
 
     @classmethod
-    def of(cls, report: Any, rise: float) -> Saved:
+    def of(cls, report: Any, quality: float, rise: float) -> Saved:
         bits = {name: 32 * one.stored / one.raw for name, one in report.roles.items() if name in ROLES and one.raw}
         search = report.loss_report or {}
-        return cls(
-            report.keyframe, bits, report.ratio, report.weights_ratio, rise, report.retention, search.get("tried", [])
-        )
+        tried = search.get("tried", [])
+        return cls(report.keyframe, bits, report.ratio, report.weights_ratio, quality, rise, report.retention, tried)
 
 
 def sizes(errors: Sequence[float]) -> tuple[Variant, ...]:
@@ -192,7 +194,7 @@ def chain(variant: Variant, workload: Workload, seed: int, series: list[tuple[in
             assert held is not None  # a load would make the store forget what the weights were before
             values = {name: held.tensors.get(f"model/{name}") for name in model}  # tied ones are there once
             course.model.load_state_dict({name: x for name, x in values.items() if x is not None}, strict=False)
-            out.append(Saved.of(report, worse(workload, workload.evaluate(course.model), before)))
+            out.append(Saved.of(report, before, worse(workload, workload.evaluate(course.model), before)))
         manager.close()
     return out
 
@@ -221,7 +223,7 @@ def restored(
             at = manager.restore(model=course.model, optimizer=course.optimizer, scheduler=course.scheduler)
             assert at is not None
             course.stream.load_state_dict(at.extra["stream"])
-            saves.append(Saved.of(report, worse(workload, workload.evaluate(course.model), before)))
+            saves.append(Saved.of(report, before, worse(workload, workload.evaluate(course.model), before)))
         manager.close()
     return workload.test(course.model), saves
 
@@ -340,7 +342,10 @@ def main() -> None:
     options = parser.parse_args()
     workloads.seed_everything(options.seed, options.threads)
     workload = workloads.named(options.workload, options.data, quick=options.quick)
-    document = {"machine": machine(), "workload": options.workload, "seed": options.seed, "quick": options.quick}
+    document = {"machine": machine(), "commit": commit(), "date": date.today().isoformat()}
+    document |= {"workload": options.workload, "seed": options.seed, "quick": options.quick}
+    document |= {"quality": workload.quality, "higher_is_better": workload.higher_is_better}
+    document |= {"interval": options.interval}
     document |= study(workload, options)
     out = options.out or Path(f"results/fisher-{options.workload.replace(' ', '-')}.json")
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -240,7 +240,7 @@ def _fisher() -> list[Method]:
 
         return Scheme(make, alone=True)
 
-    errors = (0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.1)
+    errors = (0.1, 0.2, 0.3, 0.34, 0.45, 0.6, 0.8, 1.1)
     found = [Method("fisher", f"error {x}", asked(relative_error=x), quick=x == 0.3) for x in errors]
     found += [Method("fisher", f"budget {x}", asked(budget=x)) for x in ("0.1%", "1%")]
     return found + [Method("fisher, weights alone", f"error {x}", probed(x), seeds=1) for x in (0.15, 0.3, 0.6)]
