@@ -34,61 +34,73 @@ struct Register<64> {
     using Lanes = float __attribute__((vector_size(64)));
 };
 
-// sums[c * kRows + r] = the sum over j < count of factors[c * width + j] * errors[j * kRows + r], in the order of j:
+// sums[c * kRows + r] += the sum over j < count of factors[c * width + j] * errors[j * kRows + r], in the order of j:
 // every element by itself, so that it does not matter how many of them are in a register.
 template <size_t kBytes>
-ALWAYS_INLINE void sum_in_registers(const float* errors, const float* factors, size_t width, size_t count,
+ALWAYS_INLINE void add_in_registers(const float* errors, const float* factors, size_t width, size_t count,
                                     float* sums) {
     using Lanes = typename Register<kBytes>::Lanes;
     static_assert(sizeof(Lanes) == kBytes);
-    constexpr size_t kParts = kRows * sizeof(float) / kBytes, kPair = kBytes == 64 ? kColumns : kColumns / 2;
-    for (size_t first = 0; first < kColumns; first += kPair) {  // as many columns at once as there are registers for
-        Lanes totals[kPair][kParts] = {};
-        for (size_t j = 0; j < count; ++j)
-            for (size_t part = 0; part < kParts; ++part) {
-                Lanes lanes;
-                std::memcpy(&lanes, errors + j * kRows + part * (kBytes / sizeof(float)), kBytes);
-                for (size_t c = 0; c < kPair; ++c) totals[c][part] += lanes * factors[(first + c) * width + j];
+    constexpr size_t kLanes = kBytes / sizeof(float);
+    for (size_t r = 0; r < kRows; r += 2 * kLanes) {  // two of `kColumns` each are what registers hold
+        Lanes low[kColumns], high[kColumns], errors_low, errors_high;
+        for (size_t c = 0; c < kColumns; ++c) {
+            std::memcpy(&low[c], sums + c * kRows + r, kBytes);
+            std::memcpy(&high[c], sums + c * kRows + r + kLanes, kBytes);
+        }
+        for (size_t j = 0; j < count; ++j) {
+            std::memcpy(&errors_low, errors + j * kRows + r, kBytes);
+            std::memcpy(&errors_high, errors + j * kRows + r + kLanes, kBytes);
+            for (size_t c = 0; c < kColumns; ++c) {
+                const float factor = factors[c * width + j];
+                low[c] += errors_low * factor;
+                high[c] += errors_high * factor;
             }
-        std::memcpy(sums + first * kRows, totals, sizeof totals);
+        }
+        for (size_t c = 0; c < kColumns; ++c) {
+            std::memcpy(sums + c * kRows + r, &low[c], kBytes);
+            std::memcpy(sums + c * kRows + r + kLanes, &high[c], kBytes);
+        }
     }
 }
 
-void sum_errors_plain(const float* errors, const float* factors, size_t width, size_t count, float* sums) {
-    sum_in_registers<16>(errors, factors, width, count, sums);
+void add_errors_plain(const float* errors, const float* factors, size_t width, size_t count, float* sums) {
+    add_in_registers<16>(errors, factors, width, count, sums);
 }
 
 #if defined(SHRINKPOINT_X86)
-SHRINKPOINT_AVX2 void sum_errors_avx2(const float* errors, const float* factors, size_t width, size_t count,
+SHRINKPOINT_AVX2 void add_errors_avx2(const float* errors, const float* factors, size_t width, size_t count,
                                       float* sums) {
-    sum_in_registers<32>(errors, factors, width, count, sums);
+    add_in_registers<32>(errors, factors, width, count, sums);
 }
 
-SHRINKPOINT_AVX512 void sum_errors_avx512(const float* errors, const float* factors, size_t width, size_t count,
+SHRINKPOINT_AVX512 void add_errors_avx512(const float* errors, const float* factors, size_t width, size_t count,
                                           float* sums) {
-    sum_in_registers<64>(errors, factors, width, count, sums);
+    add_in_registers<64>(errors, factors, width, count, sums);
 }
 #endif
 
-void sum_errors_before(const float* errors, const float* factors, size_t width, size_t count, float* sums) {
+// For `kColumns` columns at once.
+void add_errors(const float* errors, const float* factors, size_t width, size_t count, float* sums) {
 #if defined(SHRINKPOINT_X86)
-    if (simd() == Simd::Avx512) return sum_errors_avx512(errors, factors, width, count, sums);
-    if (simd() == Simd::Avx2) return sum_errors_avx2(errors, factors, width, count, sums);
+    if (simd() == Simd::Avx512) return add_errors_avx512(errors, factors, width, count, sums);
+    if (simd() == Simd::Avx2) return add_errors_avx2(errors, factors, width, count, sums);
 #endif
-    sum_errors_plain(errors, factors, width, count, sums);
+    add_errors_plain(errors, factors, width, count, sums);
 }
 
 struct Column {
     const float *values, *dithers, *row_steps;
-    float step;  // of the column
+    float step, diagonal;  // of the column: its step, and its element on the diagonal of the factor
 };
 
-// The codes of a column, given what is fed back to it, and its errors.
-SHRINKPOINT_KERNEL(bool, round_column, (const Column& column, const float* feedback, int16_t* codes, float* errors),
-                   (column, feedback, codes, errors)) {
+// The codes of a column, given the sums of errors that are fed back to it, and its errors.
+SHRINKPOINT_KERNEL(bool, round_column, (const Column& column, const float* sums, int16_t* codes, float* errors),
+                   (column, sums, codes, errors)) {
+    const float scale = 1.0f / column.diagonal;
     uint32_t out_of_range = 0;
     for (size_t r = 0; r < kRows; ++r) {
-        const float step = column.row_steps[r] * column.step, quotient = (column.values[r] + feedback[r]) / step;
+        const float step = column.row_steps[r] * column.step, quotient = (column.values[r] + sums[r] * scale) / step;
         const float position = (step > 0.0f ? quotient : 0.0f) - column.dithers[r];
         out_of_range |= !(std::fabs(position) < static_cast<float>(kMaxCode));
         codes[r] = static_cast<int16_t>(rounded(reachable(position)));
@@ -102,7 +114,8 @@ SHRINKPOINT_KERNEL(void, add_feedback, (const float* errors, float factor, float
     for (size_t r = 0; r < kRows; ++r) sums[r] += errors[r] * factor;
 }
 
-// Some rows of a matrix, column by column.
+// Some rows of a matrix, column by column. Position i is that of column `width - 1 - i`: the factor is of columns in
+// reverse order, so the last position comes first, and each gets the errors of those after it.
 class Panel {
    public:
     Panel(const Lattice& lattice, const float* factor)
@@ -118,20 +131,9 @@ class Panel {
     bool quantize(Floats values, uint64_t first, size_t count, int16_t* codes) {
         load(values, first, count);
         bool fits = true;
-        for (size_t start = 0; start < width_; start += kColumns) {
-            const size_t group = std::min(kColumns, width_ - start);
-            float sums[kColumns * kRows] = {};
-            if (group == kColumns)
-                sum_errors_before(errors_.data(), factor_ + start * width_, width_, start, sums);
-            else
-                for (size_t c = 0; c < group; ++c) add_columns(0, start, start + c, sums + c * kRows);
-            for (size_t c = 0; c < group; ++c) {
-                add_columns(start, start + c, start + c, sums + c * kRows);
-                fits &= round(start + c, sums + c * kRows);
-            }
-        }
+        for (size_t end = width_; end > 0; end -= std::min(kColumns, end)) fits &= quantize_group(end);
         for (size_t r = 0; r < count; ++r)
-            for (size_t k = 0; k < width_; ++k) codes[(first + r) * width_ + k] = codes_[k * kRows + r];
+            for (size_t k = 0; k < width_; ++k) codes[(first + r) * width_ + k] = codes_[(width_ - 1 - k) * kRows + r];
         return fits;
     }
 
@@ -142,22 +144,38 @@ class Panel {
         for (size_t r = 0; r < count; ++r) {
             row_steps_[r] = lattice_.row_steps[first + r];
             const float* row = read_floats(values, (first + r) * width_, width_, row_.data());
-            for (size_t k = 0; k < width_; ++k) values_[k * kRows + r] = row[k];
+            for (size_t k = 0; k < width_; ++k) values_[(width_ - 1 - k) * kRows + r] = row[k];
             if (lattice_.seed == 0) continue;
             fill_dithers(lattice_.seed, (first + r) * width_, width_, row_.data());
-            for (size_t k = 0; k < width_; ++k) dithers_[k * kRows + r] = row_[k];
+            for (size_t k = 0; k < width_; ++k) dithers_[(width_ - 1 - k) * kRows + r] = row_[k];
         }
     }
 
-    void add_columns(size_t begin, size_t end, size_t k, float* sums) const {
-        for (size_t j = begin; j < end; ++j) add_feedback(errors_.data() + j * kRows, factor_[k * width_ + j], sums);
+    // The positions of a group that ends here.
+    bool quantize_group(size_t end) {
+        const size_t begin = end - std::min(kColumns, end);
+        float sums[kColumns * kRows] = {};
+        if (end - begin == kColumns)
+            add_errors(errors_.data() + end * kRows, factor_ + begin * width_ + end, width_, width_ - end, sums);
+        else
+            for (size_t i = begin; i < end; ++i) add_one(end, width_, i, sums + (i - begin) * kRows);
+        bool fits = true;
+        for (size_t i = end; i-- > begin;) {
+            add_one(i + 1, end, i, sums + (i - begin) * kRows);
+            fits &= round(i, sums + (i - begin) * kRows);
+        }
+        return fits;
     }
 
-    bool round(size_t k, const float* feedback) {
+    void add_one(size_t from, size_t to, size_t i, float* sums) const {
+        for (size_t j = from; j < to; ++j) add_feedback(errors_.data() + j * kRows, factor_[i * width_ + j], sums);
+    }
+
+    bool round(size_t i, const float* sums) {
         const std::vector<float>& steps = lattice_.column_steps;
-        const Column column{values_.data() + k * kRows, dithers_.data() + (lattice_.seed == 0 ? 0 : k * kRows),
-                            row_steps_, steps[steps.size() == 1 ? 0 : k]};
-        return round_column(column, feedback, codes_.data() + k * kRows, errors_.data() + k * kRows);
+        const Column column{values_.data() + i * kRows, dithers_.data() + (lattice_.seed == 0 ? 0 : i * kRows),
+                            row_steps_, steps[steps.size() == 1 ? 0 : width_ - 1 - i], factor_[i * width_ + i]};
+        return round_column(column, sums, codes_.data() + i * kRows, errors_.data() + i * kRows);
     }
 
     const Lattice& lattice_;

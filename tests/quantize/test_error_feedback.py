@@ -30,9 +30,15 @@ def case(rows: int, columns: int, seed: int = 0) -> tuple[Tensor, Lattice, Tenso
     return torch.randn(rows, columns, generator=generator), Lattice("linear", *exponents, seed=seed), factor
 
 
+def errors_to_columns(factor: Tensor) -> Tensor:
+    """What column k, a row, gets of the errors of the columns before it, in float64; zeros elsewhere."""
+    upper = factor.double().triu()
+    return (upper / upper.diagonal()[:, None]).flip(0, 1).tril(-1)
+
+
 def reference_codes(weight: Tensor, lattice: Lattice, factor: Tensor) -> Tensor:
     """The recursion of LDLQ in float64."""
-    weight, factor = weight.double(), factor.double()
+    weight, factor = weight.double(), errors_to_columns(factor)
     steps = lattice.scales().double().expand(weight.shape)
     dither = torch.as_tensor(lattice.dither((weight.shape[0], weight.shape[1]))).double().expand(weight.shape)
     codes, errors = torch.zeros_like(weight), torch.zeros_like(weight)
@@ -88,7 +94,7 @@ def test_the_factor_is_the_one_of_a_decomposition_in_float64():
     factor = feedback_factor(moments)
     assert factor is not None
     damped = moments / moments.diagonal().mean() + 0.03 * torch.eye(40, dtype=torch.float64)
-    unit = factor.double().T + torch.eye(40, dtype=torch.float64)
+    unit = errors_to_columns(factor).T + torch.eye(40, dtype=torch.float64)
     inverse = torch.linalg.inv(unit)
     diagonal = inverse @ damped @ inverse.T  # D of (U + I) D (U + I)'
     assert float((diagonal - diagonal.diagonal().diag()).abs().max()) < 1e-4
@@ -113,7 +119,9 @@ def test_dead_inputs_are_rounded_to_the_nearest():
     moments = moments_of(12)
     moments[3], moments[:, 3] = 0.0, 0.0
     factor = feedback_factor(moments)
-    assert factor is not None and not factor[3].any() and not factor[:, 3].any()
+    assert factor is not None
+    fed_back = errors_to_columns(factor)
+    assert not fed_back[3].any() and not fed_back[:, 3].any()
 
 
 def test_values_beyond_all_codes_give_none():

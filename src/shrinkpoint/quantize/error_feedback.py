@@ -21,30 +21,30 @@ _MAX_DAMPING = 1.0
 
 
 def feedback_factor(second_moments: Tensor) -> Tensor | None:
-    """The factor U' of damped second moments: row k holds what column k gets of the errors of the columns before it.
+    """The upper Cholesky factor R of damped second moments whose columns are in reverse order: R' R is these.
 
-    The damping grows tenfold, up to the mean of the diagonal, where rounding makes the moments indefinite.
+    Row i, divided by its diagonal, is what column n - 1 - i gets of the errors of the columns before it. The
+    damping grows tenfold, up to the mean of the diagonal, where rounding makes the moments indefinite.
 
     Args:
-        second_moments: [columns, columns], symmetric, on any device, where it is factored in float32.
+        second_moments: [columns, columns], symmetric, in any unit, on any device, where it is factored in float32.
 
     Returns:
-        float32 [columns, columns] on the CPU, strictly lower triangular; None if the moments have no such factor: they
-        are zero, not finite, or far from positive definite.
+        float32 [columns, columns] on the CPU, arbitrary below the diagonal; None if the moments have no such factor:
+        they are zero, not finite, or far from positive definite.
     """
     mean = float(second_moments.diagonal().to(torch.float64).mean()) if second_moments.numel() else 0.0
     if not 0 < mean < float("inf"):
         return None
-    scaled, damping = second_moments.to(torch.float32).flip(0, 1).div_(mean), 0.0
+    reversed_moments, damping = second_moments.to(torch.float32).flip(0, 1), 0.0
     while damping < _MAX_DAMPING:
         added = max(DAMPING, 10 * damping)
-        scaled.diagonal().add_(added - damping)
+        reversed_moments.diagonal().add_((added - damping) * mean)
         damping = added
-        lower, info = torch.linalg.cholesky_ex(scaled)
+        lower, info = torch.linalg.cholesky_ex(reversed_moments)
         if int(info) == 0:
-            factor = lower.T.flip(0, 1)  # LAPACK has columns in memory: contiguous
-            factor.div_(factor.diagonal().clone()[:, None]).diagonal().zero_()
-            return factor.cpu().contiguous() if bool(factor.sum().isfinite()) else None
+            factor = lower.mT.cpu().contiguous()  # no copy: LAPACK has columns in memory
+            return factor if bool(factor.sum().isfinite()) else None
     return None
 
 
@@ -56,7 +56,7 @@ def quantize_with_feedback(
     Args:
         tensor: finite floats of 16 or 32 bits, any strides, on any device; of at least two columns.
         lattice: of spacing "linear".
-        factor: of `feedback_factor`, for as many columns.
+        factor: of `feedback_factor`, for as many columns, float32 and contiguous.
         threads: native threads; None: as many as torch uses.
 
     Returns:

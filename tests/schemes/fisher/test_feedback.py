@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import shrinkpoint as sp
 from shrinkpoint.errors import PolicyError
+from shrinkpoint.schemes.fisher.feedback import FeedbackFactors
 
 
 class Net(nn.Module):
@@ -165,6 +166,17 @@ def test_gradients_and_the_state_are_as_before_a_calibration(trained: Any, tmp_p
     assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not nn.modules.module._global_forward_hooks
+
+
+def test_layers_with_the_same_inputs_share_a_factor():
+    torch.manual_seed(0)
+    x = torch.randn(99, 16)
+    model = nn.ModuleDict({name: nn.Linear(16, 8) for name in ("query", "key", "other")})
+    with sp.Activations(model) as seen:
+        model["query"](x), model["key"](x), model["other"](x + 1)
+    factors = FeedbackFactors({name: p.detach() for name, p in model.named_parameters()}, seen.layers)
+    query, key, other = (factors[f"{name}.weight"] for name in model)
+    assert query is key and query is not None and other is not None and not torch.equal(query, other)
 
 
 def test_dead_layers_are_rounded_plainly_and_that_is_said(tmp_path: Path):

@@ -40,6 +40,10 @@ class _Average:
     def mean(self) -> Tensor | None:
         return None if self.total is None else self.total / self.weight
 
+    @property
+    def mean_diagonal(self) -> Tensor | None:
+        return None if self.total is None else self.total.diagonal() / self.weight
+
 
 @dataclass
 class LayerStatistics:

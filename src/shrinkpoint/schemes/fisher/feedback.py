@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from threading import Lock
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from shrinkpoint.codec.lattice import as_matrix
+from shrinkpoint.quantize.error_feedback import feedback_factor
 from shrinkpoint.schemes.evaluate import strip_wrapper_prefix
 from shrinkpoint.schemes.fisher.activations import LayerStatistics
 from shrinkpoint.schemes.fisher.curvature import Curvature
@@ -41,21 +44,66 @@ def fits_weight(layer: LayerStatistics, weight: Tensor) -> bool:
     return all(average.total is None or len(average.total) == size for average, size in sizes)
 
 
-def input_moments(weights: Mapping[str, Tensor], layers: Mapping[str, LayerStatistics]) -> dict[str, Tensor]:
-    """What errors of a row cost together, up to a factor, by name of the weights that are wide enough for feedback."""
-    moments = {name: _row_costs(weights[name], layer) for name, layer in layers.items()}
-    return {
-        name: costs
-        for name, costs in moments.items()
-        if costs is not None and as_matrix(weights[name]).shape[1] >= MIN_FEEDBACK_COLUMNS
-    }
+class FeedbackFactors:
+    """The factors for rounding weights with error feedback, each computed once, when it is first asked for.
+
+    Layers with the same inputs (queries, keys and values of attention) share one. Thread-safe.
+
+    Args:
+        weights: by name; those of fewer than `MIN_FEEDBACK_COLUMNS` columns have no factor.
+        layers: what was recorded of them.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], layers: Mapping[str, LayerStatistics]) -> None:
+        self._factors: dict[str, _Factor] = {}
+        distinct: list[_Factor] = []
+        for name, layer in layers.items():
+            costs = _row_costs(weights[name], layer)
+            if costs is None or len(costs) < MIN_FEEDBACK_COLUMNS:
+                continue
+            equal = next((factor for factor in distinct if factor.is_of(costs)), None)
+            if equal is None:
+                distinct.append(equal := _Factor(costs))
+            self._factors[name] = equal
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._factors
+
+    def __getitem__(self, name: str) -> Tensor | None:
+        """See `feedback_factor`."""
+        return self._factors[name].compute()
+
+
+class _Factor:
+    """The factor of second moments, computed when it is first asked for."""
+
+    def __init__(self, moments: Tensor) -> None:
+        self._moments: Tensor = moments
+        self._first_row = moments[0].tolist()
+        self._lock, self._factor, self._is_computed = Lock(), cast("Tensor | None", None), False
+
+    def is_of(self, moments: Tensor) -> bool:
+        """Whether it is that of these moments."""
+        if len(moments) != len(self._first_row) or moments.device != self._moments.device:
+            return False
+        return moments[0].tolist() == self._first_row and torch.equal(moments, self._moments)
+
+    def compute(self) -> Tensor | None:
+        with self._lock:
+            if not self._is_computed:
+                self._factor, self._is_computed = feedback_factor(self._moments), True
+            return self._factor
 
 
 def _row_costs(weight: Tensor, layer: LayerStatistics) -> Tensor | None:
-    """The second moments of a layer's inputs; if its weight is also an embedding, with the cost of errors there."""
-    inputs, frequencies = layer.inputs.mean, layer.frequencies.mean
-    if inputs is None or frequencies is None:
-        return inputs
+    """What errors of a row cost together, up to a factor; None if inputs were not recorded.
+
+    That is the second moments of a layer's inputs; if its weight is also an embedding, with the cost of errors there.
+    """
+    frequencies = layer.frequencies.mean
+    if layer.inputs.total is None or frequencies is None:
+        return layer.inputs.total
+    inputs = layer.inputs.total / layer.inputs.weight
     outputs, lookups = layer.outputs.mean, layer.lookups.mean
     if outputs is not None and lookups is not None:
         costs = lookups * (frequencies.mean() / outputs.mean())
@@ -113,9 +161,9 @@ def layer_curvatures(
 def _squared_gradients(weight: Tensor, layer: LayerStatistics) -> Tensor | None:
     """Mean squared gradients of a weight, float32 [rows, columns]; None without gradients of outputs."""
     total = None
-    inputs, outputs = layer.inputs.mean, layer.outputs.mean
-    if inputs is not None and outputs is not None:
-        total = torch.outer(outputs, inputs.diagonal())
+    powers, outputs = layer.inputs.mean_diagonal, layer.outputs.mean
+    if powers is not None and outputs is not None:
+        total = torch.outer(outputs, powers)
     frequencies, lookups = layer.frequencies.mean, layer.lookups.mean
     if frequencies is not None and lookups is not None:
         looked_up = torch.outer(frequencies, lookups)
@@ -127,20 +175,20 @@ def _squared_gradients(weight: Tensor, layer: LayerStatistics) -> Tensor | None:
 
 def _by_column(curvature: Curvature, layer: LayerStatistics | None) -> Curvature:
     """A curvature that was probed, and so is the same for all values of a tensor, by column as inputs are."""
-    inputs = None if layer is None else layer.inputs.mean
-    if not curvature.probed or curvature.second is None or inputs is None:
+    powers = None if layer is None else layer.inputs.mean_diagonal
+    if not curvature.probed or curvature.second is None or powers is None:
         return curvature
-    powers = inputs.diagonal().to(curvature.second.device)
+    powers = powers.to(curvature.second.device)
     return replace(curvature, second=curvature.second * (powers / powers.mean()), second_sums=None)
 
 
 def _relative_to_outputs(weight: Tensor, layer: LayerStatistics) -> Curvature:
     """The squared error of outputs relative to their mean square, as a curvature that is comparable but has no unit."""
     total = torch.zeros_like(as_matrix(weight), dtype=torch.float32)
-    inputs, frequencies = layer.inputs.mean, layer.frequencies.mean
+    powers, frequencies = layer.inputs.mean_diagonal, layer.frequencies.mean
     power, looked_up = _output_powers(weight, layer)
-    if inputs is not None and power > 0:
-        total += inputs.diagonal().to(total.device)[None, :] / power
+    if powers is not None and power > 0:
+        total += powers.to(total.device)[None, :] / power
     if frequencies is not None and looked_up > 0:
         total += frequencies.to(total.device)[:, None] / looked_up
     return Curvature(total, relative_only=True) if bool(total.isfinite().all()) else Curvature()

@@ -30,7 +30,7 @@ from shrinkpoint.schemes.fisher.activations import (
     record_calibration,
 )
 from shrinkpoint.schemes.fisher.curvature import Curvature, SquaredGradientSource, estimate_curvatures
-from shrinkpoint.schemes.fisher.feedback import fits_weight, input_moments, layer_curvatures, layers_by_state_name
+from shrinkpoint.schemes.fisher.feedback import FeedbackFactors, fits_weight, layer_curvatures, layers_by_state_name
 from shrinkpoint.schemes.fisher.global_weights import GlobalWeights, total_entropy_bits
 from shrinkpoint.schemes.fisher.moments import MIN_LATTICE_NUMEL, MomentPrecision, moments_to_lattices
 from shrinkpoint.schemes.fisher.objective import (
@@ -465,7 +465,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             self._seed,
             layer_types,
             self._lattice_starts,
-            input_moments(weights.local, layers),
+            FeedbackFactors(weights.local, layers),
         )
         codes = {
             name: points.codes for name, points in other_points.items() if not _is_inherited(name, points, reference)

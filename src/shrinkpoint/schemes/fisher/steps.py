@@ -20,10 +20,11 @@ from shrinkpoint.codec.lattice import (
     scale_counts,
 )
 from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, Reference, RowSample
-from shrinkpoint.quantize.error_feedback import feedback_factor, quantize_with_feedback
+from shrinkpoint.quantize.error_feedback import quantize_with_feedback
 from shrinkpoint.quantize.layer_types import EMBEDDING, HEAD, layer_type_from_name
 from shrinkpoint.quantize.map_tensors import map_tensors
 from shrinkpoint.schemes.fisher.curvature import Curvature
+from shrinkpoint.schemes.fisher.feedback import FeedbackFactors
 from shrinkpoint.schemes.fisher.global_weights import GlobalWeights, total_entropy_bits
 from shrinkpoint.schemes.fisher.rounding import (
     Hysteresis,
@@ -209,15 +210,14 @@ class StepCandidates:
         seed: of the dither.
         layer_types: types of layers by name of a weight; missing ones are guessed from the name.
         starts: rows of the weights as they were when their lattices began in the chain, by local name.
-        input_moments: second moments of the inputs of layers, by name of their weight, for rounding with error
-            feedback; weights with points in the parent checkpoint are rounded without.
+        factors: for rounding with error feedback; weights with points in the parent checkpoint are rounded without.
 
     Attributes:
         weights: local weights that have a lattice, by name.
         unit_lattices: their lattices at `log_step` 0, by name.
         curvatures: as given; if nothing is known of any weight, assumed ones.
         no_curvature: nothing is known of any weight, so that a predicted rise has no unit.
-        without_feedback: weights of `input_moments` that were rounded without, because these were of no use.
+        without_feedback: weights with feedback that were rounded without, because their factors were of no use.
     """
 
     def __init__(
@@ -230,10 +230,9 @@ class StepCandidates:
         seed: int,
         layer_types: Mapping[str, str] | None = None,
         starts: Mapping[str, RowSample] | None = None,
-        input_moments: Mapping[str, Tensor] | None = None,
+        factors: FeedbackFactors | None = None,
     ) -> None:
-        self._input_moments, self._feedback_factors = dict(input_moments or {}), dict[str, Tensor | None]()
-        self._with_feedback, self.without_feedback = frozenset(self._input_moments), set[str]()
+        self._factors, self.without_feedback = FeedbackFactors({}, {}) if factors is None else factors, set[str]()
         self._global, self._reference, self._parent_log_step = weights, reference, parent_log_step
         self._starts = starts or {}
         typical = reference_curvature(weights, curvatures)
@@ -273,9 +272,7 @@ class StepCandidates:
         if self.no_curvature:
             self.curvatures = {name: self._assumed_curvature(name, weight) for name, weight in self.weights.items()}
         self._max_steps = {
-            name: (FEEDBACK_MAX_STEP_STD if name in self._with_feedback else MAX_STEP_STD)
-            * scales[name]
-            * self._std(name)
+            name: (FEEDBACK_MAX_STEP_STD if name in self._factors else MAX_STEP_STD) * scales[name] * self._std(name)
             for name in self.weights
         }
 
@@ -371,7 +368,7 @@ class StepCandidates:
             if points is None:
                 return None
             return points, curvature.rise_terms(weight, points, threads, with_curvature=with_curvature)
-        if name in self._with_feedback and previous is None:
+        if name in self._factors and previous is None:
             points = self._quantize_with_feedback(name, lattice, threads)
             if points is not None:
                 return points, curvature.rise_terms(weight, points, threads, with_curvature=with_curvature)
@@ -384,9 +381,7 @@ class StepCandidates:
 
     def _quantize_with_feedback(self, name: str, lattice: Lattice, threads: int) -> LatticeTensor | None:
         """The points of a weight whose errors cancel in its layer's outputs; None if that is not possible."""
-        if name in self._input_moments:  # once for all step sizes; the factor takes the place of the moments
-            self._feedback_factors[name] = feedback_factor(self._input_moments.pop(name))
-        factor, weight = self._feedback_factors[name], self.weights[name]
+        factor, weight = self._factors[name], self.weights[name]
         points = None if factor is None else quantize_with_feedback(weight, lattice, factor, threads=threads)
         points = points_in_range(points, weight.dtype)
         if points is None:
