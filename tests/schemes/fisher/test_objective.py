@@ -76,16 +76,17 @@ class FakeCandidates:
 NO_BITS = StateBits(math.inf, 0.0, is_first=False)
 
 
-def test_where_hysteresis_is_too_much_the_same_steps_are_rounded_to_the_nearest():
+@pytest.mark.parametrize("nearest", [0.6, 0.1])
+def test_where_hysteresis_is_too_much_the_same_steps_are_rounded_to_the_nearest(nearest):
     candidates, tried = FakeCandidates(), []
 
     def measure(weights: QuantizedWeights) -> Degradation:
         tried.append((weights.log_step, weights.hysteresis))
-        return Degradation(2.0 if weights.hysteresis > 0.5 else 0.6)
+        return Degradation(2.0 if weights.hysteresis > 0.5 else nearest)
 
     memory = RunMemory(log_step=8, num_terms=1.0)
     choice = LossBudget(1.0).choose(candidates, memory, measure, NO_BITS)
-    assert tried == [(8, MAX_HYSTERESIS), (8, 0.5)] and choice.rise == 0.6
+    assert tried == [(8, MAX_HYSTERESIS), (8, 0.5)] and choice.rise == nearest
     assert memory.max_hysteresis == 0.5 + (MAX_HYSTERESIS - 0.5) / 2  # the next save begins with half of it
     LossBudget(1.0).choose(candidates, memory, lambda weights: Degradation(0.1), NO_BITS)
     assert memory.max_hysteresis == MAX_HYSTERESIS  # and where all is well it grows again

@@ -284,7 +284,8 @@ class LossBudget(Objective):
             change = measure(weights)
             trials.append(_candidate_json(weights, memory, change.rise))
             memory.update(weights, change.rise, GROW_BELOW * self.budget)
-            if weights.hysteresis > 0.5 or change.rise <= self._max_rise:
+            is_fallback = limit < memory.max_hysteresis
+            if weights.hysteresis > 0.5 or (change.rise <= self._max_rise and not is_fallback):
                 memory.adapt_hysteresis(weights, change.rise / self._max_rise)
             if change.rise <= self._max_rise:
                 best = StepChoice(weights, trials, change.rise, change.interval)

@@ -150,8 +150,9 @@ def rescale(lattice: Lattice, log_step: int, max_step: float = math.inf) -> Latt
     return replace(lattice, rows=rows)
 
 
-MIN_RETAINED = 0.8
-"""The share of the weights' movement since the parent checkpoint that values must follow, with their gains."""
+MIN_RETAINED = 0.93
+"""The share of the weights' movement since the parent checkpoint that values must follow, with their gains. At an equal
+rise of the loss .8 with smaller steps takes as many bits, and its worst rises are larger."""
 MAX_HYSTERESIS = 0.6
 """The largest hysteresis, in steps."""
 MAX_STEP_EXCESS = STEPS_PER_OCTAVE
