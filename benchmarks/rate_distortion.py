@@ -4,7 +4,7 @@
     python benchmarks/rate_distortion.py                   # gpt, three seeds: 20 minutes on an idle core
     python benchmarks/rate_distortion.py --only fisher     # methods whose name contains one of these
     python benchmarks/rate_distortion.py --workloads "resnet adamw" --seeds 0
-    python benchmarks/rate_distortion.py --report          # tables and picture of what is there
+    python benchmarks/rate_distortion.py --report          # tables of what is there; --seeds 0: of one seed alone
     python benchmarks/rate_distortion.py --quick           # a toy, of what needs no other package
 
 A training is recorded without loss; every method then writes the same checkpoints, each as the one after the one
@@ -166,18 +166,20 @@ def summarize(records: Sequence[Row]) -> list[Row]:
             "setting": group[0]["setting"],
             "at": group[-1]["at"],
         }
-        row["seeds"] = sorted(one["settings"]["seed"] for one in group)
+        group.sort(key=lambda one: one["settings"]["seed"])
+        row["seeds"] = [one["settings"]["seed"] for one in group]
         saves = [save for one in group for save in one.get("rows", [])]
         if not saves:
             out.append(row | {"error": group[0]["error"]})
             continue
         deltas = [save for save in saves if not save["keyframe"]]
         means = {name: statistics.mean(save[name] for save in deltas) for name in ("bits", "rise", "error")}
-        by_seed = [
-            statistics.mean(s["rise"] for s in one["rows"] if not s["keyframe"]) for one in group if "rows" in one
-        ]
+        apart = [[save for save in one["rows"] if not save["keyframe"]] for one in group if "rows" in one]
         row |= {"bits": means["bits"], "rise": 100 * means["rise"], "error": means["error"]}
-        row |= {"worst": 100 * max(save["rise"] for save in deltas), "rise by seed": [100 * x for x in by_seed]}
+        row |= {"worst": 100 * max(save["rise"] for save in deltas)}
+        row["bits by seed"] = [statistics.mean(save["bits"] for save in seed) for seed in apart]
+        row["rise by seed"] = [100 * statistics.mean(save["rise"] for save in seed) for seed in apart]
+        row["worst by seed"] = [100 * max(save["rise"] for save in seed) for seed in apart]
         row["keyframe bits"] = statistics.mean(save["bits"] for save in saves if save["keyframe"])
         row["retention"] = statistics.mean(save["retention"] for save in deltas)
         states = [save["state"] for save in deltas if save["state"] is not None]
@@ -276,7 +278,10 @@ def main() -> None:
         options.seeds = options.seeds[:1]
     if not options.report:
         measure_all(options)
-    rows = summarize(newest(Ledger(options.ledger), quick=options.quick))
+    records = newest(Ledger(options.ledger), quick=options.quick)
+    if options.report:
+        records = [one for one in records if one["settings"]["seed"] in options.seeds]
+    rows = summarize(records)
     sizes = {}
     for name in dict.fromkeys(row["workload"] for row in rows):
         workload = workloads.named(name, options.data, quick=options.quick)
