@@ -135,11 +135,11 @@ def test_what_is_no_series_is_refused(tmp_path):
 @pytest.mark.parametrize("text", ["evaluate", ":f", "math:", "no_such_module_here:f", "math:nothing", "math:pi"])
 def test_a_quality_that_is_not_there_is_refused(text):
     with pytest.raises(PolicyError, match="evaluate"):
-        import_function(text)
+        import_function(text, "evaluate")
 
 
 def test_a_quality_is_found_by_its_name():
-    assert import_function("math:sqrt") is math.sqrt
+    assert import_function("math:sqrt", "evaluate") is math.sqrt
 
 
 @pytest.mark.parametrize("value", ["no number", None])

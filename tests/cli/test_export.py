@@ -6,9 +6,11 @@ import json
 from collections import Counter, OrderedDict
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 
+import shrinkpoint as sp
 from shrinkpoint.store import Store
 
 
@@ -159,3 +161,58 @@ def test_a_model_is_exported_for_hugging_face(run, tmp_path):
     for wrong in (["--hf", "--to", "torch"], ["--hf", "--only", "model"], ["--to", "torch", "--config", "x"]):
         assert run("export", tmp_path / "run", tmp_path / "other.pt", *wrong).code == 2
     assert not (tmp_path / "other.pt").exists()
+
+
+CALIBRATION = """
+import torch
+
+def losses(state):
+    model = torch.nn.Linear(64, 32)
+    model.load_state_dict(state["model"])
+    generator = torch.Generator().manual_seed(1)
+    mixing = torch.randn(8, 64, generator=generator)
+    return (model(torch.randn(64, 8, generator=generator) @ mixing).square().mean() for _ in range(2))
+
+def nothing(state):
+    return None
+"""
+
+
+def test_a_scheme_writes_a_small_file_of_ours_with_error_feedback(run, store, tmp_path, state_at, monkeypatch):
+    (tmp_path / "calibration_of_export.py").write_text(CALIBRATION)
+    monkeypatch.syspath_prepend(tmp_path)
+    scheme = ("--scheme", "fisher(relative_error=.6)")
+    calibrated = (*scheme, "--calibrate", "calibration_of_export:losses")
+    fed, plain = tmp_path / "fed.safetensors", tmp_path / "plain.safetensors"
+    document = json.loads(run("export", store, fed, *calibrated, "--json").stdout)
+    assert document["to"] == "shrinkpoint" and document["scheme"] == "fisher"
+    assert document["bytes"] == fed.stat().st_size < document["raw_bytes"] / 2
+    done = run("export", store, plain, *scheme)
+    assert done.code == 0 and "times smaller (fisher)" in done.stdout and "the loss is not measured" in done.stderr
+    weight = state_at(40)["model"]["weight"]
+    mixing = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+    errors = [float((mixing @ (sp.load(path)["model"]["weight"] - weight).T).square().sum()) for path in (fed, plain)]
+    assert 0 < errors[0] < 0.7 * errors[1]
+    assert sp.load(fed)["extra"]["epoch"] == 2
+    assert run("export", store, fed, *calibrated).code == 2  # it exists
+    assert run("export", store, tmp_path / "w", *calibrated, "--only", "model/*").code == 0
+    assert sp.load(tmp_path / "w").keys() == {"model"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--calibrate", "calibration_of_export:losses"], "Add --scheme"),
+        (["--scheme", "fisher(relative_error=.6)", "--to", "torch"], "one form"),
+        (["--scheme", "lossless", "--calibrate", "calibration_of_export:losses"], "expected fisher"),
+        (["--scheme", "fisher(relative_error=.6)", "--calibrate", "calibration_of_export:none"], "calibrate"),
+        (["--scheme", "fisher(relative_error=.6)", "--calibrate", "calibration_of_export:nothing"], "ran no layer"),
+        (["--scheme", "fisher", "--calibrate", "calibration_of_export:losses"], "--evaluate"),
+    ],
+)
+def test_a_scheme_without_what_it_needs_writes_nothing(run, store, tmp_path, monkeypatch, arguments, text):
+    (tmp_path / "calibration_of_export.py").write_text(CALIBRATION)
+    monkeypatch.syspath_prepend(tmp_path)
+    done = run("export", store, tmp_path / "a.safetensors", *arguments)
+    assert done.code == 2 and text in " ".join(done.stderr.split())
+    assert not (tmp_path / "a.safetensors").exists()

@@ -69,8 +69,11 @@ def parse_share(text: str) -> float:
     return validate.check_fraction("--threshold", value, allow_zero=True)
 
 
-def import_function(text: str) -> Callable[[Any], Any]:
+def import_function(text: str, option: str) -> Callable[[Any], Any]:
     """Imports the function that `module:function` names; modules of the current directory are found too.
+
+    Args:
+        option: that named it, for errors.
 
     Raises:
         PolicyError: there is no such module or function.
@@ -78,7 +81,7 @@ def import_function(text: str) -> Callable[[Any], Any]:
     module, colon, name = text.partition(":")
     do = "write module:function, for example quality:evaluate for evaluate() in quality.py"
     if not (module and colon and name):
-        raise PolicyError("evaluate", found=repr(text), expected="module:function", do=do)
+        raise PolicyError(option, found=repr(text), expected="module:function", do=do)
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
@@ -87,9 +90,9 @@ def import_function(text: str) -> Callable[[Any], Any]:
             function = getattr(function, part)
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
-        raise PolicyError("evaluate", found=message, expected=f"{text} to be there", do=do) from error
+        raise PolicyError(option, found=message, expected=f"{text} to be there", do=do) from error
     if not callable(function):
-        raise PolicyError("evaluate", found=validate.type_name(function), expected="a function of a state", do=do)
+        raise PolicyError(option, found=validate.type_name(function), expected="a function of a state", do=do)
     return function  # type: ignore[no-any-return]
 
 

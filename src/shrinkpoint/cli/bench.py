@@ -95,7 +95,7 @@ def _load_series(
     """The series of the given paths, or a sample run recorded in `directory`; and the quality function, if any."""
     from shrinkpoint.bench.series import QualityFunction, SampleRunOptions, open_series, record_sample_run
 
-    function = None if evaluate is None else import_function(evaluate)
+    function = None if evaluate is None else import_function(evaluate, "evaluate")
     if paths:
         return open_series(paths), None if function is None else QualityFunction(function, higher)
     series, quality = record_sample_run(directory, SampleRunOptions())

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -100,6 +101,16 @@ def print_note(line: str, label: str = "note", style: str = "yellow") -> None:
     """Prints one line to stderr, never folded."""
     console = Console(stderr=True, highlight=False)
     console.print(Text.assemble((f"{label}: ", style), printable(line)), soft_wrap=True)
+
+
+@contextlib.contextmanager
+def print_loss_warnings() -> Iterator[None]:
+    """Print every distinct warning of a scheme as a note when the block has ended."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for text in dict.fromkeys(str(item.message) for item in caught if issubclass(item.category, errors.LossWarning)):
+        print_note(text)
 
 
 def print_json(document: Any) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -16,8 +15,16 @@ import typer
 from shrinkpoint import humanize
 from shrinkpoint.cli.arguments import HigherIsBetterOption, JsonOption, ThresholdOption, import_function, parse_share
 from shrinkpoint.cli.bucket_files import has_objects, local_copy, local_target, show_place, shown_name
-from shrinkpoint.cli.console import Column, print_json, print_line, print_note, print_table, show_progress
-from shrinkpoint.errors import CorruptError, LossWarning, PolicyError, ShrinkpointError
+from shrinkpoint.cli.console import (
+    Column,
+    print_json,
+    print_line,
+    print_loss_warnings,
+    print_note,
+    print_table,
+    show_progress,
+)
+from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError
 from shrinkpoint.progress import Task, track
 from shrinkpoint.storage import LocalStorage, Storage, is_object_url, resolve_storage
 from shrinkpoint.storage.object_url import parse_object_url
@@ -135,7 +142,7 @@ def command(
         if target is not None and form is not ConvertForm.SHRINKPOINT:
             _export(series, target, options, form.value)
             return
-        function = None if evaluate is None else import_function(evaluate)
+        function = None if evaluate is None else import_function(evaluate, "evaluate")
         _import(series, options, make_scheme(scheme, evaluate=function, threshold=share, higher_is_better=higher))
 
 
@@ -150,7 +157,7 @@ def _import(series: CheckpointSeries, options: _Options, scheme: Scheme) -> None
             raise PolicyError(str(out), found=found, expected="one for a single file", do=do)
         _check_separate(options.source, out)
         _check_overwrite(out, options)
-        with show_progress(f"writing {show_place(out)}"), _print_loss_warnings():
+        with show_progress(f"writing {show_place(out)}"), print_loss_warnings():
             rows = [import_to_file(checkpoints[0], out, scheme, opaque=options.opaque, verify=options.verify)]
         seconds = rows[0].seconds
         if options.verify:
@@ -159,7 +166,7 @@ def _import(series: CheckpointSeries, options: _Options, scheme: Scheme) -> None
         storage: Storage = SizingStorage() if out is None else _open_store(options.source, out)
         began, rows = time.perf_counter(), []
         importer = Importer(storage, scheme, options.keyframe_every, force=options.force, opaque=options.opaque)
-        with importer, show_progress("converting"), _print_loss_warnings():
+        with importer, show_progress("converting"), print_loss_warnings():
             for checkpoint in track(checkpoints, "converting"):
                 with Task(checkpoint.name):
                     rows.append(importer.import_checkpoint(checkpoint))
@@ -262,16 +269,6 @@ def _check_overwrite(out: Path, options: _Options) -> None:
     if not is_free and not options.force and (not out.is_dir() or any(out.iterdir())):
         found, do = "something that exists", "add --force to replace it"
         raise PolicyError(show_place(out), found=found, expected="a new name", do=do)
-
-
-@contextmanager
-def _print_loss_warnings() -> Iterator[None]:
-    """Prints every distinct warning of a scheme as a note when the block has ended."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield
-    for text in dict.fromkeys(str(item.message) for item in caught if issubclass(item.category, LossWarning)):
-        print_note(text)
 
 
 def _print_report(rows: Sequence[ImportRow], options: _Options, seconds: float, exact: list[bool] | None) -> None:

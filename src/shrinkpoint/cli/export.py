@@ -1,26 +1,34 @@
-"""`shrinkpoint export`: a checkpoint in a form that needs no shrinkpoint to read."""
+"""`shrinkpoint export`: a checkpoint in a form that needs no shrinkpoint to read, or as a small file of ours alone."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shrinkpoint import humanize
 from shrinkpoint.cli.arguments import (
+    HigherIsBetterOption,
     JsonOption,
     Location,
     LocationArgument,
     StepOption,
+    ThresholdOption,
     decode_location,
+    import_function,
     parse_location,
+    parse_share,
 )
 from shrinkpoint.cli.bucket_files import local_target, show_place
-from shrinkpoint.cli.console import print_json, print_line, print_note, show_progress
+from shrinkpoint.cli.console import print_json, print_line, print_loss_warnings, print_note, show_progress
 from shrinkpoint.errors import NotFoundError, PolicyError
 from shrinkpoint.storage import is_object_url
+
+if TYPE_CHECKING:
+    from shrinkpoint.schemes.base import Scheme
 
 
 class ExportForm(str, Enum):
@@ -47,6 +55,14 @@ ConfigOption = Annotated[
     Path | None,
     typer.Option("--config", metavar="PATH", help="With --hf: config.json, if it is elsewhere."),
 ]
+_SCHEME_HELP = 'Write a file of ours that needs no other, compressed so: "fisher(relative_error=.6)".'
+SchemeOption = Annotated[str | None, typer.Option("--scheme", metavar="SCHEME", help=_SCHEME_HELP)]
+_CALIBRATE_HELP = (
+    "With --scheme fisher: gets the state, runs the model on some batches, returns or yields their losses."
+)
+CalibrateOption = Annotated[str | None, typer.Option("--calibrate", metavar="MODULE:FUNCTION", help=_CALIBRATE_HELP)]
+_EVALUATE_HELP = "With --scheme: gets the state, returns its loss; for schemes that measure."
+EvaluateOption = Annotated[str | None, typer.Option("--evaluate", metavar="MODULE:FUNCTION", help=_EVALUATE_HELP)]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")]
 
 
@@ -59,16 +75,26 @@ def command(
     hf: HfOption = False,
     max_shard_size: ShardOption = None,
     config: ConfigOption = None,
+    scheme: SchemeOption = None,
+    calibrate: CalibrateOption = None,
+    evaluate: EvaluateOption = None,
+    higher: HigherIsBetterOption = False,
+    threshold: ThresholdOption = "1%",
     force: ForceOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Write a checkpoint as plain safetensors, as a torch file, or its model for Hugging Face.
+    """Write a checkpoint as plain safetensors, as a torch file, its model for Hugging Face, or as a small file of ours.
 
     safetensors: every tensor under its name, and no plain values. torch: the whole state, nested as it was saved;
     torch.load(OUT, weights_only=True) opens it. With --hf: config.json, weights under the names of the architecture,
-    and the files of a tokenizer that lie beside config.json.
+    and the files of a tokenizer that lie beside config.json. With --scheme: a file that shrinkpoint.load reads.
     """
     location = parse_location(place, step)
+    if scheme is None and (calibrate or evaluate):
+        found, do = "--calibrate or --evaluate", "add --scheme, or leave them out"
+        raise PolicyError("export", found=found, expected="them with --scheme", do=do)
+    if scheme is not None and (hf or to is not None):
+        raise PolicyError("--scheme", found="--to or --hf as well", expected="one form", do="leave them out")
     if hf:
         if to is not None or only:
             raise PolicyError("--hf", found="--to or --only as well", expected="one form", do="leave them out")
@@ -77,9 +103,21 @@ def command(
     if max_shard_size is not None or config is not None:
         found, do = "--max-shard-size or --config", "add --hf, or leave them out"
         raise PolicyError("export", found=found, expected="them with --hf", do=do)
-    form = to or _form_from_suffix(out)
+    form = None if scheme is not None else to or _form_from_suffix(out)
     if not is_object_url(out) and out.exists() and not force:
         raise PolicyError(str(out), found="a file that exists", expected="a new name", do="add --force to replace it")
+    if form is None:
+        from shrinkpoint.schemes.registry import make_scheme
+
+        made = make_scheme(
+            scheme or "",
+            evaluate=None if evaluate is None else import_function(evaluate, "evaluate"),
+            threshold=parse_share(threshold),
+            higher_is_better=higher,
+            calibrate=None if calibrate is None else import_function(calibrate, "calibrate"),
+        )
+        _export_compressed(location, out, made, only or (), force, json)
+        return
     from shrinkpoint.convert.export import write_state
     from shrinkpoint.store.checkpoint_file import build_state
 
@@ -87,8 +125,7 @@ def command(
         state = build_state(decode_location(location), str(location))
         counts = write_state(state, path, as_torch=form is ExportForm.TORCH, patterns=only or ())
     if counts is None:
-        found = f"nothing named like {' or '.join(only or ())}"
-        raise NotFoundError(str(location), found=found, do=f"see `shrinkpoint show {location.path} --tensors --values`")
+        raise _nothing_like(only or (), location)
     if json:
         document = {"from": str(location), "out": show_place(out), "to": form.value}
         sizes = {"tensors": counts.tensors, "bytes": counts.nbytes}
@@ -126,6 +163,35 @@ def _export_pretrained(
     print_line(
         f"{show_place(out)}: {size} in {humanize.count(len(report.files), 'file')} for from_pretrained, from {location}"
     )
+
+
+def _export_compressed(
+    location: Location, out: Path, scheme: Scheme, only: Sequence[str], force: bool, json: bool
+) -> None:
+    """Writes a single file of ours, compressed with a scheme."""
+    from shrinkpoint.convert.export import select_state
+    from shrinkpoint.store.checkpoint_file import build_state
+    from shrinkpoint.store.single_file import save
+
+    title = f"writing {show_place(out)}"
+    with show_progress(title), local_target(out, force=force) as path, print_loss_warnings():
+        state = select_state(build_state(decode_location(location), str(location)), only)
+        if state is None:
+            raise _nothing_like(only, location)
+        report = save(state, path, scheme=scheme)
+    tensors = sum(role.tensors for role in report.roles.values())
+    if json:
+        document = {"from": str(location), "out": show_place(out), "to": "shrinkpoint", "tensors": tensors}
+        sizes = {"bytes": report.stored_bytes, "raw_bytes": report.raw_bytes, "ratio": report.ratio}
+        print_json({**document, **sizes, "scheme": report.scheme})
+        return
+    size = f"{humanize.count(tensors, 'tensor')}, {humanize.size(report.stored_bytes)}"
+    print_line(f"{show_place(out)}: {size}, {report.ratio:.1f} times smaller ({report.scheme}), from {location}")
+
+
+def _nothing_like(patterns: Sequence[str], location: Location) -> NotFoundError:
+    do = f"see `shrinkpoint show {location.path} --tensors --values`"
+    return NotFoundError(str(location), found=f"nothing named like {' or '.join(patterns)}", do=do)
 
 
 def _form_from_suffix(out: Path) -> ExportForm:

@@ -50,10 +50,9 @@ def write_state(state: Any, out: Path, *, as_torch: bool, patterns: Sequence[str
         PolicyError: safetensors has no such dtype.
         StorageError: writing failed.
     """
-    if patterns:
-        state = _select(state, patterns, ())
-        if state is _ABSENT:
-            return None
+    state = select_state(state, patterns)
+    if state is None:
+        return None
     leaves = named_leaves(state)
     tensors = {name: as_tensor(leaf) for name, leaf in leaves.items() if is_array(leaf)}
     rows = {} if as_torch else _unshare(tensors)
@@ -69,6 +68,12 @@ def write_state(state: Any, out: Path, *, as_torch: bool, patterns: Sequence[str
     num_numpy = sum(isinstance(leaf, np.ndarray | np.generic) for leaf in leaves.values())
     num_omitted, num_converted = (0, num_numpy) if as_torch else (len(leaves) - len(tensors), 0)
     return ExportCounts(len(tensors), out.stat().st_size, num_omitted, num_converted)
+
+
+def select_state(state: Any, patterns: Sequence[str]) -> Any:
+    """Return what of a state has a matching name, in its nest; None for nothing, and all if there are no patterns."""
+    selected = _select(state, patterns, ()) if patterns else state
+    return None if selected is _ABSENT else selected
 
 
 def _select(value: Any, patterns: Sequence[str], path: StatePath) -> Any:

@@ -112,6 +112,7 @@ def make_scheme(
     evaluate: Callable[[Any], Any] | None = None,
     threshold: float = 0.01,
     higher_is_better: bool = False,
+    calibrate: Callable[[Any], Any] | None = None,
 ) -> Scheme:
     """Return the scheme of a text; settings that the text does not give are taken from the arguments.
 
@@ -119,11 +120,16 @@ def make_scheme(
         evaluate: function of a state that returns its loss or score; used by schemes that need one.
         threshold: largest relative degradation of a checkpoint, for schemes that evaluate.
         higher_is_better: `evaluate` returns a score, not a loss.
+        calibrate: runs the model of a state, for schemes that round with error feedback.
 
     Raises:
-        PolicyError: the text is not valid, or the scheme needs `evaluate` and there is none.
+        PolicyError: the text is not valid, or the scheme needs `evaluate` and there is none, or takes no `calibrate`.
     """
     factory = scheme_factory(text)
+    if calibrate is not None:
+        if "calibrate" not in inspect.signature(factory.func).parameters:
+            raise PolicyError(text, found="calibrate", expected="fisher", do="leave it out, or name that scheme")
+        factory = partial(factory, calibrate=calibrate)
     if not needs_evaluation(text):
         return factory()
     if evaluate is None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.processes import ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -211,6 +212,25 @@ def test_a_delta_against_a_file_with_feedback_is_right(trained: Any, tmp_path: P
     assert all(torch.equal(value, state[name]) for name, value in sp.load(tmp_path / "c").items())
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_chain_after_a_file_with_feedback_is_as_near_as_one_after_a_plain_file(trained: Any, tmp_path: Path):
+    model, optimizer = copy.deepcopy(trained[0]), trained[1]
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    after = copy.deepcopy(state)
+    generator = torch.Generator().manual_seed(3)
+    for value in after["model"].values():
+        value += 0.05 * value.std() * torch.randn(value.shape, generator=generator)
+    errors = []
+    for name, more in (("plain", {}), ("fed", {"calibrate": lambda state: calibrate(state["model"])})):
+        scheme = sp.Fisher(relative_error=0.3, **more)
+        sp.save(state, tmp_path / f"{name}0", scheme=scheme)
+        sp.save(after, tmp_path / f"{name}1", scheme=scheme, base=tmp_path / f"{name}0")
+        loaded = sp.load(tmp_path / f"{name}1")["model"]
+        weights = [key for key, value in loaded.items() if value.dim() > 1]
+        errors.append(sum(float((loaded[key] - after["model"][key]).square().sum()) for key in weights))
+    assert 0 < errors[1] < 1.2 * errors[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -228,13 +248,32 @@ def _raise(_: Any) -> None:
     raise KeyError("batches")
 
 
+def _raise_later(state: Any) -> Iterator[Tensor]:
+    yield from calibrate(state)
+    raise OSError("no more batches")
+
+
+def _nothing(_: Any) -> Iterator[Tensor]:
+    yield from ()
+
+
+def _other_shapes() -> sp.Activations:
+    model = nn.ModuleDict({"up": nn.Linear(8, 64), "down": nn.Linear(64, 8)})
+    with sp.Activations(model) as seen:
+        model["down"](model["up"](torch.randn(5, 8)))
+    return seen
+
+
 @pytest.mark.parametrize(
     ("scheme", "text"),
     [
         (sp.Fisher(relative_error=0.3, calibrate=len), "ran no layer"),
         (sp.Fisher(relative_error=0.3, calibrate=lambda _: Net()(words(0)[0])), "ran no layer"),
         (sp.Fisher(relative_error=0.3, calibrate=_raise), "KeyError: 'batches'"),
+        (sp.Fisher(relative_error=0.3, calibrate=_raise_later), "OSError: no more batches"),
+        (sp.Fisher(relative_error=0.3, calibrate=_nothing), "ran no layer"),
         (sp.Fisher(relative_error=0.3, activations=sp.Activations(Net())), "none of these weights"),
+        (sp.Fisher(relative_error=0.3, activations=_other_shapes()), "none of these weights"),
     ],
 )
 def test_a_calibration_of_another_model_is_refused(trained: Any, tmp_path: Path, scheme: sp.Fisher, text: str):
@@ -246,3 +285,61 @@ def test_a_calibration_of_another_model_is_refused(trained: Any, tmp_path: Path,
 def test_a_recorder_refuses_wrong_arguments(arguments: dict[str, Any]):
     with pytest.raises(PolicyError, match="Activations"):
         sp.Activations(nn.Linear(2, 2), **arguments)
+
+
+RANKS = """
+    import warnings
+    import torch
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+    from helpers.replica_search import join, leave
+    import shrinkpoint as sp
+
+    def of_rank(rank, width, folder):
+        said = join(rank, width, folder)
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)))
+        mixing = torch.randn(4, 16, generator=torch.Generator().manual_seed(9))
+        generator = torch.Generator().manual_seed(rank)
+        with sp.Activations(model) as seen:
+            for _ in range(3):
+                model(torch.randn(64, 4, generator=generator) @ mixing).square().mean().backward()
+        said["names"] = [*seen.layers]
+        said["first"] = float(seen.layers["module.0.weight"].inputs.mean[0, 0])
+        if rank == 0:
+            state = {name: value.detach() for name, value in model.module.state_dict().items()}
+            errors = []
+            for name, more in (("plain", {}), ("fed", {"activations": seen})):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    sp.save(state, f"{folder}/{name}", scheme=sp.Fisher(relative_error=0.45, **more))
+                error = sp.load(f"{folder}/{name}")["0.weight"] - state["0.weight"]
+                errors.append(float((mixing @ error.T).square().sum()))
+            said["errors"] = errors
+        leave(said, rank, folder)
+"""
+
+
+def test_under_ddp_the_rank_that_saves_takes_what_it_has_seen(tmp_path: Path):
+    first, second = ranks(RANKS, 2, tmp_path)
+    assert first["names"] == second["names"] == ["module.0.weight", "module.2.weight"]
+    assert first["first"] != second["first"]  # each has its own batches
+    plain, fed = first["errors"]
+    assert 0 < fed < 0.7 * plain
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_model_on_a_device_is_saved_with_feedback(trained: Any, tmp_path: Path):
+    model = copy.deepcopy(trained[0]).cuda()
+    with sp.Activations(model) as seen:
+        x, y = (part.cuda() for part in words(1000))
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+    assert all(layer.inputs.total.is_cuda for layer in seen.layers.values() if layer.inputs.total is not None)
+    inputs, errors = words_in(model.cpu()), []
+    model.cuda()
+    for name, more in (("plain", {}), ("fed", {"activations": seen})):
+        sp.save(model.state_dict(), tmp_path / name, scheme=sp.Fisher(relative_error=0.45, **more))
+        error = sp.load(tmp_path / name)["up.weight"].cpu() - model.up.weight.detach().cpu()
+        errors.append(float(F.linear(inputs, error).square().sum()))
+    assert 0 < errors[1] < 0.8 * errors[0]

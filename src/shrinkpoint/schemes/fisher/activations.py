@@ -144,8 +144,8 @@ class Activations:
         sp.save(state, "last.safetensors", scheme=sp.Fisher(relative_error=.6, activations=seen))
 
     Also a context manager, which removes the hooks at its end. Layers with `groups`, and those of more than
-    `max_inputs` inputs, are not recorded; a model sharded over ranks is refused when it is saved. A layer of n inputs
-    takes 4 n^2 bytes on its device.
+    `max_inputs` inputs, are not recorded; a model sharded over ranks is refused when it is saved. Under DDP each rank
+    records its own batches, and the one that saves uses these. A layer of n inputs takes 4 n^2 bytes on its device.
 
     Args:
         model: the model, wrapped by DDP or not; a compiled one before it is compiled.
