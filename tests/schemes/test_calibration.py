@@ -179,7 +179,7 @@ def test_evaluate_is_asked_for_its_noise_and_whether_it_looks_once_in_a_run(name
 
 def trials(loss: dict[str, Any]) -> int:
     if "tried" in loss:
-        return len(loss["tried"])
+        return sum(1 + ("opposite" in one) for one in loss["tried"])
     return sum(len(one["trials"]) for one in loss["searches"])
 
 

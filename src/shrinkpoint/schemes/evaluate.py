@@ -126,10 +126,12 @@ class Degradation:
     Attributes:
         rise: positive if they are worse; nan if it could not be measured.
         interval: the 95 % confidence interval of the rise on other examples of the same kind; None if unknown.
+        differences: the rise of each example; None if unknown.
     """
 
     rise: float
     interval: tuple[float, float] | None = None
+    differences: Tensor | None = field(default=None, repr=False)
 
 
 class DegradationMetric:
@@ -166,12 +168,13 @@ class DegradationMetric:
         """The degradation that these values cause."""
         reading, sign = self.evaluate(values), -1.0 if self._higher_is_better else 1.0
         before, after = self.baseline.examples, reading.examples
-        interval = None
-        if before is not None and after is not None and before.shape == after.shape:
-            interval = (
-                paired_mean_interval(after, before) if self._higher_is_better else paired_mean_interval(before, after)
-            )
-        return Degradation(sign * (reading.value - self.baseline.value), interval)
+        rise = sign * (reading.value - self.baseline.value)
+        if before is None or after is None or before.shape != after.shape:
+            return Degradation(rise)
+        interval = (
+            paired_mean_interval(after, before) if self._higher_is_better else paired_mean_interval(before, after)
+        )
+        return Degradation(rise, interval, sign * (after - before))
 
 
 def relative_degradation(value: float, baseline: float, *, higher_is_better: bool) -> float:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from shrinkpoint import validate
 from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.schemes.base import finite_or_text
 from shrinkpoint.schemes.evaluate import Degradation
+from shrinkpoint.schemes.fisher.measure import Measure
+from shrinkpoint.schemes.fisher.run_memory import RunMemory, standard_error
 from shrinkpoint.schemes.fisher.steps import (
-    MAX_HYSTERESIS,
     QuantizedWeights,
     StepCandidates,
     from_log_step,
@@ -32,8 +32,6 @@ GROW_BELOW = 0.1
 """The share of the budget below which a measured rise lets the next checkpoint take larger steps."""
 MAX_TRIALS = 5
 """The largest number of evaluations of candidates in one save; it is one if the steps do not change."""
-MIN_HYSTERESIS_EXCESS = 1 / 64
-"""By how much hysteresis exceeds rounding to the nearest, in steps, where it begins to grow again."""
 _MIN_STEP, _MAX_STEP = 2.0**-24, 2.0**6
 """Step sizes in standard deviations beyond which a relative error means nothing."""
 MAX_RELATIVE_ERROR = 2.0
@@ -44,9 +42,6 @@ DEFAULT_SHARE = 0.1
 """The rise of the loss that is allowed if nothing is asked for and it is measured, in per cent of the loss."""
 _CHANGE_THRESHOLD = to_log_step(2**0.5)
 """The difference to the best step size from which steps are changed, because a change costs bits."""
-
-Measure = Callable[[QuantizedWeights], Degradation]
-"""Measures how much quantized weights degrade the loss."""
 
 
 @dataclass(frozen=True)
@@ -72,52 +67,6 @@ class StateBits:
         return self.raw / max(1.0, self.other + bits)
 
 
-@dataclass
-class RunMemory:
-    """What is learned during a run and recorded in every manifest.
-
-    Attributes:
-        log_step: the step size of the parent checkpoint, in eighths of an octave; None if there is none.
-        num_terms: N of the predicted rise; None if unknown.
-        max_hysteresis: up to which a save begins, in steps: less after one whose rise was too large.
-    """
-
-    log_step: int | None = None
-    num_terms: float | None = None
-    max_hysteresis: float = MAX_HYSTERESIS
-
-    def update(self, weights: QuantizedWeights, rise: float, min_rise: float) -> None:
-        """Update N from a measured rise, by at most a factor of sqrt(2), since a single rise is noisy.
-
-        The first time, the rise counts as at least `min_rise`, so that steps do not become too large at once. Nothing
-        is learned from weights with hysteresis: such a checkpoint is an average over time, which often has a lower
-        loss than the newest weights, and other steps lose that.
-
-        Args:
-            rise: of the loss, measured with `weights`.
-            min_rise: in the same unit.
-        """
-        if weights.curvature_term <= 0 or not math.isfinite(rise) or weights.hysteresis > 0.5:
-            return
-        if self.num_terms is None:
-            self.num_terms = max(rise, min_rise) / weights.curvature_term
-            return
-        measured = min(max(rise / weights.curvature_term, self.num_terms / 2), self.num_terms * 2)
-        self.num_terms = math.sqrt(self.num_terms * measured)
-
-    def adapt_hysteresis(self, weights: QuantizedWeights, share: float) -> None:
-        """Let the next save begin with less hysteresis if this one was too much of it, and with more if all is well.
-
-        Args:
-            share: the rise of the loss that was measured with `weights`, as a share of what is allowed.
-        """
-        excess = weights.hysteresis - 0.5
-        if not share <= 1:  # nan is too much
-            self.max_hysteresis = 0.5 + excess / 2
-        elif share < TARGET_SHARE:
-            self.max_hysteresis = min(MAX_HYSTERESIS, 0.5 + max(2 * (self.max_hysteresis - 0.5), MIN_HYSTERESIS_EXCESS))
-
-
 @dataclass(frozen=True)
 class StepChoice:
     """The chosen step size.
@@ -138,6 +87,19 @@ class StepChoice:
     def left_out(self) -> tuple[str, ...]:
         """Global names of weights that no points of this step size reach, and which therefore stay exact."""
         return () if self.weights is None else self.weights.left_out
+
+
+class _Trial(NamedTuple):
+    """Weights that were measured.
+
+    Attributes:
+        rise: to be compared with the budget: nan, or at least that of `change`.
+        record: as a manifest has it.
+    """
+
+    change: Degradation
+    rise: float
+    record: dict[str, JSON]
 
 
 class Objective(ABC):
@@ -281,14 +243,13 @@ class LossBudget(Objective):
         limit = memory.max_hysteresis
         for _ in range(MAX_TRIALS):
             weights = candidates.quantize(log_step, max_hysteresis=limit)
-            change = measure(weights)
-            trials.append(_candidate_json(weights, memory, change.rise))
-            memory.update(weights, change.rise, GROW_BELOW * self.budget)
+            trial = self._measure_trial(weights, memory, measure)
+            trials.append(trial.record)
             is_fallback = limit < memory.max_hysteresis
-            if weights.hysteresis > 0.5 or (change.rise <= self._max_rise and not is_fallback):
-                memory.adapt_hysteresis(weights, change.rise / self._max_rise)
-            if change.rise <= self._max_rise:
-                best = StepChoice(weights, trials, change.rise, change.interval)
+            if weights.hysteresis > 0.5 or (trial.rise <= self._max_rise and not is_fallback):
+                memory.adapt_hysteresis(weights, trial.rise / self._max_rise, TARGET_SHARE)
+            if trial.rise <= self._max_rise:
+                best = StepChoice(weights, trials, trial.change.rise, trial.change.interval)
                 log_step = self._predicted_step(candidates, memory) if can_grow else weights.log_step
                 if log_step <= weights.log_step + 1:
                     return best
@@ -297,8 +258,23 @@ class LossBudget(Objective):
             elif weights.hysteresis > 0.5:  # rounding to the nearest costs fewer bits than other steps
                 limit, can_grow = 0.5, False
             else:
-                log_step, can_grow = self._reduce_step(weights, change.rise), False
+                log_step, can_grow = self._reduce_step(weights, trial.rise), False
         return best or StepChoice(None, trials)
+
+    def _measure_trial(self, weights: QuantizedWeights, memory: RunMemory, measure: Measure) -> _Trial:
+        """Measure weights, and the opposite errors where N is uncertain; `memory` learns from both."""
+        change, min_rise = measure(weights), GROW_BELOW * self.budget
+        record = _trial_json(weights, memory, change.rise)
+        rise = change.rise
+        if memory.needs_pair and weights.hysteresis <= 0.5 and math.isfinite(change.rise):
+            opposite = measure(weights, mirrored=True)
+            record["opposite"] = finite_or_text(opposite.rise)
+            memory.update_from_pair(weights, change, opposite, min_rise)
+            if rise + standard_error(change.differences) > self._max_rise:
+                rise = max(rise, (rise + opposite.rise) / 2)  # what these examples gain by chance others do not
+        else:
+            memory.update(weights, change, min_rise)
+        return _Trial(change, rise, record)
 
     def _initial_step(self, candidates: StepCandidates, memory: RunMemory, *, is_measured: bool) -> int:
         """The parent's step size, unless another is clearly better; not a smaller one if the rise is measured."""
@@ -377,7 +353,7 @@ def _accept(weights: QuantizedWeights, memory: RunMemory, measure: Measure | Non
     """Choose these weights whatever they do to the loss, which is measured if possible."""
     change = Degradation(math.nan) if measure is None else measure(weights)
     rise = None if measure is None else change.rise
-    return StepChoice(weights, [_candidate_json(weights, memory, rise)], rise, change.interval)
+    return StepChoice(weights, [_trial_json(weights, memory, rise)], rise, change.interval)
 
 
 def _round_down(ratio: float) -> float:
@@ -386,13 +362,15 @@ def _round_down(ratio: float) -> float:
     return math.floor(ratio / unit) * unit
 
 
-def _candidate_json(weights: QuantizedWeights, memory: RunMemory, rise: float | None) -> JSON:
+def _trial_json(weights: QuantizedWeights, memory: RunMemory, rise: float | None) -> dict[str, JSON]:
     """One trial as a manifest records it. Call it before `memory` learns from the rise, which is compared with it."""
-    predicted = None if memory.num_terms is None else memory.num_terms * weights.curvature_term
-    return {
+    record: dict[str, JSON] = {
         "step": round(from_log_step(weights.log_step), 4),
         "hold": round(weights.hysteresis, 3),
-        "curvature": predicted,
+        "curvature": None if memory.num_terms is None else memory.num_terms * weights.curvature_term,
         "slope": weights.slope_term,
         "rise": finite_or_text(rise),
     }
+    if (prediction := memory.predict(weights)) is not None:
+        record |= {"predicted": prediction.rise, "interval": [*prediction.interval]}
+    return record

@@ -21,7 +21,13 @@ from shrinkpoint.progress import Task
 from shrinkpoint.schemes.base import QuantizedState, SpecMixin, check_recorder, check_seed, finite_or_text
 from shrinkpoint.schemes.calibration import Calibration, EvaluateProblem, UnmeasuredLossNotice, make_perturbations
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
-from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, ModelStateGuard, TrialEvaluator, scale_of
+from shrinkpoint.schemes.evaluate import (
+    DegradationMetric,
+    Evaluate,
+    ModelStateGuard,
+    TrialEvaluator,
+    scale_of,
+)
 from shrinkpoint.schemes.fisher.activations import (
     Activations,
     Calibrate,
@@ -32,21 +38,27 @@ from shrinkpoint.schemes.fisher.activations import (
 from shrinkpoint.schemes.fisher.curvature import Curvature, SquaredGradientSource, estimate_curvatures
 from shrinkpoint.schemes.fisher.feedback import FeedbackFactors, fits_weight, layer_curvatures, layers_by_state_name
 from shrinkpoint.schemes.fisher.global_weights import GlobalWeights, total_entropy_bits
+from shrinkpoint.schemes.fisher.measure import measure_with
 from shrinkpoint.schemes.fisher.moments import MIN_LATTICE_NUMEL, MomentPrecision, moments_to_lattices
 from shrinkpoint.schemes.fisher.objective import (
     MAX_TRIALS,
     LossBudget,
     Objective,
     RatioTarget,
-    RunMemory,
     StateBits,
     StepChoice,
     make_objective,
 )
 from shrinkpoint.schemes.fisher.optimizer_moments import MomentStatistics
 from shrinkpoint.schemes.fisher.probe import MeasureLossIncrease, curvatures_from_probe, probe
+from shrinkpoint.schemes.fisher.run_memory import UNKNOWN_ERROR, HeldRatios, RunMemory
 from shrinkpoint.schemes.fisher.selection import select_weights
-from shrinkpoint.schemes.fisher.steps import MAX_HYSTERESIS, StepCandidates, from_log_step, reference_curvature
+from shrinkpoint.schemes.fisher.steps import (
+    MAX_HYSTERESIS,
+    StepCandidates,
+    from_log_step,
+    reference_curvature,
+)
 from shrinkpoint.schemes.optimizer_state import Mode
 from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.schemes.select import TensorSelection, unchanged_tensors
@@ -213,11 +225,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         self._measured_loss, self._unmeasured_saves = None, 0
         if not isinstance(loss, dict) or loss.get("scheme") != self.id:
             return
-        log_step, num_terms, probed = loss.get("size"), loss.get("terms"), loss.get("probed")
-        if type(log_step) is int and abs(log_step) < 1 << 10:
-            self._memory.log_step = log_step
-        if isinstance(num_terms, float) and 0 < num_terms < math.inf:
-            self._memory.num_terms = num_terms
+        self._memory, probed = RunMemory.from_json(loss, self._terms), loss.get("probed")
         if isinstance(probed, dict) and all(isinstance(x, float) and 0 < x < math.inf for x in probed.values()):
             self._group_curvatures = dict(probed)
         quality = loss.get("quality")
@@ -314,8 +322,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             **self._objective.settings,
             "optimizer": self._moments,
             "tried": choice.trials,
-            "terms": self._memory.num_terms,
-            "size": self._memory.log_step,
+            **self._memory.to_json(),
             "probed": self._group_curvatures or None,
             "left_out": [*selection.nonfinite, *choice.left_out],
             "chosen": None,
@@ -344,7 +351,10 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         terms = getattr(self._evaluate, "terms", None) if self._counted_terms is None else self._counted_terms
         counted = tensors.max_over_ranks(round(terms) if isinstance(terms, int | float) and 1 <= terms < 1e18 else None)
         given = self._terms if counted is None or self._terms is not None else float(counted)
-        memory.num_terms = tensors.value_if_equal(memory.num_terms) or given
+        learned = tensors.value_if_equal((memory.num_terms, memory.terms_error, memory.held))
+        memory.num_terms, memory.terms_error, memory.held = learned or (None, UNKNOWN_ERROR, HeldRatios())
+        memory.num_terms = memory.num_terms or given
+        memory.begin_save()
         self._measured_loss = tensors.value_if_equal(self._measured_loss)
         self._unmeasured_saves = tensors.max_over_ranks(self._unmeasured_saves) or 0
         self._group_curvatures = tensors.value_if_equal(self._group_curvatures) or {}
@@ -473,7 +483,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         coded = {*candidates.weights, *selection.cast_sources, *other_points}
         state_bits = self._count_state_bits(state, coded, codes, weights.tensors)
         objective = self._measured_objective(metric)
-        measure = None if change is None else lambda quantized: change(quantized.values)
+        measure = None if change is None else measure_with(change, candidates.weights)
         choice = objective.choose(candidates, self._memory, measure, state_bits)
         if choice.interval is not None and metric is not None and isinstance(objective, LossBudget):
             scale = metric.scale
@@ -528,8 +538,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         """Curvatures from perturbing groups of weights, measured once a run; none if no group raises the loss."""
         if not self._group_curvatures and loss_increase is not None:
             self._group_curvatures = probe(weights, loss_increase)
-            if self._memory.num_terms is None:
-                self._memory.num_terms = 1.0
+            self._memory.set_terms(1.0)
         return curvatures_from_probe(weights, self._group_curvatures) if self._group_curvatures else {}
 
     @contextmanager
@@ -551,7 +560,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             yield None, None
             return
         evaluator = TrialEvaluator(state, self._evaluate) if evaluator is None else evaluator
-        trials = MAX_TRIALS if self._memory.log_step is None else 1
+        trials = MAX_TRIALS + 1 if self._memory.log_step is None else 1
         with evaluator, Task(f"{self.id}: measuring the loss", self._calibration.num_checks + trials) as task:
             metric = DegradationMetric(evaluator.evaluate, higher_is_better=self._higher_is_better, task=task)
             allowed = self._objective.relative_budget if isinstance(self._objective, LossBudget) else None

@@ -45,6 +45,9 @@ PROBED_EXPONENT = 1 / 2
 """The same where curvature was probed: such checkpoints are mostly keyframes, and a step costs by its logarithm."""
 MAX_STEP_STD = 2.0
 """The largest mean step of a row, in standard deviations of its tensor: above, little but signs remains."""
+MAX_STEP_RATIO = 8.0
+"""The largest mean step of a row, relative to the step size that is asked for. A bias before a batch normalization has
+no gradient in training, and changes the outputs in evaluation: its steps must shrink with those of others."""
 FEEDBACK_MAX_STEP_STD = 6.0
 """The same where errors are fed back: the sum over many weights then says what each of them no longer does."""
 SENSITIVE_STEP = 0.25
@@ -186,6 +189,14 @@ class QuantizedWeights:
     left_out: tuple[str, ...] = ()
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict, repr=False)
 
+    def mirrored_values(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Values with the opposite errors: as far from the weights on the other side.
+
+        Args:
+            weights: that were quantized, by local name.
+        """
+        return {name: (2 * weights[name].double() - x.double()).to(x.dtype) for name, x in self.values.items()}
+
     @property
     def values(self) -> dict[str, Tensor]:
         """The decoded points, in the weights' dtypes and on their devices; computed by every access."""
@@ -272,10 +283,7 @@ class StepCandidates:
         self.curvatures = dict(curvatures)
         if self.no_curvature:
             self.curvatures = {name: self._assumed_curvature(name, weight) for name, weight in self.weights.items()}
-        self._max_steps = {
-            name: (FEEDBACK_MAX_STEP_STD if name in self._factors else MAX_STEP_STD) * scales[name] * self._std(name)
-            for name in self.weights
-        }
+        self._scaled_std = {name: scales[name] * self._std(name) for name in self.weights}
 
     def curvature_term(self, log_step: int) -> float:
         """The rise, for a single loss term, that errors uniform in each cell would cause at this step size."""
@@ -400,8 +408,15 @@ class StepCandidates:
         """The lattice at a step size. Inherited steps are not capped again: a slightly new std would change them."""
         is_inherited = name in self._inherited and self._parent_log_step is not None
         is_uncapped = is_inherited and log_step <= (self._parent_log_step or 0)
-        lattice = rescale(self.unit_lattices[name], log_step, math.inf if is_uncapped else self._max_steps[name])
+        lattice = rescale(
+            self.unit_lattices[name], log_step, math.inf if is_uncapped else self._max_step(name, log_step)
+        )
         return self._stochastic[name].keep_steps(lattice) if name in self._stochastic else lattice
+
+    def _max_step(self, name: str, log_step: int) -> float:
+        """The largest mean step of a row of a weight."""
+        largest = FEEDBACK_MAX_STEP_STD if name in self._factors else MAX_STEP_STD
+        return min(largest, MAX_STEP_RATIO * from_log_step(log_step)) * self._scaled_std[name]
 
     def _sample_codes(self, name: str, lattice: Lattice) -> Tensor:
         """Differences between codes and the parent's values on the same lattice, in a sample of the rows."""

@@ -1,0 +1,236 @@
+"""What a run learns about its loss: the factor of the predicted rise, and how far it can be trusted."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from shrinkpoint.schemes.evaluate import Degradation
+from shrinkpoint.schemes.fisher.steps import MAX_HYSTERESIS, QuantizedWeights
+from shrinkpoint.tensors.info import JSON
+
+UNKNOWN_ERROR = 1.0
+"""The deviation of ln N where no pair was measured: of what a framework counted, or one rise taught."""
+MAX_TERMS_ERROR = 0.5
+"""The deviation of ln N from which a pair of opposite errors is measured, which costs one evaluation."""
+_SINGLE_ERROR = 0.7
+"""The deviation of ln (rise / predicted) of single rises, which the slope of the loss is part of."""
+_PAIR_ERROR = 0.3
+"""The same of pairs, which have no slope."""
+_MIN_EXCESS = 1 / 64
+"""By how much hysteresis exceeds rounding to the nearest, in steps, where it begins to grow again."""
+_DRIFT = 0.15
+"""By how much ln N may change from one save to the next."""
+_NORMAL_QUANTILE = 1.645
+_CLEAR = 2.0
+"""Standard errors above which a rise is not chance."""
+_HELD_ERROR = 1.0
+"""The deviation of rise / predicted that is assumed of weights with hysteresis, worth `_HELD_WEIGHT` measurements."""
+_HELD_WEIGHT = 2.0
+_HELD_DECAY = 0.8
+"""The weight of what earlier saves have shown, relative to that of the next one."""
+
+
+@dataclass
+class HeldRatios:
+    """The rise of weights with hysteresis, as a multiple of the predicted one: its weighted mean and variance.
+
+    Such a checkpoint is an average over time. Its rise is often negative, so that its logarithm cannot be learned.
+    """
+
+    weight: float = 0.0
+    mean: float = 1.0
+    scatter: float = 0.0
+
+    def add(self, ratio: float) -> None:
+        """Take a measured ratio into account."""
+        before = self.weight * _HELD_DECAY
+        self.weight = before + 1.0
+        change = ratio - self.mean
+        self.mean += change / self.weight
+        self.scatter = self.scatter * _HELD_DECAY + change * change * before / self.weight
+
+    @property
+    def deviation(self) -> float:
+        """The deviation of the next ratio from the mean."""
+        variance = (self.scatter + _HELD_WEIGHT * _HELD_ERROR**2) / (self.weight + _HELD_WEIGHT)
+        return math.sqrt(variance * (1 + 1 / (self.weight + _HELD_WEIGHT)))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the next measurement of a rise will show.
+
+    Attributes:
+        rise: in the loss's unit.
+        interval: in which it lies in nine of ten cases, as far as is known.
+    """
+
+    rise: float
+    interval: tuple[float, float]
+
+
+@dataclass
+class RunMemory:
+    """What is learned during a run and recorded in every manifest.
+
+    Attributes:
+        log_step: the step size of the parent checkpoint, in eighths of an octave; None if there is none.
+        num_terms: N of the predicted rise; None if unknown.
+        terms_error: the standard deviation of ln N.
+        max_hysteresis: up to which a save begins, in steps: less after one whose rise was too large.
+        held: what weights with hysteresis have cost.
+        noise: the standard error of the last measured rise.
+    """
+
+    log_step: int | None = None
+    num_terms: float | None = None
+    terms_error: float = UNKNOWN_ERROR
+    max_hysteresis: float = MAX_HYSTERESIS
+    held: HeldRatios = field(default_factory=HeldRatios)
+    noise: float = 0.0
+
+    @property
+    def needs_pair(self) -> bool:
+        """Whether N is so uncertain that a pair of opposite errors is worth an evaluation."""
+        return self.num_terms is None or self.terms_error > MAX_TERMS_ERROR
+
+    def begin_save(self) -> None:
+        """Trust N a little less: the curvature of the loss changes during training."""
+        self.terms_error = min(math.hypot(self.terms_error, _DRIFT), UNKNOWN_ERROR)
+
+    def set_terms(self, num_terms: float) -> None:
+        """Take an N that was measured by other means than those of this class, unless one is known."""
+        if self.num_terms is None:
+            self.num_terms, self.terms_error = num_terms, _PAIR_ERROR
+
+    def predict(self, weights: QuantizedWeights) -> Prediction | None:
+        """The rise that these weights will cause; None if N is unknown."""
+        if self.num_terms is None:
+            return None
+        level, noise = self.num_terms * weights.curvature_term, _NORMAL_QUANTILE * self.noise
+        if weights.hysteresis > 0.5:
+            spread = math.hypot(_NORMAL_QUANTILE * self.held.deviation * level, noise)
+            rise = self.held.mean * level
+            return Prediction(rise, (rise - spread, rise + spread))
+        factor = math.exp(_NORMAL_QUANTILE * math.hypot(self.terms_error, _SINGLE_ERROR))
+        return Prediction(level, (level / factor - noise, level * factor + noise))
+
+    def update(self, weights: QuantizedWeights, change: Degradation, min_rise: float) -> None:
+        """Learn from a measured rise.
+
+        Of weights that are rounded to the nearest, N is learned by at most a factor of 2, since a single rise is noisy.
+        The first time, the rise counts as at least `min_rise`, so that steps do not become too large at once. Of
+        weights with hysteresis it is not: such a checkpoint often has a lower loss than the newest weights, and other
+        steps lose that.
+
+        Args:
+            change: of the loss, measured with `weights`.
+            min_rise: in the same unit.
+        """
+        rise, term = change.rise, weights.curvature_term
+        self.noise = standard_error(change.differences)
+        if term <= 0 or not math.isfinite(rise):
+            return
+        if weights.hysteresis > 0.5:
+            if self.num_terms is not None:
+                self.held.add(rise / (self.num_terms * term))
+        elif self.num_terms is None:
+            self.num_terms = max(rise, min_rise) / term
+        else:
+            predicted = self.num_terms * term
+            if rise > 0 and abs(rise - predicted) > _CLEAR * self.noise:
+                self._doubt(rise / predicted, _SINGLE_ERROR)
+            ratio = min(max(rise / predicted, 0.5), 2.0)
+            self._learn(ratio, math.hypot(_SINGLE_ERROR, self.noise / predicted))
+
+    def update_from_pair(
+        self, weights: QuantizedWeights, change: Degradation, opposite: Degradation, min_rise: float
+    ) -> None:
+        """Learn N from the rises of two errors of opposite signs, whose mean has no part from the slope of the loss.
+
+        Where that mean is not clearly positive, N becomes at most what is just compatible with it.
+        """
+        rise, term = (change.rise + opposite.rise) / 2, weights.curvature_term
+        if term <= 0 or not math.isfinite(rise):
+            return
+        noise = 0.0
+        if change.differences is not None and opposite.differences is not None:
+            noise = standard_error((change.differences + opposite.differences) / 2)
+        if rise <= _CLEAR * noise:
+            highest = max(rise + _CLEAR * noise, min_rise) / term
+            self.num_terms = highest if self.num_terms is None else min(self.num_terms, highest)
+            self.terms_error = min(self.terms_error, _PAIR_ERROR)  # another pair would soon say no more
+            return
+        error = math.hypot(_PAIR_ERROR, noise / rise)
+        if self.num_terms is None:
+            self.num_terms, self.terms_error = rise / term, error
+        else:
+            self._doubt(rise / (self.num_terms * term), error)
+            self._learn(rise / (self.num_terms * term), error)
+
+    def _doubt(self, ratio: float, error: float) -> None:
+        """Trust N less where a measured ratio is further from 1 than both errors explain: training has changed."""
+        excess = math.log(ratio) ** 2 - error**2
+        if excess > self.terms_error**2:
+            self.terms_error = min(math.sqrt(excess), UNKNOWN_ERROR)
+
+    def _learn(self, ratio: float, error: float) -> None:
+        """Multiply N by a measured ratio, as far as that is more certain than N: a Kalman filter of ln N."""
+        assert self.num_terms is not None
+        share = self.terms_error**2 / (self.terms_error**2 + error**2)
+        self.num_terms *= ratio**share
+        self.terms_error *= math.sqrt(1 - share)
+
+    def adapt_hysteresis(self, weights: QuantizedWeights, share: float, target: float) -> None:
+        """Let the next save begin with less hysteresis if this one was too much of it, and with more if all is well.
+
+        Args:
+            share: the rise of the loss that was measured with `weights`, as a share of what is allowed.
+            target: the share below which all is well.
+        """
+        excess = weights.hysteresis - 0.5
+        if not share <= 1:  # nan is too much
+            self.max_hysteresis = 0.5 + excess / 2
+        elif share < target:
+            self.max_hysteresis = min(MAX_HYSTERESIS, 0.5 + max(2 * (self.max_hysteresis - 0.5), _MIN_EXCESS))
+
+    def to_json(self) -> dict[str, JSON]:
+        """The entries of a manifest from which `from_json` continues."""
+        held = self.held
+        return {
+            "terms": self.num_terms,
+            "terms_error": self.terms_error,
+            "size": self.log_step,
+            "held": [held.weight, held.mean, held.scatter],
+        }
+
+    @classmethod
+    def from_json(cls, loss: dict[str, JSON], num_terms: float | None) -> RunMemory:
+        """The memory that a manifest records, in which any entry may be missing or of no use.
+
+        Args:
+            num_terms: N where none is recorded.
+        """
+        memory = cls(num_terms=num_terms)
+        log_step, terms, error, held = (loss.get(key) for key in ("size", "terms", "terms_error", "held"))
+        if type(log_step) is int and abs(log_step) < 1 << 10:
+            memory.log_step = log_step
+        if isinstance(terms, float) and 0 < terms < math.inf:
+            memory.num_terms = terms
+            if isinstance(error, float) and 0 < error <= UNKNOWN_ERROR:
+                memory.terms_error = error
+        if isinstance(held, list) and len(held) == 3 and all(isinstance(x, float) and math.isfinite(x) for x in held):
+            weight, mean, scatter = (float(x) for x in held if isinstance(x, float))
+            if weight >= 0 and scatter >= 0:
+                memory.held = HeldRatios(weight, mean, scatter)
+        return memory
+
+
+def standard_error(differences: Tensor | None) -> float:
+    """Of the mean of differences of examples; 0 if there are none, so that nothing is known of it."""
+    if differences is None or differences.numel() < 2:
+        return 0.0
+    return float(differences.std()) / math.sqrt(differences.numel())
