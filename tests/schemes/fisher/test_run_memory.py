@@ -58,6 +58,16 @@ def test_a_pair_tells_the_number_of_terms_whatever_the_slope(slope, before):
     assert not learned.needs_pair
 
 
+def test_an_interval_is_as_wide_as_the_slope_and_the_noise_of_a_pair_ask_for():
+    widths = []
+    for slope, deviation in ((0.0, 0.0), (0.4, 0.0), (0.0, 8.0)):
+        learned = RunMemory()
+        learned.update_from_pair(weights(), examples(0.2 + slope, deviation, 0), examples(0.2 - slope, 0.0, 1), 1e-4)
+        low, high = learned.predict(weights()).interval
+        widths.append(high - low)
+    assert widths[1] > widths[0] + 2 * 0.4 and widths[2] > widths[0] + 2 * 0.4
+
+
 def test_a_pair_that_is_lost_in_noise_bounds_the_number_of_terms():
     learned = RunMemory(num_terms=1e6)
     learned.update_from_pair(weights(), examples(0.01, 1.0, 0), examples(-0.01, 1.0, 1), 1e-4)
@@ -103,7 +113,7 @@ def test_intervals_cover_what_is_drawn_from_what_they_assume():
 
 
 def test_what_a_manifest_records_is_read_again():
-    learned = RunMemory(log_step=-3, num_terms=250.0, terms_error=0.25, held=HeldRatios(2.5, -0.5, 0.75))
+    learned = RunMemory(log_step=-3, num_terms=250.0, terms_error=0.25, held=HeldRatios(2.5, -0.5, 0.75), slope=0.5)
     assert RunMemory.from_json(json.loads(json.dumps(learned.to_json())), 7.0) == learned
     assert RunMemory.from_json({"size": 3, "terms": 5.0}, None) == RunMemory(3, 5.0)  # of an earlier release
 

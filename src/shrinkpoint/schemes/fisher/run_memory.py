@@ -83,6 +83,7 @@ class RunMemory:
         max_hysteresis: up to which a save begins, in steps: less after one whose rise was too large.
         held: what weights with hysteresis have cost.
         noise: the standard error of the last measured rise.
+        slope: what the slope of the loss added to a rise, in roots of the curvature term; 0 if unknown.
     """
 
     log_step: int | None = None
@@ -91,6 +92,7 @@ class RunMemory:
     max_hysteresis: float = MAX_HYSTERESIS
     held: HeldRatios = field(default_factory=HeldRatios)
     noise: float = 0.0
+    slope: float = 0.0
 
     @property
     def needs_pair(self) -> bool:
@@ -110,7 +112,8 @@ class RunMemory:
         """The rise that these weights will cause; None if N is unknown."""
         if self.num_terms is None:
             return None
-        level, noise = self.num_terms * weights.curvature_term, _NORMAL_QUANTILE * self.noise
+        level = self.num_terms * weights.curvature_term
+        noise = _NORMAL_QUANTILE * math.hypot(self.noise, self.slope * math.sqrt(max(weights.curvature_term, 0.0)))
         if weights.hysteresis > 0.5:
             spread = math.hypot(_NORMAL_QUANTILE * self.held.deviation * level, noise)
             rise = self.held.mean * level
@@ -156,7 +159,8 @@ class RunMemory:
         rise, term = (change.rise + opposite.rise) / 2, weights.curvature_term
         if term <= 0 or not math.isfinite(rise):
             return
-        noise = 0.0
+        self.noise, noise = standard_error(change.differences), 0.0
+        self.slope = abs(change.rise - opposite.rise) / 2 / math.sqrt(term)
         if change.differences is not None and opposite.differences is not None:
             noise = standard_error((change.differences + opposite.differences) / 2)
         if rise <= _CLEAR * noise:
@@ -205,6 +209,7 @@ class RunMemory:
             "terms_error": self.terms_error,
             "size": self.log_step,
             "held": [held.weight, held.mean, held.scatter],
+            "slope_scale": self.slope,
         }
 
     @classmethod
@@ -222,6 +227,8 @@ class RunMemory:
             memory.num_terms = terms
             if isinstance(error, float) and 0 < error <= UNKNOWN_ERROR:
                 memory.terms_error = error
+        if isinstance(slope := loss.get("slope_scale"), float) and 0 <= slope < math.inf:
+            memory.slope = slope
         if isinstance(held, list) and len(held) == 3 and all(isinstance(x, float) and math.isfinite(x) for x in held):
             weight, mean, scatter = (float(x) for x in held if isinstance(x, float))
             if weight >= 0 and scatter >= 0:
