@@ -7,6 +7,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shrinkpoint.schemes.evaluate import Degradation
 from shrinkpoint.schemes.fisher.run_memory import MAX_TERMS_ERROR, UNKNOWN_ERROR, HeldRatios, RunMemory
@@ -110,6 +112,37 @@ def test_intervals_cover_what_is_drawn_from_what_they_assume():
         low, high = RunMemory(num_terms=100.0, terms_error=0.3).predict(weights()).interval
         covered += low <= rise <= high
     assert 0.85 <= covered / 300 <= 0.98
+
+
+EXTREME = [5e-324, 1e-200, 1e-9, 1.0, 1e200, 1.7e308]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([0.0, -1.0, *EXTREME, *(-x for x in EXTREME), math.nan, math.inf]),
+            st.sampled_from([0.0, -1.0, *EXTREME]),
+            st.sampled_from(EXTREME),
+            st.sampled_from([0.5, 0.6]),
+            st.booleans(),
+        ),
+        max_size=6,
+    ),
+    st.sampled_from([None, *EXTREME]),
+)
+def test_whatever_is_measured_what_is_known_stays_a_number(measured, num_terms):
+    learned = RunMemory(num_terms=num_terms)
+    for rise, opposite, term, hysteresis, is_pair in measured:
+        line = weights(term, hysteresis)
+        if is_pair:
+            learned.update_from_pair(line, Degradation(rise), Degradation(opposite), 1e-6)
+        else:
+            learned.update(line, Degradation(rise), 1e-6)
+        learned.begin_save()
+        learned.predict(line)
+        assert learned.num_terms is None or 0 < learned.num_terms < math.inf
+        assert 0 < learned.terms_error <= UNKNOWN_ERROR
+        json.dumps(learned.to_json(), allow_nan=False)
 
 
 def test_what_a_manifest_records_is_read_again():

@@ -372,5 +372,6 @@ def _trial_json(weights: QuantizedWeights, memory: RunMemory, rise: float | None
         "rise": finite_or_text(rise),
     }
     if (prediction := memory.predict(weights)) is not None:
-        record |= {"predicted": prediction.rise, "interval": [*prediction.interval]}
+        interval: list[JSON] = [finite_or_text(end) for end in prediction.interval]
+        record |= {"predicted": finite_or_text(prediction.rise), "interval": interval}
     return record

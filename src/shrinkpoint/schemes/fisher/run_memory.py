@@ -29,6 +29,8 @@ _CLEAR = 2.0
 _HELD_ERROR = 1.0
 """The deviation of rise / predicted that is assumed of weights with hysteresis, worth `_HELD_WEIGHT` measurements."""
 _HELD_WEIGHT = 2.0
+_MAX_RATIO = 1e4
+"""Ratios of measured and predicted rises beyond it say no more: training has diverged, or the prediction is none."""
 _HELD_DECAY = 0.8
 """The weight of what earlier saves have shown, relative to that of the next one."""
 
@@ -46,6 +48,7 @@ class HeldRatios:
 
     def add(self, ratio: float) -> None:
         """Take a measured ratio into account."""
+        ratio = min(max(ratio, -_MAX_RATIO), _MAX_RATIO)
         before = self.weight * _HELD_DECAY
         self.weight = before + 1.0
         change = ratio - self.mean
@@ -137,13 +140,15 @@ class RunMemory:
         self.noise = standard_error(change.differences)
         if term <= 0 or not math.isfinite(rise):
             return
-        if weights.hysteresis > 0.5:
-            if self.num_terms is not None:
-                self.held.add(rise / (self.num_terms * term))
-        elif self.num_terms is None:
-            self.num_terms = max(rise, min_rise) / term
+        predicted = None if self.num_terms is None else self.num_terms * term
+        if predicted is None:
+            if weights.hysteresis <= 0.5:
+                self._set(max(rise, min_rise) / term, UNKNOWN_ERROR)
+        elif not 0 < predicted < math.inf:
+            return
+        elif weights.hysteresis > 0.5:
+            self.held.add(rise / predicted)
         else:
-            predicted = self.num_terms * term
             if rise > 0 and abs(rise - predicted) > _CLEAR * self.noise:
                 self._doubt(rise / predicted, _SINGLE_ERROR)
             ratio = min(max(rise / predicted, 0.5), 2.0)
@@ -160,24 +165,32 @@ class RunMemory:
         if term <= 0 or not math.isfinite(rise):
             return
         self.noise, noise = standard_error(change.differences), 0.0
-        self.slope = abs(change.rise - opposite.rise) / 2 / math.sqrt(term)
+        slope = abs(change.rise - opposite.rise) / 2 / math.sqrt(term)
+        self.slope = slope if math.isfinite(slope) else 0.0
         if change.differences is not None and opposite.differences is not None:
             noise = standard_error((change.differences + opposite.differences) / 2)
         if rise <= _CLEAR * noise:
             highest = max(rise + _CLEAR * noise, min_rise) / term
-            self.num_terms = highest if self.num_terms is None else min(self.num_terms, highest)
-            self.terms_error = min(self.terms_error, _PAIR_ERROR)  # another pair would soon say no more
+            highest = highest if self.num_terms is None else min(self.num_terms, highest)
+            self._set(highest, min(self.terms_error, _PAIR_ERROR))  # another pair would soon say no more
             return
         error = math.hypot(_PAIR_ERROR, noise / rise)
-        if self.num_terms is None:
-            self.num_terms, self.terms_error = rise / term, error
+        predicted = None if self.num_terms is None else self.num_terms * term
+        if predicted is None or not 0 < predicted < math.inf:
+            self._set(rise / term, error)
         else:
-            self._doubt(rise / (self.num_terms * term), error)
-            self._learn(rise / (self.num_terms * term), error)
+            ratio = min(max(rise / predicted, 1 / _MAX_RATIO), _MAX_RATIO)
+            self._doubt(ratio, error)
+            self._learn(ratio, error)
+
+    def _set(self, num_terms: float, error: float) -> None:
+        """Take an N that is a number; others, which rounding makes of extreme rises, say nothing."""
+        if 0 < num_terms < math.inf:
+            self.num_terms, self.terms_error = num_terms, min(error, UNKNOWN_ERROR)
 
     def _doubt(self, ratio: float, error: float) -> None:
         """Trust N less where a measured ratio is further from 1 than both errors explain: training has changed."""
-        excess = math.log(ratio) ** 2 - error**2
+        excess = math.log(min(max(ratio, 1 / _MAX_RATIO), _MAX_RATIO)) ** 2 - error**2
         if excess > self.terms_error**2:
             self.terms_error = min(math.sqrt(excess), UNKNOWN_ERROR)
 
@@ -185,7 +198,7 @@ class RunMemory:
         """Multiply N by a measured ratio, as far as that is more certain than N: a Kalman filter of ln N."""
         assert self.num_terms is not None
         share = self.terms_error**2 / (self.terms_error**2 + error**2)
-        self.num_terms *= ratio**share
+        self._set(self.num_terms * ratio**share, self.terms_error)
         self.terms_error *= math.sqrt(1 - share)
 
     def adapt_hysteresis(self, weights: QuantizedWeights, share: float, target: float) -> None:
