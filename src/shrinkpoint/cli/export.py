@@ -103,14 +103,13 @@ def command(
     if max_shard_size is not None or config is not None:
         found, do = "--max-shard-size or --config", "add --hf, or leave them out"
         raise PolicyError("export", found=found, expected="them with --hf", do=do)
-    form = None if scheme is not None else to or _form_from_suffix(out)
     if not is_object_url(out) and out.exists() and not force:
         raise PolicyError(str(out), found="a file that exists", expected="a new name", do="add --force to replace it")
-    if form is None:
+    if scheme is not None:
         from shrinkpoint.schemes.registry import make_scheme
 
         made = make_scheme(
-            scheme or "",
+            scheme,
             evaluate=None if evaluate is None else import_function(evaluate, "evaluate"),
             threshold=parse_share(threshold),
             higher_is_better=higher,
@@ -118,6 +117,7 @@ def command(
         )
         _export_compressed(location, out, made, only or (), force, json)
         return
+    form = to or _form_from_suffix(out)
     from shrinkpoint.convert.export import write_state
     from shrinkpoint.store.checkpoint_file import build_state
 
