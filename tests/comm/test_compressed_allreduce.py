@@ -96,10 +96,6 @@ RANKS = """
             anew, fresh = [hops.average_(drawn(500, seed=rank), group, "b") for hops in (first,
             CompressedAllReduce(spec, name="g"))]
             reports["anew " + spec] = digest(anew) == digest(fresh)
-            for _ in range(4):
-                first.average_(drawn(500, seed=rank), group, "b")
-                first.step()
-            reports["kept " + spec] = list(first.state_dict()["first"])
         reports["foreign"] = caught(lambda: CompressedAllReduce("q4", name="g").load_state_dict({"hops": 1}))
 
         # other groups
@@ -166,9 +162,8 @@ def test_a_restored_state_continues_as_the_saved_one(reports, spec):
 
 
 @pytest.mark.parametrize("spec", ["ef(q2:64:dither)", "ef21(q2:64)"])
-def test_another_layout_begins_anew_and_the_old_one_is_forgotten(reports, spec):
+def test_another_layout_begins_anew(reports, spec):
     assert all(report[f"anew {spec}"] for report in reports)
-    assert all(report[f"kept {spec}"] == ["b"] for report in reports)
 
 
 def test_groups_may_be_any_and_one_rank_alone_sends_nothing(reports):

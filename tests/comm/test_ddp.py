@@ -6,30 +6,35 @@ import pytest
 import torch
 from helpers.processes import ranks
 
+from shrinkpoint.comm.background_allreduce import MAX_IN_FLIGHT
 from shrinkpoint.comm.ddp import compress_ddp
 from shrinkpoint.errors import PolicyError
 
+SAVED = ("q4:64", "q2:32:dither", "top10", "ef(q2:32)", "ef21(q2:32)")
+
 START = '''
-    import contextlib, math
+    import contextlib, copy, math
     import torch
     import torch.distributed as dist
+    from torch import nn
     from torch.nn.functional import cross_entropy, mse_loss
     from torch.nn.parallel import DistributedDataParallel as DDP
     from helpers.replica_search import Net, batch, caught, digest, drawn, images, join, leave, plain_net
     from shrinkpoint.comm.ddp import compress_ddp
 
 
-    def trained(how, rank, steps, *, begin=0, state=None, group=None, same=False, **arguments):
+    def trained(how, rank, steps, *, begin=0, state=None, group=None, **arguments):
         """A model that was trained, what compressed it, and the optimizer.
 
-        Args:
-            same: DDP orders gradients anew after the first step, but not where some may be missing.
+        DDP orders its buckets anew after the first step; segments are many, small, and go across parameters.
         """
-        model = DDP(plain_net(), process_group=group, bucket_cap_mb=0.005, find_unused_parameters=same)
+        arguments = {"segment_numel": 200} | arguments
+        model = DDP(plain_net(), process_group=group, bucket_cap_mb=0.005)
         optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
         replicas = how and compress_ddp(model, how, **arguments)
         if state:
-            model.load_state_dict(state[0]), optimizer.load_state_dict(state[1]), replicas.load_state_dict(state[2])
+            model.load_state_dict(state[0]), optimizer.load_state_dict(state[1])
+            state[2] and replicas.load_state_dict(state[2])
         losses = []
         for step in range(begin, begin + steps):
             x, y = batch(step, rank)
@@ -51,7 +56,7 @@ LONG = """
         for how in (None, "q4:64", "ef(q3:32:dither)"):
             model = DDP(Net().to(memory_format=torch.channels_last), bucket_cap_mb=0.02, find_unused_parameters=True,
                         gradient_as_bucket_view=how != "q4:64")
-            replicas = how and compress_ddp(model, how)
+            replicas = how and compress_ddp(model, how, segment_numel=700)
             optimizer, losses = torch.optim.Adam(model.parameters(), lr=2e-3), []
             for step in range(100):
                 optimizer.zero_grad()
@@ -64,7 +69,7 @@ LONG = """
                 losses.append(float(loss))
                 optimizer.step()
             reports[str(how)] = [bits(model), sum(losses[-20:]) / 20, losses[0], model.module.never.weight.grad is None]
-        reports["buckets"] = len(replicas.state_dict()["hops"]["first"])
+        reports["segments"] = len(replicas.state_dict()["hops"]["first"])
 
         ends = dist.new_group([0, 2])
         if rank != 1:
@@ -112,16 +117,19 @@ SHORT = """
         reports["raised"] = caught(overflown)
 
         # a state
-        for how in ("ef(q2:32)", "ef21(q2:32)"):
-            model, replicas, optimizer, _ = trained(how, rank, 6, same=True)
-            state = [model.state_dict(), optimizer.state_dict(), replicas.state_dict()]
-            reports[how] = bits(trained(how, rank, 6, begin=6, same=True, state=state)[0])
-            reports["whole " + how] = bits(trained(how, rank, 12, same=True)[0])
+        for how in ("q4:64", "q2:32:dither", "top10", "ef(q2:32)", "ef21(q2:32)"):
+            model, replicas, optimizer, _ = trained(how, rank, 6)
+            state = copy.deepcopy([model.state_dict(), optimizer.state_dict(), replicas.state_dict()])
+            stateless = copy.deepcopy(state)  # an optimizer goes on in the tensors that it is given
+            reports[how] = bits(trained(how, rank, 6, begin=6, state=state)[0])
+            reports["whole " + how] = bits(trained(how, rank, 12)[0])
+            if how == "q4:64":  # what has no state needs none
+                reports["stateless"] = bits(trained(how, rank, 6, begin=6, state=[*stateless[:2], None])[0])
         _, replicas, _, _ = trained("q4", rank, 1)
         reports["foreign"] = caught(lambda: replicas.load_state_dict(state[2]))
-        _, ahead, _, _ = trained("ef21(q2:32)", rank, 1, same=True)
-        one_more = trained("ef21(q2:32)", rank, 2, same=True)[1].state_dict()
-        model, replicas, optimizer, _ = trained("ef21(q2:32)", rank, 2, same=True)
+        _, ahead, _, _ = trained("ef21(q2:32)", rank, 1)
+        one_more = trained("ef21(q2:32)", rank, 2)[1].state_dict()
+        model, replicas, optimizer, _ = trained("ef21(q2:32)", rank, 2)
         replicas.load_state_dict(one_more if rank == 0 else ahead.state_dict())
         reports["apart"] = caught(lambda: mse_loss(model(x), y).backward())
 
@@ -131,6 +139,25 @@ SHORT = """
         reports["refused"] = [caught(lambda: compress_ddp(taken, "q4"))]
         reports["refused"] += [caught(lambda: compress_ddp(DDP(plain_net()), how)) for how in ("same", "aq(q2)", "no")]
         reports["refused"] += [caught(lambda: compress_ddp(DDP(plain_net()), nonfinite="skip"))]
+
+        # another collective of the same group in the middle of the backward pass, and buckets that torch makes anew
+        class Sum(torch.autograd.Function):
+            def forward(context, x):
+                return x.clone()
+
+            def backward(context, gradient):
+                total = gradient.clone()
+                dist.all_reduce(total)
+                return gradient
+
+        net = plain_net()
+        model = DDP(nn.Sequential(net[:2], net[2:]), bucket_cap_mb=0.005)
+        model.module[0].register_forward_hook(lambda module, x, y: Sum.apply(y))
+        compress_ddp(model, "q4:64", segment_numel=200)
+        for step in range(6):
+            x, y = batch(step, rank)
+            mse_loss(model(x), y).backward()
+        reports["beside"] = digest(*(p.grad for p in model.parameters()))
 
         # ranks whose data ends sooner
         model = DDP(plain_net(), bucket_cap_mb=0.005)
@@ -160,7 +187,7 @@ def short(tmp_path_factory):
 def test_replicas_are_equal_to_the_last_bit_after_100_steps(long, spec):
     assert all(report[spec][0] == long[0][spec][0] for report in long)
     assert all(report[spec][3] for report in long)
-    assert long[0]["buckets"] > 2
+    assert long[0]["segments"] > 2 * MAX_IN_FLIGHT
 
 
 @pytest.mark.parametrize("spec", ["q4:64", "ef(q3:32:dither)"])
@@ -188,9 +215,10 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks_or_is_an_erro
     assert all(report["raised"][0] == "PolicyError" for report in short)
 
 
-@pytest.mark.parametrize("spec", ["ef(q2:32)", "ef21(q2:32)"])
+@pytest.mark.parametrize("spec", SAVED)
 def test_restored_replicas_continue_as_the_uninterrupted_ones(short, spec):
     assert all(report[spec] == report[f"whole {spec}"] == short[0][spec] for report in short)
+    assert all(report["stateless"] == report["q4:64"] for report in short)
 
 
 def test_a_state_of_another_set_up_or_of_another_step_is_an_error(short):
@@ -205,6 +233,10 @@ def test_what_cannot_be_compressed_is_refused(short):
 
 def test_ranks_whose_data_ends_sooner_do_not_hold_up_the_others(short):
     assert short[0]["joined"] == short[1]["joined"]
+
+
+def test_another_collective_in_the_middle_of_a_backward_pass_is_not_disturbed(short):
+    assert short[0]["beside"] == short[1]["beside"]
 
 
 def test_groups_may_be_any_and_one_rank_alone_sends_nothing(long):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,13 +27,17 @@ SAMPLE_INTERVAL = 16
 """The relative error is measured on one of this number of messages."""
 MESSAGE_ALIGN = 16
 """Messages start at multiples of this number of bytes, so that compressors may view them as wider values."""
-_MAX_IDLE_STEPS = 2
-"""Steps without a message after which the memory of a layout is dropped."""
 _MIN_DIRECT_BYTES = 1 << 17
 """Bytes of a message from which point-to-point messages beat gloo's own all-to-all of more than two ranks."""
 _TAG = 0x7370
 """The tag of point-to-point messages, which tells them from others in the same group."""
 all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def share_numel(numel: int, world_size: int) -> int:
+    """The number of values of a tensor that each rank sums up, with zeros appended to the tensor if need be."""
+    share = -(-numel // world_size)
+    return share + -share % SHARE_MULTIPLE
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -102,10 +107,10 @@ def check_replica_options(
 
 
 class _LayoutState:
-    """The feedback states of one layout at this rank, the number of collectives, and of steps since the last one."""
+    """The feedback states of one layout at this rank, and the number of collectives."""
 
     def __init__(self, feedback: ErrorFeedback, count: int = 0) -> None:
-        self.feedback, self.count, self.idle = feedback, count, 0
+        self.feedback, self.count = feedback, count
         self.sender, self.receiver = feedback.new_state(), feedback.new_state()
 
     def state_dict(self) -> dict[str, Any]:
@@ -116,7 +121,6 @@ class _LayoutState:
         if feedback == self.feedback:
             return self
         new = _LayoutState(feedback, self.count)
-        new.idle = self.idle
         if type(feedback) is type(self.feedback):
             new.sender.load_state_dict(self.sender.state_dict())
             new.receiver.load_state_dict(self.receiver.state_dict())
@@ -139,13 +143,6 @@ class CompressedCollective:
         self.feedback = feedback
         self._layouts = {layout: state.switched(feedback) for layout, state in self._layouts.items()}
 
-    def step(self) -> None:
-        """End a step: drop layouts that are no longer used."""
-        for state in self._layouts.values():
-            state.idle += 1
-        used = {layout: state for layout, state in self._layouts.items() if state.idle <= _MAX_IDLE_STEPS}
-        self._layouts = used
-
     def state_dict(self) -> dict[str, Any]:
         """The feedback state of this rank, by layout."""
         return {layout: state.state_dict() for layout, state in self._layouts.items()}
@@ -166,7 +163,7 @@ class CompressedCollective:
         if layout not in self._layouts:
             self._layouts[layout] = _LayoutState(self.feedback)
         state = self._layouts[layout]
-        state.count, state.idle = state.count + 1, 0
+        state.count += 1
         return state
 
     def _message_info(self, layout: str, count: int, source: int, target: int, slot: int) -> MessageInfo:
@@ -189,11 +186,27 @@ class CompressedCollective:
             self.stats.add_nonfinite(tensor.isfinite().logical_not_().sum())
         return wire
 
+    def message_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """The size in bytes of the padded message of a 1-d tensor, which a receiver needs beforehand."""
+        size = self.feedback.new_state().wire_bytes((numel,), dtype, MessageInfo())
+        return size + -size % MESSAGE_ALIGN
+
     def _unpack(self, wire: Tensor, out: Tensor, state: _LayoutState, info: MessageInfo) -> Tensor:
         with self.stats.timing("decode", out.device):
             size = state.receiver.wire_bytes(out.shape, out.dtype, info)
             state.receiver.unpack(wire[:size], out, info)
         return out
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """The messages of one rank to all others in a reduce-scatter; None for itself."""
+
+    messages: list[Tensor | None]
+    own_row: Tensor
+    layout: str
+    state: _LayoutState
+    count: int
 
 
 class CompressedReduceScatter(CompressedCollective):
@@ -208,29 +221,53 @@ class CompressedReduceScatter(CompressedCollective):
         Returns:
             The sum, of shape (values,): float32, or float64 if the rows are.
         """
-        me, ranks, state = group.rank(), range(group.size()), self._layout_state(layout)
-        wires = [
-            self._pack(rows[target], state, self._message_info(layout, state.count, me, target, target))
-            for target in ranks
-            if target != me
+        encoded = self.encode(rows, group.rank(), layout)
+        return self.decode(encoded, self._exchange(encoded.messages, group), group.rank())
+
+    def encode(self, rows: Tensor, rank: int, layout: str = "") -> EncodedRows:
+        """Encode the rows of all ranks but this one; `own_row` is a view."""
+        state = self._layout_state(layout)
+        messages = [
+            None
+            if target == rank
+            else self._pack(row, state, self._message_info(layout, state.count, rank, target, target))
+            for target, row in enumerate(rows)
         ]
-        sizes = [0 if rank == me else wires[0].numel() for rank in ranks]
-        received = self._exchange(torch.cat(wires), sizes, group)
-        sum_dtype = torch.promote_types(rows.dtype, torch.float32)
-        total, out = torch.zeros_like(rows[0], dtype=sum_dtype), torch.empty_like(rows[0])
-        for source, message in enumerate(torch.split(received, sizes)):
-            info = self._message_info(layout, state.count, source, me, source)
-            total += rows[me] if source == me else self._unpack(message, out, state, info)
+        return EncodedRows(messages, rows[rank], layout, state, state.count)
+
+    def decode(self, encoded: EncodedRows, received: Sequence[Tensor], rank: int) -> Tensor:
+        """Sum this rank's own row and those that are decoded from the messages of the others."""
+        own_row, total = encoded.own_row, None
+        sum_dtype = torch.promote_types(own_row.dtype, torch.float32)
+        for source, message in enumerate(received):
+            info = self._message_info(encoded.layout, encoded.count, source, rank, source)
+            is_own = source == rank
+            row = own_row if is_own else self._unpack(message, torch.empty_like(own_row), encoded.state, info)
+            total = row.to(sum_dtype, copy=is_own) if total is None else total.add_(row)
+        assert total is not None
         return total
 
     @staticmethod
-    def _exchange(wires: Tensor, sizes: list[int], group: dist.ProcessGroup) -> Tensor:
+    def _exchange(messages: Sequence[Tensor | None], group: dist.ProcessGroup) -> Sequence[Tensor]:
+        size = next(message.numel() for message in messages if message is not None)
+        sizes = [0 if message is None else size for message in messages]
+        wires = torch.cat([message for message in messages if message is not None])
         received = torch.empty_like(wires)
-        if is_gloo(group, wires.device) and (len(sizes) == 2 or max(sizes) >= _MIN_DIRECT_BYTES):
+        if is_gloo(group, wires.device) and (len(sizes) == 2 or size >= _MIN_DIRECT_BYTES):
             _P2PExchange(torch.split(wires, sizes), torch.split(received, sizes), group).wait()
         else:
             dist.all_to_all_single(received, wires, sizes, sizes, group=group)
-        return received
+        return torch.split(received, sizes)
+
+
+@dataclass(frozen=True)
+class EncodedRow:
+    """The message of one rank to all others in an all-gather."""
+
+    message: Tensor
+    layout: str
+    state: _LayoutState
+    count: int
 
 
 class CompressedAllGather(CompressedCollective):
@@ -246,29 +283,32 @@ class CompressedAllGather(CompressedCollective):
             rows: of shape (ranks, values); contiguous.
             async_op: whether to return work that fills the rows when it is waited for.
         """
-        me, world_size, state = group.rank(), group.size(), self._layout_state(layout)
-        ranks = range(world_size)
-        infos = [self._message_info(layout, state.count, source, world_size, source) for source in ranks]
-        wire = self._pack(row, state, infos[me], copies=world_size - 1)
-        gathered = wire.new_empty(world_size * wire.numel())
-        work = self._all_gather(gathered, wire, group, async_op)
-
-        def decode() -> None:
-            for source, message in enumerate(torch.split(gathered, wire.numel())):
-                self._unpack(message, rows[source], state, infos[source])
-
+        encoded = self.encode(row, group, layout)
+        gathered = encoded.message.new_empty(group.size(), encoded.message.numel())
+        work = self._all_gather(gathered, encoded.message, group, async_op)
         if async_op:
-            return DecodeWork(work, decode)
-        decode()
+            return DecodeWork(work, lambda: self.decode(encoded, gathered.unbind(), rows))
+        self.decode(encoded, gathered.unbind(), rows)
         return None
+
+    def encode(self, row: Tensor, group: dist.ProcessGroup, layout: str = "") -> EncodedRow:
+        """Encode the row of this rank."""
+        state, rank, world_size = self._layout_state(layout), group.rank(), group.size()
+        info = self._message_info(layout, state.count, rank, world_size, rank)
+        return EncodedRow(self._pack(row, state, info, copies=world_size - 1), layout, state, state.count)
+
+    def decode(self, encoded: EncodedRow, messages: Sequence[Tensor], rows: Tensor) -> None:
+        """Decode the messages of all ranks, in their order, into the rows."""
+        for source, message in enumerate(messages):
+            info = self._message_info(encoded.layout, encoded.count, source, len(messages), source)
+            self._unpack(message, rows[source], encoded.state, info)
 
     @staticmethod
     def _all_gather(gathered: Tensor, wire: Tensor, group: dist.ProcessGroup, async_op: bool) -> Any:
         if group.size() != 2 or not is_gloo(group, wire.device):  # gloo's ring of more ranks goes one way round
-            return all_gather_tensor(gathered, wire, group=group, async_op=async_op)
-        rows = gathered.view(2, wire.numel())
-        rows[group.rank()] = wire
-        work = _P2PExchange([wire, wire], list(rows), group)
+            return all_gather_tensor(gathered.view(-1), wire, group=group, async_op=async_op)
+        gathered[group.rank()] = wire
+        work = _P2PExchange([wire, wire], list(gathered), group)
         if not async_op:
             work.wait()
         return work
@@ -297,16 +337,29 @@ class CompressedAllReduce:
         compressor: for the tensors.
         average_compressor: for their average; None for `compressor` without its feedback.
         name: of the tensors; part of the seed of noise.
+        link_stats: where to add statistics; None for new ones.
 
     Attributes:
         link_stats: statistics of "first hop" and "second hop".
     """
 
-    def __init__(self, compressor: CompressorLike, average_compressor: CompressorLike = None, *, name: str) -> None:
-        self.link_stats = {"first hop": LinkStats(), "second hop": LinkStats()}
+    def __init__(
+        self,
+        compressor: CompressorLike,
+        average_compressor: CompressorLike = None,
+        *,
+        name: str,
+        link_stats: dict[str, LinkStats] | None = None,
+    ) -> None:
+        self.link_stats = link_stats or {"first hop": LinkStats(), "second hop": LinkStats()}
         first, last = _feedback_pair(compressor, average_compressor)
         self.reduce_scatter = CompressedReduceScatter(first, self.link_stats["first hop"], name=f"{name} first")
         self.all_gather = CompressedAllGather(last, self.link_stats["second hop"], name=f"{name} second")
+
+    @property
+    def hops(self) -> tuple[CompressedReduceScatter, CompressedAllGather]:
+        """Both hops, in their order."""
+        return self.reduce_scatter, self.all_gather
 
     def switch(self, compressor: CompressorLike, average_compressor: CompressorLike = None) -> None:
         """Change the compressors, on all ranks at the same step."""
@@ -324,18 +377,12 @@ class CompressedAllReduce:
         world_size, size = group.size(), tensor.numel()
         if world_size == 1 or not size:
             return tensor
-        share = -(-size // world_size)
-        share += -share % SHARE_MULTIPLE
+        share = share_numel(size, world_size)
         rows = F.pad(tensor, (0, share * world_size - size)) if share * world_size > size else tensor
         rows = rows.view(world_size, share)
         mean = self.reduce_scatter(rows, group, layout).div_(world_size).to(tensor.dtype)
         self.all_gather(mean, rows, group, layout)
         return tensor if rows.data_ptr() == tensor.data_ptr() else tensor.copy_(rows.view(-1)[:size])
-
-    def step(self) -> None:
-        """End a step, after all of its tensors."""
-        self.reduce_scatter.step()
-        self.all_gather.step()
 
     def state_dict(self) -> dict[str, Any]:
         """The feedback state of this rank; each rank has its own."""

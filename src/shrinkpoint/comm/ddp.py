@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shrinkpoint import validate
 from shrinkpoint.comm.accordion import Accordion
+from shrinkpoint.comm.background_allreduce import BackgroundAllReduce
 from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce, all_reduce_sum, check_replica_options
+from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL, GradientCollector, GradientLayout, Segment
 from shrinkpoint.comm.link import CompressorLike
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ReplicaConfigCheck
 from shrinkpoint.comm.stats import LinkStats
@@ -27,26 +28,31 @@ def compress_ddp(
     average_compressor: CompressorLike = None,
     accordion: Accordion[CompressorLike] | None = None,
     min_numel: int = 0,
+    segment_numel: int = SEGMENT_NUMEL,
     nonfinite: str = "pass",
     timeout: float = CONFIG_TIMEOUT,
 ) -> DDPCompression:
     """Average the gradients of a model in compressed messages, instead of torch's all-reduce.
 
-    Each bucket takes two hops: every rank sends a compressed share of it to each other rank, adds up the shares it
-    receives in float32, and sends the compressed average to all. All ranks decode the same bytes, so replicas stay
-    equal to the last bit. Works on gloo, where collectives run inside the hook, one after another, and on nccl.
+    Gradients are cut and joined to segments of about 4 MB, whatever DDP's buckets are. Each segment takes two hops:
+    every rank sends a compressed share of it to each other rank, adds up the shares it receives in float32, and sends
+    the compressed average to all. All ranks decode the same bytes, so replicas stay equal to the last bit. This runs
+    beside the backward pass: in threads on gloo, on a stream of its own on nccl. A backward pass ends when all of it is
+    done, and raises what went wrong.
 
-    Feedback state belongs to a bucket and the order of the gradients in it, which DDP changes after its first backward
-    pass unless `find_unused_parameters` is set: the first step of all, and the first one after a restart, start without
-    a memory. With a `GradScaler` it is in units of the scaled loss.
+    Segments follow from the parameters alone, and a gradient starts at a multiple of 64 values: a run that is resumed
+    gives the same bits as one that was not, with what `state_dict` returns if there is feedback. With a `GradScaler`
+    the feedback is in units of the scaled loss.
 
     Args:
         model: before its first backward pass, without another hook; on every rank of its group.
-        compressor: for gradients. Groups and shares are those of a bucket, in which the gradients of many parameters
+        compressor: for gradients. Groups and shares are those of a segment, in which the gradients of many parameters
             are concatenated: "row" and "channel" are not meaningful.
         average_compressor: for their average; None for `compressor` without its feedback.
         accordion: switches between two compressors; then `compressor` is not used.
-        min_numel: smaller buckets are sent uncompressed.
+        min_numel: gradients of smaller parameters are sent uncompressed.
+        segment_numel: at most about this number of values is encoded and sent as one. Fewer take more time each; with
+            more, less of the communication runs beside the backward pass.
         nonfinite: "pass": a value that is not finite reaches every rank as such, with the values encoded together with
             it, so that a `GradScaler` skips the step. "raise": it is an error on every rank.
         timeout: seconds that the first backward pass waits for the configuration of each other rank.
@@ -58,7 +64,9 @@ def compress_ddp(
         PolicyError: another kind of model, or an unusable compressor or invalid spec.
         MismatchError: in the first backward pass, on every rank: the ranks are configured differently.
     """
-    replicas = DDPCompression(model, compressor, average_compressor, accordion, min_numel, nonfinite, timeout)
+    replicas = DDPCompression(
+        model, compressor, average_compressor, accordion, min_numel, segment_numel, nonfinite, timeout
+    )
     try:
         model.register_comm_hook(replicas, _comm_hook)
     except RuntimeError as error:
@@ -87,6 +95,7 @@ class DDPCompression:
         average_compressor: CompressorLike,
         accordion: Accordion[CompressorLike] | None,
         min_numel: int,
+        segment_numel: int,
         nonfinite: str,
         timeout: float,
     ) -> None:
@@ -94,27 +103,35 @@ class DDPCompression:
             problem, expected = validate.type_name(model), "a DistributedDataParallel model"
             raise PolicyError("compress_ddp", found=problem, expected=expected, do="wrap it first")
         check_replica_options("compress_ddp", accordion, min_numel, nonfinite, timeout)
+        validate.check_int("compress_ddp, segment_numel", segment_numel)
         self._group: dist.ProcessGroup = model.process_group
-        self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self._accordion, self._average_compressor = accordion, average_compressor
         self._min_numel, self._nonfinite, self._timeout = min_numel, nonfinite, timeout
         compressor = compressor if accordion is None else accordion.compressor
         self._all_reduce = CompressedAllReduce(compressor, average_compressor, name="ddp")
+        self._exact_all_reduce = CompressedAllReduce(None, name="ddp", link_stats=self._all_reduce.link_stats)
         self.link_stats: dict[str, LinkStats] = self._all_reduce.link_stats
+        self._layout = GradientLayout(_reduced_parameters(model), min_numel, segment_numel)
+        self._collector = GradientCollector(self._layout)
+        self._background: dict[torch.device, BackgroundAllReduce] = {}
+        self._buckets: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
         self._config_check = self._make_config_check()
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Average the gradients of one bucket in its own buffer: the communication hook."""
+        """Start to average the gradients of one bucket in its own buffer: the communication hook.
+
+        The last bucket of a step waits for all.
+        """
         self._config_check.check()
-        buffer = bucket.buffer()
-        self._average(torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer, bucket)
-        if self._accordion is not None:
-            self._observe(buffer, last=bucket.is_last())
-        if bucket.is_last():
-            self._all_reduce.step()
-        devices = [buffer.device] if buffer.device.type == "cuda" else None
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-        future.set_result(buffer)
+        try:
+            if not self._buckets and self._group.size() > 1:
+                self._begin_step()
+            future = self._submit(bucket)
+            if bucket.is_last():
+                self._end_step()
+        except BaseException:
+            self._buckets, self._collector = [], GradientCollector(self._layout)
+            raise
         return future
 
     def state_dict(self) -> dict[str, Any]:
@@ -138,33 +155,75 @@ class DDPCompression:
         self._all_reduce.load_state_dict(state["hops"])
         self._config_check = self._make_config_check()
 
-    def _average(self, flat: Tensor, bucket: Any) -> None:
-        if flat.numel() < self._min_numel:
-            dist.all_reduce(flat.div_(self._group.size()), group=self._group)
-        else:
-            names = "\n".join(self._names[id(parameter)] for parameter in bucket.parameters())
-            self._all_reduce.average_(flat, self._group, hashlib.sha256(names.encode()).hexdigest()[:16])
-        if self._nonfinite == "raise" and not bool(flat.isfinite().all()):
-            advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
-            raise PolicyError(f"gradients, bucket {bucket.index()}", found="values that are not finite", do=advice)
+    def _begin_step(self) -> None:
+        for device, segments in self._layout.segments_by_device().items():
+            if device not in self._background:
+                self._background[device] = BackgroundAllReduce.create(self._group, device, self._all_reduce_for)
+            self._background[device].begin(segments)
 
-    def _observe(self, buffer: Tensor, *, last: bool) -> None:
-        """Record the norm of the averaged gradients, and switch the compressor if the regime changes."""
-        accordion = self._accordion
-        assert accordion is not None
-        accordion.add_gradient(buffer)
-        if last and accordion.end_step(lambda numbers: all_reduce_sum(numbers, self._group, buffer.device)):
+    def _submit(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Start with the segments that a bucket completes."""
+        buffer = bucket.buffer()
+        if buffer.is_sparse:
+            advice = "give the embedding sparse=False"
+            raise PolicyError("compress_ddp", found="a sparse gradient", expected="dense ones", do=advice)
+        future: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=[buffer.device] if buffer.device.type == "cuda" else None
+        )
+        self._buckets.append((buffer, future))
+        if self._group.size() > 1:
+            flat, start = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer, 0
+            background = self._background[buffer.device]
+            for parameter in bucket.parameters():
+                end = start + parameter.numel() * (2 if parameter.is_complex() else 1)
+                for filled in self._collector.add(parameter, flat[start:end]):
+                    background.submit(filled)
+                start = end
+        return future
+
+    def _end_step(self) -> None:
+        """Wait for all segments, and let the backward pass end."""
+        missing = self._collector.end_step()
+        if missing and self._group.size() > 1:
+            advice = "call compress_ddp right after the model was made, and do not change requires_grad later"
+            problem = f"no gradient of {', '.join(missing[:4])}"
+            raise PolicyError("compress_ddp", found=problem, expected="one of each parameter", do=advice)
+        for background in self._background.values():
+            background.wait()
+        buckets, self._buckets = self._buckets, []
+        for index, (buffer, future) in enumerate(buckets):
+            self._check_finite(buffer, index)
+            if self._accordion is not None:
+                self._accordion.add_gradient(buffer)
+            future.set_result(buffer)
+        accordion, device = self._accordion, buckets[0][0].device
+        if accordion is not None and accordion.end_step(lambda numbers: all_reduce_sum(numbers, self._group, device)):
             self._all_reduce.switch(accordion.compressor, self._average_compressor)
+
+    def _check_finite(self, buffer: Tensor, index: int) -> None:
+        if self._nonfinite == "raise" and not bool(buffer.isfinite().all()):
+            advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
+            raise PolicyError(f"gradients, bucket {index}", found="values that are not finite", do=advice)
+
+    def _all_reduce_for(self, segment: Segment) -> CompressedAllReduce:
+        return self._exact_all_reduce if segment.is_exact else self._all_reduce
 
     def _config(self) -> dict[str, Any]:
         """The configuration that all ranks, and a state to load, must have in common."""
         accordion, feedback = self._accordion, self._all_reduce.reduce_scatter.feedback
         spec = feedback.shared_spec if accordion is None else accordion.describe()
         average_spec = None if self._average_compressor is None else str(self._average_compressor)
-        return {"how": spec, "second": average_spec, "min_numel": self._min_numel, "nonfinite": self._nonfinite}
+        config = {"how": spec, "second": average_spec, "min_numel": self._min_numel, "nonfinite": self._nonfinite}
+        return {**config, "layout": self._layout.digest()}
 
     def _make_config_check(self) -> ReplicaConfigCheck:
         config = {**self._config(), "counts": self._all_reduce.reduce_scatter.counts()}
         if self._accordion is not None:
             config |= self._accordion.progress()
         return ReplicaConfigCheck(self._group, "compress_ddp", config, self._timeout)
+
+
+def _reduced_parameters(model: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:
+    """The parameters whose gradients DDP averages, with their names."""
+    named_parameters = model.module.named_parameters()
+    return [(name, p) for name, p in named_parameters if p.requires_grad and name not in model.parameters_to_ignore]

@@ -1,0 +1,285 @@
+"""Averages of gradient segments that run beside the backward pass: in threads on gloo, on a stream on a GPU."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shrinkpoint.comm.compressed_allreduce import (
+    CompressedAllReduce,
+    EncodedRow,
+    EncodedRows,
+    is_gloo,
+    share_numel,
+)
+from shrinkpoint.comm.gradient_layout import FilledSegment, Segment
+
+MAX_IN_FLIGHT = 8
+"""Segments between the first and the last stage at a time: what bounds memory, and covers a link's latency."""
+_FIRST_TAG = 0x5350_0000
+"""The first tag of point-to-point messages; each segment has two, one a hop."""
+AllReduceFor = Callable[[Segment], CompressedAllReduce]
+"""Gives what averages a segment."""
+
+
+class BackgroundAllReduce(ABC):
+    """Averages segments in place over the ranks of a group, which submit the same ones in the same order.
+
+    Between `begin` and `wait` nothing but this object may touch the values of a submitted segment.
+    """
+
+    @staticmethod
+    def create(group: dist.ProcessGroup, device: torch.device, all_reduce_for: AllReduceFor) -> BackgroundAllReduce:
+        """The way that suits a group and a device."""
+        kind = ThreadedAllReduce if is_gloo(group, device) else StreamAllReduce
+        return kind(group, device, all_reduce_for)
+
+    @abstractmethod
+    def begin(self, segments: Sequence[Segment]) -> None:
+        """Begin a step in which each of these segments will be submitted once, in any order."""
+
+    @abstractmethod
+    def submit(self, filled: FilledSegment) -> None:
+        """Start to average a segment."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait until all submitted segments are averaged, and raise what went wrong with one of them."""
+
+
+class StreamAllReduce(BackgroundAllReduce):
+    """On a GPU everything is enqueued on a stream of its own, in the order of submissions; elsewhere it runs at once.
+
+    The host does not wait, neither in `submit` nor in `wait`, after which the current stream waits.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, all_reduce_for: AllReduceFor) -> None:
+        self._group, self._all_reduce_for = group, all_reduce_for
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def begin(self, segments: Sequence[Segment]) -> None:
+        return
+
+    def submit(self, filled: FilledSegment) -> None:
+        if self._stream is None:
+            self._average(filled)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            self._average(filled)
+
+    def wait(self) -> None:
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def _average(self, filled: FilledSegment) -> None:
+        segment, first = filled.segment, filled.runs[0][0]
+        flat = torch.empty(segment.numel, dtype=first.dtype, device=first.device)
+        filled.copy_to(flat)
+        filled.copy_from(self._all_reduce_for(segment).average_(flat, self._group, segment.name))
+
+
+class _Receives:
+    """The messages of one hop of a segment from all other ranks: posted receives and their buffers."""
+
+    def __init__(self, size: int, tag: int, group: dist.ProcessGroup) -> None:
+        self.messages = [torch.empty(size, dtype=torch.uint8) for _ in range(group.size())]
+        ranks = _other_ranks(group)
+        self._works = [dist.irecv(self.messages[rank], _peer(group, rank), group, tag) for rank in ranks]
+
+    def wait(self) -> list[Tensor]:
+        """Wait for all messages, and return them by rank; that of this rank itself is not filled."""
+        for work in self._works:
+            assert work is not None  # this rank belongs to the group
+            work.wait()
+        return self.messages
+
+
+@dataclass
+class _Transfer:
+    """A segment on its way through the stages."""
+
+    filled: FilledSegment
+    all_reduce: CompressedAllReduce
+    receives: tuple[_Receives, _Receives]
+    rows: EncodedRows
+    row: EncodedRow | None = None
+    sends: list[dist.Work] = field(default_factory=list)
+
+
+class ThreadedAllReduce(BackgroundAllReduce):
+    """Three stages on gloo, a thread each, so that the first hop of a segment runs beside the second of another one.
+
+    The first stage encodes the rows of a segment and sends them, the second sums the rows that come and sends the
+    encoded average, the third decodes the averages of all ranks. Point-to-point messages with a tag for each segment
+    and hop cannot be mixed up with collectives of other threads.
+
+    On gloo a message starts when its receiver is ready, and the notice of that takes the way of the data. So the
+    receives of `MAX_IN_FLIGHT` segments are posted beforehand, in the order of the last step.
+
+    After an error the object raises it again in every step: messages of other ranks may be under way.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, all_reduce_for: AllReduceFor) -> None:
+        self._group, self._all_reduce_for = group, all_reduce_for
+        self._stages: list[SimpleQueue[Callable[[], None] | None]] = []
+        self._segments: dict[int, Segment] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
+        self._order: list[int] = []
+        self._submitted: list[int] = []
+        self._receives: dict[int, tuple[_Receives, _Receives] | None] = {}
+        self._receives_lock = threading.Lock()
+        self._scratch: dict[tuple[int, int, torch.dtype], Tensor] = {}
+        self._in_flight = threading.Semaphore(MAX_IN_FLIGHT)
+        self._progress, self._num_done = threading.Condition(), 0
+        self._error: BaseException | None = None
+
+    def begin(self, segments: Sequence[Segment]) -> None:
+        if self._error is not None:
+            raise self._error
+        if not self._stages:
+            self._start_threads()
+        self._segments = {segment.index: segment for segment in segments}
+        self._order = self._submitted if set(self._submitted) == set(self._segments) else list(self._segments)
+        self._submitted, self._num_done, self._receives = [], 0, {}
+        for place in range(MAX_IN_FLIGHT):
+            self._post_receives_at(place)
+
+    def submit(self, filled: FilledSegment) -> None:
+        index = filled.segment.index
+        self._submitted.append(index)
+        self._dtypes[index] = filled.runs[0][0].dtype
+        self._enqueue(0, lambda: self._send_rows(filled))
+
+    def wait(self) -> None:
+        with self._progress:
+            self._progress.wait_for(lambda: self._error is not None or self._num_done == len(self._submitted))
+        if self._error is not None:
+            raise self._error
+
+    def _send_rows(self, filled: FilledSegment) -> None:
+        """The first stage: encode a row for each other rank, and send it."""
+        self._in_flight.acquire()
+        segment, all_reduce, rank = filled.segment, self._all_reduce_for(filled.segment), self._group.rank()
+        receives = self._post_receives(segment.index)
+        assert receives is not None  # a segment is submitted once in a step
+        flat = self._scratch_for(0, segment)
+        filled.copy_to(flat)
+        encoded = all_reduce.reduce_scatter.encode(flat.view(self._group.size(), -1), rank, segment.name)
+        # The next segment overwrites the scratch before the second stage sums this one.
+        encoded = replace(encoded, own_row=encoded.own_row.clone())
+        transfer = _Transfer(filled, all_reduce, receives, encoded)
+        self._send(transfer, encoded.messages, hop=0)
+        self._enqueue(1, lambda: self._send_average(transfer))
+
+    def _send_average(self, transfer: _Transfer) -> None:
+        """The second stage: sum the rows of all ranks, and send the encoded average to each."""
+        segment, world_size = transfer.filled.segment, self._group.size()
+        messages = transfer.receives[0].wait()
+        total = transfer.all_reduce.reduce_scatter.decode(transfer.rows, messages, self._group.rank())
+        mean = total.div_(world_size).to(self._dtypes[segment.index])
+        transfer.row = transfer.all_reduce.all_gather.encode(mean, self._group, segment.name)
+        self._send(transfer, [transfer.row.message] * world_size, hop=1)
+        self._enqueue(2, lambda: self._fill(transfer))
+
+    def _fill(self, transfer: _Transfer) -> None:
+        """The third stage: decode the averages of all ranks into the gradients."""
+        segment, row = transfer.filled.segment, transfer.row
+        assert row is not None
+        messages = transfer.receives[1].wait()
+        messages[self._group.rank()] = row.message
+        flat = self._scratch_for(1, segment)
+        transfer.all_reduce.all_gather.decode(row, messages, flat.view(self._group.size(), -1))
+        transfer.filled.copy_from(flat)
+        for work in transfer.sends:
+            work.wait()
+        self._receives[segment.index] = None
+        self._post_receives_at(self._order.index(segment.index) + MAX_IN_FLIGHT)
+        self._in_flight.release()
+        with self._progress:
+            self._num_done += 1
+            self._progress.notify_all()
+
+    def _send(self, transfer: _Transfer, messages: Sequence[Tensor | None], hop: int) -> None:
+        for rank in _other_ranks(self._group):
+            message = messages[rank]
+            assert message is not None
+            work = dist.isend(message, _peer(self._group, rank), self._group, _tag(transfer.filled.segment, hop))
+            assert work is not None
+            transfer.sends.append(work)
+
+    def _post_receives_at(self, place: int) -> None:
+        """Post the receives of a segment by its place in the order of the last step, if its dtype is known by then."""
+        if place < len(self._order) and self._order[place] in self._dtypes:
+            self._post_receives(self._order[place])
+
+    def _post_receives(self, index: int) -> tuple[_Receives, _Receives] | None:
+        """Post the receives of both hops of a segment, unless that was done in this step; None if it is done."""
+        with self._receives_lock:
+            if index not in self._receives:
+                segment = self._segments[index]
+                share = share_numel(segment.numel, self._group.size())
+                hops = self._all_reduce_for(segment).hops
+                sizes = [hop.message_bytes(share, self._dtypes[index]) for hop in hops]
+                first, second = (_Receives(size, _tag(segment, hop), self._group) for hop, size in enumerate(sizes))
+                self._receives[index] = first, second
+            return self._receives[index]
+
+    def _scratch_for(self, stage: int, segment: Segment) -> Tensor:
+        """A tensor of a stage for the values of a segment, which is used again for others of its size."""
+        world_size, dtype = self._group.size(), self._dtypes[segment.index]
+        key = (stage, world_size * share_numel(segment.numel, world_size), dtype)
+        if key not in self._scratch:
+            self._scratch[key] = torch.empty(key[1], dtype=dtype)
+        return self._scratch[key]
+
+    def _start_threads(self) -> None:
+        self._stages = [SimpleQueue() for _ in range(3)]
+        for tasks in self._stages:
+            # A thread knows its queue alone, so that the end of this object ends it. A peer that died does not keep
+            # the process alive.
+            threading.Thread(target=_run_tasks, args=(tasks,), name="shrinkpoint gradients", daemon=True).start()
+            weakref.finalize(self, tasks.put, None)
+
+    def _enqueue(self, stage: int, work: Callable[[], None]) -> None:
+        def task() -> None:
+            try:
+                if self._error is None:
+                    with torch.no_grad():
+                        work()
+            except BaseException as error:  # it is raised by `wait`
+                self._fail(error)
+
+        self._stages[stage].put(task)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._progress:
+            self._error = self._error or error
+            self._progress.notify_all()
+        self._in_flight.release()  # of the first stage, which would wait for a segment that is never done
+
+
+def _run_tasks(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task()
+        del task
+
+
+def _other_ranks(group: dist.ProcessGroup) -> list[int]:
+    return [rank for rank in range(group.size()) if rank != group.rank()]
+
+
+def _peer(group: dist.ProcessGroup, rank: int) -> int:
+    return dist.get_global_rank(group, rank)
+
+
+def _tag(segment: Segment, hop: int) -> int:
+    return _FIRST_TAG + 2 * segment.index + hop

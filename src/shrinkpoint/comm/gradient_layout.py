@@ -1,0 +1,189 @@
+"""Layout of a model's gradients in segments, each encoded and sent as one, however DDP's buckets are made."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from shrinkpoint.errors import PolicyError
+
+SEGMENT_NUMEL = 1 << 20
+"""A segment has at most about this number of values: fewer cost more time each, more wait longer for the first hop."""
+PARAMETER_ALIGN = 64
+"""The gradient of a parameter starts at a multiple of this number, so that groups of a power of two have one owner."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of values of one gradient in a segment.
+
+    Attributes:
+        start: the position of the first value in the flat gradient.
+        offset: its position in the segment.
+        numel: the number of values.
+    """
+
+    start: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of the gradients that is encoded as one tensor.
+
+    Attributes:
+        index: its place in the layout.
+        numel: the number of values, with the zeros between gradients.
+        num_pieces: the number of runs of values that it consists of.
+        is_exact: whether it is sent uncompressed.
+        device: of the gradients.
+    """
+
+    index: int
+    numel: int
+    num_pieces: int
+    is_exact: bool
+    device: torch.device
+
+    @property
+    def name(self) -> str:
+        return str(self.index)
+
+
+@dataclass
+class FilledSegment:
+    """A segment with the runs of values it consists of: views of DDP's buckets."""
+
+    segment: Segment
+    runs: list[tuple[Tensor, Piece]] = field(default_factory=list)
+
+    def copy_to(self, flat: Tensor) -> None:
+        """Fill the first values of a 1-d tensor; those between and after the runs become 0."""
+        if sum(piece.numel for _, piece in self.runs) < flat.numel():
+            flat.zero_()
+        for run, piece in self.runs:
+            flat[piece.offset : piece.offset + piece.numel].copy_(run)
+
+    def copy_from(self, flat: Tensor) -> None:
+        """Write the values of a 1-d tensor to the runs."""
+        for run, piece in self.runs:
+            run.copy_(flat[piece.offset : piece.offset + piece.numel])
+
+
+class GradientLayout:
+    """Assigns the gradients of parameters to segments.
+
+    It follows from the parameters alone. DDP changes its buckets after the first backward pass: with a layout of its
+    own a message has the same groups in the first step, in all others, and in the first one after a restart.
+    Gradients are laid out from the last parameter to the first, as backward passes mostly compute them.
+
+    Args:
+        parameters: name and parameter of all gradients.
+        min_numel: gradients with fewer values are sent uncompressed, in segments of their own.
+        segment_numel: the size of segments.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        min_numel: int,
+        segment_numel: int,
+    ) -> None:
+        self.segments: list[Segment] = []
+        self._pieces: dict[int, list[tuple[int, Piece]]] = {}
+        self._names: dict[int, str] = {}
+        groups: dict[tuple[torch.device, torch.dtype, bool], list[nn.Parameter]] = {}
+        for name, parameter in reversed(list(parameters)):
+            self._names[id(parameter)] = name
+            is_exact = parameter.numel() < min_numel
+            groups.setdefault((parameter.device, parameter.dtype, is_exact), []).append(parameter)
+        for (device, _, is_exact), members in groups.items():
+            self._lay_out(members, device, is_exact, segment_numel)
+
+    def pieces(self, parameter: Tensor) -> list[tuple[Segment, Piece]]:
+        """The pieces of a parameter's gradient, and the segments that they belong to.
+
+        Raises:
+            PolicyError: the parameter was not given to the layout.
+        """
+        if id(parameter) not in self._pieces:
+            problem, advice = f"a gradient of shape {tuple(parameter.shape)}", "do not change requires_grad later"
+            raise PolicyError("gradients", found=problem, expected="one of a parameter known from the start", do=advice)
+        return [(self.segments[index], piece) for index, piece in self._pieces[id(parameter)]]
+
+    def segments_by_device(self) -> dict[torch.device, list[Segment]]:
+        """The segments on each device."""
+        devices = dict.fromkeys(segment.device for segment in self.segments)
+        return {device: [segment for segment in self.segments if segment.device == device] for device in devices}
+
+    def missing_names(self, found: Container[int]) -> list[str]:
+        """The names of the parameters whose `id` is not among those found."""
+        return [name for key, name in self._names.items() if key not in found]
+
+    def digest(self) -> str:
+        """A digest of names, sizes and places: 16 hex digits; equal on ranks that have the same layout."""
+        text = "\n".join(f"{name} {self._pieces[key]}" for key, name in self._names.items())
+        return hashlib.sha256(f"{self.segments}\n{text}".encode()).hexdigest()[:16]
+
+    def _lay_out(self, members: list[nn.Parameter], device: torch.device, is_exact: bool, segment_numel: int) -> None:
+        """Append the segments of gradients of one dtype: of equal sizes, except for the last one."""
+        sizes = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in members]
+        total = sum(_align(size) for size in sizes)
+        if not total:
+            self._pieces.update({id(parameter): [] for parameter in members})
+            return
+        count = -(-total // segment_numel)
+        length = _align(-(-total // count))
+        first, counts, end = len(self.segments), [0] * -(-total // length), 0
+        for parameter, size in zip(members, sizes, strict=True):
+            pieces = [(first + at, piece) for at, piece in _cut(end, size, length)]
+            self._pieces[id(parameter)] = pieces
+            for index, _ in pieces:
+                counts[index - first] += 1
+            end += _align(size)
+        lengths = [min(length, total - at * length) for at in range(len(counts))]
+        places = enumerate(zip(lengths, counts, strict=True), first)
+        self.segments += [Segment(index, numel, pieces, is_exact, device) for index, (numel, pieces) in places]
+
+
+class GradientCollector:
+    """Collects the gradients of one step as they come, and yields the segments that are complete."""
+
+    def __init__(self, layout: GradientLayout) -> None:
+        self._layout = layout
+        self._filled: dict[int, FilledSegment] = {}
+        self._found: set[int] = set()
+
+    def add(self, parameter: Tensor, gradient: Tensor) -> Iterator[FilledSegment]:
+        """Add a flat gradient, and yield the segments that it completes."""
+        self._found.add(id(parameter))
+        for segment, piece in self._layout.pieces(parameter):
+            filled = self._filled.setdefault(segment.index, FilledSegment(segment))
+            filled.runs.append((gradient[piece.start : piece.start + piece.numel], piece))
+            if len(filled.runs) == segment.num_pieces:
+                yield self._filled.pop(segment.index)
+
+    def end_step(self) -> list[str]:
+        """Begin the next step; return the names of parameters whose gradients are missing in this one."""
+        missing, self._found = self._layout.missing_names(self._found), set()
+        self._filled.clear()
+        return missing
+
+
+def _align(numel: int) -> int:
+    return numel + -numel % PARAMETER_ALIGN
+
+
+def _cut(begin: int, numel: int, length: int) -> Iterator[tuple[int, Piece]]:
+    """Cut a run of values that begins at a place of all segments together: index of a segment, and piece."""
+    start = 0
+    while start < numel:
+        index, offset = divmod(begin + start, length)
+        size = min(numel - start, length - offset)
+        yield index, Piece(start, offset, size)
+        start += size
