@@ -18,8 +18,14 @@ coded again by the same coder (tables, and what these cost, included) under more
 frequencies as it goes (Dirichlet-multinomial, 1/256 of a count for each symbol), with any number of contexts, so what a
 context must learn is paid for as well. "entropy" is the bound of one that knew all frequencies in advance, at no cost:
 no coder under these contexts can be below it. "written" are the bits of the records as they are in the files, coded
-under today's context, with seeds, gains and escapes. Histories save per cents of these. Writes
-results/code_history.json, beside what is there of other chains.
+under today's context, with seeds, gains and escapes. Histories save per cents of these.
+
+A second table is of distances from the origin alone, which take no more memory: the sign of the displacement, with one
+to four classes of its size; and "best", what is least for each record, none of them included. Bits are of the coder,
+and where a record is coded so, of a field of its recipe (an upper bound). Per cents are of the weights' bits, and of
+the bytes of whole files.
+
+Writes results/code_history.json, beside what is there of other chains.
 """
 
 from __future__ import annotations
@@ -57,6 +63,10 @@ STEP_CLASSES, ON_POINT = 8, 16 * 8
 """Today's contexts of codes whose parent lies on its point: `ON_POINT` + the class of the step's size."""
 MAX_AGE, MAX_DISPLACEMENT = 6, 3
 HISTORIES = ("none", "age", "direction", "both", "displacement", "all")
+DISTANCES = {"sign": (), "2": (2,), "3": (2, 3), "4": (2, 3, 4), "4, doubling": (2, 3, 5)}
+"""Classes of the displacement's size: the least sizes of all but the first class, which begins at 1."""
+FIELD_BITS = 8 * len(',"distance":3')
+"""What a recipe would say of it."""
 PRIOR = 1 / 256
 """Counts of each of 256 symbols that the adaptive model begins with."""
 ERRORS = (0.34, 0.58)
@@ -124,6 +134,11 @@ class CodeHistory:
         }
         return by_kind[kind]
 
+    def distance_classes(self, bounds: tuple[int, ...]) -> NDArray[np.int64]:
+        """Which way the code lies from the origin and how far: 0 at the origin, odd below it, even above."""
+        size = 1 + np.searchsorted(np.array(bounds), np.abs(self.displacement), side="right")
+        return np.where(self.displacement == 0, 0, 2 * size - (self.displacement < 0)).astype(np.int64)
+
 
 @dataclass
 class SavedBits:
@@ -140,6 +155,8 @@ class SavedBits:
         coder, adaptive, entropy: the same by history.
         moved, back: shares of the codes that stay on their lattices: those that moved, and those that moved against
             their last direction.
+        file_bytes: of the whole file.
+        distance: bits of the codes that stay, under distances from the origin, by `DISTANCES`; "best": of each record.
     """
 
     weights: int = 0
@@ -154,6 +171,8 @@ class SavedBits:
     entropy: dict[str, float] = field(default_factory=lambda: dict.fromkeys(HISTORIES, 0.0))
     moved: float = 0.0
     back: float = 0.0
+    file_bytes: int = 0
+    distance: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*DISTANCES, "best"), 0.0))
 
 
 class Observer:
@@ -210,6 +229,15 @@ class Observer:
             counts = np.bincount(richer.astype(np.int64) * 256 + differences, minlength=1 << 16).reshape(256, 256)
             save.adaptive[kind] += _adaptive_bits(counts) + 32 * escapes
             save.entropy[kind] += _entropy_bits(counts) + 32 * escapes
+        plain = _coder_bits(differences, contexts - np.uint8(ON_POINT))
+        best = plain
+        for kind, bounds in DISTANCES.items():
+            classes = np.concatenate([history.distance_classes(bounds) for history in histories])
+            richer = (STEP_CLASSES * classes + (contexts - ON_POINT)).astype(np.uint8)
+            bits = _coder_bits(differences, richer) + FIELD_BITS
+            save.distance[kind] += bits + 32 * escapes
+            best = min(best, bits)
+        save.distance["best"] += best + 32 * escapes
         for history, move in zip(histories, moves, strict=True):
             assert move is not None
             save.moved += int((move != 0).sum())
@@ -262,6 +290,7 @@ def measured(workload: Workload, seed: int, series: list[tuple[int, Any, Any]], 
             report = manager.save(step, model=course.model, optimizer=course.optimizer)
             weights = report.roles[Role.PARAMETER]
             save, sizes = observer.saves[-1], [role.stored for role in report.roles.values()]
+            save.file_bytes = report.stored_bytes
             save.file, save.share = 32 * weights.stored / weights.raw, weights.stored / sum(sizes)
             save.hold = (report.loss_report or {})["tried"][-1]["hold"]
         manager.close()
@@ -301,6 +330,25 @@ def row(name: str, saves: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def distance_row(name: str, saves: list[dict[str, Any]]) -> list[str]:
+    """A line of the second table: by how many per cent distances change the weights' bits, and the best the files."""
+    written, files = (sum(save[key] for save in saves) for key in ("written", "file_bytes"))
+    changes = {
+        kind: sum(save["distance"][kind] - save["coder"]["none"] for save in saves) for kind in saves[0]["distance"]
+    }
+    by_save = [100 * (save["distance"]["best"] - save["coder"]["none"]) / (8 * save["file_bytes"]) for save in saves]
+    return [
+        name,
+        f"{files / len(saves):.0f}",
+        *(f"{100 * change / written:+.2f}" for change in changes.values()),
+        *(f"{100 * changes[kind] / (8 * files):+.2f}" for kind in ("3", "best")),
+        f"{min(by_save):+.2f} to {max(by_save):+.2f}",
+    ]
+
+
+DISTANCE_HEAD = ["", "bytes of a delta", *DISTANCES, "best", "3 classes: of the file", "best: of the file", "by save"]
+
+
 def report(found: dict[str, Any]) -> str:
     """All chains, and below them each save of the first seed, by its number in the chain."""
     chains = [row(name, saves) for name, saves in found.items()]
@@ -310,7 +358,8 @@ def report(found: dict[str, Any]) -> str:
         for number, save in enumerate(saves, 1)
         if ", seed 0" in name
     ]
-    return table(HEAD, chains) + "\n\n" + table(HEAD, by_save)
+    distances = [distance_row(name, saves) for name, saves in found.items() if "distance" in saves[0]]
+    return "\n\n".join([table(HEAD, chains), table(HEAD, by_save), table(DISTANCE_HEAD, distances)])
 
 
 def main() -> None:
