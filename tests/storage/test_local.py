@@ -5,14 +5,19 @@ from __future__ import annotations
 import errno
 import io
 import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from contracts.storage import StorageSuite
+from helpers.timeouts import PATIENCE
 
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.errors import NotFoundError, StorageError, TruncatedError
 from shrinkpoint.storage import LocalStorage, Storage, local
+from shrinkpoint.storage.local import LocalSource
 
 
 class TestLocalStorage(StorageSuite):
@@ -284,3 +289,37 @@ def test_what_the_system_says_of_a_lock_decides_what_is_advised(tmp_path, monkey
     with pytest.raises(StorageError, match="locking failed") as caught, LocalStorage(tmp_path).lock():
         pass
     assert advice in caught.value.do and caught.value.errno == number
+
+
+def test_what_is_deleted_while_it_is_opened_is_not_found(tmp_path):
+    """Another process prunes: between the look for a file and its opening there is always a moment."""
+    storage, stop = LocalStorage(tmp_path), threading.Event()
+
+    def prune() -> None:
+        while not stop.is_set():
+            storage.delete("a")
+            (tmp_path / "a").write_bytes(b"data")
+
+    with ThreadPoolExecutor(1) as pool:
+        pruning = pool.submit(prune)
+        found = missed = 0
+        until = time.monotonic() + PATIENCE
+        try:
+            while (found < 200 or missed < 200) and time.monotonic() < until:
+                try:
+                    storage.get("a")
+                    storage.link("a", "b")
+                    found += 1
+                except NotFoundError:
+                    missed += 1
+        finally:
+            stop.set()
+        pruning.result()
+    assert found and missed
+
+
+def test_a_file_that_is_gone_when_it_is_opened(tmp_path):
+    with pytest.raises(NotFoundError, match=r"gone: no such file\. Check the path"):
+        LocalSource(tmp_path / "gone", str(tmp_path / "gone"))
+    with pytest.raises(NotFoundError, match=r"gone: no such file\. Check the path"):
+        LocalStorage(tmp_path).link_file(tmp_path / "gone", "new")

@@ -38,7 +38,13 @@ def _os_errors(where: str, operation: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if isinstance(error, ShrinkpointError):
+            raise
         raise storage_error(where, operation, error) from error
+
+
+def _not_found(where: str, found: str = "no such file") -> NotFoundError:
+    return NotFoundError(where, found=found, do="check the path")
 
 
 class LocalSource(Source):
@@ -47,7 +53,10 @@ class LocalSource(Source):
     def __init__(self, path: Path, where: str) -> None:
         self._where = where
         with _os_errors(where, "opening"):
-            self._file = FileIO(path, opener=open_regular)
+            try:
+                self._file = FileIO(path, opener=open_regular)
+            except FileNotFoundError:  # deleted since it was looked for
+                raise _not_found(where) from None
             self._size = os.fstat(self._file.fileno()).st_size
 
     @property
@@ -256,6 +265,8 @@ class LocalStorage:
             except OSError as error:
                 if error.errno in _LINK_ERRNOS:
                     return False
+                if isinstance(error, FileNotFoundError) and temporary.parent.is_dir():  # `old` was deleted meanwhile
+                    raise _not_found(str(old)) from None
                 raise
             _replace_durably(temporary, new)
         return True
@@ -293,7 +304,7 @@ class LocalStorage:
         with _os_errors(self.describe(key), "opening"):
             if path.is_file():  # not a directory, and not a pipe, where reading would wait
                 return path
-        raise NotFoundError(self.describe(key), found=what_is_at(path), do="check the path")
+        raise _not_found(self.describe(key), what_is_at(path))
 
     @contextmanager
     def _temporary_path(self, directory: Path, where: str) -> Iterator[Path]:
