@@ -42,7 +42,9 @@ def compress_fsdp(
     """Gather weights and scatter gradients in compressed messages, in every module that `fully_shard` was applied to.
 
     The sharded weights that the optimizer updates are not changed; all ranks compute with the same decoded copies.
-    Gradients are added up in float32. With replicated shards (HSDP) the all-reduce between replicas is torch's own.
+    Weights that torch prefetches are sent while others are computed with, on a CPU, too; gradients on a CPU are sent
+    while nothing is computed. Gradients are added up in float32. With replicated shards (HSDP) the all-reduce between
+    replicas is torch's own.
 
     Args:
         root: with all `fully_shard` calls made, before the first forward pass; on every rank.
@@ -204,7 +206,9 @@ class _AllGather(_CommAllocator):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
+        """Gather; on a CPU without waiting, since torch waits for what is returned where it needs the weights."""
         self._compression.check_config(group)
+        async_op = async_op or input_tensor.device.type == "cpu"  # elsewhere it is called on a stream of its own
         # torch passes weights of several dtypes as bytes, which cannot be rounded.
         if not input_tensor.is_floating_point() or input_tensor.numel() < max(self._min_numel, 1):
             work: dist.Work | None = all_gather_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
