@@ -57,6 +57,22 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
         lambda **wrong: sp.CheckpointManager(MemoryStorage(), **wrong),
         {**COMMON, "keep": [3, sp.Keep], "background": NO_FLAG, "on_save": NO_FUNCTION},
     ),
+    "Publisher": (
+        lambda **wrong: sp.sync.Publisher(MemoryStorage(), **wrong),
+        {"dtype": ["bf16", torch.int8, 16], "keyframe_every": NO_COUNT, "keep": NO_COUNT, "threads": NO_COUNT},
+    ),
+    "Publisher.publish": (
+        lambda **wrong: sp.sync.Publisher(MemoryStorage()).publish(**{"model": MODEL, **wrong}),
+        {"model": [3, [MODEL], None], "version": ["1", -1, 1.5, True, 10**12], "keyframe": NO_FLAG},
+    ),
+    "Subscriber": (
+        lambda **wrong: sp.sync.Subscriber(MemoryStorage(), **wrong),
+        {"poll": [*NO_NUMBER, 0], "threads": NO_COUNT, "max_bytes": NO_COUNT},
+    ),
+    "Subscriber.update": (
+        lambda **wrong: sp.sync.Subscriber(MemoryStorage()).update(**{"model": MODEL, **wrong}),
+        {"model": [3, [MODEL], None], "wait": NO_NUMBER},
+    ),
     "watch_progress": (sp.watch_progress, {"listener": [*NO_FUNCTION, None]}),
     "Store": (
         lambda **wrong: sp.Store(MemoryStorage(), **wrong),

@@ -24,6 +24,7 @@ from shrinkpoint.errors import ShrinkpointError as ShrinkpointError
 if TYPE_CHECKING:
     from shrinkpoint import comm as comm
     from shrinkpoint import schemes as schemes
+    from shrinkpoint import sync as sync
     from shrinkpoint import train as train
     from shrinkpoint.progress import watch_progress as watch_progress
     from shrinkpoint.schemes import CNR as CNR
@@ -70,7 +71,7 @@ _MODULES = {
 }
 """The module of each public name; it is imported when the name is used first."""
 
-_SUBPACKAGES = ("comm", "schemes", "train")
+_SUBPACKAGES = ("comm", "schemes", "sync", "train")
 """Subpackages that are attributes without an import of their own: `shrinkpoint.comm`, `shrinkpoint.train.dcp`, ..."""
 
 __all__ = ["ShrinkpointError", "__version__", "errors", *_MODULES]

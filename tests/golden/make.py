@@ -26,7 +26,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from golden.stores import RUNS, STORES, randn  # noqa: E402
+from golden.stores import PUBLISHED, RUNS, STORES, randn  # noqa: E402
 from helpers.codebooks import Rounding, moved, symbols_of  # noqa: E402
 from helpers.fingerprint import file_digests, fingerprint  # noqa: E402
 from helpers.lattice_records import lattice_of, made, points_of, told_by_contexts  # noqa: E402
@@ -540,7 +540,9 @@ def make() -> dict[str, Any]:
                 states[f"{folder}/{path.name}"] = write(path, golden)
     stores = _write_missing("stores", STORES)
     runs = _write_missing("directories", RUNS)
-    return {"files": file_digests(ROOT), "states": states, "stores": stores, "runs": runs}
+    published = _write_missing("published", PUBLISHED)
+    files = file_digests(ROOT)
+    return {"files": files, "states": states, "stores": stores, "runs": runs, "published": published}
 
 
 def _write_missing(folder: str, writers: Mapping[str, Callable[[Path], Any]]) -> dict[str, Any]:
@@ -555,7 +557,7 @@ def _write_missing(folder: str, writers: Mapping[str, Callable[[Path], Any]]) ->
 
 def main() -> None:
     ROOT.mkdir(exist_ok=True)
-    expected: dict[str, Any] = {"files": {}, "states": {}, "stores": {}, "runs": {}}
+    expected: dict[str, Any] = {"files": {}, "states": {}, "stores": {}, "runs": {}, "published": {}}
     if EXPECTED.exists():
         expected |= json.loads(EXPECTED.read_text())
     if {name: digest for name, digest in file_digests(ROOT).items() if name != EXPECTED.name} != expected["files"]:
@@ -565,7 +567,7 @@ def main() -> None:
     expected = {key: {**expected[key], **new[key]} for key in expected}
     EXPECTED.write_text(json.dumps(expected, indent=0) + "\n")
     sizes = [path.stat().st_size for path in ROOT.rglob("*") if path.is_file()]
-    count = sum(len(new[key]) for key in ("states", "stores", "runs"))
+    count = sum(len(new[key]) for key in ("states", "stores", "runs", "published"))
     print(f"{count} new, {len(sizes)} files, {sum(sizes)} bytes in {ROOT.name}")
 
 

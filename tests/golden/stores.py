@@ -18,6 +18,7 @@ from helpers.strategies import difference
 import shrinkpoint as sp
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import LossWarning
+from shrinkpoint.sync import Publisher
 from shrinkpoint.tensors.flat_state import flatten, unflatten
 from shrinkpoint.train import Checkpointer
 from shrinkpoint.train.dcp import Writer, load
@@ -138,6 +139,19 @@ def write_shards(place: Path) -> dict[str, dict[str, str]]:
     return expected
 
 
+def write_published(place: Path) -> dict[str, str]:
+    """Versions of published weights: the oldest deltas are gone, and one version has a keyframe besides; by version."""
+    expected, state = {}, {"w": randn(40, 30).bfloat16(), "b": randn(30), "n": torch.tensor(0)}
+    with Publisher(place, keep=1, threads=1) as publisher:
+        for version in (2, 3, 5, 8):
+            state = {"w": state["w"] * 1.01, "b": state["b"] + 0.001, "n": state["n"] + 1}
+            publisher.publish(state, version=version, keyframe=version == 5)
+            expected[str(version)] = fingerprint(state)
+    Publisher(place).close()  # which removes what is dropped
+    (place / ".shrinkpoint-lock").unlink(missing_ok=True)
+    return {version: expected[version] for version in [*expected][-1:]}
+
+
 STORES: dict[str, Callable[[Path], dict[str, str]]] = {
     "store": write_store,
     "lossy_store": write_lossy_store,
@@ -146,3 +160,4 @@ STORES: dict[str, Callable[[Path], dict[str, str]]] = {
     "weights_store": write_weights_store,
 }
 RUNS: dict[str, Callable[[Path], dict[str, dict[str, str]]]] = {"folders": write_directories, "shards": write_shards}
+PUBLISHED: dict[str, Callable[[Path], dict[str, str]]] = {"weights": write_published}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.fingerprint import file_digests, fingerprint
 from helpers.strategies import TORCH_DTYPES
 
@@ -20,6 +21,7 @@ from shrinkpoint.errors import NotFoundError
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.directory import verify_directory
+from shrinkpoint.sync import Subscriber
 from shrinkpoint.tensors.flat_state import unflatten
 from shrinkpoint.train.dcp import load
 
@@ -78,7 +80,7 @@ def test_every_golden_file_has_an_expectation():
     files = {"/".join(path) for path in parts if len(path) == 3}
     assert files == EXPECTED["states"].keys() and len(files) > 50
     directories = {"/".join(path[:3]) for path in parts if len(path) > 3}
-    assert directories == EXPECTED["stores"].keys() | EXPECTED["runs"].keys()
+    assert directories == EXPECTED["stores"].keys() | EXPECTED["runs"].keys() | EXPECTED["published"].keys()
 
 
 @pytest.mark.parametrize("name", EXPECTED["states"])
@@ -162,3 +164,15 @@ def test_a_golden_directory_verifies_and_decodes_to_what_was_saved(run, folder):
         decoded = decode_directory(path)
         state = unflatten(decoded.tree, decoded.reference.tensors)
     assert fingerprint(state) == EXPECTED["runs"][run][folder]
+
+
+@pytest.mark.parametrize("place", EXPECTED["published"])
+def test_golden_published_weights_are_followed(place):
+    ((version, expected),) = EXPECTED["published"][place].items()
+    live = {"w": torch.zeros(40, 30, dtype=torch.bfloat16), "b": torch.zeros(30), "n": torch.tensor(0)}
+    update = Subscriber(ROOT / place).update(live)
+    assert update is not None and update.version == int(version)
+    assert fingerprint(live) == expected
+    names = {path.name for path in (ROOT / place).iterdir()}
+    delta = "version-000000000008-from-000000000005.safetensors"
+    assert names == {"published.json", "version-000000000005.safetensors", delta}

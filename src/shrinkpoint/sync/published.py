@@ -1,0 +1,164 @@
+"""What is published in one place: the newest version, and the files from which it can be decoded. No torch.
+
+A version exists when `published.json` names it: its files are written before. Each file is whole (a keyframe) or a
+delta against the version before, and a version may have both: who follows takes the delta, who joins the keyframe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from shrinkpoint.container.strict_json import expect_type
+from shrinkpoint.errors import CorruptError, TruncatedError, VersionError
+from shrinkpoint.guard import read_guard
+from shrinkpoint.store.manifest import dump_with_digest, load_with_digest
+from shrinkpoint.tensors.info import JSON
+
+KEY = "published.json"
+FORMAT = 1
+MAX_VERSION = 10**12
+"""Versions are below this number: names of files have twelve digits."""
+MAX_BYTES = 1 << 24
+"""A reader refuses a larger `published.json`."""
+_PREFIX = "version-"
+_DO = "publish again, or let the trainer begin another place"
+
+
+@dataclass(frozen=True, order=True)
+class VersionFile:
+    """One file of a version.
+
+    Attributes:
+        version: that it decodes to.
+        base: the version that it is a delta against; -1 for a keyframe.
+        size: in bytes.
+        digest: of its header, which authenticates every other byte.
+    """
+
+    version: int
+    base: int
+    size: int
+    digest: str
+
+    @property
+    def key(self) -> str:
+        """Where it is stored."""
+        return file_key(self.version, self.base)
+
+    @property
+    def is_keyframe(self) -> bool:
+        return self.base < 0
+
+
+def file_key(version: int, base: int = -1) -> str:
+    """The key of a version's keyframe, or of its delta against `base`."""
+    suffix = "" if base < 0 else f"-from-{base:012d}"
+    return f"{_PREFIX}{version:012d}{suffix}.safetensors"
+
+
+def is_own_key(key: str) -> bool:
+    """Whether a file of the place is one of ours."""
+    return key.startswith(_PREFIX) and key.endswith(".safetensors")
+
+
+@dataclass(frozen=True)
+class Published:
+    """What `published.json` says.
+
+    Attributes:
+        id: random hex of this series of versions.
+        version: the newest.
+        files: of which versions are decoded, by rising version, a keyframe behind the delta to it.
+    """
+
+    id: str
+    version: int
+    files: tuple[VersionFile, ...]
+
+    def to_bytes(self) -> bytes:
+        files = [[file.version, file.base, file.size, file.digest] for file in self.files]
+        return dump_with_digest({"format": FORMAT, "id": self.id, "version": self.version, "files": files})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Published:
+        """Parse and verify.
+
+        Raises:
+            CorruptError: the bytes are at fault; VersionError: a newer release wrote them.
+        """
+        try:
+            document = load_with_digest(data, where)
+        except (CorruptError, TruncatedError) as error:
+            raise type(error)(where, found=error.found, expected=error.expected, do=_DO) from error
+        if document.get("format") != FORMAT:
+            found, expected = f"format {document.get('format')!a:.20}", f"{FORMAT}"
+            raise VersionError(where, found=found, expected=expected, do="install a newer release of shrinkpoint")
+        with read_guard(where):
+            files = tuple(_file_from_json(row, where) for row in expect_type(document["files"], list, where, "files"))
+            published = cls(expect_type(document["id"], str, where, "an id"), _count(document["version"], where), files)
+            if published.version >= MAX_VERSION or not any(file.version == published.version for file in files):
+                raise ValueError("no file of the newest version")
+            if any(file.version > published.version or file.base >= file.version for file in files):
+                raise ValueError("versions that do not rise")
+            if len({file.key for file in files}) < len(files):
+                raise ValueError("a file that is named twice")
+        return published
+
+    def routes(self, held: int | None) -> list[tuple[VersionFile, ...]]:
+        """The ways to the newest version, the one with the fewest bytes first; each a sequence of files to decode.
+
+        Args:
+            held: the version that deltas may begin with; None: none.
+        """
+        return sorted(self._iter_routes(held), key=lambda files: (sum(file.size for file in files), len(files)))
+
+    def _iter_routes(self, held: int | None) -> Iterator[tuple[VersionFile, ...]]:
+        keyframes = {file.version: file for file in self.files if file.is_keyframe}
+        deltas = {file.version: file for file in self.files if not file.is_keyframe}
+        version, route = self.version, tuple[VersionFile, ...]()
+        while True:
+            if version == held:
+                yield route
+                return
+            if version in keyframes:
+                yield (keyframes[version], *route)
+            if version not in deltas:
+                return
+            route = (deltas[version], *route)
+            version = deltas[version].base
+
+    def deltas_behind_keyframe(self) -> tuple[VersionFile, ...]:
+        """The deltas that a process which joins now decodes after the newest keyframe."""
+        newest = max((file.version for file in self.files if file.is_keyframe), default=-1)
+        return tuple(file for file in self.files if file.version > newest)
+
+    def with_files(self, *files: VersionFile) -> Published:
+        """This with the files of a newer version."""
+        return replace(self, version=files[-1].version, files=(*self.files, *files))
+
+    def without_old(self, keep: int) -> Published:
+        """This without what nobody needs: keyframes but the newest, and deltas older than `keep` versions and it."""
+        newest = max((file.version for file in self.files if file.is_keyframe), default=-1)
+        versions = sorted({file.version for file in self.files})
+        oldest = min(versions[-keep:][0], newest + 1)
+        files = [
+            file for file in self.files if (file.version == newest if file.is_keyframe else file.version >= oldest)
+        ]
+        return replace(self, files=tuple(files))
+
+
+def _file_from_json(row: JSON, where: str) -> VersionFile:
+    version, base, size, digest = expect_type(row, list, where, "a file")
+    if type(base) is not int or base < -1:
+        raise ValueError(f"a base {base!a:.20}")
+    if not (type(digest) is str and len(digest) == 32 and set(digest) <= set("0123456789abcdef")):
+        raise ValueError(f"a digest {digest!a:.40}")
+    return VersionFile(_count(version, where), base, _count(size, where), digest)
+
+
+def _count(value: JSON, where: str) -> int:
+    number = expect_type(value, int, where, "a count")
+    if not 0 <= number < 1 << 63:
+        raise ValueError(f"a count of {number}"[:60])
+    return number

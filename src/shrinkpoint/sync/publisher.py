@@ -1,0 +1,248 @@
+"""`Publisher`: the trainer's side of weight sync."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shrinkpoint import humanize, validate
+from shrinkpoint.codec.reference import Reference
+from shrinkpoint.errors import PolicyError, ShrinkpointError
+from shrinkpoint.schemes.base import QuantizedState
+from shrinkpoint.schemes.lossless import Lossless
+from shrinkpoint.storage import Storage, resolve_storage
+from shrinkpoint.store.checkpoint_file import write_file
+from shrinkpoint.sync.model_tensors import AnyModel, capture, model_tensors
+from shrinkpoint.sync.published import KEY, MAX_VERSION, Published, VersionFile, file_key, is_own_key
+from shrinkpoint.sync.reader import VersionReader
+from shrinkpoint.tensors.flat_state import FlatState
+
+_log = logging.getLogger("shrinkpoint")
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """What publishing a version took.
+
+    Attributes:
+        version: its number.
+        raw_bytes: bytes of its tensors.
+        delta_bytes: bytes of its delta against the version before; None if it has none.
+        keyframe_bytes: bytes of its keyframe; None if it has none.
+        seconds: of the whole call.
+    """
+
+    version: int
+    raw_bytes: int
+    delta_bytes: int | None
+    keyframe_bytes: int | None
+    seconds: float
+
+    def __str__(self) -> str:
+        parts = [("delta", self.delta_bytes), ("keyframe", self.keyframe_bytes)]
+        sizes = ", ".join(f"{name} of {humanize.size(size)}" for name, size in parts if size is not None)
+        return f"version {self.version}: {sizes}, of {humanize.size(self.raw_bytes)} of weights"
+
+
+class Publisher:
+    """Publishes versions of a model's weights, each as a lossless delta against the one before.
+
+    A version is there as a whole or not at all: its files are written, durably, before `published.json` names it, which
+    is replaced atomically. One process publishes in one place; it holds the storage's lock until `close`. Killed and
+    started again, it goes on behind the last version.
+
+    Memory: two copies of the published weights on the CPU.
+
+    Args:
+        where: a directory (in /dev/shm: shared memory), a URL such as "s3://bucket/weights", or a storage.
+        dtype: what floating-point tensors of 16 bits and more are cast to, such as `torch.bfloat16`; None: none is.
+        keyframe_every: a keyframe is written beside the delta at least every so many versions, and whenever the deltas
+            behind the last one have more bytes than it: so joining reads at most two keyframes' worth, and a delta.
+        keep: deltas of so many versions are kept, for processes that are behind; others are kept as long as the newest
+            keyframe needs them.
+        threads: native threads for coding; None: every core.
+
+    Attributes:
+        version: the newest version; None if there is none.
+
+    Raises:
+        LockedError: another process publishes here.
+        PolicyError: an invalid argument.
+        MissingExtraError: a URL, and what reaches it is not installed.
+        StorageError: the place cannot be read or written.
+    """
+
+    def __init__(
+        self,
+        where: str | os.PathLike[str] | Storage,
+        *,
+        dtype: torch.dtype | None = None,
+        keyframe_every: int = 32,
+        keep: int = 32,
+        threads: int | None = None,
+    ) -> None:
+        do = "pass torch.bfloat16, or leave it out"
+        validate.check_instance("dtype", dtype, torch.dtype, expected="a torch.dtype", do=do, allow_none=True)
+        if dtype is not None and not dtype.is_floating_point:
+            raise PolicyError("dtype", found=f"{dtype}", expected="a floating-point dtype", do=do)
+        self._dtype = dtype
+        self._keyframe_every = validate.check_int("keyframe_every", keyframe_every)
+        self._keep = validate.check_int("keep", keep)
+        self._threads = validate.check_threads(threads)
+        self._storage = resolve_storage(where, "where")
+        self._keyframe_scheme, self._delta_scheme = Lossless(), Lossless()  # each remembers what codes best
+        self._published: Published | None = None
+        self._reference: dict[str, Tensor] | None = None
+        self._spare: dict[str, Tensor] = {}
+        self._keys: set[str] = set()
+        self._dropped: list[str] = []  # keys that `published.json` has just ceased to name: somebody may read them
+        self._stack = ExitStack()
+        self._stack.enter_context(self._storage.lock())
+        try:
+            self._resume()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"Publisher({self._storage.describe()!r})"
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let another process publish here."""
+        self._reference, self._spare = None, {}
+        self._stack.close()
+
+    @property
+    def version(self) -> int | None:
+        return None if self._published is None else self._published.version
+
+    def publish(self, model: AnyModel, version: int | None = None, *, keyframe: bool = False) -> PublishReport:
+        """Publish the weights as they are now; when this returns, subscribers can have them.
+
+        Args:
+            model: a module, or its `state_dict()`; it is copied at once and not changed. Tied tensors are sent once.
+            version: its number, above the last; None: the next.
+            keyframe: write a keyframe besides.
+
+        Raises:
+            StateError: a tensor is sharded, or otherwise no plain one.
+            PolicyError: a version that is not above the last.
+            StorageError: writing failed; the last version is still the newest.
+        """
+        began = time.perf_counter()
+        number = self._check_version(version)
+        validate.check_bool("keyframe", keyframe)
+        state = capture(model_tensors(model), self._dtype, self._spare)
+        self._spare, last = {}, self._published
+        written: list[VersionFile] = []
+        try:
+            if self._reference is not None:
+                written.append(self._write(state, number, self._reference))
+            if keyframe or self._needs_keyframe(written):
+                written.append(self._write(state, number))
+            files = _smallest(written)
+            published = self._publish(files)
+        except BaseException:
+            if self._published is last:  # else they may be named
+                self._delete(file.key for file in written)
+            raise
+        self._delete(file.key for file in written if file not in files)
+        self._forget_old(published)
+        self._spare, self._reference = self._reference or {}, dict(state.tensors)
+        sizes = {file.is_keyframe: file.size for file in files}
+        report = PublishReport(number, state.nbytes, sizes.get(False), sizes.get(True), time.perf_counter() - began)
+        _log.info("published %s, in %.2f s", report, report.seconds)
+        return report
+
+    def _check_version(self, version: int | None) -> int:
+        number, do = self._next if version is None else version, "count versions upwards, or leave the version out"
+        return validate.check_int("version", number, minimum=self._next, maximum=MAX_VERSION - 1, do=do)
+
+    def _needs_keyframe(self, written: list[VersionFile]) -> bool:
+        if self._published is None or not written:
+            return True
+        keyframe = max((file for file in self._published.files if file.is_keyframe), default=None)
+        deltas = [*self._published.deltas_behind_keyframe(), *written]
+        if keyframe is None or len(deltas) >= self._keyframe_every:
+            return True
+        return sum(file.size for file in deltas) > keyframe.size
+
+    def _write(self, state: FlatState, version: int, reference: dict[str, Tensor] | None = None) -> VersionFile:
+        """Write a keyframe, or a delta against the reference, which is the newest version."""
+        base, parent = -1, None
+        if reference is not None:
+            assert self._published is not None
+            base = self._published.version
+            file = min(file for file in self._published.files if file.version == base)  # its keyframe, if there is one
+            parent = {"name": file.key, "digest": file.digest}
+        written = write_file(
+            self._storage,
+            file_key(version, base),
+            QuantizedState(state),
+            scheme=self._keyframe_scheme if reference is None else self._delta_scheme,
+            reference=None if reference is None else Reference(reference),
+            parent=parent,
+            threads=self._threads,
+        )
+        return VersionFile(version, base, written.report.stored_bytes, written.report.digest)
+
+    def _publish(self, files: list[VersionFile]) -> Published:
+        """Name the files of a version in `published.json`: from then on it exists."""
+        last = self._published or Published(secrets.token_hex(8), -1, ())
+        published = last.with_files(*files).without_old(self._keep)
+        try:
+            self._storage.put(KEY, published.to_bytes())
+        except BaseException:
+            # It may be there nevertheless: so this number is used up, and what follows is another series.
+            self._published, self._reference, self._next = None, None, published.version + 1
+            raise
+        self._published, self._next = published, published.version + 1
+        return published
+
+    def _forget_old(self, published: Published) -> None:
+        """Delete the files that have not been named for a version; those that are no longer named, next time."""
+        named = {file.key for file in published.files}
+        self._delete(key for key in self._dropped if key not in named)
+        self._dropped = sorted(self._keys - named)
+        self._keys = named
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            with suppress(ShrinkpointError):  # it is in nobody's way; the next process removes it
+                self._storage.delete(key)
+
+    def _resume(self) -> None:
+        """Go on behind what is published here already, and remove what a process that died has left."""
+        reader = VersionReader(self._storage, threads=self._threads)
+        self._published = reader.published()
+        self._next = 0 if self._published is None else self._published.version + 1
+        self._storage.remove_stale()
+        self._keys = {file.key for file in self._published.files} if self._published is not None else set()
+        self._delete(key for key in self._storage.list() if is_own_key(key) and key not in self._keys)
+        if self._published is None:
+            return
+        try:
+            self._reference = dict(reader.read(self._published, None).reference.tensors)
+        except ShrinkpointError as error:
+            _log.warning("the next version is a keyframe, the last one does not load: %s", error)
+
+
+def _smallest(written: list[VersionFile]) -> list[VersionFile]:
+    """The files of a version that are worth reading: no delta that is as large as the keyframe beside it."""
+    if len(written) == 2 and written[0].size >= written[1].size:
+        return written[1:]
+    return written

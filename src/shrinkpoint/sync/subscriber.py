@@ -1,0 +1,185 @@
+"""`Subscriber`: the generating side of weight sync."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shrinkpoint import humanize, validate
+from shrinkpoint.errors import ChainError, FormatError, NotFoundError
+from shrinkpoint.storage import Storage, resolve_storage
+from shrinkpoint.sync.in_place import plan_writes, write_all
+from shrinkpoint.sync.model_tensors import AnyModel, model_tensors
+from shrinkpoint.sync.published import Published
+from shrinkpoint.sync.reader import HeldVersion, VersionReader
+from shrinkpoint.tensors.flat_state import unflatten
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an update did.
+
+    Attributes:
+        version: that the model has now.
+        previous: the version that it had; None: none of this place.
+        nbytes: bytes that were read.
+        changed: number of values that were written.
+        seconds: of the whole update, without waiting.
+        pause: seconds for which the model was neither the one version nor the other.
+    """
+
+    version: int
+    previous: int | None
+    nbytes: int
+    changed: int
+    seconds: float
+    pause: float
+
+    def __str__(self) -> str:
+        size, pause = humanize.size(self.nbytes), 1000 * self.pause
+        return (
+            f"version {self.version} from {self.previous}: {size} read, {self.changed} values written in {pause:.1f} ms"
+        )
+
+
+class Subscriber:
+    """Follows the versions that a `Publisher` writes, and puts the newest into a live model.
+
+    What a version decodes to is verified completely before the model is touched; then only what changed is written, in
+    place. An update that is interrupted gives the model its old values back.
+
+    Memory: a copy of the published weights on the CPU, and another one while an update decodes.
+
+    Args:
+        where: as the publisher's.
+        poll: seconds between two looks while `update` and `follow` wait.
+        threads: native threads for decoding; None: every core.
+        max_bytes: limit on the bytes of a version's tensors; None: 1 GiB, 1000 times the bytes of its files, or twice
+            what is held, whichever is most.
+
+    Attributes:
+        version: of the model that was updated last; None before the first update.
+
+    Raises:
+        PolicyError: an invalid argument.
+        MissingExtraError: a URL, and what reaches it is not installed.
+    """
+
+    def __init__(
+        self,
+        where: str | os.PathLike[str] | Storage,
+        *,
+        poll: float = 0.1,
+        threads: int | None = None,
+        max_bytes: int | None = None,
+    ) -> None:
+        self._poll = validate.check_float("poll", poll)
+        threads = validate.check_threads(threads)
+        max_bytes = validate.check_optional_int("max_bytes", max_bytes, none_meaning="for the default")
+        self._storage = resolve_storage(where, "where")
+        self._reader = VersionReader(self._storage, threads=threads, max_bytes=max_bytes)
+        self._held: HeldVersion | None = None
+        self._applied: tuple[str, int] | None = None  # id of the series and version
+        self._addresses: tuple[int, ...] = ()  # of the model that has it
+
+    def __repr__(self) -> str:
+        return f"Subscriber({self._storage.describe()!r}, version={self.version})"
+
+    @property
+    def version(self) -> int | None:
+        return None if self._applied is None else self._applied[1]
+
+    def latest(self) -> int | None:
+        """The newest version that is published; None if none is. Reads one small file.
+
+        Raises:
+            FormatError: it is damaged.
+            StorageError: the place cannot be read.
+        """
+        published = self._reader.published()
+        return None if published is None else published.version
+
+    def update(self, model: AnyModel, *, wait: float = 0.0) -> Update | None:
+        """Bring a model to the newest version; it keeps its memory.
+
+        It is read from the version before or from a keyframe, whichever is fewer bytes. Nobody else may use the model
+        meanwhile: of a model that generates in another thread, hold the lock that it generates under.
+
+        Args:
+            model: a module, or its `state_dict()`; with the names, shapes and dtypes that are published.
+            wait: seconds to wait for a version that the model does not have.
+
+        Returns:
+            what was done; None if there is no newer version.
+
+        Raises:
+            MismatchError: the model has other tensors than are published, or sharded ones; it is unchanged.
+            ChainError, FormatError: files are damaged or gone, and no others lead to the version; it is unchanged.
+            StorageError: the place cannot be read; it is unchanged.
+        """
+        wait = validate.check_float("wait", wait, exclusive=False)
+        live = model_tensors(model)
+        published = self._wait_for_newer(live, wait)
+        if published is None:
+            return None
+        began = time.perf_counter()
+        held = self._held
+        new = self._decode(published)
+        tensors = unflatten(new.tree, new.reference.tensors, where=self._storage.describe())
+        writes = plan_writes(live, tensors, self._storage.describe())
+        previous = self.version
+        self._addresses = ()
+        pause = write_all(live, writes)
+        self._applied, self._addresses = (new.id, new.version), _addresses(live)
+        nbytes = 0 if new is held else new.nbytes
+        changed = sum(write.num_changed for write in writes)
+        return Update(new.version, previous, nbytes, changed, time.perf_counter() - began, pause)
+
+    def follow(self, model: AnyModel, *, wait: float | None = None) -> Iterator[Update]:
+        """Update a model again and again, and yield what each update did; between two the model is the caller's.
+
+        Args:
+            wait: seconds to wait for the next version, after which the iteration ends; None: for ever.
+        """
+        while True:
+            update = self.update(model, wait=1e9 if wait is None else wait)
+            if update is None:
+                return
+            yield update
+
+    def _wait_for_newer(self, live: dict[str, Tensor], wait: float) -> Published | None:
+        """What is published, once the model does not have it; None if that takes too long."""
+        deadline = time.monotonic() + wait
+        while True:
+            published = self._reader.published()
+            if published is not None and not self._has(published, live):
+                return published
+            if (rest := deadline - time.monotonic()) <= 0:
+                return None
+            time.sleep(min(self._poll, rest))
+
+    def _has(self, published: Published, live: dict[str, Tensor]) -> bool:
+        return self._applied == (published.id, published.version) and self._addresses == _addresses(live)
+
+    def _decode(self, published: Published) -> HeldVersion:
+        """The newest version, decoded; files may be pruned meanwhile, and then a newer one is there."""
+        held = self._held
+        while True:
+            if held is not None and (held.id, held.version) == (published.id, published.version):
+                return held
+            try:
+                self._held = self._reader.read(published, held)
+                return self._held
+            except (ChainError, FormatError, NotFoundError):
+                newer = self._reader.published()
+                if newer is None or newer == published:
+                    raise
+                published = newer
+
+
+def _addresses(live: dict[str, Tensor]) -> tuple[int, ...]:
+    return tuple(tensor.data_ptr() for tensor in live.values())
