@@ -62,19 +62,19 @@ void bind_wire_sparse(nb::module_& m) {
         "form"_a, "n"_a, "width"_a, "data"_a, "indices"_a);
     m.def(
         "sparse_encode",
-        [](const std::string& form, unsigned width, nb::handle values, size_t rows, nb::handle out, nb::handle chosen,
-           unsigned threads) {
+        [](const std::string& form, unsigned width, nb::handle values, size_t columns, size_t kept, nb::handle out,
+           nb::handle chosen, unsigned threads) {
             const Bytes from(values), into(out, PyBUF_WRITABLE), what(chosen, PyBUF_WRITABLE);
             const size_t n = count_of<float>(from, "values"), k = what.size() / 4;
             const IndexCode code = code_of(form, n, width, k, into);
-            if (what.size() % 4 != 0 || rows == 0 || k == 0 || n % rows != 0 || k % rows != 0 ||
-                n / rows > kMaxColumns)
-                throw nb::value_error("rows: expected as many values in each, and as many chosen");
+            const Rows rows{columns, kept};
+            if (what.size() % 4 != 0 || k == 0 || !rows.fits(n, k))
+                throw nb::value_error("rows: expected as many values in each but the last, and as many chosen");
             nb::gil_scoped_release release;
             return encode_largest(code, reinterpret_cast<const uint32_t*>(from.data()), rows, into.data(),
                                   what.data(), threads);
         },
-        "form"_a, "width"_a, "values"_a, "rows"_a, "out"_a, "chosen"_a, nb::kw_only(), "threads"_a = 1);
+        "form"_a, "width"_a, "values"_a, "columns"_a, "kept"_a, "out"_a, "chosen"_a, nb::kw_only(), "threads"_a = 1);
     m.def(
         "sparse_decode",
         [](const std::string& form, unsigned width, nb::handle data, nb::handle chosen, nb::handle out, size_t item) {

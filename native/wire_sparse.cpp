@@ -271,21 +271,32 @@ bool decode_indices(const IndexCode& code, const uint8_t* data, int64_t* indices
     return fine && ascending(indices, code.k, code.n);
 }
 
-void largest_magnitudes(const uint32_t* values, size_t rows, size_t columns, size_t k, int64_t* indices,
-                        uint8_t* chosen, unsigned threads) {
-    const size_t share = std::max<size_t>(1, kShare / columns);
-    parallel((rows + share - 1) / share, threads, [&](WorkQueue& queue) {
+bool Rows::fits(uint64_t n, uint64_t k) const {
+    if (columns == 0 || kept == 0 || kept > columns || columns > UINT32_MAX) return false;
+    const uint64_t whole = n / columns, rest = n % columns;
+    if (whole > k / kept) return false;
+    const uint64_t kept_of_rest = k - whole * kept;
+    return rest == 0 ? kept_of_rest == 0 : kept_of_rest > 0 && kept_of_rest <= rest && kept_of_rest <= kept;
+}
+
+void largest_magnitudes(const IndexCode& code, const uint32_t* values, Rows rows, int64_t* indices, uint8_t* chosen,
+                        unsigned threads) {
+    const size_t n = code.n, k = code.k, count = (n + rows.columns - 1) / rows.columns;
+    const size_t share = std::max<size_t>(1, kShare / rows.columns);
+    parallel((count + share - 1) / share, threads, [&](WorkQueue& queue) {
         for (size_t index = 0; queue.take(index);)
-            for (size_t row = index * share; row < std::min(rows, (index + 1) * share); ++row)
-                choose(values + row * columns, columns, k, static_cast<int64_t>(row * columns), indices + row * k,
-                       chosen + 4 * row * k);
+            for (size_t row = index * share; row < std::min(count, (index + 1) * share); ++row) {
+                const size_t start = row * rows.columns, first = row * rows.kept;
+                choose(values + start, std::min(rows.columns, n - start), std::min(rows.kept, k - first),
+                       static_cast<int64_t>(start), indices + first, chosen + 4 * first);
+            }
     });
 }
 
-bool encode_largest(const IndexCode& code, const uint32_t* values, size_t rows, uint8_t* out, uint8_t* chosen,
+bool encode_largest(const IndexCode& code, const uint32_t* values, Rows rows, uint8_t* out, uint8_t* chosen,
                     unsigned threads) {
     IndexVector indices(code.k);
-    largest_magnitudes(values, rows, code.n / rows, code.k / rows, indices.data(), chosen, threads);
+    largest_magnitudes(code, values, rows, indices.data(), chosen, threads);
     return encode_indices(code, indices.data(), out);
 }
 

@@ -25,13 +25,21 @@ bool encode_indices(const IndexCode& code, const int64_t* indices, uint8_t* out)
 // Fills `indices`; false if the bytes are not those of k ascending indices below n.
 bool decode_indices(const IndexCode& code, const uint8_t* data, int64_t* indices);
 
-// Of each of `rows` equal parts of float32 values, given as bits, the k of largest magnitude, of equals the first:
-// ascending indices in all of them, and the values, at any address. nan is above infinity. 0 < k <= columns < 2^32.
-void largest_magnitudes(const uint32_t* values, size_t rows, size_t columns, size_t k, int64_t* indices,
-                        uint8_t* chosen, unsigned threads);
+// Which values are looked at together: rows of `columns` values, `kept` of each, 0 < kept <= columns < 2^32. The last row
+// may be shorter: what is left of all values, of which it keeps what is left of all that are kept, at least one.
+struct Rows {
+    size_t columns, kept;
 
-// The same of code.n values, code.k in all, and the indices as bytes. False if the values changed meanwhile.
-bool encode_largest(const IndexCode& code, const uint32_t* values, size_t rows, uint8_t* out, uint8_t* chosen,
+    bool fits(uint64_t n, uint64_t k) const;  // whether n values are such rows, of which k are kept
+};
+
+// Of each row of float32 values, given as bits, those of largest magnitude, of equals the first: ascending indices in
+// all of them, and the values, at any address. nan is above infinity.
+void largest_magnitudes(const IndexCode& code, const uint32_t* values, Rows rows, int64_t* indices, uint8_t* chosen,
+                        unsigned threads);
+
+// The same, and the indices as bytes. False if the values changed meanwhile.
+bool encode_largest(const IndexCode& code, const uint32_t* values, Rows rows, uint8_t* out, uint8_t* chosen,
                     unsigned threads);
 
 // Fills code.n values of `width` bytes (2, 4 or 8): zeros, and code.k chosen ones. False, and nothing is filled, if the

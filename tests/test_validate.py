@@ -192,7 +192,10 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
         lambda **wrong: comm.BlockFloat(**{"bits": 4, **wrong}),
         {"bits": [1, 9, *NO_COUNT], "block": [7, "x"]},
     ),
-    "comm.TopK": (comm.TopK, {"share": [10, "10%", *NO_NUMBER[2:]]}),
+    "comm.TopK": (
+        lambda **wrong: comm.TopK(**{"share": 0.1, **wrong}),
+        {"share": [10, "10%", *NO_NUMBER[2:]], "per": ["row", 0, 1.5, None]},
+    ),
     "comm.RandomK": (lambda **wrong: comm.RandomK(**{"share": 0.1, **wrong}), {"share": [10, "10%"], "seed": NO_SEED}),
     "comm.Hadamard": (
         lambda **wrong: comm.Hadamard(**{"compressor": comm.Uniform(4), **wrong}),
@@ -203,7 +206,10 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
         },
     ),
     "comm.Cast": (comm.Cast, {"dtype": ["fp8", None, torch.bfloat16, []]}),
-    "comm.EF": (comm.EF, {"compressor": ["top10", None, comm.TopK]}),
+    "comm.EF": (
+        lambda **wrong: comm.EF(**{"compressor": comm.TopK(0.1), **wrong}),
+        {"compressor": ["top10", None, comm.TopK], "decay": [-0.1, 1.1, None, "1%"]},
+    ),
     "comm.EF21": (comm.EF21, {"compressor": ["top10", None, comm.TopK]}),
     "comm.EFMixed": (comm.EFMixed, {"compressor": ["top10", None, comm.TopK]}),
     "comm.AQSGD": (

@@ -128,12 +128,13 @@ void write_wrong(Choices& choose, const IndexCode& code, std::vector<int64_t> in
     expect(write(code, bytes_of_all(indices), 0).fine == are_indices(indices, code.n), "wrong indices are written");
 }
 
-// Of each row the k largest magnitudes, of equals the first: by sorting.
-std::vector<int64_t> largest_by_sorting(const std::vector<uint32_t>& values, size_t rows, size_t columns, size_t k) {
+// Of each row the largest magnitudes, of equals the first, k in all: by sorting.
+std::vector<int64_t> largest_by_sorting(const std::vector<uint32_t>& values, Rows rows, size_t total) {
     std::vector<int64_t> out;
-    for (size_t row = 0; row < rows; ++row) {
-        std::vector<int64_t> order(columns);
-        std::iota(order.begin(), order.end(), static_cast<int64_t>(row * columns));
+    for (size_t start = 0; start < values.size(); start += rows.columns) {
+        const size_t k = std::min(rows.kept, total - out.size());
+        std::vector<int64_t> order(std::min(rows.columns, values.size() - start));
+        std::iota(order.begin(), order.end(), static_cast<int64_t>(start));
         std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
             return (values[static_cast<size_t>(a)] & kMagnitude) > (values[static_cast<size_t>(b)] & kMagnitude);
         });
@@ -190,7 +191,7 @@ void check_hashes(Choices& choose, size_t n, size_t k) {
         least_hashes(seed, n, k, reinterpret_cast<int64_t*>(out.data()));
         return Bytes(out.data(), out.data() + 8 * k);
     });
-    expect(elements<int64_t>(found) == largest_by_sorting(ranks, 1, n, k), "not the least hashes");
+    expect(elements<int64_t>(found) == largest_by_sorting(ranks, {n, k}, k), "not the least hashes");
 }
 
 }  // namespace
@@ -219,17 +220,18 @@ void fuzz_indices(Choices& choose) {
 void fuzz_largest(Choices& choose) {
     const size_t count = std::max<size_t>(1, make_count(choose));
     const size_t rows = choose.one_in(2) ? 1 : 1 + choose.below(static_cast<unsigned>(std::min<size_t>(count, 300)));
-    const size_t columns = count / rows, n = rows * columns;
-    const size_t k = choose.one_in(8) ? columns : 1 + choose.word() % columns;
+    const size_t columns = count / rows, rest = choose.one_in(2) ? 0 : choose.word() % columns;
+    const size_t n = rows * columns + rest, kept = choose.one_in(8) ? columns : 1 + choose.word() % columns;
+    const size_t k = rows * kept + (rest == 0 ? 0 : 1 + choose.word() % std::min(rest, kept));
     const Bytes bytes = make_floats(choose, n);
     const std::vector<uint32_t> values = elements<uint32_t>(bytes);
-    const std::vector<int64_t> wanted = largest_by_sorting(values, rows, columns, k);
-    const IndexCode code = make_code(choose, n, rows * k);
+    const std::vector<int64_t> wanted = largest_by_sorting(values, {columns, kept}, k);
+    const IndexCode code = make_code(choose, n, k);
     const Exact from(bytes);
     const size_t shift = choose.below(8);
     const Bytes message = same_everywhere([&](unsigned threads) {
         const Unaligned out(shift, Bytes(code.size(), 0xa5)), chosen(7 - shift, Bytes(4 * code.k, 0xa5));
-        expect(encode_largest(code, from.words(), rows, out.data(), chosen.data(), threads), "indices are refused");
+        expect(encode_largest(code, from.words(), {columns, kept}, out.data(), chosen.data(), threads), "indices are refused");
         Bytes all(out.data(), out.data() + code.size());
         all.insert(all.end(), chosen.data(), chosen.data() + 4 * code.k);
         return all;

@@ -24,6 +24,19 @@ def test_ef_is_the_published_recursion(spec, dtype):
     assert same(sender.state_dict()["feedback"]["residual"]["0.0"], residual)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.95])
+def test_with_a_decay_what_was_lost_fades(decay):
+    """c = C(x + decay e), e <- x + decay e - c, computed here by hand; without a memory at 0."""
+    sender, receiver = ends(f"ef(top10, decay={decay})")
+    compressor, residual = parse("top10"), torch.zeros(6, 23)
+    for x, _ in batches(20):
+        total = residual[: len(x)] * decay + x
+        c = compressor.decode(compressor.encode(total), torch.empty_like(total))
+        residual[: len(x)] = total - c
+        assert same(cross(sender, receiver, x), c)
+        assert decay or same(c, compressor.decode(compressor.encode(x), torch.empty_like(x)))
+
+
 @pytest.mark.parametrize("spec", ["ef(top10)", "ef(q1:23)", "efmixed(top20)", "ef(bf16)"])
 def test_what_was_sent_adds_up_to_what_was_given(spec):
     sender, receiver = ends(spec)

@@ -46,6 +46,7 @@ def test_specs_are_parsed_to_their_settings():
     assert parse("top2.5:q4:64") == TopK(0.025, values=Uniform(4, 64))
     assert parse("top2.5:tensor") == TopK(0.025, per="tensor")
     assert parse("ef(top10:bf16)") == EF(TopK(0.1, values="bf16"))
+    assert parse("ef(top1.5625:4096:q2:64, decay=0.95)") == EF(TopK(1 / 64, Uniform(2, 64), 4096), decay=0.95)
     assert parse("efmixed(top10, share=0.25)") == EFMixed(TopK(0.1), share=0.25)
     assert parse("aq(q2:64, warmup=7, dtype=bf16)") == AQSGD(Uniform(2, 64), warmup=7, dtype="bf16")
 
@@ -86,6 +87,10 @@ def test_a_share_comes_back_exactly(share):
         "ef",
         "ef()",
         "ef(ef(top10))",
+        "ef(top10, decay=1.5)",
+        "ef(top10, decay=-1)",
+        "ef(top10, share=0.5)",
+        "top10:0",
         "ef21(aq(q2:64))",
         "efmixed(q4:64)",
         "efmixed(top10, share=1)",

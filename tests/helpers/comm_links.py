@@ -26,12 +26,14 @@ STATELESS = [
     "top10",
     "top10:bf16",
     "top10:tensor:q4:64",
+    "top10:16:q4:64",
     "rand10",
     "rand10:scaled:seed7:bf16",
 ]
 STATEFUL = [
     "ef(top10)",
     "ef(q2:64)",
+    "ef(top10, decay=0.95)",
     "efmixed(top10)",
     "efmixed(rand20, share=0.25)",
     "ef21(top10)",

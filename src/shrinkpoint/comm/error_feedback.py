@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from shrinkpoint import validate
 from shrinkpoint.comm.compressors.base import NO_CONTEXT, Compressor, CompressorContext, check_compressor
 from shrinkpoint.errors import MismatchError, PolicyError
 
@@ -222,14 +223,29 @@ class EF(ErrorFeedback):
 
     Sends `c = C(x + e)`, and then `e <- x + e - c`, where c is what the other end has after rounding to the dtype of x.
     Only the sender has a memory: e, one for each micro-batch slot, so what a sample lost goes to the next sample there.
+    With a decay `x + decay e` takes the place of `x + e` (arXiv 2508.15706, algorithm 1, with .95): what was lost long
+    ago, of weights that have moved since, fades.
+
+    Attributes:
+        decay: from 0, without a memory, to 1, where nothing is lost for good.
+
+    Raises:
+        PolicyError: a decay out of range.
     """
+
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        validate.check_float("EF, decay", self.decay, maximum=1.0, exclusive=False, do="give 1, or .95")
 
     @property
     def spec(self) -> str:
-        return f"ef({self.compressor.spec})"
+        options = "" if self.decay == 1 else f", decay={float(self.decay)!r}"
+        return f"ef({self.compressor.spec}{options})"
 
     def new_state(self) -> FeedbackState:
-        return _EFState(self.compressor)
+        return _EFState(self.compressor, self.decay)
 
 
 class _EFState(BufferState):
@@ -237,9 +253,13 @@ class _EFState(BufferState):
 
     buffers_key = "residual"
 
+    def __init__(self, compressor: Compressor, decay: float) -> None:
+        super().__init__(compressor)
+        self._decay = decay
+
     def pack(self, tensor: Tensor, info: MessageInfo) -> PackedMessage:
         residual = self.buffer(info, tensor)
-        residual += tensor
+        residual.mul_(self._decay).add_(tensor)
         wire = self._compressor.encode(residual.to(work_dtype(tensor.dtype)), info.context)
         decoded = decode_float32(self._compressor, wire, tensor, info.context).to(tensor.dtype)
         zero_nonfinite_(residual.sub_(decoded))

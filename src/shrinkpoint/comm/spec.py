@@ -16,8 +16,8 @@ from shrinkpoint.comm.error_feedback import EF, EF21, EFMixed, ErrorFeedback
 from shrinkpoint.errors import PolicyError
 
 _SPEC_EXAMPLES = """exact | bf16 | fp16 | q4 | q4:64 | q4:row | q4:channel | q4:64:dither | n3:64 | block4:32 | \
-top10 | top10:bf16 | top10:q4:64 | top10:tensor | same | rand10 | h64(q4:64) | ef(..) | efmixed(..) | \
-ef21(..) | aq(..)"""
+top10 | top10:bf16 | top10:q4:64 | top10:tensor | top1.5625:4096:q2:64 | same | rand10 | h64(q4:64) | \
+ef(..) | efmixed(..) | ef21(..) | aq(..)"""
 
 
 def parse(text: str) -> Compressor | ErrorFeedback:
@@ -31,10 +31,10 @@ def parse(text: str) -> Compressor | ErrorFeedback:
     block4:32               4 bits (2 to 8), an exponent for each 32 values
     h64(q4:64)              rotated in blocks of 64 first; "h64>5(..)" only blocks with outliers
     top10, top10:bf16,      the 10 % largest of each sample, with fp32, fp16 or bf16 values or through a compressor;
-    top10:q4:64             with ":tensor" of the tensor
+    top10:q4:64             with ":tensor" of the tensor, with ":4096" of each 4096 values
     same, same:bf16         backward: at the indices of the forward message
     rand10                  10 % at random indices
-    ef(..), efmixed(..),    with error feedback; "aq(q2:64, warmup=2, dtype=bf16)" by sample
+    ef(..), efmixed(..),    with error feedback, "ef(.., decay=0.95)"; "aq(q2:64, warmup=2, dtype=bf16)" by sample
     ef21(..), aq(..)
     ======================  ============================================================================================
 
@@ -127,7 +127,11 @@ _COMPRESSORS: tuple[_Rule, ...] = (
         Hadamard,
         {"compressor": parse_compressor, "block": int, "outlier_threshold": float},
     ),
-    (rf"top(?P<share>{_NUMBER})(?::(?P<per>tensor))?{_VALUES}", TopK, {"share": _share, "values": _values, "per": str}),
+    (
+        rf"top(?P<share>{_NUMBER})(?::(?P<per>tensor|\d+))?{_VALUES}",
+        TopK,
+        {"share": _share, "values": _values, "per": _group},
+    ),
     (
         rf"rand(?P<share>{_NUMBER})(?P<scaled>:scaled)?(?::seed(?P<seed>\d+))?{_VALUES}",
         RandomK,
@@ -136,7 +140,11 @@ _COMPRESSORS: tuple[_Rule, ...] = (
     (rf"same{_VALUES}", SameIndices, {"values": _values}),
 )
 _FEEDBACKS: tuple[_Rule, ...] = (
-    (r"(?s)ef\((?P<compressor>.*)\)", EF, {"compressor": parse_compressor}),
+    (
+        rf"(?s)ef\((?P<compressor>.*?)(?:, decay=(?P<decay>{_NUMBER}))?\)",
+        EF,
+        {"compressor": parse_compressor, "decay": float},
+    ),
     (r"(?s)ef21\((?P<compressor>.*)\)", EF21, {"compressor": parse_compressor}),
     (
         rf"(?s)efmixed\((?P<compressor>.*?)(?:, share=(?P<share>{_NUMBER}))?\)",

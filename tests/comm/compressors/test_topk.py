@@ -29,6 +29,8 @@ class TestTopK(CompressorContract):
         TopK(0.3, "bf16"),
         TopK(0.1, per="tensor"),
         TopK(0.2, Uniform(4, 64)),
+        TopK(0.1, per=64),
+        TopK(0.1, Uniform(2, 16), 100),
     )
 
 
@@ -115,6 +117,34 @@ def test_of_a_tensor_rather_than_a_sample_only_where_that_is_asked_for():
     assert (decoded(TopK(0.1), x.view(4, 5, 5, 2)) != 0).flatten(1).sum(1).tolist() == [5, 5, 5, 5]
 
 
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 9000), st.sampled_from([1, 7, 64, 4096]), st.sampled_from([1 / 64, 0.1, 1.0]), st.integers(0, 99))
+def test_of_each_chunk_the_largest_cross_and_of_a_shorter_last_one_its_share(n, chunk, share, seed):
+    x = noise((n,), seed)
+    compressor = TopK(share, per=chunk)
+    wire = compressor.encode(x)
+    assert bits(wire) == bits(compressor._encode_torch(x)) and wire.numel() == compressor.wire_bytes((n,), x.dtype)
+    parts = [(start, x[start : start + chunk]) for start in range(0, n, chunk)]
+    expected = [start + place for start, part in parts for place in chosen(part, math.ceil(len(part) * share))]
+    assert compressor.indices(wire, x.shape).tolist() == expected
+
+
+def test_chunks_go_across_rows_and_one_as_large_as_the_tensor_is_the_tensor():
+    x = noise((6, 50))
+    x[2] *= 100
+    assert (decoded(TopK(0.1, per=100), x) != 0).sum(1).tolist() == [
+        *(decoded(TopK(0.1), x.view(3, 100)) != 0).view(6, 50).sum(1).tolist()
+    ]
+    assert bits(TopK(0.1, per=300).encode(x)) == bits(TopK(0.1, per="tensor").encode(x))
+    assert bits(TopK(0.1, per=10_000).encode(x)) == bits(TopK(0.1, per="tensor").encode(x))
+
+
+def test_an_index_in_chunks_takes_fewer_than_twelve_bits():
+    code = TopK(1 / 64, per=4096)._index_code((1 << 20,))
+    assert code.k == 64 * 256 and 8 * code.size / code.k < 8.01
+    assert 8 * parse("top1.5625:4096:q2:64").wire_bytes((1 << 20,), torch.float32) / 2**20 < 0.165
+
+
 def test_values_that_are_not_finite_count_as_largest():
     x = noise((100,))
     x[[3, 50, 99]] = torch.tensor([math.nan, -math.inf, math.inf])
@@ -190,6 +220,8 @@ def test_specs_say_everything_and_are_read_back():
         "top2.5": TopK(0.025),
         "top100": TopK(1.0),
         "top7:tensor": TopK(0.07, per="tensor"),
+        "top1.5625:4096": TopK(1 / 64, per=4096),
+        "top1.5625:4096:q2:64": TopK(1 / 64, Uniform(2, 64), 4096),
         "top10:bf16": TopK(0.1, "bf16"),
         "top30:tensor:q4:64": TopK(0.3, Uniform(4, 64), "tensor"),
         "top33.33333333333333": TopK(1 / 3),
@@ -207,5 +239,6 @@ def test_such_a_share_is_refused(share):
 def test_values_and_parts_that_there_are_not_are_refused():
     with pytest.raises(PolicyError, match="values: 'fp8'; expected fp32, fp16, bf16 or a compressor"):
         TopK(0.1, "fp8")
-    with pytest.raises(PolicyError, match="per 'row'; expected sample or tensor"):
-        TopK(0.1, per="row")
+    for per in ("row", 0, -4, True, 1 << 32, 64.0):
+        with pytest.raises(PolicyError, match=f"per {per!r}; expected sample, tensor or the size of a chunk"):
+            TopK(0.1, per=per)
