@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -110,6 +111,26 @@ def test_invalid_arguments_are_refused(word):
 def test_an_invalid_spec_is_refused_with_examples():
     with pytest.raises(PolicyError, match=r"spec 'quantize'.*q4:64.*top10"):
         parse("quantize")
+
+
+def test_a_space_after_a_comma_is_optional():
+    assert parse("aq(q4:64,warmup=3)") == parse("aq(q4:64, warmup=3)") == AQSGD(Uniform(4, 64), warmup=3)
+    assert parse("aq(q4:64,warmup=3,dtype=bf16,folder=/a, b)") == AQSGD(
+        Uniform(4, 64), warmup=3, dtype="bf16", folder="/a, b"
+    )
+    assert parse("efmixed(top10,share=0.25)") == EFMixed(TopK(0.1), share=0.25)
+
+
+@pytest.mark.parametrize(("word", "spec"), [("Q4:64", "q4:64"), ("q4 :64", "q4:64"), ("EF(TOP10)", "ef(top10)")])
+def test_a_spec_with_capitals_or_spaces_is_refused_with_the_one_that_was_meant(word, spec):
+    with pytest.raises(PolicyError, match=re.escape(f"Did you mean {spec}?")):
+        parse(word)
+
+
+@pytest.mark.parametrize("value", [None, 4, b"q4:64", Uniform(4, 64), ["q4:64"]])
+def test_what_is_no_text_is_refused_by_its_type(value):
+    with pytest.raises(PolicyError, match='expected a spec as text, such as "q4:64"'):
+        parse(value)
 
 
 def test_a_half_of_a_message_is_only_defined_where_entries_are_chosen():

@@ -41,9 +41,17 @@ def parse(text: str) -> Compressor | ErrorFeedback:
     Raises:
         PolicyError: the text is not a spec, or a number in it is out of range.
     """
-    stripped = validate.check_str("spec", text, do='write "q4:64"').strip()
+    stripped = _check_text(text).strip()
     feedback: ErrorFeedback | None = _match_rule(_FEEDBACKS, stripped)
     return parse_compressor(stripped) if feedback is None else feedback
+
+
+def _check_text(text: object) -> str:
+    if isinstance(text, str):
+        return text
+    is_parsed = isinstance(text, (Compressor, ErrorFeedback))
+    advice = "use it as it is: it is one already" if is_parsed else 'write "q4:64", or "exact" for no compression'
+    raise validate.argument_error("spec", text, 'a spec as text, such as "q4:64"', advice)
 
 
 def as_compressor(compressor: Compressor | ErrorFeedback | str) -> Compressor | ErrorFeedback:
@@ -52,7 +60,7 @@ def as_compressor(compressor: Compressor | ErrorFeedback | str) -> Compressor | 
         return parse(compressor)
     expected = 'a compressor, a feedback, or the spec of one, such as "q4:64"'
     is_class = isinstance(compressor, type)
-    advice = "make one: Uniform(4, group=64)" if is_class else 'write "q4:64", or None to compress nothing'
+    advice = "make one: Uniform(4, group=64)" if is_class else 'write "q4:64", or "exact" to compress nothing'
     kinds = (Compressor, ErrorFeedback)
     instance: Compressor | ErrorFeedback = validate.check_instance(
         "compressor", compressor, kinds, expected=expected, do=advice
@@ -65,8 +73,21 @@ def parse_compressor(text: str) -> Compressor:
     compressor: Compressor | None = _match_rule(_COMPRESSORS, text.strip())
     if compressor is None:
         problem, expected = "no compressor and no feedback", f"one of {_SPEC_EXAMPLES}"
-        raise PolicyError(f"spec {text!r}", found=problem, expected=expected, do="write one of these")
+        similar = _similar_spec(text)
+        advice = f"did you mean {similar}?" if similar else "write one of these"
+        raise PolicyError(f"spec {text!r}", found=problem, expected=expected, do=advice)
     return compressor
+
+
+def _similar_spec(text: str) -> str | None:
+    """The spec that a text without capitals and spaces is; None if it is none even so."""
+    plain = "".join(text.lower().split())
+    if plain == text:
+        return None
+    try:
+        return str(parse(plain))
+    except PolicyError:
+        return None
 
 
 _Rule = tuple[str, Callable[..., Any], Mapping[str, Callable[[str], Any]]]
@@ -97,7 +118,7 @@ def _values(text: str) -> Any:
 
 
 def _aqsgd(text: str, inner: str, folder: str | None = None) -> AQSGD:
-    spec, *options = inner.split(", ")
+    spec, *options = re.split(r",\s*", inner)
     named = dict(option.partition("=")[::2] for option in options)
     unknown = named.keys() - {"warmup", "dtype", "most_bytes"}
     numbers = [value for name, value in named.items() if name != "dtype"]
@@ -147,12 +168,12 @@ _FEEDBACKS: tuple[_Rule, ...] = (
     ),
     (r"(?s)ef21\((?P<compressor>.*)\)", EF21, {"compressor": parse_compressor}),
     (
-        rf"(?s)efmixed\((?P<compressor>.*?)(?:, share=(?P<share>{_NUMBER}))?\)",
+        rf"(?s)efmixed\((?P<compressor>.*?)(?:,\s*share=(?P<share>{_NUMBER}))?\)",
         EFMixed,
         {"compressor": parse_compressor, "share": float},
     ),
     (
-        r"(?s)(?P<text>aq\((?P<inner>.*?)(?:, folder=(?P<folder>.*))?\))",
+        r"(?s)(?P<text>aq\((?P<inner>.*?)(?:,\s*folder=(?P<folder>.*))?\))",
         _aqsgd,
         {"text": str, "inner": str, "folder": str},
     ),
