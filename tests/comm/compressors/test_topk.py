@@ -56,10 +56,15 @@ def test_of_each_sample_the_largest_cross_and_of_equals_the_first(values, repeat
         wire = compressor.encode(x)
         expected = [row * x.shape[1] + place for row in range(rows) for place in chosen(x[row], k)]
         assert compressor.indices(wire, x.shape).tolist() == expected
-        out = compressor.decode(wire, torch.full_like(x, 7.0)).view(-1)
-        assert bits(out[expected]) == bits(x.view(-1)[expected])
-        out[expected] = 0
-        assert bits(out) == bytes(4 * x.numel())
+        out = compressor.decode(wire, torch.full_like(x, 7.0))
+        sent = x.view(-1)[expected].view(rows, -1)
+        lost = (~x.isfinite()).sum(1) > sent.shape[1]
+        lost |= sent.isnan().all(1)
+        assert out[lost].isnan().all()
+        flat = out.masked_fill(lost[:, None], 0.0).view(-1)
+        assert bits(flat[expected]) == bits(sent.masked_fill(lost[:, None], 0.0))
+        flat[expected] = 0
+        assert bits(flat) == bytes(4 * x.numel())
 
 
 @settings(deadline=None, max_examples=25)
@@ -152,6 +157,35 @@ def test_values_that_are_not_finite_count_as_largest():
     assert compressor.indices(compressor.encode(x), x.shape).tolist() == [3, 50, 99]
     out = decoded(compressor, x)
     assert out[3].isnan() and out[50] == -math.inf and out[99] == math.inf
+
+
+@pytest.mark.parametrize("values", ["fp32", "bf16", "fp16", Uniform(4, 64)])
+@pytest.mark.parametrize("per", ["sample", "tensor", 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_sample_with_more_values_that_are_not_finite_than_are_sent_is_nan_everywhere(values, per, dtype, bad):
+    compressor = TopK(0.1, values, per)
+    x = noise((3, 50, 2)).to(dtype)
+    x[1] = bad  # 100 values, of which 10 are sent, or 30 of 300, or 7 of 64
+    for out in (decoded(compressor, x), decoded(compressor, x.transpose(1, 2).contiguous().transpose(1, 2))):
+        assert out[1].isnan().all()
+        assert per != "sample" or not isinstance(values, str) or out[[0, 2]].isfinite().all()
+    TestTopK().computes_alike(compressor, x)
+
+
+def test_a_short_last_chunk_is_lost_alone():
+    x = noise((150,))
+    x[120:] = math.nan
+    out = decoded(TopK(0.02, per=100), x)
+    assert out[100:].isnan().all() and out[:100].isfinite().all()
+    TestTopK().computes_alike(TopK(0.02, per=100), x)
+
+
+def test_all_places_are_kept_where_every_value_that_is_not_finite_is_sent():
+    x = noise((2, 100))
+    x[0, :10] = math.inf
+    out = decoded(TopK(0.1), x)
+    assert (out[0, :10] == math.inf).all() and (out[0, 10:] == 0).all() and out[1].isfinite().all()
 
 
 def test_values_are_as_short_as_specified_and_never_longer_than_the_tensor_s():

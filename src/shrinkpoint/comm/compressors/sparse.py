@@ -17,7 +17,14 @@ from torch import Tensor
 from shrinkpoint import _native, validate
 from shrinkpoint.comm.compressors.base import NO_CONTEXT, Compressor, CompressorContext
 from shrinkpoint.comm.compressors.index_coding import IndexCode, index_code
-from shrinkpoint.comm.compressors.layout import DTYPE_BY_NAME, fill_tensor, flat_float32, native_threads
+from shrinkpoint.comm.compressors.layout import (
+    DTYPE_BY_NAME,
+    fill_tensor,
+    flat_float32,
+    is_sum_finite,
+    native_threads,
+    view_dtype,
+)
 from shrinkpoint.errors import MismatchError, PolicyError, StateError
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
@@ -128,8 +135,9 @@ class TopK(_SparseCompressor):
     """Sends the `n - floor(n (1 - share))` values of largest magnitude, as the code of arXiv 2401.07788 counts them.
 
     That code selects them in each sample (the first axis) and drops values equal to the smallest selected magnitude;
-    here exactly that number is sent, of equal values the first ones. nan and infinities count as largest. A message is
-    the flat indices (an `IndexCode`), then the values in the same order.
+    here exactly that number is sent, of equal values the first ones. nan and infinities count as largest. Where a sample
+    has more of them than values are sent, all that are sent are nan; a sample of which only nan was sent decodes to
+    nan everywhere. A message is the flat indices (an `IndexCode`), then the values in the same order.
 
     In chunks (arXiv 2508.15706: 4096) no part of a tensor starves another: layers whose values are small are heard too.
     An index costs no more for it: 7.9 bits at 64 of 4096, where one of 12 bits within its chunk is usual.
@@ -175,16 +183,20 @@ class TopK(_SparseCompressor):
         if not _native.sparse_encode(code.form, code.width, data, *rows, codes, chosen, threads=threads):
             do = "wait until the tensor is complete, and do not write to it meanwhile"
             raise StateError(f"compressor {self.spec}", found="a tensor that changed while it was encoded", do=do)
-        if not is_raw:
-            tail.copy_(self._encode_values(entries, tensor.dtype, context))
+        found = view_dtype(entries, torch.float32)
+        marked = mark_lost_rows(found, flat, *rows)
+        if not is_raw or marked is not found:
+            tail.copy_(self._encode_values(marked, tensor.dtype, context))
         return wire
 
     def _encode_torch(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
         code, flat = self._index_code(tensor.shape), flat_float32(tensor)
         if not code.k:
             return flat.new_empty(0, dtype=torch.uint8)
-        indices = self._select_torch(flat.view(torch.int32) & _MAGNITUDE_MASK, self._row_numel(tensor.shape))
-        return torch.cat([code.encode_torch(indices), self._encode_values(flat[indices], tensor.dtype, context)])
+        columns = self._row_numel(tensor.shape)
+        indices = self._select_torch(flat.view(torch.int32) & _MAGNITUDE_MASK, columns)
+        entries = mark_lost_rows(flat[indices], flat, columns, num_kept(columns, self.share))
+        return torch.cat([code.encode_torch(indices), self._encode_values(entries, tensor.dtype, context)])
 
     def _select_torch(self, magnitudes: Tensor, columns: int) -> Tensor:
         """The indices of the largest magnitudes in each row of `columns` values; the last row may be shorter."""
@@ -204,6 +216,7 @@ class TopK(_SparseCompressor):
         filled = tensor_bytes(contiguous)
         if not _native.sparse_decode(code.form, code.width, data, values, filled, out.dtype.itemsize):
             raise code.mismatch_error()
+        self._fill_lost_rows_(contiguous, entries)
         if contiguous is not target:
             target.copy_(contiguous)
         return out
@@ -211,7 +224,12 @@ class TopK(_SparseCompressor):
     def _decode_torch(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
         code = self._index_code(out.shape)
         entries = self._decode_values(wire[code.size :], code.k, out.dtype, context)
-        return scatter_values(entries, code.decode_torch(wire[: code.size]), out)
+        scatter_values(entries, code.decode_torch(wire[: code.size]), out)
+        return self._fill_lost_rows_(out, entries) if code.k else out
+
+    def _fill_lost_rows_(self, out: Tensor, entries: Tensor) -> Tensor:
+        columns = self._row_numel(out.shape)
+        return fill_lost_rows_(out, entries, columns, num_kept(columns, self.share))
 
     def indices(self, wire: Tensor, shape: Sequence[int], context: CompressorContext = NO_CONTEXT) -> Tensor:
         code = self._index_code(shape)
@@ -230,6 +248,42 @@ class TopK(_SparseCompressor):
             return index_code(0, 0)
         rows, rest = divmod(count, self._row_numel(shape))
         return index_code(count, rows * num_kept(self._row_numel(shape), self.share) + num_kept(rest, self.share))
+
+
+def _split_rows(values: Tensor, columns: int, count: int) -> list[Tensor]:
+    """Values as `count` rows of `columns` values, and what is left as one shorter row if there is any."""
+    whole, rest = values[: count * columns], values[count * columns :]
+    return [whole.view(count, columns), *([rest.view(1, -1)] if rest.numel() else [])]
+
+
+def mark_lost_rows(entries: Tensor, flat: Tensor, columns: int, k: int) -> Tensor:
+    """Make all selected values of a row nan if not all of its values that are not finite were selected.
+
+    Args:
+        entries: the largest values of each row: float32, 1-d; returned as they are if nothing is marked for sure.
+        flat: the values of all rows: float32, 1-d.
+        columns: the number of values of a row; the last one may be shorter.
+        k: the number of values that are selected from a row of that size.
+    """
+    if is_sum_finite(entries):
+        return entries
+    count = flat.numel() // columns
+    marked = []
+    for values, row in zip(_split_rows(entries, k, count), _split_rows(flat, columns, count), strict=True):
+        num_nonfinite = row.isfinite().logical_not_().sum(1, keepdim=True)
+        marked.append(torch.where(num_nonfinite > values.shape[1], torch.nan, values).view(-1))
+    return torch.cat(marked)
+
+
+def fill_lost_rows_(out: Tensor, entries: Tensor, columns: int, k: int) -> Tensor:
+    """Fill the rows of which only nan was sent with nan, in place, and return `out`."""
+    if is_sum_finite(entries):
+        return out
+    count, lost = out.numel() // columns, torch.empty(out.numel(), dtype=torch.bool, device=out.device)
+    for values, row in zip(_split_rows(entries, k, count), _split_rows(lost, columns, count), strict=True):
+        row.copy_(values.isnan().all(1, keepdim=True).expand_as(row))
+    out.detach().masked_fill_(lost.view(out.shape), torch.nan)
+    return out
 
 
 def topk_indices(numbers: Tensor, k: int) -> Tensor:
