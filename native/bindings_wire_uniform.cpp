@@ -59,6 +59,17 @@ void unpack(nb::handle planes, unsigned bits, nb::handle codes) {
     unpack_planes(data, to.size(), bits, to.data());
 }
 
+size_t count_masked(nb::handle values, size_t width, uint32_t mask) {
+    const Bytes from(values);
+    if ((width != 2 && width != 4) || from.size() % width != 0)
+        throw nb::value_error("width: expected 2 or 4, and a whole number of values");
+    const uint8_t* data = from.checked(from.size(), width, "values");
+    const size_t count = from.size() / width;
+    const nb::gil_scoped_release unlocked;
+    if (width == 2) return count_masked16(reinterpret_cast<const uint16_t*>(data), count, static_cast<uint16_t>(mask));
+    return count_masked32(reinterpret_cast<const uint32_t*>(data), count, mask);
+}
+
 }  // namespace
 
 void bind_wire_uniform(nb::module_& m) {
@@ -69,6 +80,8 @@ void bind_wire_uniform(nb::module_& m) {
     m.def("uniform_decode", decode, "wire"_a, "size"_a, "bits"_a, "values"_a, nb::kw_only(), "seed"_a = nb::none(),
           "brief"_a = true, "bfloat16"_a = false, "threads"_a = 1, "What uniform_encode made, as float32 or bfloat16.");
     m.def("pack_planes", pack, "codes"_a, "bits"_a, "planes"_a, "Codes below 2^bits as planes of 4, 2 and 1 bits.");
+    m.def("count_masked", count_masked, "values"_a, "width"_a, "mask"_a,
+          "How many values of 2 or 4 bytes have all bits of the mask.");
     m.def("unpack_planes", unpack, "planes"_a, "bits"_a, "codes"_a, "What pack_planes made, as codes.");
 }
 

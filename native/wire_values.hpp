@@ -12,6 +12,9 @@ namespace shrinkpoint {
 void widen_brief(const uint16_t* from, size_t count, float* to);
 // To the nearest, halves to even; finite numbers stay finite: those beyond the range become the largest one.
 void round_to_brief(const float* from, size_t count, uint16_t* to);
+// How many values are nan or infinite: those whose bits contain all of the mask, that of an exponent.
+size_t count_masked32(const uint32_t* values, size_t count, uint32_t mask);
+size_t count_masked16(const uint16_t* values, size_t count, uint16_t mask);
 
 using FloatPiece = std::vector<float, UninitializedAllocator<float>>;
 

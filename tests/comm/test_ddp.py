@@ -110,6 +110,17 @@ SHORT = """
         scaler.update()
         reports["skipped"] = [bits(model) == before, scaler.get_scale()]
 
+        # every value that crosses is counted, in every message: rank 0 sends half of its gradient to rank 1
+        flat = DDP(nn.Linear(640, 2, bias=False))
+        counted = compress_ddp(flat, "q4:64")
+        reports["counted"] = []
+        for bad in (0, 0, 70):
+            features = torch.ones(1, 640)
+            features[0, 640 - bad :] = math.inf if rank == 0 else 1.0
+            flat(features).sum().backward()
+            reports["counted"].append([hop.nonfinite for hop in counted.link_stats.values()])
+            flat.zero_grad()
+
         def overflown():
             model, _, _, _ = trained("q4:64", rank, 1, nonfinite="raise")
             (mse_loss(model(x), y) * (math.nan if rank == 0 else 1.0)).backward()
@@ -213,6 +224,12 @@ def test_ranks_set_up_otherwise_are_an_error_on_all(short):
 def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks_or_is_an_error_on_all(short):
     assert all(report["skipped"] == [True, 2.0] for report in short)
     assert all(report["raised"][0] == "PolicyError" for report in short)
+
+
+def test_gradients_that_are_not_finite_are_counted_in_every_message(short):
+    # of the two rows of the gradient each rank owns one: 70 values cross, and 70 of each average are spread by groups
+    assert short[0]["counted"] == [[0, 0], [0, 0], [70, 70]]
+    assert short[1]["counted"] == [[0, 0], [0, 0], [0, 128]]
 
 
 @pytest.mark.parametrize("spec", SAVED)

@@ -6,9 +6,9 @@ import json
 
 import pytest
 import torch
-from helpers.comm_links import cross, ends
+from helpers.comm_links import STATEFUL, STATELESS, cross, ends
 
-from shrinkpoint.comm import LinkStats
+from shrinkpoint.comm import LinkStats, parse
 
 
 def test_bytes_and_messages_are_counted_at_both_ends():
@@ -39,6 +39,30 @@ def test_messages_that_are_not_finite_or_all_zero_do_not_spoil_the_error():
         cross(sender, receiver, torch.tensor(x))
     assert sender.stats.relative_error == pytest.approx(3 / 5)
     assert sender.stats.nonfinite == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("spec", [*STATELESS, *(spec for spec in STATEFUL if not spec.startswith("aq"))])
+def test_values_that_are_not_finite_are_counted_in_every_message(spec, dtype):
+    sender, receiver = ends(spec)
+    for count in (0, 3, 0, 70, 1):  # but for the first these messages are not sampled
+        x = torch.linspace(-2, 3, 260).view(2, 130).to(dtype)
+        x.view(-1)[::3][:count] = torch.tensor([torch.nan, torch.inf, -torch.inf]).repeat(30)[:count].to(dtype)
+        before = sender.stats.nonfinite
+        cross(sender, receiver, x)
+        assert sender.stats.nonfinite - before == count
+
+
+@pytest.mark.parametrize("spec", ["q4:64", "q4", "q3:row:dither", "n4:64", "block4:32", "h64(q4:64)", "top10"])
+def test_finite_values_are_proven_so_by_the_message(spec):
+    compressor, x = parse(spec), torch.linspace(-2, 3, 260).view(2, 130)
+    assert compressor.proves_finite(compressor.encode(x), x.shape, x.dtype)
+
+
+def test_large_finite_values_are_not_counted():
+    sender, receiver = ends("q4:64")
+    cross(sender, receiver, torch.tensor([3e38, -3e38]).repeat(64))  # their range exceeds float32: they decode to nan
+    assert sender.stats.nonfinite == 0
 
 
 def test_an_empty_account():

@@ -199,6 +199,16 @@ class CompressorContract:
                         assert not out.isfinite().all()
                         assert not self.dense or not out.view(-1)[place].isfinite()
 
+    def test_a_message_of_a_value_that_is_not_finite_does_not_prove_the_opposite(self):
+        for compressor in self.compressors:
+            for dtype in FLOATS:
+                for bad in (torch.nan, torch.inf, -torch.inf):
+                    for place in (0, 70, 389):
+                        x = noise((3, 130)).to(dtype)
+                        x.view(-1)[place] = bad
+                        context = self.context(x, compressor)
+                        assert not compressor.proves_finite(compressor.encode(x, context), x.shape, dtype, context)
+
     def test_finite_values_stay_finite_in_narrow_dtypes(self):
         for compressor in self.compressors:
             for dtype in FLOATS[1:3]:

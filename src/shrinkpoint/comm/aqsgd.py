@@ -138,6 +138,9 @@ class AQSGDState(FeedbackState):
         message = torch.cat((_IDENTITY.encode(split.exact_rows(tensor)), wire)) if any(exact) else wire
         return PackedMessage(message, split.merge(tensor, updated.to(tensor.dtype)))
 
+    def _proves_finite(self, wire: Tensor, tensor: Tensor, info: MessageInfo) -> bool:
+        return False  # rows may be uncompressed
+
     def unpack(self, wire: Tensor, out: Tensor, info: MessageInfo) -> Tensor:
         ids, cache = _require_ids(out.shape, info), self._cache(info.tensor)
         exact = self._start_message(ids, out.shape, info)

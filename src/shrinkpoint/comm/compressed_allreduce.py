@@ -183,7 +183,7 @@ class CompressedCollective:
             if decoded is None:
                 decoded = state.feedback.compressor.decode(packed.wire, torch.empty_like(tensor), info.context)
             self.stats.add_error(tensor, decoded)
-            self.stats.add_nonfinite(tensor.isfinite().logical_not_().sum())
+        self.stats.add_nonfinite(state.sender.count_nonfinite(tensor, packed.wire, info))
         return wire
 
     def message_bytes(self, numel: int, dtype: torch.dtype) -> int:

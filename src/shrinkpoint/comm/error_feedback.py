@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shrinkpoint import validate
 from shrinkpoint.comm.compressors.base import NO_CONTEXT, Compressor, CompressorContext, check_compressor
+from shrinkpoint.comm.compressors.layout import count_nonfinite
 from shrinkpoint.errors import MismatchError, PolicyError
 
 _RESIDUAL_KEY = 0x5BD1E995
@@ -79,6 +80,15 @@ class FeedbackState:
     def pack(self, tensor: Tensor, info: MessageInfo) -> PackedMessage:
         """Pack the tensor as the next message, and advance the state."""
         return PackedMessage(self._compressor.encode(tensor, info.context))
+
+    def count_nonfinite(self, tensor: Tensor, wire: Tensor, info: MessageInfo) -> Tensor | int:
+        """The number of values of a tensor that are not finite, from its message alone where that shows none."""
+        if tensor.device.type == "cpu" and self._proves_finite(wire, tensor, info):
+            return 0
+        return count_nonfinite(tensor)
+
+    def _proves_finite(self, wire: Tensor, tensor: Tensor, info: MessageInfo) -> bool:
+        return self._compressor.proves_finite(wire, tensor.shape, tensor.dtype, info.context)
 
     def unpack(self, wire: Tensor, out: Tensor, info: MessageInfo) -> Tensor:
         """Unpack the next message into `out`, advance the state, and return `out`."""
@@ -194,6 +204,9 @@ class BufferState(FeedbackState):
 
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, info: MessageInfo) -> int:
         return self._compressor.wire_bytes(shape, work_dtype(dtype), info.context)
+
+    def _proves_finite(self, wire: Tensor, tensor: Tensor, info: MessageInfo) -> bool:
+        return self._compressor.proves_finite(wire, tensor.shape, work_dtype(tensor.dtype), info.context)
 
     def state_dict(self) -> dict[str, Any]:
         return {self.buffers_key: {f"{slot}.{index}": buffer for (slot, index), buffer in self._buffers.items()}}
@@ -380,6 +393,9 @@ class _EFMixedState(BufferState):
             return None
         combined: Tensor = torch.unique(torch.cat((fresh_indices, old_indices)))
         return combined
+
+    def _proves_finite(self, wire: Tensor, tensor: Tensor, info: MessageInfo) -> bool:
+        return super()._proves_finite(self._split_message(wire, tensor.shape, tensor.dtype, info)[0], tensor, info)
 
     def _decode_sum(self, wire: Tensor, like: Tensor, info: MessageInfo) -> Tensor:
         fresh, old = self._split_message(wire, like.shape, like.dtype, info)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shrinkpoint import _native, validate
 from shrinkpoint.comm.compressors.base import Compressor, CompressorContext, check_wire_size
+from shrinkpoint.comm.compressors.layout import count_nonfinite
 from shrinkpoint.comm.error_feedback import ErrorFeedback, FeedbackState, MessageInfo, NoFeedback, PackedMessage
 from shrinkpoint.comm.spec import as_compressor
 from shrinkpoint.comm.stats import LinkStats
@@ -101,7 +102,7 @@ class Link:
         ] = {}
         self._ids: dict[tuple[int, int], Tensor] = {}
         self._is_sender: bool | None = None
-        self._pending_counts: list[tuple[MessageContext, Tensor]] = []
+        self._pending_counts: list[tuple[MessageContext, Tensor | int]] = []
 
     def __repr__(self) -> str:
         return f"Link({str(self.feedback)!r}, name={self.name!r})"
@@ -180,7 +181,7 @@ class Link:
         self.stats.add_message(out.nbytes, wire.numel())
         self._advance(context, state.restarts)
         if self._raise_nonfinite:
-            count = _count_nonfinite(out)
+            count = count_nonfinite(out)
             self.stats.add_nonfinite(count)
             _raise_if_nonfinite(self.name, count, context)
         return out
@@ -292,11 +293,10 @@ class Link:
                 if decoded is None:
                     decoded = self.compressor.decode(packed.wire, torch.empty_like(tensor), info.context)
                 self.stats.add_error(tensor, decoded)
-        if is_sampled or self._raise_nonfinite:
-            count = _count_nonfinite(tensor)
-            self.stats.add_nonfinite(count)
-            if self._raise_nonfinite:
-                self._pending_counts.append((context, count))
+        count = self._state_for(context).count_nonfinite(tensor, packed.wire, info)
+        self.stats.add_nonfinite(count)
+        if self._raise_nonfinite:
+            self._pending_counts.append((context, count))
 
 
 def _check_ids(where: str, ids: Tensor | None, count: int) -> Tensor:
@@ -319,20 +319,12 @@ def _read_ids(where: str, wire: Tensor, header_bytes: int, expected_ids: Tensor 
     return ids
 
 
-def _raise_if_nonfinite(name: str, count: Tensor, context: MessageContext) -> None:
+def _raise_if_nonfinite(name: str, count: Tensor | int, context: MessageContext) -> None:
     if int(count):
         where = f"link {name}, micro-batch {context.slot}, tensor {context.tensor}"
         advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
         problem = f"{int(count)} values that are not finite"
         raise PolicyError(where, found=problem, expected=FINITE_VALUES, do=advice)
-
-
-def _count_nonfinite(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    # On a CPU a sum is 20 times faster than a test of each value.
-    if tensor.device.type == "cpu" and torch.isfinite(tensor.sum(dtype=torch.float32)):
-        return torch.zeros((), dtype=torch.int64)
-    return torch.isfinite(tensor).logical_not_().sum()
 
 
 def _message_key(name: str, slot: int, tensor: int, count: int) -> int:

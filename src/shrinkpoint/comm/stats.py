@@ -58,7 +58,10 @@ class LinkStats:
 
     @property
     def nonfinite(self) -> int:
-        """The number of nan and infinite values in the sampled messages."""
+        """The number of nan and infinite values in all tensors that were sent; also in those received that must be finite.
+
+        A tensor for several ranks counts once, and a rank's own share of an average, which is not sent, not at all.
+        """
         return int(self._nonfinite)
 
     @property
@@ -111,8 +114,8 @@ class LinkStats:
         self._error = self._error + torch.where(counts, error, 0.0).to(torch.float64)
         self._samples = self._samples + counts.to(torch.int64)
 
-    def add_nonfinite(self, nonfinite: Tensor) -> None:
-        """Record how many values of a message were not finite: an integer tensor without axes, not waited for."""
+    def add_nonfinite(self, nonfinite: Tensor | int) -> None:
+        """Record how many values of a message were not finite; a tensor has no axes, and is not waited for."""
         self._nonfinite = self._nonfinite + nonfinite
 
     def _collect_events(self) -> None:

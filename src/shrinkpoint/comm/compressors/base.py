@@ -71,6 +71,12 @@ class Compressor(ABC):
             MismatchError: the message does not have the size that `out` requires.
         """
 
+    def proves_finite(
+        self, wire: Tensor, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT
+    ) -> bool:
+        """Whether a message on a CPU shows, at little cost, that all values of the tensor were finite."""
+        return False
+
     def indices(self, wire: Tensor, shape: Sequence[int], context: CompressorContext = NO_CONTEXT) -> Tensor | None:
         """Return the flat indices that a message carries: int64, 1-d, ascending; None for all of them.
 

@@ -82,6 +82,13 @@ class Hadamard(Compressor):
         decode = self._decode_native if out.device.type == "cpu" else self._decode_torch
         return decode(self.check_message(wire, out, context), out, context)
 
+    def proves_finite(
+        self, wire: Tensor, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT
+    ) -> bool:
+        blocks = self._num_blocks(math.prod(shape))
+        message, shape = wire[self._flag_bytes(blocks) :], (blocks, self.block)
+        return self.compressor.proves_finite(message, shape, torch.float32, context)
+
     def _num_blocks(self, count: int) -> int:
         return -(-count // self.block)
 

@@ -23,6 +23,7 @@ from shrinkpoint.comm.compressors.layout import (
     fill_tensor,
     flat_float32,
     flat_native,
+    is_known_finite,
     native_threads,
     pack_planes,
     packed_bytes,
@@ -82,6 +83,16 @@ class _Quantizer(Compressor):
         if not wire.numel():
             return out
         return fill_native(out, lambda values: self._decode_native(wire, values, out.shape, context))
+
+    def proves_finite(
+        self, wire: Tensor, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT
+    ) -> bool:
+        head = wire[: self._head_bytes(shape)]
+        return not head.numel() or not self._marks_nonfinite(head)
+
+    def _marks_nonfinite(self, head: Tensor) -> bool:
+        """Whether one of the bfloat16 scales is not finite."""
+        return not is_known_finite(view_dtype(head, torch.bfloat16))
 
     @abstractmethod
     def _head_bytes(self, shape: Sequence[int]) -> int:
@@ -163,6 +174,10 @@ class Uniform(_Quantizer):
     def _head_bytes(self, shape: Sequence[int]) -> int:
         num_groups = -(-math.prod(shape) // self._group_size(shape))
         return num_groups * (8 if self.group is None else 4)
+
+    def _marks_nonfinite(self, head: Tensor) -> bool:
+        lo = head[: head.numel() // 2]
+        return not is_known_finite(view_dtype(lo, torch.float32 if self.group is None else torch.bfloat16))
 
     def _native_options(self, values: Tensor, context: CompressorContext) -> _UniformOptions:
         seed = context.key if self.dither else None
@@ -281,6 +296,9 @@ class BlockFloat(_Quantizer):
 
     def _head_bytes(self, shape: Sequence[int]) -> int:
         return -(-math.prod(shape) // self.block)
+
+    def _marks_nonfinite(self, head: Tensor) -> bool:
+        return int(head.max()) == NAN_EXPONENT
 
     def _encode_native(self, values: Tensor, wire: Tensor, shape: Sequence[int], context: CompressorContext) -> None:
         data, options = tensor_bytes(values), _value_options(values)

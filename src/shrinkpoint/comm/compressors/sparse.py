@@ -21,7 +21,7 @@ from shrinkpoint.comm.compressors.layout import (
     DTYPE_BY_NAME,
     fill_tensor,
     flat_float32,
-    is_sum_finite,
+    is_known_finite,
     native_threads,
     view_dtype,
 )
@@ -83,6 +83,22 @@ class _SparseCompressor(Compressor):
             return self.values.decode(data, entries, context)
         entries.view(torch.uint8).copy_(data)
         return entries
+
+
+    def proves_finite(
+        self, wire: Tensor, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT
+    ) -> bool:
+        size = self.wire_bytes(shape, dtype, context)
+        k = self._num_values(shape, context)
+        kind = self._values_dtype(dtype)
+        if isinstance(self.values, Compressor):
+            part = wire[size - self.values.wire_bytes((k,), kind, context) :]
+            return self.values.proves_finite(part, (k,), kind, context)
+        return k > 0 and is_known_finite(view_dtype(wire[size - k * kind.itemsize :], kind))
+
+    @abstractmethod
+    def _num_values(self, shape: Sequence[int], context: CompressorContext) -> int:
+        """The number of values that are sent of a tensor of this shape."""
 
 
 def _check_share(where: str, share: float) -> None:
@@ -235,6 +251,9 @@ class TopK(_SparseCompressor):
         code = self._index_code(shape)
         return code.decode(wire[: code.size])
 
+    def _num_values(self, shape: Sequence[int], context: CompressorContext) -> int:
+        return self._index_code(shape).k
+
     def _row_numel(self, shape: Sequence[int]) -> int:
         """The number of values that are looked at together, in a tensor that has values."""
         count = math.prod(shape)
@@ -265,7 +284,7 @@ def mark_lost_rows(entries: Tensor, flat: Tensor, columns: int, k: int) -> Tenso
         columns: the number of values of a row; the last one may be shorter.
         k: the number of values that are selected from a row of that size.
     """
-    if is_sum_finite(entries):
+    if is_known_finite(entries):
         return entries
     count = flat.numel() // columns
     marked = []
@@ -277,7 +296,7 @@ def mark_lost_rows(entries: Tensor, flat: Tensor, columns: int, k: int) -> Tenso
 
 def fill_lost_rows_(out: Tensor, entries: Tensor, columns: int, k: int) -> Tensor:
     """Fill the rows of which only nan was sent with nan, in place, and return `out`."""
-    if is_sum_finite(entries):
+    if is_known_finite(entries):
         return out
     count, lost = out.numel() // columns, torch.empty(out.numel(), dtype=torch.bool, device=out.device)
     for values, row in zip(_split_rows(entries, k, count), _split_rows(lost, columns, count), strict=True):
@@ -298,7 +317,7 @@ class _KnownIndices(_SparseCompressor):
     """Sends the values at indices that both ends know."""
 
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT) -> int:
-        return self._values_bytes(self._num_indices(shape, context), dtype, context)
+        return self._values_bytes(self._num_values(shape, context), dtype, context)
 
     def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
         entries = gather_values(flat_float32(tensor), self._indices(tensor.shape, tensor.device, context))
@@ -309,9 +328,6 @@ class _KnownIndices(_SparseCompressor):
         indices = self._indices(out.shape, out.device, context)
         entries = self._decode_values(wire, indices.numel(), out.dtype, context)
         return scatter_values(self._scale(entries, out.numel()), indices, out)
-
-    @abstractmethod
-    def _num_indices(self, shape: Sequence[int], context: CompressorContext) -> int: ...
 
     @abstractmethod
     def _indices(self, shape: Sequence[int], device: torch.device, context: CompressorContext) -> Tensor:
@@ -354,12 +370,12 @@ class RandomK(_KnownIndices):
     def indices(self, wire: Tensor, shape: Sequence[int], context: CompressorContext = NO_CONTEXT) -> Tensor:
         return self._indices(shape, wire.device, context)
 
-    def _num_indices(self, shape: Sequence[int], context: CompressorContext) -> int:
+    def _num_values(self, shape: Sequence[int], context: CompressorContext) -> int:
         return num_kept(math.prod(shape), self.share)
 
     def _indices(self, shape: Sequence[int], device: torch.device, context: CompressorContext) -> Tensor:
         seed = mix_seed(context.key, self.seed)
-        return random_indices(math.prod(shape), self._num_indices(shape, context), seed, device)
+        return random_indices(math.prod(shape), self._num_values(shape, context), seed, device)
 
     def _scale(self, entries: Tensor, numel: int) -> Tensor:
         if not self.scaled or not entries.numel():
@@ -421,7 +437,7 @@ class SameIndices(_KnownIndices):
     def indices(self, wire: Tensor, shape: Sequence[int], context: CompressorContext = NO_CONTEXT) -> Tensor:
         return _context_indices(context)
 
-    def _num_indices(self, shape: Sequence[int], context: CompressorContext) -> int:
+    def _num_values(self, shape: Sequence[int], context: CompressorContext) -> int:
         return _context_indices(context).numel()
 
     def _indices(self, shape: Sequence[int], device: torch.device, context: CompressorContext) -> Tensor:
