@@ -65,6 +65,13 @@ def test_large_finite_values_are_not_counted():
     assert sender.stats.nonfinite == 0
 
 
+@pytest.mark.parametrize(("dtype", "ratio"), [(torch.float32, 7.11), (torch.bfloat16, 3.56), (torch.float64, 14.22)])
+def test_the_ratio_is_of_the_bytes_that_the_tensor_has_in_its_dtype(dtype, ratio):
+    sender, receiver = ends("q4:64")
+    cross(sender, receiver, torch.linspace(-1, 1, 1 << 14).to(dtype))
+    assert sender.stats.ratio == receiver.stats.ratio == pytest.approx(ratio, abs=0.01)
+
+
 def test_an_empty_account():
     ledger = LinkStats()
     assert ledger.ratio == 1 and ledger.relative_error is None and ledger.nonfinite == 0

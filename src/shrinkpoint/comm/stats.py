@@ -66,7 +66,7 @@ class LinkStats:
 
     @property
     def ratio(self) -> float:
-        """Size of the tensors over that of the messages; 1 without messages."""
+        """Size of the tensors, in their own dtype, over that of the messages; 1 without messages."""
         return self.raw_bytes / self.wire_bytes if self.wire_bytes else 1.0
 
     def as_dict(self) -> dict[str, Any]:
