@@ -84,7 +84,6 @@ class _SparseCompressor(Compressor):
         entries.view(torch.uint8).copy_(data)
         return entries
 
-
     def proves_finite(
         self, wire: Tensor, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT
     ) -> bool:
