@@ -58,9 +58,10 @@ class LinkStats:
 
     @property
     def nonfinite(self) -> int:
-        """The number of nan and infinite values in all tensors that were sent; also in those received that must be finite.
+        """The number of nan and infinite values in all tensors that were sent.
 
-        A tensor for several ranks counts once, and a rank's own share of an average, which is not sent, not at all.
+        A receiver counts those that it received if they are an error. A tensor for several ranks counts once, and a
+        rank's own share of an average, which is not sent, not at all.
         """
         return int(self._nonfinite)
 

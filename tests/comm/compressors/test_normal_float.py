@@ -166,3 +166,12 @@ def test_instruction_sets_give_the_same_messages_whatever_the_levels_are(centers
     finally:
         _native._use_simd(widest)
     assert len(set(messages)) == 1
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.0, 10.0, 1000.0])
+def test_the_error_is_bounded_by_the_root_mean_square_at_any_mean(mean):
+    x = noise((64, 64)) + mean
+    compressor = NormalFloat(4, 64)
+    out = compressor.decode(compressor.encode(x), torch.empty_like(x))
+    size = x.square().mean(1).sqrt()
+    assert ((out - x).square().mean(1).sqrt() / size).max() < 0.12

@@ -362,6 +362,9 @@ class NormalFloat(_Quantizer):
     before, sqrt(pi / 2) over the number of values in the group without padding; sums add the halves of a group until
     one number is left. A group with a value that is not finite, or whose scale exceeds float32, decodes to nan.
 
+    Levels are symmetric around 0, and none is 0: the error is bounded relative to the root mean square of a group, not
+    relative to the deviation from its mean. Use `Uniform` for values far from mean 0, and after ReLU.
+
     Message: scales, 2 bytes each | bit planes of codes. A code is the index of its level, with the sign in the top bit.
 
     Attributes:
