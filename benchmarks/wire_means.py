@@ -3,8 +3,8 @@
     python benchmarks/wire_means.py     # half a minute on one core
 
 Each tensor is encoded by `q4:64`, by `n4:64`, whose levels lie around zero, and by `n4:64` around a bfloat16 mean of
-each group, which takes as many bits as `q4:64`. Errors are given relative to the root mean square of the tensor, and to
-the deviation of its values from the means of groups of 64. Normal values have deviation 1. The model is a transformer of
+each group, which takes as many bits as `q4:64`. Errors are relative to the root mean square of the tensor, and to the
+deviation of its values from the means of groups of 64. Normal values have deviation 1. The model is a transformer of
 two layers, trained for 200 steps on text (SHRINKPOINT_DATA/tinyshakespeare). Results: results/wire_means.json.
 """
 

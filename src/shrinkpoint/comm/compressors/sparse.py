@@ -150,9 +150,9 @@ class TopK(_SparseCompressor):
     """Sends the `n - floor(n (1 - share))` values of largest magnitude, as the code of arXiv 2401.07788 counts them.
 
     That code selects them in each sample (the first axis) and drops values equal to the smallest selected magnitude;
-    here exactly that number is sent, of equal values the first ones. nan and infinities count as largest. Where a sample
-    has more of them than values are sent, all that are sent are nan; a sample of which only nan was sent decodes to
-    nan everywhere. A message is the flat indices (an `IndexCode`), then the values in the same order.
+    here exactly that number is sent, of equal values the first ones. nan and infinities count as largest. A sample with
+    more of them than values are sent sends nan alone, and one that sent nan alone decodes to nan everywhere. A message
+    is the flat indices (an `IndexCode`), then the values in the same order.
 
     In chunks (arXiv 2508.15706: 4096) no part of a tensor starves another: layers whose values are small are heard too.
     An index costs no more for it: 7.9 bits at 64 of 4096, where one of 12 bits within its chunk is usual.
