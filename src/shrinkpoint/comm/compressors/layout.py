@@ -65,7 +65,7 @@ def count_nonfinite(tensor: Tensor) -> Tensor | int:
 
 def is_known_finite(tensor: Tensor) -> bool:
     """Whether all values are finite; on a GPU False, since looking would wait for it."""
-    return tensor.device.type == "cpu" and count_nonfinite(tensor) == 0
+    return tensor.device.type == "cpu" and not int(count_nonfinite(tensor))
 
 
 def fill_native(out: Tensor, write: Callable[[Tensor], None]) -> Tensor:
