@@ -1,7 +1,7 @@
 """One rank of a measurement on a link: run by link.py inside a namespace, prints one JSON object.
 
-Every case is built anew in every round, so that all of them meet the same minutes. A step is timed from one barrier to
-the next.
+Every case is built anew in every round, so that all of them meet the same minutes. A pipeline's step is timed from one
+barrier to the next; replicas wait for each other by themselves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from shrinkpoint.comm.ddp import compress_ddp
@@ -33,6 +39,7 @@ from shrinkpoint.comm.pipeline import compress_pipeline
 
 NO_SYNC = "compute alone"
 SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
+INTERLEAVED = {"Interleaved1F1B": ScheduleInterleaved1F1B, "LoopedBFS": ScheduleLoopedBFS}
 Job = tuple[Callable[[], float | None], Callable[[], dict[str, float]]]
 """A step that gives the loss where it is known, and the account so far."""
 
@@ -47,20 +54,37 @@ bf16_under_another_name.__annotations__ = {}  # torch compares them with types, 
 
 @contextlib.contextmanager
 def pipeline(job: dict[str, Any], case: dict[str, Any]) -> Iterator[Job]:
-    """A stage of the GPT on each rank; forward + backward + update of all micro-batches."""
+    """A stage of the GPT on each rank, or two; forward + backward + update of all micro-batches."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    is_interleaved = job["schedule"] in INTERLEAVED
+    count = 2 * world if is_interleaved else world
     torch.manual_seed(rank)
-    stage = link_model.Stage(rank, world, job["width"], job["inner"])
+    stages = {index: link_model.Stage(index, count, job["width"], job["inner"]) for index in range(rank, count, world)}
     shape = (job["batch"], job["length"])
     wide = torch.zeros(*shape, job["width"], requires_grad=True)
-    takes = torch.zeros(shape, dtype=torch.int64) if rank == 0 else wide
-    gives = torch.zeros(*shape, link_model.VOCABULARY, requires_grad=True) if rank == world - 1 else wide
-    built = PipelineStage(stage, rank, world, torch.device("cpu"), input_args=(takes,), output_args=(gives,))
-    schedule = SCHEDULES[job["schedule"]](built, job["micro_batches"], loss_fn=link_model.loss)
+    words, logits = (
+        torch.zeros(shape, dtype=torch.int64),
+        torch.zeros(*shape, link_model.VOCABULARY, requires_grad=True),
+    )
+    built = [
+        PipelineStage(
+            stage,
+            index,
+            count,
+            torch.device("cpu"),
+            input_args=(wide if index else words,),
+            output_args=(logits if index == count - 1 else wide,),
+        )
+        for index, stage in stages.items()
+    ]
+    make = {**SCHEDULES, **INTERLEAVED}[job["schedule"]]
+    schedule = make(built if is_interleaved else built[0], job["micro_batches"], loss_fn=link_model.loss)
+    stage = nn.ModuleList(stages.values())
     optimizer = torch.optim.SGD(stage.parameters(), lr=0.01)
     wire = None
     if case["forward"]:
         wire = compress_pipeline(schedule, forward=case["forward"], backward=case["backward"])
+    sending = [f"{index} forward" for index in stages] + [f"{index - 1} backward" for index in stages]
     data = link_model.tokens((job["batch"] * job["micro_batches"], job["length"] + 1), 0)
 
     def step() -> float | None:
@@ -78,7 +102,7 @@ def pipeline(job: dict[str, Any], case: dict[str, Any]) -> Iterator[Job]:
     try:
         yield (
             step,
-            lambda: {} if wire is None else account(wire.link_stats(), [f"{rank} forward", f"{rank - 1} backward"]),
+            lambda: {} if wire is None else account(wire.link_stats(), sending),
         )
     finally:
         if wire is not None:
@@ -131,7 +155,8 @@ def measure(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
         for _ in range(job["steps"]):
             began = time.perf_counter()
             loss = step()
-            dist.barrier()
+            if job["kind"] == "pipeline":
+                dist.barrier()
             seconds.append(time.perf_counter() - began)
         sent = link_net.sent_bytes() - counted
         spent = {key: value - before[key] for key, value in ledgers().items()}

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from shrinkpoint import _native, validate
+from shrinkpoint.comm.aqsgd import AQSGD
 from shrinkpoint.comm.compressors.base import Compressor, CompressorContext, check_wire_size
 from shrinkpoint.comm.compressors.layout import count_nonfinite
+from shrinkpoint.comm.compressors.sparse import SameIndices
 from shrinkpoint.comm.error_feedback import ErrorFeedback, FeedbackState, MessageInfo, NoFeedback, PackedMessage
 from shrinkpoint.comm.spec import as_compressor
 from shrinkpoint.comm.stats import LinkStats
@@ -110,6 +112,11 @@ class Link:
     @property
     def compressor(self) -> Compressor:
         return self.feedback.compressor
+
+    @property
+    def is_size_fixed(self) -> bool:
+        """Whether the size of a message follows from the shape alone, and not from earlier messages or sample ids."""
+        return not isinstance(self.feedback, AQSGD) and not isinstance(self.compressor, SameIndices)
 
     def is_compressible(self, tensor: Tensor) -> bool:
         """Whether a tensor (or meta tensor) is compressed; others are sent uncompressed."""

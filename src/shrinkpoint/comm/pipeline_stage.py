@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -30,6 +30,8 @@ _REPLACEMENTS = {
 """Methods of torch's stages, and those of `CompressedStage` that replace them."""
 _INFERENCE_CLEANUP = "_post_metadata_inference_cleanup"
 """A method that frees the graph of shape inference; releases of torch without it leave none."""
+_FIRST_TAG = 0x2000_0000
+"""Tags of messages between stages have this bit; those that torch gives its own messages are 0."""
 _Transfers = Sequence[tuple[int | None, bool]]
 """For each tensor that torch lists: the stage at the other end, and whether it is sent in a message."""
 
@@ -87,11 +89,12 @@ class CompressedStage:
     torch builds the list of messages of a micro-batch in four methods and reads received tensors in two others, which
     this class replaces on the instance. Schedules see the same shapes, dtypes and gradients as without compression.
 
-    On gloo a receive is posted here, before the sends that 1F1B fuses it with: otherwise the notice that this rank is
-    ready is queued behind its sends, and the two messages of an exchange cross one after the other. Messages between
-    two ranks are matched by their order alone, so that this is done only where each rank has one stage and all messages
-    of a list are compressed: then the order of the lists is that of the sends, whatever the schedule fuses. Elsewhere
-    torch posts them; its schedules of several stages a rank do so at once in any case.
+    On gloo the receives of all micro-batches are posted here with the first one of a step. A sender waits for the
+    notice that a receive is posted, which would otherwise be queued behind this rank's sends, so that the two messages
+    of an exchange would cross one after the other, and would take a link's latency once more. Each message has a tag of
+    its own, since order alone would not tell which of several stages' messages comes. Where the size of a message
+    depends on what comes before it (AQ-SGD, `SameIndices`), one receive at a time is posted. Lists in which some
+    messages are not compressed are left to torch.
 
     Args:
         stage: a `PipelineStage`, or a stage built by the tracing frontend.
@@ -109,9 +112,8 @@ class CompressedStage:
         self.directions = [side for boundary in self.boundaries for side in (boundary.forward, boundary.backward)]
         self.index: int = stage.stage_index
         self._pending_receives: dict[tuple[str, int], list[_PendingReceive]] = {}
+        self._posted: set[tuple[str, int]] = set()  # directions and micro-batches of this step
         self._sent_buffers: list[Tensor] = []
-        ranks = stage.stage_index_to_group_rank
-        self._is_one_stage_per_rank = len(set(ranks.values())) == len(ranks)
         self._received_ids: dict[int, Tensor | None] = {}
         self._module_buffers: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         self._original_methods: dict[str, Any] = {}
@@ -147,6 +149,7 @@ class CompressedStage:
         self._sent_buffers.clear()
         self._received_ids.clear()
         self._pending_receives.clear()
+        self._posted.clear()
         for direction in self.directions:
             if direction.link is not None:
                 direction.link.forget_expected()
@@ -176,23 +179,27 @@ class CompressedStage:
         return self._send(ops, slot, transfers, self.previous_boundary, backward=True)
 
     def _receive_forward(self, original: Callable[[int], list[Any]], slot: int) -> list[Any]:
-        ops = original(slot)
         if self.previous_boundary is None:
-            return ops
-        infos = self.stage.args_recv_info[slot]
-        transfers = [(getattr(info, "source", None), getattr(info, "buffer", None) is not None) for info in infos]
-        return self._receive(ops, slot, transfers, self.previous_boundary, backward=False)
+            return original(slot)
+        slots = self.stage.args_recv_info
+        return self._receive(original, slot, slots, self._forward_transfers, self.previous_boundary, backward=False)
 
     def _receive_backward(self, original: Callable[[int], list[Any]], slot: int) -> list[Any]:
-        ops = original(slot)
-        if self.next_boundary is None or not ops:
-            return ops
+        if self.next_boundary is None:
+            return original(slot)
+        slots = self.stage.grad_recv_info
+        return self._receive(original, slot, slots, self._backward_transfers, self.next_boundary, backward=True)
+
+    def _forward_transfers(self, slot: int) -> _Transfers:
+        infos = self.stage.args_recv_info[slot]
+        return [(getattr(info, "source", None), getattr(info, "buffer", None) is not None) for info in infos]
+
+    def _backward_transfers(self, slot: int) -> _Transfers:
         infos, targets = self.stage.grad_recv_info[slot], list(self.stage.act_send_info.values())
         if len(targets) != len(infos):  # some releases list only what is sent
             targets = [target for target in targets if target]
         pairs = zip(targets, infos, strict=True)
-        transfers = [(target[0] if target else None, info.buffer is not None) for target, info in pairs]
-        return self._receive(ops, slot, transfers, self.next_boundary, backward=True)
+        return [(target[0] if target else None, info.buffer is not None) for target, info in pairs]
 
     def _consume_forward(self, original: Callable[[int], Any], slot: int) -> Any:
         if self.previous_boundary is not None:
@@ -220,25 +227,65 @@ class CompressedStage:
     ) -> list[Any]:
         for op, link, context in self._compressed_ops(ops, slot, transfers, boundary, backward=backward):
             op.tensor = link.pack(op.tensor, context)
+            op.tag = _message_tag(self.index, boundary.neighbour, slot, context.tensor)
             self._sent_buffers.append(op.tensor)  # a transport may read it until the step ends
             self._defer_nonfinite(link.check)
         return ops
 
     def _receive(
-        self, ops: list[Any], slot: int, transfers: _Transfers, boundary: Boundary, *, backward: bool
+        self,
+        original: Callable[[int], list[Any]],
+        slot: int,
+        slots: Iterable[int],
+        transfers: Callable[[int], _Transfers],
+        boundary: Boundary,
+        *,
+        backward: bool,
     ) -> list[Any]:
+        """Receive a micro-batch, and on gloo with it all of the step; returns the messages that torch has to post."""
         direction = boundary.backward if backward else boundary.forward
-        posted = self._pending_receives[direction.name, slot] = []
+        if (direction.name, slot) in self._posted:
+            return []
+        ops = original(slot)
+        if not ops:  # an evaluation has no gradients
+            return ops
+        is_own = self._is_posted_here(ops, transfers(slot), boundary, direction)
+        self._expect(ops, slot, transfers(slot), boundary, backward=backward)
+        if not is_own:
+            return ops
+        self._post(ops, direction, slot)
+        for other in slots if direction.link is not None and direction.link.is_size_fixed else ():
+            if (direction.name, other) not in self._posted:
+                ops = original(other)
+                self._expect(ops, other, transfers(other), boundary, backward=backward)
+                self._post(ops, direction, other)
+        return []
+
+    def _is_posted_here(self, ops: list[Any], transfers: _Transfers, boundary: Boundary, direction: Direction) -> bool:
+        """Whether gloo carries all messages of a list, and all are compressed ones of one boundary."""
+        link = direction.link
+        if link is None or not self._host.compresses(self.stage.has_backward):
+            return False
+        numbers = _tensor_numbers(transfers, boundary.neighbour, len(ops))
+        return None not in numbers and all(
+            link.is_compressible(op.tensor) and is_gloo(op.group, op.tensor.device) for op in ops
+        )
+
+    def _expect(self, ops: list[Any], slot: int, transfers: _Transfers, boundary: Boundary, *, backward: bool) -> None:
+        """Replace the tensors of a list by buffers for their messages."""
+        direction = boundary.backward if backward else boundary.forward
+        pending = self._pending_receives[direction.name, slot] = []
         for op, link, context in self._compressed_ops(ops, slot, transfers, boundary, backward=backward):
             out = op.tensor.detach()
             op.tensor = torch.empty(link.expect(out.shape, out.dtype, context), dtype=torch.uint8, device=out.device)
-            posted.append(_PendingReceive(op.tensor, out, context))
-        is_matched_by_order = self._is_one_stage_per_rank and len(posted) == len(ops)
-        if not is_matched_by_order or not all(is_gloo(op.group, op.tensor.device) for op in ops):
-            return ops
+            op.tag = _message_tag(boundary.neighbour, self.index, slot, context.tensor)
+            pending.append(_PendingReceive(op.tensor, out, context))
+
+    def _post(self, ops: list[Any], direction: Direction, slot: int) -> None:
+        pending = self._pending_receives[direction.name, slot]
         works = [dist.irecv(op.tensor, op.peer, op.group, op.tag) for op in ops]
-        posted[:] = [replace(receive, work=work) for receive, work in zip(posted, works, strict=True)]
-        return []
+        pending[:] = [replace(receive, work=work) for receive, work in zip(pending, works, strict=True)]
+        self._posted.add((direction.name, slot))
 
     def _compressed_ops(
         self, ops: list[Any], slot: int, transfers: _Transfers, boundary: Boundary, *, backward: bool
@@ -322,6 +369,13 @@ def check_stage_api(stage: Any) -> None:
         problem = f"{type(stage).__name__} of torch {torch.__version__} has no {', '.join(missing)}"
         do = "install a newer torch, or report this"
         raise PolicyError("compress_pipeline", found=problem, expected="a stage of torch 2.6 or newer", do=do)
+
+
+def _message_tag(sender: int, receiver: int, slot: int, tensor: int) -> int:
+    """The tag of a message between neighbouring stages: different for 1024 stages, 4096 slots and 64 tensors."""
+    is_backward = sender > receiver
+    boundary = min(sender, receiver)
+    return _FIRST_TAG | (boundary % 1024) << 19 | is_backward << 18 | (slot % 4096) << 6 | tensor % 64
 
 
 def _tensor_numbers(transfers: _Transfers, neighbour: int, count: int) -> list[int | None]:

@@ -39,24 +39,25 @@ BETWEEN = {
 """Boundaries 0 and 2 lie between the same two ranks, and 1 goes the other way."""
 SHARED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 PROGRAM = f"""
+    import torch.distributed as dist
     from helpers.pipeline_model import batches, join, tell, versus
     from torch.distributed.pipelining import schedules
 
     SCHEDULES, HOWS, BETWEEN, SHARED = {SCHEDULES!r}, {HOWS!r}, {BETWEEN!r}, {SHARED!r}
 
 
-    def fused(call):
-        "What a call gives, and how many lists torch posted meanwhile that both send and receive."
-        torchs, kinds = schedules._batch_p2p, []
+    def counted(call):
+        "What a call gives, and how many receives torch posted meanwhile."
+        torchs, counts = schedules._batch_p2p, []
 
         def posted(ops, desc=None):
-            kinds.append(len({{op.op for op in ops}}))
+            counts.append(sum(op.op is dist.irecv for op in ops))
             return torchs(ops, desc)
 
         schedules._batch_p2p = posted
         found = call()
         schedules._batch_p2p = torchs
-        return {{**found, "fused": kinds.count(2)}}
+        return {{**found, "receives": sum(counts)}}
 
 
     def of_rank(rank, width, folder):
@@ -71,8 +72,10 @@ PROGRAM = f"""
         for kind in SHARED:
             how = dict(forward="q4", backward="q4:64", per=BETWEEN)
             reports[f"between {{kind}}"] = versus(kind, rank, width, 4, data, **how)
-        for how in ("q4:64", None):
-            reports[f"with {{how}}"] = fused(lambda: versus("1F1B", rank, width, 2, data, forward=how, backward=how))
+        for kind in ("1F1B", "Interleaved1F1B", "LoopedBFS"):
+            for how in ("q4:64", None):
+                case = (kind, rank, width, SCHEDULES[kind], data)
+                reports[f"{{kind}}, {{how}}"] = counted(lambda: versus(*case, forward=how, backward=how))
         tell(rank, folder, reports)
 """
 DEEP = """
@@ -115,15 +118,16 @@ def test_each_boundary_of_four_stages_has_its_own_compressors(deep, kind):
 
 @pytest.mark.parametrize("kind", SHARED)
 def test_messages_of_two_boundaries_between_the_same_ranks_are_not_mixed_up(reports, kind):
-    """They are told apart by their order alone."""
+    """They are told apart by their tags, and uncompressed ones by their order."""
     assert [(report[f"between {kind}"]["weights"], report[f"between {kind}"]["losses"]) for report in reports] == [
         ([], True)
     ] * 2
 
 
-def test_receives_of_gloo_are_posted_before_the_sends_that_torch_fuses_them_with(reports):
-    assert [report["with q4:64"]["fused"] for report in reports] == [0, 0]
-    assert all(report["with None"]["fused"] for report in reports)
+@pytest.mark.parametrize("kind", ["1F1B", "Interleaved1F1B", "LoopedBFS"])
+def test_receives_of_gloo_are_posted_before_the_sends_that_torch_posts_them_with(reports, kind):
+    assert [report[f"{kind}, q4:64"]["receives"] for report in reports] == [0, 0]
+    assert all(report[f"{kind}, None"]["receives"] for report in reports)
 
 
 def test_both_ends_count_the_same_bytes(reports):
