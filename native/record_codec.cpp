@@ -375,10 +375,23 @@ unsigned sample_stride(const Model& model, uint64_t count) {
     return static_cast<unsigned>(std::clamp<uint64_t>(count / kSampleSize, 1, kMaxStride));
 }
 
+// Whether most numbers are the parent's. A frequency for every symbol that the sample lacks, in every table, then costs
+// more bits than it spares, as do changes that the sample has too few of: counting all numbers takes a tenth off.
+bool is_sparse(const Model& model, const ContextCounts& counts) {
+    if (model.tokens != Tokens::Delta || model.predictor != Predictor::Base) return false;
+    uint64_t total = 0, unchanged = 0;
+    for (size_t i = 0; i < counts.size(); ++i) {
+        total += counts[i];
+        if (i % 256 == 0) unchanged += counts[i];
+    }
+    return 4 * unchanged >= 3 * total;
+}
+
 SampledTables sampled_tables(const Model& model, const Arrays& arrays, const uint8_t* values, uint64_t count,
                              unsigned stride, unsigned threads) {
     const ContextCounts counts = build_histogram(model, arrays, values, count, stride, threads)->counts();
     if (stride == 1) return {cluster_contexts(counts), kAllSymbols};
+    if (is_sparse(model, counts)) return sampled_tables(model, arrays, values, count, 1, threads);
     const SymbolRange cover = widened(model, range_of(counts));
     return {cluster_contexts(counts, &cover), cover};
 }
