@@ -117,6 +117,17 @@ def test_hugging_face_s_trainer_resumes_and_its_model_is_loaded_out_of_the_check
 
 
 @pytest.mark.nightly
+def test_a_generating_process_follows_the_trainer_and_its_reward_rises(tmp_path: Path):
+    pytest.importorskip("transformers")
+    printed = _run(tmp_path, _command("weight_sync.py"))
+    updates = [(int(new), old) for new, old in re.findall(r"generated with version (\d+) from (\w+):", printed)]
+    assert updates == [(0, "None"), *((version, str(version - 1)) for version in range(1, 31))]
+    steps = re.findall(r"step (\d+), with version (\d+): reward ([\d.]+)", printed)
+    assert [step for step, _, _ in steps] == [version for _, version, _ in steps] == ["0", "10", "20", "29"]
+    assert float(steps[0][2]) < 0.7 and float(steps[-1][2]) > 0.9
+
+
+@pytest.mark.nightly
 def test_fsdp2_goes_on_with_another_number_of_ranks(tmp_path: Path):
     first = _run(tmp_path, _command("fsdp2.py", ranks=2))
     then = _run(tmp_path, _command("fsdp2.py", ranks=3))

@@ -8,9 +8,10 @@ import secrets
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shrinkpoint import humanize, validate
@@ -18,8 +19,9 @@ from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import PolicyError, ShrinkpointError
 from shrinkpoint.schemes.base import QuantizedState
 from shrinkpoint.schemes.lossless import Lossless
-from shrinkpoint.storage import Storage, resolve_storage
+from shrinkpoint.storage import Storage
 from shrinkpoint.store.checkpoint_file import write_file
+from shrinkpoint.sync.group import open_place
 from shrinkpoint.sync.model_tensors import AnyModel, capture, model_tensors
 from shrinkpoint.sync.published import KEY, MAX_VERSION, Published, VersionFile, file_key, is_own_key
 from shrinkpoint.sync.reader import VersionReader
@@ -63,6 +65,9 @@ class Publisher:
 
     Args:
         where: a directory (in /dev/shm: shared memory), a URL such as "s3://bucket/weights", or a storage.
+        group: a torch.distributed group, in place of `where`: `publish` and `close` are collective operations then, in
+            which every other rank takes part with `Subscriber.update`. What is sent is a delta, or a keyframe where a
+            rank lacks the version before; `keyframe_every` and `keep` do not matter.
         dtype: what floating-point tensors of 16 bits and more are cast to, such as `torch.bfloat16`; None: none is.
         keyframe_every: a keyframe is written beside the delta at least every so many versions, and whenever the deltas
             behind the last one have more bytes than it: so joining reads at most two keyframes' worth, and a delta.
@@ -82,8 +87,9 @@ class Publisher:
 
     def __init__(
         self,
-        where: str | os.PathLike[str] | Storage,
+        where: str | os.PathLike[str] | Storage | None = None,
         *,
+        group: dist.ProcessGroup | None = None,
         dtype: torch.dtype | None = None,
         keyframe_every: int = 32,
         keep: int = 32,
@@ -97,7 +103,7 @@ class Publisher:
         self._keyframe_every = validate.check_int("keyframe_every", keyframe_every)
         self._keep = validate.check_int("keep", keep)
         self._threads = validate.check_threads(threads)
-        self._storage = resolve_storage(where, "where")
+        self._storage, self._link = open_place(where, group)
         self._keyframe_scheme, self._delta_scheme = Lossless(), Lossless()  # each remembers what codes best
         self._published: Published | None = None
         self._reference: dict[str, Tensor] | None = None
@@ -113,7 +119,7 @@ class Publisher:
             raise
 
     def __repr__(self) -> str:
-        return f"Publisher({self._storage.describe()!r})"
+        return f"Publisher({(self._link or self._storage).describe()!r})"
 
     def __enter__(self) -> Publisher:
         return self
@@ -122,9 +128,11 @@ class Publisher:
         self.close()
 
     def close(self) -> None:
-        """Let another process publish here."""
+        """Let another process publish here; in a group, tell the other ranks that nothing more is published."""
         self._reference, self._spare = None, {}
         self._stack.close()
+        if self._link is not None:
+            self._link.close()
 
     @property
     def version(self) -> int | None:
@@ -152,7 +160,8 @@ class Publisher:
         try:
             if self._reference is not None:
                 written.append(self._write(state, number, self._reference))
-            if keyframe or self._needs_keyframe(written):
+            is_lacking = self._link is not None and self._link.ask_versions(self._published)
+            if keyframe or is_lacking or self._needs_keyframe(written):
                 written.append(self._write(state, number))
             files = _smallest(written)
             published = self._publish(files)
@@ -160,6 +169,8 @@ class Publisher:
             if self._published is last:  # else they may be named
                 self._delete(file.key for file in written)
             raise
+        if self._link is not None:
+            self._link.send(published, self._storage)
         self._delete(file.key for file in written if file not in files)
         self._forget_old(published)
         self._spare, self._reference = self._reference or {}, dict(state.tensors)
@@ -175,6 +186,8 @@ class Publisher:
     def _needs_keyframe(self, written: list[VersionFile]) -> bool:
         if self._published is None or not written:
             return True
+        if self._link is not None:
+            return False
         keyframe = max((file for file in self._published.files if file.is_keyframe), default=None)
         deltas = [*self._published.deltas_behind_keyframe(), *written]
         if keyframe is None or len(deltas) >= self._keyframe_every:
@@ -204,6 +217,8 @@ class Publisher:
         """Name the files of a version in `published.json`: from then on it exists."""
         last = self._published or Published(secrets.token_hex(8), -1, ())
         published = last.with_files(*files).without_old(self._keep)
+        if self._link is not None:  # nobody reads an older one
+            published = replace(published, files=tuple(files))
         try:
             self._storage.put(KEY, published.to_bytes())
         except BaseException:

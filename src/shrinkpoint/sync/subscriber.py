@@ -6,12 +6,15 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
+import torch.distributed as dist
 from torch import Tensor
 
 from shrinkpoint import humanize, validate
 from shrinkpoint.errors import ChainError, FormatError, NotFoundError
-from shrinkpoint.storage import Storage, resolve_storage
+from shrinkpoint.storage import Storage
+from shrinkpoint.sync.group import open_place
 from shrinkpoint.sync.in_place import plan_writes, write_all
 from shrinkpoint.sync.model_tensors import AnyModel, model_tensors
 from shrinkpoint.sync.published import Published
@@ -56,6 +59,8 @@ class Subscriber:
 
     Args:
         where: as the publisher's.
+        group: as the publisher's, in place of `where`: every rank but the publisher's calls `update` as often as that
+            one calls `publish`, and waits for it.
         poll: seconds between two looks while `update` and `follow` wait.
         threads: native threads for decoding; None: every core.
         max_bytes: limit on the bytes of a version's tensors; None: 1 GiB, 1000 times the bytes of its files, or twice
@@ -71,8 +76,9 @@ class Subscriber:
 
     def __init__(
         self,
-        where: str | os.PathLike[str] | Storage,
+        where: str | os.PathLike[str] | Storage | None = None,
         *,
+        group: dist.ProcessGroup | None = None,
         poll: float = 0.1,
         threads: int | None = None,
         max_bytes: int | None = None,
@@ -80,21 +86,23 @@ class Subscriber:
         self._poll = validate.check_float("poll", poll)
         threads = validate.check_threads(threads)
         max_bytes = validate.check_optional_int("max_bytes", max_bytes, none_meaning="for the default")
-        self._storage = resolve_storage(where, "where")
-        self._reader = VersionReader(self._storage, threads=threads, max_bytes=max_bytes)
+        storage, self._link = open_place(where, group)
+        self._where = (self._link or storage).describe()
+        self._open_reader = partial(VersionReader, threads=threads, max_bytes=max_bytes)
+        self._reader = self._open_reader(storage)
         self._held: HeldVersion | None = None
         self._applied: tuple[str, int] | None = None  # id of the series and version
         self._addresses: tuple[int, ...] = ()  # of the model that has it
 
     def __repr__(self) -> str:
-        return f"Subscriber({self._storage.describe()!r}, version={self.version})"
+        return f"Subscriber({self._where!r}, version={self.version})"
 
     @property
     def version(self) -> int | None:
         return None if self._applied is None else self._applied[1]
 
     def latest(self) -> int | None:
-        """The newest version that is published; None if none is. Reads one small file.
+        """The newest version that is published; None if none is. Reads one small file. In a group, the last received.
 
         Raises:
             FormatError: it is damaged.
@@ -111,10 +119,10 @@ class Subscriber:
 
         Args:
             model: a module, or its `state_dict()`; with the names, shapes and dtypes that are published.
-            wait: seconds to wait for a version that the model does not have.
+            wait: seconds to wait for a version that the model does not have; in a group, it is waited for anyway.
 
         Returns:
-            what was done; None if there is no newer version.
+            what was done; None if there is no newer version, in a group: if the publisher is closed.
 
         Raises:
             MismatchError: the model has other tensors than are published, or sharded ones; it is unchanged.
@@ -123,14 +131,14 @@ class Subscriber:
         """
         wait = validate.check_float("wait", wait, exclusive=False)
         live = model_tensors(model)
-        published = self._wait_for_newer(live, wait)
+        published = self._wait_for_newer(live, wait) if self._link is None else self._receive()
         if published is None:
             return None
         began = time.perf_counter()
         held = self._held
         new = self._decode(published)
-        tensors = unflatten(new.tree, new.reference.tensors, where=self._storage.describe())
-        writes = plan_writes(live, tensors, self._storage.describe())
+        tensors = unflatten(new.tree, new.reference.tensors, where=self._where)
+        writes = plan_writes(live, tensors, self._where)
         previous = self.version
         self._addresses = ()
         pause = write_all(live, writes)
@@ -150,6 +158,16 @@ class Subscriber:
             if update is None:
                 return
             yield update
+
+    def _receive(self) -> Published | None:
+        """What the publisher of the group sends next; None if that is nothing more."""
+        assert self._link is not None
+        held = self._held
+        storage = self._link.receive(None if held is None else held.version, "" if held is None else held.id)
+        if storage is None:
+            return None
+        self._reader = self._open_reader(storage)
+        return self._reader.published()
 
     def _wait_for_newer(self, live: dict[str, Tensor], wait: float) -> Published | None:
         """What is published, once the model does not have it; None if that takes too long."""
