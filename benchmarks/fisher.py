@@ -331,6 +331,7 @@ def main() -> None:
     parser.add_argument("--interval", type=int, default=50, help="steps between checkpoints of the chain")
     parser.add_argument("--every", nargs="*", type=int, default=[5, 20, 50], help="steps between restores")
     parser.add_argument("--errors", nargs="*", type=float, default=ERRORS, help="of the part sizes")
+    parser.add_argument("--share", type=float, default=steps.MIN_RETAINED, help="of the movement, that values follow")
     parser.add_argument("--recordings", type=Path, help="a folder that keeps recorded trainings")
     parser.add_argument("--only", nargs="*", default=list(STUDIES))
     parser.add_argument("--threads", type=int, default=1)
@@ -338,11 +339,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     workloads.seed_everything(options.seed, options.threads)
+    steps.MIN_RETAINED = options.share
     workload = workloads.named(options.workload, options.data, quick=options.quick)
     document = {"machine": machine(), "commit": commit(), "date": date.today().isoformat()}
     document |= {"workload": options.workload, "seed": options.seed, "quick": options.quick}
     document |= {"quality": workload.quality, "higher_is_better": workload.higher_is_better}
-    document |= {"interval": options.interval}
+    document |= {"interval": options.interval, "share": options.share}
     document |= study(workload, options)
     out = options.out or Path(f"results/fisher-{options.workload.replace(' ', '-')}.json")
     out.parent.mkdir(parents=True, exist_ok=True)

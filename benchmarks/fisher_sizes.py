@@ -3,7 +3,8 @@
     python benchmarks/fisher.py --only sizes --errors .34 --workload gpt --seed 1 --out results/sizes/gpt-1.json
     python benchmarks/fisher_sizes.py results/sizes/*.json
 
-A row a chain, of its deltas, in benchmarks/results/fisher-sizes.json, where rows of other chains stay. Rises are in per
+A row a chain, of its deltas, in benchmarks/results/fisher-sizes.json, where rows of other chains stay. "share" is the
+least part of the movement that values followed, a constant of the code that ran. Rises are in per
 cent of the loss before the save, or in points where the quality is an accuracy.
 """
 
@@ -19,12 +20,16 @@ from typing import Any
 from lossless_report import table
 from summarize import RESULTS, rounded, text
 
+from shrinkpoint.schemes.fisher.steps import MIN_RETAINED
+
 ALLOWED_MEAN, ALLOWED_WORST = 0.1, 0.2
 """Per cent of the loss that a chain's deltas may raise it by in the mean, and at worst."""
+EARLIER_SHARE = 0.8
+"""Of rows without a share, all of which were written before it was .93."""
 Row = dict[str, Any]
 
 
-def rows(document: Mapping[str, Any]) -> Iterator[Row]:
+def rows(document: Mapping[str, Any], share: float) -> Iterator[Row]:
     """One row for each error of one run of `fisher.py`."""
     for variant, saves in document["sizes"].items():
         deltas = [save for save in saves if not save["keyframe"]]
@@ -35,7 +40,7 @@ def rows(document: Mapping[str, Any]) -> Iterator[Row]:
         bits = {role: statistics.mean(save["bits"][role] for save in deltas) for role in deltas[0]["bits"]}
         settings = {"workload": document["workload"], "seed": document["seed"], "variant": variant}
         yield {
-            "settings": settings | {"interval": document["interval"]},
+            "settings": settings | {"interval": document["interval"], "share": document.get("share", share)},
             "date": document["date"],
             "commit": document["commit"],
             "machine": f"{document['machine']['cores']} cores of {document['machine']['cpu']}",
@@ -54,6 +59,8 @@ def rows(document: Mapping[str, Any]) -> Iterator[Row]:
 
 def merged(earlier: Sequence[Row], new: Sequence[Row]) -> list[Row]:
     """All rows, the new ones in the place of those with the same settings, by workload, seed and error."""
+    for row in earlier:
+        row["settings"].setdefault("share", EARLIER_SHARE)
     found = {json.dumps(row["settings"], sort_keys=True): row for row in [*earlier, *new]}
     return sorted(found.values(), key=lambda row: [*map(str, row["settings"].values())])
 
@@ -66,15 +73,17 @@ def within(row: Row) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="*", type=Path)
+    parser.add_argument("--share", type=float, default=MIN_RETAINED, help="of files that do not say")
     parser.add_argument("--out", type=Path, default=RESULTS / "fisher-sizes.json")
     options = parser.parse_args()
     earlier = json.loads(options.out.read_text())["runs"] if options.out.exists() else []
-    found = merged(earlier, [rounded(row) for path in options.sources for row in rows(json.loads(path.read_text()))])
+    new = [rounded(row) for path in options.sources for row in rows(json.loads(path.read_text()), options.share)]
+    found = merged(earlier, new)
     document = {"command": "python benchmarks/fisher.py --only sizes", "merged by": "python benchmarks/fisher_sizes.py"}
     options.out.write_text(text(document | {"runs": found}))
     lines = [
         [
-            *(str(row["settings"][key]) for key in ("workload", "seed", "variant")),
+            *(str(row["settings"][key]) for key in ("workload", "seed", "variant", "share")),
             f"{row['bits']['parameter']:.3f}",
             f"{row['weights x']:.0f}",
             f"{row['state x']:.0f}",
@@ -85,7 +94,7 @@ def main() -> None:
         ]
         for row in found
     ]
-    head = ["workload", "seed", "", "W bits", "weights x", "state x", "mean rise", "worst", "of", "allowed"]
+    head = ["workload", "seed", "", "share", "W bits", "weights x", "state x", "mean rise", "worst", "of", "allowed"]
     print(table(head, lines))
     print("written:", options.out)
 

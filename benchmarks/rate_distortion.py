@@ -101,8 +101,14 @@ class Measure:
         start, begun = first
         if place > start:
             row["retention"] = curves.retained(self._weights[start], weights, begun.weights, coded.weights)
+        if coded.buffer_bytes is not None:
+            row["buffers"] = 8 * coded.buffer_bytes / self._counts
         if before is not None:
-            row["bound"] = curves.gaussian_bound(self._weights[place - 1], weights, before.weights, coded.weights)
+            last, matrices = self._weights[place - 1], [name for name, x in weights.items() if x.ndim > 1]
+            chosen = [{name: x[name] for name in matrices} for x in (last, weights, before.weights, coded.weights)]
+            row["step retention"] = curves.retained(*chosen)
+            row["matrix error"] = curves.relative_error(chosen[1], chosen[3])
+            row["bound"] = curves.gaussian_bound(last, weights, before.weights, coded.weights)
         return {key: round(x, 6) if isinstance(x, float) else x for key, x in row.items()}
 
     def _tied(self, model: Row, original: Mapping[str, torch.Tensor], coded: Coded) -> Row:
@@ -182,6 +188,9 @@ def summarize(records: Sequence[Row]) -> list[Row]:
         row["worst by seed"] = [100 * max(save["rise"] for save in seed) for seed in apart]
         row["keyframe bits"] = statistics.mean(save["bits"] for save in saves if save["keyframe"])
         row["retention"] = statistics.mean(save["retention"] for save in deltas)
+        for name in ("step retention", "matrix error", "buffers"):
+            known = [save[name] for save in deltas if name in save]
+            row |= {name: statistics.mean(known)} if known else {}
         states = [save["state"] for save in deltas if save["state"] is not None]
         row["state x"] = 1 / statistics.mean(states) if states else None
         bounds = [save["bound"] for save in deltas if save.get("bound") is not None and save["bound"] == save["bound"]]

@@ -64,6 +64,7 @@ class Coded:
         state_bytes: of the whole state; None where the method has no notion of moments.
         weights: decoded, by their names in the model.
         encode, evaluate, decode: seconds; `encode` without `evaluate`.
+        buffer_bytes: of `weight_bytes`, those of a model's buffers; None: a method does not tell.
     """
 
     keyframe: bool
@@ -73,6 +74,7 @@ class Coded:
     encode: float
     decode: float
     evaluate: float = 0.0
+    buffer_bytes: int | None = None
 
 
 def model_weights(state: Any) -> dict[str, Tensor]:
@@ -110,6 +112,7 @@ class Scheme:
                     one.encode_seconds,
                     one.decode_seconds,
                     one.evaluate_seconds,
+                    one.roles.get("buffer", 0),
                 )
 
 
@@ -240,7 +243,7 @@ def _fisher() -> list[Method]:
 
         return Scheme(make, alone=True)
 
-    errors = (0.1, 0.2, 0.3, 0.34, 0.45, 0.6, 0.8, 1.1)
+    errors = (0.05, 0.1, 0.2, 0.3, 0.34, 0.45, 0.6, 0.8, 1.1)
     found = [Method("fisher", f"error {x}", asked(relative_error=x), quick=x == 0.3) for x in errors]
     found += [Method("fisher", f"budget {x}", asked(budget=x)) for x in ("0.1%", "1%")]
     return found + [Method("fisher, weights alone", f"error {x}", probed(x), seeds=1) for x in (0.15, 0.3, 0.6)]

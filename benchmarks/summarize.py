@@ -28,6 +28,8 @@ SCRIPTS = {
     "bins": "codebook_size",
     "chaos": "crash_points",
     "codes": "code_streams",
+    "fisher-alone": "fisher",
+    "fisher-parts": "fisher",
     "kill": "crash_recovery",
     "lattice": "lattice_speed",
     "overhead": "save_overhead",

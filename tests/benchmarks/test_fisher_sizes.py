@@ -20,14 +20,14 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_rises_are_per_cent_of_a_loss_and_points_of_an_accuracy(sizes: ModuleType) -> None:
-    (row,) = sizes.rows(_document("gpt", bits=0.25, rises=[0.008, 0.002, -0.004]))
+    (row,) = sizes.rows(_document("gpt", bits=0.25, rises=[0.008, 0.002, -0.004]), 0.93)
     assert row["weights x"] == 128
     assert row["keyframe bits"] == 2.5
     assert row["mean rise"] == pytest.approx(-0.05)  # of a loss of 2; the keyframe's is apart
     assert row["worst rise"] == pytest.approx(0.1)
     assert row["rise of the keyframe"] == pytest.approx(0.4)
     assert sizes.within(row)
-    (points,) = sizes.rows(_document("resnet", bits=0.25, rises=[0, 1.0, 2.0]) | {"higher_is_better": True})
+    (points,) = sizes.rows(_document("resnet", bits=0.25, rises=[0, 1.0, 2.0]) | {"higher_is_better": True}, 0.93)
     assert (points["mean rise"], points["worst rise"], points["unit of rises"]) == (1.5, 2.0, "points")
 
 
@@ -35,13 +35,17 @@ def test_a_later_run_takes_the_place_of_its_settings(
     sizes: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.json"
+    earlier = next(iter(sizes.rows(_document("gpt", 0.5, [0.0, 0.01, 0.01]), 0.8)))
+    del earlier["settings"]["share"]  # as files of before 2026-11-24 have it
+    out.write_text(json.dumps({"runs": [earlier]}))
     for number, (workload, bits) in enumerate((("gpt", 0.5), ("reader", 1.0), ("gpt", 0.25))):
         source = tmp_path / f"{number}.json"
         source.write_text(json.dumps(_document(workload, bits, [0.0, 0.01, 0.01])))
         monkeypatch.setattr(sys, "argv", ["fisher_sizes.py", str(source), "--out", str(out)])
         sizes.main()
     runs = json.loads(out.read_text())["runs"]
-    assert [(run["settings"]["workload"], run["weights x"]) for run in runs] == [("gpt", 128), ("reader", 32)]
+    found = [(run["settings"]["workload"], run["settings"]["share"], run["weights x"]) for run in runs]
+    assert found == [("gpt", 0.8, 64), ("gpt", 0.93, 128), ("reader", 0.93, 32)]
     assert capsys.readouterr().out.splitlines()[-2].split()[-1] == "no"  # half a per cent is too much
 
 
