@@ -366,6 +366,19 @@ def test_a_model_whose_tensors_overlap_in_part_is_refused():
         Subscriber(storage).update(overlap(zeros_like(state)))
 
 
+def test_a_module_whose_state_dict_is_a_copy_is_refused():
+    class Copied(nn.Linear):
+        def _save_to_state_dict(self, destination, prefix, keep_vars):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination[prefix + "weight"] = destination[prefix + "weight"].clone()
+
+    storage, served = MemoryStorage(), Copied(4, 4)
+    with Publisher(storage) as publisher:
+        publisher.publish(served)
+    with pytest.raises(MismatchError, match="a copy of 'weight'"):
+        Subscriber(storage).update(served)
+
+
 def test_what_is_no_plain_tensor_is_refused():
     class Sharded(Tensor):
         pass

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shrinkpoint import validate
-from shrinkpoint.errors import StateError
+from shrinkpoint.errors import MismatchError, StateError
 from shrinkpoint.tensors.dtypes import dtype_name, empty
 from shrinkpoint.tensors.flat_state import FlatState, copy_tensors, flatten
 from shrinkpoint.tensors.side_streams import wait_for_devices
@@ -37,6 +37,22 @@ def model_tensors(model: AnyModel, where: str = "model") -> dict[str, Tensor]:
             do = "publish plain tensors: of a sharded model, its full state dict on one rank"
             raise StateError(f"{where}[{name!r}]", found=validate.type_name(tensor), expected="a torch.Tensor", do=do)
     return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def check_own_memory(model: AnyModel, tensors: Mapping[str, Tensor]) -> None:
+    """Make sure that writing to the tensors of a module changes the module.
+
+    Raises:
+        MismatchError: its `state_dict()` has copies, as that of a quantized module or of one with hooks may.
+    """
+    if not isinstance(model, nn.Module):
+        return
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    for name, tensor in tensors.items():
+        if tensor.numel() and tensor.untyped_storage().data_ptr() not in own:
+            found, expected = f"a copy of {name!r} in the model's state_dict()", "its parameters and buffers themselves"
+            do = "pass a dict of the tensors that are to be written, by their published names"
+            raise MismatchError("model", found=found, expected=expected, do=do)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -16,7 +16,7 @@ from shrinkpoint.errors import ChainError, FormatError, NotFoundError
 from shrinkpoint.storage import Storage
 from shrinkpoint.sync.group import open_place
 from shrinkpoint.sync.in_place import plan_writes, write_all
-from shrinkpoint.sync.model_tensors import AnyModel, model_tensors
+from shrinkpoint.sync.model_tensors import AnyModel, check_own_memory, model_tensors
 from shrinkpoint.sync.published import Published
 from shrinkpoint.sync.reader import HeldVersion, VersionReader
 from shrinkpoint.tensors.flat_state import unflatten
@@ -131,6 +131,7 @@ class Subscriber:
         """
         wait = validate.check_float("wait", wait, exclusive=False)
         live = model_tensors(model)
+        check_own_memory(model, live)
         published = self._wait_for_newer(live, wait) if self._link is None else self._receive()
         if published is None:
             return None
