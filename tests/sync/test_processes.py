@@ -53,12 +53,14 @@ seen = []
 
 def look(seconds):
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    while True:
         update = subscriber.update(live, wait=.01)
         if update is not None:
             seen.append(update.version)
             expected = state(update.version)
             assert all(torch.equal(live[name], expected[name]) for name in expected), update
+        if time.monotonic() > end:
+            return
 
 for number in range(kills):
     child, before = begin(), len(seen)
