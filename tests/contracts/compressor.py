@@ -16,7 +16,22 @@ from shrinkpoint.comm.compressors.base import Compressor, CompressorContext
 from shrinkpoint.errors import MismatchError
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-SHAPES = ((), (0,), (3, 0, 2), (1,), (2,), (63,), (64,), (65,), (3, 5), (4, 64), (3, 130), (2, 3, 4, 5), (2, 16, 8, 8))
+SHAPES = (
+    (),
+    (0,),
+    (0, 4),
+    (3, 0, 2),
+    (1,),
+    (2,),
+    (63,),
+    (64,),
+    (65,),
+    (3, 5),
+    (4, 64),
+    (3, 130),
+    (2, 3, 4, 5),
+    (2, 16, 8, 8),
+)
 FINITE = st.floats(allow_nan=False, allow_infinity=False, width=32)
 ANY = st.floats(width=32)
 

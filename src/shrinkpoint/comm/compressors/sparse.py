@@ -254,11 +254,11 @@ class TopK(_SparseCompressor):
         return self._index_code(shape).k
 
     def _row_numel(self, shape: Sequence[int]) -> int:
-        """The number of values that are looked at together, in a tensor that has values."""
+        """The number of values that are looked at together; 0 in a tensor without values."""
         count = math.prod(shape)
         if isinstance(self.per, int):
             return min(self.per, count)
-        return count // shape[0] if self.per == "sample" and len(shape) >= 2 else count
+        return count // shape[0] if self.per == "sample" and len(shape) >= 2 and count else count
 
     def _index_code(self, shape: Sequence[int]) -> IndexCode:
         count = math.prod(shape)
