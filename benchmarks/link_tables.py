@@ -6,7 +6,8 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from shrinkpoint.comm.recommendation import DEFAULT_CANDIDATES, NO_COMPRESSION, CandidateCost, Workload, rank_candidates
+from shrinkpoint.comm.recommendation import DEFAULT_CANDIDATES, NO_COMPRESSION, rank_candidates
+from shrinkpoint.comm.step_model import CandidateCost, Workload
 
 NONE = "none"
 OURS = ("q8:64", "q4:64 / q8:64", "q4:64", "n3:64")

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shrinkpoint.comm.recommendation import NO_COMPRESSION, CandidateCost, MessageCost, Workload, rank_candidates
+from shrinkpoint.comm.recommendation import NO_COMPRESSION, rank_candidates
+from shrinkpoint.comm.step_model import CandidateCost, MessageCost, Workload
 from shrinkpoint.errors import PolicyError
 
 MB = 1_000_000
@@ -91,10 +92,42 @@ def test_averaging_carries_two_hops_without_the_own_shard() -> None:
     assert Workload("ddp", 1, world_size=4).nbytes(8 * MB, 8 * MB) == 12 * MB
 
 
-def test_what_torch_averages_itself_is_hidden_by_computing_and_what_is_encoded_is_not() -> None:
+def test_gradients_are_sent_beside_computing_but_for_the_first_and_the_last_part() -> None:
+    free = both("x", 4, encode=0, decode=0)
     load = Workload("ddp", 80, compute=0.5)  # 0.4 s for 4 MB
-    assert load.uncompressed_seconds(*PLAIN) == pytest.approx(0.5)
-    assert load.step_seconds(both("x", 4, encode=0, decode=0)) == pytest.approx(0.5 + 0.1)
+    assert load.uncompressed_seconds(*PLAIN) == pytest.approx(0.5 + 0.4)
+    assert load.step_seconds(free) == pytest.approx(0.5 + 0.1)
+    split = replace(load, buckets=4, segments=10)
+    assert split.uncompressed_seconds(*PLAIN) == pytest.approx(0.625 * 0.5 + 0.4)
+    assert split.step_seconds(free) == pytest.approx(0.5)  # 0.55 * 0.5 + 0.1 is less
+    assert replace(split, mbps=20).step_seconds(free) == pytest.approx(0.55 * 0.5 + 0.4)
+    costly = both("x", 4, encode=0.2, decode=0.2)
+    assert split.step_seconds(costly) == pytest.approx(0.5 + 0.2 + 1.5 * 0.2)
+
+
+def test_latency_is_waited_for_by_each_bucket_of_torch_and_by_two_hops_of_ours() -> None:
+    load = Workload("ddp", 80, latency=0.02, buckets=2, segments=10)
+    # a hop of a megabyte in all takes .05 s: the second hop of the first segment waits for the others
+    assert load.latency_seconds(MB, is_encoded=True) == pytest.approx(2 * 0.02)
+    assert replace(load, latency=0.05).latency_seconds(MB, is_encoded=True) == pytest.approx(
+        2 * 0.05 + 0.05 - 0.9 * 0.05
+    )
+    assert replace(load, segments=1).latency_seconds(MB, is_encoded=True) == pytest.approx(3 * 0.02)
+    assert load.latency_seconds(PLAIN[0]) == pytest.approx(2 * 2 * 0.02)
+    assert load.latency_seconds(4 * PLAIN[0]) == pytest.approx(2 * 4 * 0.02)  # 4 MB of each rank in a bucket
+    assert replace(load, world_size=3).latency_seconds(PLAIN[0]) == pytest.approx(2 * 2 * 2 * 0.02)
+    free = both("x", 4, encode=0, decode=0)
+    assert load.step_seconds(free) == pytest.approx(0.1 + 0.04)
+    assert load.uncompressed_seconds(*PLAIN) == pytest.approx(0.4 + 0.08)
+
+
+def test_micro_batches_wait_for_latency_at_each_boundary_and_then_share_the_wait() -> None:
+    load = Workload("pipeline", 8, latency=0.1, world_size=4, micro_batches=5)
+    assert load.latency_seconds(0) == pytest.approx(6 * (1 + 4 / 4) * 0.1)
+    assert replace(load, schedule="GPipe").latency_seconds(0) == pytest.approx(6 * 0.1)
+    candidate = both("x", 4, encode=0, decode=0)
+    without = replace(load, latency=0.0).step_seconds(candidate)
+    assert load.step_seconds(candidate) == pytest.approx(without + 1.2)
 
 
 def test_a_rank_encodes_and_decodes_what_its_index_asks_for() -> None:

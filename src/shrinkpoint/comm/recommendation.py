@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Literal, TypeAlias, get_args
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,136 +17,15 @@ from shrinkpoint.comm.aqsgd import AQSGD
 from shrinkpoint.comm.compressors.base import Compressor
 from shrinkpoint.comm.compressors.layout import DTYPE_BY_NAME
 from shrinkpoint.comm.error_feedback import ErrorFeedback
+from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL
 from shrinkpoint.comm.link import Link, MessageContext
 from shrinkpoint.comm.spec import as_compressor
+from shrinkpoint.comm.step_model import CandidateCost, MessageCost, Parallelism, Schedule, Workload
 from shrinkpoint.errors import PolicyError
 
-Parallelism = Literal["pipeline", "ddp"]
-"""What is sent: activations and their gradients between stages, or gradients that are averaged over ranks."""
-Schedule = Literal["1F1B", "GPipe"]
 NO_COMPRESSION = "off"
 MIN_GAIN = 0.05
 """The relative gain from which a candidate is preferred: measured errors of the model were of this size."""
-
-
-@dataclass(frozen=True)
-class MessageCost:
-    """The cost of one message: bytes of the tensor and of the message, seconds of encoding and decoding.
-
-    The error is relative: the Euclidean norm of the difference over that of the tensor.
-    """
-
-    raw: int
-    wire: int
-    encode: float = 0.0
-    decode: float = 0.0
-    error: float = 0.0
-
-
-@dataclass(frozen=True)
-class CandidateCost:
-    """The cost of a candidate: in a pipeline of an activation and its gradient, in ddp of all gradients, twice."""
-
-    name: str
-    forward: MessageCost
-    backward: MessageCost
-
-    @property
-    def pair(self) -> tuple[MessageCost, MessageCost]:
-        return self.forward, self.backward
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A training step without its compressors.
-
-    Attributes:
-        mbps: rate of a rank's link in each direction, in Mbit/s.
-        compute: seconds of a step without communication, waiting for other stages included.
-        world_size: the number of stages of a pipeline, or of ranks.
-        micro_batches: of a step; each crosses every boundary once in each direction.
-        overlap: whether a rank sends while it computes and encodes. Schedules of torch's pipelines mostly wait for
-            their messages, and compressed gradients are sent when they are complete. torch's own averaging is
-            overlapped in any case.
-        schedule: "1F1B": neighbours exchange an activation and a gradient, and then compute; "GPipe": all activations
-            are sent first. Others are between the two.
-        duplex: whether both messages of an exchange cross at the same time if they are uncompressed. On gloo one waits
-            for the other: the notice that a rank is ready to receive is queued behind its sends. Compressed messages
-            always cross at the same time.
-    """
-
-    parallelism: Parallelism
-    mbps: float
-    compute: float = 0.0
-    world_size: int = 2
-    micro_batches: int = 1
-    overlap: bool = False
-    schedule: Schedule = "1F1B"
-    duplex: bool = False
-
-    def __post_init__(self) -> None:
-        validate.check_choice("recommend, parallelism", self.parallelism, get_args(Parallelism))
-        advice = "give the rate of a rank's link, in millions of bits a second"
-        validate.check_float("recommend, mbps", self.mbps, do=advice)
-        validate.check_float("recommend, compute", self.compute, exclusive=False, do="give the seconds of a step")
-        validate.check_int("recommend, world_size", self.world_size, minimum=2, do="give two ranks or more")
-        validate.check_int("recommend, micro_batches", self.micro_batches)
-        validate.check_choice("recommend, schedule", self.schedule, get_args(Schedule))
-        for name in ("overlap", "duplex"):
-            validate.check_bool(f"recommend, {name}", getattr(self, name))
-
-    def nbytes(self, forward: float, backward: float) -> float:
-        """Bytes of a step, from those of one message of each direction: in a pipeline over one boundary, in ddp from
-        each rank, which sends twice a fraction (world_size - 1) / world_size."""
-        if self.parallelism == "pipeline":
-            return self.micro_batches * (forward + backward)
-        return 2 * forward * (self.world_size - 1) / self.world_size
-
-    def transfer_seconds(self, forward: float, backward: float, *, is_encoded: bool = False) -> float:
-        """Seconds of a step spent on transfers, from the bytes of one message of each direction.
-
-        In a pipeline the first micro-batch crosses all boundaries in both directions, and each further one follows at
-        the interval of a middle stage, if there is one, which exchanges with one neighbour after the other.
-        """
-        if self.parallelism == "ddp":
-            return 8 * self.nbytes(forward, backward) / (self.mbps * 1e6)
-        round_trip, interval = forward + backward, forward + backward
-        if self.schedule == "1F1B":
-            is_duplex = is_encoded or self.duplex
-            interval = (max(forward, backward) if is_duplex else round_trip) * min(self.world_size - 1, 2)
-        return 8 * ((self.world_size - 1) * round_trip + (self.micro_batches - 1) * interval) / (self.mbps * 1e6)
-
-    def codec_seconds(self, candidate: CandidateCost) -> float:
-        """Seconds of a step spent on encoding and decoding while others wait."""
-        forward, backward = candidate.pair
-        if self.parallelism == "ddp":  # one encode of each hop; decodes of others' shards, then of all sums
-            return forward.encode + forward.decode * (2 - 1 / self.world_size)
-        first_stage, last_stage = forward.encode + backward.decode, forward.decode + backward.encode
-        interval = max(first_stage, last_stage) if self.world_size == 2 else first_stage + last_stage
-        return (self.world_size - 1) * (first_stage + last_stage) + (self.micro_batches - 1) * interval
-
-    def uncompressed_seconds(self, forward: int, backward: int) -> float:
-        """Seconds of a step without compression, from the bytes of one message of each direction."""
-        wire, is_hidden = self.transfer_seconds(forward, backward), self.overlap or self.parallelism == "ddp"
-        return max(self.compute, wire) if is_hidden else self.compute + wire
-
-    def step_seconds(self, candidate: CandidateCost) -> float:
-        """Seconds of a step with compression."""
-        wire = self.transfer_seconds(candidate.forward.wire, candidate.backward.wire, is_encoded=True)
-        work = self.compute + self.codec_seconds(candidate)
-        return max(work, wire) if self.overlap else work + wire
-
-    def break_even(self, candidate: CandidateCost) -> float:
-        """The rate in Mbit/s below which compressed messages arrive sooner than uncompressed ones.
-
-        For one direction with speeds `enc` and `dec` of raw bytes and the ratio r, (1 - 1/r) / (1/enc + 1/dec).
-        """
-        saved_bytes = self.nbytes(*(cost.raw - cost.wire for cost in candidate.pair))
-        pipeline_seconds = self.micro_batches * sum(cost.encode + cost.decode for cost in candidate.pair)
-        seconds = self.codec_seconds(candidate) if self.parallelism == "ddp" else pipeline_seconds
-        if saved_bytes <= 0:
-            return 0.0
-        return 8 * saved_bytes / seconds / 1e6 if seconds else math.inf
 
 
 @dataclass(frozen=True)
@@ -214,6 +93,7 @@ class Recommendation:
         size = f"{workload.world_size} {'stages' if is_pipeline else 'ranks'}"
         batches = f"{workload.micro_batches} micro-batches" if is_pipeline else ""
         rate, compute = f"{workload.mbps:g} Mbit/s", f"{workload.compute:.4g} s of computing"
+        rate += f" and {1000 * workload.latency:g} ms" if workload.latency else ""
         return ", ".join(filter(None, (self.description, workload.parallelism, size, batches, rate, compute)))
 
     def _verdict(self) -> str:
@@ -293,6 +173,8 @@ def recommend(
     overlap: bool = False,
     schedule: Schedule = "1F1B",
     duplex: bool = False,
+    latency_ms: float = 0.0,
+    bucket_mb: float = 25,
     max_error: float | None = None,
     repeats: int = 7,
     device: torch.device | str = "cpu",
@@ -308,18 +190,20 @@ def recommend(
         mbps: rate of a rank's link, in Mbit/s.
         like: real values, instead of normal noise of `shape`, `dtype` and `device`: an activation, or a pair of an
             activation and its gradient. Only with them the errors are meaningful for the model.
-        step_seconds: seconds of a step without communication, such as on one machine. Without it the estimates are for
-            a step without computation: the largest possible gain.
+        step_seconds: seconds of a step of all ranks on links that cost nothing, such as inside one machine. Without it
+            the estimates are for a step without computation: the largest possible gain.
         candidates: compressors, feedbacks or their specs, or pairs of one for each direction; the most accurate first.
             A later one is recommended instead of an earlier one only if it makes the step 5 % faster.
         parallelism: "pipeline" or "ddp".
         world_size: the number of stages, or of ranks.
         micro_batches: of a step, in a pipeline.
-        overlap: whether a rank computes while it sends. Otherwise computing, encoding and sending are added up, as
-            measured with torch's pipelines.
+        overlap: whether a stage computes while it sends. Otherwise computing, encoding and sending are added up, as
+            measured with torch's pipelines. In ddp gradients are always sent beside the backward pass.
         schedule: of the pipeline, the closer one of "1F1B" and "GPipe".
         duplex: whether the activation and the gradient that neighbours exchange cross at the same time if they are
             uncompressed. On gloo they do not; compressed ones do.
+        latency_ms: milliseconds that a packet takes from one rank to another: half of what `ping` says.
+        bucket_mb: mebibytes of a bucket of DDP, as its `bucket_cap_mb`.
         max_error: the largest relative error of a recommended candidate.
         repeats: timed messages of each candidate and direction.
         device: of the noise.
@@ -327,14 +211,27 @@ def recommend(
     Raises:
         PolicyError: neither `shape` nor `like` is given, or another argument is out of range.
     """
-    compute = 0.0 if step_seconds is None else step_seconds
-    workload = Workload(parallelism, mbps, compute, world_size, micro_batches, overlap, schedule, duplex)
     validate.check_int("recommend(repeats=...)", repeats)
+    validate.check_float("recommend(latency_ms=...)", latency_ms, exclusive=False, do="give half of what ping says")
+    validate.check_float("recommend(bucket_mb=...)", bucket_mb, do="give the bucket_cap_mb of DDP")
     if max_error is not None:
         validate.check_float("recommend(max_error=...)", max_error, exclusive=False, do="leave it out")
     _check_candidates(candidates)
     example = _noise_tensor(shape, dtype, device) if like is None else like
     tensors = example if isinstance(example, tuple) else (example, example)
+    workload = Workload(
+        parallelism,
+        mbps,
+        compute=0.0 if step_seconds is None else step_seconds,
+        world_size=world_size,
+        micro_batches=micro_batches,
+        overlap=overlap,
+        schedule=schedule,
+        duplex=duplex,
+        latency=latency_ms / 1000,
+        buckets=max(1, math.ceil(tensors[0].nbytes / (bucket_mb * 2**20))),
+        segments=max(1, math.ceil(tensors[0].numel() / SEGMENT_NUMEL)),
+    )
     costs = [_measure_candidate(candidate, tensors, parallelism, repeats) for candidate in candidates]
     description = " and ".join(dict.fromkeys(_describe_tensor(x) for x in tensors))
     sizes = tensors[0].nbytes, tensors[1].nbytes
