@@ -23,7 +23,7 @@ test: $(VENV)/.installed
 
 # What takes too long for every change: long matrices of ranks, real kills in the middle of saves, sanitizers, installs of a release.
 nightly: $(VENV)/.release
-	$(PYTEST) -m nightly
+	$(PYTEST) -m nightly --durations 15
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check

@@ -24,6 +24,7 @@ from shrinkpoint.store.load import load
 
 _numbers = itertools.count()
 KINDS = ("lost", "slow_down", "cut_before", "cut_answer")
+KILLS = os.environ.get("SHRINKPOINT_BUCKET_KILLS", "30")
 
 
 @pytest.fixture
@@ -230,7 +231,7 @@ print(acknowledged.read_text())
 
 @pytest.mark.nightly
 def test_no_kill_loses_or_halves_a_checkpoint(url, tmp_path):
-    assert int(run_forked(_KILLS, url, "100", str(tmp_path), timeout=1500)) > 0
+    assert int(run_forked(_KILLS, url, KILLS, str(tmp_path), timeout=1500)) > 0
 
 
 def test_single_files_in_a_bucket(url, tmp_path):
