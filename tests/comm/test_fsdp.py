@@ -190,7 +190,90 @@ REPLICATED = """
         reports["losses"] = [steps(model, rank, range(10)) for model in (own, ours, lossy)]
         reports["bits"] = [bits(model) for model in (own, ours, lossy)]
         reports["messages"] = handle.link_stats["reduce-scatter"].messages
+
+        # two levels: exact between shards, encoded between replicas
+        cases = (("plain", {}, 1), ("parts", {}, 2), ("kept", {"reshard_after_forward": False}, 1))
+        for name, arguments, parts in cases:
+            plain, exact = sharded(mesh, **arguments), sharded(mesh, **arguments)
+            compress_fsdp(exact, None, None, all_reduce="exact")
+            for model in (plain, exact):
+                steps(model, rank, range(4), parts=parts)
+            reports[f"replicas {name}"] = [[one.full_tensor().tolist() for one in model.parameters()]
+                                           for model in (plain, exact)]
+        def set_factor(model):
+            for one in (model, model[0], model[2]):
+                one.set_gradient_divide_factor(5.0)
+                one.set_force_sum_reduction_for_comms(True)  # gloo knows no factors
+
+        def of_replicas(prepare, **arguments):
+            model = sharded(mesh)
+            arguments and compress_fsdp(model, None, None, **arguments)
+            prepare(model)
+            x, y = batch(0, rank)
+            mse_loss(model(x), y).backward()
+            return torch.cat([one.grad.full_tensor().flatten() for one in model.parameters()])
+
+        reports["factors"] = [torch.allclose(of_replicas(prepare), of_replicas(prepare, all_reduce="exact"))
+                              for prepare in (lambda model: None, set_factor)]
+        small = sharded(mesh)
+        handle = compress_fsdp(small, None, None, all_reduce="q2", min_numel=1 << 20)
+        steps(small, rank, range(2))
+        own = sharded(mesh)
+        steps(own, rank, range(2))
+        reports["small"] = [[one.full_tensor().tolist() for one in model.parameters()] for model in (own, small)]
+
+        model = sharded(mesh)
+        optimizer, handle = torch.optim.Adam(model.parameters(), lr=3e-3), None
+        handle = compress_fsdp(model, None, None, all_reduce="ef(q3:64)")
+        steps(model, rank, range(5), optimizer)
+        kept = [one.full_tensor() for one in model.parameters()], optimizer.state_dict(), handle.state_dict()
+        again = sharded(mesh, put(plain_net(width=47), kept[0]))
+        second, other = torch.optim.Adam(again.parameters(), lr=3e-3), compress_fsdp(
+            again, None, None, all_reduce="ef(q3:64)")
+        second.load_state_dict(kept[1])
+        other.load_state_dict(kept[2])
+        reports["loss of two levels"] = steps(again, rank, range(5, 10), second)
+        whole = sharded(mesh)
+        handle = compress_fsdp(whole, None, None, all_reduce="ef(q3:64)")
+        steps(whole, rank, range(10))
+        reports["two levels"] = bits(whole)
+        reports["resumed"] = bits(again) == bits(whole)
+        reports["ratios"] = [handle.link_stats[hop].ratio for hop in ("first hop", "second hop")]
+        reports["messages of two levels"] = [one.messages for one in handle.link_stats.values()]
+        handle.detach()
+        before = handle.link_stats["first hop"].messages
+        steps(whole, rank, range(1))
+        reports["given back"] = [handle.link_stats["first hop"].messages == before, bits(whole)]
+
+        # one replica was set up otherwise; one overflows, and its shard is an error on all
+        def unlike():
+            model = sharded(mesh)
+            compress_fsdp(model, None, None, all_reduce=["q4", "q8"][rank // 2], timeout=300)
+            steps(model, rank, range(1))
+
+        def overflown():
+            model = sharded(mesh)
+            compress_fsdp(model, None, "q4:64", all_reduce="q4:64", nonfinite="raise")
+            x, y = batch(0, rank)
+            (mse_loss(model(x), y) * (math.inf if rank == 0 else 1.0)).backward()
+
+        def hooked():
+            model = sharded(mesh)
+            model.set_all_reduce_hook(lambda shard: None)
+            compress_fsdp(model, None, None, all_reduce="q4:64")
+
+        flat = init_device_mesh("cpu", (4,))
+        reports["refused"] = [caught(unlike), caught(overflown), caught(hooked),
+                              caught(lambda: compress_fsdp(sharded(flat), all_reduce="q4:64")),
+                              caught(lambda: compress_fsdp(sharded(mesh), all_reduce="q99"))]
         leave(reports, rank, folder)
+
+
+    def put(model, values):
+        with torch.no_grad():
+            for one, value in zip(model.parameters(), values):
+                one.copy_(value)
+        return model
 """
 
 
@@ -264,3 +347,35 @@ def test_replicated_shards_stay_equal(replicated):
     assert exact == pytest.approx(own, rel=1e-5)
     assert lossy < 1.1 * own
     assert all(report["messages"] == 30 for report in replicated)
+
+
+@pytest.mark.parametrize("how", ["replicas plain", "replicas parts", "replicas kept", "small"])
+def test_exact_messages_between_replicas_give_what_torch_gives(replicated, how):
+    for report in replicated:
+        own, ours = (torch.cat([torch.tensor(one).flatten() for one in model]) for model in report[how])
+        assert torch.allclose(own, ours, rtol=1e-4, atol=1e-6)
+
+
+def test_averages_of_replicas_are_divided_by_what_was_asked_for(replicated):
+    assert all(report["factors"] == [True, True] for report in replicated)
+
+
+def test_two_levels_end_with_the_same_weights_everywhere_and_learn(replicated):
+    assert len({report["two levels"] for report in replicated}) == 1
+    own, lossy = (
+        sum(loss) for loss in zip(*((r["losses"][0], r["loss of two levels"]) for r in replicated), strict=True)
+    )
+    assert lossy < 1.1 * own
+    assert all(min(report["ratios"]) > 5 for report in replicated)
+    assert all(report["messages of two levels"] == [0, 0, 30, 30] for report in replicated)
+
+
+def test_two_levels_resume_bit_for_bit_and_give_torch_its_own_all_reduce_back(replicated):
+    assert all(report["resumed"] for report in replicated)
+    assert all(report["given back"] == [True, replicated[0]["given back"][1]] for report in replicated)
+
+
+def test_replicas_set_up_otherwise_overflowing_or_absent_are_an_error_on_all(replicated):
+    kinds = ["MismatchError", "PolicyError", "PolicyError", "PolicyError", "PolicyError"]
+    assert all([kind for kind, _ in report["refused"]] == kinds for report in replicated)
+    assert "HSDP" in replicated[0]["refused"][3][1]

@@ -15,6 +15,7 @@ from shrinkpoint import validate
 from shrinkpoint.comm.accordion import Accordion
 from shrinkpoint.comm.compressed_allreduce import (
     CompressedAllGather,
+    CompressedAllReduce,
     CompressedReduceScatter,
     all_gather_tensor,
     all_reduce_sum,
@@ -23,6 +24,7 @@ from shrinkpoint.comm.compressed_allreduce import (
 )
 from shrinkpoint.comm.compressors.base import Identity
 from shrinkpoint.comm.error_feedback import ErrorFeedback, NoFeedback
+from shrinkpoint.comm.fsdp_replicas import ReplicaAllReduce, replicate_group
 from shrinkpoint.comm.link import CompressorLike
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ReplicaConfigCheck
 from shrinkpoint.comm.stats import LinkStats
@@ -34,6 +36,7 @@ def compress_fsdp(
     all_gather: CompressorLike = "q8:64",
     reduce_scatter: CompressorLike = "q4:64",
     *,
+    all_reduce: CompressorLike = None,
     accordion: Accordion[CompressorLike] | None = None,
     min_numel: int = 0,
     nonfinite: str = "pass",
@@ -43,13 +46,15 @@ def compress_fsdp(
 
     The sharded weights that the optimizer updates are not changed; all ranks compute with the same decoded copies.
     Weights that torch prefetches are sent while others are computed with, on a CPU, too; gradients on a CPU are sent
-    while nothing is computed. Gradients are added up in float32. With replicated shards (HSDP) the all-reduce between
-    replicas is torch's own.
+    while nothing is computed. Gradients are added up in float32. With replicated shards (HSDP) `all_reduce` compresses
+    what replicas exchange: exact inside a machine and compressed between machines is `compress_fsdp(model, None, None,
+    all_reduce="q4:64")`.
 
     Args:
         root: with all `fully_shard` calls made, before the first forward pass; on every rank.
         all_gather: the compressor of weights, without feedback; None for torch's own all-gather.
         reduce_scatter: the compressor of gradients, or a feedback; None for torch's own reduce-scatter.
+        all_reduce: the compressor of gradients between replicas, or a feedback; None for torch's own all-reduce.
         accordion: switches between two compressors; then `reduce_scatter` is not used.
         min_numel: smaller shards are sent uncompressed.
         nonfinite: "pass": a value that is not finite stays so, with the values encoded together with it. "raise": it is
@@ -63,14 +68,15 @@ def compress_fsdp(
         PolicyError: another kind of model, or an unusable compressor or invalid spec.
         MismatchError: in the first forward pass, on every rank: the ranks are configured differently.
     """
-    return FSDPCompression(root, all_gather, reduce_scatter, accordion, min_numel, nonfinite, timeout)
+    return FSDPCompression(root, all_gather, reduce_scatter, all_reduce, accordion, min_numel, nonfinite, timeout)
 
 
 class FSDPCompression:
     """Handle of the compressed messages of one sharded model, which `compress_fsdp` returns.
 
     Attributes:
-        link_stats: statistics of "all-gather" and "reduce-scatter" since the start.
+        link_stats: statistics of "all-gather" and "reduce-scatter" since the start; with compressed replicas of "first
+            hop" and "second hop" as well.
     """
 
     def __init__(
@@ -78,6 +84,7 @@ class FSDPCompression:
         root: nn.Module,
         weights: CompressorLike,
         gradients: CompressorLike,
+        replicas: CompressorLike,
         accordion: Accordion[CompressorLike] | None,
         min_numel: int,
         nonfinite: str,
@@ -94,8 +101,12 @@ class FSDPCompression:
         weight_spec = weight_feedback and weight_feedback.shared_spec
         gradient_spec = accordion.describe() if accordion else gradient_feedback and gradient_feedback.shared_spec
         specs = {"all_gather": weight_spec, "reduce_scatter": gradient_spec}
+        if replicas is not None:
+            specs["all_reduce"] = as_feedback(replicas).shared_spec
         self._config = {**specs, "min_numel": min_numel, "nonfinite": nonfinite}
         self._original_comms: list[tuple[Any, Any, Any]] = []
+        self._replicate_groups: dict[str, dist.ProcessGroup] = {}
+        self._all_reduces: dict[str, ReplicaAllReduce] = {}
         self._reduce_scatters: dict[str, _ReduceScatter] = {}
         self._reduced_modules: set[str] = set()
         for name, param_group in _param_groups(root):
@@ -108,12 +119,23 @@ class FSDPCompression:
                 scatter = CompressedReduceScatter(gradient_feedback, stats, name=f"fsdp {name}")
                 hook = _ReduceScatter(scatter, min_numel, self, name)
                 self._reduce_scatters[name] = param_group._reduce_scatter_comm = hook
+            self._add_replicas(name, param_group, replicas, min_numel)
+        if replicas is not None and not self._all_reduces:
+            problem, do = (
+                "a model without replicas",
+                "shard it over a mesh of (replicas, shards), or leave out all_reduce",
+            )
+            raise PolicyError(
+                "compress_fsdp(all_reduce=...)", found=problem, expected="replicated shards (HSDP)", do=do
+            )
         self._config_checks = self._make_config_checks()
 
     def detach(self) -> None:
         """Restore the original communication of every module."""
         for param_group, gathers, scatters in self._original_comms:
             param_group._all_gather_comm, param_group._reduce_scatter_comm = gathers, scatters
+        for all_reduce in self._all_reduces.values():
+            all_reduce.detach()
         self._original_comms, self._config_checks = [], {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,6 +144,8 @@ class FSDPCompression:
             "words": self._config,
             "reduce_scatter": {name: hook.scatter.state_dict() for name, hook in self._reduce_scatters.items()},
         }
+        if self._all_reduces:
+            state["all_reduce"] = {name: one.all_reduce.state_dict() for name, one in self._all_reduces.items()}
         if self._accordion is not None:
             state["accordion"] = self._accordion.state_dict()
             state["step"] = {"seen": sorted(self._reduced_modules), "square": float(self._accordion.step_square)}
@@ -147,6 +171,8 @@ class FSDPCompression:
             self._switch(self._accordion.compressor)
         for name, saved_state in saved_states.items():
             self._reduce_scatters[name].scatter.load_state_dict(saved_state)
+        for name, saved_state in state.get("all_reduce", {}).items():
+            self._all_reduces[name].all_reduce.load_state_dict(saved_state)
         self._config_checks = self._make_config_checks()
 
     def check_config(self, group: dist.ProcessGroup) -> None:
@@ -170,9 +196,24 @@ class FSDPCompression:
             self._accordion.add_gradient(shard)
         if not self._raise_nonfinite:
             return
-        if all_reduce_sum([float(shard.isfinite().logical_not().sum())], group, shard.device)[0]:
+        count = all_reduce_sum([float(shard.isfinite().logical_not().sum())], group, shard.device)
+        if name in self._replicate_groups:  # whose ranks would wait for an average
+            count = all_reduce_sum(count, self._replicate_groups[name], shard.device)
+        if count[0]:
             advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
             raise PolicyError(f"gradients of {name or 'the root'}", found="values that are not finite", do=advice)
+
+    def _add_replicas(self, name: str, param_group: Any, compressor: CompressorLike, min_numel: int) -> None:
+        """Note the group of a module's replicas, and let it average in compressed messages if that is asked for."""
+        group = replicate_group(param_group)
+        if group is None:
+            return
+        self._replicate_groups[name] = group
+        if compressor is None:
+            return
+        hops = {hop: self.link_stats.setdefault(hop, LinkStats()) for hop in ("first hop", "second hop")}
+        all_reduce = CompressedAllReduce(compressor, name=f"fsdp {name}", link_stats=hops)
+        self._all_reduces[name] = ReplicaAllReduce(param_group, all_reduce, min_numel, self.check_config)
 
     def _switch(self, compressor: CompressorLike) -> None:
         for hook in self._reduce_scatters.values():
@@ -180,7 +221,9 @@ class FSDPCompression:
 
     def _make_config_checks(self) -> dict[int, ReplicaConfigCheck]:
         """One check for each group that messages are sent in."""
-        counts = {name: hook.scatter.counts() for name, hook in self._reduce_scatters.items()}
+        counts: dict[str, Any] = {name: hook.scatter.counts() for name, hook in self._reduce_scatters.items()}
+        for name, one in self._all_reduces.items():
+            counts[f"{name}, all-reduce"] = [hop.counts() for hop in one.all_reduce.hops]
         config = {**self._config, "counts": counts}
         if self._accordion is not None:
             config |= self._accordion.progress()
@@ -189,6 +232,11 @@ class FSDPCompression:
             for group in (param_group._all_gather_process_group, param_group._reduce_scatter_process_group):
                 if id(group) not in checks and group.size() > 1:
                     checks[id(group)] = ReplicaConfigCheck(group, "compress_fsdp", config, self._timeout)
+        for all_reduce in self._all_reduces.values():
+            if id(all_reduce.group) not in checks and all_reduce.group.size() > 1:
+                checks[id(all_reduce.group)] = ReplicaConfigCheck(
+                    all_reduce.group, "compress_fsdp", config, self._timeout
+                )
         return checks
 
 
