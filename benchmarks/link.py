@@ -4,7 +4,7 @@
     python benchmarks/link.py --only speed --repeats 9
     python benchmarks/link.py --smoke                  # small sizes, to see that it runs
 
-Pipelines and data parallel training run in network namespaces (link_net.py), which takes root; where there can be none
+Pipelines run in network namespaces (link_net.py), which takes root; where there can be none
 they are skipped with a message. Results go to results/link.json, part by part: what is not measured again stays.
 """
 
@@ -14,7 +14,7 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from shrinkpoint.comm.step_model import CandidateCost, MessageCost, Schedule, Wo
 RATES = (0, 10000, 1000, 100)
 """Mbit/s; 0 is without a limit, and goes first: its uncompressed step is what predictions start from."""
 WORKER = Path(__file__).with_name("link_worker.py")
-PARTS = ("speed", "pipeline", "stages", "ddp")
+PARTS = ("speed", "pipeline", "stages")
 Pair = tuple[str, str]
 CASES: dict[str, Pair] = {
     "none": ("", ""),
@@ -40,12 +40,6 @@ CASES: dict[str, Pair] = {
     "n3:64": ("n3:64", "n3:64"),
 }
 FEW = {name: CASES[name] for name in ("none", "bf16", "q8:64", "q4:64")}
-HOOKS: dict[str, Pair] = {
-    "none": ("", ""),
-    "fp16 hook": ("fp16 hook", ""),
-    "q8:64": ("q8:64", ""),
-    "q4:64": ("q4:64", ""),
-}
 
 
 def pipeline(args: argparse.Namespace) -> dict[str, Any]:
@@ -64,16 +58,6 @@ def _pipeline(args: argparse.Namespace, world: int, schedule: Schedule, cases: d
     shape = (args.batch, args.length, args.width)
     load = Workload("pipeline", 1, world_size=world, micro_batches=args.micro_batches, schedule=schedule)
     return _measured(args, job, load, cases, _costs(cases, shape, args.repeats))
-
-
-def ddp(args: argparse.Namespace) -> dict[str, Any]:
-    """Two ranks that average a perceptron's gradients."""
-    side = round((args.parameters / 4) ** 0.5)
-    count = 4 * side * (side + 1)
-    costs = _costs({k: v for k, v in HOOKS.items() if k != "fp16 hook"}, (count,), args.repeats)
-    costs["fp16 hook"] = replace(_costs({"fp16": ("fp16", "fp16")}, (count,), args.repeats)["fp16"], name="fp16 hook")
-    job = {"kind": "ddp", "parameters": args.parameters, "rows": 8}
-    return _measured(args, job, Workload("ddp", 1, world_size=2), HOOKS, costs)
 
 
 def _costs(cases: dict[str, Pair], shape: tuple[int, ...], repeats: int) -> dict[str, CandidateCost]:
@@ -132,7 +116,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--inner", type=int, default=32, help="dimensions within a block")
-    parser.add_argument("--parameters", type=int, default=1 << 22, help="of the data parallel model")
     parser.add_argument("--repeats", type=int, default=15, help="of every timing of an operator")
     parser.add_argument("--core", type=int, default=0, help="that operators are timed on")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one rate")
@@ -141,7 +124,7 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.smoke:
         args.rates, args.rounds, args.steps, args.repeats = (0, 200), 1, 2, 3
-        args.batch, args.width, args.parameters, args.timeout = 2, 256, 1 << 16, 150
+        args.batch, args.width, args.timeout = 2, 256, 150
     if args.rates[0] != 0:
         parser.error("the first rate is 0: its uncompressed step is what predictions start from")
     return args
@@ -160,7 +143,7 @@ def main() -> None:
             print(f"{part}: skipped, network namespaces with limited links are not permitted here ({refusal})")
             continue
         try:
-            figures[part] = {"speed": link_speed.speeds, "pipeline": pipeline, "stages": stages, "ddp": ddp}[part](args)
+            figures[part] = {"speed": link_speed.speeds, "pipeline": pipeline, "stages": stages}[part](args)
         except RuntimeError as error:
             failed.append(f"{part}: {error}")
             figures.pop(part, None)

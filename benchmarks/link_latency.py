@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import sys
+from datetime import date
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -24,6 +25,7 @@ from typing import Any
 
 import link_forecast
 import link_net
+from lossless_speed import machine
 
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
 WORKER = Path(__file__).with_name("link_worker.py")
@@ -102,6 +104,7 @@ def main() -> None:
     figures: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"links": {}}
     names = ("parameters", "rows", "bucket_mb", "micro_batches", "batch", "rounds", "steps")
     figures |= {name: getattr(args, name) for name in names}
+    figures |= {"machine": machine(), "date": date.today().isoformat()}
     for kind, world, link in product(args.kinds, args.worlds, args.links):
         key = f"{kind}, {world} ranks, {link}"
         figures["links"][key] = measure(args, kind, world, link)

@@ -72,8 +72,6 @@ def show(figures: dict[str, Any], parts: list[str]) -> None:
     for part in ("pipeline", "stages"):
         for schedule, found in figures.get(part, {}).items() if part in parts else ():
             verdicts += _steps(f"pipeline, {schedule}", found)
-    if "ddp" in parts and "ddp" in figures:
-        verdicts += _steps("ddp", figures["ddp"])
     print()
     for passed, text in verdicts:
         print(f"{'PASS' if passed else 'miss'}  {text}")

@@ -55,6 +55,16 @@ def test_micro_batches_follow_each_other_at_the_interval_of_an_exchange() -> Non
     assert replace(load, schedule="GPipe", duplex=True).transfer_seconds(2 * MB, 3 * MB) == pytest.approx(5 * (2 + 3))
 
 
+def test_gpipe_sends_what_is_encoded_beside_the_computing_of_the_next_micro_batch() -> None:
+    load = Workload(
+        "pipeline", 8, compute=9.0, micro_batches=5, schedule="GPipe"
+    )  # a stage: .5 s forward, 1 s backward
+    candidate = CandidateCost("x", MessageCost(4 * MB, 2 * MB), MessageCost(4 * MB, round(0.7 * MB)))
+    assert load.step_seconds(candidate) == pytest.approx(9 + (5 * 2 - 4 * 0.5) + 0.7)
+    assert load.uncompressed_seconds(4 * MB, 4 * MB) == pytest.approx(9 + 5 * 8)
+    assert replace(load, overlap=True).step_seconds(candidate) == pytest.approx(5 * 2.7)
+
+
 def test_what_is_encoded_crosses_in_both_directions_at_the_same_time() -> None:
     load = Workload("pipeline", 8, micro_batches=5)
     candidate = CandidateCost("x", MessageCost(4 * MB, 2 * MB), MessageCost(4 * MB, 3 * MB))

@@ -154,7 +154,17 @@ class Workload:
         forward, backward = candidate.forward.wire, candidate.backward.wire
         wire = self.transfer_seconds(forward, backward, is_encoded=True)
         wire += self.latency_seconds(forward, is_encoded=True)
+        if self.parallelism == "pipeline" and self.schedule == "GPipe" and not self.overlap:
+            wire -= self._hidden_seconds(forward, backward)
         return self._seconds(self.compute + self.codec_seconds(candidate), wire, self.segments)
+
+    def _hidden_seconds(self, forward: float, backward: float) -> float:
+        """Seconds in which GPipe's compressed messages cross beside computing: all but the first one of a direction,
+        each for as long as a stage computes with a micro-batch, of which the backward pass is two thirds."""
+        forward_compute = self.compute / (self.micro_batches + self.world_size - 1) / 3
+        transfers = [8 * nbytes / (self.mbps * 1e6) for nbytes in (forward, backward)]
+        hidden = min(forward_compute, transfers[0]) + min(2 * forward_compute, transfers[1])
+        return (self.micro_batches - 1) * hidden
 
     def _seconds(self, work: float, wire: float, parts: int) -> float:
         """Seconds of a step that computes and encodes for `work` seconds, and whose messages take `wire` seconds.
