@@ -31,6 +31,7 @@ NO_RECORDER = [True, "gradients", 3, sp.train.GradientRecorder, torch.nn.Linear(
 
 Entry = Callable[..., Any]
 MODEL = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+SGD = torch.optim.SGD(MODEL.parameters())
 
 
 def searched(kind: type[Any]) -> Entry:
@@ -238,6 +239,18 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
             "accordion": ["q4", comm.Accordion],
         },
     ),
+    "comm.LocalSteps": (
+        lambda **wrong: comm.LocalSteps(**{"model": MODEL, "optimizer": SGD, **wrong}),
+        {
+            "model": [None, "gpt", torch.nn.Linear],
+            "optimizer": [None, [], [3], torch.optim.SGD],
+            "every": NO_COUNT,
+            "outer": [3, "sgd", comm.OuterSGD],
+            "compressor": [3, comm.Uniform],
+            "timeout": NO_NUMBER,
+        },
+    ),
+    "comm.OuterSGD": (comm.OuterSGD, {"lr": [0, *NO_NUMBER], "momentum": [-0.1, 1.1, *NO_NUMBER], "nesterov": NO_FLAG}),
     "comm.compress_pipeline": (
         lambda **wrong: comm.compress_pipeline([], **wrong),
         {**SIZES, "timeout": NO_NUMBER},

@@ -120,9 +120,10 @@ def test_blocks_without_prompts_run(page, tmp_path, monkeypatch, lonely_group):
 
 WIRE = """
     import os, warnings
+    import torch
     import torch.distributed as dist
     from helpers.documents import run_plain_blocks
-    from helpers.pipeline_model import build, join, parts
+    from helpers.pipeline_model import batches, build, join, loss_of, parts
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
@@ -134,9 +135,14 @@ WIRE = """
             names = {"schedule": build("GPipe", rank, width, width)[0]}
             if number >= 2:
                 names |= {"ddp_model": DistributedDataParallel(parts(1)), "sharded_model": fully_shard(parts(1))}
+            if number >= 4:  # what a training loop has
+                model = parts(1)
+                names |= {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+                names |= {"batches": batches(30, seed=rank), "loss_function": loss_of}
             return names
 
-        run_plain_blocks("docs/wire.md", setup)
+        after = run_plain_blocks("docs/wire.md", setup)
+        assert after["local"].round == 1
         dist.destroy_process_group()
 """
 

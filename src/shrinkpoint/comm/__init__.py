@@ -1,9 +1,10 @@
-"""Compression of activations and gradients between pipeline stages, replicas and shards.
+"""Compression of activations and gradients between pipeline stages, replicas and shards; local steps.
 
     from shrinkpoint import comm
 
     wire = comm.compress_pipeline(schedule, forward="q4:64", backward="q4:64")   # before the first step
     points = comm.insert_compression(model, after=["layer1"], forward="q4:64", backward="q4:64")  # in one process
+    local = comm.LocalSteps(model, optimizer, every=30)  # ranks that train alone, and average once a round
 
 Compressors and feedbacks are given as objects or as specs (`parse`). Names are imported when they are first used.
 """
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from shrinkpoint.comm.fsdp import compress_fsdp as compress_fsdp
     from shrinkpoint.comm.link import Link as Link
     from shrinkpoint.comm.link import MessageContext as MessageContext
+    from shrinkpoint.comm.local_steps import LocalSteps as LocalSteps
+    from shrinkpoint.comm.outer_sgd import OuterSGD as OuterSGD
     from shrinkpoint.comm.pipeline import CompressedPipeline as CompressedPipeline
     from shrinkpoint.comm.pipeline import compress_pipeline as compress_pipeline
     from shrinkpoint.comm.recommendation import recommend as recommend
@@ -57,6 +60,8 @@ _NAMES = {
     "error_feedback": "EF EF21 EFMixed ErrorFeedback",
     "fsdp": "compress_fsdp",
     "link": "Link MessageContext",
+    "local_steps": "LocalSteps",
+    "outer_sgd": "OuterSGD",
     "pipeline": "compress_pipeline CompressedPipeline",
     "recommendation": "recommend",
     "simulate": "CompressionPoints insert_compression",

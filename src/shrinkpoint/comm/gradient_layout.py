@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shrinkpoint.errors import PolicyError
 
@@ -90,14 +90,14 @@ class GradientLayout:
 
     def __init__(
         self,
-        parameters: Iterable[tuple[str, nn.Parameter]],
+        parameters: Iterable[tuple[str, Tensor]],
         min_numel: int,
         segment_numel: int,
     ) -> None:
         self.segments: list[Segment] = []
         self._pieces: dict[int, list[tuple[int, Piece]]] = {}
         self._names: dict[int, str] = {}
-        groups: dict[tuple[torch.device, torch.dtype, bool], list[nn.Parameter]] = {}
+        groups: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
         for name, parameter in reversed(list(parameters)):
             self._names[id(parameter)] = name
             is_exact = parameter.numel() < min_numel
@@ -130,7 +130,7 @@ class GradientLayout:
         text = "\n".join(f"{name} {self._pieces[key]}" for key, name in self._names.items())
         return hashlib.sha256(f"{self.segments}\n{text}".encode()).hexdigest()[:16]
 
-    def _lay_out(self, members: list[nn.Parameter], device: torch.device, is_exact: bool, segment_numel: int) -> None:
+    def _lay_out(self, members: list[Tensor], device: torch.device, is_exact: bool, segment_numel: int) -> None:
         """Append the segments of gradients of one dtype: of equal sizes, except for the last one."""
         sizes = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in members]
         total = sum(_align(size) for size in sizes)

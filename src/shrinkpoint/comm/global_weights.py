@@ -1,0 +1,111 @@
+"""The weights that all ranks share between rounds of local steps, and each rank's pseudo-gradient of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shrinkpoint import _native
+from shrinkpoint.comm.compressors.layout import count_nonfinite
+from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL, GradientCollector, GradientLayout
+from shrinkpoint.errors import MismatchError
+from shrinkpoint.tensors.dtypes import tensor_bytes
+
+
+class TensorAverage(Protocol):
+    """Averages a tensor over the ranks of a group in place."""
+
+    def average_(self, tensor: Tensor, group: dist.ProcessGroup, layout: str = "") -> Tensor: ...
+
+
+class GlobalWeights:
+    """The weights where a round began: float32, or float64 for parameters that are; contiguous, on their devices.
+
+    Narrower parameters are rounded copies of them, so that a small outer step is not lost.
+
+    Args:
+        parameters: the local weights, by name.
+
+    Attributes:
+        tensors: by name. Between `set_gradients` and `clear_gradients` their `grad` is the pseudo-gradient.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = dict(parameters)
+        self.tensors: dict[str, Tensor] = {name: _widen(parameter) for name, parameter in parameters.items()}
+        self._layout = GradientLayout(self.tensors.items(), 0, SEGMENT_NUMEL)
+
+    def broadcast(self, group: dist.ProcessGroup) -> None:
+        """Take over the weights of the first rank, into the parameters as well."""
+        source = dist.get_global_rank(group, 0)
+        for weights in self.tensors.values():
+            dist.broadcast(weights, source, group)
+        self.copy_to_parameters()
+
+    def copy_to_parameters(self) -> None:
+        """Write the weights into the parameters in place, rounded to their dtypes."""
+        for name, parameter in self._parameters.items():
+            parameter.detach().copy_(self.tensors[name])
+
+    def set_gradients(self) -> None:
+        """Compute the pseudo-gradients: the parameters as the round began with them minus what they are now."""
+        for name, weights in self.tensors.items():
+            now = self._parameters[name].detach()
+            began = weights.to(now.dtype).to(weights.dtype)
+            weights.grad = torch.sub(began, now.to(weights.dtype), out=torch.empty_like(weights))
+
+    def clear_gradients(self) -> None:
+        """Free the pseudo-gradients."""
+        for weights in self.tensors.values():
+            weights.grad = None
+
+    def find_nonfinite(self) -> tuple[str, int] | None:
+        """The name of the first tensor whose pseudo-gradient is not finite, and how many of its values are not."""
+        for name, weights in self.tensors.items():
+            assert weights.grad is not None
+            count = int(count_nonfinite(weights.grad))
+            if count:
+                return name, count
+        return None
+
+    def average_gradients(self, average: TensorAverage, group: dist.ProcessGroup) -> None:
+        """Replace the pseudo-gradients by their averages over the ranks, segment by segment."""
+        collector = GradientCollector(self._layout)
+        for weights in self.tensors.values():
+            gradient = weights.grad
+            assert gradient is not None
+            for filled in collector.add(weights, gradient.view(-1)):
+                flat = torch.empty(filled.segment.numel, dtype=weights.dtype, device=weights.device)
+                filled.copy_to(flat)
+                filled.copy_from(average.average_(flat, group, filled.segment.name))
+
+    def digest(self) -> str:
+        """A digest of all bits: 32 hex digits."""
+        parts = [bytes.fromhex(_native.xxh3_128(tensor_bytes(weights.cpu()))) for weights in self.tensors.values()]
+        return _native.xxh3_128(b"".join(parts))
+
+    def load(self, tensors: Mapping[str, Any]) -> None:
+        """Copy saved tensors into the weights, not into the parameters; a MismatchError if they do not fit."""
+        expected = {name: describe_tensor(weights) for name, weights in self.tensors.items()}
+        found = {name: describe_tensor(tensor) for name, tensor in tensors.items()}
+        for name in {**expected, **found}:
+            if expected.get(name) != found.get(name):
+                problem, advice = found.get(name, "nothing"), "build the model as it was saved"
+                where = f"LocalSteps, global weights {name}"
+                raise MismatchError(where, found=problem, expected=expected.get(name, "nothing"), do=advice)
+        for name, weights in self.tensors.items():
+            weights.copy_(tensors[name])
+
+
+def describe_tensor(tensor: Tensor) -> str:
+    """The dtype and shape of a tensor, as text."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _widen(parameter: Tensor) -> Tensor:
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    return parameter.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
