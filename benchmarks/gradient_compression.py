@@ -23,6 +23,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev
@@ -30,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lossless_speed import machine
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -48,6 +50,7 @@ HEADS, WIDTHS = ("ledger", "kernel", "ratio", "loss", "+-", "ms"), (9, 9, 8, 9, 
 TOP, BOTH = "top10:bf16", ", both hops"
 OURS = (
     *("q8:64", "q4", "q4:64", "ef(q4:64)", "n3:64", "q3:64", "ef(q3:64)", "q2:64", "ef(q2:64)", f"ef(q2:64){BOTH}"),
+    *("lowrank4", "lowrank4(q8:64)", "lowrank4(q4:64)", "lowrank8(q8:64)", "lowrank16(q8:64)", "lowrank16(q4:64)"),
     *(TOP, f"ef({TOP})", f"ef({TOP}){BOTH}", f"ef21({TOP})"),
 )
 FSDP = (
@@ -94,8 +97,9 @@ def replicas(name: str, seed: int) -> tuple[nn.Module, dict[str, Any] | None]:
         one.register_comm_hook(None, fp16_compress_hook)
     elif name == "bf16 hook":
         one.register_comm_hook(None, bf16_under_another_name)
-    elif name == "PowerSGD 4":
-        one.register_comm_hook(PowerSGDState(None, 4, start_powerSGD_iter=2), powerSGD_hook)
+    elif name.startswith("PowerSGD"):
+        rank = int(name.removeprefix("PowerSGD "))
+        one.register_comm_hook(PowerSGDState(None, rank, start_powerSGD_iter=2), powerSGD_hook)
     elif name != "none":
         how, both = name.removesuffix(BOTH), name.endswith(BOTH)
         return one, dict(compress_ddp(one, how, average_compressor=how if both else None).link_stats)
@@ -165,7 +169,7 @@ def of_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
 
 
 def cases(args: argparse.Namespace) -> list[tuple[str, Callable[[str, int], Any], str]]:
-    hooks = ["none", "fp16 hook", "bf16 hook", "PowerSGD 4", *OURS]
+    hooks = ["none", "fp16 hook", "bf16 hook", "PowerSGD 4", "PowerSGD 16", *OURS]
     pairs = [" / ".join(word or "none" for word in pair) for pair in FSDP]
     every = [("ddp", replicas, name) for name in hooks] + [("fsdp", shards, name) for name in pairs]
     return [case for case in every if not args.only or case[2] in args.only]
@@ -251,7 +255,7 @@ def main() -> None:
     rows = [row for world in args.worlds for row in measure(args, world)]
     parameters = sum(one.numel() for one in model(0).parameters())
     figures = {"torch": torch.__version__, "parameters": parameters, "steps": args.steps, "seeds": args.seeds}
-    figures["rows"] = rows
+    figures |= {"machine": machine(), "date": date.today().isoformat(), "rows": rows}
     args.out.write_text(json.dumps(figures, indent=1))
     show(figures)
 

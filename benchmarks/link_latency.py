@@ -31,7 +31,7 @@ SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
 WORKER = Path(__file__).with_name("link_worker.py")
 LINKS = (link_forecast.FREE, "100:0", "100:5", "100:30", "1000:0", "1000:5", "1000:30", "10000:0")
 CASES = {
-    "ddp": ("compute alone", "none", "bf16 hook", "PowerSGD 4", "q8:64", "q4:64"),
+    "ddp": ("compute alone", "none", "bf16 hook", "PowerSGD 4", "q8:64", "q4:64", "lowrank4(q8:64)"),
     "pipeline": ("none", "bf16", "q8:64", "q4:64"),
 }
 

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.paths import REPOSITORY
-
-BENCHMARKS = REPOSITORY / "benchmarks"
+from helpers.paths import BENCHMARKS
 
 
 def test_messages_on_any_device_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

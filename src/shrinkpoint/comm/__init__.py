@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from shrinkpoint.comm.link import Link as Link
     from shrinkpoint.comm.link import MessageContext as MessageContext
     from shrinkpoint.comm.local_steps import LocalSteps as LocalSteps
+    from shrinkpoint.comm.low_rank import LowRank as LowRank
     from shrinkpoint.comm.outer_sgd import OuterSGD as OuterSGD
     from shrinkpoint.comm.pipeline import CompressedPipeline as CompressedPipeline
     from shrinkpoint.comm.pipeline import compress_pipeline as compress_pipeline
@@ -61,6 +62,7 @@ _NAMES = {
     "fsdp": "compress_fsdp",
     "link": "Link MessageContext",
     "local_steps": "LocalSteps",
+    "low_rank": "LowRank",
     "outer_sgd": "OuterSGD",
     "pipeline": "compress_pipeline CompressedPipeline",
     "recommendation": "recommend",

@@ -20,7 +20,7 @@ from shrinkpoint.comm.compressed_allreduce import (
     is_gloo,
     share_numel,
 )
-from shrinkpoint.comm.gradient_layout import FilledSegment, Segment
+from shrinkpoint.comm.gradient_layout import Segment, SegmentValues
 
 MAX_IN_FLIGHT = 8
 """Segments between the first and the last stage at a time: what bounds memory, and covers a link's latency."""
@@ -47,7 +47,7 @@ class BackgroundAllReduce(ABC):
         """Begin a step in which each of these segments will be submitted once, in any order."""
 
     @abstractmethod
-    def submit(self, filled: FilledSegment) -> None:
+    def submit(self, values: SegmentValues) -> None:
         """Start to average a segment."""
 
     @abstractmethod
@@ -68,23 +68,23 @@ class StreamAllReduce(BackgroundAllReduce):
     def begin(self, segments: Sequence[Segment]) -> None:
         return
 
-    def submit(self, filled: FilledSegment) -> None:
+    def submit(self, values: SegmentValues) -> None:
         if self._stream is None:
-            self._average(filled)
+            self._average(values)
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            self._average(filled)
+            self._average(values)
 
     def wait(self) -> None:
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
-    def _average(self, filled: FilledSegment) -> None:
-        segment, first = filled.segment, filled.runs[0][0]
-        flat = torch.empty(segment.numel, dtype=first.dtype, device=first.device)
-        filled.copy_to(flat)
-        filled.copy_from(self._all_reduce_for(segment).average_(flat, self._group, segment.name))
+    def _average(self, values: SegmentValues) -> None:
+        segment = values.segment
+        flat = torch.empty(segment.numel, dtype=values.dtype, device=segment.device)
+        values.copy_to(flat)
+        values.copy_from(self._all_reduce_for(segment).average_(flat, self._group, segment.name))
 
 
 class _Receives:
@@ -107,7 +107,7 @@ class _Receives:
 class _Transfer:
     """A segment on its way through the stages."""
 
-    filled: FilledSegment
+    values: SegmentValues
     all_reduce: CompressedAllReduce
     receives: tuple[_Receives, _Receives]
     rows: EncodedRows
@@ -153,11 +153,11 @@ class ThreadedAllReduce(BackgroundAllReduce):
         for place in range(MAX_IN_FLIGHT):
             self._post_receives_at(place)
 
-    def submit(self, filled: FilledSegment) -> None:
-        index = filled.segment.index
+    def submit(self, values: SegmentValues) -> None:
+        index = values.segment.index
         self._submitted.append(index)
-        self._dtypes[index] = filled.runs[0][0].dtype
-        self._enqueue(0, lambda: self._send_rows(filled))
+        self._dtypes[index] = values.dtype
+        self._enqueue(0, lambda: self._send_rows(values))
 
     def wait(self) -> None:
         with self._progress:
@@ -165,24 +165,24 @@ class ThreadedAllReduce(BackgroundAllReduce):
         if self._error is not None:
             raise self._error
 
-    def _send_rows(self, filled: FilledSegment) -> None:
+    def _send_rows(self, values: SegmentValues) -> None:
         """The first stage: encode a row for each other rank, and send it."""
         self._in_flight.acquire()
-        segment, all_reduce, rank = filled.segment, self._all_reduce_for(filled.segment), self._group.rank()
+        segment, all_reduce, rank = values.segment, self._all_reduce_for(values.segment), self._group.rank()
         receives = self._post_receives(segment.index)
         assert receives is not None  # a segment is submitted once in a step
         flat = self._scratch_for(0, segment)
-        filled.copy_to(flat)
+        values.copy_to(flat)
         encoded = all_reduce.reduce_scatter.encode(flat.view(self._group.size(), -1), rank, segment.name)
         # The next segment overwrites the scratch before the second stage sums this one.
         encoded = replace(encoded, own_row=encoded.own_row.clone())
-        transfer = _Transfer(filled, all_reduce, receives, encoded)
+        transfer = _Transfer(values, all_reduce, receives, encoded)
         self._send(transfer, encoded.messages, hop=0)
         self._enqueue(1, lambda: self._send_average(transfer))
 
     def _send_average(self, transfer: _Transfer) -> None:
         """The second stage: sum the rows of all ranks, and send the encoded average to each."""
-        segment, world_size = transfer.filled.segment, self._group.size()
+        segment, world_size = transfer.values.segment, self._group.size()
         messages = transfer.receives[0].wait()
         total = transfer.all_reduce.reduce_scatter.decode(transfer.rows, messages, self._group.rank())
         mean = total.div_(world_size).to(self._dtypes[segment.index])
@@ -192,13 +192,13 @@ class ThreadedAllReduce(BackgroundAllReduce):
 
     def _fill(self, transfer: _Transfer) -> None:
         """The third stage: decode the averages of all ranks into the gradients."""
-        segment, row = transfer.filled.segment, transfer.row
+        segment, row = transfer.values.segment, transfer.row
         assert row is not None
         messages = transfer.receives[1].wait()
         messages[self._group.rank()] = row.message
         flat = self._scratch_for(1, segment)
         transfer.all_reduce.all_gather.decode(row, messages, flat.view(self._group.size(), -1))
-        transfer.filled.copy_from(flat)
+        transfer.values.copy_from(flat)
         for work in transfer.sends:
             work.wait()
         self._receives[segment.index] = None
@@ -212,7 +212,7 @@ class ThreadedAllReduce(BackgroundAllReduce):
         for rank in _other_ranks(self._group):
             message = messages[rank]
             assert message is not None
-            work = dist.isend(message, _peer(self._group, rank), self._group, _tag(transfer.filled.segment, hop))
+            work = dist.isend(message, _peer(self._group, rank), self._group, _tag(transfer.values.segment, hop))
             assert work is not None
             transfer.sends.append(work)
 

@@ -16,14 +16,18 @@ from shrinkpoint.comm.background_allreduce import BackgroundAllReduce
 from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce, all_reduce_sum, check_replica_options
 from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL, GradientCollector, GradientLayout, Segment
 from shrinkpoint.comm.link import CompressorLike
+from shrinkpoint.comm.low_rank import LowRank
+from shrinkpoint.comm.low_rank_allreduce import LowRankAllReduce, LowRankState
+from shrinkpoint.comm.matrix_layout import MatrixLayout
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ReplicaConfigCheck
+from shrinkpoint.comm.spec import parse
 from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError
 
 
 def compress_ddp(
     model: DistributedDataParallel,
-    compressor: CompressorLike = "q4:64",
+    compressor: CompressorLike | LowRank = "q4:64",
     *,
     average_compressor: CompressorLike = None,
     accordion: Accordion[CompressorLike] | None = None,
@@ -47,12 +51,14 @@ def compress_ddp(
     Args:
         model: before its first backward pass, without another hook; on every rank of its group.
         compressor: for gradients. Groups and shares are those of a segment, in which the gradients of many parameters
-            are concatenated: "row" and "channel" are not meaningful.
-        average_compressor: for their average; None for `compressor` without its feedback.
+            are concatenated: "row" and "channel" are not meaningful. `LowRank`, such as "lowrank4(q8:64)", sends
+            matrices as factors.
+        average_compressor: for their average; None for `compressor` without its feedback. With `LowRank` for the
+            average of factors, and of what is not sent as factors.
         accordion: switches between two compressors; then `compressor` is not used.
         min_numel: gradients of smaller parameters are sent uncompressed.
         segment_numel: at most about this number of values is encoded and sent as one. Fewer take more time each; with
-            more, less of the communication runs beside the backward pass.
+            more, less of the communication runs beside the backward pass. `LowRank` does not cut a matrix.
         nonfinite: "pass": a value that is not finite reaches every rank as such, with the values encoded together with
             it, so that a `GradScaler` skips the step. "raise": it is an error on every rank.
         timeout: seconds that the first backward pass waits for the configuration of each other rank.
@@ -85,13 +91,15 @@ class DDPCompression:
     """Handle of the compressed gradients of one model, which `compress_ddp` returns.
 
     Attributes:
-        link_stats: statistics of "first hop" and "second hop" since the start.
+        link_stats: statistics of "first hop" and "second hop" since the start. With `LowRank` these are of left factors
+            and of what is not sent as factors, "first hop, right" and "second hop, right" of right factors; the sizes
+            of tensors are those of factors.
     """
 
     def __init__(
         self,
         model: DistributedDataParallel,
-        compressor: CompressorLike,
+        compressor: CompressorLike | LowRank,
         average_compressor: CompressorLike,
         accordion: Accordion[CompressorLike] | None,
         min_numel: int,
@@ -107,11 +115,19 @@ class DDPCompression:
         self._group: dist.ProcessGroup = model.process_group
         self._accordion, self._average_compressor = accordion, average_compressor
         self._min_numel, self._nonfinite, self._timeout = min_numel, nonfinite, timeout
-        compressor = compressor if accordion is None else accordion.compressor
-        self._all_reduce = CompressedAllReduce(compressor, average_compressor, name="ddp")
+        plain_compressor, low_rank = _split_low_rank(compressor if accordion is None else accordion.compressor)
+        self._all_reduce = CompressedAllReduce(plain_compressor, average_compressor, name="ddp")
         self._exact_all_reduce = CompressedAllReduce(None, name="ddp", link_stats=self._all_reduce.link_stats)
         self.link_stats: dict[str, LinkStats] = self._all_reduce.link_stats
-        self._layout = GradientLayout(_reduced_parameters(model), min_numel, segment_numel)
+        parameters = _reduced_parameters(model)
+        self._low_rank: LowRankState | None = None
+        if low_rank is None:
+            self._layout = GradientLayout(parameters, min_numel, segment_numel)
+        else:
+            layout = self._layout = MatrixLayout(parameters, low_rank, min_numel, segment_numel)
+            all_reduce = CompressedAllReduce(plain_compressor, average_compressor, name="ddp right")
+            self._low_rank = LowRankState(low_rank, layout, all_reduce)
+            self.link_stats |= {f"{hop}, right": stats for hop, stats in all_reduce.link_stats.items()}
         self._collector = GradientCollector(self._layout)
         self._background: dict[torch.device, BackgroundAllReduce] = {}
         self._buckets: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
@@ -137,6 +153,8 @@ class DDPCompression:
     def state_dict(self) -> dict[str, Any]:
         """The feedback and Accordion state of this rank; each rank has its own. Tensors are not copied."""
         state: dict[str, Any] = {"words": self._config(), "hops": self._all_reduce.state_dict()}
+        if self._low_rank is not None:
+            state["low_rank"] = self._low_rank.state_dict()
         return state if self._accordion is None else {**state, "accordion": self._accordion.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -152,13 +170,15 @@ class DDPCompression:
         if self._accordion is not None:
             self._accordion.load_state_dict(state["accordion"])
             self._all_reduce.switch(self._accordion.compressor, self._average_compressor)
+        if self._low_rank is not None:
+            self._low_rank.load_state_dict(state["low_rank"])
         self._all_reduce.load_state_dict(state["hops"])
         self._config_check = self._make_config_check()
 
     def _begin_step(self) -> None:
         for device, segments in self._layout.segments_by_device().items():
             if device not in self._background:
-                self._background[device] = BackgroundAllReduce.create(self._group, device, self._all_reduce_for)
+                self._background[device] = self._make_background(device)
             self._background[device].begin(segments)
 
     def _submit(self, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -205,6 +225,11 @@ class DDPCompression:
             advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
             raise PolicyError(f"gradients, bucket {index}", found="values that are not finite", do=advice)
 
+    def _make_background(self, device: torch.device) -> BackgroundAllReduce:
+        if self._low_rank is None:
+            return BackgroundAllReduce.create(self._group, device, self._all_reduce_for)
+        return LowRankAllReduce(self._group, device, self._all_reduce_for, self._low_rank)
+
     def _all_reduce_for(self, segment: Segment) -> CompressedAllReduce:
         return self._exact_all_reduce if segment.is_exact else self._all_reduce
 
@@ -212,15 +237,24 @@ class DDPCompression:
         """The configuration that all ranks, and a state to load, must have in common."""
         accordion, feedback = self._accordion, self._all_reduce.reduce_scatter.feedback
         spec = feedback.shared_spec if accordion is None else accordion.describe()
+        spec = spec if self._low_rank is None else self._low_rank.spec
         average_spec = None if self._average_compressor is None else str(self._average_compressor)
         config = {"how": spec, "second": average_spec, "min_numel": self._min_numel, "nonfinite": self._nonfinite}
         return {**config, "layout": self._layout.digest()}
 
     def _make_config_check(self) -> ReplicaConfigCheck:
         config = {**self._config(), "counts": self._all_reduce.reduce_scatter.counts()}
+        if self._low_rank is not None:
+            config["right counts"] = self._low_rank.all_reduce.reduce_scatter.counts()
         if self._accordion is not None:
             config |= self._accordion.progress()
         return ReplicaConfigCheck(self._group, "compress_ddp", config, self._timeout)
+
+
+def _split_low_rank(compressor: CompressorLike | LowRank) -> tuple[CompressorLike, LowRank | None]:
+    """The compressor of what is sent, and the low rank of matrices if that was asked for."""
+    parsed = parse(compressor) if isinstance(compressor, str) else compressor
+    return (parsed.compressor, parsed) if isinstance(parsed, LowRank) else (parsed, None)
 
 
 def _reduced_parameters(model: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -55,22 +56,47 @@ class Segment:
         return str(self.index)
 
 
+class SegmentValues(ABC):
+    """The values of a segment, which are read before they are averaged and written afterwards.
+
+    Attributes:
+        segment: the segment that has them.
+    """
+
+    segment: Segment
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The dtype in which they are averaged."""
+
+    @abstractmethod
+    def copy_to(self, flat: Tensor) -> None:
+        """Fill a 1-d tensor, which may be longer than the segment; what is no value of it becomes 0."""
+
+    @abstractmethod
+    def copy_from(self, flat: Tensor) -> None:
+        """Take the averaged values from a 1-d tensor."""
+
+
 @dataclass
-class FilledSegment:
+class FilledSegment(SegmentValues):
     """A segment with the runs of values it consists of: views of DDP's buckets."""
 
     segment: Segment
     runs: list[tuple[Tensor, Piece]] = field(default_factory=list)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.runs[0][0].dtype
+
     def copy_to(self, flat: Tensor) -> None:
-        """Fill the first values of a 1-d tensor; those between and after the runs become 0."""
         if sum(piece.numel for _, piece in self.runs) < flat.numel():
             flat.zero_()
         for run, piece in self.runs:
             flat[piece.offset : piece.offset + piece.numel].copy_(run)
 
     def copy_from(self, flat: Tensor) -> None:
-        """Write the values of a 1-d tensor to the runs."""
         for run, piece in self.runs:
             run.copy_(flat[piece.offset : piece.offset + piece.numel])
 
@@ -133,19 +159,19 @@ class GradientLayout:
     def _lay_out(self, members: list[Tensor], device: torch.device, is_exact: bool, segment_numel: int) -> None:
         """Append the segments of gradients of one dtype: of equal sizes, except for the last one."""
         sizes = [parameter.numel() * (2 if parameter.is_complex() else 1) for parameter in members]
-        total = sum(_align(size) for size in sizes)
+        total = sum(align_numel(size) for size in sizes)
         if not total:
             self._pieces.update({id(parameter): [] for parameter in members})
             return
         count = -(-total // segment_numel)
-        length = _align(-(-total // count))
+        length = align_numel(-(-total // count))
         first, counts, end = len(self.segments), [0] * -(-total // length), 0
         for parameter, size in zip(members, sizes, strict=True):
             pieces = [(first + at, piece) for at, piece in _cut(end, size, length)]
             self._pieces[id(parameter)] = pieces
             for index, _ in pieces:
                 counts[index - first] += 1
-            end += _align(size)
+            end += align_numel(size)
         lengths = [min(length, total - at * length) for at in range(len(counts))]
         places = enumerate(zip(lengths, counts, strict=True), first)
         self.segments += [Segment(index, numel, pieces, is_exact, device) for index, (numel, pieces) in places]
@@ -175,7 +201,8 @@ class GradientCollector:
         return missing
 
 
-def _align(numel: int) -> int:
+def align_numel(numel: int) -> int:
+    """The next multiple of `PARAMETER_ALIGN`."""
     return numel + -numel % PARAMETER_ALIGN
 
 

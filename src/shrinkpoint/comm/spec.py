@@ -13,15 +13,16 @@ from shrinkpoint.comm.compressors.hadamard import Hadamard
 from shrinkpoint.comm.compressors.quantizers import BlockFloat, NormalFloat, Uniform
 from shrinkpoint.comm.compressors.sparse import RandomK, SameIndices, TopK
 from shrinkpoint.comm.error_feedback import EF, EF21, EFMixed, ErrorFeedback
+from shrinkpoint.comm.low_rank import LowRank
 from shrinkpoint.errors import PolicyError
 
 _SPEC_EXAMPLES = """exact | bf16 | fp16 | q4 | q4:64 | q4:row | q4:channel | q4:64:dither | n3:64 | block4:32 | \
 top10 | top10:bf16 | top10:q4:64 | top10:tensor | top1.5625:4096:q2:64 | same | rand10 | h64(q4:64) | \
-ef(..) | efmixed(..) | ef21(..) | aq(..)"""
+ef(..) | efmixed(..) | ef21(..) | aq(..) | lowrank4 | lowrank4(q8:64)"""
 
 
-def parse(text: str) -> Compressor | ErrorFeedback:
-    """Parse the spec of a compressor or feedback, which `str` of one returns.
+def parse(text: str) -> Compressor | ErrorFeedback | LowRank:
+    """Parse the spec of a compressor, a feedback or a low rank, which `str` of one returns.
 
     ======================  ============================================================================================
     exact, bf16, fp16       uncompressed; rounded to 16 bits
@@ -36,28 +37,35 @@ def parse(text: str) -> Compressor | ErrorFeedback:
     rand10                  10 % at random indices
     ef(..), efmixed(..),    with error feedback, "ef(.., decay=0.95)"; "aq(q2:64, warmup=2, dtype=bf16)" by sample
     ef21(..), aq(..)
+    lowrank4,               gradients of matrices as factors of rank 4, through a compressor if there is one: for
+    lowrank4(q8:64)         `compress_ddp`
     ======================  ============================================================================================
 
     Raises:
         PolicyError: the text is not a spec, or a number in it is out of range.
     """
     stripped = _check_text(text).strip()
-    feedback: ErrorFeedback | None = _match_rule(_FEEDBACKS, stripped)
-    return parse_compressor(stripped) if feedback is None else feedback
+    parsed: ErrorFeedback | LowRank | None = _match_rule(_FEEDBACKS, stripped) or _match_rule(_LOW_RANKS, stripped)
+    return parse_compressor(stripped) if parsed is None else parsed
 
 
 def _check_text(text: object) -> str:
     if isinstance(text, str):
         return text
-    is_parsed = isinstance(text, (Compressor, ErrorFeedback))
+    is_parsed = isinstance(text, (Compressor, ErrorFeedback, LowRank))
     advice = "use it as it is: it is one already" if is_parsed else 'write "q4:64", or "exact" for no compression'
     raise validate.argument_error("spec", text, 'a spec as text, such as "q4:64"', advice)
 
 
-def as_compressor(compressor: Compressor | ErrorFeedback | str) -> Compressor | ErrorFeedback:
+def as_compressor(compressor: Compressor | ErrorFeedback | LowRank | str) -> Compressor | ErrorFeedback:
     """Return a compressor or feedback, parsing it if it is a spec; a PolicyError if it is neither."""
     if isinstance(compressor, str):
-        return parse(compressor)
+        compressor = parse(compressor)
+    if isinstance(compressor, LowRank):
+        advice = "give it to compress_ddp, without an Accordion, or take a compressor here"
+        raise PolicyError(
+            f"compressor {compressor}", found="a low rank", expected="a compressor or feedback", do=advice
+        )
     expected = 'a compressor, a feedback, or the spec of one, such as "q4:64"'
     is_class = isinstance(compressor, type)
     advice = "make one: Uniform(4, group=64)" if is_class else 'write "q4:64", or "exact" to compress nothing'
@@ -176,5 +184,12 @@ _FEEDBACKS: tuple[_Rule, ...] = (
         r"(?s)(?P<text>aq\((?P<inner>.*?)(?:,\s*folder=(?P<folder>.*))?\))",
         _aqsgd,
         {"text": str, "inner": str, "folder": str},
+    ),
+)
+_LOW_RANKS: tuple[_Rule, ...] = (
+    (
+        r"(?s)lowrank(?P<rank>\d+)(?:\((?P<compressor>.*)\))?",
+        LowRank,
+        {"rank": int, "compressor": parse_compressor},
     ),
 )

@@ -1,0 +1,195 @@
+"""Averages of low-rank gradients beside the backward pass: of first factors, then of second ones."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shrinkpoint.comm.background_allreduce import AllReduceFor, BackgroundAllReduce, StreamAllReduce
+from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce
+from shrinkpoint.comm.gradient_layout import FilledSegment, Piece, Segment, SegmentValues
+from shrinkpoint.comm.low_rank import LowRank, orthonormal_rows, start_rows, subtract_product, unit_rows
+from shrinkpoint.comm.matrix_layout import Matrix, MatrixGroup, MatrixLayout
+from shrinkpoint.errors import MismatchError
+
+
+class MatrixMemory:
+    """What a rank remembers of one matrix between steps, and its factors in the step under way.
+
+    Attributes:
+        residual: what was not sent yet, and during a step the gradient with it: float32, (rows, columns).
+        right: the rows of the last right factor at length 1: float32, (rank, columns).
+    """
+
+    def __init__(self, matrix: Matrix, rank: int, device: torch.device) -> None:
+        self.matrix = matrix
+        self.residual = torch.zeros(matrix.rows, matrix.columns, device=device)
+        self._start = start_rows(rank, matrix.columns, zlib.crc32(matrix.name.encode())).to(device)
+        self.right = self._start
+        self._left = self._start  # until the first step
+
+    def first_factor(self, gradient: Tensor) -> Tensor:
+        """Add the gradient to the residual, and return this rank's left factor: (rank, rows)."""
+        self.residual.add_(gradient.view_as(self.residual))
+        return self.right @ self.residual.t()
+
+    def set_left(self, average: Tensor) -> None:
+        """Make the rows of the average left factor orthonormal."""
+        self._left = orthonormal_rows(average)
+
+    def second_factor(self) -> Tensor:
+        """This rank's right factor: (rank, columns)."""
+        return self._left @ self.residual
+
+    def fill(self, gradient: Tensor, average: Tensor) -> None:
+        """Write the average gradient, with the average right factor, and keep what is left to send."""
+        subtract_product(self._left, average, self.residual, gradient.view_as(self.residual))
+        self.right = unit_rows(average, self._start)
+
+    def load(self, residual: Tensor, right: Tensor) -> None:
+        """Restore both tensors from copies of these."""
+        self.residual, self.right = (saved.detach().to(self.residual.device, copy=True) for saved in (residual, right))
+
+
+class _Factors(SegmentValues):
+    """The factors of a group of matrices as the values of a segment."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        parts: Sequence[tuple[Piece, Callable[[], Tensor], Callable[[Tensor], None]]],
+        on_done: Callable[[], None] | None = None,
+    ) -> None:
+        self.segment, self._parts, self._on_done = segment, parts, on_done
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def copy_to(self, flat: Tensor) -> None:
+        flat.zero_()
+        for piece, compute, _ in self._parts:
+            values = compute()
+            flat[piece.offset : piece.offset + piece.numel].view_as(values).copy_(values)
+
+    def copy_from(self, flat: Tensor) -> None:
+        for piece, _, use in self._parts:
+            use(flat[piece.offset : piece.offset + piece.numel])
+        if self._on_done is not None:
+            self._on_done()
+
+
+class LowRankState:
+    """The memories of all matrices of a layout at this rank, and what averages their right factors.
+
+    Attributes:
+        spec: of the low rank.
+        layout: of the gradients.
+        all_reduce: for right factors.
+    """
+
+    def __init__(self, low_rank: LowRank, layout: MatrixLayout, all_reduce: CompressedAllReduce) -> None:
+        self.spec, self.layout, self.all_reduce, self._rank = low_rank.spec, layout, all_reduce, low_rank.rank
+        self._memories = {
+            matrix.name: MatrixMemory(matrix, low_rank.rank, group.left.device)
+            for group in layout.groups.values()
+            for matrix in group.matrices.values()
+        }
+
+    def first_factors(self, filled: FilledSegment, on_done: Callable[[], None]) -> SegmentValues:
+        """The left factors of a segment of matrices, as values to be averaged."""
+        group = self.layout.groups[filled.segment.index]
+        parts = [
+            (matrix.left, partial(memory.first_factor, run), self._shaped(memory.set_left))
+            for matrix, memory, run in self._runs(filled, group)
+        ]
+        return _Factors(group.left, parts, on_done)
+
+    def second_factors(self, filled: FilledSegment) -> SegmentValues:
+        """The right factors of a segment of matrices, which fill it with the average gradient."""
+        group = self.layout.groups[filled.segment.index]
+        parts = [
+            (matrix.right, memory.second_factor, self._shaped(partial(memory.fill, run)))
+            for matrix, memory, run in self._runs(filled, group)
+        ]
+        return _Factors(group.right, parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The memories of this rank by the names of parameters; tensors are not copied."""
+        residuals = {name: memory.residual for name, memory in self._memories.items()}
+        rights = {name: memory.right for name, memory in self._memories.items()}
+        return {"residuals": residuals, "right": rights, "hops": self.all_reduce.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` of the same rank returned; a MismatchError if it is of other matrices."""
+        if set(state) != {"residuals", "right", "hops"}:
+            raise _mismatch(f"a state of {sorted(state)}", "one of residuals, right and hops")
+        expected = {name: memory.residual.shape for name, memory in self._memories.items()}
+        for key, shapes in (
+            ("residuals", expected),
+            ("right", {name: torch.Size((self._rank, shape[1])) for name, shape in expected.items()}),
+        ):
+            saved = {name: getattr(tensor, "shape", None) for name, tensor in state[key].items()}
+            if saved != shapes:
+                raise _mismatch(f"{key} of shapes {saved}", f"{shapes}")
+        for name, memory in self._memories.items():
+            memory.load(state["residuals"][name], state["right"][name])
+        self.all_reduce.load_state_dict(state["hops"])
+
+    def _runs(self, filled: FilledSegment, group: MatrixGroup) -> list[tuple[Matrix, MatrixMemory, Tensor]]:
+        matrices = [(group.matrices[piece.offset], run) for run, piece in filled.runs]
+        return [(matrix, self._memories[matrix.name], run) for matrix, run in matrices]
+
+    def _shaped(self, use: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+        return lambda flat: use(flat.view(self._rank, -1))
+
+
+class LowRankAllReduce(BackgroundAllReduce):
+    """Averages segments of matrices in two exchanges, of left factors and of right ones, and all others in one.
+
+    On gloo each exchange has threads of its own: an exchange of right factors waits for one of left factors on every
+    rank, and if both took turns in the same threads, two ranks could wait for each other.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, all_reduce_for: AllReduceFor, state: LowRankState
+    ) -> None:
+        self._state, self._groups = state, state.layout.groups
+        rights = {matrices.right.index for matrices in self._groups.values()}
+
+        def choose(segment: Segment) -> CompressedAllReduce:
+            return state.all_reduce if segment.index in rights else all_reduce_for(segment)
+
+        self._left = BackgroundAllReduce.create(group, device, choose)
+        is_stream = isinstance(self._left, StreamAllReduce)  # which keeps an order that all ranks share
+        self._right = self._left if is_stream else BackgroundAllReduce.create(group, device, choose)
+
+    def begin(self, segments: Sequence[Segment]) -> None:
+        groups = [self._groups[segment.index] for segment in segments if segment.index in self._groups]
+        plain = [segment for segment in segments if segment.index not in self._groups]
+        self._left.begin(plain + [group.left for group in groups])
+        self._right.begin([group.right for group in groups])
+
+    def submit(self, values: SegmentValues) -> None:
+        if values.segment.index not in self._groups:
+            self._left.submit(values)
+            return
+        assert isinstance(values, FilledSegment)  # the factors of matrices are not submitted here
+        second = self._state.second_factors(values)
+        self._left.submit(self._state.first_factors(values, lambda: self._right.submit(second)))
+
+    def wait(self) -> None:
+        self._left.wait()  # when this is done, all right factors have been submitted
+        self._right.wait()
+
+
+def _mismatch(problem: str, expected: str) -> MismatchError:
+    return MismatchError(
+        "low rank", found=problem, expected=expected, do="give what state_dict() of the same rank gave"
+    )
