@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.paths import BENCHMARKS
+from helpers.paths import REPOSITORY
+
+BENCHMARKS = REPOSITORY / "benchmarks"
 
 
 def test_messages_on_any_device_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
