@@ -13,6 +13,7 @@ import torch
 
 import shrinkpoint as sp
 from shrinkpoint import comm
+from shrinkpoint.comm.ddp import DDPCompression
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.train import Checkpointer, dcp
@@ -32,6 +33,9 @@ NO_RECORDER = [True, "gradients", 3, sp.train.GradientRecorder, torch.nn.Linear(
 Entry = Callable[..., Any]
 MODEL = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
 SGD = torch.optim.SGD(MODEL.parameters())
+MANAGER = sp.CheckpointManager(MemoryStorage())
+REPLICAS = object.__new__(DDPCompression)
+"""Made without a process group; nothing is asked of it before the arguments are checked."""
 
 
 def searched(kind: type[Any]) -> Entry:
@@ -57,6 +61,18 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
     "CheckpointManager": (
         lambda **wrong: sp.CheckpointManager(MemoryStorage(), **wrong),
         {**COMMON, "keep": [3, sp.Keep], "background": NO_FLAG, "on_save": NO_FUNCTION},
+    ),
+    "Journal": (
+        lambda **wrong: sp.train.Journal(**{"manager": MANAGER, "replicas": REPLICAS, "update": len, **wrong}),
+        {
+            "manager": [3, "runs", None, sp.CheckpointManager],
+            "replicas": [3, MODEL, None],
+            "update": NO_FUNCTION,
+            "max_bytes": NO_COUNT,
+            "sync_every": NO_COUNT,
+            "check_every": [*NO_COUNT, None],
+            "feedback": NO_CHOICE,
+        },
     ),
     "Publisher": (
         lambda **wrong: sp.sync.Publisher(MemoryStorage(), **wrong),

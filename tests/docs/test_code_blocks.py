@@ -96,9 +96,19 @@ def dcp(number: int) -> dict[str, Any]:
     }
 
 
+def runs(number: int) -> dict[str, Any]:
+    """A model whose gradients DDP averages, in a group of one rank."""
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    names = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "loss_function": nn.functional.mse_loss}
+    names |= {"last_step": 3, "batch_of": lambda step: (torch.ones(3, 4) * step, torch.ones(3, 2))}
+    return {"sp": sp, "torch": torch, "ddp_model": model, "optimizer": optimizer, **names}
+
+
 SETUPS: dict[str, Callable[[int], dict[str, Any]]] = {
     "docs/dcp.md": dcp,
     "docs/fisher.md": fisher,
+    "docs/runs.md": runs,
     "docs/schemes.md": schemes,
 }
 """What the blocks of a page take from the reader's own program; a page that is not here needs nothing."""

@@ -159,6 +159,10 @@ class CompressedCollective:
         """The number of collectives so far, by layout."""
         return {layout: state.count for layout, state in self._layouts.items()}
 
+    def restart(self, counts: Mapping[str, int]) -> None:
+        """Begin without memories, as if so many collectives of each layout had been made."""
+        self._layouts = {layout: _LayoutState(self.feedback, count) for layout, count in counts.items()}
+
     def _layout_state(self, layout: str) -> _LayoutState:
         if layout not in self._layouts:
             self._layouts[layout] = _LayoutState(self.feedback)
@@ -271,7 +275,14 @@ class EncodedRow:
 
 
 class CompressedAllGather(CompressedCollective):
-    """The second hop: every rank receives the rows of all ranks, decoded from the same bytes on each."""
+    """The second hop: every rank receives the rows of all ranks, decoded from the same bytes on each.
+
+    Attributes:
+        on_decode: called with the layout, the number of the collective and the messages of all ranks once these are
+            decoded; it may keep them. None: nothing is called.
+    """
+
+    on_decode: Callable[[str, int, Sequence[Tensor]], None] | None = None
 
     def __call__(
         self, row: Tensor, rows: Tensor, group: dist.ProcessGroup, layout: str = "", *, async_op: bool = False
@@ -302,6 +313,14 @@ class CompressedAllGather(CompressedCollective):
         for source, message in enumerate(messages):
             info = self._message_info(encoded.layout, encoded.count, source, len(messages), source)
             self._unpack(message, rows[source], encoded.state, info)
+        if self.on_decode is not None:
+            self.on_decode(encoded.layout, encoded.count, messages)
+
+    def decode_again(self, layout: str, count: int, messages: Sequence[Tensor], rows: Tensor) -> None:
+        """Decode messages of an earlier collective, without feedback, into the rows; no state changes."""
+        state = _LayoutState(NoFeedback(self.feedback.compressor))
+        for source, message in enumerate(messages):
+            self._unpack(message, rows[source], state, self._message_info(layout, count, source, len(messages), source))
 
     @staticmethod
     def _all_gather(gathered: Tensor, wire: Tensor, group: dist.ProcessGroup, async_op: bool) -> Any:

@@ -12,9 +12,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shrinkpoint import validate
 from shrinkpoint.comm.accordion import Accordion
+from shrinkpoint.comm.average_record import AverageRecord
 from shrinkpoint.comm.background_allreduce import BackgroundAllReduce
 from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce, all_reduce_sum, check_replica_options
-from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL, GradientCollector, GradientLayout, Segment
+from shrinkpoint.comm.gradient_layout import (
+    SEGMENT_NUMEL,
+    FilledSegment,
+    GradientCollector,
+    GradientLayout,
+    Segment,
+)
 from shrinkpoint.comm.link import CompressorLike
 from shrinkpoint.comm.low_rank import LowRank
 from shrinkpoint.comm.low_rank_allreduce import LowRankAllReduce, LowRankState
@@ -132,6 +139,8 @@ class DDPCompression:
         self._background: dict[torch.device, BackgroundAllReduce] = {}
         self._buckets: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
         self._config_check = self._make_config_check()
+        self._model = model
+        self._record: AverageRecord | None = None
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Start to average the gradients of one bucket in its own buffer: the communication hook.
@@ -140,7 +149,7 @@ class DDPCompression:
         """
         self._config_check.check()
         try:
-            if not self._buckets and self._group.size() > 1:
+            if not self._buckets:
                 self._begin_step()
             future = self._submit(bucket)
             if bucket.is_last():
@@ -152,7 +161,7 @@ class DDPCompression:
 
     def state_dict(self) -> dict[str, Any]:
         """The feedback and Accordion state of this rank; each rank has its own. Tensors are not copied."""
-        state: dict[str, Any] = {"words": self._config(), "hops": self._all_reduce.state_dict()}
+        state: dict[str, Any] = {"words": self.config(), "hops": self._all_reduce.state_dict()}
         if self._low_rank is not None:
             state["low_rank"] = self._low_rank.state_dict()
         return state if self._accordion is None else {**state, "accordion": self._accordion.state_dict()}
@@ -163,7 +172,7 @@ class DDPCompression:
         Raises:
             MismatchError: it has another configuration; or, in the next backward pass, ranks loaded different steps.
         """
-        config, saved_config = self._config(), state.get("words")
+        config, saved_config = self.config(), state.get("words")
         if saved_config != config:
             advice = "compress with the saved configuration"
             raise MismatchError("compress_ddp", found=f"a state of {saved_config}", expected=f"{config}", do=advice)
@@ -175,7 +184,82 @@ class DDPCompression:
         self._all_reduce.load_state_dict(state["hops"])
         self._config_check = self._make_config_check()
 
+    @property
+    def model(self) -> DistributedDataParallel:
+        """The model whose gradients are compressed."""
+        return self._model
+
+    def record_averages(self) -> AverageRecord:
+        """Keep the encoded averages of the last backward pass from now on, for a journal.
+
+        Raises:
+            PolicyError: the gradients do not follow from these bytes alone, or they are kept for another journal.
+        """
+        self._check_recordable()
+        if self._record is not None:
+            advice = "close the other journal first"
+            raise PolicyError("compress_ddp", found="a second journal of one model", expected="one", do=advice)
+        parameters = [parameter for _, parameter in _reduced_parameters(self._model)]
+        hops = self._all_reduce.all_gather, self._exact_all_reduce.all_gather
+        self._record = AverageRecord(self._layout, parameters, self._group, *hops)
+        for hop in hops:
+            hop.on_decode = self._record.add
+        return self._record
+
+    def stop_recording(self) -> None:
+        """Keep nothing any more."""
+        for hop in (self._all_reduce, self._exact_all_reduce):
+            hop.all_gather.on_decode = None
+        self._record = None
+
+    @property
+    def has_feedback(self) -> bool:
+        """Whether ranks remember what their messages to each other have lost."""
+        return not self._all_reduce.reduce_scatter.feedback.is_stateless
+
+    @property
+    def message_count(self) -> int:
+        """The number of steps whose gradients were sent; 0 on a group of one rank."""
+        counts = [
+            count for hop in (self._all_reduce, self._exact_all_reduce) for count in hop.all_gather.counts().values()
+        ]
+        return max(counts, default=0)
+
+    def restart(self, count: int) -> None:
+        """Go on as if so many steps had been made, without feedback of earlier ones; on all ranks alike."""
+        for is_exact, all_reduce in enumerate((self._all_reduce, self._exact_all_reduce)):
+            segments = [segment for segment in self._layout.segments if segment.is_exact == bool(is_exact)]
+            counts = {segment.name: count for segment in segments if count}
+            for hop in all_reduce.hops:
+                hop.restart(counts)
+        self._config_check = self._make_config_check()
+
+    def _check_recordable(self) -> None:
+        problem = advice = ""
+        if self._low_rank is not None:
+            problem, advice = f"{self._low_rank.spec}, whose factors each rank remembers", 'use "q4:64"'
+        elif self._accordion is not None:
+            problem, advice = "an Accordion, whose choice is not on the wire", "use one compressor"
+        elif not self._all_reduce.all_gather.feedback.is_stateless:
+            problem, advice = "feedback on the second hop", "leave average_compressor out, or without feedback"
+        elif self._model.find_unused_parameters:
+            problem, advice = "find_unused_parameters=True: which have no gradient is not on the wire", "use them all"
+        elif getattr(self._model, "mixed_precision", None) is not None:
+            problem, advice = "gradients in another dtype than their parameters", "use torch.autocast"
+        else:
+            ignored = [name for name, p in self._model.module.named_parameters() if p.requires_grad]
+            ignored = [name for name in ignored if name in self._model.parameters_to_ignore]
+            if ignored:
+                problem, advice = f"{ignored[0]}, which DDP ignores", "freeze it, or let DDP average it"
+        if problem:
+            expected = "gradients that follow from the messages alone"
+            raise PolicyError("journal", found=problem, expected=expected, do=advice)
+
     def _begin_step(self) -> None:
+        if self._record is not None:
+            self._record.begin()
+        if self._group.size() == 1:
+            return
         for device, segments in self._layout.segments_by_device().items():
             if device not in self._background:
                 self._background[device] = self._make_background(device)
@@ -191,15 +275,20 @@ class DDPCompression:
             devices=[buffer.device] if buffer.device.type == "cuda" else None
         )
         self._buckets.append((buffer, future))
-        if self._group.size() > 1:
+        if self._group.size() > 1 or self._record is not None:
             flat, start = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer, 0
-            background = self._background[buffer.device]
             for parameter in bucket.parameters():
                 end = start + parameter.numel() * (2 if parameter.is_complex() else 1)
                 for filled in self._collector.add(parameter, flat[start:end]):
-                    background.submit(filled)
+                    self._submit_segment(filled, buffer.device)
                 start = end
         return future
+
+    def _submit_segment(self, filled: FilledSegment, device: torch.device) -> None:
+        if self._group.size() > 1:
+            self._background[device].submit(filled)
+        elif self._record is not None:
+            self._record.add_own(filled)
 
     def _end_step(self) -> None:
         """Wait for all segments, and let the backward pass end."""
@@ -233,7 +322,7 @@ class DDPCompression:
     def _all_reduce_for(self, segment: Segment) -> CompressedAllReduce:
         return self._exact_all_reduce if segment.is_exact else self._all_reduce
 
-    def _config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, Any]:
         """The configuration that all ranks, and a state to load, must have in common."""
         accordion, feedback = self._accordion, self._all_reduce.reduce_scatter.feedback
         spec = feedback.shared_spec if accordion is None else accordion.describe()
@@ -243,7 +332,7 @@ class DDPCompression:
         return {**config, "layout": self._layout.digest()}
 
     def _make_config_check(self) -> ReplicaConfigCheck:
-        config = {**self._config(), "counts": self._all_reduce.reduce_scatter.counts()}
+        config = {**self.config(), "counts": self._all_reduce.reduce_scatter.counts()}
         if self._low_rank is not None:
             config["right counts"] = self._low_rank.all_reduce.reduce_scatter.counts()
         if self._accordion is not None:

@@ -12,6 +12,7 @@ from shrinkpoint.store import SkippedCheckpoint
 from shrinkpoint.train.checkpoint_manager import CheckpointManager
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.gradients import GradientRecorder
+from shrinkpoint.train.journal import Journal, JournalRestore
 from shrinkpoint.train.loggers import TensorBoardHook
 from shrinkpoint.train.partial_restore import RankShard
 from shrinkpoint.train.recent_batches import RecentBatches
@@ -45,6 +46,8 @@ __all__ = [
     "DecisionContext",
     "FixedIntervalPolicy",
     "GradientRecorder",
+    "Journal",
+    "JournalRestore",
     "PreemptionCheckpointingPolicy",
     "RankShard",
     "RecentBatches",

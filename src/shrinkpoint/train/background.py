@@ -77,6 +77,11 @@ class BackgroundSaver:
         """The scheme of the saves."""
         return self._scheme
 
+    @property
+    def last_report(self) -> SaveReport | None:
+        """The report of the last save that is committed, without waiting; None if there is none yet."""
+        return self._last_report
+
     def wait(self) -> SaveReport | None:
         """Wait until the last save is durable.
 

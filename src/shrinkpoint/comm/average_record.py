@@ -1,0 +1,154 @@
+"""The averaged gradients of a step as the bytes that all ranks have decoded, and the same gradients from such bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shrinkpoint.comm.compressed_allreduce import CompressedAllGather, share_numel
+from shrinkpoint.comm.gradient_layout import FilledSegment, GradientLayout, Piece, Segment
+from shrinkpoint.errors import MismatchError, PolicyError
+
+
+class AverageRecord:
+    """Keeps the encoded averages of the last backward pass, which take no encoding: they are what was sent.
+
+    A group of one rank sends nothing. There the gradients are kept as they are.
+
+    Args:
+        layout: of the gradients.
+        parameters: whose gradients these are.
+        group: of the ranks.
+        all_gather, exact_all_gather: the second hops of segments, and of those that are sent uncompressed.
+    """
+
+    def __init__(
+        self,
+        layout: GradientLayout,
+        parameters: Sequence[Tensor],
+        group: dist.ProcessGroup,
+        all_gather: CompressedAllGather,
+        exact_all_gather: CompressedAllGather,
+    ) -> None:
+        self._segments, self._world_size = layout.segments, group.size()
+        self._hops = all_gather, exact_all_gather
+        self._members: dict[int, list[tuple[Tensor, Piece]]] = {segment.index: [] for segment in layout.segments}
+        for parameter in parameters:
+            for segment, piece in layout.pieces(parameter):
+                self._members[segment.index].append((parameter, piece))
+        self._messages: dict[str, list[Tensor]] = {}
+        self._count = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all messages of a step."""
+        return sum(self._message_bytes(segment) * self._world_size for segment in self._segments)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there was no backward pass since `take`."""
+        return not self._messages
+
+    def begin(self) -> None:
+        """Drop what is kept: a backward pass begins."""
+        self._messages = {}
+
+    def add(self, layout: str, count: int, messages: Sequence[Tensor]) -> None:
+        """Keep the messages of all ranks for a segment, which nobody writes to any more."""
+        self._messages[layout], self._count = list(messages), count
+
+    def add_own(self, filled: FilledSegment) -> None:
+        """Keep a segment of the only rank."""
+        first = filled.runs[0][0]
+        flat = torch.empty(filled.segment.numel, dtype=first.dtype, device=first.device)
+        filled.copy_to(flat)
+        self.add(filled.segment.name, 0, [flat.view(torch.uint8)])
+
+    def take(self) -> tuple[int, list[Tensor]]:
+        """The number of the step's messages, and these by segment and rank: uint8, 1-d; nothing is kept any more.
+
+        Raises:
+            PolicyError: there was no whole backward pass since the last call.
+        """
+        messages, self._messages = self._messages, {}
+        if len(messages) != len(self._segments):
+            found, advice = f"{len(messages)} of {len(self._segments)} segments", "call backward() on every rank first"
+            raise PolicyError("journal", found=found, expected="the gradients of one backward pass", do=advice)
+        return self._count, [message for segment in self._segments for message in messages[segment.name]]
+
+    def fill_gradients(self, data: memoryview, count: int) -> None:
+        """Write the gradients that messages decode to into `.grad` of all parameters.
+
+        Args:
+            data: the messages, one behind the other, as `take` returned them.
+            count: the number of the step's messages.
+
+        Raises:
+            MismatchError: they have another size.
+        """
+        if data.nbytes != self.nbytes:
+            found, advice = f"messages of {data.nbytes} bytes", "compress as when the journal was written"
+            raise MismatchError("journal", found=found, expected=f"{self.nbytes}", do=advice)
+        flats: dict[int, Tensor] = {}
+        for segment in self._segments:
+            size, device = self._message_bytes(segment), segment.device
+            # copied: messages start at aligned addresses, and torch writes to no memory that is read-only
+            parts = [bytearray(data[rank * size : (rank + 1) * size]) for rank in range(self._world_size)]
+            messages = [torch.frombuffer(part, dtype=torch.uint8).to(device) for part in parts]
+            data = data[self._world_size * size :]
+            flat = self._decode(segment, count, messages)
+            for parameter, piece in self._members[segment.index]:
+                if id(parameter) not in flats:
+                    flats[id(parameter)] = _flat_gradient(parameter)
+                target = flats[id(parameter)][piece.start : piece.start + piece.numel]
+                target.copy_(flat[piece.offset : piece.offset + piece.numel])
+
+    def _decode(self, segment: Segment, count: int, messages: list[Tensor]) -> Tensor:
+        dtype = self._dtype(segment)
+        if self._world_size == 1:
+            return messages[0].view(dtype)
+        share = share_numel(segment.numel, self._world_size)
+        rows = torch.empty(self._world_size, share, dtype=dtype, device=segment.device)
+        self._hop(segment).decode_again(segment.name, count, messages, rows)
+        return rows.view(-1)
+
+    def _message_bytes(self, segment: Segment) -> int:
+        """The size of each of a segment's messages."""
+        dtype = self._dtype(segment)
+        if self._world_size == 1:
+            return segment.numel * dtype.itemsize
+        return self._hop(segment).message_bytes(share_numel(segment.numel, self._world_size), dtype)
+
+    def _hop(self, segment: Segment) -> CompressedAllGather:
+        return self._hops[segment.is_exact]
+
+    def _dtype(self, segment: Segment) -> torch.dtype:
+        return self._members[segment.index][0][0].dtype.to_real()
+
+
+@torch.no_grad()
+def _flat_gradient(parameter: Tensor) -> Tensor:
+    """The gradient as DDP lays it out in a bucket, 1-d; it is created if there is none. Complex values are pairs."""
+    if parameter.grad is None:
+        contiguous = torch.contiguous_format if not _is_dense(parameter) else torch.preserve_format
+        parameter.grad = torch.empty_like(parameter, memory_format=contiguous)
+    gradient = parameter.grad
+    if gradient.stride() != parameter.stride() and not gradient.is_contiguous():
+        found, advice = f"a gradient with strides {gradient.stride()}", "zero gradients with set_to_none=True"
+        raise MismatchError("journal", found=found, expected=f"{parameter.stride()}", do=advice)
+    flat = gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether values lie one behind the other in some order of the dimensions."""
+    size = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1:
+            if stride != size:
+                return False
+            size *= length
+    return True

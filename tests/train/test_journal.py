@@ -1,0 +1,379 @@
+"""Promise: after a crash a run goes on from its last step, bit for bit, and never from a state that it did not have."""
+
+from __future__ import annotations
+
+import random
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from helpers.journal_training import OPTIMIZERS, Run, make
+from helpers.processes import ranks
+
+import shrinkpoint as sp
+from shrinkpoint.comm import Accordion, compress_ddp
+from shrinkpoint.errors import CorruptError, MismatchError, PolicyError, StorageError
+from shrinkpoint.storage import MemoryStorage
+from shrinkpoint.train import Journal
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    yield
+    dist.destroy_process_group()
+
+
+def files(where: Path) -> list[str]:
+    return sorted(path.name for path in (where / "journal").iterdir())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_run_goes_on_from_its_last_step(tmp_path: Path, optimizer: str):
+    expected = make(tmp_path / "whole", optimizer=optimizer).train(17).close()
+    make(tmp_path / "run", optimizer=optimizer).train(13).close()
+    run = make(tmp_path / "run", optimizer=optimizer).train(17).close()
+    assert run.restored is not None
+    assert (run.restored.step, run.restored.replayed, run.restored.checkpoint.step) == (13, 3, 10)
+    assert run.bits() == expected.bits() and run.random() == expected.random()
+
+
+def test_a_run_that_stops_again_and_again_is_the_same(tmp_path: Path):
+    expected = make(tmp_path / "whole").train(17).close().bits()
+    for last in range(18):
+        run = make(tmp_path / "run").train(last).close()
+    assert run.bits() == expected
+
+
+def test_records_go_with_the_checkpoint_that_covers_them(tmp_path: Path):
+    run = make(tmp_path).train(4)
+    assert files(tmp_path) == ["000000000000-00000.journal"]
+    run.backward(), run.journal.step(5)
+    run.journal.save(5, **run.objects)
+    assert files(tmp_path) == ["000000000005-00000.journal"]
+    run.close()
+
+
+def test_a_checkpoint_that_was_not_committed_costs_no_step(tmp_path: Path):
+    expected = make(tmp_path / "whole").train(9, save_every=100).close().bits()
+    run = make(tmp_path / "run").train(4)
+    run.manager.save = lambda *a, **b: None  # as if killed before its manifest was there
+    for step in range(5, 9):
+        run.backward(), run.journal.step(step)
+        if step == 6:
+            run.journal.save(6, **run.objects)
+    run.close()
+    assert files(tmp_path / "run") == ["000000000000-00000.journal", "000000000006-00000.journal"]
+    again = make(tmp_path / "run").train(9)
+    assert again.restored is not None and again.restored.step == 8 and again.restored.checkpoint.step == 0
+    assert again.close().bits() == expected
+
+
+def test_records_stay_until_a_background_save_is_committed(tmp_path: Path):
+    run = make(tmp_path / "run", background=True).train(12)
+    run.manager.wait()
+    run.backward(), run.journal.step(13)
+    assert files(tmp_path / "run") == ["000000000010-00000.journal"]
+    run.close()
+    expected = make(tmp_path / "whole").train(14).close().bits()
+    assert make(tmp_path / "run").train(14).close().bits() == expected
+
+
+def test_a_journal_that_is_cut_anywhere_gives_a_state_of_the_run(tmp_path: Path):
+    states, run = {}, make(tmp_path / "run").train(0)
+    for step in range(1, 4):
+        run.backward(), run.journal.step(step)
+        states[step] = run.bits()
+    run.close()
+    path = tmp_path / "run" / "journal" / "000000000000-00000.journal"
+    data = path.read_bytes()
+    seen = set()
+    for size in [*range(len(data), len(data) * 3 // 4, -977), len(data) // 2, len(data) // 5]:
+        path.write_bytes(data[:size])
+        again = make(tmp_path / "run")
+        restored = again.journal.restore(**again.objects)
+        assert restored is not None
+        seen.add(restored.step)
+        assert restored.step == 0 or again.bits() == states[restored.step]
+        again.close()
+    assert seen >= {0, 1, 2, 3}
+
+
+def test_a_damaged_record_is_an_error_that_names_the_place(tmp_path: Path):
+    run = make(tmp_path / "run").train(2)
+    state, place = run.bits(), (tmp_path / "run" / "journal" / files(tmp_path / "run")[0])
+    size = place.stat().st_size
+    run.train, _ = None, run.backward()
+    run.journal.step(3), run.backward(), run.journal.step(4)
+    run.close()
+    data = bytearray(place.read_bytes())
+    data[size + 200] ^= 1
+    place.write_bytes(data)
+    again = make(tmp_path / "run")
+    with pytest.raises(CorruptError, match=f"{place.name}, byte {size}.*strict=False"):
+        again.journal.restore(**again.objects)
+    with pytest.warns(UserWarning, match="up to step 2"):
+        restored = again.journal.restore(strict=False, **again.objects)
+    assert restored is not None and restored.step == 2 and again.bits() == state
+    again.backward(), again.journal.step(3)
+    again.close()
+    third = make(tmp_path / "run").train(3).close()  # the damaged bytes are gone
+    assert third.restored is not None and third.restored.step == 3
+
+
+def test_a_place_that_takes_no_more_is_an_error_and_loses_no_step(tmp_path: Path):
+    run = make(tmp_path / "run").train(3)
+    state, place = run.bits(), tmp_path / "run" / "journal" / files(tmp_path / "run")[0]
+    size = place.stat().st_size
+    run.backward()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 500, limits[1]))  # a part of the record is written
+    try:
+        with pytest.raises(StorageError, match="appending failed"):
+            run.journal.step(4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert place.stat().st_size == size
+    run.close()
+    again = make(tmp_path / "run").train(3).close()
+    assert again.restored is not None and again.restored.step == 3 and again.bits() == state
+
+
+def test_another_branch_of_a_run_is_not_continued(tmp_path: Path):
+    run = make(tmp_path / "run").train(8)
+    run.close()
+    again = make(tmp_path / "run")
+    restored = again.journal.restore(0, **again.objects)
+    assert restored is not None and restored.step == 0  # its steps went with the checkpoint of step 5
+    for step in range(1, 4):
+        again.backward(), again.journal.step(step)
+    assert files(tmp_path / "run") == ["000000000000-00000.journal"]
+    again.close()
+
+
+def test_an_update_that_does_something_else_is_found(tmp_path: Path):
+    def twice(run: Run) -> None:
+        run.optimizer.step(), run.optimizer.step(), run.optimizer.zero_grad()
+
+    make(tmp_path / "run", check_every=1).train(4).close()
+    run = make(tmp_path / "run", update=twice)
+    with pytest.raises(MismatchError, match="other weights"):
+        run.journal.restore(**run.objects)
+    run.close()
+
+
+def test_a_grad_scaler_skips_the_same_steps(tmp_path: Path):
+    def made(where: Path) -> tuple[Run, torch.amp.GradScaler]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        scaler.scale(torch.zeros(()))  # creates its tensors, which a replay needs
+
+        def update(run: Run) -> None:
+            scaler.unscale_(run.optimizer)
+            scaler.step(run.optimizer), scaler.update(), run.optimizer.zero_grad()
+
+        return make(where, update=update), scaler
+
+    def train(where: Path, last: int) -> str:
+        run, scaler = made(where)
+        objects = {**run.objects, "scaler": scaler}
+        restored = run.journal.restore(**objects)
+        if restored is None:
+            torch.manual_seed(3)
+            run.journal.save(0, **objects)
+        for step in range(1 if restored is None else restored.step + 1, last + 1):
+            loss = run.model(torch.randn(6, 3, 4, 4)).square().mean() * (torch.inf if step in (2, 5) else 1.0)
+            scaler.scale(loss).backward()
+            run.journal.step(step)
+        return run.close().bits() + str(scaler.get_scale())
+
+    expected = train(tmp_path / "whole", 7)
+    train(tmp_path / "run", 6)
+    assert train(tmp_path / "run", 7) == expected
+
+
+def test_accumulated_gradients_are_replayed(tmp_path: Path):
+    def train(where: Path, last: int) -> str:
+        run = make(where)
+        restored = run.journal.restore(**run.objects)
+        if restored is None:
+            torch.manual_seed(3)
+            run.journal.save(0, **run.objects)
+        for step in range(1 if restored is None else restored.step + 1, last + 1):
+            with run.model.no_sync():
+                run.backward()
+            run.backward()
+            run.journal.step(step)
+        return run.close().bits()
+
+    expected = train(tmp_path / "whole", 5)
+    train(tmp_path / "run", 4)
+    assert train(tmp_path / "run", 5) == expected
+
+
+def test_a_full_journal_stops_says_so_and_asks_for_a_save(tmp_path: Path):
+    run = make(tmp_path / "run", max_bytes=120_000).train(0)
+    full = []
+    for step in range(1, 9):
+        run.backward()
+        if run.journal.is_full:
+            full.append(step)
+            break
+        run.journal.step(step)
+    assert full and (tmp_path / "run" / "journal" / files(tmp_path / "run")[0]).stat().st_size < 120_000
+    with pytest.warns(UserWarning, match="max_bytes=120000"):
+        run.journal.step(full[0])
+    run.backward(), run.journal.step(full[0] + 1)  # warned once
+    again = shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert make(again).train(0).close().restored.step == full[0] - 1  # type: ignore[union-attr]
+    run.journal.save(full[0] + 1, **run.objects)
+    assert not run.journal.is_full
+    run.close()
+
+
+def test_calls_out_of_order_are_refused(tmp_path: Path):
+    run = make(tmp_path / "run")
+    run.backward()
+    with pytest.raises(PolicyError, match="no checkpoint to begin with"):
+        run.journal.step(1)
+    run.journal.save(0, **run.objects)
+    with pytest.raises(PolicyError, match="step 2; expected 1"):
+        run.journal.step(2)
+    with pytest.raises(PolicyError, match="step 3; expected 0"):
+        run.journal.save(3, **run.objects)
+    run.journal.step(1)
+    with pytest.raises(PolicyError, match="backward"):
+        run.journal.step(2)
+    run.close()
+
+    def again(run: Run) -> None:
+        run.optimizer.zero_grad(), run.backward(), run.optimizer.step()
+
+    run = make(tmp_path / "closure", update=again).train(0)
+    run.backward()
+    with pytest.raises(PolicyError, match="backward pass in `update`"):
+        run.journal.step(1)
+    run.close()
+
+
+def test_what_cannot_be_replayed_is_refused_with_the_reason(tmp_path: Path):
+    ddp = torch.nn.parallel.DistributedDataParallel
+    manager, net = sp.CheckpointManager(tmp_path), lambda: torch.nn.Linear(4, 4)
+    for compressor in ("ef(q4:64)", "ef21(top10)", "efmixed(top10)"):
+        with pytest.raises(PolicyError, match=r'not on the wire.*feedback="restart"'):
+            Journal(manager, compress_ddp(ddp(net()), compressor), print)
+    both = compress_ddp(ddp(net()), "q4:64", average_compressor="ef(q4:64)")
+    with pytest.raises(PolicyError, match="second hop"):
+        Journal(manager, both, print, feedback="restart")
+    with pytest.raises(PolicyError, match="factors each rank remembers"):
+        Journal(manager, compress_ddp(ddp(net()), "lowrank2"), print)
+    with pytest.raises(PolicyError, match="Accordion"):
+        Journal(manager, compress_ddp(ddp(net()), accordion=Accordion("q2:64", "q8:64")), print)
+    with pytest.raises(PolicyError, match="find_unused_parameters"):
+        Journal(manager, compress_ddp(ddp(net(), find_unused_parameters=True)), print)
+    ignoring = net()
+    ddp._set_params_and_buffers_to_ignore_for_model(ignoring, ["bias"])
+    with pytest.raises(PolicyError, match="bias, which DDP ignores"):
+        Journal(manager, compress_ddp(ddp(ignoring)), print)
+    with pytest.raises(PolicyError, match="lossless"):
+        Journal(sp.CheckpointManager(tmp_path, scheme=sp.Fisher(relative_error=0.3)), compress_ddp(ddp(net())), print)
+    with pytest.raises(PolicyError, match="directory="):
+        Journal(sp.CheckpointManager(MemoryStorage()), compress_ddp(ddp(net())), print)
+    replicas = compress_ddp(ddp(net()))
+    journal = Journal(manager, replicas, print)
+    with pytest.raises(PolicyError, match="second journal"):
+        Journal(manager, replicas, print)
+    journal.close()
+    Journal(manager, replicas, print).close()
+
+
+def test_a_journal_of_other_settings_is_refused(tmp_path: Path):
+    make(tmp_path / "run").train(2).close()
+    run = make(tmp_path / "run", compressor="q8:64")
+    with pytest.raises(MismatchError, match=r"q4:64.*q8:64"):
+        run.journal.restore(**run.objects)
+    run.close()
+
+
+RANKS = """
+    import os
+    import torch
+    import torch.distributed as dist
+    from helpers.journal_training import make
+    from helpers.replica_search import caught, join, leave
+
+    HOWS = {
+        "q4:64": {},
+        "q3:64:dither": {},
+        "n3:64": {"wire": {"min_numel": 40}},
+        "top10": {"optimizer": "sgd"},
+        "top6.25:64:q2:64": {"optimizer": "adam"},
+        "rand10": {"wire": {"average_compressor": "bf16"}},
+    }
+
+    def of_rank(rank, width, folder):
+        said = join(rank, width, folder)
+
+        def state(run):
+            return [run.bits(), run.random(), run.restored and run.restored.step]
+
+        for how, options in HOWS.items():
+            options = options | {"rank": rank}
+            name = f"{folder}/{how}"
+            said["whole " + how] = state(make(name + "-whole", how, **options).train(12).close())
+            for last in (7, 8, 12):
+                said[how] = state(make(name, how, **options).train(last).close())
+            dist.barrier()
+
+        # a rank that was killed a step earlier than the others: all resume from its last step
+        run = make(f"{folder}/uneven", rank=rank).train(8).close()
+        dist.barrier()
+        if rank == 1:
+            path = f"{folder}/uneven/journal/000000000005-00001.journal"
+            os.truncate(path, os.path.getsize(path) - 9)
+        dist.barrier()
+        said["uneven"] = state(make(f"{folder}/uneven", rank=rank).train(12).close())
+
+        # feedback restarts: the weights of the last step are right, on all ranks
+        for how in ("ef(q2:64)", "ef21(top10)"):
+            run = make(f"{folder}/{how}", how, rank=rank, feedback="restart").train(8).close()
+            again = make(f"{folder}/{how}", how, rank=rank, feedback="restart").train(8)
+            said[how] = [run.bits() == again.bits(), again.restored.step]
+            again.backward()
+            again.journal.step(9)
+            said[how].append(again.close().bits())
+
+        # an error of one rank is one of all
+        run = make(f"{folder}/damaged", rank=rank).train(9).close()
+        dist.barrier()
+        if rank == 1:
+            with open(f"{folder}/damaged/journal/000000000005-00001.journal", "r+b") as file:
+                file.seek(600)
+                file.write(b"damage")
+        dist.barrier()
+        run = make(f"{folder}/damaged", rank=rank)
+        said["damaged"] = caught(lambda: run.journal.restore(**run.objects))
+        run.close()
+        leave(said, rank, folder)
+"""
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_ranks_go_on_from_their_last_step(tmp_path: Path, width: int):
+    reports = ranks(RANKS, width, tmp_path)
+    weights = set()
+    for report in reports:
+        for how in [name.removeprefix("whole ") for name in report if name.startswith("whole ")]:
+            expected = report["whole " + how]
+            assert report[how] == [*expected[:2], 8], how
+        assert report["uneven"] == [*report["whole q4:64"][:2], 7]
+        for how in ("ef(q2:64)", "ef21(top10)"):
+            assert report[how][:2] == [True, 8]
+        assert report["damaged"][0] == "CorruptError" and "rank 1: " in report["damaged"][1]
+        weights.add(str([report[how][2] for how in ("ef(q2:64)", "ef21(top10)")]))
+    assert len({str(report["whole q4:64"][1]) for report in reports}) == width  # each has dropout of its own
