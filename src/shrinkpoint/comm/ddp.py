@@ -14,6 +14,7 @@ from shrinkpoint import validate
 from shrinkpoint.comm.accordion import Accordion
 from shrinkpoint.comm.average_record import AverageRecord
 from shrinkpoint.comm.background_allreduce import BackgroundAllReduce
+from shrinkpoint.comm.bucket_function import BucketFunction, apply_before, check_before, check_without_hook
 from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce, all_reduce_sum, check_replica_options
 from shrinkpoint.comm.gradient_layout import (
     SEGMENT_NUMEL,
@@ -38,6 +39,7 @@ def compress_ddp(
     *,
     average_compressor: CompressorLike = None,
     accordion: Accordion[CompressorLike] | None = None,
+    before: BucketFunction | None = None,
     min_numel: int = 0,
     segment_numel: int = SEGMENT_NUMEL,
     nonfinite: str = "pass",
@@ -63,6 +65,9 @@ def compress_ddp(
         average_compressor: for their average; None for `compressor` without its feedback. With `LowRank` for the
             average of factors, and of what is not sent as factors.
         accordion: switches between two compressors; then `compressor` is not used.
+        before: called with each bucket of this rank before its gradients are taken, since DDP has one hook a model: it
+            changes `bucket.buffer()` in place, or returns its values or a future of them, which is waited for. A hook
+            of torch is `functools.partial(hook, state)`.
         min_numel: gradients of smaller parameters are sent uncompressed.
         segment_numel: at most about this number of values is encoded and sent as one. Fewer take more time each; with
             more, less of the communication runs beside the backward pass. `LowRank` does not cut a matrix.
@@ -74,16 +79,14 @@ def compress_ddp(
         The handle: statistics and state.
 
     Raises:
-        PolicyError: another kind of model, or an unusable compressor or invalid spec.
-        MismatchError: in the first backward pass, on every rank: the ranks are configured differently.
+        PolicyError: another kind of model, one with a hook, or an unusable compressor or invalid spec.
+        MismatchError: in the first backward pass: ranks are configured differently. On every rank that called this; one
+            that did not gets torch's error once another has ended.
     """
     replicas = DDPCompression(
-        model, compressor, average_compressor, accordion, min_numel, segment_numel, nonfinite, timeout
+        model, compressor, average_compressor, accordion, before, min_numel, segment_numel, nonfinite, timeout
     )
-    try:
-        model.register_comm_hook(replicas, _comm_hook)
-    except RuntimeError as error:
-        raise PolicyError("compress_ddp", found=str(error).split("\n")[0], do="give a model without a hook") from error
+    model.register_comm_hook(replicas, _comm_hook)
     return replicas
 
 
@@ -92,6 +95,7 @@ def _comm_hook(state: DDPCompression, bucket: Any) -> torch.futures.Future[Tenso
 
 
 _comm_hook.__annotations__ = {}  # torch compares them with types, and these are strings
+_comm_hook.__qualname__ = "compress_ddp"  # what torch's log of the model, and the error of a second call, name
 
 
 class DDPCompression:
@@ -109,6 +113,7 @@ class DDPCompression:
         compressor: CompressorLike | LowRank,
         average_compressor: CompressorLike,
         accordion: Accordion[CompressorLike] | None,
+        before: BucketFunction | None,
         min_numel: int,
         segment_numel: int,
         nonfinite: str,
@@ -117,11 +122,13 @@ class DDPCompression:
         if not isinstance(model, DistributedDataParallel):
             problem, expected = validate.type_name(model), "a DistributedDataParallel model"
             raise PolicyError("compress_ddp", found=problem, expected=expected, do="wrap it first")
+        check_without_hook(model)
+        check_before(before)
         check_replica_options("compress_ddp", accordion, min_numel, nonfinite, timeout)
         validate.check_int("compress_ddp, segment_numel", segment_numel)
         self._group: dist.ProcessGroup = model.process_group
         self._accordion, self._average_compressor = accordion, average_compressor
-        self._min_numel, self._nonfinite, self._timeout = min_numel, nonfinite, timeout
+        self._min_numel, self._nonfinite, self._timeout, self._before = min_numel, nonfinite, timeout, before
         plain_compressor, low_rank = _split_low_rank(compressor if accordion is None else accordion.compressor)
         self._all_reduce = CompressedAllReduce(plain_compressor, average_compressor, name="ddp")
         self._exact_all_reduce = CompressedAllReduce(None, name="ddp", link_stats=self._all_reduce.link_stats)
@@ -149,6 +156,8 @@ class DDPCompression:
         """
         self._config_check.check()
         try:
+            if self._before is not None:
+                apply_before(self._before, bucket)
             if not self._buckets:
                 self._begin_step()
             future = self._submit(bucket)

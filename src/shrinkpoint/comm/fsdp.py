@@ -66,7 +66,8 @@ def compress_fsdp(
 
     Raises:
         PolicyError: another kind of model, or an unusable compressor or invalid spec.
-        MismatchError: in the first forward pass, on every rank: the ranks are configured differently.
+        MismatchError: in the first forward pass: ranks are configured differently. On every rank that called this; one
+            that did not gets torch's error once another has ended.
     """
     return FSDPCompression(root, all_gather, reduce_scatter, all_reduce, accordion, min_numel, nonfinite, timeout)
 
