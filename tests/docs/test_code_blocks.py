@@ -140,12 +140,13 @@ WIRE = """
     def of_rank(rank, width, folder):
         warnings.simplefilter("ignore")
         join(rank, width, folder)
+        os.environ["LOCAL_WORLD_SIZE"] = str(width)
 
         def setup(number):
             names = {"schedule": build("GPipe", rank, width, width)[0]}
             if number >= 2:
                 names |= {"ddp_model": DistributedDataParallel(parts(1)), "sharded_model": fully_shard(parts(1))}
-            if number >= 6:  # what a training loop has
+            if number >= 7:  # what a training loop has
                 model = parts(1)
                 names |= {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
                 names |= {"batches": batches(30, seed=rank), "loss_function": loss_of}

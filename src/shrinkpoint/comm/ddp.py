@@ -23,6 +23,7 @@ from shrinkpoint.comm.gradient_layout import (
     GradientLayout,
     Segment,
 )
+from shrinkpoint.comm.hierarchical_allreduce import HierarchicalAllReduce, NodeGroups, check_ranks_per_node
 from shrinkpoint.comm.link import CompressorLike
 from shrinkpoint.comm.low_rank import LowRank
 from shrinkpoint.comm.low_rank_allreduce import LowRankAllReduce, LowRankState
@@ -40,6 +41,7 @@ def compress_ddp(
     average_compressor: CompressorLike = None,
     accordion: Accordion[CompressorLike] | None = None,
     before: BucketFunction | None = None,
+    ranks_per_node: int = 1,
     min_numel: int = 0,
     segment_numel: int = SEGMENT_NUMEL,
     nonfinite: str = "pass",
@@ -68,6 +70,8 @@ def compress_ddp(
         before: called with each bucket of this rank before its gradients are taken, since DDP has one hook a model: it
             changes `bucket.buffer()` in place, or returns its values or a future of them, which is waited for. A hook
             of torch is `functools.partial(hook, state)`.
+        ranks_per_node: average in two levels: exact within a node, of so many ranks that follow each other in the group
+            (`int(os.environ["LOCAL_WORLD_SIZE"])` under torchrun), and compressed between nodes. Not with `LowRank`.
         min_numel: gradients of smaller parameters are sent uncompressed.
         segment_numel: at most about this number of values is encoded and sent as one. Fewer take more time each; with
             more, less of the communication runs beside the backward pass. `LowRank` does not cut a matrix.
@@ -84,7 +88,16 @@ def compress_ddp(
             that did not gets torch's error once another has ended.
     """
     replicas = DDPCompression(
-        model, compressor, average_compressor, accordion, before, min_numel, segment_numel, nonfinite, timeout
+        model,
+        compressor,
+        average_compressor,
+        accordion,
+        before,
+        ranks_per_node,
+        min_numel,
+        segment_numel,
+        nonfinite,
+        timeout,
     )
     model.register_comm_hook(replicas, _comm_hook)
     return replicas
@@ -104,7 +117,8 @@ class DDPCompression:
     Attributes:
         link_stats: statistics of "first hop" and "second hop" since the start. With `LowRank` these are of left factors
             and of what is not sent as factors, "first hop, right" and "second hop, right" of right factors; the sizes
-            of tensors are those of factors.
+            of tensors are those of factors. With `ranks_per_node` these are between nodes, and "first hop, node" and
+            "second hop, node" within one.
     """
 
     def __init__(
@@ -114,6 +128,7 @@ class DDPCompression:
         average_compressor: CompressorLike,
         accordion: Accordion[CompressorLike] | None,
         before: BucketFunction | None,
+        ranks_per_node: int,
         min_numel: int,
         segment_numel: int,
         nonfinite: str,
@@ -127,6 +142,8 @@ class DDPCompression:
         check_replica_options("compress_ddp", accordion, min_numel, nonfinite, timeout)
         validate.check_int("compress_ddp, segment_numel", segment_numel)
         self._group: dist.ProcessGroup = model.process_group
+        check_ranks_per_node("compress_ddp", ranks_per_node, self._group)
+        self._ranks_per_node = ranks_per_node
         self._accordion, self._average_compressor = accordion, average_compressor
         self._min_numel, self._nonfinite, self._timeout, self._before = min_numel, nonfinite, timeout, before
         plain_compressor, low_rank = _split_low_rank(compressor if accordion is None else accordion.compressor)
@@ -134,9 +151,16 @@ class DDPCompression:
         self._exact_all_reduce = CompressedAllReduce(None, name="ddp", link_stats=self._all_reduce.link_stats)
         self.link_stats: dict[str, LinkStats] = self._all_reduce.link_stats
         parameters = _reduced_parameters(model)
+        self._node_all_reduce: CompressedAllReduce | None = None
+        if ranks_per_node > 1:
+            self._node_all_reduce = CompressedAllReduce(None, name="ddp node")
+            self.link_stats |= {f"{hop}, node": stats for hop, stats in self._node_all_reduce.link_stats.items()}
         self._low_rank: LowRankState | None = None
         if low_rank is None:
             self._layout = GradientLayout(parameters, min_numel, segment_numel)
+        elif ranks_per_node > 1:
+            problem, advice = f"{low_rank} and ranks_per_node={ranks_per_node}", "leave out one of them"
+            raise PolicyError("compress_ddp", found=problem, expected="one level of low rank", do=advice)
         else:
             layout = self._layout = MatrixLayout(parameters, low_rank, min_numel, segment_numel)
             all_reduce = CompressedAllReduce(plain_compressor, average_compressor, name="ddp right")
@@ -247,6 +271,8 @@ class DDPCompression:
         problem = advice = ""
         if self._low_rank is not None:
             problem, advice = f"{self._low_rank.spec}, whose factors each rank remembers", 'use "q4:64"'
+        elif self._ranks_per_node > 1:
+            problem, advice = "averages of which each rank decodes a share", "leave out ranks_per_node"
         elif self._accordion is not None:
             problem, advice = "an Accordion, whose choice is not on the wire", "use one compressor"
         elif not self._all_reduce.all_gather.feedback.is_stateless:
@@ -324,12 +350,16 @@ class DDPCompression:
             raise PolicyError(f"gradients, bucket {index}", found="values that are not finite", do=advice)
 
     def _make_background(self, device: torch.device) -> BackgroundAllReduce:
+        if self._node_all_reduce is not None:
+            groups = NodeGroups(self._group, self._ranks_per_node)
+            return HierarchicalAllReduce(groups, device, self._node_all_reduce, self._all_reduce_for)
         if self._low_rank is None:
             return BackgroundAllReduce.create(self._group, device, self._all_reduce_for)
         return LowRankAllReduce(self._group, device, self._all_reduce_for, self._low_rank)
 
     def _all_reduce_for(self, segment: Segment) -> CompressedAllReduce:
-        return self._exact_all_reduce if segment.is_exact else self._all_reduce
+        is_one_node = self._group.size() == self._ranks_per_node > 1
+        return self._exact_all_reduce if segment.is_exact or is_one_node else self._all_reduce
 
     def config(self) -> dict[str, Any]:
         """The configuration that all ranks, and a state to load, must have in common."""
@@ -338,6 +368,7 @@ class DDPCompression:
         spec = spec if self._low_rank is None else self._low_rank.spec
         average_spec = None if self._average_compressor is None else str(self._average_compressor)
         config = {"how": spec, "second": average_spec, "min_numel": self._min_numel, "nonfinite": self._nonfinite}
+        config |= {"ranks_per_node": self._ranks_per_node} if self._ranks_per_node > 1 else {}
         return {**config, "layout": self._layout.digest()}
 
     def _make_config_check(self) -> ReplicaConfigCheck:
