@@ -74,6 +74,20 @@ def test_a_value_that_is_not_finite_is_in_every_product(value):
     assert out.isnan().all() and not residual.any()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("rank", "rows", "columns"), [(1, 7, 5), (4, 333, 200), (16, 512, 1031)])
+def test_a_gpu_gets_the_bits_of_a_cpu(rank, rows, columns):
+    left, right, residual = drawn(rank, rows), drawn(rank, columns, seed=1), drawn(rows, columns, seed=2)
+    results = []
+    for device in ("cpu", "cuda"):
+        basis, left_over = orthonormal_rows(left.to(device)), residual.to(device, copy=True)
+        out = torch.empty_like(left_over)
+        subtract_product(basis, right.to(device), left_over, out)
+        results.append([tensor.cpu() for tensor in (basis, left_over, out)])
+    assert all(torch.equal(cpu, gpu) for cpu, gpu in zip(*results, strict=True))
+
+
 @settings(max_examples=30, deadline=None)
 @given(rank=st.integers(1, 8), rows=st.integers(1, 80), columns=st.integers(1, 3000))
 def test_the_product_is_written_and_subtracted(rank, rows, columns):
