@@ -25,7 +25,9 @@ from shrinkpoint.comm.gradient_layout import Segment, SegmentValues
 MAX_IN_FLIGHT = 8
 """Segments between the first and the last stage at a time: what bounds memory, and covers a link's latency."""
 _FIRST_TAG = 0x5350_0000
-"""The first tag of point-to-point messages; each segment has two, one a hop."""
+"""The first tag of point-to-point messages of a group; each segment has two, one a hop."""
+_next_tags: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""The first tag that is free, by group: several models of a group may be in their backward passes at a time."""
 AllReduceFor = Callable[[Segment], CompressedAllReduce]
 """Gives what averages a segment."""
 
@@ -137,6 +139,7 @@ class ThreadedAllReduce(BackgroundAllReduce):
         self._submitted: list[int] = []
         self._receives: dict[int, tuple[_Receives, _Receives] | None] = {}
         self._receives_lock = threading.Lock()
+        self._first_tag: int | None = None
         self._scratch: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._in_flight = threading.Semaphore(MAX_IN_FLIGHT)
         self._progress, self._num_done = threading.Condition(), 0
@@ -148,6 +151,8 @@ class ThreadedAllReduce(BackgroundAllReduce):
         if not self._stages:
             self._start_threads()
         self._segments = {segment.index: segment for segment in segments}
+        if self._first_tag is None:
+            self._first_tag = _take_tags(self._group, 2 * (1 + max(self._segments, default=0)))
         self._order = self._submitted if set(self._submitted) == set(self._segments) else list(self._segments)
         self._submitted, self._num_done, self._receives = [], 0, {}
         for place in range(MAX_IN_FLIGHT):
@@ -212,7 +217,7 @@ class ThreadedAllReduce(BackgroundAllReduce):
         for rank in _other_ranks(self._group):
             message = messages[rank]
             assert message is not None
-            work = dist.isend(message, _peer(self._group, rank), self._group, _tag(transfer.values.segment, hop))
+            work = dist.isend(message, _peer(self._group, rank), self._group, self._tag(transfer.values.segment, hop))
             assert work is not None
             transfer.sends.append(work)
 
@@ -229,9 +234,15 @@ class ThreadedAllReduce(BackgroundAllReduce):
                 share = share_numel(segment.numel, self._group.size())
                 hops = self._all_reduce_for(segment).hops
                 sizes = [hop.message_bytes(share, self._dtypes[index]) for hop in hops]
-                first, second = (_Receives(size, _tag(segment, hop), self._group) for hop, size in enumerate(sizes))
+                first, second = (
+                    _Receives(size, self._tag(segment, hop), self._group) for hop, size in enumerate(sizes)
+                )
                 self._receives[index] = first, second
             return self._receives[index]
+
+    def _tag(self, segment: Segment, hop: int) -> int:
+        assert self._first_tag is not None  # a step has begun
+        return self._first_tag + 2 * segment.index + hop
 
     def _scratch_for(self, stage: int, segment: Segment) -> Tensor:
         """A tensor of a stage for the values of a segment, which is used again for others of its size."""
@@ -273,13 +284,16 @@ def _run_tasks(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
         del task
 
 
+def _take_tags(group: dist.ProcessGroup, count: int) -> int:
+    """The first of so many tags that are for the caller alone; all ranks of the group take theirs in the same order."""
+    first = _next_tags.get(group, _FIRST_TAG)
+    _next_tags[group] = first + count
+    return first
+
+
 def _other_ranks(group: dist.ProcessGroup) -> list[int]:
     return [rank for rank in range(group.size()) if rank != group.rank()]
 
 
 def _peer(group: dist.ProcessGroup, rank: int) -> int:
     return dist.get_global_rank(group, rank)
-
-
-def _tag(segment: Segment, hop: int) -> int:
-    return _FIRST_TAG + 2 * segment.index + hop
