@@ -78,7 +78,8 @@ def orthonormal_rows(rows: Tensor) -> Tensor:
             projections = _sum_last(earlier * row).unsqueeze(1) * earlier
             row = row - _sum_last(projections.t())
         norm = _norm(row)
-        basis[index] = torch.where(norm <= _MAX_DEPENDENT * first_norm, 0.0, row / norm)  # nan compares as False
+        unit = torch.where(norm <= _MAX_DEPENDENT * first_norm, 0.0, row / norm)
+        basis[index] = torch.where(first_norm.isfinite(), unit, torch.nan)
     return basis.to(torch.float32)
 
 
