@@ -13,7 +13,7 @@ from shrinkpoint.errors import PolicyError
 SAVED = ("q4:64", "q2:32:dither", "top10", "ef(q2:32)", "ef21(q2:32)")
 
 START = '''
-    import contextlib, copy, math
+    import contextlib, copy, gc, math, time, weakref
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -180,6 +180,27 @@ SHORT = """
                 mse_loss(model(x), y).backward()
                 optimizer.step()
         reports["joined"] = bits(model)
+
+        # a copy, which is compressed once it is asked to be; and the end of both
+        model, replicas, _, _ = trained("q4:64", rank, 2)
+        copied, gradients = copy.deepcopy(model), []
+        for spec in (None, "q4:64"):
+            again = spec and compress_ddp(copied, spec)
+            copied.zero_grad()
+            x, y = batch(0, rank)
+            mse_loss(copied(x), y).backward()
+            gradients.append(digest(*(p.grad for p in copied.parameters())))
+        counts = {state["count"] for state in replicas.state_dict()["hops"]["first"].values()}
+        reports["copied"] = [*gradients, counts == {2}]
+        ends = [weakref.ref(one) for one in (model, replicas, copied, again)]
+        del model, replicas, copied, again
+        for _ in range(1000):  # a thread may be about to leave its last task
+            gc.collect()
+            alive = sum(end() is not None for end in ends)
+            if not alive:
+                break
+            time.sleep(0.01)
+        reports["alive"] = alive
         leave(reports, rank, folder)
 """
 
@@ -250,6 +271,16 @@ def test_what_cannot_be_compressed_is_refused(short):
 
 def test_ranks_whose_data_ends_sooner_do_not_hold_up_the_others(short):
     assert short[0]["joined"] == short[1]["joined"]
+
+
+def test_a_copy_of_a_model_is_compressed_when_it_is_asked_to_be(short):
+    for report in short:
+        plain, compressed, is_untouched = report["copied"]
+        assert [plain, compressed] == short[0]["copied"][:2] and plain != compressed and is_untouched
+
+
+def test_a_model_and_its_handle_are_freed(short):
+    assert all(report["alive"] == 0 for report in short)
 
 
 def test_another_collective_in_the_middle_of_a_backward_pass_is_not_disturbed(short):

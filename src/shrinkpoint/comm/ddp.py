@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -80,7 +81,7 @@ def compress_ddp(
         timeout: seconds that the first backward pass waits for the configuration of each other rank.
 
     Returns:
-        The handle: statistics and state.
+        The handle: statistics and state. A deep copy of the model averages as torch does until it is compressed itself.
 
     Raises:
         PolicyError: another kind of model, one with a hook, or an unusable compressor or invalid spec.
@@ -170,7 +171,7 @@ class DDPCompression:
         self._background: dict[torch.device, BackgroundAllReduce] = {}
         self._buckets: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
         self._config_check = self._make_config_check()
-        self._model = model
+        self._model = weakref.ref(model)  # its reducer has this object, which no garbage collector sees
         self._record: AverageRecord | None = None
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -219,8 +220,15 @@ class DDPCompression:
 
     @property
     def model(self) -> DistributedDataParallel:
-        """The model whose gradients are compressed."""
-        return self._model
+        """The model whose gradients are compressed; a PolicyError if nobody has it any more."""
+        model = self._model()
+        if model is None:
+            raise PolicyError("compress_ddp", found="a model that was deleted", expected="one in use", do="keep it")
+        return model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DDPCompression:
+        """This object: torch copies the list of a model's hooks with the model, and calls none of them for the copy."""
+        return self
 
     def record_averages(self) -> AverageRecord:
         """Keep the encoded averages of the last backward pass from now on, for a journal.
@@ -232,7 +240,7 @@ class DDPCompression:
         if self._record is not None:
             advice = "close the other journal first"
             raise PolicyError("compress_ddp", found="a second journal of one model", expected="one", do=advice)
-        parameters = [parameter for _, parameter in _reduced_parameters(self._model)]
+        parameters = [parameter for _, parameter in _reduced_parameters(self.model)]
         hops = self._all_reduce.all_gather, self._exact_all_reduce.all_gather
         self._record = AverageRecord(self._layout, parameters, self._group, *hops)
         for hop in hops:
@@ -269,6 +277,7 @@ class DDPCompression:
 
     def _check_recordable(self) -> None:
         problem = advice = ""
+        model = self.model
         if self._low_rank is not None:
             problem, advice = f"{self._low_rank.spec}, whose factors each rank remembers", 'use "q4:64"'
         elif self._ranks_per_node > 1:
@@ -277,13 +286,13 @@ class DDPCompression:
             problem, advice = "an Accordion, whose choice is not on the wire", "use one compressor"
         elif not self._all_reduce.all_gather.feedback.is_stateless:
             problem, advice = "feedback on the second hop", "leave average_compressor out, or without feedback"
-        elif self._model.find_unused_parameters:
+        elif model.find_unused_parameters:
             problem, advice = "find_unused_parameters=True: which have no gradient is not on the wire", "use them all"
-        elif getattr(self._model, "mixed_precision", None) is not None:
+        elif getattr(model, "mixed_precision", None) is not None:
             problem, advice = "gradients in another dtype than their parameters", "use torch.autocast"
         else:
-            ignored = [name for name, p in self._model.module.named_parameters() if p.requires_grad]
-            ignored = [name for name in ignored if name in self._model.parameters_to_ignore]
+            ignored = [name for name, p in model.module.named_parameters() if p.requires_grad]
+            ignored = [name for name in ignored if name in model.parameters_to_ignore]
             if ignored:
                 problem, advice = f"{ignored[0]}, which DDP ignores", "freeze it, or let DDP average it"
         if problem:
