@@ -6,9 +6,8 @@
     python benchmarks/wire.py --quick             # toys, seconds
 
 Each run is a real training of a model in four stages, in one process, with `shrinkpoint.comm.insert_compression`: the
-same
-bits as a pipeline. Messages are really made; their bytes are counted. A finished run is a line of results/wire.jsonl;
-what is there is not run again.
+same bits as a pipeline. Messages are really made; their bytes are counted. A finished run is a line of
+results/wire.jsonl; what is there is not run again.
 """
 
 from __future__ import annotations
@@ -19,6 +18,8 @@ import os
 import platform
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from shrinkpoint import comm
 from shrinkpoint.errors import LossWarning
 
 TASK_FILES = ("wire.py", "wire_task.py", "wire_image.py", "wire_text.py", "workload_image.py", "workload_text.py")
-CODE = ("compressors/*.py", "feedback/*.py", "link.py", "simulate.py")
+CODE = ("compressors/*.py", "error_feedback.py", "aqsgd.py", "sample_cache.py", "link.py", "simulate.py")
 """What decides the values that cross, under src/shrinkpoint/comm; native/wire_* and hadamard.hpp as well."""
 WAYS = ("forward", "backward")
 
@@ -55,6 +56,11 @@ class Play:
         forward, backward = (spec or None for spec in job.pair)
         self.points = comm.insert_compression(self.course.model, list(task.after), forward=forward, backward=backward)
         self.losses: list[float] = []
+        self.begins = round(job.warmup * task.steps)
+        """The step with which compression begins."""
+        if self.begins:
+            with unwarned():
+                self.points.enabled = False
 
     def run(self) -> dict[str, Any]:
         began, busy = time.perf_counter(), time.process_time()
@@ -62,6 +68,8 @@ class Play:
         for step in range(self.task.steps):
             if step == self.task.steps - self.task.steps // self.task.epochs:
                 before_last = self.seen()
+            if step == self.begins:
+                self.points.enabled = True
             drawn = self.course.stream.draw()
             self.points.set_sample_ids(drawn[2])
             self.losses.append(self.task.advance(self.course, drawn))
@@ -70,7 +78,7 @@ class Play:
         seconds, busy, links = time.perf_counter() - began, time.process_time() - busy, self.seen()
         return {
             **self.judged(self.course.model),
-            "bits": {way: bits(links, way) for way in WAYS},
+            "bits": {way: self.mean_bits(links, way) for way in WAYS},
             "bits of the last epoch": {way: bits(links, way, before_last) for way in WAYS},
             "links": links,
             "train loss": self.losses[:: max(1, len(self.losses) // 100)],
@@ -87,14 +95,26 @@ class Play:
         finite = math.isfinite(self.losses[-1]) and all(bool(p.isfinite().all()) for p in model.parameters())
         found: dict[str, float | None] = {"on": None, "off": None}
         for way in found if finite else ():
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", LossWarning)
+            with unwarned():
                 self.points.inference = way == "on"
             found[way] = self.task.test(model)
         return {**found, "start": self.start, "finite": finite}
 
+    def mean_bits(self, links: dict[str, dict[str, Any]], way: str) -> float:
+        """Bits a value of the whole run; messages of the warm-up, which no link sees, have 32."""
+        share = self.begins / self.task.steps
+        return 32 * share + (1 - share) * bits(links, way)
+
     def seen(self) -> dict[str, dict[str, Any]]:
         return {name: ledger.as_dict() for name, ledger in self.points.link_stats().items()}
+
+
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """Without the warning that a model was trained with sparse messages and is used without them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LossWarning)
+        yield
 
 
 def bits(links: dict[str, dict[str, Any]], way: str, before: dict[str, dict[str, Any]] | None = None) -> float:

@@ -10,7 +10,9 @@ Pair = tuple[str, str]
 
 TASKS = ("image", "text")
 PLAIN: Pair = ("", "")
-TOPS = (50, 30, 20, 10, 5, 2)
+TOPS = (50, 30, 20, 10, 5, 2, 1, 0.5, 0.2)
+SHARED = (50, 30, 20, 10, 5, 2, 1, 0.5, 0.2)
+"""Shares of TopK whose gradients are sent at the indices of the activations."""
 FEEDBACKS = ("ef", "efmixed", "ef21")
 KEYS: dict[str, tuple[Pair, ...]] = {
     "image": (
@@ -34,18 +36,75 @@ KEYS: dict[str, tuple[Pair, ...]] = {
         ("top10", "same"),
     ),
 }
-"""What is run with three seeds."""
+"""What is run with three seeds, first of all."""
+SENTENCES: dict[str, tuple[Pair, ...]] = {
+    "image": (
+        ("top30", "top30"),
+        ("top5", "top5"),
+        ("top2", "top2"),
+        ("top1", "top1"),
+        ("top0.5", "top0.5"),
+        ("top10", ""),
+        ("", "top10"),
+        ("top10", "same"),
+        ("q2", "q8"),
+        ("q8", "q2"),
+        ("q4:64", "q8:64"),
+        ("q8:64", "q4:64"),
+        ("q2:64", "q8:64"),
+        ("q8:64", "q2:64"),
+        ("n4:64", "n4:64"),
+        ("q4:64:dither", "q4:64:dither"),
+        ("block4:32", "block4:32"),
+        ("h64(q4:64)", "h64(q4:64)"),
+        ("ef(top10)", "ef(top10)"),
+        ("efmixed(top10)", "efmixed(top10)"),
+    ),
+    "text": (
+        ("top30", "same"),
+        ("top5", "same"),
+        ("top2", "same"),
+        ("top10", ""),
+        ("", "top10"),
+        ("q2", "q8"),
+        ("q8", "q2"),
+        ("q4:64", "q8:64"),
+        ("q8:64", "q4:64"),
+        ("q2:64", "q8:64"),
+        ("q8:64", "q2:64"),
+        ("n4:64", "n4:64"),
+        ("q4:64:dither", "q4:64:dither"),
+        ("block4:32", "block4:32"),
+        ("h64(q4:64)", "h64(q4:64)"),
+        ("ef(top10)", "ef(top10)"),
+        ("efmixed(top10)", "efmixed(top10)"),
+        ("ef21(top10)", "ef21(top10)"),
+        ("aq(n3:64, warmup=0)", "q6:64"),
+    ),
+    "still": (PLAIN, ("top10", "top10"), ("aq(top30)", "top30"), ("aq(top10)", "top10")),
+}
+"""What sentences of docs/wire.md rest on besides: three seeds as well."""
+WARMUPS: dict[str, tuple[tuple[Pair, float], ...]] = {
+    "image": tuple((pair, 0.2) for pair in (("top10",) * 2, ("ef(top10)",) * 2, ("ef21(top10)",) * 2)),
+    "text": tuple((pair, 0.25) for pair in (("top10", "same"), ("top10",) * 2, ("ef21(top10)",) * 2)),
+}
+"""Compression that begins after this share of the steps."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run: a task, a seed, and what its links do."""
+    """One run: a task, a seed, and what its links do.
+
+    Attributes:
+        warmup: share of the steps, at the start, that are not compressed.
+    """
 
     task: str
     seed: int = 0
     forward: str = ""
     backward: str = ""
     quick: bool = False
+    warmup: float = 0.0
 
     @property
     def pair(self) -> Pair:
@@ -53,21 +112,23 @@ class Job:
 
     @property
     def key(self) -> bool:
-        return self.pair in KEYS.get(self.task, ())
+        return self.pair in KEYS.get(self.task, ()) and not self.warmup
 
     @property
     def words(self) -> set[str]:
         """What --only may name it by."""
         named = {f"{name}={value}" for name, value in asdict(self).items()}
         parts = {part for part, pairs in parts_of(self.task).items() if self.pair in pairs}
+        parts = {"warmup"} if self.warmup else parts
         return named | parts | {self.task, self.forward, self.backward} | ({"key"} if self.key else set())
 
     def __str__(self) -> str:
-        return f"{self.task} seed={self.seed} {shown(self.pair)}"
+        return f"{self.task} seed={self.seed} {shown(self.pair, self.warmup)}"
 
 
-def shown(pair: Pair) -> str:
-    return " / ".join(spec or "-" for spec in pair)
+def shown(pair: Pair, warmup: float = 0.0) -> str:
+    specs = " / ".join(spec or "-" for spec in pair)
+    return f"{specs} after {warmup:.0%}" if warmup else specs
 
 
 def topped(share: float) -> Pair:
@@ -88,7 +149,7 @@ def parts_of(task: str) -> dict[str, tuple[Pair, ...]]:
         "bits": tuple((f"q{there}", f"q{back}") for there in bits for back in bits),
         "topk": tuple(topped(share) for share in TOPS),
         "one way": tuple(pair for share in (10, 5) for pair in ((f"top{share}", ""), ("", f"top{share}"))),
-        "same": tuple((f"top{share}", "same") for share in (50, 30, 10, 5)),
+        "same": tuple((f"top{share:g}", "same") for share in SHARED),
         "feedback": tuple((f"{name}(top{share})",) * 2 for name in FEEDBACKS for share in (30, 10)),
         "aq": (
             (aq("q4"), "q8"),
@@ -122,11 +183,14 @@ def _reach(task: str) -> tuple[Pair, ...]:
 def grid(quick: bool) -> list[Job]:
     """All runs: what decides most first."""
     if quick:
-        return [Job(task, 0, *pair, quick=True) for task in ("image", "text", "still") for pair in _toys(task)]
+        warm = [Job("image", 0, *topped(10), quick=True, warmup=0.5)]
+        return [Job(task, 0, *pair, quick=True) for task in ("image", "text", "still") for pair in _toys(task)] + warm
     jobs = [Job(task, seed, *pair) for seed in (0, 1, 2) for task in TASKS for pair in KEYS[task]]
     order = ("topk", "bits", "groups", "feedback", "aq", "reach", "equal", "same", "one way")
     jobs += [Job(task, 0, *pair) for part in order for task in TASKS for pair in parts_of(task)[part]]
     jobs += [Job("still", 0, *pair) for pair in parts_of("still")["still"]]
+    jobs += [Job(task, 0, *pair, warmup=share) for task, warm in WARMUPS.items() for pair, share in warm]
+    jobs += [Job(task, seed, *pair) for seed in (1, 2) for task, pairs in SENTENCES.items() for pair in pairs]
     return list(dict.fromkeys(jobs))
 
 

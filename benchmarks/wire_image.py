@@ -1,7 +1,8 @@
-"""The image task: a ResNet-18 of an eighth of the width and a stem of stride 2 on CIFAR-10, cut after three groups."""
+"""The image tasks: a ResNet-18 of an eighth of the width and a stem of stride 2 on CIFAR-10, cut after three groups."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,9 +12,30 @@ from wire_task import Drawn, Task, epochs_of
 from workload_image import accuracy, augmented, cifar, normal
 from workloads import Course, Stream, cosine
 
-WIDTH = 8
 PAD = 2
-IMAGES, EPOCHS, BATCH, PEAK = 10_000, 10, 64, 0.05
+BATCH, PEAK = 64, 0.05
+
+
+@dataclass(frozen=True)
+class ImageTask:
+    """What may differ between trainings on images.
+
+    Attributes:
+        width: channels of the first group of blocks; ResNet-18 has 64.
+        stem: stride of the first convolution; ResNet-18 for these images has 1.
+        images: of the training set, from its start.
+        epochs: over these images.
+        still: each image as it is, without crop and mirror, so that an activation changes only by the training.
+    """
+
+    width: int = 8
+    stem: int = 2
+    images: int = 10_000
+    epochs: int = 10
+    still: bool = False
+
+
+TASKS = {"image": ImageTask(), "still": ImageTask(still=True)}
 
 
 class Block(nn.Module):
@@ -35,9 +57,9 @@ class Block(nn.Module):
 class ResNet18(nn.Module):
     """Four groups of two blocks; (batch, 3, any, any) to (batch, 10)."""
 
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self, width: int, stem: int) -> None:
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(3, width, 3, 2, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv1, self.bn1 = nn.Conv2d(3, width, 3, stem, 1, bias=False), nn.BatchNorm2d(width)
         self.layer1 = nn.Sequential(Block(width, width, 1), Block(width, width, 1))
         self.layer2 = nn.Sequential(Block(width, 2 * width, 2), Block(2 * width, 2 * width, 1))
         self.layer3 = nn.Sequential(Block(2 * width, 4 * width, 2), Block(4 * width, 4 * width, 1))
@@ -54,34 +76,35 @@ def classify(model: nn.Module, drawn: Drawn) -> Tensor:
     return F.cross_entropy(model(drawn[0]), drawn[1])
 
 
-def task(data: Path, *, still: bool = False, quick: bool = False) -> Task:
+def task(name: str, data: Path, *, quick: bool = False) -> Task:
     """From scratch: SGD, momentum .9, weight decay 5e-4, a cosine from .05 to zero; crops and mirrors.
 
     Args:
-        still: each image as it is, without crop and mirror, so that an activation changes only by the training.
+        name: a key of `TASKS`.
     """
-    count, epochs, size = (64, 2, 8) if quick else (IMAGES, EPOCHS, BATCH)
+    kind = TASKS[name]
+    count, epochs, size = (64, 2, 8) if quick else (kind.images, kind.epochs, BATCH)
     images, classes = (side[:count] for side in cifar(data, "test" if quick else "train"))
     held_images, labels = cifar(data, "test")
     held_out = (held_images[:64], labels[:64]) if quick else (held_images, labels)
     steps, chosen = epochs * (count // size), epochs_of(count, size)
 
     def build(seed: int) -> Course:
-        net = ResNet18().to(memory_format=torch.channels_last)
-        optimizer = torch.optim.SGD(net.parameters(), lr=PEAK, momentum=0.9, weight_decay=5e-4)
+        net = ResNet18(kind.width, kind.stem).to(memory_format=torch.channels_last)
+        optimizer = torch.optim.SGD(net.parameters(), lr=PEAK, momentum=0.9, weight_decay=5e-4, foreach=True)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine(30, steps, 0.0))
 
         def draw(generator: torch.Generator, number: int) -> Drawn:
             ids = chosen(seed, number)
             picked = images[ids]
-            pixels = normal(picked) if still else augmented(F.pad(picked, (PAD,) * 4), generator, 32)
+            pixels = normal(picked) if kind.still else augmented(F.pad(picked, (PAD,) * 4), generator, 32)
             return pixels, classes[ids], ids
 
         return Course(net, optimizer, scheduler, Stream(draw, seed))
 
-    facts = {"parameters": sum(p.numel() for p in ResNet18().parameters()), "batch": size, "samples": count}
+    parameters = sum(p.numel() for p in ResNet18(kind.width, kind.stem).parameters())
     return Task(
-        "still" if still else "image",
+        name,
         "top-1 %",
         True,
         ("layer1", "layer2", "layer3"),
@@ -90,5 +113,5 @@ def task(data: Path, *, still: bool = False, quick: bool = False) -> Task:
         build,
         classify,
         lambda net: accuracy(net, held_out),
-        facts=facts,
+        facts={"parameters": parameters, "batch": size, "samples": count},
     )

@@ -66,7 +66,7 @@ def epochs_of(count: int, size: int) -> Callable[[int, int], Tensor]:
 
 
 def named(name: str, data: Path, cache: Path, *, quick: bool) -> Task:
-    """ "image", "still" (the same without augmentation), or "text".
+    """ "text", or one of `wire_image.TASKS`: "image", "still" (the same without augmentation).
 
     Args:
         cache: a folder for what is trained once and used by all runs of "text".
@@ -77,4 +77,4 @@ def named(name: str, data: Path, cache: Path, *, quick: bool) -> Task:
 
     if name == "text":
         return wire_text.task(data, cache, quick=quick)
-    return wire_image.task(data, still=name == "still", quick=quick)
+    return wire_image.task(name, data, quick=quick)
