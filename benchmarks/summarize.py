@@ -53,6 +53,8 @@ COPIED = ("quality", "ratio weights", "ratio full", "overhead", "on", "off", "bi
 def row(record: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of one run of a ledger that documents may quote."""
     out = {"settings": record["settings"], "date": record.get("at"), "code": record["version"]}
+    if "machine" in record:
+        out["cpu"] = record["machine"]["cpu"]
     out |= {key: rounded(record[key]) for key in COPIED if record.get(key) is not None}
     retentions = [save["retention"] for save in record.get("saves", ()) if save["retention"] is not None]
     if retentions:

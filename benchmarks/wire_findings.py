@@ -24,6 +24,7 @@ class Row:
     """All seeds of one pair of operators.
 
     Attributes:
+        warmup: share of the steps before compression begins.
         on, off: quality with compression on and off at the end; None: training was lost to values not finite.
         bits: sent for a value, of the whole run.
         late: the same, of the last epoch.
@@ -40,6 +41,7 @@ class Row:
     late: dict[str, float] = field(default_factory=dict)
     error: float | None = None
     seconds: float = 0.0
+    warmup: float = 0.0
 
     def mean(self, way: str) -> float:
         values = self.on if way == "on" else self.off
@@ -54,20 +56,29 @@ class Row:
         return fmean(self.bits.values())
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "pair": shown(self.pair)}
+        return {**asdict(self), "pair": self.name}
+
+    @property
+    def name(self) -> str:
+        return shown(self.pair, self.warmup)
 
 
 class Study:
-    """The rows of one task."""
+    """The rows of one task; those with a warm-up are apart."""
 
     def __init__(self, task: str, records: Sequence[Record]) -> None:
-        self.task, self.rows = task, _rows(records)
+        self.task = task
+        self.rows = {pair: row for (pair, warmup), row in _rows(records).items() if not warmup}
+        self.warm = {at: row for at, row in _rows(records).items() if at[1]}
         self.higher = task != "text"
         self.quality = "top-1 %" if self.higher else "loss, nats a byte"
         self.start = fmean(record["start"] for record in records)
         base = self.rows.get(PLAIN)
         values = [value for value in base.on if value is not None] if base else []
         self.noise = stdev(values) if len(values) > 1 else 0.0
+
+    def all_rows(self) -> list[Row]:
+        return [*self.rows.values(), *self.warm.values()]
 
     def lost(self, row: Row) -> bool:
         """Not finite, or no better than before the training whether compression is on or off."""
@@ -129,19 +140,22 @@ class Study:
 
     def line(self, row: Row, ways: Sequence[str] = ("on", "off")) -> str:
         digits = 1 if self.higher else 4
-        return f"{shown(row.pair)}: " + ", ".join(
+        return f"{row.name}: " + ", ".join(
             f"{way} {row.mean(way):.{digits}f}" if row.finite else f"{way} diverged" for way in ways
         )
 
 
-def _rows(records: Sequence[Record]) -> dict[Pair, Row]:
-    groups: dict[Pair, list[Record]] = {}
+def _rows(records: Sequence[Record]) -> dict[tuple[Pair, float], Row]:
+    """Rows by operators and warm-up."""
+    groups: dict[tuple[Pair, float], list[Record]] = {}
     for record in records:
-        groups.setdefault((record["settings"]["forward"], record["settings"]["backward"]), []).append(record)
-    return {pair: _row(pair, sorted(found, key=lambda one: one["settings"]["seed"])) for pair, found in groups.items()}
+        settings = record["settings"]
+        at = (settings["forward"], settings["backward"]), settings.get("warmup", 0.0)
+        groups.setdefault(at, []).append(record)
+    return {at: _row(*at, sorted(found, key=lambda one: one["settings"]["seed"])) for at, found in groups.items()}
 
 
-def _row(pair: Pair, found: Sequence[Record]) -> Row:
+def _row(pair: Pair, warmup: float, found: Sequence[Record]) -> Row:
     ways = ("forward", "backward")
     errors = [
         link["relative_error"]
@@ -158,6 +172,7 @@ def _row(pair: Pair, found: Sequence[Record]) -> Row:
         {way: fmean(record["bits of the last epoch"][way] for record in found) for way in ways},
         fmean(errors) if errors else None,
         median(record["train CPU seconds"] for record in found),
+        warmup,
     )
 
 
@@ -243,11 +258,15 @@ def _groups_for_free(study: Study) -> dict[str, Any]:
     return _said("with a range for each 64 values, 4-bit gradients cost nothing measurable", verdict, because)
 
 
-def _lowest(study: Study) -> dict[str, Any]:
-    harms = {share: study.harm(study.rows[topped(share)]) for share in TOPS}
+def _lowest(study: Study) -> dict[str, Any] | None:
+    harms = {share: study.harm(study.rows[topped(share)]) for share in TOPS if topped(share) in study.rows}
+    if 10 not in harms:
+        return None
     bearable = [share for share, harm in harms.items() if harm <= SEVERE]
     lowest = min(bearable) if bearable else None
-    verdict = "yes" if lowest == 10 else f"no: {lowest} %" if lowest else f"no: none of {TOPS[0]} to {TOPS[-1]} %"
+    verdict = (
+        "yes" if lowest == 10 else f"no: {lowest:g} %" if lowest else f"no: none of {max(harms)} to {min(harms)} %"
+    )
     because = [
         f"{study.line(study.rows[topped(share)])}, loses {harm:.1%} of the gain" for share, harm in harms.items()
     ]
@@ -325,6 +344,21 @@ def _shared(study: Study) -> dict[str, Any]:
     return _said("TopK with the activation's places for the gradient beats places of its own", verdict, because)
 
 
+def _warmup(study: Study) -> dict[str, Any] | None:
+    """Each beside the same operators without a warm-up; those without a partner are left out."""
+    because, gains = [], []
+    for (pair, _), row in study.warm.items():
+        if pair not in study.rows:
+            continue
+        gains.append(study.better(row, study.rows[pair]))
+        other = study.line(study.rows[pair])
+        because.append(f"{study.line(row)}  against  {other}  ({gains[-1]:+.1f} standard errors)")
+    if not gains:
+        return None
+    verdict = "yes" if min(gains) > 2 else "mixed" if max(gains) > 2 else "no"
+    return _said("compression that begins after a warm-up is better than from the start", verdict, because)
+
+
 def _reached(study: Study) -> dict[str, Any] | None:
     """Of the whole run and of the last epoch, so that an exact first epoch does not hide."""
     base = study.rows[PLAIN]
@@ -361,5 +395,6 @@ CLAIMS = (
     _feedback_frees,
     _aq_topk,
     _shared,
+    _warmup,
     _reached,
 )

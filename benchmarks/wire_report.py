@@ -40,7 +40,7 @@ def _cells(row: Row, study: Study) -> list[str]:
     sizes = [f"{row.bits[way]:.2f}" for way in ("forward", "backward")]
     ratios = [f"{32 / row.bits[way]:.1f}" for way in ("forward", "backward")]
     error = "-" if row.error is None else f"{row.error:.3f}"
-    name = f"{shown(row.pair)}{'  LOST' if study.lost(row) else ''}"
+    name = f"{row.name}{'  LOST' if study.lost(row) else ''}"
     return [
         name,
         str(len(row.on)),
@@ -98,6 +98,9 @@ def _print(study: Study) -> None:
         lines = part_table(study, pairs)
         if lines:
             print(f"\n{study.task}, {TITLES[part]}\n{lines}")
+    if study.warm:
+        lines = table(HEAD, [_cells(row, study) for row in study.warm.values()])
+        print(f"\n{study.task}, compression that begins after a warm-up\n{lines}")
     if study.task != "still" and (lines := equal_table(study)):
         print(f"\n{study.task}, at equal bytes\n{lines}")
 
@@ -118,6 +121,6 @@ def write(records: Sequence[Mapping[str, Any]], path: Path) -> None:
             print(f"    {line}")
     busy, wall = (median(record[f"train {kind}seconds"] for record in records) for kind in ("CPU ", ""))
     print(f"\nmedian {busy:.0f} CPU s for the training of a run, {wall:.0f} s by the clock; rough: the core was shared")
-    rows = [{"task": study.task, **row.as_dict()} for study in studies.values() for row in study.rows.values()]
+    rows = [{"task": study.task, **row.as_dict()} for study in studies.values() for row in study.all_rows()]
     path.with_suffix(".json").write_text(json.dumps({"rows": rows, "findings": found}, indent=1))
     plot.write(panels(studies), path, "The wire: quality and bytes")

@@ -1,0 +1,142 @@
+"""The tables of docs/wire.md, "The study", out of the results that are committed.
+
+    python benchmarks/wire_tables.py            # writes them between the two marks of docs/wire.md
+    python benchmarks/wire_tables.py --check    # says whether they are what the results give
+
+results/wire.json has the runs whose log was kept, results/wire-2026-11-21.json those of the first study as its tables
+had them. Runs of one pair of operators on one processor are a row. Of two sets of runs on one processor the one with
+more seeds is shown, and the later where they are as many; a row of an older processor stays until the newer one has
+its seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import wire_grid
+from workloads import REPO
+
+DOCUMENT = REPO / "docs" / "wire.md"
+RESULTS = tuple(REPO / "benchmarks" / "results" / name for name in ("wire-2026-11-21.json", "wire.json"))
+"""From the oldest on."""
+MARKS = ("<!-- tables of benchmarks/wire_tables.py -->", "<!-- end of these tables -->")
+TASKS = {"image": ("Image", "top-1 %", 1), "still": ("Image without crops and mirrors", "top-1 %", 1)}
+TASKS["text"] = ("Text", "nats a byte", 4)
+SECTIONS = {
+    "range": "uncompressed; one range a tensor, as the paper",
+    "groups": "ranges for 64 values, and others at about their bytes",
+    "topk": "TopK",
+    "feedback": "feedback",
+}
+HEAD = "| forward / backward | bits | on | off | run |\n|---|---|---|---|---|"
+
+Run = Mapping[str, Any]
+Key = tuple[str, str, str, float]
+"""Task, forward, backward, and the share of steps before compression begins."""
+
+
+def read(paths: Iterable[Path] = RESULTS) -> list[Run]:
+    """All runs, each with the processor that it ran on."""
+    return [run for path in paths if path.exists() for run in json.loads(path.read_text())["runs"]]
+
+
+def key(run: Run) -> Key:
+    settings = run["settings"]
+    return settings["task"], settings["forward"], settings["backward"], settings.get("warmup", 0.0)
+
+
+def section(pair: wire_grid.Pair) -> str:
+    """The key of `SECTIONS` of a pair of operators."""
+    if any(re.match("aq|ef", spec) for spec in pair):
+        return "feedback"
+    if any(spec.startswith(("top", "same")) for spec in pair):
+        return "topk"
+    return "range" if all(re.fullmatch(r"(q\d)?", spec) for spec in pair) else "groups"
+
+
+def batches(runs: Sequence[Run]) -> list[list[Run]]:
+    """The runs of one key that are shown, one list a row, each by seed; runs are given from the oldest on."""
+    sets: dict[tuple[str, str], dict[int, Run]] = {}
+    for run in runs:
+        sets.setdefault((run["cpu"], run.get("code", "")), {})[run["settings"]["seed"]] = run
+    by_cpu: dict[str, dict[int, Run]] = {}
+    for (cpu, _), found in sets.items():
+        if len(found) >= len(by_cpu.get(cpu, ())):
+            by_cpu.pop(cpu, None)
+            by_cpu[cpu] = found
+    kept = list(by_cpu.values())
+    shown = [one for at, one in enumerate(kept) if not any(one.keys() <= later.keys() for later in kept[at + 1 :])]
+    return [[found[seed] for seed in sorted(found)] for found in shown]
+
+
+def row(runs: Sequence[Run], digits: int) -> str:
+    """A line of a table: the runs of a pair of operators, by seed."""
+    settings = runs[0]["settings"]
+    pair = settings["forward"], settings["backward"]
+    name = " / ".join(f"`{spec}`" if spec else "-" for spec in pair)
+    warmup = settings.get("warmup", 0.0)
+    name += f", after {warmup:.0%} of the steps" if warmup else ""
+    bits = " / ".join(f"{runs[0]['bits'][way]:.2f}" for way in ("forward", "backward"))
+    qualities = [", ".join(_quality(run.get(way), digits) for run in runs) for way in ("on", "off")]
+    seeds = [run["settings"]["seed"] for run in runs]
+    some = "" if seeds == list(range(len(seeds))) else f", seed {', '.join(map(str, seeds))}"
+    return f"| {name} | {bits} | {' | '.join(qualities)} | {max(run['date'] for run in runs)[:10]}{some} |"
+
+
+def _quality(value: float | None, digits: int) -> str:
+    return "not finite" if value is None else f"{value:.{digits}f}"
+
+
+def tables(runs: Sequence[Run]) -> str:
+    """All tables, as they stand between the marks."""
+    groups: dict[Key, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(key(run), []).append(run)
+    out = []
+    for task, (title, unit, digits) in TASKS.items():
+        for name, heading in SECTIONS.items():
+            keys = sorted((one for one in groups if one[0] == task and _place(one) == name), key=_order)
+            lines = [row(batch, digits) for one in keys for batch in batches(groups[one])]
+            if lines:
+                heading = f"{title}: {heading}" if task != "still" else title
+                out.append("\n".join((f"**{heading}** ({unit})\n", HEAD, *lines)))
+    return "\n\n".join(out)
+
+
+def _place(one: Key) -> str:
+    return "range" if one[0] == "still" else section((one[1], one[2]))
+
+
+def _order(one: Key) -> tuple[float, int, str]:
+    """Where a row stands in its table: as in the grid, those with a warm-up last."""
+    pairs = [pair for part in wire_grid.parts_of(one[0]).values() for pair in part]
+    pair = one[1].replace(", warmup=epoch", ""), one[2]
+    places = {known: place for place, known in reversed(list(enumerate([wire_grid.PLAIN, *pairs])))}
+    return one[3], places.get(pair, len(pairs) + 1), one[1]
+
+
+def written(document: str, inner: str) -> str:
+    """The document with these tables between its marks."""
+    start, end = (document.index(mark) for mark in MARKS)
+    return f"{document[: start + len(MARKS[0])]}\n\n{inner}\n\n{document[end:]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where the tables are others")
+    args = parser.parse_args()
+    before = DOCUMENT.read_text()
+    after = written(before, tables(read()))
+    if args.check:
+        sys.exit(0 if before == after else f"{DOCUMENT}: the tables are not those of the results")
+    DOCUMENT.write_text(after)
+
+
+if __name__ == "__main__":
+    main()
