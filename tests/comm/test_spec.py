@@ -119,6 +119,13 @@ def test_a_space_after_a_comma_is_optional():
         Uniform(4, 64), warmup=3, dtype="bf16", folder="/a, b"
     )
     assert parse("efmixed(top10,share=0.25)") == EFMixed(TopK(0.1), share=0.25)
+    assert parse("ef(top10,decay=0.95)") == parse("ef(top10, decay=0.95)") == EF(TopK(0.1), decay=0.95)
+
+
+@pytest.mark.parametrize("word", ["ef(ef21(top10))", "h64(ef(q4))", "lowrank4(ef(q4:64))", "ef(lowrank4)"])
+def test_a_memory_inside_of_another_word_is_refused_as_what_it_is(word):
+    with pytest.raises(PolicyError, match=r"a (feedback|low rank); expected a compressor without a memory"):
+        parse(word)
 
 
 @pytest.mark.parametrize(("word", "spec"), [("Q4:64", "q4:64"), ("q4 :64", "q4:64"), ("EF(TOP10)", "ef(top10)")])

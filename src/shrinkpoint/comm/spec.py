@@ -80,6 +80,10 @@ def parse_compressor(text: str) -> Compressor:
     """Parse the spec of a compressor without feedback; a PolicyError if the text is not such a spec."""
     compressor: Compressor | None = _match_rule(_COMPRESSORS, text.strip())
     if compressor is None:
+        for name, rules in (("a feedback", _FEEDBACKS), ("a low rank", _LOW_RANKS)):
+            if any(re.fullmatch(pattern, text.strip()) for pattern, _, _ in rules):
+                advice = "write one alone, without what is around it, or the compressor that it has"
+                raise PolicyError(f"spec {text!r}", found=name, expected="a compressor without a memory", do=advice)
         problem, expected = "no compressor and no feedback", f"one of {_SPEC_EXAMPLES}"
         similar = _similar_spec(text)
         advice = f"did you mean {similar}?" if similar else "write one of these"
@@ -170,7 +174,7 @@ _COMPRESSORS: tuple[_Rule, ...] = (
 )
 _FEEDBACKS: tuple[_Rule, ...] = (
     (
-        rf"(?s)ef\((?P<compressor>.*?)(?:, decay=(?P<decay>{_NUMBER}))?\)",
+        rf"(?s)ef\((?P<compressor>.*?)(?:,\s*decay=(?P<decay>{_NUMBER}))?\)",
         EF,
         {"compressor": parse_compressor, "decay": float},
     ),
