@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shrinkpoint.comm.gradient_layout import PARAMETER_ALIGN, GradientCollector, GradientLayout
+from shrinkpoint.comm.gradient_layout import PARAMETER_ALIGN, GradientCollector, GradientLayout, is_dense
 from shrinkpoint.errors import PolicyError
 
 
@@ -73,3 +75,17 @@ def test_what_is_missing_or_unknown_is_named():
     assert collector.end_step() == ["p1"]
     with pytest.raises(PolicyError, match=r"shape \(7,\)"):
         list(collector.add(nn.Parameter(torch.zeros(7)), torch.zeros(7)))
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (1, 5, 1), (2, 3, 4), (0, 5), (4, 3, 1, 1), (4, 3, 5, 5)])
+def test_tensors_that_fill_their_memory_are_dense_in_any_order_of_axes(shape):
+    tensor = torch.zeros(shape)
+    assert all(is_dense(tensor.permute(axes)) for axes in itertools.permutations(range(len(shape))))
+    assert len(shape) < 4 or is_dense(tensor.to(memory_format=torch.channels_last))
+
+
+def test_tensors_with_gaps_or_with_values_that_share_memory_are_not_dense():
+    whole = torch.zeros(4, 6)
+    assert not any(
+        is_dense(part) for part in (whole[:, :3], whole[0, ::2], whole.t()[:3], torch.zeros(3, 1).expand(3, 2))
+    )

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shrinkpoint.comm.compressed_allreduce import CompressedAllGather, share_numel
-from shrinkpoint.comm.gradient_layout import FilledSegment, GradientLayout, Piece, Segment
+from shrinkpoint.comm.gradient_layout import FilledSegment, GradientLayout, Piece, Segment, is_dense
 from shrinkpoint.errors import MismatchError, PolicyError
 
 
@@ -133,7 +133,7 @@ class AverageRecord:
 def _flat_gradient(parameter: Tensor) -> Tensor:
     """The gradient as DDP lays it out in a bucket, 1-d; it is created if there is none. Complex values are pairs."""
     if parameter.grad is None:
-        contiguous = torch.contiguous_format if not _is_dense(parameter) else torch.preserve_format
+        contiguous = torch.contiguous_format if not is_dense(parameter) else torch.preserve_format
         parameter.grad = torch.empty_like(parameter, memory_format=contiguous)
     gradient = parameter.grad
     if gradient.stride() != parameter.stride() and not gradient.is_contiguous():
@@ -141,14 +141,3 @@ def _flat_gradient(parameter: Tensor) -> Tensor:
         raise MismatchError("journal", found=found, expected=f"{parameter.stride()}", do=advice)
     flat = gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether values lie one behind the other in some order of the dimensions."""
-    size = 1
-    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if length > 1:
-            if stride != size:
-                return False
-            size *= length
-    return True

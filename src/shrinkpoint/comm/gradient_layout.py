@@ -206,6 +206,16 @@ def align_numel(numel: int) -> int:
     return numel + -numel % PARAMETER_ALIGN
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether values fill their memory, in whatever order of axes: DDP's buckets keep that order for the gradient."""
+    end = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != end:
+            return False
+        end *= size
+    return True
+
+
 def _cut(begin: int, numel: int, length: int) -> Iterator[tuple[int, Piece]]:
     """Cut a run of values that begins at a place of all segments together: index of a segment, and piece."""
     start = 0

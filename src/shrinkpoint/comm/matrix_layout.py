@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shrinkpoint.comm.gradient_layout import GradientLayout, Piece, Segment, align_numel
+from shrinkpoint.comm.gradient_layout import GradientLayout, Piece, Segment, align_numel, is_dense
 from shrinkpoint.comm.low_rank import LowRank
 
 
@@ -117,12 +116,5 @@ def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
     """
     if parameter.dim() < 2 or not parameter.numel():
         return 0, 0
-    axis = max(range(parameter.dim()), key=parameter.stride) if _is_dense(parameter) else 0
+    axis = max(range(parameter.dim()), key=parameter.stride) if is_dense(parameter) else 0
     return parameter.shape[axis], parameter.numel() // parameter.shape[axis]
-
-
-def _is_dense(parameter: Tensor) -> bool:
-    """Whether the values fill their memory, in whatever order of axes."""
-    sizes = [(stride, size) for stride, size in zip(parameter.stride(), parameter.shape, strict=True) if size > 1]
-    strides, shape = zip(*sorted(sizes), strict=True) if sizes else ((), ())
-    return all(stride == math.prod(shape[:index]) for index, stride in enumerate(strides))
