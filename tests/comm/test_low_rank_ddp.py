@@ -190,6 +190,9 @@ SHORT = """
         broken = copy.deepcopy(other.state_dict())
         broken["low_rank"]["right"]["tall"] = torch.zeros(3, 41)
         reports["foreign"] += [caught(lambda: run("lowrank3", rank, 1, state=broken))]
+        for part in ("low_rank", "hops"):
+            partial = {key: value for key, value in other.state_dict().items() if key != part}
+            reports["foreign"] += [caught(lambda: run("lowrank3", rank, 1, state=partial))]
         steps = [run("lowrank3", rank, count)[1].state_dict() for count in (1, 2)]
         reports["apart"] = caught(lambda: run("lowrank3", rank, 1, state=steps[rank]))
         reports["refused"] = [caught(lambda: compress_ddp(DDP(Linear()), accordion=Accordion("lowrank1", "lowrank4"))),
@@ -294,7 +297,7 @@ def test_gradients_below_min_numel_are_exact(short):
 def test_ranks_and_states_that_differ_are_an_error_on_all_ranks(short):
     for report in short:
         assert [kind for kind, _ in report["differ"]] == ["MismatchError"] * 3
-        assert [kind for kind, _ in report["foreign"]] == ["MismatchError"] * 2
+        assert [kind for kind, _ in report["foreign"]] == ["MismatchError"] * 4
         assert report["apart"][0] == "MismatchError"
 
 

@@ -210,6 +210,9 @@ class DDPCompression:
         if saved_config != config:
             advice = "compress with the saved configuration"
             raise MismatchError("compress_ddp", found=f"a state of {saved_config}", expected=f"{config}", do=advice)
+        if missing := sorted(self.state_dict().keys() - state.keys()):
+            advice = "load all that state_dict() returned"
+            raise MismatchError("compress_ddp", found=f"a state without {', '.join(missing)}", do=advice)
         if self._accordion is not None:
             self._accordion.load_state_dict(state["accordion"])
             self._all_reduce.switch(self._accordion.compressor, self._average_compressor)
