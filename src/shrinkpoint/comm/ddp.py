@@ -88,18 +88,8 @@ def compress_ddp(
         MismatchError: in the first backward pass: ranks are configured differently. On every rank that called this; one
             that did not gets torch's error once another has ended.
     """
-    replicas = DDPCompression(
-        model,
-        compressor,
-        average_compressor,
-        accordion,
-        before,
-        ranks_per_node,
-        min_numel,
-        segment_numel,
-        nonfinite,
-        timeout,
-    )
+    options = min_numel, segment_numel, nonfinite, timeout
+    replicas = DDPCompression(model, compressor, average_compressor, accordion, before, ranks_per_node, *options)
     model.register_comm_hook(replicas, _comm_hook)
     return replicas
 
