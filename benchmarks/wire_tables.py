@@ -79,9 +79,7 @@ def row(runs: Sequence[Run], digits: int) -> str:
     """A line of a table: the runs of a pair of operators, by seed."""
     settings = runs[0]["settings"]
     pair = settings["forward"], settings["backward"]
-    name = " / ".join(f"`{spec}`" if spec else "-" for spec in pair)
-    warmup = settings.get("warmup", 0.0)
-    name += f", after {warmup:.0%} of the steps" if warmup else ""
+    name = _named(pair, settings.get("warmup", 0.0))
     bits = " / ".join(f"{runs[0]['bits'][way]:.2f}" for way in ("forward", "backward"))
     qualities = [", ".join(_quality(run.get(way), digits) for run in runs) for way in ("on", "off")]
     seeds = [run["settings"]["seed"] for run in runs]
@@ -106,7 +104,33 @@ def tables(runs: Sequence[Run]) -> str:
             if lines:
                 heading = f"{title}: {heading}" if task != "still" else title
                 out.append("\n".join((f"**{heading}** ({unit})\n", HEAD, *lines)))
-    return "\n\n".join(out)
+    return "\n\n".join((*out, missing(runs)))
+
+
+def missing(runs: Sequence[Run]) -> str:
+    """How much of the grid was run, and a line a task with the operators that were with no seed."""
+    grid = wire_grid.grid(False)
+    known = {(*_today(key(run)), run["settings"]["seed"]) for run in runs}
+    made = sum((job.task, *job.pair, job.warmup, job.seed) in known for job in grid)
+    out = [f"Of the {len(grid)} runs of the grid {made} are in these tables. With no seed were run:\n"]
+    for task, (title, *_) in TASKS.items():
+        absent = {(job.pair, job.warmup): None for job in grid if job.task == task}
+        for one in known:
+            if one[0] == task:
+                absent.pop(((one[1], one[2]), one[3]), None)
+        if absent:
+            out.append(f"* {title}: {'; '.join(_named(*at) for at in absent)}.")
+    return "\n".join(out)
+
+
+def _today(one: Key) -> Key:
+    """A key in today's spelling: what `warmup=epoch` of AQ-SGD asked for is now what it does by itself."""
+    return one[0], one[1].replace(", warmup=epoch", ""), one[2], one[3]
+
+
+def _named(pair: wire_grid.Pair, warmup: float) -> str:
+    name = " / ".join(f"`{spec}`" if spec else "-" for spec in pair)
+    return f"{name}, after {warmup:.0%} of the steps" if warmup else name
 
 
 def _place(one: Key) -> str:
@@ -116,7 +140,7 @@ def _place(one: Key) -> str:
 def _order(one: Key) -> tuple[float, int, str]:
     """Where a row stands in its table: as in the grid, those with a warm-up last."""
     pairs = [pair for part in wire_grid.parts_of(one[0]).values() for pair in part]
-    pair = one[1].replace(", warmup=epoch", ""), one[2]
+    pair = _today(one)[1:3]
     places = {known: place for place, known in reversed(list(enumerate([wire_grid.PLAIN, *pairs])))}
     return one[3], places.get(pair, len(pairs) + 1), one[1]
 
