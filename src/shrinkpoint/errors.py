@@ -13,6 +13,7 @@
     ├── StorageError           reading or writing failed (OSError)
     │   └── NoSpaceError       the place is full
     ├── LockedError            another process is saving here
+    ├── MembershipError        this process cannot train with the others any more, or not yet
     └── MissingExtraError      a package that an extra of this one installs is not there (ModuleNotFoundError)
 
 Those in brackets are bases, too. Every error says where it happened, what was found, what was expected and what to do
@@ -99,6 +100,10 @@ class NoSpaceError(StorageError):
 
 class LockedError(ShrinkpointError):
     """Another process is saving to this store."""
+
+
+class MembershipError(ShrinkpointError):
+    """No group of the processes that train together could be formed, or this one was left out of it."""
 
 
 class MissingExtraError(ShrinkpointError, ModuleNotFoundError):

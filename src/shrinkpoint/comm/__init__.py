@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from shrinkpoint.comm.link import MessageContext as MessageContext
     from shrinkpoint.comm.local_steps import LocalSteps as LocalSteps
     from shrinkpoint.comm.low_rank import LowRank as LowRank
+    from shrinkpoint.comm.membership import Membership as Membership
     from shrinkpoint.comm.outer_sgd import OuterSGD as OuterSGD
     from shrinkpoint.comm.pipeline import CompressedPipeline as CompressedPipeline
     from shrinkpoint.comm.pipeline import compress_pipeline as compress_pipeline
@@ -63,6 +64,7 @@ _NAMES = {
     "link": "Link MessageContext",
     "local_steps": "LocalSteps",
     "low_rank": "LowRank",
+    "membership": "Membership",
     "outer_sgd": "OuterSGD",
     "pipeline": "compress_pipeline CompressedPipeline",
     "recommendation": "recommend",

@@ -163,6 +163,18 @@ class CompressedCollective:
         """Begin without memories, as if so many collectives of each layout had been made."""
         self._layouts = {layout: _LayoutState(self.feedback, count) for layout, count in counts.items()}
 
+    def residuals(self) -> dict[str, dict[int, Tensor]]:
+        """What messages have lost and the next ones would make up for, by layout and slot.
+
+        Nothing of feedback without residuals. With a decay they are what would be left of them.
+        """
+        decay = getattr(self.feedback, "decay", 1.0)
+        residuals: dict[str, dict[int, Tensor]] = {}
+        for layout, state in self._layouts.items():
+            buffers = state.sender.state_dict().get("residual", {})
+            residuals[layout] = {int(key.partition(".")[0]): buffer * decay for key, buffer in buffers.items()}
+        return residuals
+
     def _layout_state(self, layout: str) -> _LayoutState:
         if layout not in self._layouts:
             self._layouts[layout] = _LayoutState(self.feedback)
@@ -414,6 +426,26 @@ class CompressedAllReduce:
             raise MismatchError("two hops", found=problem, expected="one of first and second", do=advice)
         self.reduce_scatter.load_state_dict(state["first"])
         self.all_gather.load_state_dict(state["second"])
+
+    def residuals(self) -> dict[str, Tensor]:
+        """What messages of this rank have lost and the next ones would make up for, as flat tensors by layout.
+
+        They may be shorter or longer than the tensors that were averaged: a rank's own share is not sent, and loses
+        nothing.
+        """
+        residuals = {}
+        for layout, rows in self.reduce_scatter.residuals().items():
+            if rows:
+                share = next(iter(rows.values())).numel()
+                flat = residuals[layout] = next(iter(rows.values())).new_zeros(share * (max(rows) + 1))
+                for slot, row in rows.items():
+                    flat[slot * share : (slot + 1) * share] = row
+        return residuals
+
+    def restart(self, counts: Mapping[str, int]) -> None:
+        """Begin without memories, as if so many averages of each layout had been made."""
+        for hop in self.hops:
+            hop.restart(counts)
 
 
 def _feedback_pair(

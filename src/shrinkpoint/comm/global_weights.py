@@ -39,12 +39,18 @@ class GlobalWeights:
         self.tensors: dict[str, Tensor] = {name: _widen(parameter) for name, parameter in parameters.items()}
         self._layout = GradientLayout(self.tensors.items(), 0, SEGMENT_NUMEL)
 
-    def broadcast(self, group: dist.ProcessGroup) -> None:
-        """Take over the weights of the first rank, into the parameters as well."""
-        source = dist.get_global_rank(group, 0)
-        for weights in self.tensors.values():
-            dist.broadcast(weights, source, group)
-        self.copy_to_parameters()
+    @property
+    def layouts(self) -> list[str]:
+        """The names of the segments in which pseudo-gradients are averaged."""
+        return [segment.name for segment in self._layout.segments]
+
+    def broadcast(self, source: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
+        """The weights of a rank of the group, by name; on all ranks but that one they are new tensors."""
+        is_source, sender, received = group.rank() == source, dist.get_global_rank(group, source), {}
+        for name, weights in self.tensors.items():
+            received[name] = weights if is_source else torch.empty_like(weights)
+            dist.broadcast(received[name], sender, group)
+        return received
 
     def copy_to_parameters(self) -> None:
         """Write the weights into the parameters in place, rounded to their dtypes."""
@@ -72,8 +78,14 @@ class GlobalWeights:
                 return name, count
         return None
 
-    def average_gradients(self, average: TensorAverage, group: dist.ProcessGroup) -> None:
-        """Replace the pseudo-gradients by their averages over the ranks, segment by segment."""
+    def average_gradients(
+        self, average: TensorAverage, group: dist.ProcessGroup, residuals: Mapping[str, Tensor]
+    ) -> None:
+        """Replace the pseudo-gradients by their averages over the ranks, segment by segment.
+
+        Args:
+            residuals: of messages to an earlier group, added to the values of a segment, from its first one on.
+        """
         collector = GradientCollector(self._layout)
         for weights in self.tensors.values():
             gradient = weights.grad
@@ -81,6 +93,8 @@ class GlobalWeights:
             for filled in collector.add(weights, gradient.view(-1)):
                 flat = torch.empty(filled.segment.numel, dtype=weights.dtype, device=weights.device)
                 filled.copy_to(flat)
+                residual = residuals.get(filled.segment.name, flat[:0])[: flat.numel()]
+                flat[: residual.numel()].add_(residual)
                 filled.copy_from(average.average_(flat, group, filled.segment.name))
 
     def digest(self) -> str:

@@ -17,14 +17,16 @@ from shrinkpoint import validate
 from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce, as_feedback
 from shrinkpoint.comm.global_weights import GlobalWeights, describe_tensor
 from shrinkpoint.comm.link import FINITE_VALUES, CompressorLike
+from shrinkpoint.comm.membership import LostMemberError, Membership, is_lost
 from shrinkpoint.comm.outer_sgd import OuterOptimizer, OuterSGD
+from shrinkpoint.comm.outer_state import broadcast_tensors, describe_state
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, group_timeout
 from shrinkpoint.comm.round_check import Problem, RoundCheck
 from shrinkpoint.comm.sparse_allreduce import SparseAllReduce, is_sparse
 from shrinkpoint.comm.stats import LinkStats
-from shrinkpoint.errors import MismatchError
+from shrinkpoint.errors import MismatchError, PolicyError, warn_user
 
-_STATE_KEYS = {"config", "round", "steps_in_round", "weights", "outer", "feedback"}
+_STATE_KEYS = {"config", "round", "steps_in_round", "weights", "outer", "feedback", "residuals"}
 
 
 class LocalSteps:
@@ -43,7 +45,11 @@ class LocalSteps:
 
     With TopK and RandomK each rank sends its message to all others; with other compressors the average takes two hops,
     as in `compress_ddp`. Global weights are float32, or float64 for parameters that are. Outer momentum and error
-    feedback have the same size.
+    feedback have the same size. While messages are exchanged there is a copy of the feedback: an exchange that fails
+    changes nothing.
+
+    With a membership ranks may die and join. Those that are left average the round among themselves; those that join
+    get global weights, outer state and the number of the round from the others, at the end of a round.
 
     Args:
         model: what requires a gradient is averaged; not sharded.
@@ -53,7 +59,10 @@ class LocalSteps:
         compressor: for pseudo-gradients; None for no compression. SparseLoCo (arXiv 2508.15706) takes
             "ef(top1.5625:4096:q2:64, decay=0.95)", and `OuterSGD(lr=1.0, momentum=0.0)`.
         group: of the ranks that train together; None for the default group.
-        timeout: seconds to wait here for each other rank. At the end of a round ranks wait as long as the group does.
+        membership: forms groups of the ranks that are alive; instead of `group`. Here a process waits for the first
+            one, or to be let in.
+        timeout: seconds to wait here for each other rank. At the end of a round ranks wait as long as the group does,
+            with a membership always.
 
     Attributes:
         outer: the outer optimizer. A scheduler may change its settings, alike on all ranks.
@@ -63,7 +72,9 @@ class LocalSteps:
 
     Raises:
         PolicyError: an argument is unusable. What is wrong with the model of one rank is raised on every rank.
-        MismatchError: on every rank: ranks have other models or settings, or one did not call this.
+        MismatchError: on every rank: ranks have other models or settings, or one did not call this. Ranks that train
+            already do not get errors of one that joins; they go on without it.
+        MembershipError: no group was formed.
     """
 
     def __init__(
@@ -75,33 +86,35 @@ class LocalSteps:
         outer: OuterOptimizer | None = None,
         compressor: CompressorLike = None,
         group: dist.ProcessGroup | None = None,
+        membership: Membership | None = None,
         timeout: float = CONFIG_TIMEOUT,
     ) -> None:
         validate.check_instance("LocalSteps, model", model, nn.Module, expected="a model", do="pass the module itself")
         self._optimizers = _check_optimizers(optimizer)
         self._every = validate.check_int("LocalSteps, every", every, do="take 30")
-        validate.check_float("LocalSteps, timeout", timeout)
+        self._timeout = validate.check_float("LocalSteps, timeout", timeout)
+        self._membership = _check_membership(membership, group)
         make_outer = _check_outer(OuterSGD() if outer is None else outer)
         self._feedback = as_feedback(compressor)
         average_type = SparseAllReduce if is_sparse(self._feedback) else CompressedAllReduce
         self._average: SparseAllReduce | CompressedAllReduce = average_type(self._feedback, name="local steps")
         self.link_stats: dict[str, LinkStats] = self._average.link_stats
-        self._group: dist.ProcessGroup = group or dist.distributed_c10d._get_default_group()
-        self._check = RoundCheck(self._group)
         self.round, self.steps_in_round = 0, 0
+        self._has_shared_state = False
+        self._residuals: dict[str, torch.Tensor] = {}  # of messages to an earlier group
+        self._sent_feedback: dict[str, Any] | None = None  # that of an exchange which failed here
 
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         problem = _find_problem(parameters, self._optimizers)
-        facts: dict[str, str | int] = {"every": self._every, "compressor": self._feedback.shared_spec}
+        self._setup: dict[str, str | int] = {"every": self._every, "compressor": self._feedback.shared_spec}
         if problem is None:
-            places = enumerate(parameters.items())
-            facts |= {f"parameter {place}": f"{name}, {describe_tensor(p)}" for place, (name, p) in places}
-        self._check.check(facts, problem, timeout)
-        with torch.no_grad():
             self._weights = GlobalWeights(parameters)
-            self._weights.broadcast(self._group)
-        self.outer: Optimizer = make_outer(list(self._weights.tensors.values()))
-        self._check.check(self._facts(), None, timeout)
+            self.outer: Optimizer = make_outer(list(self._weights.tensors.values()))
+            self._setup["outer optimizer"] = type(self.outer).__name__
+            places = enumerate(parameters.items())
+            self._setup |= {f"parameter {place}": f"{name}, {describe_tensor(p)}" for place, (name, p) in places}
+        with torch.no_grad():
+            self._join(group, problem)
 
     def step(self) -> bool:
         """Take a step of the inner optimizer, and end the round if it was the last one of it.
@@ -113,6 +126,7 @@ class LocalSteps:
             PolicyError: on every rank, before anything is sent: a rank has weights that are not finite.
             MismatchError: on every rank, before anything is sent: ranks are in other rounds, have other global weights
                 or outer settings, or one did not end its round in time.
+            MembershipError: this rank was left out since it was too slow, too few are left, or the store is gone.
         """
         for optimizer in self._optimizers:
             optimizer.step()
@@ -121,11 +135,53 @@ class LocalSteps:
     def advance(self) -> bool:
         """Count an inner step that the loop took itself, by a `GradScaler` or with a closure; else as `step`."""
         self.steps_in_round += 1
-        if self.steps_in_round < self._every:
-            return False
+        rounds, has_newcomers = self.round, False
         with torch.no_grad():
-            self._end_round()
-        return True
+            if self._membership is not None and self._membership.has_ended():
+                self._rebuild(self._membership)
+            while self.steps_in_round >= self._every:
+                try:
+                    has_newcomers = self._end_round()
+                except Exception as error:
+                    self._rebuild_after(error)
+            if self._membership is not None and has_newcomers:
+                self._rebuild(self._membership)
+        return self.round > rounds
+
+    def rebuild(self, group: dist.ProcessGroup, timeout: float | None = None) -> None:
+        """Go on among the ranks of another group, after an error of the one before; a membership does it by itself.
+
+        All ranks of the group call it at the same time; new ones make their LocalSteps instead. The ranks in the newest
+        round keep what they have, and steps of a round that has not ended. The others take over global weights, outer
+        state and round from the first of these. Those whose messages are part of that round keep their feedback; new
+        ones, and EF21 on all ranks, begin with none. If this rank was at the end of a round, call `advance` next.
+
+        Args:
+            group: it need not have the same ranks, or as many.
+            timeout: seconds to wait for each rank; None for the one given before.
+
+        Raises:
+            PolicyError: what is wrong with the model of one rank.
+            MismatchError: ranks have other models, settings or global weights.
+        """
+        with torch.no_grad():
+            self._enter(group, None, self._timeout if timeout is None else timeout)
+
+    def close(self) -> None:
+        """End the membership, after all members have ended the same round, so that no last round stays unfinished."""
+        if self._membership is None:
+            return
+        is_done = False
+        with torch.no_grad():
+            while not is_done:
+                try:
+                    if self.steps_in_round >= self._every:
+                        self._end_round()
+                    self._check.check(self._facts(), None, group_timeout(self._group))
+                    is_done = True
+                except Exception as error:
+                    self._rebuild_after(error)
+        self._membership.leave()
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank needs to continue bit for bit, with its model and inner optimizer. Tensors are not copied."""
@@ -136,6 +192,7 @@ class LocalSteps:
             "weights": dict(self._weights.tensors),
             "outer": self.outer.state_dict(),
             "feedback": self._average.state_dict(),
+            "residuals": dict(self._residuals),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -155,19 +212,116 @@ class LocalSteps:
             self._weights.load(state["weights"])
         self.outer.load_state_dict(copy.deepcopy(state["outer"]))  # an optimizer goes on in the tensors it is given
         self._average.load_state_dict(state["feedback"])
+        self._residuals = {layout: residual.clone() for layout, residual in state["residuals"].items()}
         self.round, self.steps_in_round = int(state["round"]), int(state["steps_in_round"])
 
-    def _end_round(self) -> None:
-        """Average the pseudo-gradients, step the global weights, and write them into the parameters."""
+    def _join(self, group: dist.ProcessGroup | None, problem: Problem | None) -> None:
+        """Enter a group that is given, or the next one of the membership."""
+        membership = self._membership
+        if membership is None:
+            self._enter(group or dist.distributed_c10d._get_default_group(), problem, self._timeout)
+            return
+        try:
+            self._rebuild(membership, problem)
+        except BaseException:
+            membership.leave()
+            raise
+
+    def _rebuild_after(self, error: Exception) -> None:
+        """Enter the next group if an error means that this one has lost a member; else raise it."""
+        if self._membership is None or not is_lost(error):
+            raise error
+        self._rebuild(self._membership)
+
+    def _rebuild(self, membership: Membership, problem: Problem | None = None) -> None:
+        """Enter the next group of the membership, or the one after it if members die meanwhile."""
+        is_entered = False
+        while not is_entered:
+            group = membership.form()
+            try:
+                self._enter(group, problem, group_timeout(group))
+                is_entered = True
+            except Exception as error:
+                if not is_lost(error):
+                    raise
+
+    def _enter(self, group: dist.ProcessGroup, problem: Problem | None, timeout: float) -> None:
+        """Bring all ranks of a group to the newest state that one of them has. This rank has all of a state or none."""
+        self._group, self._check = group, RoundCheck(group, self._membership)
+        try:
+            self._check.check(self._setup, problem, timeout)
+        except (PolicyError, MismatchError) as error:
+            if self._membership is None or not self._has_shared_state:
+                raise
+            warn_user(f"a process that wanted to join was refused: {error}", UserWarning)
+            raise LostMemberError("LocalSteps", found=error.message, do="form the next group") from error
+        rounds = self._check.exchange({"round": self.round if self._has_shared_state else -1}, timeout)
+        newest = max(member["round"] for member in rounds)
+        source = [member["round"] for member in rounds].index(newest)
+        is_behind = not self._has_shared_state or self.round < newest
+        if newest < 0 or any(member["round"] < newest for member in rounds):
+            weights = self._weights.broadcast(source, group)
+            outer = self._broadcast_outer(source, timeout) if newest >= 0 else None
+            if is_behind:
+                self._take_over(weights, outer)
+        self._restart_feedback(max(newest, 0))
+        self.round, self._has_shared_state = max(newest, 0), True
+        self._check.check(self._facts(), None, timeout)
+
+    def _broadcast_outer(self, source: int, timeout: float) -> dict[str, Any]:
+        """The state of the outer optimizer of a rank of the group."""
+        text, tensors = describe_state(self.outer) if self._group.rank() == source else ("", [])
+        text = self._check.exchange({"outer": text}, timeout)[source]["outer"]
+        device = next(iter(self._weights.tensors.values())).device
+        return broadcast_tensors(text, tensors, device, source, self._group)
+
+    def _take_over(self, weights: Mapping[str, torch.Tensor], outer: dict[str, Any] | None) -> None:
+        self._weights.load(weights)
+        self._weights.copy_to_parameters()
+        if outer is not None:
+            self.outer.load_state_dict(outer)
+        self.steps_in_round = 0
+
+    def _restart_feedback(self, newest: int) -> None:
+        """Begin with feedback for another group in a round; what this rank's messages have lost is kept.
+
+        A rank that is a round behind failed in an exchange that another one has ended, with all messages of this rank.
+        """
+        if self.round < newest and self._sent_feedback is not None:
+            self._average.load_state_dict(self._sent_feedback)
+            self._residuals = {}
+        is_kept = self._has_shared_state and (self.round == newest or self._sent_feedback is not None)
+        self._residuals = (self._residuals or self._average.residuals()) if is_kept else {}
+        self._sent_feedback = None
+        self._average.restart(dict.fromkeys(self._weights.layouts, newest))
+
+    def _end_round(self) -> bool:
+        """Average the pseudo-gradients, step the global weights, and write them into the parameters.
+
+        Returns:
+            Whether a rank knows of a process that waits to join: the same on all ranks.
+        """
         try:
             self._weights.set_gradients()
-            self._check.check(self._facts(), self._find_nonfinite(), group_timeout(self._group))
-            self._weights.average_gradients(self._average, self._group)
+            has_newcomers = self._check.check(self._facts(), self._find_nonfinite(), group_timeout(self._group))
+            self._average_gradients()
             self.outer.step()
         finally:
             self._weights.clear_gradients()
         self._weights.copy_to_parameters()
         self.round, self.steps_in_round = self.round + 1, 0
+        return has_newcomers
+
+    def _average_gradients(self) -> None:
+        """Average the pseudo-gradients; if that fails, feedback is as it was before."""
+        before = copy.deepcopy(self._average.state_dict())
+        try:
+            self._weights.average_gradients(self._average, self._group, self._residuals)
+        except BaseException:
+            self._sent_feedback = copy.deepcopy(self._average.state_dict())
+            self._average.load_state_dict(before)
+            raise
+        self._residuals, self._sent_feedback = {}, None
 
     def _facts(self) -> dict[str, str | int]:
         """What must be the same on all ranks whenever a round ends."""
@@ -195,6 +349,18 @@ def _check_optimizers(optimizer: Any) -> list[Optimizer]:
         expected, advice = "an optimizer, or a list of them", "pass the optimizer that the loop steps"
         raise validate.argument_error("LocalSteps, optimizer", optimizer, expected, advice)
     return list(optimizers)
+
+
+def _check_membership(membership: Any, group: Any) -> Membership | None:
+    if membership is None:
+        return None
+    if group is not None:
+        advice = "leave out the group: the membership forms it"
+        raise PolicyError("LocalSteps", found="a group and a membership", expected="one of them", do=advice)
+    expected, advice = "a Membership, or None", "make one: Membership(store, size)"
+    validate.check_instance("LocalSteps, membership", membership, Membership, expected=expected, do=advice)
+    checked: Membership = membership
+    return checked
 
 
 def _check_outer(outer: Any) -> OuterOptimizer:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,12 @@ CONFIG_TIMEOUT = 30.0
 _MAX_LAG_STEPS = 64
 """Steps after which sample ids are deleted. No rank lags by as much: the gradients of a step come from all stages."""
 
-_generations: dict[tuple[str, str], int] = {}
-"""Channels that this process has opened, by group and topic, so that a new channel never reads an older message."""
+_generations: WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = WeakKeyDictionary()
+"""Channels that this process has opened, by group and topic, so that a new channel never reads an older message.
+
+A group that takes the place of one with the same name has a store, or a part of one, of its own: ranks that were in
+the earlier group and those that were not count alike.
+"""
 
 
 def group_timeout(group: dist.ProcessGroup) -> float:
@@ -55,8 +60,8 @@ class StoreChannel:
             problem = f"torch {torch.__version__} does not give the store of a process group"
             raise PolicyError("process group", found=problem, do="use torch 2.6 or newer")
         self._topic, self._store = topic, get_store(self.group)
-        name = dist.distributed_c10d._get_process_group_name(self.group)
-        _generations[name, topic] = self._generation = _generations.get((name, topic), 0) + 1
+        topics = _generations.setdefault(self.group, {})
+        topics[topic] = self._generation = topics.get(topic, 0) + 1
 
     def publish(self, sender: int, message: str, round_index: int = 0) -> None:
         """Store the message of a sender, without waiting for other processes."""
@@ -71,6 +76,10 @@ class StoreChannel:
         except RuntimeError as error:  # what every store raises after a wait that ended without the key
             kind = TimeoutError if "timeout" in str(error).lower() else ConnectionError
             raise kind(str(error)) from error
+
+    def has(self, sender: int, round_index: int = 0) -> bool:
+        """Whether the message of a sender is there, without waiting."""
+        return bool(self._store.check([self._key(sender, round_index)]))
 
     def delete(self, sender: int, round_index: int) -> None:
         """Delete a message that all processes have read."""

@@ -66,3 +66,12 @@ class SparseAllReduce:
             problem, advice = f"a state of {sorted(state)}", "give what state_dict() of the same rank gave"
             raise MismatchError("all-gather", found=problem, expected="one of an all-gather", do=advice)
         self._all_gather.load_state_dict(state["all-gather"])
+
+    def residuals(self) -> dict[str, Tensor]:
+        """What messages of this rank have lost and the next ones would make up for, as flat tensors by layout."""
+        layouts = self._all_gather.residuals().items()
+        return {layout: row for layout, rows in layouts for row in rows.values()}
+
+    def restart(self, counts: Mapping[str, int]) -> None:
+        """Begin without memories, as if so many averages of each layout had been made."""
+        self._all_gather.restart(counts)
