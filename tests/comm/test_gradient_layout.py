@@ -52,6 +52,53 @@ def test_every_value_is_in_one_segment_and_comes_back_in_whatever_order_gradient
     assert sorted(sent.tolist()) == sorted(torch.cat([*before.values()]).tolist())
 
 
+@given(
+    sizes=st.lists(st.integers(1, 200), min_size=1, max_size=6),
+    order=st.permutations(range(6)),
+    gap=st.integers(0, 1),
+    count=st.integers(1, 5),
+)
+def test_rows_are_the_values_of_a_segment_and_their_averages_come_back_whatever_lies_where(sizes, order, gap, count):
+    parameters = named(*sizes)
+    collector = GradientCollector(GradientLayout(parameters, 0, 1 << 20))
+    # a buffer with the gradients in another order, and with a gap or without
+    buffer, end, filled = torch.arange(1.0, 2000.0), 0, None
+    places = [place for place in order if place < len(sizes)]
+    gradients = {}
+    for place in places:
+        gradients[place] = buffer[end : end + sizes[place]]
+        end += sizes[place] + gap
+    for place, gradient in gradients.items():
+        filled = next(collector.add(parameters[place][1], gradient), filled)
+    length = -(-filled.segment.numel // count)
+    scratch = torch.full((count, length), torch.nan)
+    expected, before = torch.full((count * length,), torch.nan), {at: one.clone() for at, one in gradients.items()}
+    filled.copy_to(expected)
+    rows = filled.read_rows(scratch)
+    assert torch.equal(torch.cat(rows), expected)
+    filled.write_rows(
+        scratch, lambda targets: [target.copy_(row.neg()) for target, row in zip(targets, rows, strict=True)]
+    )
+    assert all(torch.equal(gradient, -before[at]) for at, gradient in gradients.items())
+
+
+def test_a_row_within_gradients_that_follow_each_other_in_memory_is_not_copied():
+    parameters = named(128, 64, 256)
+    buffer = torch.arange(1.0, 449.0)
+    collector = GradientCollector(GradientLayout(parameters, 0, 1 << 20))
+    last, middle, first = buffer[:256], buffer[256:320], buffer[320:]  # as a backward pass gives them
+    [filled] = [
+        one
+        for (_, parameter), gradient in zip(parameters, (first, middle, last), strict=True)
+        for one in collector.add(parameter, gradient)
+    ]
+    scratch = torch.zeros(7, 64)
+    rows = filled.read_rows(scratch)
+    assert [row.data_ptr() for row in rows] == [buffer[64 * at :].data_ptr() for at in range(7)]
+    rows = filled.read_rows(torch.zeros(2, 256))  # the second one goes beyond the end
+    assert rows[0].data_ptr() == buffer.data_ptr() and torch.equal(rows[1][192:], torch.zeros(64))
+
+
 def test_small_parameters_and_other_dtypes_have_segments_of_their_own():
     parameters = [*named(100, 1000), ("half", nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16)))]
     layout = GradientLayout(parameters, 200, 1 << 20)

@@ -176,11 +176,11 @@ class ThreadedAllReduce(BackgroundAllReduce):
         segment, all_reduce, rank = values.segment, self._all_reduce_for(values.segment), self._group.rank()
         receives = self._post_receives(segment.index)
         assert receives is not None  # a segment is submitted once in a step
-        flat = self._scratch_for(0, segment)
-        values.copy_to(flat)
-        encoded = all_reduce.reduce_scatter.encode(flat.view(self._group.size(), -1), rank, segment.name)
-        # The next segment overwrites the scratch before the second stage sums this one.
-        encoded = replace(encoded, own_row=encoded.own_row.clone())
+        scratch = self._scratch_for(0, segment).view(self._group.size(), -1)
+        encoded = all_reduce.reduce_scatter.encode(values.read_rows(scratch), rank, segment.name)
+        if encoded.own_row.data_ptr() == scratch[rank].data_ptr():
+            # The next segment overwrites the scratch before the second stage sums this one.
+            encoded = replace(encoded, own_row=encoded.own_row.clone())
         transfer = _Transfer(values, all_reduce, receives, encoded)
         self._send(transfer, encoded.messages, hop=0)
         self._enqueue(1, lambda: self._send_average(transfer))
@@ -201,9 +201,8 @@ class ThreadedAllReduce(BackgroundAllReduce):
         assert row is not None
         messages = transfer.receives[1].wait()
         messages[self._group.rank()] = row.message
-        flat = self._scratch_for(1, segment)
-        transfer.all_reduce.all_gather.decode(row, messages, flat.view(self._group.size(), -1))
-        transfer.values.copy_from(flat)
+        scratch = self._scratch_for(1, segment).view(self._group.size(), -1)
+        transfer.values.write_rows(scratch, lambda rows: transfer.all_reduce.all_gather.decode(row, messages, rows))
         for work in transfer.sends:
             work.wait()
         self._receives[segment.index] = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,14 @@ def share_numel(numel: int, world_size: int) -> int:
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the group sends tensors of this device by gloo, without a copy to another device."""
     return device.type == "cpu" and bool(group._get_backend(device).name() == "gloo")
+
+
+class RankAndSize(Protocol):
+    """What encoding needs to know of a group: the rank of this process in it, and the number of ranks."""
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
 
 
 class _P2PExchange:
@@ -191,7 +199,8 @@ class CompressedCollective:
         """Pack the tensor as a message for a number of ranks, padded to a multiple of `MESSAGE_ALIGN`."""
         with self.stats.timing("encode", tensor.device):
             packed = state.sender.pack(tensor, info)
-            wire = F.pad(packed.wire, (0, -packed.wire.numel() % MESSAGE_ALIGN))
+            short = -packed.wire.numel() % MESSAGE_ALIGN
+            wire = F.pad(packed.wire, (0, short)) if short else packed.wire
         is_sampled = self.stats.messages % SAMPLE_INTERVAL == 0
         self.stats.add_message(copies * tensor.nbytes, copies * wire.numel())
         if is_sampled:
@@ -240,8 +249,8 @@ class CompressedReduceScatter(CompressedCollective):
         encoded = self.encode(rows, group.rank(), layout)
         return self.decode(encoded, self._exchange(encoded.messages, group), group.rank())
 
-    def encode(self, rows: Tensor, rank: int, layout: str = "") -> EncodedRows:
-        """Encode the rows of all ranks but this one; `own_row` is a view."""
+    def encode(self, rows: Tensor | Sequence[Tensor], rank: int, layout: str = "") -> EncodedRows:
+        """Encode the rows of all ranks but this one; `own_row` is that row itself, or a view."""
         state = self._layout_state(layout)
         messages = [
             None
@@ -252,16 +261,21 @@ class CompressedReduceScatter(CompressedCollective):
         return EncodedRows(messages, rows[rank], layout, state, state.count)
 
     def decode(self, encoded: EncodedRows, received: Sequence[Tensor], rank: int) -> Tensor:
-        """Sum this rank's own row and those that are decoded from the messages of the others."""
+        """Sum this rank's own row, which is not changed, and those that the messages of the others decode to."""
         own_row, total = encoded.own_row, None
         sum_dtype = torch.promote_types(own_row.dtype, torch.float32)
         for source, message in enumerate(received):
             info = self._message_info(encoded.layout, encoded.count, source, rank, source)
             is_own = source == rank
             row = own_row if is_own else self._unpack(message, torch.empty_like(own_row), encoded.state, info)
-            total = row.to(sum_dtype, copy=is_own) if total is None else total.add_(row)
+            if total is None:
+                total = row.to(sum_dtype)
+            elif total is own_row:
+                total = torch.add(total, row, out=row)
+            else:
+                total.add_(row)
         assert total is not None
-        return total
+        return total.clone() if total is own_row else total
 
     @staticmethod
     def _exchange(messages: Sequence[Tensor | None], group: dist.ProcessGroup) -> Sequence[Tensor]:
@@ -314,13 +328,13 @@ class CompressedAllGather(CompressedCollective):
         self.decode(encoded, gathered.unbind(), rows)
         return None
 
-    def encode(self, row: Tensor, group: dist.ProcessGroup, layout: str = "") -> EncodedRow:
+    def encode(self, row: Tensor, group: RankAndSize, layout: str = "") -> EncodedRow:
         """Encode the row of this rank."""
         state, rank, world_size = self._layout_state(layout), group.rank(), group.size()
         info = self._message_info(layout, state.count, rank, world_size, rank)
         return EncodedRow(self._pack(row, state, info, copies=world_size - 1), layout, state, state.count)
 
-    def decode(self, encoded: EncodedRow, messages: Sequence[Tensor], rows: Tensor) -> None:
+    def decode(self, encoded: EncodedRow, messages: Sequence[Tensor], rows: Tensor | Sequence[Tensor]) -> None:
         """Decode the messages of all ranks, in their order, into the rows."""
         for source, message in enumerate(messages):
             info = self._message_info(encoded.layout, encoded.count, source, len(messages), source)

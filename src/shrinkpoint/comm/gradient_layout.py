@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -78,6 +80,20 @@ class SegmentValues(ABC):
     def copy_from(self, flat: Tensor) -> None:
         """Take the averaged values from a 1-d tensor."""
 
+    def read_rows(self, rows: Tensor) -> list[Tensor]:
+        """The values as rows of equal length: those of `rows`, which are filled, zeros behind, or views of gradients.
+
+        Args:
+            rows: contiguous, of shape (number, length), in the dtype of the values.
+        """
+        self.copy_to(rows.view(-1))
+        return list(rows.unbind())
+
+    def write_rows(self, rows: Tensor, fill: Callable[[Sequence[Tensor]], None]) -> None:
+        """Call `fill` with rows as those of `read_rows`, which it fills with averaged values, and take these."""
+        fill(rows.unbind())
+        self.copy_from(rows.view(-1))
+
 
 @dataclass
 class FilledSegment(SegmentValues):
@@ -91,14 +107,73 @@ class FilledSegment(SegmentValues):
         return self.runs[0][0].dtype
 
     def copy_to(self, flat: Tensor) -> None:
-        if sum(piece.numel for _, piece in self.runs) < flat.numel():
-            flat.zero_()
-        for run, piece in self.runs:
-            flat[piece.offset : piece.offset + piece.numel].copy_(run)
+        self._read(flat, 0)
 
     def copy_from(self, flat: Tensor) -> None:
-        for run, piece in self.runs:
-            run.copy_(flat[piece.offset : piece.offset + piece.numel])
+        self._write(flat, 0)
+
+    def read_rows(self, rows: Tensor) -> list[Tensor]:
+        found = []
+        for index, row in enumerate(rows):
+            view = self._view(index * row.numel(), row.numel())
+            if view is None:
+                self._read(row, index * row.numel())
+            found.append(row if view is None else view)
+        return found
+
+    def write_rows(self, rows: Tensor, fill: Callable[[Sequence[Tensor]], None]) -> None:
+        views = [self._view(index * row.numel(), row.numel()) for index, row in enumerate(rows)]
+        fill([row if view is None else view for row, view in zip(rows, views, strict=True)])
+        for index, (row, view) in enumerate(zip(rows, views, strict=True)):
+            if view is None:
+                self._write(row, index * row.numel())
+
+    @cached_property
+    def _spans(self) -> list[tuple[int, Tensor]]:
+        """The values in their order, and the place of each first one: runs that follow each other in memory are one."""
+        spans: list[tuple[int, Tensor]] = []
+        for run, piece in sorted(self.runs, key=lambda pair: pair[1].offset):
+            if spans and spans[-1][0] + spans[-1][1].numel() == piece.offset and _is_next(spans[-1][1], run):
+                offset, last = spans.pop()
+                run = last.as_strided((last.numel() + run.numel(),), (1,), last.storage_offset())
+                spans.append((offset, run))
+            else:
+                spans.append((piece.offset, run))
+        return spans
+
+    def _parts(self, begin: int, numel: int) -> list[tuple[int, Tensor]]:
+        """The spans of so many values from a place of the segment on, cut to these, each with its place among them."""
+        parts, end = [], begin + numel
+        first = bisect_right(self._spans, begin, key=lambda span: span[0]) - 1
+        for index in range(max(first, 0), len(self._spans)):
+            offset, span = self._spans[index]
+            if offset >= end:
+                break
+            if offset + span.numel() > begin:
+                parts.append((max(offset - begin, 0), span[max(begin - offset, 0) : end - offset]))
+        return parts
+
+    def _read(self, target: Tensor, begin: int) -> None:
+        parts = self._parts(begin, target.numel())
+        if sum(part.numel() for _, part in parts) < target.numel():
+            target.zero_()
+        for place, part in parts:
+            target[place : place + part.numel()].copy_(part)
+
+    def _write(self, source: Tensor, begin: int) -> None:
+        for place, part in self._parts(begin, source.numel()):
+            part.copy_(source[place : place + part.numel()])
+
+    def _view(self, begin: int, numel: int) -> Tensor | None:
+        """A view of so many values from a place of the segment on; None if they do not follow each other in memory."""
+        parts = self._parts(begin, numel)
+        return parts[0][1] if len(parts) == 1 and parts[0][1].numel() == numel else None
+
+
+def _is_next(run: Tensor, other: Tensor) -> bool:
+    """Whether the values of the other run, 1-d as both are, follow in the same memory."""
+    is_same = run.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return is_same and run.storage_offset() + run.numel() == other.storage_offset()
 
 
 class GradientLayout:

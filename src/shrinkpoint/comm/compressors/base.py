@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint import validate
-from shrinkpoint.comm.compressors.layout import DTYPE_BY_NAME, fill_tensor, view_dtype
+from shrinkpoint.comm.compressors.layout import DTYPE_BY_NAME, fill_tensor, is_known_finite, view_dtype
 from shrinkpoint.errors import MismatchError
 
 
@@ -164,3 +164,8 @@ class Cast(Compressor):
             out.detach().copy_(values.view(out.shape))
             return out
         return fill_tensor(out, values.to(torch.float32))
+
+    def proves_finite(
+        self, wire: Tensor, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT
+    ) -> bool:
+        return is_known_finite(view_dtype(wire, DTYPE_BY_NAME[self.dtype]))
