@@ -131,6 +131,45 @@ def test_latency_is_waited_for_by_each_bucket_of_torch_and_by_two_hops_of_ours()
     assert load.uncompressed_seconds(*PLAIN) == pytest.approx(0.4 + 0.08)
 
 
+def test_torchs_own_hook_waits_as_torchs_buckets_do_with_half_the_bytes() -> None:
+    load = Workload("ddp", 80, compute=0.5, latency=0.02, buckets=4, segments=10)
+    cost = MessageCost(4 * MB, 2 * MB, encode=0.01, decode=0.03)
+    hook = CandidateCost("hook", cost, cost, transport="all-reduce")
+    assert load.codec_seconds(hook) == pytest.approx(0.04)
+    assert load.step_seconds(hook) == pytest.approx(0.54 * (1 + 1 / 4) / 2 + 0.2 + 4 * 2 * 0.02)
+    without_casts = replace(hook, forward=MessageCost(4 * MB, 2 * MB))
+    assert load.step_seconds(without_casts) == pytest.approx(load.uncompressed_seconds(2 * MB, 2 * MB))
+
+
+def test_factors_are_exchanged_twice() -> None:
+    load = Workload("ddp", 80, latency=0.05, segments=10)
+    once = both("x", 4, encode=0, decode=0)
+    twice = replace(once, transport="factors")
+    # half of the bytes are right factors: a hop of each exchange takes .025 s
+    latency = 2 * (2 * 0.05 + 0.05 - 0.9 * 0.025)
+    assert load.step_seconds(twice) == pytest.approx(0.1 + latency)
+    assert load.step_seconds(once) == pytest.approx(0.1 + load.latency_seconds(MB, is_encoded=True))
+
+
+def test_bytes_that_are_not_sent_save_the_processor_time_of_sending_them() -> None:
+    load = Workload("ddp", 1e6, compute=0.1, all_reduce_seconds=1e-8)  # 4 MB of two hops: .04 s
+    free = both("x", 4, encode=0, decode=0)
+    assert load.uncompressed_seconds(*PLAIN) == pytest.approx(0.1, rel=0.01)
+    assert load.step_seconds(free) == pytest.approx(0.1 - 0.03, rel=0.01)
+    assert replace(load, all_reduce_seconds=1).step_seconds(free) == pytest.approx(0, abs=1e-3)
+    assert replace(load, parallelism="pipeline").step_seconds(free) == pytest.approx(0.1, rel=0.01)
+
+
+def test_a_fast_link_asks_for_torchs_own_hook_where_sending_takes_the_processor() -> None:
+    # two replicas of 16.8 MB at 10 Gbit/s; seconds of casts and of sending as on the machine of link_latency.json
+    cost = MessageCost(16_800_000, 8_400_000, encode=0.003, decode=0.003, error=0.002)
+    hook = CandidateCost("torch bf16 hook", cost, cost, transport="all-reduce")
+    slow = CandidateCost("q4:64", *(MessageCost(16_800_000, 2_400_000, encode=0.01, decode=0.01),) * 2)
+    load = Workload("ddp", 9600, compute=0.054, buckets=4, segments=5, all_reduce_seconds=1.2e-9)
+    advice = rank_candidates(load, [hook, slow], uncompressed=(16_800_000, 16_800_000))
+    assert advice.best == "torch bf16 hook"
+
+
 def test_micro_batches_wait_for_latency_at_each_boundary_and_then_share_the_wait() -> None:
     load = Workload("pipeline", 8, latency=0.1, world_size=4, micro_batches=5)
     assert load.latency_seconds(0) == pytest.approx(6 * (1 + 4 / 4) * 0.1)
@@ -255,6 +294,7 @@ def test_an_empty_tensor_needs_no_compressor() -> None:
         {"micro_batches": 0},
         {"parallelism": "x"},
         {"schedule": "x"},
+        {"all_reduce_seconds": -1.0},
     ],
 )
 def test_an_invalid_workload_is_refused(wrong: dict[str, object]) -> None:

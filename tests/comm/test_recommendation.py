@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from shrinkpoint.comm.recommendation import DEFAULT_CANDIDATES, NO_COMPRESSION, CandidateLike, measure_cost, recommend
+from shrinkpoint.comm.average_cost import TORCH_BF16_HOOK
+from shrinkpoint.comm.recommendation import (
+    DDP_CANDIDATES,
+    DEFAULT_CANDIDATES,
+    NO_COMPRESSION,
+    CandidateLike,
+    measure_cost,
+    recommend,
+)
 from shrinkpoint.comm.spec import parse
 from shrinkpoint.errors import PolicyError
 
@@ -40,6 +48,41 @@ def test_a_slow_link_asks_for_the_fewest_bytes_and_a_hidden_one_for_nothing() ->
     assert recommend(SHAPE, mbps=SLOW, repeats=1).best == "q4:64"
     assert recommend(SHAPE, mbps=SLOW, repeats=1, parallelism="ddp", world_size=4).best == "q4:64"
     assert recommend(SHAPE, mbps=1e6, step_seconds=1000, repeats=1).best == NO_COMPRESSION
+
+
+def test_of_gradients_torchs_own_hook_is_a_candidate_and_of_pipelines_it_is_not() -> None:
+    advice = recommend(SHAPE, mbps=SLOW, repeats=1, parallelism="ddp")
+    assert {row.name for row in advice.estimates} == {NO_COMPRESSION, *DDP_CANDIDATES}
+    hook = advice.estimate(TORCH_BF16_HOOK)
+    assert (hook.ratio, advice.estimate("bf16").ratio) == (2, pytest.approx(2, rel=0.1))
+    assert (
+        recommend(SHAPE, mbps=SLOW, repeats=1, parallelism="ddp", candidates=[TORCH_BF16_HOOK]).best
+        == "torch bf16 hook"
+    )
+    with pytest.raises(PolicyError, match="torch bf16 hook"):
+        recommend(SHAPE, mbps=SLOW, repeats=1, candidates=[TORCH_BF16_HOOK])
+
+
+def test_a_low_rank_is_a_candidate_where_the_shapes_of_gradients_are_known() -> None:
+    shapes = [(128, 96), (128,), (64, 3, 5, 5)]
+    candidates = ["q4:64", "lowrank2(q8:64)"]
+    advice = recommend(shapes, mbps=SLOW, repeats=1, parallelism="ddp", candidates=candidates)
+    assert advice.best == "lowrank2(q8:64)"
+    assert advice.estimate(NO_COMPRESSION).nbytes == 4 * (128 * 96 + 128 + 64 * 75)
+    gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in shapes]
+    again = recommend(like=gradients, mbps=SLOW, repeats=1, parallelism="ddp", candidates=candidates)
+    assert again.estimate("lowrank2(q8:64)").nbytes == advice.estimate("lowrank2(q8:64)").nbytes
+    for kind, shape in (("ddp", (128 * 96,)), ("pipeline", SHAPE)):
+        with pytest.raises(PolicyError, match=r"a low rank|no matrix"):
+            recommend(shape, mbps=SLOW, repeats=1, parallelism=kind, candidates=["lowrank2(q8:64)"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtypes"), [("ddp", (torch.float32, torch.bfloat16)), ("ddp", ()), ("pipeline", (torch.float32,) * 3)]
+)
+def test_tensors_that_are_not_of_one_message_are_refused(kind: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    with pytest.raises(PolicyError):
+        recommend(like=[noise(0, dtype) for dtype in dtypes], mbps=SLOW, parallelism=kind)  # type: ignore[arg-type]
 
 
 def test_the_default_candidates_go_from_the_most_careful_to_the_least() -> None:

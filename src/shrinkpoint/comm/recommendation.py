@@ -7,19 +7,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from shrinkpoint import validate
 from shrinkpoint.comm.aqsgd import AQSGD
+from shrinkpoint.comm.average_cost import TORCH_BF16_HOOK, measure_average, measure_torch_hook
 from shrinkpoint.comm.compressors.base import Compressor
 from shrinkpoint.comm.compressors.layout import DTYPE_BY_NAME
 from shrinkpoint.comm.error_feedback import ErrorFeedback
 from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL
 from shrinkpoint.comm.link import Link, MessageContext
-from shrinkpoint.comm.spec import as_compressor
+from shrinkpoint.comm.low_rank import LowRank
+from shrinkpoint.comm.spec import as_compressor, parse
 from shrinkpoint.comm.step_model import CandidateCost, MessageCost, Parallelism, Schedule, Workload
 from shrinkpoint.errors import PolicyError
 
@@ -150,23 +152,26 @@ def _format_cells(row: Estimate) -> tuple[str, ...]:
     return (row.name, *figures, f"{row.seconds:.4f}", f"{row.gain:.2f}", limit)
 
 
-CompressorOrSpec: TypeAlias = Compressor | ErrorFeedback | str
+CompressorOrSpec: TypeAlias = Compressor | ErrorFeedback | LowRank | str
 CandidateLike: TypeAlias = CompressorOrSpec | tuple[CompressorOrSpec, CompressorOrSpec]
-"""A compressor for both directions, or one for each: activations, then gradients."""
+"""A compressor for both directions, or one for each: activations, then gradients. Of ddp also a low rank."""
+Shape: TypeAlias = Sequence[int]
 
 DEFAULT_CANDIDATES: tuple[CandidateLike, ...] = ("bf16", "q8:64", "q4:64")
 """The most accurate first; none of them changed what models learned in our measurements."""
+DDP_CANDIDATES: tuple[CandidateLike, ...] = (TORCH_BF16_HOOK, *DEFAULT_CANDIDATES)
+"""The same of gradients, which torch's own hook averages in bfloat16, too."""
 _WARMUP_MESSAGES = 3
 
 
 def recommend(
-    shape: Sequence[int] | None = None,
+    shape: Shape | Sequence[Shape] | None = None,
     *,
     mbps: float,
     dtype: str | torch.dtype = "fp32",
-    like: Tensor | tuple[Tensor, Tensor] | None = None,
+    like: Tensor | Sequence[Tensor] | None = None,
     step_seconds: float | None = None,
-    candidates: Sequence[CandidateLike] = DEFAULT_CANDIDATES,
+    candidates: Sequence[CandidateLike] | None = None,
     parallelism: Parallelism = "pipeline",
     world_size: int = 2,
     micro_batches: int = 1,
@@ -185,15 +190,19 @@ def recommend(
     "off" is a common answer ("On the Utility of Gradient Compression in Distributed Training Systems", MLSys 2022).
 
     Args:
-        shape: of the activation of one micro-batch; for ddp, of all gradients together: `(n,)`.
+        shape: of the activation of one micro-batch; for ddp, of all gradients together, `(n,)`, or a list of the shapes
+            of all parameters, which a low rank needs.
         dtype: "fp32", "fp16", "bf16", "fp64", or a torch dtype.
         mbps: rate of a rank's link, in Mbit/s.
         like: real values, instead of normal noise of `shape`, `dtype` and `device`: an activation, or a pair of an
-            activation and its gradient. Only with them the errors are meaningful for the model.
+            activation and its gradient; for ddp gradients of one dtype. Only with them the errors are meaningful for
+            the model.
         step_seconds: seconds of a step of all ranks on links that cost nothing, such as inside one machine. Without it
             the estimates are for a step without computation: the largest possible gain.
         candidates: compressors, feedbacks or their specs, or pairs of one for each direction; the most accurate first.
-            A later one is recommended instead of an earlier one only if it makes the step 5 % faster.
+            A later one is recommended instead of an earlier one only if it makes the step 5 % faster. For ddp also a
+            low rank, "lowrank16(q8:64)", and "torch bf16 hook": torch's all-reduce in bfloat16. None: "bf16", "q8:64"
+            and "q4:64", for ddp torch's hook before them.
         parallelism: "pipeline" or "ddp".
         world_size: the number of stages, or of ranks.
         micro_batches: of a step, in a pipeline.
@@ -216,9 +225,6 @@ def recommend(
     validate.check_float("recommend(bucket_mb=...)", bucket_mb, do="give the bucket_cap_mb of DDP")
     if max_error is not None:
         validate.check_float("recommend(max_error=...)", max_error, exclusive=False, do="leave it out")
-    _check_candidates(candidates)
-    example = _noise_tensor(shape, dtype, device) if like is None else like
-    tensors = example if isinstance(example, tuple) else (example, example)
     workload = Workload(
         parallelism,
         mbps,
@@ -229,19 +235,95 @@ def recommend(
         schedule=schedule,
         duplex=duplex,
         latency=latency_ms / 1000,
-        buckets=max(1, math.ceil(tensors[0].nbytes / (bucket_mb * 2**20))),
-        segments=max(1, math.ceil(tensors[0].numel() / SEGMENT_NUMEL)),
     )
-    costs = [_measure_candidate(candidate, tensors, parallelism, repeats) for candidate in candidates]
+    if candidates is None:
+        candidates = DDP_CANDIDATES if parallelism == "ddp" else DEFAULT_CANDIDATES
+    _check_candidates(candidates, parallelism)
+    tensors = [_noise_tensor(one, dtype, device) for one in _shapes(shape)] if like is None else _tensors(like)
+    _check_tensors(tensors, parallelism)
     description = " and ".join(dict.fromkeys(_describe_tensor(x) for x in tensors))
-    sizes = tensors[0].nbytes, tensors[1].nbytes
+    if parallelism == "ddp":
+        workload, costs = measure_ddp(workload, candidates, tensors, bucket_mb * 2**20, repeats)
+        numel, nbytes = sum(x.numel() for x in tensors), sum(x.nbytes for x in tensors)
+        sizes = nbytes, nbytes
+        description = description if len(tensors) == 1 else f"{numel} values of {len(tensors)} gradients"
+    else:
+        pair = tensors[0], tensors[-1]
+        costs = [_measure_candidate(candidate, pair, repeats) for candidate in candidates]
+        sizes = pair[0].nbytes, pair[1].nbytes
     return rank_candidates(workload, costs, uncompressed=sizes, max_error=max_error, description=description)
 
 
-def _check_candidates(candidates: Sequence[CandidateLike]) -> None:
+def _check_candidates(candidates: Sequence[CandidateLike], parallelism: Parallelism) -> None:
+    where = "recommend(candidates=...)"
     if isinstance(candidates, str) or not isinstance(candidates, Sequence):
-        where, advice = "recommend(candidates=...)", f"write [{candidates!r}]"
-        raise validate.argument_error(where, candidates, "a list of compressors", advice)
+        raise validate.argument_error(where, candidates, "a list of compressors", f"write [{candidates!r}]")
+    if parallelism != "ddp" and TORCH_BF16_HOOK in candidates:
+        raise PolicyError(where, found=TORCH_BF16_HOOK, expected="compressors of a pipeline", do='use "bf16"')
+
+
+def _shapes(shape: Shape | Sequence[Shape] | None) -> list[Shape]:
+    """One shape, or those of several gradients."""
+    if shape is None:
+        raise PolicyError("recommend()", found="no shape", do="give the shape of what is sent, or tensors as like=...")
+    several = [one for one in shape if isinstance(one, Sequence)]
+    return several if several else [cast(Shape, shape)]
+
+
+def _tensors(like: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    return [like] if isinstance(like, Tensor) else list(like)
+
+
+def _check_tensors(tensors: list[Tensor], parallelism: Parallelism) -> None:
+    if parallelism == "ddp":
+        kinds = {(x.dtype, x.device) for x in tensors}
+        problem, expected = f"{len(kinds)} dtypes and devices", "gradients of one dtype and device"
+        is_wrong = len(kinds) != 1
+    else:
+        problem, expected = f"{len(tensors)} tensors", "an activation, or a pair of one and its gradient"
+        is_wrong = not 1 <= len(tensors) <= 2
+    if is_wrong:
+        raise PolicyError("recommend()", found=problem, expected=expected, do="ask for each of them")
+
+
+def measure_ddp(
+    workload: Workload, candidates: Sequence[CandidateLike], gradients: list[Tensor], bucket_bytes: float, repeats: int
+) -> tuple[Workload, list[CandidateCost]]:
+    """Measure the costs of candidates that average gradients, and complete the workload by what they share.
+
+    Args:
+        workload: of ddp, without `buckets`, `segments` and `all_reduce_seconds`.
+        gradients: of one dtype and device; they are not changed.
+        bucket_bytes: bytes of a bucket of DDP.
+        repeats: timed steps of each candidate.
+    """
+    numel, nbytes, world_size = sum(x.numel() for x in gradients), sum(x.nbytes for x in gradients), workload.world_size
+    gradients = [x.detach().contiguous() for x in gradients]
+    bucket_numel = max(1, int(bucket_bytes / gradients[0].itemsize))
+    all_reduce_seconds, hook_cost = measure_torch_hook(gradients, bucket_numel, repeats=repeats)
+    workload = replace(
+        workload,
+        buckets=max(1, math.ceil(nbytes / bucket_bytes)),
+        segments=max(1, math.ceil(numel / SEGMENT_NUMEL)),
+        all_reduce_seconds=all_reduce_seconds,
+    )
+    costs = []
+    for candidate in candidates:
+        compressor = candidate[0] if isinstance(candidate, tuple) else candidate
+        if compressor == TORCH_BF16_HOOK:
+            costs.append(hook_cost)
+            continue
+        parsed = parse(compressor) if isinstance(compressor, str) else compressor
+        if isinstance(parsed, LowRank):
+            _check_matrices(parsed, gradients)
+        costs.append(measure_average(parsed, gradients, world_size, repeats=repeats))
+    return workload, costs
+
+
+def _check_matrices(low_rank: LowRank, gradients: Sequence[Tensor]) -> None:
+    if not any(x.dim() > 1 and low_rank.fits(x.shape[0], x.numel() // max(1, x.shape[0])) for x in gradients):
+        problem, advice = f"{low_rank} and no matrix that it fits", "give the shapes of all parameters as shape=[...]"
+        raise PolicyError("recommend(candidates=...)", found=problem, expected="shapes of gradients", do=advice)
 
 
 def measure_cost(
@@ -286,14 +368,12 @@ def _time_messages(
     return MessageCost(tensor.nbytes, wire.numel(), encode, decode, error), receiver
 
 
-def _measure_candidate(
-    candidate: CandidateLike, tensors: tuple[Tensor, Tensor], parallelism: Parallelism, repeats: int
-) -> CandidateCost:
+def _measure_candidate(candidate: CandidateLike, tensors: tuple[Tensor, Tensor], repeats: int) -> CandidateCost:
     pair = candidate if isinstance(candidate, tuple) else (candidate, candidate)
     names = [str(compressor) for compressor in pair]
     context = MessageContext(ids=_row_ids(tensors[0]))
     forward, link = _measure_link(pair[0], tensors[0], context, repeats)
-    if parallelism == "ddp" or (names[0] == names[1] and tensors[0] is tensors[1]):
+    if names[0] == names[1] and tensors[0] is tensors[1]:
         return CandidateCost(names[0], forward, forward)
     context = MessageContext(ids=_row_ids(tensors[1]), indices=link.indices(context))
     backward = measure_cost(pair[1], tensors[1], context=context, repeats=repeats)
@@ -310,13 +390,11 @@ def _norm_error(tensor: Tensor, out: Tensor) -> float:
     return float(error_norm / norm) if norm > 0 or error_norm > 0 else 0.0
 
 
-def _noise_tensor(shape: Sequence[int] | None, dtype: str | torch.dtype, device: torch.device | str) -> Tensor:
+def _noise_tensor(shape: Shape, dtype: str | torch.dtype, device: torch.device | str) -> Tensor:
     resolved = DTYPE_BY_NAME.get(dtype) if isinstance(dtype, str) else dtype
     if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
         do = "name the dtype of what is sent"
         raise PolicyError("recommend(dtype=...)", found=str(dtype), expected=", ".join(DTYPE_BY_NAME), do=do)
-    if shape is None:
-        raise PolicyError("recommend()", found="no shape", do="give the shape of what is sent, or tensors as like=...")
     generator = torch.Generator().manual_seed(0)
     return torch.randn(tuple(shape), generator=generator).to(device, resolved)
 

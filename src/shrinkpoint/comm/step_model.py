@@ -11,6 +11,8 @@ from shrinkpoint import validate
 Parallelism = Literal["pipeline", "ddp"]
 """What is sent: activations and their gradients between stages, or gradients that are averaged over ranks."""
 Schedule = Literal["1F1B", "GPipe"]
+Transport = Literal["messages", "factors", "all-reduce"]
+"""How a candidate averages gradients: in two hops, as factors with two hops each, or by torch's own all-reduce."""
 _RING_PIECE = 1 << 20
 """Bytes that gloo sends around the ring in one piece, at most."""
 
@@ -36,6 +38,7 @@ class CandidateCost:
     name: str
     forward: MessageCost
     backward: MessageCost
+    transport: Transport = "messages"
 
     @property
     def pair(self) -> tuple[MessageCost, MessageCost]:
@@ -63,6 +66,9 @@ class Workload:
         latency: seconds that a packet takes from one rank to another.
         buckets: the number of buckets in which torch averages gradients.
         segments: the number of segments in which we do.
+        all_reduce_seconds: processor seconds of torch's all-reduce for a byte that a rank sends, with the one that it
+            receives. In ddp those of all uncompressed bytes are part of `compute`; a candidate that sends fewer bytes
+            saves what these would have taken.
     """
 
     parallelism: Parallelism
@@ -76,6 +82,7 @@ class Workload:
     latency: float = 0.0
     buckets: int = 1
     segments: int = 1
+    all_reduce_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         validate.check_choice("recommend, parallelism", self.parallelism, get_args(Parallelism))
@@ -83,6 +90,8 @@ class Workload:
         validate.check_float("recommend, mbps", self.mbps, do=advice)
         validate.check_float("recommend, compute", self.compute, exclusive=False, do="give the seconds of a step")
         validate.check_float("recommend, latency", self.latency, exclusive=False, do="give half of what ping says")
+        advice = "give what a byte takes"
+        validate.check_float("recommend, all_reduce_seconds", self.all_reduce_seconds, exclusive=False, do=advice)
         validate.check_int("recommend, world_size", self.world_size, minimum=2, do="give two ranks or more")
         for name in ("micro_batches", "buckets", "segments"):
             validate.check_int(f"recommend, {name}", getattr(self, name))
@@ -138,6 +147,8 @@ class Workload:
     def codec_seconds(self, candidate: CandidateCost) -> float:
         """Seconds of a step spent on encoding and decoding."""
         forward, backward = candidate.pair
+        if candidate.transport == "all-reduce":
+            return forward.encode + forward.decode
         if self.parallelism == "ddp":  # one encode of each hop; decodes of others' shards, then of all sums
             return forward.encode + forward.decode * (2 - 1 / self.world_size)
         first_stage, last_stage = forward.encode + backward.decode, forward.decode + backward.encode
@@ -152,11 +163,21 @@ class Workload:
     def step_seconds(self, candidate: CandidateCost) -> float:
         """Seconds of a step with compression."""
         forward, backward = candidate.forward.wire, candidate.backward.wire
-        wire = self.transfer_seconds(forward, backward, is_encoded=True)
-        wire += self.latency_seconds(forward, is_encoded=True)
+        is_encoded = candidate.transport != "all-reduce"
+        exchanges = 2 if candidate.transport == "factors" else 1  # right factors follow the averages of left ones
+        wire = self.transfer_seconds(forward, backward, is_encoded=is_encoded)
+        wire += exchanges * self.latency_seconds(forward / exchanges, is_encoded=is_encoded)
         if self.parallelism == "pipeline" and self.schedule == "GPipe" and not self.overlap:
             wire -= self._hidden_seconds(forward, backward)
-        return self._seconds(self.compute + self.codec_seconds(candidate), wire, self.segments)
+        work = self.compute + self.codec_seconds(candidate) - self._saved_seconds(candidate.forward)
+        return self._seconds(work, wire, self.segments if is_encoded else self.buckets)
+
+    def _saved_seconds(self, cost: MessageCost) -> float:
+        """Processor seconds of `compute` that bytes which are not sent would have taken: in ddp."""
+        if self.parallelism != "ddp":
+            return 0.0
+        saved_bytes = self.nbytes(cost.raw, cost.raw) - self.nbytes(cost.wire, cost.wire)
+        return min(self.compute, self.all_reduce_seconds * saved_bytes)
 
     def _hidden_seconds(self, forward: float, backward: float) -> float:
         """Seconds in which GPipe's compressed messages cross beside computing: all but the first one of a direction,
