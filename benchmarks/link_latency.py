@@ -3,10 +3,12 @@
     python benchmarks/link_latency.py                                  # about half an hour on two idle cores
     python benchmarks/link_latency.py --worlds 2 --links 100:0 1000:5 --only none q4:64
     python benchmarks/link_latency.py --kinds 1F1B Interleaved1F1B --worlds 2
+    python benchmarks/link_latency.py --worlds 4 --per-node 2 --only none q4:64 "q4:64, two levels"
 
 Real gloo processes in network namespaces (link_net.py, which takes root). Replicas (ddp) train a perceptron whose
-backward pass takes about as long as a message; a step without any communication is timed as well. Pipelines train
-link.py's GPT. Cases take turns in every round, and the figures are medians over all steps. Beside them stands what the
+backward pass takes about as long as a message; a step without any communication is timed as well. With `--per-node 2`
+two ranks share a host, between which nothing is limited, and the link is that between hosts. Pipelines train link.py's
+GPT. Cases take turns in every round, and the figures are medians over all steps. Beside them stands what the
 model behind `recommend` predicts (link_forecast.py). Results go to results/link_latency.json; links that are not
 measured again stay.
 """
@@ -31,7 +33,10 @@ SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
 WORKER = Path(__file__).with_name("link_worker.py")
 LINKS = (link_forecast.FREE, "100:0", "100:5", "100:30", "1000:0", "1000:5", "1000:30", "10000:0")
 CASES = {
-    "ddp": ("compute alone", "none", "bf16 hook", "PowerSGD 4", "q8:64", "q4:64", "lowrank4(q8:64)"),
+    "ddp": (
+        *("compute alone", "none", "bf16 hook", "PowerSGD 4", "bf16", "q8:64", "q4:64"),
+        *("lowrank4(q8:64)", "lowrank16(q8:64)"),
+    ),
     "pipeline": ("none", "bf16", "q8:64", "q4:64"),
 }
 
@@ -39,7 +44,7 @@ CASES = {
 def measure(args: argparse.Namespace, kind: str, world: int, link: str) -> dict[str, Any]:
     """Medians of the seconds of a step of each case, and bytes that the first rank sends in it."""
     mbps, delay_ms = (float(number) for number in link.split(":"))
-    job = {"world": world, "rounds": args.rounds, "steps": args.steps, "warm": 3}
+    job = {"world": world, "rounds": args.rounds, "steps": args.steps, "warm": 3, "per_node": args.per_node}
     if kind == "ddp":
         job |= {"kind": "ddp", "parameters": args.parameters, "rows": args.rows, "bucket_mb": args.bucket_mb}
     else:
@@ -49,7 +54,7 @@ def measure(args: argparse.Namespace, kind: str, world: int, link: str) -> dict[
     specs = [(name, "" if name == "none" else name) for name in only]
     job["cases"] = [{"name": name, "forward": spec, "backward": spec} for name, spec in specs]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    with link_net.Network(world, delay_ms, mbps) as network:
+    with link_net.Network(world // args.per_node, delay_ms, mbps) as network:
         if not delay_ms:
             network.shape(mbps or None)
         job["address"] = network.address(0)
@@ -85,6 +90,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", choices=("ddp", *SCHEDULES), default=("ddp",))
     parser.add_argument("--worlds", type=int, nargs="+", default=(2, 4))
+    parser.add_argument(
+        "--per-node", type=int, default=1, help="ranks that share a host; the others are two hosts or more"
+    )
     parser.add_argument("--links", nargs="+", default=LINKS, help="Mbit/s:milliseconds")
     parser.add_argument("--only", nargs="+", help="cases, such as q4:64")
     parser.add_argument("--rounds", type=int, default=3)
@@ -105,11 +113,17 @@ def main() -> None:
     names = ("parameters", "rows", "bucket_mb", "micro_batches", "batch", "rounds", "steps")
     figures |= {name: getattr(args, name) for name in names}
     figures |= {"machine": machine(), "date": date.today().isoformat()}
+    for world in args.worlds:
+        if world % args.per_node or world // args.per_node < 2:
+            parser.error(f"{world} ranks cannot be two hosts or more of {args.per_node} ranks")
     for kind, world, link in product(args.kinds, args.worlds, args.links):
-        key = f"{kind}, {world} ranks, {link}"
+        nodes = f" in {world // args.per_node} nodes" if args.per_node > 1 else ""
+        key = f"{kind}, {world} ranks{nodes}, {link}"
         figures["links"][key] = measure(args, kind, world, link)
+        figures.setdefault("dates", {})[key] = date.today().isoformat()
         args.out.write_text(json.dumps(figures, indent=1))
         print(f"  {key}: done", file=sys.stderr, flush=True)
+    link_forecast.measure_costs(figures)
     link_forecast.predict(figures)
     args.out.write_text(json.dumps(figures, indent=1))
     show(figures)

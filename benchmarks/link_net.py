@@ -81,14 +81,14 @@ class Network:
                 _do("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", *_bucket(mbps))
 
     def run(self, commands: Sequence[Sequence[str]], *, env: dict[str, str], timeout: float) -> list[str]:
-        """Run one command on each host; what they printed.
+        """Run as many commands on each host, one host after the other; what they printed.
 
         Raises:
             RuntimeError: one failed, or they took longer than `timeout` seconds; all of them are killed then.
         """
         deadline = time.monotonic() + timeout
-        for name, command in zip(self.hosts, commands, strict=True):
-            line = ["ip", "netns", "exec", name, *command]
+        for place, command in enumerate(commands):
+            line = ["ip", "netns", "exec", self.hosts[place * len(self.hosts) // len(commands)], *command]
             self.running.append(subprocess.Popen(line, env=env, stdout=subprocess.PIPE, text=True))
         try:
             outputs = [

@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shrinkpoint.comm.ddp import compress_ddp
 from shrinkpoint.comm.pipeline import compress_pipeline
 
-NO_SYNC = "compute alone"
+NO_SYNC, TWO_LEVELS = "compute alone", ", two levels"
 SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 INTERLEAVED = {"Interleaved1F1B": ScheduleInterleaved1F1B, "LoopedBFS": ScheduleLoopedBFS}
 Job = tuple[Callable[[], float | None], Callable[[], dict[str, float]]]
@@ -125,8 +125,11 @@ def averaging(job: dict[str, Any], case: dict[str, Any]) -> Iterator[Job]:
     elif hook == "PowerSGD 4":
         parallel.register_comm_hook(PowerSGDState(None, 4, start_powerSGD_iter=2), powerSGD_hook)
     elif hook and hook != NO_SYNC:
-        spec, _, numel = hook.partition(", segments of ")
-        handle = compress_ddp(parallel, spec, **({"segment_numel": int(numel)} if numel else {}))
+        is_two_levels = hook.endswith(TWO_LEVELS)
+        spec, _, numel = hook.removesuffix(TWO_LEVELS).partition(", segments of ")
+        options = {"segment_numel": int(numel)} if numel else {}
+        options |= {"ranks_per_node": job["per_node"]} if is_two_levels else {}
+        handle = compress_ddp(parallel, spec, **options)
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
     rows = torch.randn(2, job["rows"], side, generator=torch.Generator().manual_seed(dist.get_rank()))
 
