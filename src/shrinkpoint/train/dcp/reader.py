@@ -216,7 +216,7 @@ def load(
                     continue
                 values = payload.read_box(entry, chunk, (0,) * len(chunk.sizes), chunk.sizes)
                 as_bits(state[entry.fqn])[box_slices(chunk.offsets, chunk.sizes)].copy_(as_bits(values))
-    return _unflatten(state, metadata.entries) if nested else state
+    return unflatten(state, metadata.entries) if nested else state
 
 
 def _select_entries(metadata: CheckpointMetadata, only: str | Sequence[str], where: str) -> list[EntryMetadata]:
@@ -238,7 +238,7 @@ def _allocate(entry: EntryMetadata, root: Path | ObjectUrl) -> Tensor:
     return empty(entry.size, torch_dtype(entry.dtype))
 
 
-def _unflatten(state: Mapping[str, Any], entries: Mapping[str, EntryMetadata]) -> dict[str, Any]:
+def unflatten(state: Mapping[str, Any], entries: Mapping[str, EntryMetadata]) -> dict[str, Any]:
     """The nested state dict of values by fully qualified name."""
     nest: dict[str, Any] = {}
     for fqn, value in state.items():

@@ -1,0 +1,288 @@
+"""Saves and restores a training loop whose state is sharded: a directory a step, all ranks together."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from shrinkpoint import validate
+from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError, ShrinkpointError
+from shrinkpoint.schemes.lossless import Lossless
+from shrinkpoint.sharding.collectives import gather_or_raise
+from shrinkpoint.storage import LocalStorage
+from shrinkpoint.store import SaveReport, layout
+from shrinkpoint.store.directory import is_checkpoint
+from shrinkpoint.tensors.dtypes import torch_dtype
+from shrinkpoint.train.dcp.checkpoint_metadata import EntryMetadata
+from shrinkpoint.train.dcp.directory import latest_valid
+from shrinkpoint.train.dcp.reader import Reader, open_checkpoint, unflatten
+from shrinkpoint.train.dcp.writer import Writer
+from shrinkpoint.train.restore import RestoreResult
+from shrinkpoint.train.state_dicts import check_state_dicts, check_tensor_fits, collect_state_dicts, load_state_dicts
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Manager:
+    """Saves a loop's objects by `Writer`, losslessly, into a directory a step, and restores them by `Reader`.
+
+    All ranks make the same calls. The state of an optimizer is stored by the names of its parameters; nothing is made
+    up for one that has not stepped yet. What differs between ranks and is not sharded, such as random generators, is
+    not saved: a `Journal` keeps those of each rank.
+
+    Args:
+        path: the directory of the checkpoints, which ranks share.
+        keep: how many of the newest checkpoints stay; None: all.
+        keyframe_every: of `Writer`.
+        threads: native threads for coding; None: every core, shared with the other ranks on this machine.
+        group: the ranks; None: all.
+
+    Attributes:
+        last_report: the report of the last save, on the rank that coordinates; None elsewhere, and before.
+
+    Raises:
+        PolicyError: an invalid argument.
+    """
+
+    is_sharded: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        keep: int | None = 2,
+        keyframe_every: int | Literal["auto"] | None = "auto",
+        threads: int | None = None,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        self._root = LocalStorage(path).path.absolute()
+        self._keep = validate.check_optional_int("keep", keep, none_meaning="for all")
+        self._keyframe_every: int | Literal["auto"] | None = keyframe_every
+        if keyframe_every != "auto":
+            self._keyframe_every = validate.check_keyframe_every(keyframe_every)
+        self._threads, self._group = validate.check_threads(threads), group
+        self.last_report: SaveReport | None = None
+        self.scheme = Lossless()
+
+    def __repr__(self) -> str:
+        return f"Manager({str(self._root)!r})"
+
+    @property
+    def journal_directory(self) -> Path:
+        """Where a `Journal` of these checkpoints is."""
+        return self._root / "journal"
+
+    def save(self, step: int, *, metrics: Mapping[str, Any] | None = None, **objects: Any) -> SaveReport | None:
+        """Save objects as they are now, and return once that is committed; then delete what `keep` does not keep.
+
+        Args:
+            step: number of the training step, at least 0.
+            metrics: numbers, for people.
+            objects: modules, optimizers over their parameters, and others with `state_dict`, by name.
+
+        Returns:
+            The report, on the rank that coordinates.
+
+        Raises:
+            PolicyError: an object without `state_dict`; a step or metric that is not a number.
+            StorageError: writing failed on a rank; every checkpoint that was there still loads.
+            Exception: whatever else failed on a rank.
+        """
+        directory = self._root / layout.step_dir(layout.check_step(step))
+        names = _parameter_names(objects)
+        state = {name: _state_of(obj, name, names) for name, obj in objects.items()}
+        reports: list[SaveReport] = []
+        writer = Writer(
+            directory,
+            keyframe_every=self._keyframe_every,
+            threads=self._threads,
+            group=self._group,
+            step=step,
+            metrics=metrics,
+            on_save=reports.append,
+        )
+        with _own_errors():
+            save(state, storage_writer=writer, process_group=self._group)
+        if not reports:
+            return None
+        [self.last_report] = reports
+        self._delete_old()
+        return self.last_report
+
+    def restore(self, step: int | None = None, **objects: Any) -> RestoreResult[int] | None:
+        """Load a checkpoint into objects, on any number of ranks; modules in place.
+
+        Args:
+            step: None: the newest checkpoint that is valid on all ranks. A number: that checkpoint or an error.
+            objects: what was passed to `save`; objects that are left out are not changed.
+
+        Returns:
+            Where training resumes; None if there is no checkpoint.
+
+        Raises:
+            MismatchError: the checkpoint does not fit; nothing was changed unless an object itself refused its state.
+            NotFoundError: there is no such checkpoint.
+            ChainError, FormatError, StorageError: it does not load; modules may have changed.
+        """
+        begin = time.perf_counter()
+        directory: Any = self._root / layout.step_dir(layout.check_step(step)) if step is not None else None
+        if directory is None and (directory := latest_valid(self._root, self._group)) is None:
+            return None
+        flat: dict[str, Any] = {}
+
+        def prepare() -> None:
+            if not is_checkpoint(directory):
+                raise NotFoundError(str(directory), found="no checkpoint", do="restore another step")
+            _, metadata = open_checkpoint(directory)
+            flat.update(_targets(metadata.entries, objects, str(directory)))
+
+        gather_or_raise(prepare, self._group)
+        with _own_errors():
+            load(flat, storage_reader=Reader(directory, threads=self._threads), process_group=self._group)
+        manifest, metadata = open_checkpoint(directory)
+        nest, names = unflatten(flat, metadata.entries), _parameter_names(objects)
+        states = {name: _by_number(obj, nest.get(name, {}), names) for name, obj in objects.items()}
+        for name, obj in objects.items():
+            check_state_dicts(obj, states[name], f"{directory}, {name}", strict=True)
+        for name, obj in objects.items():
+            load_state_dicts(obj, states[name], f"{directory}, {name}", strict=True)
+        assert manifest.step is not None
+        result: RestoreResult[Any] = RestoreResult.from_manifest(
+            manifest, time.perf_counter() - begin, directory=directory
+        )
+        return result
+
+    def wait(self) -> None:
+        """Return: a save is durable when `save` returns."""
+
+    def _delete_old(self) -> None:
+        """Delete the directories before the newest ones; one that is without a manifest counts as none of these."""
+        numbered = {layout.step_of_dir(path.name): path for path in self._root.iterdir() if path.is_dir()}
+        steps = sorted(step for step, path in numbered.items() if step is not None and is_checkpoint(path))
+        if self._keep is None or len(steps) <= self._keep:
+            return
+        for step, path in numbered.items():
+            if step is not None and step < steps[-self._keep]:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
+    """The names of the parameters of all modules, by `id`."""
+    names: dict[int, str] = {}
+    for obj in objects.values():
+        if isinstance(obj, nn.Module):
+            for module in obj.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # after a forward pass alone the root has whole parameters
+            names |= {id(parameter): name for name, parameter in obj.named_parameters()}
+    return names
+
+
+def _keys(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
+    """How each parameter of an optimizer is called in a checkpoint, in the order of its groups."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    keys = [names.get(id(parameter), f"{index}") for index, parameter in enumerate(parameters)]
+    if len(set(keys)) < len(keys):
+        found, do = "parameters of two modules with one name", "save each module with an optimizer of its own"
+        raise PolicyError("optimizer", found=found, expected="a name for each parameter", do=do)
+    return keys
+
+
+def _state_of(obj: Any, name: str, names: Mapping[int, str]) -> Any:
+    """The state dict of an object; of an optimizer, by the names of parameters."""
+    state = collect_state_dicts(obj, name)
+    if not isinstance(obj, Optimizer):
+        return state
+    keys = _keys(obj, names)
+    groups = [{**group, "params": [keys[index] for index in group["params"]]} for group in state["param_groups"]]
+    return {**state, "state": {keys[index]: slots for index, slots in state["state"].items()}, "param_groups": groups}
+
+
+def _by_number(obj: Any, saved: Any, names: Mapping[int, str]) -> Any:
+    """A state dict as its object loads it: of an optimizer, by the numbers of parameters."""
+    if not isinstance(obj, Optimizer):
+        return saved
+    numbers = {key: index for index, key in enumerate(_keys(obj, names))}
+    groups = [{**group, "params": [numbers.get(key, -1) for key in group["params"]]} for group in saved["param_groups"]]
+    slots = {numbers[key]: value for key, value in saved.get("state", {}).items()}
+    return {**saved, "state": dict(sorted(slots.items(), key=lambda slot: slot[0])), "param_groups": groups}
+
+
+def _targets(entries: Mapping[str, EntryMetadata], objects: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What a checkpoint's entries are read into: tensors of modules themselves, and new ones.
+
+    Raises:
+        MismatchError: it lacks an object, or a module has other tensors.
+    """
+    names = _parameter_names(objects)
+    saved_names = dict.fromkeys((entry.path or (fqn,))[0] for fqn, entry in entries.items())
+    for name, obj in objects.items():
+        if name not in saved_names:
+            found, do = f"no {name!r}, only {', '.join(map(repr, saved_names))}", "leave it out"
+            raise MismatchError(where, found=found, expected="all that is to be restored", do=do)
+        if isinstance(obj, nn.Module):
+            _check_module(obj, name, entries, where)
+    live = {name: obj.state_dict() for name, obj in objects.items() if isinstance(obj, nn.Module)}
+    parameters = {
+        name: dict(zip(_keys(obj, names), (p for group in obj.param_groups for p in group["params"]), strict=True))
+        for name, obj in objects.items()
+        if isinstance(obj, Optimizer)
+    }
+    targets: dict[str, Any] = {}
+    for fqn, entry in entries.items():
+        name, *path = map(str, entry.path or (fqn,))
+        if name in objects:
+            owner = parameters[name].get(path[1]) if name in parameters and path[0] == "state" else None
+            if name in parameters and path[0] == "state" and owner is None:
+                found, do = f"the state of {path[1]!r}", "build the optimizer over the same parameters"
+                raise MismatchError(f"{where}, {name}", found=found, expected="that of its parameters", do=do)
+            targets[fqn] = live[name].get(path[0]) if name in live else _empty(entry, owner)
+    return targets
+
+
+def _check_module(module: nn.Module, name: str, entries: Mapping[str, EntryMetadata], where: str) -> None:
+    saved = {entry.path[1]: entry for entry in entries.values() if entry.path is not None and entry.path[0] == name}
+    live = module.state_dict()
+    if saved.keys() != live.keys():
+        key = next(iter(saved.keys() ^ live.keys()))
+        found = f"{'a' if key in saved else 'no'} key {key!r} in the checkpoint"
+        raise MismatchError(f"{where}, {name}", found=found, expected="the same keys", do="build the model as it was")
+    for key, value in live.items():
+        if isinstance(value, Tensor) and saved[key].is_tensor:
+            like = torch.empty(saved[key].size, dtype=torch_dtype(saved[key].dtype), device="meta")
+            check_tensor_fits(value, like, f"{where}, {name}, {key}", strict=True)
+
+
+def _empty(entry: EntryMetadata, parameter: Tensor | None) -> Tensor | None:
+    """A tensor for an entry, sharded as the parameter that has its shape; None for what is no tensor."""
+    if not entry.is_tensor:
+        return None
+    dtype = torch_dtype(entry.dtype)
+    if parameter is not None and entry.size and tuple(parameter.shape) == tuple(entry.size):
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.empty(entry.size, dtype=dtype)
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raise the first error of ours in the `CheckpointException` of torch, which is no `Exception`."""
+    try:
+        yield
+    except CheckpointException as error:
+        own = [failure for _, (failure, _) in sorted(error.failures.items()) if isinstance(failure, ShrinkpointError)]
+        if own:
+            raise own[0] from error
+        raise

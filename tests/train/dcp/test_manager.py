@@ -1,0 +1,115 @@
+"""Promise: a sharded loop is saved and restored as it is, on any number of ranks, and nothing is made up for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.processes import ranks
+
+from shrinkpoint.errors import PolicyError
+from shrinkpoint.train.dcp import Manager
+
+RANKS = """
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    from helpers.multi_rank_training import Net, digest
+    from helpers.replica_search import caught, join, leave
+    from shrinkpoint.train.dcp import Manager
+
+    KINDS = {
+        "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
+        "sgd": lambda parameters: torch.optim.SGD(parameters, lr=3e-3),
+        "momentum": lambda parameters: torch.optim.SGD(parameters, lr=3e-3, momentum=0.9),
+    }
+
+    class Loop:
+        def __init__(self, mesh, kind, inner=131):
+            self.model = Net(inner=inner)
+            for layer in (self.model.first, self.model.second, self.model):
+                fully_shard(layer, mesh=mesh)
+            last, rest = list(self.model.last.parameters()), list(self.model.parameters())[:-2]
+            self.optimizer = KINDS[kind]([{"params": last}, {"params": rest, "lr": 1e-3}])
+            self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+
+        @property
+        def objects(self):
+            return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+
+        def train(self, steps):
+            for step in range(steps):
+                x = torch.randn(16, 48, generator=torch.Generator().manual_seed(step))
+                self.model(x).square().mean().backward()
+                self.optimizer.step(), self.scheduler.step(), self.optimizer.zero_grad()
+            return self
+
+        def state(self):
+            with torch.no_grad():
+                self.model(torch.zeros(2, 48))  # after which the root has whole parameters
+            return digest({name: one.state_dict() for name, one in self.objects.items()})
+
+    def of_rank(rank, width, folder):
+        said, mesh = join(rank, width, folder), init_device_mesh("cpu", (width,))
+        for kind in KINDS:
+            where = f"{folder}/{kind}"
+            if width == 2:
+                loop, manager = Loop(mesh, kind), Manager(where)
+                said[kind] = [manager.restore(**loop.objects)]
+                manager.save(0, **loop.objects)
+                for step in (1, 2, 3):
+                    manager.save(step, metrics={"loss": 1.5}, **loop.train(1).objects)
+                said[kind].append(loop.state())
+                said[kind].append(manager.last_report and manager.last_report.step)
+                said["nothing made up"] = len(Loop(mesh, kind).optimizer.state)
+            loop = Loop(mesh, kind)
+            if width == 2:
+                loop.train(2)
+            restored = Manager(where).restore(**loop.objects)
+            said[kind + " again"] = [restored.step, dict(restored.metrics), loop.state()]
+            if width == 2:
+                said[kind + " older"] = Manager(where).restore(2, **loop.objects).step
+        before = loop.state()
+        wrong = Loop(mesh, "adamw")
+        said["absent step"] = caught(lambda: Manager(where).restore(77, **loop.objects))
+        said["absent object"] = caught(lambda: Manager(where).restore(**loop.objects, other=nn.Linear(1, 1)))
+        said["other sizes"] = caught(lambda: Manager(where).restore(**Loop(mesh, "momentum", inner=9).objects))
+        said["other kind"] = caught(lambda: Manager(where).restore(**wrong.objects))
+        said["no state"] = caught(lambda: Manager(where).save(9, model=loop.model, other=3))
+        said["unchanged"] = loop.state() == before
+        leave(said, rank, folder)
+"""
+
+
+def test_a_loop_goes_on_as_it_was_on_any_number_of_ranks(tmp_path: Path):
+    reports = ranks(RANKS, 2, tmp_path)
+    for rank, report in enumerate(reports):
+        for kind in ("adamw", "sgd", "momentum"):
+            first, state, saved = report[kind]
+            assert first is None and saved == (None if rank else 3)
+            assert report[kind + " again"] == [3, {"loss": 1.5}, state]
+            assert report[kind + " older"] == 2
+        assert report["nothing made up"] == 0 and report["unchanged"]
+        errors = {name: report[name][0] for name in ("absent step", "absent object", "other sizes", "other kind")}
+        assert errors == {
+            "absent step": "NotFoundError",
+            "absent object": "MismatchError",
+            "other sizes": "MismatchError",
+            "other kind": "MismatchError",
+        }
+        assert report["no state"][0] == "PolicyError"
+    names = sorted(path.name for path in (tmp_path / "adamw").iterdir())
+    assert names == ["step-000000002", "step-000000003"]  # the newest two
+    (tmp_path / "rendezvous").unlink()
+    [alone] = ranks(RANKS, 1, tmp_path)
+    assert alone["adamw again"] == reports[0]["adamw again"]
+
+
+def test_arguments_that_are_wrong_are_refused(tmp_path: Path):
+    for wrong in ({"keep": 0}, {"keep": 1.5}, {"keyframe_every": 0}, {"threads": -1}):
+        with pytest.raises(PolicyError):
+            Manager(tmp_path, **wrong)
+    with pytest.raises(PolicyError):
+        Manager("s3://bucket/run")
