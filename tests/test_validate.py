@@ -63,10 +63,10 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
         {**COMMON, "keep": [3, sp.Keep], "background": NO_FLAG, "on_save": NO_FUNCTION},
     ),
     "Journal": (
-        lambda **wrong: sp.train.Journal(**{"manager": MANAGER, "replicas": REPLICAS, "update": len, **wrong}),
+        lambda **wrong: sp.train.Journal(**{"manager": MANAGER, "compression": REPLICAS, "update": len, **wrong}),
         {
             "manager": [3, "runs", None, sp.CheckpointManager],
-            "replicas": [3, MODEL, None],
+            "compression": [3, MODEL, None],
             "update": NO_FUNCTION,
             "max_bytes": NO_COUNT,
             "sync_every": NO_COUNT,

@@ -102,6 +102,10 @@ def runs(number: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters())
     names = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "loss_function": nn.functional.mse_loss}
     names |= {"last_step": 3, "batch_of": lambda step: (torch.ones(3, 4) * step, torch.ones(3, 2))}
+    from torch.distributed.fsdp import fully_shard
+
+    shards = fully_shard(nn.Linear(4, 2))
+    names |= {"sharded_model": shards, "sharded_update": torch.optim.AdamW(shards.parameters()).step}
     return {"sp": sp, "torch": torch, "ddp_model": model, "optimizer": optimizer, **names}
 
 

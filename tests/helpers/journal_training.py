@@ -10,11 +10,15 @@ from typing import Any
 import torch
 from helpers.replica_search import digest
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import shrinkpoint as sp
-from shrinkpoint.comm import compress_ddp
+from shrinkpoint.comm import compress_ddp, compress_fsdp
+from shrinkpoint.comm.flat_gradient import local_tensor
 from shrinkpoint.train import Journal, JournalRestore
+from shrinkpoint.train.dcp import Manager
 
 
 class Noisy(nn.Module):
@@ -36,6 +40,23 @@ class Noisy(nn.Module):
         return self.last(self.drop(self.hidden(self.norm(self.conv(x)).relu().flatten(1))).double())
 
 
+class Uneven(nn.Module):
+    """Sizes that no number of ranks divides, running averages, dropout, a frozen layer, and one that is seldom used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.drop = nn.Linear(13, 47), nn.BatchNorm1d(47), nn.Dropout(0.3)
+        self.frozen, self.seldom = nn.Linear(47, 47).requires_grad_(False), nn.Linear(47, 47)
+        self.last = nn.Linear(47, 1)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.frozen(self.drop(self.norm(self.first(x)).relu()))
+        return self.last(self.seldom(x) if self.calls % 3 else x)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, amsgrad=True),
@@ -47,12 +68,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 class Run:
     """What a process has while it trains."""
 
-    model: DDP
+    model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.StepLR
-    manager: sp.CheckpointManager
+    manager: sp.CheckpointManager | Manager
     journal: Journal
     rank: int
+    shape: tuple[int, ...] = (6, 3, 4, 4)
     restored: JournalRestore | None = None
 
     @property
@@ -61,8 +83,10 @@ class Run:
 
     def bits(self) -> str:
         """Of weights, buffers and the optimizer's state."""
-        slots = [slot for state in self.optimizer.state.values() for slot in state.values() if slot is not None]
-        return digest(*self.model.parameters(), *self.model.buffers(), *slots)
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        states = [self.optimizer.state.get(parameter, {}) for parameter in parameters]
+        slots = [state[name] for state in states for name in sorted(state) if state[name] is not None]
+        return digest(*map(local_tensor, [*self.model.parameters(), *self.model.buffers(), *slots]))
 
     def random(self) -> list[float]:
         """What each generator would give next."""
@@ -92,12 +116,13 @@ class Run:
         return self
 
     def backward(self) -> None:
-        x = torch.randn(6, 3, 4, 4).to(memory_format=torch.channels_last)
-        self.model(x).square().mean().backward()
+        x = torch.randn(self.shape)
+        self.model(x.to(memory_format=torch.channels_last) if x.dim() == 4 else x).square().mean().backward()
 
     def close(self) -> Run:
         self.journal.close()
-        self.manager.close()
+        if isinstance(self.manager, sp.CheckpointManager):
+            self.manager.close()
         return self
 
 
@@ -135,4 +160,45 @@ def make(
     replicas = compress_ddp(model, compressor, **{"segment_numel": 700, **(wire or {})})
     manager = sp.CheckpointManager(where, background=background)
     run = Run(model, stepped, scheduler, manager, Journal(manager, replicas, step, **options), rank)
+    return run
+
+
+def make_sharded(
+    where: Path | str,
+    optimizer: str = "adamw",
+    *,
+    rank: int,
+    width: int,
+    wire: dict[str, Any] | None = None,
+    update: Callable[[Run], None] | None = None,
+    replicas: int = 1,
+    **options: Any,
+) -> Run:
+    """A run of FSDP2 that has not begun.
+
+    Args:
+        wire: options of `compress_fsdp`.
+        update: called after clipping.
+        replicas: of each shard.
+        options: of the journal.
+    """
+    names = ("shard",) if replicas == 1 else ("replicate", "shard")
+    mesh = init_device_mesh("cpu", (width,) if replicas == 1 else (replicas, width // replicas), mesh_dim_names=names)
+    model = Uneven()
+    for layer in (model.first, model.seldom, model):
+        fully_shard(layer, mesh=mesh)
+    stepped = OPTIMIZERS[optimizer]([one for one in model.parameters() if one.requires_grad])
+    scheduler = torch.optim.lr_scheduler.StepLR(stepped, 3, 0.8)
+
+    def step() -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)  # ranks exchange norms here
+        if update is not None:
+            update(run)
+        stepped.step()
+        scheduler.step()
+        stepped.zero_grad()
+
+    manager = Manager(where)
+    journal = Journal(manager, compress_fsdp(model, **(wire or {})), step, **options)
+    run = Run(model, stepped, scheduler, manager, journal, rank, shape=(6, 13))
     return run

@@ -17,7 +17,7 @@ from helpers.processes import ranks
 
 import shrinkpoint as sp
 from shrinkpoint.comm import Accordion, compress_ddp
-from shrinkpoint.errors import CorruptError, MismatchError, PolicyError, StorageError
+from shrinkpoint.errors import CorruptError, LockedError, MismatchError, PolicyError, StorageError
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.train import Journal
 
@@ -31,7 +31,7 @@ def group() -> Iterator[None]:
 
 
 def files(where: Path) -> list[str]:
-    return sorted(path.name for path in (where / "journal").iterdir())
+    return sorted(path.name for path in (where / "journal").glob("*.journal"))
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -140,9 +140,162 @@ def test_a_place_that_takes_no_more_is_an_error_and_loses_no_step(tmp_path: Path
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert place.stat().st_size == size
-    run.close()
-    again = make(tmp_path / "run").train(3).close()
+    copy = shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    again = make(copy).train(3).close()
     assert again.restored is not None and again.restored.step == 3 and again.bits() == state
+    run.journal.step(4)  # there is space again
+    assert run.close().bits() == make(tmp_path / "whole").train(4).close().bits()
+
+
+def test_a_step_whose_update_raises_is_not_in_the_journal(tmp_path: Path):
+    expected = make(tmp_path / "whole").train(4).close().bits()
+
+    def raising(run: Run) -> None:
+        run.optimizer.step()
+        raise ArithmeticError("in the middle")
+
+    make(tmp_path / "run").train(3).close()
+    run = make(tmp_path / "run", update=raising)
+    with pytest.raises(ArithmeticError, match="in the middle"):  # and so does a replay
+        run.journal.restore(**run.objects)
+    run.close()
+    run = make(tmp_path / "run").train(3)
+    update, run.journal._update = run.journal._update, lambda: raising(run)
+    run.backward()
+    with pytest.raises(ArithmeticError):
+        run.journal.step(4)
+    run.journal._update = update
+    run.backward()
+    with pytest.raises(PolicyError, match="no state to begin with"):  # the weights are those of no step
+        run.journal.step(4)
+    run.train(4)
+    assert run.restored is not None and run.restored.step == 3
+    assert run.close().bits() == expected
+
+
+def test_after_a_restore_that_failed_no_step_is_appended(tmp_path: Path):
+    run = make(tmp_path / "run").train(3)
+    place = tmp_path / "run" / "journal" / files(tmp_path / "run")[0]
+    data = place.read_bytes()
+    place.write_bytes(data[:600] + b"damage" + data[606:])
+    with pytest.raises(CorruptError):
+        run.journal.restore(**run.objects)
+    run.backward()
+    with pytest.raises(PolicyError, match="no state to begin with"):
+        run.journal.step(4)
+    run.close()
+
+
+def test_two_runs_do_not_write_one_journal(tmp_path: Path):
+    run, other = make(tmp_path / "run").train(3), make(tmp_path / "run")
+    data = (tmp_path / "run" / "journal" / files(tmp_path / "run")[0]).read_bytes()
+    with pytest.raises(LockedError):
+        other.journal.restore(**other.objects)
+    with pytest.raises(LockedError):
+        other.journal.save(0, **other.objects)
+    assert (tmp_path / "run" / "journal" / files(tmp_path / "run")[0]).read_bytes() == data
+    run.close()
+    assert other.train(3).close().bits() == run.bits()
+
+
+def test_records_stay_until_the_checkpoint_of_this_course_of_the_run_is_committed(tmp_path: Path):
+    expected = make(tmp_path / "whole").train(7, save_every=100).close().bits()
+    run = make(tmp_path / "run").train(0)
+    run.manager.save(5, **run.objects)  # an old checkpoint of this step
+    run.manager.store.forget(5)
+    run.manager.save = lambda *a, **b: None  # as if killed before its manifest was there
+    for step in range(1, 7):
+        run.backward(), run.journal.step(step)
+        if step == 5:
+            run.journal.save(5, **run.objects)
+    assert len(files(tmp_path / "run")) == 2
+    run.close()
+    assert make(tmp_path / "run").train(7).close().bits() == expected
+
+
+def test_a_checkpoint_that_is_older_than_an_open_file_does_not_lose_the_file(tmp_path: Path):
+    expected = make(tmp_path / "whole").train(8, save_every=100).close().bits()
+    run = make(tmp_path / "run").train(5, save_every=100)
+    run.manager.store.storage.delete = lambda *a: None
+    keep = (tmp_path / "run" / "journal" / files(tmp_path / "run")[0]).read_bytes()
+    run.journal.save(5, **run.objects)
+    run.close()
+    (tmp_path / "run" / "journal" / "000000000000-00000.journal").write_bytes(keep)  # as before it was deleted
+    run = make(tmp_path / "run")
+    restored = run.journal.restore(0, **run.objects)
+    assert restored is not None and (restored.step, restored.replayed) == (5, 5)
+    for step in (6, 7):
+        run.backward(), run.journal.step(step)
+    run.close()
+    run = make(tmp_path / "run").train(8, save_every=100)  # from the checkpoint of step 5
+    assert run.restored is not None and (run.restored.step, run.restored.checkpoint.step) == (7, 5)
+    assert run.close().bits() == expected
+
+
+def test_a_rehearsal_finds_what_does_not_repeat(tmp_path: Path):
+    run = make(tmp_path / "run", background=True).train(8)
+    state = run.bits(), run.random()
+    restored = run.journal.rehearse(**run.objects)
+    assert (restored.step, restored.replayed) == (8, 3) and (run.bits(), run.random()) == state
+    assert run.train(8).close().bits() == state[0]
+    calls = []
+
+    def counted(run: Run) -> None:
+        calls.append(None)
+        run.optimizer.param_groups[0]["lr"] = 0.01 + 1e-4 * len(calls)
+        run.optimizer.step(), run.optimizer.zero_grad()
+
+    run = make(tmp_path / "counted", update=counted, check_every=1000).train(3)
+    with pytest.raises(MismatchError, match=r"step 3: a replay with .*weights.*optimizer.* of its own"):
+        run.journal.rehearse(**run.objects)
+    run.close()
+
+
+@pytest.mark.parametrize("change", ["no generators", "short generator", "short buffer", "gradients", "counts"])
+def test_a_record_that_is_whole_and_wrong_is_an_error_of_this_library(tmp_path: Path, change: str):
+    run = make(tmp_path / "run").train(1)
+    blobs, counts = run.journal._state.blobs, run.journal._compression.counts
+
+    def changed() -> dict:
+        result = blobs()
+        if change == "no generators":
+            result.pop("rng/torch")
+        if change.startswith("short"):
+            name = "rng/numpy" if change == "short generator" else "buffer/norm.running_mean"
+            result[name] = [bytes(result[name][0])[:3]]
+        return result
+
+    run.journal._state.blobs = changed
+    if change == "counts":
+        run.journal._compression.counts = lambda: {"first": [-1]}
+    if change == "gradients":
+        messages = run.journal._record.messages
+        run.journal._record.messages = lambda step: messages(step)[1:]
+    run.backward(), run.journal.step(2)
+    run.journal._compression.counts = counts
+    run.close()
+    run = make(tmp_path / "run")
+    with pytest.raises((CorruptError, MismatchError)):
+        run.journal.restore(**run.objects)
+    run.close()
+
+
+def test_the_bound_holds_with_many_buffers(tmp_path: Path):
+    def made(where: Path) -> Run:
+        run = make(where, max_bytes=400_000)
+        for index in range(150):
+            run.model.module.norm.register_buffer(f"a_name_that_is_not_short_{index}", torch.zeros(1))
+        return run
+
+    run = made(tmp_path / "run")
+    run.journal.save(0, **run.objects)
+    place = tmp_path / "run" / "journal" / files(tmp_path / "run")[0]
+    begin, step = place.stat().st_size, 0
+    while not run.journal.is_full:
+        step += 1
+        run.backward(), run.journal.step(step)
+    assert 300_000 < place.stat().st_size - begin <= 400_000
+    run.close()
 
 
 def test_another_branch_of_a_run_is_not_continued(tmp_path: Path):
@@ -239,7 +392,7 @@ def test_a_full_journal_stops_says_so_and_asks_for_a_save(tmp_path: Path):
 def test_calls_out_of_order_are_refused(tmp_path: Path):
     run = make(tmp_path / "run")
     run.backward()
-    with pytest.raises(PolicyError, match="no checkpoint to begin with"):
+    with pytest.raises(PolicyError, match="no state to begin with"):
         run.journal.step(1)
     run.journal.save(0, **run.objects)
     with pytest.raises(PolicyError, match="step 2; expected 1"):
@@ -301,7 +454,7 @@ def test_a_journal_of_other_settings_is_refused(tmp_path: Path):
 
 
 RANKS = """
-    import os
+    import os, warnings
     import torch
     import torch.distributed as dist
     from helpers.journal_training import make
@@ -348,6 +501,33 @@ RANKS = """
             again.journal.step(9)
             said[how].append(again.close().bits())
 
+        # a file that one rank cannot begin: no checkpoint, and all go on in the old one
+        run = make(f"{folder}/blocked", rank=rank).train(8)
+        if rank == 1:
+            os.mkdir(f"{folder}/blocked/journal/000000000008-00001.journal")
+        said["blocked"] = caught(lambda: run.journal.save(8, **run.objects))
+        dist.barrier()
+        if rank == 1:
+            os.rmdir(f"{folder}/blocked/journal/000000000008-00001.journal")
+        run.backward(), run.journal.step(9), run.close()
+        said["after"] = state(make(f"{folder}/blocked", rank=rank).train(12).close())
+
+        # a rank that has no file, or another model
+        run = make(f"{folder}/absent", rank=rank).train(8).close()
+        dist.barrier()
+        if rank == 1:
+            os.remove(f"{folder}/absent/journal/000000000005-00001.journal")
+        dist.barrier()
+        run = make(f"{folder}/absent", rank=rank)
+        said["absent"] = caught(lambda: run.journal.restore(**run.objects))
+        said["unlike"] = caught(lambda: run.journal.restore(**run.objects, other=torch.nn.Linear(1, 1))
+                                if rank == 1 else run.journal.restore(**run.objects))
+        with warnings.catch_warnings(record=True) as said["warned"]:
+            warnings.simplefilter("always")
+            restored = run.journal.restore(strict=False, **run.objects)
+        said["warned"] = [str(one.message) for one in said["warned"]] + [restored.step]
+        run.close()
+
         # an error of one rank is one of all
         run = make(f"{folder}/damaged", rank=rank).train(9).close()
         dist.barrier()
@@ -374,6 +554,11 @@ def test_ranks_go_on_from_their_last_step(tmp_path: Path, width: int):
         assert report["uneven"] == [*report["whole q4:64"][:2], 7]
         for how in ("ef(q2:64)", "ef21(top10)"):
             assert report[how][:2] == [True, 8]
+        assert report["blocked"][0] == "StorageError" and "rank 1: " in report["blocked"][1]
+        assert report["after"] == [*report["whole q4:64"][:2], 9]
+        assert report["absent"][0] == "MismatchError" and "no file of rank 1, and 3 steps" in report["absent"][1]
+        assert report["unlike"][0] == "MismatchError" and "rank 1: " in report["unlike"][1]
+        assert "not replayed" in report["warned"][0] and report["warned"][-1] == 5
         assert report["damaged"][0] == "CorruptError" and "rank 1: " in report["damaged"][1]
         weights.add(str([report[how][2] for how in ("ef(q2:64)", "ef21(top10)")]))
     assert len({str(report["whole q4:64"][1]) for report in reports}) == width  # each has dropout of its own

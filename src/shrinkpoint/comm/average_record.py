@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shrinkpoint.comm.compressed_allreduce import CompressedAllGather, share_numel
-from shrinkpoint.comm.gradient_layout import FilledSegment, GradientLayout, Piece, Segment, is_dense
+from shrinkpoint.comm.flat_gradient import flat_gradient
+from shrinkpoint.comm.gradient_layout import FilledSegment, GradientLayout, Piece, Segment
+from shrinkpoint.comm.gradient_record import GradientRecord
 from shrinkpoint.errors import MismatchError, PolicyError
+from shrinkpoint.tensors.info import JSON
 
 
-class AverageRecord:
+class AverageRecord(GradientRecord):
     """Keeps the encoded averages of the last backward pass, which take no encoding: they are what was sent.
 
     A group of one rank sends nothing. There the gradients are kept as they are.
@@ -25,6 +29,8 @@ class AverageRecord:
         all_gather, exact_all_gather: the second hops of segments, and of those that are sent uncompressed.
     """
 
+    is_shared: ClassVar[bool] = True
+
     def __init__(
         self,
         layout: GradientLayout,
@@ -35,30 +41,30 @@ class AverageRecord:
     ) -> None:
         self._segments, self._world_size = layout.segments, group.size()
         self._hops = all_gather, exact_all_gather
+        for hop in self._hops:
+            hop.on_decode = self.add
+        self._parameters = list(parameters)
         self._members: dict[int, list[tuple[Tensor, Piece]]] = {segment.index: [] for segment in layout.segments}
         for parameter in parameters:
             for segment, piece in layout.pieces(parameter):
                 self._members[segment.index].append((parameter, piece))
         self._messages: dict[str, list[Tensor]] = {}
-        self._count = 0
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all messages of a step."""
         return sum(self._message_bytes(segment) * self._world_size for segment in self._segments)
 
     @property
     def is_empty(self) -> bool:
-        """Whether there was no backward pass since `take`."""
         return not self._messages
 
     def begin(self) -> None:
-        """Drop what is kept: a backward pass begins."""
+        """Drop what is kept: a backward pass begins, whose gradients contain those of the ones before it."""
         self._messages = {}
 
     def add(self, layout: str, count: int, messages: Sequence[Tensor]) -> None:
         """Keep the messages of all ranks for a segment, which nobody writes to any more."""
-        self._messages[layout], self._count = list(messages), count
+        self._messages[layout] = list(messages)
 
     def add_own(self, filled: FilledSegment) -> None:
         """Keep a segment of the only rank."""
@@ -67,28 +73,30 @@ class AverageRecord:
         filled.copy_to(flat)
         self.add(filled.segment.name, 0, [flat.view(torch.uint8)])
 
-    def take(self) -> tuple[int, list[Tensor]]:
-        """The number of the step's messages, and these by segment and rank: uint8, 1-d; nothing is kept any more.
-
-        Raises:
-            PolicyError: there was no whole backward pass since the last call.
-        """
-        messages, self._messages = self._messages, {}
-        if len(messages) != len(self._segments):
-            found, advice = f"{len(messages)} of {len(self._segments)} segments", "call backward() on every rank first"
+    def messages(self, step: int) -> Sequence[Tensor]:
+        """The messages by segment and rank."""
+        if len(self._messages) != len(self._segments):
+            found = f"{len(self._messages)} of {len(self._segments)} segments"
+            advice = "call backward(), and use all parameters"
             raise PolicyError("journal", found=found, expected="the gradients of one backward pass", do=advice)
-        return self._count, [message for segment in self._segments for message in messages[segment.name]]
+        missing = [parameter.shape for parameter in self._parameters if parameter.grad is None]
+        if missing:
+            found, advice = f"a parameter of shape {tuple(missing[0])} without a gradient", "use all parameters"
+            raise PolicyError("journal", found=found, expected="a gradient of each", do=advice)
+        return [message for segment in self._segments for message in self._messages[segment.name]]
 
-    def fill_gradients(self, data: memoryview, count: int) -> None:
-        """Write the gradients that messages decode to into `.grad` of all parameters.
+    def clear(self) -> None:
+        self._messages = {}
 
-        Args:
-            data: the messages, one behind the other, as `take` returned them.
-            count: the number of the step's messages.
+    def close(self) -> None:
+        self.clear()
+        for hop in self._hops:
+            hop.on_decode = None
 
-        Raises:
-            MismatchError: they have another size.
-        """
+    def fill_gradients(self, step: int, counts: JSON, data: memoryview) -> None:
+        if type(counts) is not int:
+            expected, advice = "a number of messages", "compress as when the journal was written"
+            raise MismatchError("journal", found=f"{counts!r:.60}", expected=expected, do=advice)
         if data.nbytes != self.nbytes:
             found, advice = f"messages of {data.nbytes} bytes", "compress as when the journal was written"
             raise MismatchError("journal", found=found, expected=f"{self.nbytes}", do=advice)
@@ -99,10 +107,10 @@ class AverageRecord:
             parts = [bytearray(data[rank * size : (rank + 1) * size]) for rank in range(self._world_size)]
             messages = [torch.frombuffer(part, dtype=torch.uint8).to(device) for part in parts]
             data = data[self._world_size * size :]
-            flat = self._decode(segment, count, messages)
+            flat = self._decode(segment, counts, messages)
             for parameter, piece in self._members[segment.index]:
                 if id(parameter) not in flats:
-                    flats[id(parameter)] = _flat_gradient(parameter)
+                    flats[id(parameter)] = flat_gradient(parameter)
                 target = flats[id(parameter)][piece.start : piece.start + piece.numel]
                 target.copy_(flat[piece.offset : piece.offset + piece.numel])
 
@@ -127,17 +135,3 @@ class AverageRecord:
 
     def _dtype(self, segment: Segment) -> torch.dtype:
         return self._members[segment.index][0][0].dtype.to_real()
-
-
-@torch.no_grad()
-def _flat_gradient(parameter: Tensor) -> Tensor:
-    """The gradient as DDP lays it out in a bucket, 1-d; it is created if there is none. Complex values are pairs."""
-    if parameter.grad is None:
-        contiguous = torch.contiguous_format if not is_dense(parameter) else torch.preserve_format
-        parameter.grad = torch.empty_like(parameter, memory_format=contiguous)
-    gradient = parameter.grad
-    if gradient.stride() != parameter.stride() and not gradient.is_contiguous():
-        found, advice = f"a gradient with strides {gradient.stride()}", "zero gradients with set_to_none=True"
-        raise MismatchError("journal", found=found, expected=f"{parameter.stride()}", do=advice)
-    flat = gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

@@ -24,6 +24,7 @@ from shrinkpoint.comm.gradient_layout import (
     GradientLayout,
     Segment,
 )
+from shrinkpoint.comm.gradient_record import check_refusal, check_single_record
 from shrinkpoint.comm.hierarchical_allreduce import HierarchicalAllReduce, NodeGroups, check_ranks_per_node
 from shrinkpoint.comm.link import CompressorLike
 from shrinkpoint.comm.low_rank import LowRank
@@ -33,6 +34,7 @@ from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ReplicaConfigCheck
 from shrinkpoint.comm.spec import parse
 from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError
+from shrinkpoint.tensors.info import JSON
 
 
 def compress_ddp(
@@ -223,27 +225,42 @@ class DDPCompression:
         """This object: torch copies the list of a model's hooks with the model, and calls none of them for the copy."""
         return self
 
-    def record_averages(self) -> AverageRecord:
+    @property
+    def module(self) -> nn.Module:
+        """The model that DDP wraps."""
+        module: nn.Module = self.model.module
+        return module
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks of the model."""
+        return self._group
+
+    def parameters(self) -> list[Tensor]:
+        """All parameters of the model."""
+        return list(self.module.parameters())
+
+    def record_gradients(self, compressor: CompressorLike = None) -> AverageRecord:
         """Keep the encoded averages of the last backward pass from now on, for a journal.
 
         Raises:
-            PolicyError: the gradients do not follow from these bytes alone, or they are kept for another journal.
+            PolicyError: the gradients do not follow from these bytes alone, or they are kept for another journal; a
+                compressor, since what is kept is what was sent.
         """
         self._check_recordable()
-        if self._record is not None:
-            advice = "close the other journal first"
-            raise PolicyError("compress_ddp", found="a second journal of one model", expected="one", do=advice)
+        check_single_record("compress_ddp", self._record)
+        if compressor is not None:
+            found, advice = f"shard_compressor={compressor}", "leave it out: DDP keeps what it has sent"
+            raise PolicyError("journal", found=found, expected="None", do=advice)
         parameters = [parameter for _, parameter in _reduced_parameters(self.model)]
         hops = self._all_reduce.all_gather, self._exact_all_reduce.all_gather
         self._record = AverageRecord(self._layout, parameters, self._group, *hops)
-        for hop in hops:
-            hop.on_decode = self._record.add
         return self._record
 
     def stop_recording(self) -> None:
         """Keep nothing any more."""
-        for hop in (self._all_reduce, self._exact_all_reduce):
-            hop.all_gather.on_decode = None
+        if self._record is not None:
+            self._record.close()
         self._record = None
 
     @property
@@ -251,21 +268,23 @@ class DDPCompression:
         """Whether ranks remember what their messages to each other have lost."""
         return not self._all_reduce.reduce_scatter.feedback.is_stateless
 
-    @property
-    def message_count(self) -> int:
+    def counts(self) -> int:
         """The number of steps whose gradients were sent; 0 on a group of one rank."""
         counts = [
             count for hop in (self._all_reduce, self._exact_all_reduce) for count in hop.all_gather.counts().values()
         ]
         return max(counts, default=0)
 
-    def restart(self, count: int) -> None:
+    def restart(self, counts: JSON) -> None:
         """Go on as if so many steps had been made, without feedback of earlier ones; on all ranks alike."""
+        if type(counts) is not int or counts < 0:
+            expected, advice = "a number of steps", "restore what this model has written"
+            raise MismatchError("compress_ddp", found=f"{counts!r:.60}", expected=expected, do=advice)
         for is_exact, all_reduce in enumerate((self._all_reduce, self._exact_all_reduce)):
             segments = [segment for segment in self._layout.segments if segment.is_exact == bool(is_exact)]
-            counts = {segment.name: count for segment in segments if count}
+            numbers = {segment.name: counts for segment in segments if counts}
             for hop in all_reduce.hops:
-                hop.restart(counts)
+                hop.restart(numbers)
         self._config_check = self._make_config_check()
 
     def _check_recordable(self) -> None:
@@ -288,9 +307,7 @@ class DDPCompression:
             ignored = [name for name in ignored if name in model.parameters_to_ignore]
             if ignored:
                 problem, advice = f"{ignored[0]}, which DDP ignores", "freeze it, or let DDP average it"
-        if problem:
-            expected = "gradients that follow from the messages alone"
-            raise PolicyError("journal", found=problem, expected=expected, do=advice)
+        check_refusal(problem, advice)
 
     def _begin_step(self) -> None:
         if self._record is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from shrinkpoint.comm.accordion import Accordion
 from shrinkpoint.comm.compressed_allreduce import (
     CompressedAllGather,
     CompressedAllReduce,
+    CompressedCollective,
     CompressedReduceScatter,
     all_gather_tensor,
     all_reduce_sum,
@@ -25,10 +26,13 @@ from shrinkpoint.comm.compressed_allreduce import (
 from shrinkpoint.comm.compressors.base import Identity
 from shrinkpoint.comm.error_feedback import ErrorFeedback, NoFeedback
 from shrinkpoint.comm.fsdp_replicas import ReplicaAllReduce, replicate_group
+from shrinkpoint.comm.gradient_record import check_refusal, check_single_record
 from shrinkpoint.comm.link import CompressorLike
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ReplicaConfigCheck
+from shrinkpoint.comm.shard_record import ShardRecord
 from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError
+from shrinkpoint.tensors.info import JSON
 
 
 def compress_fsdp(
@@ -105,7 +109,11 @@ class FSDPCompression:
         if replicas is not None:
             specs["all_reduce"] = as_feedback(replicas).shared_spec
         self._config = {**specs, "min_numel": min_numel, "nonfinite": nonfinite}
+        self._root = root
+        self._record: ShardRecord | None = None
+        self._shard_spec: str | None = None  # of the compressor of what is recorded
         self._original_comms: list[tuple[Any, Any, Any]] = []
+        self._gathers: dict[str, CompressedAllGather] = {}
         self._replicate_groups: dict[str, dist.ProcessGroup] = {}
         self._all_reduces: dict[str, ReplicaAllReduce] = {}
         self._reduce_scatters: dict[str, _ReduceScatter] = {}
@@ -114,6 +122,7 @@ class FSDPCompression:
             self._original_comms.append((param_group, param_group._all_gather_comm, param_group._reduce_scatter_comm))
             if weight_feedback is not None:
                 gather = CompressedAllGather(weight_feedback, self.link_stats["all-gather"], name=f"fsdp {name}")
+                self._gathers[name] = gather
                 param_group._all_gather_comm = _AllGather(gather, min_numel, self)
             if gradient_feedback is not None:
                 stats = self.link_stats["reduce-scatter"]
@@ -176,6 +185,71 @@ class FSDPCompression:
             self._all_reduces[name].all_reduce.load_state_dict(saved_state)
         self._config_checks = self._make_config_checks()
 
+    @property
+    def module(self) -> nn.Module:
+        """The sharded model."""
+        return self._root
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """All ranks: those of the default group."""
+        group: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
+        return group
+
+    @property
+    def has_feedback(self) -> bool:
+        """Whether ranks remember what their messages to each other have lost."""
+        return any(not collective.feedback.is_stateless for collective in self._collectives().values())
+
+    def parameters(self) -> list[Tensor]:
+        """This rank's shards of the parameters, and the parameters that are not sharded."""
+        return [parameter for _, parameter in self._named_shards()]
+
+    def config(self) -> dict[str, Any]:
+        """What a run that is resumed from a journal must have in common with this one, on this rank."""
+        layout = None if self._record is None else self._record.layout_digest
+        return {**self._config, "shard_compressor": self._shard_spec, "layout": layout}
+
+    def counts(self) -> JSON:
+        """The numbers of messages so far, by kind and module, and by layout."""
+        return {name: counts for name, hop in self._collectives().items() if (counts := dict(hop.counts()))}
+
+    def restart(self, counts: JSON) -> None:
+        """Go on as if so many messages had been sent, without feedback of earlier ones; on all ranks alike."""
+        collectives = self._collectives()
+        if not _is_counts(counts) or not counts.keys() <= collectives.keys():
+            expected, advice = "numbers of messages by module", "restore what this model has written"
+            raise MismatchError("compress_fsdp", found=f"{counts!r:.60}", expected=expected, do=advice)
+        for name, collective in collectives.items():
+            collective.restart(counts.get(name, {}))
+        self._config_checks = self._make_config_checks()
+
+    def record_gradients(self, compressor: CompressorLike = None) -> ShardRecord:
+        """Keep this rank's shards of the averaged gradients of each step from now on, for a journal.
+
+        Args:
+            compressor: rounds them, in place, when they are asked for; None: they are kept as they are.
+
+        Raises:
+            PolicyError: an Accordion; a compressor with feedback; they are kept for another journal.
+        """
+        if self._accordion is not None:
+            check_refusal("an Accordion, whose choice is not in a record", "use one compressor")
+        check_single_record("compress_fsdp", self._record)
+        feedback = as_feedback(compressor)
+        if not isinstance(feedback, NoFeedback):
+            check_refusal(f"shard_compressor={feedback.spec}", "leave out the feedback")
+        named_shards = [(name, parameter) for name, parameter in self._named_shards() if parameter.requires_grad]
+        self._shard_spec = feedback.spec
+        self._record = ShardRecord(named_shards, feedback.compressor, self.group.rank())
+        return self._record
+
+    def stop_recording(self) -> None:
+        """Keep nothing any more."""
+        if self._record is not None:
+            self._record.close()
+        self._record = None
+
     def check_config(self, group: dist.ProcessGroup) -> None:
         """Compare the configuration of the ranks of a group, before its first message."""
         if id(group) in self._config_checks:
@@ -203,6 +277,20 @@ class FSDPCompression:
         if count[0]:
             advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
             raise PolicyError(f"gradients of {name or 'the root'}", found="values that are not finite", do=advice)
+
+    def _named_shards(self) -> list[tuple[str, Tensor]]:
+        for module in self._root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # after a forward pass alone the root has whole parameters
+        return list(self._root.named_parameters())
+
+    def _collectives(self) -> dict[str, CompressedCollective]:
+        """What sends messages, by kind and name of the module."""
+        result: dict[str, CompressedCollective] = {f"gather {name}": hop for name, hop in self._gathers.items()}
+        result |= {f"scatter {name}": hook.scatter for name, hook in self._reduce_scatters.items()}
+        for name, replicas in self._all_reduces.items():
+            result |= {f"hop {index} {name}": hop for index, hop in enumerate(replicas.all_reduce.hops)}
+        return result
 
     def _add_replicas(self, name: str, param_group: Any, compressor: CompressorLike, min_numel: int) -> None:
         """Note the group of a module's replicas, and let it average in compressed messages if that is asked for."""
@@ -287,6 +375,12 @@ class _ReduceScatter(_CommAllocator):
         scatter = self._uncompressed if is_small else self.scatter
         output_tensor.copy_(_apply_reduce_op_(scatter(rows, group, f"{rows.shape[1]}"), op, group.size()))
         self._compression.end_reduction(self._name, output_tensor, group)
+
+
+def _is_counts(value: JSON) -> TypeGuard[dict[str, dict[str, int]]]:
+    """Whether JSON has the form of `FSDPCompression.counts`."""
+    layouts = value.values() if isinstance(value, dict) else [None]
+    return all(isinstance(x, dict) and all(type(n) is int and n >= 0 for n in x.values()) for x in layouts)
 
 
 def _apply_reduce_op_(total: Tensor, op: Any, world_size: int) -> Tensor:

@@ -75,6 +75,18 @@ class AppendFile:
             raise
         self.size = end
 
+    def cut(self, size: int) -> None:
+        """Take back what was appended behind a size.
+
+        Raises:
+            StorageError: the system refused it.
+        """
+        self.size = size
+        try:
+            os.ftruncate(self._fd, size)
+        except OSError as error:
+            raise storage_error(str(self._path), "cutting", error) from error
+
     def sync(self) -> None:
         """Return when every byte is on the disk."""
         try:

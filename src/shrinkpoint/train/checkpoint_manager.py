@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shrinkpoint import validate
 from shrinkpoint.codec.reference import Reference
@@ -20,7 +20,7 @@ from shrinkpoint.errors import (
     warn_user,
 )
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
-from shrinkpoint.storage import ObjectCache, Storage, resolve_storage
+from shrinkpoint.storage import LocalStorage, ObjectCache, Storage, resolve_storage
 from shrinkpoint.store import Keep, SaveReport, Store, StoreRestore, layout
 from shrinkpoint.store.mirror import Mirror
 from shrinkpoint.store.retention import NO_METRIC, check_keep
@@ -79,6 +79,8 @@ class CheckpointManager(BackgroundSaver):
         MissingExtraError: a URL, and what reaches it is not installed.
     """
 
+    is_sharded: ClassVar[bool] = False  # in a group, the first rank saves for all
+
     def __init__(
         self,
         where: str | Path | Storage,
@@ -130,6 +132,12 @@ class CheckpointManager(BackgroundSaver):
                 self._schedule.note_previous(manifest.step, manifest.metrics)
             self._has_read_steps = True
         return self._schedule.should_save(step, metrics=metrics, is_saving_in_progress=self._worker.is_running)
+
+    @property
+    def journal_directory(self) -> Path | None:
+        """Where a `Journal` of these checkpoints is; None in a bucket, where nothing is appended."""
+        storage = self.store.storage
+        return storage.path.absolute() / "journal" if isinstance(storage, LocalStorage) else None
 
     @property
     def reached_preemption(self) -> bool:

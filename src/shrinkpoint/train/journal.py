@@ -1,37 +1,65 @@
-"""`Journal`: what was sent in each step, appended between checkpoints and replayed after a crash (arXiv 2509.04084)."""
+"""`Journal`: the gradients of each step, appended between checkpoints and replayed after a crash (arXiv 2509.04084)."""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import Any, Literal, Protocol, TypeVar
 
 from shrinkpoint import validate
-from shrinkpoint._native import Hasher
 from shrinkpoint.comm.ddp import DDPCompression
-from shrinkpoint.container.journal_file import JournalRecord, encode_journal_header, encode_journal_record
+from shrinkpoint.comm.fsdp import FSDPCompression
+from shrinkpoint.comm.gradient_record import GradientAveraging
+from shrinkpoint.comm.link import CompressorLike
 from shrinkpoint.errors import MismatchError, PolicyError, warn_user
+from shrinkpoint.guard import read_guard
+from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.storage import LocalStorage
-from shrinkpoint.storage.append_file import AppendFile
 from shrinkpoint.store import SaveReport, layout
 from shrinkpoint.tensors.dtypes import tensor_bytes
-from shrinkpoint.tensors.rng import rng_from_bytes, rng_to_bytes
-from shrinkpoint.train.checkpoint_manager import CheckpointManager
 from shrinkpoint.train.journal_segments import ChainPlace, JournalDirectory
+from shrinkpoint.train.journal_state import JournalState
+from shrinkpoint.train.journal_writer import SegmentWriter
 from shrinkpoint.train.restore import RestoreResult
 
-_RECORD_OVERHEAD = 1 << 10
-"""Bytes that a record has at most besides gradients, generators and buffers."""
-_BUFFER = "buffer/"
+_RECORD_OVERHEAD = 256
+"""Bytes that a record has at most besides blobs, their names and the numbers of messages."""
+_DO = "resume with the same `update` and objects, or give the steps up: manager.restore, then journal.save of its step"
+T = TypeVar("T")
+
+
+class LoopCheckpoints(Protocol):
+    """What saves and restores the checkpoints between which a journal is written.
+
+    Attributes:
+        is_sharded: whether every rank saves its part, in calls that all make; else the first rank saves for all.
+        journal_directory: where the journal of these checkpoints is; None: on no disk.
+    """
+
+    is_sharded: bool
+
+    @property
+    def journal_directory(self) -> Path | None: ...
+
+    @property
+    def scheme(self) -> Scheme: ...
+
+    @property
+    def last_report(self) -> SaveReport | None:
+        """The report of the last save that is committed, without waiting."""
+
+    def save(self, step: int, **arguments: Any) -> SaveReport | None: ...
+
+    def restore(self, step: int | None = None, **arguments: Any) -> RestoreResult[int] | None: ...
+
+    def wait(self) -> object:
+        """Wait until the last save is durable."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +69,7 @@ class JournalRestore:
     Attributes:
         step: the last step that the state contains: the loop goes on with the next one.
         replayed: number of steps from the journal.
-        checkpoint: what `CheckpointManager.restore` returned.
+        checkpoint: what the manager's `restore` returned.
         seconds: of restoring and replaying.
     """
 
@@ -52,42 +80,47 @@ class JournalRestore:
 
 
 class Journal:
-    """Appends each step's averaged gradients, as they were on the wire, to a file between checkpoints.
+    """Appends each step's averaged gradients to a file between checkpoints, and makes the steps again after a crash.
 
-    The messages that `compress_ddp` has decoded are all that an optimizer gets to know of a step. They are appended as
-    they are, with the states of the random generators and the buffers that changed; nothing is encoded. After a crash
-    the last checkpoint is restored, and each step is made again from its messages: weights, optimizer and whatever else
-    `update` changes are as after the last whole record, bit for bit. All ranks make the same calls. Gradients are in
-    the file of rank 0; each rank has one for its generators and buffers. Ranks share the directory.
+    All that an optimizer gets to know of a step are the gradients. They are appended with the states of the random
+    generators and the buffers that changed. After a crash the last checkpoint is restored, and each step is made again
+    from its record: weights, optimizer and whatever else `update` changes are as after the last whole record, bit for
+    bit. All ranks make the same calls, and share the directory.
+
+    With `compress_ddp` the messages of the average are kept, which every rank has decoded: nothing is encoded, and they
+    are in the file of rank 0 alone. On a group of one rank nothing is sent: gradients are kept as they are, 32 bits a
+    value. With `compress_fsdp` each rank keeps its shards of the averaged gradients: as they are, 32 bits a value in
+    all files together, or rounded by `shard_compressor`, in training, too.
 
     `update` is called in training and in replay. It may do whatever follows from gradients and from the objects that
     are saved: clip, step an optimizer, a scheduler or a GradScaler, zero gradients; it must not compute gradients.
     Nothing else may change gradients, weights or those objects between the backward pass and the next one.
 
-    On a group of one rank nothing is sent: gradients are appended as they are, 32 bits a value.
-
     Args:
-        manager: saves the checkpoints; without a lossy scheme, in a directory.
-        replicas: what `compress_ddp` returned.
+        manager: saves the checkpoints, without a lossy scheme: a `CheckpointManager` with replicas, a
+            `shrinkpoint.train.dcp.Manager` with shards.
+        compression: what `compress_ddp` or `compress_fsdp` returned.
         update: called without arguments after each backward pass.
         directory: where the files are; None: `journal` in the manager's directory.
-        max_bytes: of the records since the last save: what would exceed it is not appended, with a warning, and
+        max_bytes: of a rank's records since the last save: what would exceed it is not appended, with a warning, and
             `is_full` asks for a save before that. None: no bound.
         sync_every: steps between two fsyncs. None: none but when a file begins and at `close`. A process that is killed
             loses nothing either way; this is about machines that lose power.
         check_every: the digest of all weights is in one of so many records, and is compared in replay.
         feedback: "refuse": a compressor with error feedback is refused, as each rank's memory of what its messages have
-            lost is not on the wire. "restart": after a replay all memories are empty: the state is that of the last
-            step, bit for bit, and the steps from there on are not those of an uninterrupted run.
+            lost is in no record. "restart": after a replay all memories are empty: the state is that of the last step,
+            bit for bit, and the steps from there on are not those of an uninterrupted run.
+        shard_compressor: with `compress_fsdp`, a compressor such as "q4:64": each rank rounds its shards of the
+            averaged gradients before `update`, and a record has the bits of that. None: they are not rounded.
 
     Raises:
-        PolicyError: an invalid argument; gradients that do not follow from the messages alone.
+        PolicyError: an invalid argument; gradients that do not follow from a record alone.
     """
 
     def __init__(
         self,
-        manager: CheckpointManager,
-        replicas: DDPCompression,
+        manager: LoopCheckpoints,
+        compression: DDPCompression | FSDPCompression,
         update: Callable[[], object],
         *,
         directory: str | Path | None = None,
@@ -95,11 +128,12 @@ class Journal:
         sync_every: int | None = None,
         check_every: int = 16,
         feedback: Literal["refuse", "restart"] = "refuse",
+        shard_compressor: CompressorLike = None,
     ) -> None:
-        expected, do = "a CheckpointManager", "pass the manager that saves the loop"
-        validate.check_instance("journal, manager", manager, CheckpointManager, expected=expected, do=do)
-        expected, do = "what compress_ddp returned", "pass replicas = compress_ddp(model)"
-        validate.check_instance("journal, replicas", replicas, DDPCompression, expected=expected, do=do)
+        kinds, do = (DDPCompression, FSDPCompression), "pass what compress_ddp(model) or compress_fsdp(model) returned"
+        expected = "what compress_ddp or compress_fsdp returned"
+        validate.check_instance("journal, compression", compression, kinds, expected=expected, do=do)
+        _check_manager(manager, is_sharded=isinstance(compression, FSDPCompression))
         if not callable(update):
             do = "pass a function that steps the optimizer and zeroes gradients"
             raise validate.argument_error("journal, update", update, "a function", do)
@@ -107,22 +141,21 @@ class Journal:
         self._sync_every = validate.check_optional_int("journal, sync_every", sync_every, none_meaning="for none")
         self._check_every = validate.check_int("journal, check_every", check_every)
         validate.check_choice("journal, feedback", feedback, ("refuse", "restart"))
-        _check_feedback(replicas, feedback)
+        _check_feedback(compression, feedback)
         self._directory = JournalDirectory(_place(manager, directory))
-        self._manager, self._replicas, self._update = manager, replicas, update
-        self._model, self._group = replicas.model.module, replicas.model.process_group
+        self._manager, self._compression, self._update = manager, compression, update
+        self._group = compression.group
         self._rank: int = self._group.rank()
-        self._file: AppendFile | None = None
-        self._digest = b""
-        self._step: int | None = None  # the last one that the state contains
-        self._start = 0  # the step after which the open segment begins
+        self._record = compression.record_gradients(shard_compressor)
+        self._state = JournalState(compression.module, compression.parameters())
+        self._lock = ExitStack()
+        self._is_locked = False
+        self._gradient_bytes = 0  # of a record, on the rank that has most
+        self._writer: SegmentWriter | None = None
+        self._step: int | None = None  # the last one that the state contains; None: it is not known
         self._num_bytes = 0  # of the records since the last save, the same on all ranks
         self._has_stopped = self._is_clean = False
-        self._num_records = 0
-        self._buffers = self._buffer_digests()  # of those that have not changed
-        self._rng_bytes = sum(map(len, rng_to_bytes().values()))
-        self._covered = -1  # the step of the last committed save
-        self._record = replicas.record_averages()
+        self._old_report = manager.last_report  # of a save whose older segments are deleted
 
     def __repr__(self) -> str:
         return f"Journal({str(self._directory.path)!r})"
@@ -134,12 +167,14 @@ class Journal:
         self.close()
 
     def close(self) -> None:
-        """Flush the file to the disk, and let go of the model."""
-        self._replicas.stop_recording()
-        file, self._file = self._file, None
-        if file is not None:
-            with closing(file):
-                file.sync()
+        """Flush the file to the disk, and let go of the model and of the directory."""
+        self._compression.stop_recording()
+        writer, self._writer, self._step = self._writer, None, None
+        with self._lock:
+            self._is_locked = False
+            if writer is not None:
+                with closing(writer):
+                    writer.sync()
 
     @property
     def is_full(self) -> bool:
@@ -147,8 +182,7 @@ class Journal:
 
         It is the same on all ranks if their buffers change in the same steps.
         """
-        bound = self._num_bytes + self._record_bytes()
-        return self._has_stopped or (self._max_bytes is not None and bound > self._max_bytes)
+        return self._has_stopped or not self._has_room()
 
     def step(self, step: int) -> None:
         """Append the gradients of the last backward pass, and call `update`.
@@ -159,42 +193,58 @@ class Journal:
         Raises:
             PolicyError: nothing was saved or restored before; another step; no backward pass since the last one, or one
                 in `update`.
-            StorageError: appending failed; `update` was not called, and the steps before are safe.
+            StorageError: appending failed. `update` was not called, and the steps before are safe: call this again once
+                there is space.
+            Exception: whatever `update` raises. The step is not in the journal, and the state is that of no step:
+                restore before the next one.
         """
-        if self._step is None:
-            found, do = "no checkpoint to begin with", "call restore, and save if it returned None, before the loop"
+        if self._step is None or self._writer is None:
+            found, do = "no state to begin with", "call restore, and save if it returned None, before the loop"
             raise PolicyError("journal", found=found, do=do)
         if layout.check_step(step) != self._step + 1:
             found, expected = f"step {step}", f"{self._step + 1}"
             raise PolicyError("journal", found=found, expected=expected, do="count steps by one, from that of the save")
-        count, messages = self._record.take()
+        messages = self._record.messages(step)
         self._clean()
-        self._append(step, count, messages)
-        self._run_update()
-        self._step = step
+        is_appended = self._append(self._writer, step, messages)
+        self._record.clear()
+        last, self._step = self._step, None
+        try:
+            self._run_update()
+        except BaseException:
+            if is_appended:  # a replay would raise again
+                self._writer.undo()
+            raise
+        self._step = last + 1
         self._delete_covered()
 
     def save(self, step: int, **arguments: Any) -> SaveReport | None:
-        """Save a checkpoint, and begin the journal behind it; on all ranks, of which the first one saves.
+        """Save a checkpoint, and begin the journal behind it; on all ranks.
 
         The records before go once the checkpoint is committed: until then a crash resumes from the one before it.
 
         Args:
             step: the last one that was made; before the first one any number.
-            arguments: of `CheckpointManager.save`.
+            arguments: of the manager's `save`.
 
         Raises:
             PolicyError: another step than the last one.
-            StorageError: the journal cannot be written, on a rank; nothing was saved.
-            Exception: whatever `CheckpointManager.save` raises.
+            LockedError: another process writes this journal.
+            StorageError: the journal cannot be written, on a rank; nothing was saved, and the old file goes on.
+            Exception: whatever the manager's `save` raises.
         """
         layout.check_step(step)
         if self._step is not None and step != self._step:
             found, do = f"step {step}", "save after `step` of the same number"
             raise PolicyError("journal", found=found, expected=f"{self._step}", do=do)
+        if self._step is None:
+            self._is_clean = False
+        self._open()
         # Before the checkpoint is there every rank has a file that continues it, or it would lack the generators.
-        gather_or_raise(lambda: self._begin(step, self._replicas.message_count), self._group)
-        report = self._manager.save(step, **arguments) if self._rank == 0 else None
+        self._begin(step)
+        self._old_report = self._manager.last_report
+        is_saver = self._manager.is_sharded or self._rank == 0
+        report = self._manager.save(step, **arguments) if is_saver else None
         self._delete_covered()
         return report
 
@@ -203,125 +253,151 @@ class Journal:
 
         Args:
             step: of the checkpoint; None: the newest that loads.
-            strict: False: a damaged record ends the replay, with a warning, as the end of the file does.
-            arguments: of `CheckpointManager.restore`: the objects that `update` changes.
+            strict: False: a damaged record ends the replay, with a warning, as the end of the file does; and the steps
+                of a rank count for nothing if another one has no file.
+            arguments: of the manager's `restore`: the objects that `update` changes.
 
         Returns:
-            Where training resumes; None if the store is empty.
+            Where training resumes; None if there is no checkpoint.
 
         Raises:
             CorruptError: a record in the middle is damaged. Objects are as in the checkpoint.
             MismatchError: the journal was written with other settings or on other ranks, or its steps lead to other
                 weights than they did: `update` does something else, or more than follows from what is saved.
-            Exception: whatever `CheckpointManager.restore` or `update` raises.
+            LockedError: another process writes this journal.
+            Exception: whatever the manager's `restore` or `update` raises.
         """
         begin = time.perf_counter()
         validate.check_bool("journal, strict", strict)
-        checkpoint = self._manager.restore(step, **arguments)
-        places = gather_or_raise(lambda: self._find_last(checkpoint, strict), self._group)
-        if len({saved for saved, _ in places}) > 1:
-            found, do = f"checkpoints of steps {[saved for saved, _ in places]}", "let all ranks read one store"
+        self._step = None
+        self._open()
+        checkpoints: list[RestoreResult[int] | None] = []
+
+        def find_last() -> tuple[int | None, tuple[int, int] | None]:
+            checkpoint = self._manager.restore(step, **arguments)
+            checkpoints.append(checkpoint)
+            if checkpoint is None:
+                return None, None
+            return checkpoint.step, self._directory.last_place(checkpoint.step, self._rank, strict=strict)
+
+        places = self._agree(find_last)
+        steps = [saved for saved, _ in places]
+        if len(set(steps)) > 1:
+            found, do = f"checkpoints of steps {steps}", "let all ranks read one store"
             raise MismatchError("journal", found=found, expected="one", do=do)
+        [checkpoint] = checkpoints
         if checkpoint is None:
             return None
-        lasts = [last for _, last in places if last is not None]
-        last = min(lasts) if len(lasts) == len(places) else None
-        gather_or_raise(lambda: self._replay(checkpoint.step, last), self._group)
+        start = checkpoint.step
+        self._record.clear()
+        last = _common_place([place for _, place in places], start, strict=strict)
+        self._replay(start, last) if last else self._begin(start)
         self._is_clean = False
-        seconds = time.perf_counter() - begin
-        return JournalRestore(self._step or 0, (self._step or 0) - checkpoint.step, checkpoint, seconds)
+        assert self._step is not None
+        return JournalRestore(self._step, self._step - start, checkpoint, time.perf_counter() - begin)
 
-    def _find_last(self, checkpoint: RestoreResult[int] | None, strict: bool) -> tuple[int | None, int | None]:
-        """The step of a checkpoint, and the last one behind it that this rank can replay; None where there is none."""
-        if checkpoint is None:
-            return None, None
-        return checkpoint.step, self._directory.last_step(checkpoint.step, self._rank, strict=strict)
+    def rehearse(self, **arguments: Any) -> JournalRestore:
+        """Restore and replay now, and compare what comes of it with the state as it is.
 
-    def _replay(self, start: int, last: int | None) -> None:
-        """Make the steps up to the last one again, and open the file behind it; None: begin one."""
-        if last is None:
-            self._begin(start, self._replicas.message_count)
-            return
-        own_chain = self._directory.chain(start, self._rank)
-        chain = own_chain if self._rank == 0 else self._directory.chain(start, 0)
-        count, num_bytes, place = 0, 0, None
-        for place in own_chain:
-            shared = place if self._rank == 0 else next(chain, place)
-            self._check_place(place)
-            count = self._redo(place, shared)
-            num_bytes = 0 if place.begins_segment else num_bytes + self._record_bytes()
-            if place.record.step == last:
-                break
-        if place is None or place.record.step != last:
-            raise MismatchError("journal", found="a shorter file", expected=f"step {last}", do="restore again")
-        self._replicas.restart(count)
-        self._close_file()
-        path = self._directory.path_of(place.start, self._rank)
-        self._file, self._digest = AppendFile(path, place.record.end), place.digest
-        self._start, self._step, self._num_records = place.start, last, last - place.start
-        self._num_bytes, self._has_stopped = num_bytes, False
+        A run whose steps do not give the same bits again, such as one with kernels that are not deterministic or with
+        an `update` that depends on what is not saved, is found before a crash depends on it. Call it once, after some
+        steps, on all ranks; it takes the time of a restore.
 
-    def _redo(self, place: ChainPlace, shared: ChainPlace) -> int:
-        """Make a step again; returns the number of its messages."""
-        record, count = place.record, place.record.fields.get("count")
-        if type(count) is not int or shared.record.step != record.step:
-            raise MismatchError("journal", found="records of another rank", expected=f"step {record.step}", do=_DO)
-        weights = record.fields.get("weights")
-        if weights is not None and weights != self._weight_digest():
-            found, do = "other weights than those of the run", _DO
-            raise MismatchError(f"journal, before step {record.step + place.begins_segment}", found=found, do=do)
-        self._load_buffers(record)
-        rng_from_bytes(record.blobs)
-        if not place.begins_segment:
-            if "gradients" not in shared.record.blobs:
-                raise MismatchError("journal", found="no gradients", expected=f"those of step {record.step}", do=_DO)
-            self._record.fill_gradients(shared.record.blobs["gradients"], count)
-            self._run_update()
-        return count
+        Args:
+            arguments: the objects, as of `restore`.
 
-    def _check_place(self, place: ChainPlace) -> None:
-        own = self._header()
-        if place.begins_segment and place.fields != own:
-            different = [key for key in own if place.fields.get(key) != own[key]]
-            found = ", ".join(f"{key} {place.fields.get(key)!r}" for key in different)[:300]
-            expected = ", ".join(f"{key} {own[key]!r}" for key in different)[:300]
-            raise MismatchError("journal", found=found, expected=expected, do="resume with the settings of the run")
+        Raises:
+            MismatchError: something differs. The state is that of the replay.
+            PolicyError: no step was made.
+            Exception: whatever `restore` raises.
+        """
+        step = self._step
+        if step is None or self._has_stopped:
+            found, do = "a journal that is full" if self._has_stopped else "no step", "call it between steps"
+            raise PolicyError("journal, rehearse", found=found, expected="a journal with the last step", do=do)
+        self._manager.wait()
+        before = self._state.digests(arguments)
+        restored = self.restore(**arguments)
 
-    def _append(self, step: int, count: int, messages: Iterable[Tensor]) -> None:
-        """Append a record, unless it would exceed the bound."""
-        assert self._file is not None
-        buffers = self._changed_buffers()
-        size = self._record_bytes()
-        if self._has_stopped or (self._max_bytes is not None and self._num_bytes + size > self._max_bytes):
+        def compare() -> None:
+            after = self._state.digests(arguments)
+            different = [name for name in before | after if before.get(name) != after.get(name)]
+            if restored is None or restored.step != step or different:
+                found = f"a replay with {', '.join(different[:4])} of its own" if different else "another last step"
+                do = "use deterministic kernels (torch.use_deterministic_algorithms), and save all that `update` reads"
+                raise MismatchError(f"journal, step {step}", found=found, expected="the bits of the run", do=do)
+
+        self._agree(compare)
+        assert restored is not None
+        return restored
+
+    def _agree(self, compute: Callable[[], T]) -> list[T]:
+        """What a function returns on every rank; if it raises on one, all raise."""
+        return [compute()] if self._group.size() == 1 else gather_or_raise(compute, self._group)
+
+    def _open(self) -> None:
+        """Lock this rank's files, and learn how many bytes the gradients of a rank have at most."""
+
+        def lock() -> int:
+            if not self._is_locked:
+                self._lock.enter_context(self._directory.lock(self._rank))
+                self._is_locked = True
+            return self._record.nbytes
+
+        self._gradient_bytes = max(self._agree(lock))
+
+    # Writing
+
+    def _append(self, writer: SegmentWriter, step: int, messages: Any) -> bool:
+        """Append a record, unless it would exceed the bound; whether it did."""
+        blobs = self._state.blobs()
+        if self._has_stopped or not self._has_room():
             if not self._has_stopped:
                 text = f"step {step} and later ones are not appended until the next save: max_bytes={self._max_bytes}"
                 warn_user(f"journal: {text}", UserWarning)
             self._has_stopped = True
-            return
-        has_digest = self._num_records % self._check_every == 0
-        fields = {"count": count, "weights": self._weight_digest() if has_digest else None}
-        blobs = {name: [data] for name, data in rng_to_bytes().items()} | buffers
-        if self._rank == 0:
+            return False
+        has_digest = writer.num_records % self._check_every == 0
+        fields = {
+            "counts": self._compression.counts(),
+            "weights": self._state.weight_digest() if has_digest else None,
+        }
+        if self._rank == 0 or not self._record.is_shared:
             blobs["gradients"] = [tensor_bytes(message).data for message in messages]
-        data, digest = encode_journal_record(step, fields, blobs, self._digest)
-        self._file.append(data)
-        self._digest = digest
-        self._num_records, self._num_bytes = self._num_records + 1, self._num_bytes + size
-        if self._sync_every is not None and self._num_records % self._sync_every == 0:
-            self._file.sync()
+        sync = self._sync_every is not None and (writer.num_records + 1) % self._sync_every == 0
+        writer.append(step, fields, blobs, sync=sync)
+        self._num_bytes += self._record_bytes()
+        return True
 
-    def _begin(self, step: int, count: int) -> None:
-        """Begin a segment behind a step: its first record has the state of the generators, and no gradients."""
-        self._step = step
-        self._clean()
-        header, digest = encode_journal_header(self._header())
-        blobs = {name: [data] for name, data in rng_to_bytes().items()} | self._changed_buffers()
-        fields = {"count": count, "weights": self._weight_digest()}
-        record, self._digest = encode_journal_record(step, fields, blobs, digest)
-        self._close_file()
+    def _begin(self, step: int) -> None:
+        """Begin a segment behind a step on all ranks: its first record has the generators, and no gradients.
+
+        If that fails on a rank, all stay in the segment that is open.
+        """
+        created: list[SegmentWriter] = []
         path = self._directory.path_of(step, self._rank)
-        self._file = AppendFile.create(path, b"".join(bytes(part) for part in (header, *record)))
-        self._start, self._num_records, self._num_bytes, self._has_stopped = step, 0, 0, False
+
+        def create() -> None:
+            fields = {"counts": self._compression.counts(), "weights": self._state.weight_digest()}
+            created.append(SegmentWriter.create(path, step, self._header(), fields, self._state.blobs()))
+
+        try:
+            self._agree(create)
+        except BaseException:
+            for writer in created:
+                if self._writer is not None and self._writer.start == step:  # whose file the new one has replaced
+                    self._writer.close()
+                    self._writer = writer
+                else:
+                    writer.close()
+                    path.unlink(missing_ok=True)
+            raise
+        self._use(created[0], step, 0)
+
+    def _use(self, writer: SegmentWriter, step: int, num_bytes: int) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._writer, self._step, self._num_bytes, self._has_stopped = writer, step, num_bytes, False
 
     def _run_update(self) -> None:
         self._update()
@@ -337,82 +413,146 @@ class Journal:
             self._is_clean = True
 
     def _delete_covered(self) -> None:
-        """Delete segments before the last checkpoint that this process has saved, once that is committed."""
+        """Delete the segments before the open one once the checkpoint at its start is committed."""
         report = self._manager.last_report
-        if self._rank == 0 and report is not None and report.step == self._start != self._covered:
-            self._directory.delete(lambda start, rank: start < self._start)
-            self._covered = self._start
-
-    def _close_file(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._rank or self._writer is None or report is self._old_report:
+            return
+        start = self._writer.start
+        if report is not None and report.step == start:
+            self._directory.delete(lambda other, rank: other < start)
+            self._old_report = report
 
     def _header(self) -> dict[str, Any]:
         """What a journal and the run that resumes from it have in common."""
-        return {"rank": self._rank, "ranks": self._group.size(), "config": self._replicas.config()}
+        return {"rank": self._rank, "ranks": self._group.size(), "config": self._compression.config()}
+
+    def _has_room(self) -> bool:
+        return self._max_bytes is None or self._num_bytes + self._record_bytes() <= self._max_bytes
 
     def _record_bytes(self) -> int:
-        """Bytes of a record of rank 0, at most."""
-        named = dict(self._model.named_buffers())
-        changed: int = sum(buffer.nbytes for name, buffer in named.items() if name not in self._buffers)
-        return self._record.nbytes + self._rng_bytes + changed + _RECORD_OVERHEAD
+        """Bytes of a record, at most."""
+        counts = len(json.dumps(self._compression.counts()))
+        return self._gradient_bytes + self._state.nbytes + counts + _RECORD_OVERHEAD
 
-    def _weight_digest(self) -> str:
-        return _digest_of(self._model.parameters())
+    # Replaying
 
-    def _buffer_digests(self) -> dict[str, str]:
-        return {name: _digest_of([buffer]) for name, buffer in self._model.named_buffers()}
+    def _replay(self, start: int, target: tuple[int, int]) -> None:
+        """Make the steps up to a place again, and open the file behind it.
 
-    def _changed_buffers(self) -> dict[str, list[Any]]:
-        """The buffers that have changed since the journal was made; from then on they are in every record."""
-        named = dict(self._model.named_buffers())
-        for name in [name for name, digest in self._buffers.items() if _digest_of([named[name]]) != digest]:
-            del self._buffers[name]
-        return {_BUFFER + name: [tensor_bytes(x).data] for name, x in named.items() if name not in self._buffers}
+        Ranks agree before each step: one that cannot make it would leave the others in a collective of `update`.
+        """
+        places = self._places(start)
+        place, num_bytes, reached = None, 0, list[ChainPlace]()
 
-    @torch.no_grad()
-    def _load_buffers(self, record: JournalRecord) -> None:
-        named = dict(self._model.named_buffers())
-        for key, data in record.blobs.items():
-            if not key.startswith(_BUFFER):
-                continue
-            name = key[len(_BUFFER) :]
-            buffer = named.get(name)
-            if buffer is None or buffer.nbytes != data.nbytes:
-                found, expected = f"a buffer {name!r} of {data.nbytes} bytes", "one of this model"
-                raise MismatchError("journal", found=found, expected=expected, do="build the model as it was")
-            values = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(buffer.dtype)
-            buffer.copy_(values.view(buffer.shape))
-            self._buffers.pop(name, None)
+        def prepare() -> int:
+            reached.append(self._prepare(places))
+            return reached[-1].record.step
+
+        while place is None or (place.record.step, place.start) != target:
+            steps = self._agree(prepare)
+            place = reached.pop()
+            if len(set(steps)) > 1:
+                found, do = f"records of steps {steps}", "restore with the files of one run"
+                raise MismatchError("journal", found=found, expected="one", do=do)
+            num_bytes = 0 if place.begins_segment else num_bytes + self._record_bytes()
+            if not place.begins_segment:
+                self._run_update()
+        last, path = place, self._directory.path_of(place.start, self._rank)
+        writers: list[SegmentWriter] = []
+
+        def reopen() -> None:
+            self._compression.restart(last.record.fields.get("counts"))
+            writers.append(SegmentWriter.reopen(path, last))
+
+        self._agree(reopen)
+        self._use(writers[0], last.record.step, num_bytes)
+
+    def _places(self, start: int) -> Iterator[tuple[ChainPlace, ChainPlace]]:
+        """This rank's records, and those with the gradients of the same steps."""
+        own_chain = self._directory.chain(start, self._rank)
+        if self._rank == 0 or not self._record.is_shared:
+            yield from ((place, place) for place in own_chain)
+            return
+        with_gradients = (place for place in self._directory.chain(start, 0) if not place.begins_segment)
+        for place in own_chain:
+            yield place, place if place.begins_segment else next(with_gradients, place)
+
+    def _prepare(self, places: Iterator[tuple[ChainPlace, ChainPlace]]) -> ChainPlace:
+        """Set generators, buffers and gradients to those of the next step."""
+        place, shared = next(places, (None, None))
+        if place is None or shared is None or shared.record.step != place.record.step:
+            found, expected = "a file that ends before those of other ranks", "the same steps on all ranks"
+            raise MismatchError(str(self._directory.path), found=found, expected=expected, do=_DO)
+        self._check_header(place)
+        record = place.record
+        where = f"{place.where}, {'at the beginning' if place.begins_segment else f'before step {record.step}'}"
+        weights = record.fields.get("weights")
+        if weights is not None and weights != self._state.weight_digest():
+            raise MismatchError(where, found="other weights than those of the run", do=_DO)
+        with read_guard(where):
+            self._state.load(record)
+            if not place.begins_segment:
+                if "gradients" not in shared.record.blobs:
+                    expected = f"those of step {record.step} in the file of this rank or of rank 0"
+                    raise MismatchError(where, found="no gradients", expected=expected, do=_DO)
+                data, counts = shared.record.blobs["gradients"], record.fields.get("counts")
+                self._record.fill_gradients(record.step, counts, data)
+        return place
+
+    def _check_header(self, place: ChainPlace) -> None:
+        own = self._header()
+        if place.begins_segment and place.fields != own:
+            different = [key for key in own if place.fields.get(key) != own[key]]
+            found = ", ".join(f"{key} {place.fields.get(key)!r}" for key in different)[:300]
+            expected = ", ".join(f"{key} {own[key]!r}" for key in different)[:300]
+            do = "resume with the settings of the run, or give its steps up: manager.restore, then journal.save"
+            raise MismatchError(place.where, found=found, expected=expected, do=do)
 
 
-_DO = "resume with the same `update` and objects; without the journal, use the manager's own restore"
+def _common_place(places: list[tuple[int, int] | None], start: int, *, strict: bool) -> tuple[int, int] | None:
+    """The last place that every rank can replay to; None: there is none.
+
+    Raises:
+        MismatchError: a rank has no file, while there are steps in those of others.
+    """
+    present = [place for place in places if place is not None]
+    if len(present) == len(places):
+        return min(present)
+    lost = max((last for last, _ in present), default=start) - start
+    if lost:
+        absent = ", ".join(str(rank) for rank, place in enumerate(places) if place is None)
+        found, expected = f"no file of rank {absent}, and {lost} steps in others", f"{len(places)} files of one run"
+        do = "resume on as many ranks as the run had, on a shared directory; or lose the steps by strict=False"
+        error = MismatchError(f"journal, behind step {start}", found=found, expected=expected, do=do)
+        if strict:
+            raise error
+        warn_user(f"the journal is not replayed: {error}", UserWarning)
+    return None
 
 
-def _digest_of(tensors: Iterable[Tensor]) -> str:
-    hasher = Hasher()
-    for tensor in tensors:
-        hasher.update(tensor_bytes(tensor))
-    return hasher.hexdigest()
-
-
-def _check_feedback(replicas: DDPCompression, feedback: str) -> None:
-    if replicas.has_feedback and feedback == "refuse":
+def _check_feedback(compression: GradientAveraging, feedback: str) -> None:
+    if compression.has_feedback and feedback == "refuse":
         found, expected = "error feedback, which is not on the wire", "a compressor without it"
         do = 'compress with "q4:64", say, or pass feedback="restart", with which all memories are empty after a replay'
         raise PolicyError("journal", found=found, expected=expected, do=do)
 
 
-def _place(manager: CheckpointManager, directory: str | Path | None) -> Path:
-    """The journal's directory."""
+def _check_manager(manager: LoopCheckpoints, *, is_sharded: bool) -> None:
+    own, other = "a CheckpointManager", "a shrinkpoint.train.dcp.Manager"
+    if getattr(manager, "is_sharded", None) is not is_sharded:
+        expected = f"{other}, for shards" if is_sharded else f"{own}, for replicas"
+        do = "pass the manager that saves the loop"
+        raise validate.argument_error("journal, manager", manager, expected, do)
     if not isinstance(manager.scheme, Lossless):
         found, do = f"the scheme {manager.scheme.id}", 'save with scheme="lossless"'
         raise PolicyError("journal", found=found, expected="a checkpoint to replay on bit for bit", do=do)
+
+
+def _place(manager: LoopCheckpoints, directory: str | Path | None) -> Path:
+    """The journal's directory."""
     if directory is not None:
         return LocalStorage(directory).path.absolute()
-    storage = manager.store.storage
-    if not isinstance(storage, LocalStorage):
-        found, do = f"{storage.describe()}, where nothing is appended", "name a directory=, on a disk that ranks share"
+    if manager.journal_directory is None:
+        found, do = "checkpoints where nothing is appended", "name a directory=, on a disk that ranks share"
         raise PolicyError("journal", found=found, expected="a directory", do=do)
-    return storage.path.absolute() / "journal"
+    return manager.journal_directory

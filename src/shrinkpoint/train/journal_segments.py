@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +12,10 @@ from shrinkpoint.container.journal_file import JournalFile, JournalRecord
 from shrinkpoint.container.strict_json import corrupt_error
 from shrinkpoint.errors import CorruptError, TruncatedError, warn_user
 from shrinkpoint.guard import read_guard
-from shrinkpoint.storage import LocalStorage
+from shrinkpoint.storage import LocalStorage, storage_error
+from shrinkpoint.storage.local import LOCK, hold_lock
 
-_NAME = re.compile(r"(\d{12})-(\d{5})\.journal")
+_NAME = re.compile(r"([0-9]{12}|[1-9][0-9]{12,14})-([0-9]{5})\.journal")
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,14 @@ class ChainPlace:
     """A record in a chain of segments, and where the file goes on behind it.
 
     Attributes:
+        where: the file.
         start: the step after which the segment begins.
         record: the record; the first one of a segment is the state at `start`, without gradients.
         digest: of the record.
         fields: of the file's header.
     """
 
+    where: str
     start: int
     record: JournalRecord
     digest: bytes
@@ -43,6 +46,18 @@ class JournalDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    def lock(self, rank: int) -> AbstractContextManager[None]:
+        """Keep other processes from writing the files of a rank.
+
+        Raises:
+            LockedError: another process does. StorageError: the system refused something.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise storage_error(str(self.path), "creating the directory", error) from error
+        return hold_lock(self.path / f"{LOCK}-{rank:05d}", str(self.path))
 
     def path_of(self, start: int, rank: int) -> Path:
         return self.path / f"{start:012d}-{rank:05d}.journal"
@@ -67,14 +82,14 @@ class JournalDirectory:
                     if record.step != expected:
                         advice = "restore with strict=False, which stops before it"
                         raise corrupt_error(where, f"the record of step {record.step}", f"step {expected}", advice)
-                    yield ChainPlace(start, record, file.digest, file.fields)
+                    yield ChainPlace(where, start, record, file.digest, file.fields)
                     expected += 1
             if expected <= start + 1:  # nothing, or the state alone: no other segment begins behind it
                 return
             start = expected - 1
 
-    def last_step(self, start: int, rank: int, *, strict: bool) -> int | None:
-        """The last step of a rank's chain; None if there is no whole state at its start.
+    def last_place(self, start: int, rank: int, *, strict: bool) -> tuple[int, int] | None:
+        """The last step of a rank's chain, and the start of its segment; None if there is no whole state at the start.
 
         Args:
             strict: False: a damaged record ends the chain, with a warning.
@@ -82,11 +97,11 @@ class JournalDirectory:
         last = None
         try:
             for place in self.chain(start, rank):
-                last = place.record.step
+                last = place.record.step, place.start
         except CorruptError as error:
             if strict:
                 raise
-            warn_user(f"the journal is replayed up to step {last}: {error}", UserWarning)
+            warn_user(f"the journal is replayed up to step {start if last is None else last[0]}: {error}", UserWarning)
         return last
 
     def delete(self, is_old: Callable[[int, int], bool]) -> None:

@@ -1,0 +1,110 @@
+"""Promise: a sharded run goes on from its last step, bit for bit, from what each rank has kept of its own shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.processes import ranks
+
+RANKS = """
+    import os, random
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    from helpers.journal_training import make_sharded
+    from helpers.replica_search import caught, join, leave
+
+    HOWS = {
+        "as they are": {},
+        "q4:64": {"shard_compressor": "q4:64"},
+        "q3:64:dither": {"shard_compressor": "q3:64:dither",
+                         "wire": {"all_gather": "q8:64:dither", "reduce_scatter": "q4:64:dither"}},
+        "top10": {"shard_compressor": "top10", "optimizer": "sgd"},
+        "uncompressed": {"wire": {"all_gather": None, "reduce_scatter": None}, "optimizer": "adam"},
+        "replicas": {"replicas": 2, "wire": {"all_reduce": "q4:64:dither"}},
+    }
+
+    def of_rank(rank, width, folder):
+        said = join(rank, width, folder)
+        torch.manual_seed(rank), random.seed(rank), np.random.seed(rank)
+
+        def state(run):
+            return [run.bits(), run.random(), run.restored and [run.restored.step, run.restored.replayed]]
+
+        def made(name, how, **more):
+            return make_sharded(f"{folder}/{name}", rank=rank, width=width, **HOWS[how], **more)
+
+        for how in HOWS:
+            if how == "replicas" and width % 2:
+                continue
+            said["whole " + how] = state(made(how + "-whole", how).train(12).close())
+            dist.barrier()
+            for last in (8, 12):
+                said[how] = state(made(how, how).train(last).close())
+            dist.barrier()
+
+        # two backward passes a step, the gradients of which add up
+        def accumulate(name, last):
+            run = made(name, "q4:64")
+            run.restored = run.journal.restore(**run.objects)
+            if run.restored is None:
+                torch.manual_seed(rank)
+                run.journal.save(0, **run.objects)
+            for step in range(run.restored.step + 1 if run.restored else 1, last + 1):
+                run.backward(), run.backward(), run.journal.step(step)
+            return state(run.close())
+        said["whole sums"] = accumulate("sums-whole", 5)
+        accumulate("sums", 4)
+        said["sums"] = accumulate("sums", 5)
+
+        # a rank that was killed a step earlier than the others
+        made("uneven", "q4:64").train(8).close()
+        dist.barrier()
+        if rank == 1:
+            path = f"{folder}/uneven/journal/000000000005-00001.journal"
+            os.truncate(path, os.path.getsize(path) - 9)
+        dist.barrier()
+        said["uneven"] = state(made("uneven", "q4:64").train(12).close())
+
+        # an error of one rank before a step is one of all, though `update` has collectives
+        made("damaged", "q4:64", check_every=1).train(9).close()
+        dist.barrier()
+        run = made("damaged", "q4:64", check_every=1,
+                   update=lambda run: rank == 1 and run.optimizer.param_groups[0].update(lr=1.0))
+        said["other"] = caught(lambda: run.journal.restore(**run.objects))
+        run.close()
+        run = made("damaged", "as they are")
+        said["settings"] = caught(lambda: run.journal.restore(**run.objects))
+        run.close()
+
+        # a rehearsal finds what does not repeat
+        run = made("rehearsed", "q4:64").train(8)
+        before = state(run)
+        said["rehearsed"] = [run.journal.rehearse(**run.objects).replayed, state(run)[:2] == before[:2]]
+        run.close()
+        noise = lambda run: run.model.first.weight.grad.mul_(1 + os.urandom(1)[0])
+        run = made("unlike", "q4:64", update=noise).train(8)
+        said["unlike"] = caught(lambda: run.journal.rehearse(**run.objects))
+        run.close()
+        said["bytes"] = [os.path.getsize(f"{folder}/{how}/journal/000000000010-{rank:05d}.journal")
+                         for how in ("as they are", "q4:64")]
+        leave(said, rank, folder)
+"""
+
+
+@pytest.mark.parametrize("width", [2, pytest.param(3, marks=pytest.mark.nightly)])
+def test_ranks_go_on_from_their_last_step(tmp_path: Path, width: int):
+    reports = ranks(RANKS, width, tmp_path)
+    for report in reports:
+        for how in [name.removeprefix("whole ") for name in report if name.startswith("whole ")]:
+            expected = report["whole " + how]
+            assert report[how] == [*expected[:2], [4, 4] if how == "sums" else [8, 3]], how
+        assert report["uneven"] == [*report["whole q4:64"][:2], [7, 2]]
+        assert report["other"][0] == "MismatchError" and "other weights" in report["other"][1]
+        assert report["settings"][0] == "MismatchError" and "shard_compressor" in report["settings"][1]
+        assert report["rehearsed"] == [3, True]
+        assert report["unlike"][0] == "MismatchError" and "weights" in report["unlike"][1]
+        assert report["bytes"][1] < report["bytes"][0]
+    assert len({str(report["whole q4:64"][1]) for report in reports}) == width  # each has dropout of its own
+    assert ("replicas" in reports[0]) == (width == 2)
