@@ -5,7 +5,8 @@
 Two gloo ranks train a transformer of two layers on random tokens with AdamW. For each compressor steps with a journal
 and steps without one take turns, in pairs of which every other one begins with the journal; medians of both, and of the
 difference in a pair. A step is forward, backward and update; files are on the disk that `--folder` names. Bytes are
-those that the journal grew by in a step, over all ranks. Beside them, of the same model and on rank 0: `torch.save` of
+those that the journal grew by in a step, over all ranks. The same model is trained by FSDP2, whose ranks keep their
+shards of the averaged gradients, as they are or rounded. Beside them, of the same model and on rank 0: `torch.save` of
 weights and optimizer, a file a step, and `Store.save` as lossless deltas a step apart; both with the fsync that they
 make. One rank sends nothing: its journal has gradients as they are. Results: results/journal.json.
 """
@@ -28,14 +29,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import shrinkpoint as sp
-from shrinkpoint.comm import compress_ddp
+from shrinkpoint.comm import compress_ddp, compress_fsdp
 from shrinkpoint.train import Journal
+from shrinkpoint.train.dcp import Manager
 
-SPECS = ("q8:64", "q4:64", "q2:64", "top1.5625:4096:q2:64")
+SPECS = ("q8:64", "q4:64", "q2:64", "top1.5625:4096:q2:64", "shards as they are", "shards q4:64")
 WIDTH, LENGTH, BATCH, VOCABULARY = 256, 64, 8, 256
 
 
@@ -54,14 +58,25 @@ class Reader(nn.Module):
         return self.head(self.layers(self.embed(tokens)))
 
 
+def sharded_model() -> nn.Module:
+    model = Reader()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.layers.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
 class Loop:
     """A model that is trained with a journal, a step of which may leave it out."""
 
     def __init__(self, folder: Path, spec: str, rank: int) -> None:
-        self.model = DistributedDataParallel(Reader(), bucket_cap_mb=2)
+        kept, is_sharded = spec.removeprefix("shards "), spec.startswith("shards ")
+        self.model = sharded_model() if is_sharded else DistributedDataParallel(Reader(), bucket_cap_mb=2)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.manager = sp.CheckpointManager(folder)
-        self.journal = Journal(self.manager, compress_ddp(self.model, spec), self.update)
+        self.manager = Manager(folder) if is_sharded else sp.CheckpointManager(folder)
+        compression = compress_fsdp(self.model) if is_sharded else compress_ddp(self.model, spec)
+        rounded = kept if is_sharded and kept != "as they are" else None
+        self.journal = Journal(self.manager, compression, self.update, shard_compressor=rounded)
         self.journal.save(0, model=self.model, optimizer=self.optimizer)
         self.folder, self.rank, self.step = folder / "journal", rank, 0
 
@@ -90,7 +105,7 @@ class Loop:
 
     def close(self) -> None:
         self.journal.close()
-        self.manager.close()
+        self.manager.wait()
 
 
 def median(values: list[float]) -> float:
