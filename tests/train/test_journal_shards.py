@@ -5,7 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from helpers.processes import ranks
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import shrinkpoint as sp
+from shrinkpoint.comm import Accordion, compress_ddp, compress_fsdp
+from shrinkpoint.errors import PolicyError
+from shrinkpoint.train import Journal
+from shrinkpoint.train.dcp import Manager
 
 RANKS = """
     import os, random
@@ -108,3 +118,33 @@ def test_ranks_go_on_from_their_last_step(tmp_path: Path, width: int):
         assert report["bytes"][1] < report["bytes"][0]
     assert len({str(report["whole q4:64"][1]) for report in reports}) == width  # each has dropout of its own
     assert ("replicas" in reports[0]) == (width == 2)
+
+
+def test_what_cannot_be_replayed_is_refused_with_the_reason(tmp_path: Path):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        manager, model = Manager(tmp_path), lambda: fully_shard(nn.Linear(4, 4))
+        with pytest.raises(PolicyError, match=r'error feedback.*feedback="restart"'):
+            Journal(manager, compress_fsdp(model(), reduce_scatter="ef(q4:64)"), print)
+        with pytest.raises(PolicyError, match="Accordion"):
+            Journal(manager, compress_fsdp(model(), accordion=Accordion("q2:64", "q8:64")), print)
+        with pytest.raises(PolicyError, match="Leave out the feedback"):
+            Journal(manager, compress_fsdp(model()), print, shard_compressor="ef(q4:64)")
+        with pytest.raises(PolicyError, match=r"dcp\.Manager, for shards"):
+            Journal(sp.CheckpointManager(tmp_path), compress_fsdp(model()), print)
+        replicas = compress_ddp(nn.parallel.DistributedDataParallel(nn.Linear(4, 4)))
+        with pytest.raises(PolicyError, match="CheckpointManager, for replicas"):
+            Journal(manager, replicas, print)
+        with pytest.raises(PolicyError, match="Leave it out"):
+            Journal(sp.CheckpointManager(tmp_path), replicas, print, shard_compressor="q4:64")
+        sharded = compress_fsdp(model())
+        journal = Journal(manager, sharded, lambda: None, shard_compressor="q4:64")
+        with pytest.raises(PolicyError, match="second journal"):
+            Journal(manager, sharded, print)
+        journal.save(0, model=sharded.module)
+        with pytest.raises(PolicyError, match="Call backward"):
+            journal.step(1)
+        sharded.module(torch.ones(1, 4)).sum().backward()
+        journal.step(1), journal.close()
+    finally:
+        dist.destroy_process_group()
