@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from shrinkpoint.comm.simulate import insert_compression as insert_compression
     from shrinkpoint.comm.spec import parse as parse
     from shrinkpoint.comm.stats import LinkStats as LinkStats
+    from shrinkpoint.comm.tensor_parallel import compress_tensor_parallel as compress_tensor_parallel
 
 _NAMES = {
     "accordion": "Accordion",
@@ -71,6 +72,7 @@ _NAMES = {
     "simulate": "CompressionPoints insert_compression",
     "spec": "parse",
     "stats": "LinkStats",
+    "tensor_parallel": "compress_tensor_parallel",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 """The module of each public name; it is imported when the name is used first."""

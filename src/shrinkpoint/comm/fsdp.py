@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Shard
 
 from shrinkpoint import validate
 from shrinkpoint.comm.accordion import Accordion
@@ -108,6 +109,7 @@ class FSDPCompression:
         specs = {"all_gather": weight_spec, "reduce_scatter": gradient_spec}
         if replicas is not None:
             specs["all_reduce"] = as_feedback(replicas).shared_spec
+        is_lossy = any(spec not in (None, "exact") for spec in specs.values())
         self._config = {**specs, "min_numel": min_numel, "nonfinite": nonfinite}
         self._root = root
         self._record: ShardRecord | None = None
@@ -119,6 +121,8 @@ class FSDPCompression:
         self._reduce_scatters: dict[str, _ReduceScatter] = {}
         self._reduced_modules: set[str] = set()
         for name, param_group in _param_groups(root):
+            if is_lossy:
+                _check_tensor_parallel(name, param_group)
             self._original_comms.append((param_group, param_group._all_gather_comm, param_group._reduce_scatter_comm))
             if weight_feedback is not None:
                 gather = CompressedAllGather(weight_feedback, self.link_stats["all-gather"], name=f"fsdp {name}")
@@ -404,6 +408,28 @@ def _as_stateless(compressor: CompressorLike) -> ErrorFeedback:
     if not isinstance(feedback, NoFeedback):
         raise PolicyError("all-gather", found=feedback.spec, expected="a compressor", do="leave out the feedback")
     return feedback
+
+
+def _check_tensor_parallel(name: str, param_group: Any) -> None:
+    """Raise PolicyError if a message has parameters that tensor parallelism splits, and some that it replicates.
+
+    Values are rounded together with those beside them, which differ between the ranks of tensor parallelism: what these
+    must have in common would drift apart.
+    """
+    mesh_dims = param_group.mesh_info.mesh.ndim
+    is_split = {
+        any(isinstance(placement, Shard) for placement in param.sharded_param.placements[mesh_dims:])
+        for param in param_group.fsdp_params
+    }
+    if len(is_split) > 1:
+        where, problem = (
+            f"compress_fsdp, {name or 'the root'}",
+            "parameters that are split over ranks, and replicated ones",
+        )
+        advice = (
+            "call fully_shard on modules of one kind each, such as norms by themselves, or compress none: None, None"
+        )
+        raise PolicyError(where, found=problem, expected="one kind of them in a module", do=advice)
 
 
 def _param_groups(root: nn.Module) -> Iterator[tuple[str, Any]]:
