@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import time
+from datetime import timedelta
 
 import torch
 from torch import nn
@@ -17,16 +18,18 @@ from torch.distributed import TCPStore
 
 from shrinkpoint.comm import LocalSteps, Membership, OuterSGD
 
-ROUNDS, EVERY, RANKS = 30, 10, 3
+ROUNDS, EVERY, RANKS = 40, 10, 3
+WAIT = timedelta(minutes=10)
 
 
-def train(port: int, name: str) -> None:
-    """What each rank does, whether it is there from the start or joins later."""
+def train(port: int, name: str, begin: str) -> None:
+    """What each rank does, whether it is there from the start or joins when something has begun."""
     torch.set_num_threads(1)
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     store = TCPStore("127.0.0.1", port, is_master=False)
-    membership = Membership(store, RANKS, min_size=2, name=name, timeout=120, patience=5)
+    store.wait([begin], WAIT)
+    membership = Membership(store, RANKS, min_size=2, name=name, timeout=600, patience=5)
 
     sparse = {"compressor": "ef(top6.25:256:q2:64, decay=0.95)", "outer": OuterSGD(lr=1.0, momentum=0.0)}
     local = LocalSteps(model, optimizer, EVERY, membership=membership, **sparse)  # waits for the others
@@ -49,15 +52,14 @@ def train(port: int, name: str) -> None:
 def main() -> int:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=train, args=(store.port, str(number))) for number in range(RANKS)]
+    begins = ["round 0"] * RANKS + ["round 10"]  # the last one joins later
+    ranks = [context.Process(target=train, args=(store.port, str(name), begin)) for name, begin in enumerate(begins)]
     for rank in ranks:
         rank.start()
-    store.wait(["round 5"])
+    store.set("round 0", "")
+    store.wait(["round 5"], WAIT)
     ranks.pop(1).kill()
     print("rank 1 is killed", flush=True)
-    store.wait(["round 10"])
-    ranks.append(context.Process(target=train, args=(store.port, str(RANKS))))
-    ranks[-1].start()
     for rank in ranks:
         rank.join()
     return max(abs(rank.exitcode or 0) for rank in ranks)

@@ -76,7 +76,7 @@ class Membership:
         self.timeout = validate.check_float("Membership, timeout", timeout)
         self._patience = validate.check_float("Membership, patience", patience)
         self._id = f"{self._name}/{uuid.uuid4().hex[:12]}"
-        self.generation, self._ids = 0, list[str]()
+        self.generation, self._ids, self._has_left = 0, list[str](), False
         self._store = PrefixStore("shrinkpoint/membership", store)
         clone: Callable[[], Store] = getattr(self._store, "clone", lambda: self._store)
         with _store_errors():
@@ -96,6 +96,7 @@ class Membership:
             MembershipError: this process was left out; too few processes came in time; or the store does not answer.
             PolicyError: there is a default group of somebody else.
         """
+        self._check_not_left()
         if dist.is_initialized():
             if not self.generation:
                 advice = "leave out init_process_group: Membership makes the default group"
@@ -119,10 +120,11 @@ class Membership:
         finally:
             if self.generation and dist.is_initialized():
                 dist.destroy_process_group()
-            self.generation, self._ids = 0, []
+            self.generation, self._ids, self._has_left = 0, [], True
 
     def has_ended(self) -> bool:
         """Whether another member forms the next group, as of some tenths of a second ago."""
+        self._check_not_left()
         with _store_errors():
             return self._heartbeat.has_seen(f"ended/{self.generation}")
 
@@ -142,6 +144,11 @@ class Membership:
         if self.has_ended():
             problem = f"generation {self.generation} has ended"
             raise LostMemberError("Membership", found=problem, do=advice)
+
+    def _check_not_left(self) -> None:
+        if self._has_left:
+            advice = "make another Membership, and another LocalSteps of the same model"
+            raise MembershipError("Membership", found="this process has left", do=advice)
 
     def _try_generation(self) -> bool:
         """Take part in forming the next generation; whether this process is in its group now."""
