@@ -51,7 +51,7 @@ KILLS = """
             kill(alive.pop(victim))
             dead.append(victim)
         if draws.random() < 0.5:  # while the others find out, or later
-            wait_until(lambda: max(newest(name) for name in alive) >= 5 + 6 * number)
+            wait_until(lambda: max(newest(name) for name in alive) >= min(begin + 4, 5 + 6 * number))
         for _ in victims:
             name = str(next(places))
             alive[name] = trainer(name, WIDTH, SETUP, 8 + 6 * KILLS)

@@ -213,6 +213,7 @@ class LocalSteps:
         self.outer.load_state_dict(copy.deepcopy(state["outer"]))  # an optimizer goes on in the tensors it is given
         self._average.load_state_dict(state["feedback"])
         self._residuals = {layout: residual.clone() for layout, residual in state["residuals"].items()}
+        self._sent_feedback = None
         self.round, self.steps_in_round = int(state["round"]), int(state["steps_in_round"])
 
     def _join(self, group: dist.ProcessGroup | None, problem: Problem | None) -> None:
