@@ -188,6 +188,7 @@ def of_rank(rank: int, width: int, folder: str, pairs: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--bytes-only", action="store_true", help="leave out seconds: for a machine that is not idle")
     parser.add_argument("--folder", help="where files are written; default: that of temporary files")
     parser.add_argument("--out", type=Path, default=Path("results/journal.json"))
     args = parser.parse_args()
@@ -198,6 +199,9 @@ def main() -> None:
         torch.set_num_threads(2)
         checkpoints = of_checkpoints(Path(folder), max(3, args.pairs // 4))
     rows = {**two, "one rank, as they are": one[SPECS[0]]}
+    for row in (*rows.values(), *checkpoints.values()) if args.bytes_only else ():
+        for name in [name for name in row if name.startswith("seconds")]:
+            del row[name]
     machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
     result = {"date": date.today().isoformat(), "machine": machine, "journal": rows, "checkpoints": checkpoints}
     args.out.parent.mkdir(parents=True, exist_ok=True)
