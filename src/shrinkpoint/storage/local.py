@@ -251,8 +251,11 @@ class LocalStorage:
     def link(self, source: str, target: str) -> bool:
         return self.link_file(self._existing_path(source), target)
 
-    def link_file(self, old: Path, target: str) -> bool:
+    def link_file(self, old: Path, target: str, *, flush: bool = True) -> bool:
         """Hard-link a file, also one outside of this directory, as `target`; a symbolic link is resolved.
+
+        Args:
+            flush: the link survives a power cut when this returns; False: when `flush_dir` has returned.
 
         Returns:
             False if the file system has no hard links between these places.
@@ -268,8 +271,15 @@ class LocalStorage:
                 if isinstance(error, FileNotFoundError) and temporary.parent.is_dir():  # `old` was deleted meanwhile
                     raise _not_found(str(old)) from None
                 raise
-            _replace_durably(temporary, new)
+            temporary.replace(new)
+            if flush:
+                _fsync_dir(new.parent)
         return True
+
+    def flush_dir(self, key: str) -> None:
+        """Make the names in a directory, which exists, survive a power cut."""
+        with _os_errors(self.describe(key), "flushing to the disk"):
+            _fsync_dir(self._path_of(key))
 
     @contextmanager
     def lock(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from shrinkpoint.storage import AnyDirectory, Storage, map_requests
 from shrinkpoint.store.chain import ChainFile, chain_links, directory_chain, store_chain
 from shrinkpoint.store.checkpoint_file import Allowance, DecodedFile, decode_records
 from shrinkpoint.store.directory import read_directory_manifest
-from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.manifest import Manifest, Payload
 from shrinkpoint.store.needed_records import needed_records
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.tensors.tree_selection import SelectedLeaves
@@ -186,4 +186,11 @@ def decode_directory(
     if not 0 <= rank < len(payloads):
         found, expected = f"no payload of rank {rank}", f"a rank below {len(payloads)}"
         raise NotFoundError(str(directory), found=found, expected=expected, do="name one of its ranks")
-    return decode_chain(directory_chain(directory, payloads[rank]), threads=threads, max_bytes=max_bytes)
+    return decode_payload(directory, payloads[rank], threads=threads, max_bytes=max_bytes)
+
+
+def decode_payload(
+    directory: AnyDirectory, payload: Payload, *, threads: int | None = None, max_bytes: int | None = None
+) -> DecodedFile:
+    """Decode a payload of a framework's directory whose manifest has been read; raises as `decode_chain` does."""
+    return decode_chain(directory_chain(directory, payload), threads=threads, max_bytes=max_bytes)

@@ -38,7 +38,7 @@ from shrinkpoint.store.delta_base import (
     is_chain_full,
     warn_low_retention,
 )
-from shrinkpoint.store.directory import own_keys, read_directory_manifest
+from shrinkpoint.store.directory import free_payload_name, read_directory_manifest
 from shrinkpoint.store.manifest import Payload
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.flat_state import FlatState
@@ -123,7 +123,7 @@ class DeltaWriter:
         try:
             base = None if keyframe else self._prepare_base(place, storage, written_keys)
             reference = None if base is None else self._reference_cache.reference
-            key = layout.payload_name(own_keys(place), rank)
+            key = free_payload_name(place, rank)
             quantized = scheme.quantize(state, reference) if base is not None else self._keyframe_of(scheme, state)
             if quantized.keyframe:
                 _remove(storage, written_keys)
@@ -269,6 +269,7 @@ class DeltaWriter:
         )
         if not self._can_link:
             return None
+        storage.flush_dir(layout.BASES)
         return [StoredFile(base, size, storage, layout.base_name(base)) for base, size in _base_digests(payload)]
 
     def _base_name(self, place: Path | ObjectUrl, base: Payload) -> str:
@@ -330,7 +331,7 @@ def _link_file(path: Path, storage: LocalStorage, key: str, written_keys: list[s
     if (storage.path / key).is_file():
         return True
     written_keys.append(key)
-    return storage.link_file(path, key)
+    return storage.link_file(path, key, flush=False)
 
 
 def _remove(storage: Storage, keys: list[str]) -> None:

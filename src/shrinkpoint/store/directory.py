@@ -34,6 +34,7 @@ from shrinkpoint.storage import (
     Storage,
     directory_storage,
     local_path,
+    map_requests,
     natural_key,
     object_size,
     resolve_directory,
@@ -49,6 +50,7 @@ from shrinkpoint.store.manifest import (
     Payload,
     decode_directory_manifest,
     encode_directory_manifest,
+    names_payload,
     read_limited,
     utc_timestamp,
 )
@@ -127,6 +129,17 @@ def read_directory_manifest(directory: AnyDirectory) -> DirectoryManifest:
     return decode_directory_manifest(data, storage.describe(MANIFEST))
 
 
+def has_committed(directory: AnyDirectory, payload: Payload) -> bool:
+    """Whether a checkpoint exists in a directory, and this payload is one of its payloads.
+
+    Raises:
+        NotFoundError: there is no manifest.
+        FormatError: it is too large.
+        StorageError: it cannot be read.
+    """
+    return names_payload(read_limited(directory_storage(directory), MANIFEST, MAX_DIRECTORY_MANIFEST_BYTES), payload)
+
+
 def chain_places(directory: AnyDirectory, payload: Payload) -> list[FilePlace]:
     """The files of a payload's chain, keyframe first, the payload last; raises as `directory_chain` does."""
     files = directory_chain(directory, payload)
@@ -135,11 +148,14 @@ def chain_places(directory: AnyDirectory, payload: Payload) -> list[FilePlace]:
     return [FilePlace(file.storage, file.keys[0]) for file in files]
 
 
-def verify_directory(directory: AnyDirectory, *, deep: bool = False) -> DirectoryManifest:
+def verify_directory(
+    directory: AnyDirectory, *, deep: bool = False, share: tuple[int, int] = (0, 1)
+) -> DirectoryManifest:
     """Verify that every file of a checkpoint exists and has the right size and header.
 
     Args:
         deep: also compare every stored byte with its digest.
+        share: (i, n): verify every n-th payload from the i-th on, with its bases; other processes verify the others.
 
     Raises:
         NotFoundError: there is no manifest.
@@ -148,7 +164,8 @@ def verify_directory(directory: AnyDirectory, *, deep: bool = False) -> Director
         StorageError: reading failed.
     """
     manifest = read_directory_manifest(directory)
-    files = {file.digest: file for payload in manifest.payloads for file in directory_chain(directory, payload)}
+    payloads = manifest.payloads[slice(share[0], None, share[1])]
+    files = {file.digest: file for payload in payloads for file in directory_chain(directory, payload)}
     for file in files.values():
         file.read(partial(_check_file, deep=deep))
     return manifest
@@ -186,8 +203,10 @@ def commit(
     if not isinstance(storage, LocalStorage):  # the bases are elsewhere, where each rank has just found them
         present = [replace(payload, bases=()) for payload in payloads]
     files = [file for payload in present for file in directory_chain(directory, payload)]
-    for file in files:
-        _check_size(storage, file)
+    listed = own_keys(directory) if isinstance(storage, LocalStorage) else set()
+    # Each rank has verified its links. What the listing of a network file system does not show yet is asked for.
+    unverified = [file for file in files if file.is_payload or not listed.issuperset(file.keys)]
+    map_requests(storage, partial(_check_size, storage), unverified)
     manifest: DirectoryManifest = Manifest(
         id=id or secrets.token_hex(8),
         created=utc_timestamp(),
@@ -206,7 +225,7 @@ def commit(
         _write_readme(storage.path)
     needed = {key for file in files for key in file.keys}
     try:
-        storage.remove_stale(lambda name: name == "bases")
+        storage.remove_stale(lambda name: name == layout.BASES)
         for key in set() if keep_payloads else own_keys(directory) - needed:
             storage.delete(key)
     except StorageError as error:  # the checkpoint exists; what is left over only takes space
@@ -219,11 +238,31 @@ def own_keys(directory: AnyDirectory) -> set[str]:
     storage = directory_storage(directory)
     keys: Iterable[str]
     if isinstance(storage, LocalStorage):
-        root = storage.path
-        keys = (path.relative_to(root).as_posix() for parent in (root, root / "bases") for path in parent.glob("*"))
+        bases = (f"{layout.BASES}/{name}" for name in _names_in(storage.path / layout.BASES))
+        keys = (*_names_in(storage.path), *bases)
     else:
         keys = storage.list()
     return {key for key in keys if _OWN_KEY.fullmatch(key)}
+
+
+def _names_in(root: Path) -> list[str]:
+    """The names of what is in a directory; none where there is no directory, or none that can be read."""
+    try:
+        return [path.name for path in root.iterdir()]
+    except OSError:
+        return []
+
+
+def free_payload_name(directory: AnyDirectory, rank: int) -> str:
+    """A name for a rank's payload that no file in a directory has.
+
+    It asks for the names of this rank only: were the directory listed, N ranks would list the files of N ranks.
+    """
+    storage = directory_storage(directory)
+    if isinstance(storage, LocalStorage):
+        root = storage.path
+        return next(name for name in layout.payload_names(rank) if not os.path.lexists(root / name))
+    return next(name for name in layout.payload_names(rank) if not has_file(directory, name))
 
 
 def own_files(directory: str | Path) -> set[Path]:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from itertools import count
 from typing import SupportsIndex
 
 from shrinkpoint.errors import PolicyError
@@ -20,6 +21,7 @@ from shrinkpoint.errors import PolicyError
 MAX_STEP = 10**15
 MANIFEST = "manifest.json"
 FORGOTTEN = "forgotten"
+BASES = "bases"
 PAYLOAD = re.compile(r"rank-[0-9]{5}(\.[1-9][0-9]{0,8})?\.safetensors")
 _STEP_DIR = re.compile(r"step-([0-9]{9}|[1-9][0-9]{9,14})")
 BASE = re.compile(r"bases/[0-9a-f]{32}\.safetensors")
@@ -45,10 +47,13 @@ def base_name(digest: str) -> str:
 
 def payload_name(used_names: Collection[str], rank: int = 0) -> str:
     """A name for a payload that is not among `used_names`: a committed file is never written into."""
-    name, count = f"rank-{rank:05d}.safetensors", 2
-    while name in used_names:
-        name, count = f"rank-{rank:05d}.{count}.safetensors", count + 1
-    return name
+    return next(name for name in payload_names(rank) if name not in used_names)
+
+
+def payload_names(rank: int) -> Iterator[str]:
+    """The names that a payload of a rank may have, without end: the first one that is free is taken."""
+    yield f"rank-{rank:05d}.safetensors"
+    yield from (f"rank-{rank:05d}.{number}.safetensors" for number in count(2))
 
 
 def step_of(key: str) -> int | None:
@@ -65,7 +70,7 @@ def is_own_name(name: str) -> bool:
 def is_step_dir(name: str) -> bool:
     """Whether a store makes directories of this name, so that an empty one may be removed."""
     head, _, rest = name.partition("/")
-    return rest in ("", "bases") and step_of_dir(head) is not None
+    return rest in ("", BASES) and step_of_dir(head) is not None
 
 
 def step_of_dir(name: str) -> int | None:

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -113,6 +114,7 @@ def latest_valid(
     deep: bool = True,
     check: Callable[[PlaceT], object] | None = None,
     gather: AllGather | None = None,
+    share: Callable[[PlaceT], tuple[int, int]] | None = None,
 ) -> tuple[PlaceT | None, tuple[SkippedCheckpoint, ...]]:
     """The first valid checkpoint of several, and those before it that are not; a warning is logged for each of these.
 
@@ -122,15 +124,17 @@ def latest_valid(
         check: raises a ShrinkpointError if a candidate is not valid; None: verify it as a directory of ours.
         gather: gathers a value from all ranks that call this together with the same candidates: a checkpoint is valid
             if it is so on every rank. None: this process decides alone.
+        share: says which files of a candidate this rank verifies, as `verify_directory` takes it; all ranks call it
+            together. None: all files.
 
     Returns:
         The directory, None if no candidate is valid; and the candidates that were skipped.
     """
     skipped: list[SkippedCheckpoint] = []
     for directory in candidates:
-        error = _find_error(
-            directory, check or (lambda path: verify_directory(path, deep=deep)), is_alone=gather is None
-        )
+        part = (0, 1) if share is None else share(directory)
+        verify = check or partial(verify_directory, deep=deep, share=part)
+        error = _find_error(directory, verify, is_alone=gather is None)
         if gather is None:
             reasons = [] if error is None else [str(error)]
         else:

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from shrinkpoint import errors
 from shrinkpoint.store import directory as directories
 from shrinkpoint.train.dcp import Reader, Writer, chain_registry, latest_valid, load, reset_chains
+from shrinkpoint.train.dcp.written_entries import report_entries
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -233,7 +235,9 @@ def test_no_delta_depends_on_a_save_that_failed(tmp_path: Path) -> None:
 def test_a_result_that_is_lost_is_no_checkpoint(tmp_path: Path) -> None:
     class Losing(Writer):
         def finish(self, metadata: Any, results: Any) -> None:
-            results[0] = [one for one in results[0] if one.index != MetadataIndex("b", (0,))]
+            (result,) = results[0]
+            entries = report_entries([MetadataIndex("a", (0,))])
+            results[0] = [replace(result, storage_data=result.storage_data._replace(entries=entries))]
             super().finish(metadata=metadata, results=results)
 
     with pytest.raises(dcp.api.CheckpointException, match="'b'"):

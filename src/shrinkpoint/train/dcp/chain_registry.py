@@ -19,9 +19,9 @@ from shrinkpoint.container import FileReader
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.schemes.base import Resumable, Scheme
 from shrinkpoint.storage import AnyDirectory, directory_storage, resolve_directory
-from shrinkpoint.store.decode import decode_directory
+from shrinkpoint.store.decode import decode_payload
 from shrinkpoint.store.delta_writer import DeltaWriter
-from shrinkpoint.store.directory import read_directory_manifest
+from shrinkpoint.store.directory import has_committed, read_directory_manifest
 from shrinkpoint.store.manifest import DirectoryManifest, Payload
 from shrinkpoint.tensors.dtypes import dtype_name
 from shrinkpoint.tensors.flat_state import FlatState
@@ -65,7 +65,7 @@ class ChainState:
         scheme: the scheme of the last save.
         scheme_config: its settings when it was passed, before it learned anything.
         lock: held by the thread that saves.
-        unconfirmed: directory and payload digest of the last write, until it is confirmed.
+        unconfirmed: directory and payload of the last write, until it is confirmed.
         origin: the checkpoint that was restored last.
         superseded_origin: the same, once a later save is committed: it is not the parent of the next save any more.
     """
@@ -75,7 +75,7 @@ class ChainState:
     scheme: Scheme | None = None
     scheme_config: str = ""
     lock: threading.RLock = field(default_factory=threading.RLock)
-    unconfirmed: tuple[str, str] | None = None
+    unconfirmed: tuple[str, Payload] | None = None
     origin: RestoreOrigin | None = None
     superseded_origin: RestoreOrigin | None = None
 
@@ -96,7 +96,7 @@ class ChainState:
     def record_write(self, directory: AnyDirectory) -> Payload:
         """Make the payload that was just written the base of the next delta, to be confirmed at the next save."""
         payload = self.delta_writer.payload
-        self.unconfirmed = (str(directory), payload.digest)
+        self.unconfirmed = (str(directory), payload)
         self.delta_writer.commit_reference()
         return payload
 
@@ -137,7 +137,7 @@ class ChainState:
                 and manifest.id == origin.id
                 and _shares_most_tensors(origin.directory, manifest.payloads[index], state)
             ):
-                decoded = decode_directory(origin.directory, index, threads=threads)
+                decoded = decode_payload(origin.directory, manifest.payloads[index], threads=threads)
                 self.delta_writer.adopt(origin.directory, decoded, index)
         except ShrinkpointError as error:  # deleted since, or damaged
             _log.warning("the next checkpoint is a keyframe, as the one that was loaded has changed since: %s", error)
@@ -225,9 +225,9 @@ def payload_index(manifest: DirectoryManifest, rank: int) -> int | None:
     return next((index for index, payload in enumerate(manifest.payloads) if payload.name.startswith(prefix)), None)
 
 
-def _is_committed(directory: str, digest: str) -> bool:
+def _is_committed(directory: str, payload: Payload) -> bool:
     try:
-        return any(payload.digest == digest for payload in read_directory_manifest(directory).payloads)
+        return has_committed(directory, payload)
     except ShrinkpointError:
         return False
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -102,16 +101,23 @@ class CheckpointMetadata:
     """
 
     entries: Mapping[str, EntryMetadata] = field(repr=False)
+    _chunks_by_offsets: dict[int, dict[Offsets, ChunkMetadata]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )  # by id of a tuple of chunks, which all tensors of one layout share
 
     def find_chunk(self, fqn: str, offsets: Sequence[int], where: str) -> ChunkMetadata:
-        """The chunk of an entry at these offsets.
+        """The chunk of an entry at these offsets; the first one, where several are empty.
 
         Raises:
             MismatchError: there is none.
         """
         entry = self.entries.get(fqn)
-        for chunk in () if entry is None else entry.chunks:
-            if chunk.offsets == tuple(offsets):
+        if entry is not None:
+            by_offsets = self._chunks_by_offsets.get(id(entry.chunks))
+            if by_offsets is None:
+                by_offsets = {chunk.offsets: chunk for chunk in reversed(entry.chunks)}
+                self._chunks_by_offsets[id(entry.chunks)] = by_offsets
+            if (chunk := by_offsets.get(tuple(offsets))) is not None:
                 return chunk
         found = f"no part of {fqn!r} that begins at {tuple(offsets)}"
         raise MismatchError(where, found=found, expected="one that its manifest has", do="look at what was saved")
@@ -156,43 +162,52 @@ def box_slices(starts: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
-def expected_indices(metadata: Metadata) -> Iterator[MetadataIndex]:
-    """The indices of all items that the ranks must write."""
-    for fqn, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, BytesStorageMetadata):
-            yield MetadataIndex(fqn)
-        else:
-            yield from (MetadataIndex(fqn, chunk.offsets) for chunk in entry.chunks)
+def share_chunks(metadata: Metadata) -> None:
+    """Make tensors with the same chunks share one list of them.
+
+    Torch sends the metadata of a save from one rank to all: what is shared is pickled once. A model of hundreds of
+    tensors has a dozen layouts, so that each of R ranks receives those, and not R chunks of every tensor.
+    """
+    lists: dict[tuple[torch.Size, ...], list[ChunkStorageMetadata]] = {}
+    for entry in metadata.state_dict_metadata.values():
+        if isinstance(entry, TensorStorageMetadata):
+            key = tuple(box for chunk in entry.chunks for box in (chunk.offsets, chunk.sizes))
+            entry.chunks = lists.setdefault(key, entry.chunks)
 
 
 # To JSON and back
 
 
-def metadata_to_json(metadata: Metadata, owners: Mapping[MetadataIndex, int]) -> JSON:
+def metadata_to_json(metadata: Metadata, owners: Mapping[str, NDArray[np.int64]]) -> JSON:
     """Torch's metadata of a save as JSON.
 
     Args:
-        owners: by entry and offsets, the index of the payload with the chunk.
+        metadata: tensors of one layout share their list of chunks, as `share_chunks` makes them do.
+        owners: by entry, the index of the payload with each of its chunks.
 
     Raises:
         StateError: a planner that keeps other data than paths, or a dtype that is not stored.
     """
     paths = _planner_paths(metadata.planner_data)
-    layouts: dict[str, int] = {}
+    indices: dict[tuple[Offsets, int, bytes], int] = {}
+    layouts: list[JSON] = []
     items: list[JSON] = []
     for fqn, entry in metadata.state_dict_metadata.items():
+        payloads = owners[fqn]
         if isinstance(entry, BytesStorageMetadata):
-            items.append([fqn, paths.get(fqn), None, owners[MetadataIndex(fqn)]])
+            items.append([fqn, paths.get(fqn), None, int(payloads[0])])
             continue
-        chunks = [
-            [list(chunk.offsets), list(chunk.sizes), owners[MetadataIndex(fqn, chunk.offsets)]]
-            for chunk in entry.chunks
-        ]
-        layout = json.dumps([list(entry.size), chunks])
-        items.append(
-            [fqn, paths.get(fqn), dtype_name(entry.properties.dtype), layouts.setdefault(layout, len(layouts))]
-        )
-    return {"items": items, "layouts": [json.loads(layout) for layout in layouts]}
+        key = tuple(entry.size), id(entry.chunks), payloads.tobytes()
+        if key not in indices:
+            indices[key] = len(layouts)
+            layouts.append([list(entry.size), _chunk_rows(entry.chunks, payloads.tolist())])
+        items.append([fqn, paths.get(fqn), dtype_name(entry.properties.dtype), indices[key]])
+    return {"items": items, "layouts": layouts}
+
+
+def _chunk_rows(chunks: Sequence[ChunkStorageMetadata], payloads: Sequence[int]) -> list[JSON]:
+    pairs = zip(chunks, payloads, strict=True)
+    return [[list(chunk.offsets), list(chunk.sizes), payload] for chunk, payload in pairs]
 
 
 def _planner_paths(planner_data: Any) -> Mapping[str, list[str | int]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,11 @@ import torch.distributed as dist
 
 from shrinkpoint import validate
 from shrinkpoint.codec.coder import default_threads
-from shrinkpoint.errors import PolicyError
-from shrinkpoint.sharding.collectives import make_collectives
+from shrinkpoint.errors import PolicyError, ShrinkpointError
+from shrinkpoint.sharding.collectives import Collectives, make_collectives
 from shrinkpoint.storage import (
     AnyDirectory,
+    LocalStorage,
     ObjectUrl,
     directory_storage,
     is_object_url,
@@ -101,8 +104,9 @@ def latest_valid(
 ) -> Path | ObjectUrl | None:
     """The newest directory below `root` with a checkpoint that is valid on all ranks; all get the same answer.
 
-    A larger number in its name makes a directory newer. Every rank checks the files that it sees: on a disk of its
-    own, a rank may see fewer. A warning with the reason is logged for each checkpoint that is skipped.
+    A larger number in its name makes a directory newer. Ranks that see one disk divide its files among them, so that
+    each file is read once; on a disk of its own, a rank checks all that it sees, which may be fewer. A warning with the
+    reason is logged for each checkpoint that is skipped.
 
     Args:
         root: the directory or the URL of the checkpoints; if it does not exist, there are none.
@@ -113,11 +117,48 @@ def latest_valid(
         The directory, or its place in a bucket; None if there is no valid checkpoint.
     """
     path = resolve_directory(root, "root")
-    gather = make_collectives(group).all_gather
-    names: set[str] = set().union(*gather(_candidate_names(path)))
+    collectives = make_collectives(group)
+    found: list[Any] = collectives.all_gather(_own_candidate_names(path, collectives.rank))  # an error is raised by all
+    names: set[str] = set().union(*found)
     # The name itself decides between step-1 and step-01: all ranks must have one order.
     newest_first = sorted(names, key=lambda name: (natural_key(name), name), reverse=True)
-    return restore.latest_valid([path / name for name in newest_first], deep=deep, gather=gather)[0]
+    candidates, share = [path / name for name in newest_first], partial(file_share, collectives=collectives)
+    return restore.latest_valid(candidates, deep=deep, gather=collectives.all_gather, share=share)[0]
+
+
+def file_share(directory: Path | ObjectUrl, collectives: Collectives) -> tuple[int, int]:
+    """Which part of a checkpoint's files this rank checks: (i, n), every n-th from the i-th on; a collective.
+
+    n is the number of ranks that see the same manifest: the same inode, changed at the same nanosecond. A copy on
+    another disk differs in both; only a copy of a whole disk, block by block, is taken for the disk.
+    """
+    stamp = _manifest_stamp(directory)
+    stamps = collectives.all_gather(stamp)
+    if stamp is None:  # nothing to compare: this rank alone says what it finds
+        return 0, 1
+    ranks = [rank for rank, other in enumerate(stamps) if other == stamp]
+    return ranks.index(collectives.rank), len(ranks)
+
+
+def _manifest_stamp(directory: Path | ObjectUrl) -> object:
+    """What tells the manifest of a directory from copies of it; None if it cannot be asked for."""
+    storage = directory_storage(directory)
+    with suppress(ShrinkpointError):
+        if isinstance(storage, LocalStorage):
+            return storage.stamp(MANIFEST)
+        version: Callable[[str], object] | None = getattr(storage, "version", None)
+        return None if version is None else version(MANIFEST)
+    return None
+
+
+def _own_candidate_names(root: Path | ObjectUrl, rank: int) -> set[str] | ShrinkpointError:
+    """What a rank finds, or why it cannot look: of a bucket, which looks the same to all, only the first rank does."""
+    if isinstance(root, ObjectUrl) and rank > 0:
+        return set()
+    try:
+        return _candidate_names(root)
+    except ShrinkpointError as error:
+        return error
 
 
 def _candidate_names(root: Path | ObjectUrl) -> set[str]:

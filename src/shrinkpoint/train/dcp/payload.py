@@ -18,7 +18,7 @@ from shrinkpoint.container import FileReader
 from shrinkpoint.errors import CorruptError, StateError
 from shrinkpoint.storage import ObjectUrl
 from shrinkpoint.store.chain import directory_chain
-from shrinkpoint.store.decode import decode_directory
+from shrinkpoint.store.decode import decode_payload
 from shrinkpoint.store.directory import chain_places
 from shrinkpoint.store.manifest import DirectoryManifest, Payload
 from shrinkpoint.store.partial_reader import PartialReader
@@ -62,7 +62,7 @@ class PayloadReader:
         self._where = str(directory / payload.name)
         self._tensors: _DecodedTensors | PartialReader
         if whole:
-            decoded = decode_directory(directory, payload_index, threads=threads)
+            decoded = decode_payload(directory, payload, threads=threads)
             self._tree, self._tensors = decoded.tree, _DecodedTensors(decoded.reference.tensors)
         else:
             self._tree = _verify_header(directory, payload).tree

@@ -6,7 +6,7 @@ import hashlib
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -226,7 +226,7 @@ class RankSlots:
     """What a rank reports before torch divides among the ranks what several of them have.
 
     Attributes:
-        slot_hashes: a hash of `_HASH_BYTES` bytes for each optimizer slot that the rank has, sorted and joined.
+        slot_hashes: a hash of `_HASH_BYTES` bytes for each moment that the rank has, sorted and joined.
         scheme: the class name of the writer's scheme.
     """
 
@@ -236,9 +236,8 @@ class RankSlots:
 
 def rank_slots(plan: SavePlan, scheme: str = "") -> RankSlots:
     """The report of a rank about its own plan."""
-    paths = _paths(plan.planner_data)
-    slots = (item.index for item in plan.items if item.tensor_data and _is_slot(nest_path(item.index.fqn, paths)))
-    hashes = sorted(map(_slot_hash, slots))
+    paths = _Paths(_paths(plan.planner_data))
+    hashes = sorted(_slot_hash(item.index) for item in plan.items if paths.is_moment(item))
     return RankSlots(b"".join(hashes), scheme)
 
 
@@ -259,68 +258,150 @@ def colocate_moments(plans: list[SavePlan]) -> list[SavePlan]:
     if not any(plan.usable for plan in plans):
         return plans  # all of them are replayed, with the moments where they were moved before
     plans = plans if all(plan.usable for plan in plans) else _restore_cached_plans(plans)
-    paths = {fqn: path for plan in plans for fqn, path in _paths(plan.planner_data).items()}
-    items = {(rank, index): item for rank, plan in enumerate(plans) for index, item in enumerate(plan.items)}
-    targets = _target_ranks(items, paths, [_rank_slot_hashes(plan.storage_data) for plan in plans])
+    paths = _Paths({fqn: path for plan in plans for fqn, path in _paths(plan.planner_data).items()})
+    ranks = _RanksOfSlots([plan.storage_data for plan in plans])
+    if ranks.num_reported == sum(paths.is_moment(item) for plan in plans for item in plan.items):
+        return plans  # no moment is on two ranks: there is nothing to choose, and of N ranks nothing to remember
+    targets = _target_ranks(plans, paths, ranks)
     items_by_rank: list[list[WriteItem]] = [[] for _ in plans]
-    for key, item in items.items():
-        items_by_rank[targets.get(key, key[0])].append(item)
-    return [replace(plan, items=rank_items) for plan, rank_items in zip(plans, items_by_rank, strict=True)]
+    for rank, plan in enumerate(plans):
+        for index, item in enumerate(plan.items):
+            items_by_rank[targets.get((rank, index), rank)].append(item)
+    return [replace(plan, items=items) for plan, items in zip(plans, items_by_rank, strict=True)]
 
 
-def _target_ranks(
-    items: Mapping[_ItemKey, WriteItem], paths: Mapping[str, Any], slot_hashes: Sequence[frozenset[bytes]]
-) -> dict[_ItemKey, int]:
-    """The rank of each moment: that of its weight, found by name; without a weight, one rank for all of its shard."""
-    weights, groups = _WeightOwners(), dict[tuple[StatePath, _Box], list[_ItemKey]]()
-    for key, item in items.items():
-        data, path = item.tensor_data, nest_path(item.index.fqn, paths)
-        if data is None or not math.prod(data.chunk.sizes):
-            continue
-        box = tuple(data.chunk.offsets), tuple(data.chunk.sizes), tuple(data.size)
-        if not _is_slot(path):
-            weights.add(item.index.fqn, box, key[0])
-        elif box[1]:
-            groups.setdefault((path[:-1], box), []).append(key)
-    targets: dict[_ItemKey, int] = {}
-    for (path, box), keys in groups.items():
-        rank = weights.find_rank(str(path[-1]), box)
-        if rank is not None:
-            targets |= {key: rank for key in keys if _slot_hash(items[key].index) in slot_hashes[rank]}
-    return targets | _balance_unowned([keys for keys in groups.values() if len(keys) > 1], items, targets, slot_hashes)
+def _target_ranks(plans: Sequence[SavePlan], paths: _Paths, ranks: _RanksOfSlots) -> dict[_ItemKey, int]:
+    """The rank of each moment that is moved: that of its weight, found by name; else one rank for all of its shard."""
+    weights = _WeightOwners()
+    moments: list[tuple[_ItemKey, _Box]] = []
+    for rank, plan in enumerate(plans):
+        for index, item in enumerate(plan.items):
+            if item.tensor_data is None or not math.prod(item.tensor_data.chunk.sizes):
+                continue
+            data = item.tensor_data
+            box = tuple(data.chunk.offsets), tuple(data.chunk.sizes), tuple(data.size)
+            if not paths.is_slot(item.index.fqn):
+                weights.add(item.index.fqn, box, rank)
+            elif box[1]:
+                moments.append(((rank, index), box))
+    targets, owned = dict[_ItemKey, int](), set[_ItemKey]()
+    shards: dict[tuple[StatePath, _Box], list[_ItemKey]] = {}
+    for (rank, index), box in moments:
+        item_index = plans[rank].items[index].index
+        path = paths[item_index.fqn][:-1]
+        target = weights.find_rank(str(path[-1]), box)
+        if target is not None and (target == rank or ranks.has(target, item_index)):
+            owned.add((rank, index))
+            if target != rank:
+                targets[rank, index] = target
+        shards.setdefault((path, box), []).append((rank, index))
+    groups = [keys for keys in shards.values() if len(keys) > 1 and owned.isdisjoint(keys)]
+    return targets | _balance_unowned(groups, plans, targets, ranks)
 
 
 def _balance_unowned(
     groups: Sequence[Sequence[_ItemKey]],
-    items: Mapping[_ItemKey, WriteItem],
+    plans: Sequence[SavePlan],
     targets: Mapping[_ItemKey, int],
-    slot_hashes: Sequence[frozenset[bytes]],
+    ranks: _RanksOfSlots,
 ) -> dict[_ItemKey, int]:
     """The rank of each moment without a known weight: those of one shard go to the rank with least to write."""
-    unowned = [keys for keys in groups if not any(key in targets for key in keys)]
-    loads, unowned_keys = [0] * len(slot_hashes), {key for keys in unowned for key in keys}
-    for key, item in items.items():
-        loads[targets.get(key, key[0])] += 0 if key in unowned_keys else item.tensor_storage_size() or 1
+
+    def weight_of(key: _ItemKey) -> int:
+        return plans[key[0]].items[key[1]].tensor_storage_size() or 1
+
+    loads, unowned_keys = [0] * len(plans), {key for keys in groups for key in keys}
+    for rank, plan in enumerate(plans):
+        for index in range(len(plan.items)):
+            if (rank, index) not in unowned_keys:
+                loads[targets.get((rank, index), rank)] += weight_of((rank, index))
     balanced: dict[_ItemKey, int] = {}
-    for keys in unowned:
-        group_hashes = {_slot_hash(items[key].index) for key in keys}
-        able = [rank for rank, hashes in enumerate(slot_hashes) if group_hashes <= hashes]
-        target = min(able, key=loads.__getitem__) if able else None
+    for keys in groups:
+        able = ranks.with_all([plans[rank].items[index].index for rank, index in keys])
+        target = min(able, key=lambda rank: (loads[rank], rank), default=None)
         for key in keys:
             balanced[key] = key[0] if target is None else target
-            loads[balanced[key]] += items[key].tensor_storage_size() or 1
+            loads[balanced[key]] += weight_of(key)
     return balanced
+
+
+class _Paths:
+    """The path of each entry in the nest, found once for each name: all ranks have the same names."""
+
+    def __init__(self, mappings: Mapping[str, Any]) -> None:
+        self._mappings = mappings
+        self._by_name: dict[str, StatePath] = {}
+        self._slots: dict[str, bool] = {}
+
+    def __getitem__(self, fqn: str) -> StatePath:
+        path = self._by_name.get(fqn)
+        if path is None:
+            path = self._by_name[fqn] = nest_path(fqn, self._mappings)
+        return path
+
+    def is_slot(self, fqn: str) -> bool:
+        """Whether an entry is what an optimizer keeps for a parameter."""
+        is_slot = self._slots.get(fqn)
+        if is_slot is None:
+            is_slot = self._slots[fqn] = _is_slot(self[fqn])
+        return is_slot
+
+    def is_moment(self, item: WriteItem) -> bool:
+        """Whether an item is a shard of such an entry that has axes and values: only these are moved."""
+        data = item.tensor_data
+        return data is not None and len(data.size) > 0 and self.is_slot(item.index.fqn) and 0 not in data.chunk.sizes
+
+
+class _RanksOfSlots:
+    """Which ranks have which slots, by the hashes that they report; nothing is unpacked before it is asked for."""
+
+    def __init__(self, reports: Sequence[Any]) -> None:
+        # A planner that drops storage_data: nothing is moved.
+        self._joined = [report.slot_hashes if isinstance(report, RankSlots) else b"" for report in reports]
+        self._by_rank: dict[int, frozenset[bytes]] = {}
+        self._ranks: dict[bytes, set[int]] | None = None
+
+    @property
+    def num_reported(self) -> int:
+        """The number of slots of all ranks, each as often as ranks have it."""
+        return sum(len(joined) // _HASH_BYTES for joined in self._joined)
+
+    def has(self, rank: int, index: MetadataIndex) -> bool:
+        """Whether a rank has a slot."""
+        hashes = self._by_rank.get(rank)
+        if hashes is None:
+            hashes = self._by_rank[rank] = frozenset(self._unpack(rank))
+        return _slot_hash(index) in hashes
+
+    def with_all(self, indices: Sequence[MetadataIndex]) -> set[int]:
+        """The ranks that have all of several slots; found without a look at every rank."""
+        if self._ranks is None:
+            self._ranks = {}
+            for rank in range(len(self._joined)):
+                for slot_hash in self._unpack(rank):
+                    self._ranks.setdefault(slot_hash, set()).add(rank)
+        return set.intersection(*(self._ranks.get(_slot_hash(index), set()) for index in indices))
+
+    def _unpack(self, rank: int) -> Iterator[bytes]:
+        joined = self._joined[rank]
+        return (joined[start : start + _HASH_BYTES] for start in range(0, len(joined), _HASH_BYTES))
 
 
 class _WeightOwners:
     """The rank that writes each shard of each weight."""
 
     def __init__(self) -> None:
-        self._ranks: dict[tuple[str, _Box], int] = {}
+        self._ranks: dict[str, dict[_Box, int]] = {}
         self._names: dict[str, str] = {}
 
     def add(self, fqn: str, box: _Box, rank: int) -> None:
-        self._ranks[fqn, box] = rank
+        ranks = self._ranks.get(fqn)
+        if ranks is None:
+            ranks = self._ranks[fqn] = {}
+            self._add_name(fqn)
+        ranks[box] = rank
+
+    def _add_name(self, fqn: str) -> None:
         parts = fqn.split(".")
         for first in range(len(parts)):  # `first.weight` finds `model.first.weight`; of several, the shortest name
             suffix = ".".join(parts[first:])
@@ -330,7 +411,7 @@ class _WeightOwners:
     def find_rank(self, name: str, box: _Box) -> int | None:
         """The rank of a shard of the weight whose name ends so; None if there is none."""
         weight = self._names.get(name)
-        return None if weight is None else self._ranks.get((weight, box))
+        return None if weight is None else self._ranks[weight].get(box)
 
 
 def _is_slot(path: StatePath) -> bool:
@@ -344,13 +425,6 @@ def _paths(planner_data: Any) -> Mapping[str, Any]:
 def _slot_hash(index: MetadataIndex) -> bytes:
     text = f"{tuple(index.offset or ())} {index.fqn}".encode("utf-8", "surrogatepass")
     return hashlib.blake2b(text, digest_size=_HASH_BYTES).digest()
-
-
-def _rank_slot_hashes(storage_data: Any) -> frozenset[bytes]:
-    if not isinstance(storage_data, RankSlots):  # a planner that drops storage_data: nothing is moved
-        return frozenset()
-    joined = storage_data.slot_hashes
-    return frozenset(joined[start : start + _HASH_BYTES] for start in range(0, len(joined), _HASH_BYTES))
 
 
 def _restore_cached_plans(plans: Sequence[SavePlan]) -> list[SavePlan]:

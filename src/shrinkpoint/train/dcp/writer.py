@@ -38,8 +38,8 @@ from shrinkpoint.train.dcp.chain_registry import ChainState, RestoreOrigin
 from shrinkpoint.train.dcp.checkpoint_metadata import (
     DCP_KEY,
     METADATA_FILE,
-    expected_indices,
     metadata_to_json,
+    share_chunks,
 )
 from shrinkpoint.train.dcp.directory import CheckpointDirectory
 from shrinkpoint.train.dcp.save_plan import (
@@ -49,6 +49,7 @@ from shrinkpoint.train.dcp.save_plan import (
     plan_signatures,
     rank_slots,
 )
+from shrinkpoint.train.dcp.written_entries import WrittenEntries, find_owners, report_entries
 from shrinkpoint.train.state_dicts import as_floats
 
 _log = logging.getLogger("shrinkpoint")
@@ -65,6 +66,7 @@ class _WriteInfo(NamedTuple):
     """What a rank that has written a payload sends to the coordinator."""
 
     payload: Payload
+    entries: WrittenEntries
     scheme: str
     loss: JSON
     lossy_restores: int
@@ -209,12 +211,14 @@ class Writer(CheckpointDirectory, StorageWriter):
             StorageError: something is missing, or writing failed; a previous checkpoint there is still valid.
         """
         directory = self._directory
-        writes, owners = _merge_results(results)
-        missing = [index for index in expected_indices(metadata) if index not in owners]
+        writes = [write for rank in results for result in rank if isinstance(write := result.storage_data, _WriteInfo)]
+        share_chunks(metadata)
+        owners = find_owners(metadata, [write.entries for write in writes])
+        missing = {fqn: count for fqn, payloads in owners.items() if (count := int((payloads < 0).sum()))}
         if missing or not writes:
             found = "no payload"
             if missing:
-                found = f"{len(missing)} entries that no rank wrote, such as {missing[0].fqn!r}"
+                found = f"{sum(missing.values())} entries that no rank wrote, such as {next(iter(missing))!r}"
             raise StorageError(str(directory), found=found, expected="all that was planned", do="report this")
         options = replace(self._save_options, extra={DCP_KEY: metadata_to_json(metadata, owners)})
         manifest = commit(
@@ -268,9 +272,9 @@ class Writer(CheckpointDirectory, StorageWriter):
                 directory, copy or collected.state, scheme=scheme, rank=rank, adopt=copy is not None
             )
             payload = chain.record_write(directory)
-            write = _WriteInfo(payload, report.scheme, report.loss_report, chain.lossy_restores, report.stats)
-        results = [WriteResult(index, nbytes, None) for index, nbytes in collected.item_nbytes.items()]
-        return [*results, WriteResult(MetadataIndex("~payload"), payload.size, write)]
+            entries, restores = report_entries(collected.item_nbytes), chain.lossy_restores
+            write = _WriteInfo(payload, entries, report.scheme, report.loss_report, restores, report.stats)
+        return [WriteResult(MetadataIndex("~payload"), payload.size, write)]  # one for all entries: torch reads none
 
     def _plan_across_ranks(
         self, scheme: Scheme, collect: Callable[[], CollectedState], chain: ChainState, world_size: int
@@ -318,16 +322,3 @@ def _worst_stats(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for rank in stats for name in rank)
     by_name = {name: [rank[name] for rank in stats if name in rank] for name in names}
     return {name: min(values) if name == "retention" else max(values) for name, values in by_name.items()}
-
-
-def _merge_results(results: list[list[WriteResult]]) -> tuple[list[_WriteInfo], dict[MetadataIndex, int]]:
-    """The reports of the ranks that wrote a payload, and the index of the payload with each entry."""
-    writes: list[_WriteInfo] = []
-    owners: dict[MetadataIndex, int] = {}
-    for rank_results in results:
-        reports = [result.storage_data for result in rank_results if isinstance(result.storage_data, _WriteInfo)]
-        entries = [result.index for result in rank_results if not isinstance(result.storage_data, _WriteInfo)]
-        if reports:
-            owners.update(dict.fromkeys(entries, len(writes)))
-            writes.append(reports[0])
-    return writes, owners
