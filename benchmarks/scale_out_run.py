@@ -13,6 +13,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -203,7 +204,8 @@ def run_ranks(ranks: int, states: Path, folder: Path) -> list[dict[str, Any]]:
     """What each of so many processes measured, in a network of their own where the system allows that."""
     settings = json.dumps({"ranks": ranks, "states": str(states), "folder": str(folder)})
     command = [sys.executable, __file__, settings]
-    if subprocess.run(["unshare", "-n", "true"], capture_output=True, check=False).returncode == 0:
+    has_tools = shutil.which("unshare") is not None and shutil.which("ip") is not None
+    if has_tools and subprocess.run(["unshare", "-n", "true"], capture_output=True, check=False).returncode == 0:
         command = ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command]
     run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return list(json.loads(run.stdout.splitlines()[-1]))
