@@ -3,10 +3,10 @@
     python benchmarks/summarize.py results/recovery.jsonl results/wire.jsonl results/codes.json
 
 A ledger (NAME.jsonl) becomes one row a run: its settings, its quality, its sizes, and, where it was restored, by how
-much the evaluation changed at each restore. Curves and single saves are left out. A document (NAME.json) is taken
-as it is.
-Each file says the commit, the machine and the dates of its runs. Runs of a file that is there already stay, unless the
-same settings were run again.
+much the evaluation changed at each restore, or the errors of its messages. Curves and single saves are left out. A
+document (NAME.json) is taken as it is.
+Each file says the commit, the machine and the dates of its runs, each row its processor. Runs of a file that is there
+already stay, unless the same settings were run again on the same processor.
 """
 
 from __future__ import annotations
@@ -59,6 +59,9 @@ def row(record: Mapping[str, Any]) -> dict[str, Any]:
     retentions = [save["retention"] for save in record.get("saves", ()) if save["retention"] is not None]
     if retentions:
         out["retention"] = {"least": rounded(min(retentions)), "median": rounded(statistics.median(retentions))}
+    if record.get("links"):
+        errors = {name: link["relative_error"] for name, link in record["links"].items()}
+        out["relative error of messages"] = {name: rounded(error) for name, error in errors.items()}
     restores = record.get("restores", ())
     if restores:
         out["change of the evaluation at each restore, %"] = [rounded(change(restore)) for restore in restores]
@@ -86,8 +89,9 @@ def summary(source: Path, earlier: Mapping[str, Any], code: str) -> dict[str, An
     if source.suffix == ".json":
         return {**head, "result": rounded(json.loads(source.read_text()))}
     records = [json.loads(line) for line in source.read_text().splitlines() if line]
-    rows = {json.dumps(run["settings"], sort_keys=True): run for run in earlier.get("runs", ())}
-    rows |= {json.dumps(record["settings"], sort_keys=True): row(record) for record in records}
+    cpu = earlier.get("machine", {}).get("cpu")  # of rows that do not name theirs
+    runs = [*earlier.get("runs", ()), *(row(record) for record in records)]
+    rows = {(json.dumps(run["settings"], sort_keys=True), run.get("cpu", cpu)): run for run in runs}
     return {**head, "machine": records[-1]["machine"], "runs": list(rows.values())}
 
 
