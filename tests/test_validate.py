@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shrinkpoint as sp
 from shrinkpoint import comm
@@ -192,6 +193,10 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
     "dcp.Writer": (dcp.Writer, {**COMMON, "step": [-1, "x", True], "note": [None, 3], "chain": [3]}),
     "dcp.Reader": (dcp.Reader, {"threads": NO_COUNT}),
     "dcp.install": (dcp.install, COMMON),
+    "dcp.Manager": (
+        lambda **wrong: dcp.Manager("never", **wrong),
+        {"keep": NO_COUNT, "keyframe_every": NO_COUNT, "threads": NO_COUNT},
+    ),
     "comm.parse": (comm.parse, {"text": [None, 3, comm.Uniform, "x9"]}),
     "comm.Link": (
         lambda **wrong: comm.Link(**{"compressor": "q4:64", **wrong}),
@@ -253,6 +258,26 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
             "nonfinite": NO_CHOICE,
             "timeout": NO_NUMBER,
             "accordion": ["q4", comm.Accordion],
+        },
+    ),
+    "comm.compress_tensor_parallel": (
+        lambda **wrong: comm.compress_tensor_parallel(**{"plan": {}, **wrong}),
+        {
+            "plan": [None, 3, "colwise"],
+            "min_numel": NO_COUNT_FROM_0,
+            "nonfinite": NO_CHOICE,
+            "timeout": NO_NUMBER,
+        },
+    ),
+    "comm.Membership": (
+        lambda **wrong: comm.Membership(**{"store": dist.HashStore(), "size": 2, **wrong}),
+        {
+            "store": [None, "localhost:29500", 3],
+            "size": NO_COUNT,
+            "min_size": [3, *NO_COUNT],
+            "name": [3, None],
+            "timeout": NO_NUMBER,
+            "patience": NO_NUMBER,
         },
     ),
     "comm.LocalSteps": (

@@ -31,6 +31,7 @@ def test_every_error_of_the_tree_has_its_exit_code():
         "NoSpaceError": 6,
         "LockedError": 5,
         "MissingExtraError": 7,
+        "MembershipError": 7,
         "ShrinkpointError": 7,
     }
     classes = [kind for kind in vars(errors).values() if isinstance(kind, type)]

@@ -88,7 +88,7 @@ PROGRAM = """
 
         reports["refused"] = [caught(lambda: compress_ddp(DDP(plain_net()), ranks_per_node=n)) for n in (3, 0, 8)]
         reports["refused"] += [caught(lambda: compress_ddp(DDP(plain_net()), "lowrank2", ranks_per_node=2))]
-        reports["refused"] += [caught(half[2].record_averages)]
+        reports["refused"] += [caught(half[2].record_gradients)]
         reports["unlike"] = caught(unlike)
         reports["foreign"] = caught(lambda: trained(rank, "q4:64", 1, state=[*state[:2], flat.state_dict()],
                                                     ranks_per_node=2))

@@ -7,6 +7,7 @@ import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -415,7 +416,12 @@ def test_calls_out_of_order_are_refused(tmp_path: Path):
 
 
 def test_what_cannot_be_replayed_is_refused_with_the_reason(tmp_path: Path):
-    ddp = torch.nn.parallel.DistributedDataParallel
+    models = []
+
+    def ddp(net: torch.nn.Module, **settings: Any) -> torch.nn.parallel.DistributedDataParallel:
+        models.append(torch.nn.parallel.DistributedDataParallel(net, **settings))  # compress_ddp does not keep it alive
+        return models[-1]
+
     manager, net = sp.CheckpointManager(tmp_path), lambda: torch.nn.Linear(4, 4)
     for compressor in ("ef(q4:64)", "ef21(top10)", "efmixed(top10)"):
         with pytest.raises(PolicyError, match=r'not on the wire.*feedback="restart"'):
@@ -430,7 +436,7 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(tmp_path: Path):
     with pytest.raises(PolicyError, match="find_unused_parameters"):
         Journal(manager, compress_ddp(ddp(net(), find_unused_parameters=True)), print)
     ignoring = net()
-    ddp._set_params_and_buffers_to_ignore_for_model(ignoring, ["bias"])
+    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ["bias"])
     with pytest.raises(PolicyError, match="bias, which DDP ignores"):
         Journal(manager, compress_ddp(ddp(ignoring)), print)
     with pytest.raises(PolicyError, match="lossless"):

@@ -132,7 +132,8 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(tmp_path: Path):
             Journal(manager, compress_fsdp(model()), print, shard_compressor="ef(q4:64)")
         with pytest.raises(PolicyError, match=r"dcp\.Manager, for shards"):
             Journal(sp.CheckpointManager(tmp_path), compress_fsdp(model()), print)
-        replicas = compress_ddp(nn.parallel.DistributedDataParallel(nn.Linear(4, 4)))
+        ddp_model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+        replicas = compress_ddp(ddp_model)
         with pytest.raises(PolicyError, match="CheckpointManager, for replicas"):
             Journal(manager, replicas, print)
         with pytest.raises(PolicyError, match="Leave it out"):

@@ -19,10 +19,11 @@ import shrinkpoint as sp
 from shrinkpoint.cli.app import app
 from shrinkpoint.comm import parse
 from shrinkpoint.comm.aqsgd import AQSGD
+from shrinkpoint.comm.ddp import DDPCompression
 from shrinkpoint.errors import PolicyError, StorageError
-from shrinkpoint.storage import LocalStorage, is_object_url, is_url, local_path
+from shrinkpoint.storage import LocalStorage, MemoryStorage, is_object_url, is_url, local_path
 from shrinkpoint.store import directory as directories
-from shrinkpoint.train import dcp
+from shrinkpoint.train import Journal, dcp
 from shrinkpoint.train import lightning as ours
 from shrinkpoint.train import transformers as hugging
 from shrinkpoint.train.checkpointer import Checkpointer
@@ -97,6 +98,10 @@ ENTRIES = {
     "dcp.Reader path": dcp.Reader,
     "dcp.load directory": dcp.load,
     "dcp.latest_valid root": dcp.latest_valid,
+    "dcp.Manager path": dcp.Manager,
+    "Journal directory": lambda place: Journal(
+        sp.CheckpointManager(MemoryStorage()), object.__new__(DDPCompression), len, directory=place
+    ),
     "transformers.latest_valid output_dir": hugging.latest_valid,
     "transformers.from_pretrained where": lambda place: hugging.from_pretrained(GPT2Model, place),
     "transformers.export_pretrained where": lambda place: hugging.export_pretrained(place, "never"),

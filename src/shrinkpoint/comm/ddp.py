@@ -289,7 +289,6 @@ class DDPCompression:
 
     def _check_recordable(self) -> None:
         problem = advice = ""
-        model = self.model
         if self._low_rank is not None:
             problem, advice = f"{self._low_rank.spec}, whose factors each rank remembers", 'use "q4:64"'
         elif self._ranks_per_node > 1:
@@ -298,13 +297,13 @@ class DDPCompression:
             problem, advice = "an Accordion, whose choice is not on the wire", "use one compressor"
         elif not self._all_reduce.all_gather.feedback.is_stateless:
             problem, advice = "feedback on the second hop", "leave average_compressor out, or without feedback"
-        elif model.find_unused_parameters:
+        elif self.model.find_unused_parameters:
             problem, advice = "find_unused_parameters=True: which have no gradient is not on the wire", "use them all"
-        elif getattr(model, "mixed_precision", None) is not None:
+        elif getattr(self.model, "mixed_precision", None) is not None:
             problem, advice = "gradients in another dtype than their parameters", "use torch.autocast"
         else:
-            ignored = [name for name, p in model.module.named_parameters() if p.requires_grad]
-            ignored = [name for name in ignored if name in model.parameters_to_ignore]
+            ignored = [name for name, p in self.module.named_parameters() if p.requires_grad]
+            ignored = [name for name in ignored if name in self.model.parameters_to_ignore]
             if ignored:
                 problem, advice = f"{ignored[0]}, which DDP ignores", "freeze it, or let DDP average it"
         check_refusal(problem, advice)

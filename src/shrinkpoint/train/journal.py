@@ -141,8 +141,8 @@ class Journal:
         self._sync_every = validate.check_optional_int("journal, sync_every", sync_every, none_meaning="for none")
         self._check_every = validate.check_int("journal, check_every", check_every)
         validate.check_choice("journal, feedback", feedback, ("refuse", "restart"))
-        _check_feedback(compression, feedback)
         self._directory = JournalDirectory(_place(manager, directory))
+        _check_feedback(compression, feedback)
         self._manager, self._compression, self._update = manager, compression, update
         self._group = compression.group
         self._rank: int = self._group.rank()
@@ -539,7 +539,7 @@ def _check_feedback(compression: GradientAveraging, feedback: str) -> None:
 
 def _check_manager(manager: LoopCheckpoints, *, is_sharded: bool) -> None:
     own, other = "a CheckpointManager", "a shrinkpoint.train.dcp.Manager"
-    if getattr(manager, "is_sharded", None) is not is_sharded:
+    if isinstance(manager, type) or getattr(manager, "is_sharded", None) is not is_sharded:
         expected = f"{other}, for shards" if is_sharded else f"{own}, for replicas"
         do = "pass the manager that saves the loop"
         raise validate.argument_error("journal, manager", manager, expected, do)
