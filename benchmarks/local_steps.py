@@ -2,7 +2,7 @@
 
     python benchmarks/local_steps.py ../shared/data --tasks continued image   # an hour on one core; resumable
     python benchmarks/local_steps.py ../shared/data --tasks continued --worlds 4 8 --only "bf16 hook" "SparseLoCo"
-    python benchmarks/local_steps.py ../shared/data --seeds 3 --only 30/0.9/0.6/q4:64 --out /tmp/tuning.json
+    python benchmarks/local_steps.py ../shared/data --seeds 3 --only 30/0.9/0.6/q4:64 --out results/tuning.json
 
 Real gloo processes train what local_steps_tasks.py has, each on data of its own. All methods have the same learning
 rates and the same batches. Bytes are those that the kernel counts on the loopback interface of a network namespace of
