@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <condition_variable>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -66,11 +67,12 @@ struct Uncovered {};
 // Gives each chunk its place behind the one before it; threads that come early wait.
 class Places {
    public:
-    // The place of chunk `index`, of `size` bytes. Throws where another thread has failed.
+    // The place of chunk `index`, of `size` bytes. Where another thread has failed, it throws the error of that one:
+    // whichever thread is the first to tell, it tells the same.
     size_t take(size_t index, size_t size) {
         std::unique_lock lock(mutex_);
-        ready_.wait(lock, [&] { return next_ == index || failed_; });
-        if (failed_) throw Uncovered{};  // not seen: the first error is passed on
+        ready_.wait(lock, [&] { return next_ == index || error_; });
+        if (error_) std::rethrow_exception(error_);
         const size_t place = end_;
         end_ += size;
         ++next_;
@@ -78,9 +80,9 @@ class Places {
         return place;
     }
 
-    void fail() {
+    void fail(const std::exception_ptr& error) {
         const std::lock_guard lock(mutex_);
-        failed_ = true;
+        if (!error_) error_ = error;
         ready_.notify_all();
     }
 
@@ -90,7 +92,7 @@ class Places {
     std::mutex mutex_;
     std::condition_variable ready_;
     size_t next_ = 0, end_ = 0;
-    bool failed_ = false;
+    std::exception_ptr error_;
 };
 
 // Codes one chunk after the other, each to its place.
@@ -412,7 +414,7 @@ EncodedRecord encode_with(const SampledTables& sampled, const Model& model, cons
             for (size_t i; indices.take(i);)
                 sizes[i] = encoder->encode(values, span_of(i, count, chunk, chunk), i, places, codes.data());
         } catch (...) {
-            places.fail();
+            places.fail(std::current_exception());
             throw;
         }
     });

@@ -85,3 +85,14 @@ def test_a_bit_that_is_not_stored_is_found_in_any_chunk(threads: int) -> None:
             values[place] |= values.dtype.type(bits)
             with pytest.raises(_native.DropsBits, match="drops bits"):
                 replace(case, values=values).encode(threads=threads)
+
+
+def test_threads_that_wait_for_one_that_fails_pass_its_error_on() -> None:
+    """Over and over: they wake up before it has told."""
+    case = make(11, replace(RUNS["delta 32"], chunk=10), 200)
+    values = case.values.copy()
+    values[0] |= values.dtype.type(1)
+    wrong = replace(case, values=values)
+    for _ in range(2000):
+        with pytest.raises(_native.DropsBits):
+            wrong.encode(threads=4)
