@@ -10,7 +10,7 @@ import pytest
 from helpers.processes import run_forked
 from helpers.timeouts import PATIENCE
 
-KILLS_BY_NIGHT = int(os.environ.get("SHRINKPOINT_RANK_KILLS", "8"))
+KILLS_BY_NIGHT = int(os.environ.get("SHRINKPOINT_RANK_KILLS", "4"))
 """For each setup; a kill takes some seconds, until the others know of it."""
 
 START = """
