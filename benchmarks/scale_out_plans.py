@@ -231,13 +231,7 @@ def coordinate(job: Job, folder: Path) -> dict[str, Any]:
         "metadata": len(clock.run("pickle metadata", lambda: pickle.dumps(metadata))),
         "manifest": (place / "shrinkpoint.json").stat().st_size,
     }
-    return {
-        "ranks": job.ranks,
-        "items": job.items,
-        "seconds": clock.seconds,
-        "resident": clock.resident,
-        "bytes": sizes,
-    }
+    return _report(job, clock, sizes)
 
 
 def look_at_directory(job: Job, folder: Path) -> dict[str, Any]:
@@ -258,6 +252,11 @@ def look_at_directory(job: Job, folder: Path) -> dict[str, Any]:
     clock.run("verify a share", lambda: verify_directory(place, share=(0, job.ranks)))
     clock.run("torch's load plan", lambda: _load_plan(job, metadata))
     sizes = {"manifest": len(data), "metadata": len(pickle.dumps(metadata))}
+    return _report(job, clock, sizes)
+
+
+def _report(job: Job, clock: Clock, sizes: dict[str, int]) -> dict[str, Any]:
+    """What was measured, for JSON."""
     return {
         "ranks": job.ranks,
         "items": job.items,
