@@ -48,14 +48,15 @@ PROGRAM = """
             reports[name] = [bits(model), distance(model, plain)]
 
         for spec in ("q4:64", "ef(q3:64)", "q4:64:dither"):
-            # what is sent, by whether the peer is of this node
-            sent, isend, to_all = {True: 0, False: 0}, dist.isend, dist.all_to_all_single
+            # what is sent, by whether the peer is of this node; several threads send, and none may overwrite another's count
+            messages, isend = [], dist.isend
             def counted(tensor, peer, *arguments):
-                sent[peer // 2 == rank // 2] += tensor.numel() * tensor.element_size()
+                messages.append((peer // 2 == rank // 2, tensor.numel() * tensor.element_size()))
                 return isend(tensor, peer, *arguments)
             dist.isend = counted
             model, _, handle, losses = trained(rank, spec, 16, ranks_per_node=2)
             dist.isend = isend
+            sent = [sum(size for inside, size in messages if inside is within) for within in (True, False)]
             ledger = {hop: stats.wire_bytes for hop, stats in handle.link_stats.items()}
             half = trained(rank, spec, 8, ranks_per_node=2)
             state = [part.state_dict() for part in half[:3]]
@@ -66,7 +67,7 @@ PROGRAM = """
             background_allreduce.is_gloo = inline
             flat = trained(rank, spec, 16)[2]
             reports[spec] = {"bits": bits(model), "resumed": bits(again), "inline": bits(same),
-                             "loss": sum(losses[-10:]), "sent": [sent[True], sent[False]], "ledger": ledger,
+                             "loss": sum(losses[-10:]), "sent": sent, "ledger": ledger,
                              "flat": sum(stats.wire_bytes for stats in flat.link_stats.values())}
 
         # other dtypes, small parameters, and feedback at the second hop
