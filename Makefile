@@ -41,11 +41,10 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/default_scheme.py
 	$(BIN)/python benchmarks/crash_recovery.py
 
-# Of the lossy schemes: hours on one core, resumable (benchmarks/README.md says how to run a part).
+# Of the papers' tables: days on two cores, resumable (benchmarks/studies.py --list says how many minutes each takes).
+# make studies QUICK=1: the same code on toys or on parts, half an hour.
 studies: $(VENV)/.bench
-	for study in quantile_speed quantizer_speed search_trials code_streams repeated_restores lattice_speed fisher optimizers save_overhead codebook_size schemes lossy_recovery transfer_learning recomputation wire bit_allocation link gradient_compression; do \
-	  $(BIN)/python benchmarks/$$study.py || exit 1; \
-	done
+	$(BIN)/python benchmarks/studies.py $(if $(QUICK),--quick)
 
 # A second environment, for rivals that want other versions: benchmarks/rate_distortion.py uses it.
 rivals: $(VENV)/.installed

@@ -75,6 +75,11 @@ UNMEASURED = (
 """Schemes without a threshold, by their names in the harness."""
 OURS = ("fisher(relative_error=.3)", "fisher(relative_error=.4)", "fisher(relative_error=.6)")
 """The same, of ours."""
+EVERY = (
+    *((system, 0.0) for system in ("lossless", *UNMEASURED, OURS[0])),
+    *((system, 0.01) for system in ("fisher", "inshrinkerator", "qd", "cnr", "gobo")),
+)
+"""One setting of every scheme, and its threshold: ten restores on three workloads."""
 BASE_FILES = ("workloads.py", "workload_text.py", "workload_image.py")
 
 
@@ -101,6 +106,7 @@ def grid(quick: bool) -> list[Job]:
     jobs += [
         Job(name, seed, "fisher", threshold, 10) for name in every for threshold in (0.001, 0.01) for seed in (0, 1, 2)
     ]
+    jobs += [Job(name, seed, *kind, 10) for seed in (0, 1, 2) for kind in EVERY for name in lossy_recovery_report.THREE]
     return list(dict.fromkeys(jobs))
 
 
@@ -220,7 +226,12 @@ class Play:
             "fingerprint": workloads.fingerprint(self.course.model),
             "curve": self.curve,
             "train loss": self.losses[:: max(1, len(self.losses) // 100)],
-            "facts": {**self.workload.facts, "steps": self.workload.steps, "interval": self.workload.interval},
+            "facts": {
+                **self.workload.facts,
+                "steps": self.workload.steps,
+                "interval": self.workload.interval,
+                "higher_is_better": self.workload.higher_is_better,
+            },
             "saves": self.saves,
             "restores": self.restores,
             "ratio weights": weights[0] / weights[1] if self.saves else None,

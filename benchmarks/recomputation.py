@@ -28,7 +28,7 @@ import workloads
 from lossless_speed import machine
 from run_log import Ledger, version
 
-FILES = ("workloads.py", "workload_small.py", "recomputation_run.py")
+FILES = ("workloads.py", "workload_small.py", "recomputation_run.py", "recomputation_bound.py")
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,9 @@ def chosen(jobs: list[Job], only: list[str]) -> Iterator[Job]:
 
 def work(job: Job, ledger: Ledger, args: argparse.Namespace) -> None:
     done = ledger.find(asdict(job), version(*FILES)) is not None
-    print(f"{'done' if done else 'to do':8}  {job}", flush=True)
-    if done or args.list:
+    missing = not workload_small.available(job.workload)
+    print(f"{'done' if done else 'no data' if missing else 'to do':8}  {job}", flush=True)
+    if done or missing or args.list:
         return
     found = recomputation_run.play(
         workload_small.named(job.workload, args.data, quick=job.quick), job.optimizer, job.seed

@@ -22,16 +22,14 @@ PAPER = {
 }
 SYSTEMS = (
     "lossless",
-    "lc paper x=2",
-    "lc paper x=3",
-    "lc x=2",
-    "lc x=3",
+    *(f"lc paper x={x}" for x in (1, 2, 3, 4)),
+    *(f"lc x={x}" for x in (1, 2, 3, 4)),
     "scar largest",
     "scar round robin",
     "scar random",
     "topn",
 )
-LCS, RIVAL = SYSTEMS[1:5], "scar largest"
+LCS, RIVAL = SYSTEMS[1:9], "scar largest"
 TRADITIONAL = "full checkpoints"
 ARMS = {"partial": (TRADITIONAL, "partial recovery"), "scar": ("scar 1/8", "SCAR"), "lc": ("lc x=3", "LC x=3")}
 PARTS = (("1/4", "0.25"), ("1/2", "0.5"), ("3/4", "0.75"))
@@ -88,11 +86,18 @@ def _row(found: Sequence[Record], system: str) -> Row:
         "error": fmean(failure["error"] for failure in failures),
         "rework": _spread(rework),
         "extra": _spread(extra),
+        "bound": _bound(failures),
         "given up": sum(failure["rework"] is None for failure in failures),
         "failures": len(failures),
         "to target": _spread(targets) if targets else None,
         **{f"overhead {key}": fmean(_overhead(r, system, key) for r in found) for key in ("cpu", "seconds")},
     }
+
+
+def _bound(failures: Sequence[Mapping[str, Any]]) -> float | None:
+    """SCAR's bound, mean over the failures; None where the course does not come nearer to its end."""
+    found = [failure.get("bound") for failure in failures]
+    return None if None in found else fmean(found)
 
 
 def _total(saves: Iterable[Mapping[str, Any]], key: str) -> float:
@@ -228,6 +233,23 @@ def _times(value: float | None, given_up: int) -> str:
     return "-" if value is None else f"{'>' if given_up else ''}{value:.2f}x"
 
 
+def bound_table(found: Sequence[Row], what: Sequence[Row]) -> str:
+    """What failures cost beside SCAR's bound, in iterations; the undisturbed run's own wait is taken off."""
+    waits = {row["course"]: row["wait"] or 0.0 for row in what}
+    names = ("lossless", "lc x=3", RIVAL)
+    by = {(row["course"], row["system"]): row for row in found if row["system"] in names}
+    lines = []
+    for course in waits:
+        cells = []
+        for name in names:
+            row = by.get((course, name))
+            if row is not None:
+                least = "-" if row["bound"] is None else f"{row['bound']:.1f}"
+                cells.append(f"{row['rework'][0] - waits[course]:.1f} of at most {least}")
+        lines.append([course, *cells])
+    return table(["iteration cost, of the bound", *names], lines)
+
+
 def partial_table(found: Sequence[Row]) -> str:
     head = ["saving % at lost", "rework, all restored", *(f"bytes, {label}" for _, label in list(ARMS.values())[1:])]
     head += [f"{label} {lost}" for _, label in ARMS.values() for lost, _ in PARTS]
@@ -330,6 +352,7 @@ def write(records: Sequence[Record], path: Path) -> None:
         _matrix(found, "late to the run's lowest level", lambda row: _pm(row["to target"])),
         speedup_table(found),
         f"paper, {PAPER['speed-up']}",
+        bound_table(found, what),
         partial_table(lost),
         f"paper, {PAPER['partial']}",
         here(found, lost),

@@ -10,6 +10,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -18,6 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from recomputation_bound import Bound, flat, optimum
 from torch import Tensor
 from workload_small import Small, Training
 from workloads import fingerprint
@@ -43,10 +45,8 @@ TIMED = 7
 
 FIXED: dict[str, Callable[[], Any]] = {
     "lossless": Lossless,
-    "lc paper x=2": lambda: sp.LCCheckpoint(bits=2, paper=True),
-    "lc paper x=3": lambda: sp.LCCheckpoint(bits=3, paper=True),
-    "lc x=2": lambda: sp.LCCheckpoint(bits=2),
-    "lc x=3": lambda: sp.LCCheckpoint(bits=3),
+    **{f"lc paper x={x}": partial(sp.LCCheckpoint, bits=x, paper=True) for x in (1, 2, 3, 4)},
+    **{f"lc x={x}": partial(sp.LCCheckpoint, bits=x) for x in (1, 2, 3, 4)},
     "scar 1/8": lambda: sp.SCAR(),
 }
 FITTED: dict[str, Callable[[float], Any]] = {
@@ -66,6 +66,7 @@ class Recorded:
         failures: iterations, one drawn at random from each of four parts of the run; looks fall on them.
         levels: by iteration.
         least: the lowest level so far, by iteration.
+        bound: SCAR's, with the constants of this run.
     """
 
     def __init__(self, small: Small, seed: int, optimizer: str) -> None:
@@ -75,6 +76,7 @@ class Recorded:
         self.levels: dict[int, float] = {}
         self.seconds = self.cpu = 0.0
         self._train()
+        self.bound = self._bound()
         best, self.least = float("inf"), {}
         for step, level in self.levels.items():
             best = self.least[step] = min(best, level)
@@ -90,6 +92,14 @@ class Recorded:
                 run.advance(small.every)
                 self.seconds += time.perf_counter() - wall
                 self.cpu += time.process_time() - cpu
+
+    def _bound(self) -> Bound:
+        """The constants of SCAR's bound, from the checkpoints and from a run that goes on behind the last one."""
+        run = self.training()
+        run.load(self.states[self.small.steps], self.small.steps)
+        best = optimum(run, self.small.steps)
+        far = [float((flat(self.states[step]["model"]) - best).norm()) for step in self.checkpoints]
+        return Bound.fit(self.checkpoints, far)
 
     def training(self) -> Training:
         return self.small.start(self.seed, self.optimizer)
@@ -247,6 +257,8 @@ class Play:
             patience = PATIENCE * self.small.interval
             found = {"failure": failure, "age": failure - last, "error": self._error(state, last)}
             found["rework"] = self.regain(state, failure, recorded.least[failure], patience)
+            moved = flat(state["model"]) - flat(recorded.states[failure]["model"])
+            found["bound"] = recorded.bound.iterations(failure, float(moved.norm()))
             if failure == recorded.failures[-1]:
                 taken = self.regain(state, failure, target, self.small.steps - failure + patience)
                 found["to target"] = None if taken is None else failure + taken - reached
@@ -328,6 +340,7 @@ def play(small: Small, optimizer: str, seed: int) -> dict[str, Any]:
         "partial": found,
         "levels": [[step, level] for step, level in recorded.levels.items()],
         "target": {"level": target, "reached": reached},
+        "bound": asdict(recorded.bound),
         "waits": [recorded.wait(failure) for failure in recorded.failures],
         "iteration": {"seconds": recorded.seconds / small.steps, "cpu": recorded.cpu / small.steps},
         "facts": {

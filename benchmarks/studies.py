@@ -1,0 +1,139 @@
+"""Run the studies of the papers, one after the other, within a budget that is stated for each.
+
+    python benchmarks/studies.py                  # everything: see --list for the hours
+    python benchmarks/studies.py --quick          # the same code on toys or on a part: half an hour
+    python benchmarks/studies.py --list           # what would run, and the minutes of each
+    python benchmarks/studies.py --only wire      # one of them
+
+Each study is a command of this folder. Those with a ledger go on where they were stopped. Results go to results/, of
+quick runs to results/quick/. A study that fails is named at the end, and the others run all the same.
+docs/reproduction.md says which table or figure of which paper each one is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+WEEK = 7 * 24 * 60
+"""Minutes that all studies may take together."""
+QUICK = 30
+"""The same of quick runs."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """One command, whole and quick.
+
+    Attributes:
+        script: without its suffix.
+        minutes: of the whole study, on two cores of 2.6 GHz.
+        quick: arguments of a quick run.
+        quick_minutes: its minutes.
+        arguments: of the whole study.
+        ledger: its results are a line a run, beside which it writes a summary.
+        root: it makes network namespaces, and is skipped by other users.
+    """
+
+    script: str
+    minutes: float
+    quick: Sequence[str] = ("--quick",)
+    quick_minutes: float = 1
+    arguments: Sequence[str] = ()
+    ledger: bool = False
+    root: bool = False
+
+    def command(self, *, quick: bool, out: Path) -> list[str]:
+        """With a file of its own for the results of a quick run."""
+        chosen = (
+            (*self.quick, "--out", str(out / f"{self.script}.json{'l' * self.ledger}")) if quick else self.arguments
+        )
+        return [sys.executable, str(HERE / f"{self.script}.py"), *chosen]
+
+
+STUDIES = (
+    Study("quantile_speed", 1, ("--values", "1000000", "--repeats", "2"), 0.2),
+    Study("quantizer_speed", 5, ("--values", "300000", "--repeats", "1"), 0.5),
+    Study("search_trials", 1, ("--landscapes", "20"), 0.2),
+    Study("lattice_speed", 2, ("--rows", "256", "--columns", "256", "--repeats", "2"), 0.5),
+    Study("save_overhead", 3, ("--millions", "2", "--saves", "1"), 0.5),
+    Study("restore_depth", 10),
+    Study("code_streams", 5),
+    Study("code_tables", 2),
+    Study("inshrinkerator_parts", 40, ledger=True),
+    Study("codebook_size", 20, ledger=True),
+    Study("repeated_restores", 10),
+    Study("fisher", 30),
+    Study("optimizers", 10),
+    Study("schemes", 20),
+    Study("budgets", 20),
+    Study("rate_distortion", 60, ("--quick", "--ledger", "results/quick/rate_distortion.jsonl")),
+    Study("lossy_recovery", 400, ledger=True),
+    Study("transfer_learning", 130, ledger=True),
+    Study("recomputation", 26, ledger=True),
+    Study("bit_allocation", 10),
+    Study("wire", 600, ledger=True),
+    Study("gradient_compression", 7, ("--steps", "5", "--seeds", "1", "--only", "none", "q4:64", "lowrank4"), 1),
+    Study("link", 15, ("--smoke",), 2, root=True),
+)
+
+
+def run(study: Study, *, quick: bool, out: Path) -> dict[str, object]:
+    """Run one study; its output goes where ours goes."""
+    row: dict[str, object] = {"study": study.script}
+    if study.root and os.geteuid() != 0:
+        return row | {"skipped": "it makes network namespaces, which takes root"}
+    began = time.perf_counter()
+    done = subprocess.run(study.command(quick=quick, out=out), check=False)
+    return row | {"minutes": (time.perf_counter() - began) / 60, "exit": done.returncode}
+
+
+def show(quick: bool) -> None:
+    """The commands, and what they take."""
+    for study in STUDIES:
+        minutes = study.quick_minutes if quick else study.minutes
+        command = study.command(quick=quick, out=Path("results/quick"))[1:]
+        print(f"{minutes:6g} min  python benchmarks/{Path(command[0]).name} {' '.join(command[1:])}")
+    total = sum(study.quick_minutes if quick else study.minutes for study in STUDIES)
+    print(f"{total:6g} min  together; the budget is {QUICK if quick else WEEK:,} minutes")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="toys, or a part, by the same code")
+    parser.add_argument("--only", nargs="+", choices=[study.script for study in STUDIES], help="these alone")
+    parser.add_argument("--list", action="store_true", help="print the commands and their minutes, run nothing")
+    args = parser.parse_args()
+    if args.list:
+        show(args.quick)
+        return
+    out = Path("results/quick")
+    out.mkdir(parents=True, exist_ok=True)
+    began, rows = time.perf_counter(), []
+    for study in STUDIES:
+        if not args.only or study.script in args.only:
+            print(f"\n== {study.script}", flush=True)
+            rows.append(run(study, quick=args.quick, out=out))
+    report = Path("results") / f"studies{'-quick' if args.quick else ''}.json"
+    minutes = (time.perf_counter() - began) / 60
+    report.write_text(json.dumps({"date": date.today().isoformat(), "minutes": minutes, "studies": rows}, indent=1))
+    failed = [str(row["study"]) for row in rows if row.get("exit")]
+    skipped = [f"{row['study']} ({row['skipped']})" for row in rows if "skipped" in row]
+    print(f"\n{len(rows)} studies, {minutes:.0f} minutes")
+    for what, names in (("skipped", skipped), ("failed", failed)):
+        if names:
+            print(f"{what}: {', '.join(names)}")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
