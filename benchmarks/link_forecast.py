@@ -16,11 +16,11 @@ from link_tables import PAYLOAD
 
 from shrinkpoint.comm.average_cost import TORCH_BF16_HOOK
 from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL
+from shrinkpoint.comm.message_cost import measure_cost
 from shrinkpoint.comm.recommendation import (
     DDP_CANDIDATES,
     DEFAULT_CANDIDATES,
     NO_COMPRESSION,
-    measure_cost,
     measure_ddp,
     rank_candidates,
 )

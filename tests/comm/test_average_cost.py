@@ -8,7 +8,7 @@ from helpers.processes import ranks
 from torch import Tensor
 
 from shrinkpoint.comm.average_cost import measure_average, measure_torch_hook
-from shrinkpoint.comm.recommendation import measure_cost
+from shrinkpoint.comm.message_cost import measure_cost
 from shrinkpoint.comm.spec import parse
 from shrinkpoint.comm.step_model import Workload
 

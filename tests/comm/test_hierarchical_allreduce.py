@@ -48,7 +48,7 @@ PROGRAM = """
             reports[name] = [bits(model), distance(model, plain)]
 
         for spec in ("q4:64", "ef(q3:64)", "q4:64:dither"):
-            # what is sent, by whether the peer is of this node; several threads send, and none may overwrite another's count
+            # what is sent, by whether the peer is of this node; several threads send, so nothing is added up here
             messages, isend = [], dist.isend
             def counted(tensor, peer, *arguments):
                 messages.append((peer // 2 == rank // 2, tensor.numel() * tensor.element_size()))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 from shrinkpoint.comm.average_cost import TORCH_BF16_HOOK
+from shrinkpoint.comm.message_cost import CandidateLike, measure_cost
 from shrinkpoint.comm.recommendation import (
     DDP_CANDIDATES,
     DEFAULT_CANDIDATES,
     NO_COMPRESSION,
-    CandidateLike,
-    measure_cost,
     recommend,
 )
 from shrinkpoint.comm.spec import parse
@@ -42,6 +43,14 @@ def test_wire_bytes_and_errors_are_those_of_the_compressors() -> None:
         < measure_cost("q4:64", x, repeats=1).error
         < measure_cost("q2:64", x, repeats=1).error
     )
+
+
+def test_a_message_that_is_not_finite_has_no_error_and_is_not_recommended_within_one() -> None:
+    x = noise()
+    x[0, 0, 0] = torch.nan
+    assert math.isnan(measure_cost("q8:64", x, repeats=1).error)
+    assert recommend(like=x, mbps=SLOW, repeats=1).pays  # an error that nobody limits
+    assert not recommend(like=x, mbps=SLOW, repeats=1, max_error=0.5).pays
 
 
 def test_a_slow_link_asks_for_the_fewest_bytes_and_a_hidden_one_for_nothing() -> None:

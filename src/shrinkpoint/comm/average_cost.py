@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from shrinkpoint.comm.link import CompressorLike
 from shrinkpoint.comm.low_rank import LowRank
 from shrinkpoint.comm.low_rank_allreduce import LowRankState
 from shrinkpoint.comm.matrix_layout import MatrixLayout
+from shrinkpoint.comm.message_cost import relative_error, synchronized_time
 from shrinkpoint.comm.step_model import CandidateCost, MessageCost
 
 TORCH_BF16_HOOK = "torch bf16 hook"
@@ -92,18 +92,18 @@ class _LoneRank:
     def _average(self, values: SegmentValues, all_reduce: CompressedAllReduce) -> None:
         segment, world_size = values.segment, self._group.size()
         scratch = self._scratch_for(segment, values.dtype)
-        times = [_synchronized_time(scratch)]
+        times = [synchronized_time(scratch)]
         encoded = all_reduce.reduce_scatter.encode(values.read_rows(scratch), 0, segment.name)
-        times.append(_synchronized_time(scratch))
+        times.append(synchronized_time(scratch))
         message = encoded.messages[1]
         assert message is not None
         total = all_reduce.reduce_scatter.decode(encoded, [message] * world_size, 0)
         mean = total.div_(world_size).to(values.dtype)
-        times.append(_synchronized_time(scratch))
+        times.append(synchronized_time(scratch))
         row = all_reduce.all_gather.encode(mean, self._group, segment.name)
-        times.append(_synchronized_time(scratch))
+        times.append(synchronized_time(scratch))
         values.write_rows(scratch, lambda rows: all_reduce.all_gather.decode(row, [row.message] * world_size, rows))
-        times.append(_synchronized_time(scratch))
+        times.append(synchronized_time(scratch))
         self.encode_seconds += times[1] - times[0] + times[3] - times[2]
         self.decode_seconds += times[2] - times[1] + times[4] - times[3]
 
@@ -135,7 +135,7 @@ def measure_average(
     """
     copies = [gradient.detach().clone() for gradient in gradients]
     _LoneRank(compressor, copies, world_size).send()
-    error = _distance(gradients, copies)
+    error = relative_error(gradients, copies)
     rank = _LoneRank(compressor, copies, world_size)
     seconds = []
     for _ in range(_WARMUP_STEPS + repeats):
@@ -165,7 +165,7 @@ def measure_torch_hook(gradients: Sequence[Tensor], bucket_numel: int, *, repeat
     tensors = [gradient.detach() for gradient in gradients]
     raw, numel = sum(tensor.nbytes for tensor in tensors), sum(tensor.numel() for tensor in tensors)
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])[:_MAX_SAMPLE].clone()
-    error = _distance([flat], [flat.to(torch.bfloat16)])
+    error = relative_error([flat], [flat.to(torch.bfloat16)])
     seconds, all_reduce_seconds = _cast_seconds(flat, bucket_numel, repeats), 0.0
     if flat.device.type == "cpu" and raw and (pair := _connect_pair()):
         plain, hook = _all_reduce_seconds(pair, flat, bucket_numel, repeats)
@@ -178,10 +178,10 @@ def _cast_seconds(flat: Tensor, bucket_numel: int, repeats: int) -> float:
     """Seconds of the casts of all values and back."""
     seconds = []
     for _ in range(_WARMUP_STEPS + repeats):
-        start = _synchronized_time(flat)
+        start = synchronized_time(flat)
         for bucket in torch.split(flat, bucket_numel):
             bucket.copy_(bucket.to(torch.bfloat16))
-        seconds.append(_synchronized_time(flat) - start)
+        seconds.append(synchronized_time(flat) - start)
     return median(seconds[_WARMUP_STEPS:])
 
 
@@ -223,19 +223,3 @@ def _all_reduce_seconds(
                 times.append((time.process_time() - start) / 2)
     plain, cast = (median(times[1:]) for times in seconds.values())
     return plain, cast
-
-
-def _distance(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """The norm of the difference over that of the first ones; 0 for two times 0, nan where a value is not finite."""
-    norm = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
-    pairs = zip(tensors, others, strict=True)
-    distance = math.sqrt(sum(float((tensor.double() - other.double()).square().sum()) for tensor, other in pairs))
-    if norm == 0:
-        return math.inf if distance else 0.0
-    return distance / norm
-
-
-def _synchronized_time(tensor: Tensor) -> float:
-    if tensor.device.type == "cuda":
-        torch.cuda.synchronize(tensor.device)
-    return time.perf_counter()

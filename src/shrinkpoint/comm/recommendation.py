@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from shrinkpoint import validate
-from shrinkpoint.comm.aqsgd import AQSGD
 from shrinkpoint.comm.average_cost import TORCH_BF16_HOOK, measure_average, measure_torch_hook
-from shrinkpoint.comm.compressors.base import Compressor
 from shrinkpoint.comm.compressors.layout import DTYPE_BY_NAME
-from shrinkpoint.comm.error_feedback import ErrorFeedback
 from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL
-from shrinkpoint.comm.link import Link, MessageContext
 from shrinkpoint.comm.low_rank import LowRank
-from shrinkpoint.comm.spec import as_compressor, parse
-from shrinkpoint.comm.step_model import CandidateCost, MessageCost, Parallelism, Schedule, Workload
+from shrinkpoint.comm.message_cost import CandidateLike, measure_candidate
+from shrinkpoint.comm.spec import parse
+from shrinkpoint.comm.step_model import CandidateCost, Parallelism, Schedule, Workload
 from shrinkpoint.errors import PolicyError
 
 NO_COMPRESSION = "off"
@@ -152,16 +147,12 @@ def _format_cells(row: Estimate) -> tuple[str, ...]:
     return (row.name, *figures, f"{row.seconds:.4f}", f"{row.gain:.2f}", limit)
 
 
-CompressorOrSpec: TypeAlias = Compressor | ErrorFeedback | LowRank | str
-CandidateLike: TypeAlias = CompressorOrSpec | tuple[CompressorOrSpec, CompressorOrSpec]
-"""A compressor for both directions, or one for each: activations, then gradients. Of ddp also a low rank."""
 Shape: TypeAlias = Sequence[int]
 
 DEFAULT_CANDIDATES: tuple[CandidateLike, ...] = ("bf16", "q8:64", "q4:64")
 """The most accurate first; none of them changed what models learned in our measurements."""
 DDP_CANDIDATES: tuple[CandidateLike, ...] = (TORCH_BF16_HOOK, *DEFAULT_CANDIDATES)
 """The same of gradients, which torch's own hook averages in bfloat16, too."""
-_WARMUP_MESSAGES = 3
 
 
 def recommend(
@@ -249,7 +240,7 @@ def recommend(
         description = description if len(tensors) == 1 else f"{numel} values of {len(tensors)} gradients"
     else:
         pair = tensors[0], tensors[-1]
-        costs = [_measure_candidate(candidate, pair, repeats) for candidate in candidates]
+        costs = [measure_candidate(candidate, pair, repeats) for candidate in candidates]
         sizes = pair[0].nbytes, pair[1].nbytes
     return rank_candidates(workload, costs, uncompressed=sizes, max_error=max_error, description=description)
 
@@ -326,70 +317,6 @@ def _check_matrices(low_rank: LowRank, gradients: Sequence[Tensor]) -> None:
         raise PolicyError("recommend(candidates=...)", found=problem, expected="shapes of gradients", do=advice)
 
 
-def measure_cost(
-    compressor: CompressorOrSpec, tensor: Tensor, *, context: MessageContext | None = None, repeats: int = 7
-) -> MessageCost:
-    """Measure the cost of sending a tensor: medians of `repeats` messages through both ends of a link, after warm-up.
-
-    The error is that of the first message: feedback has no memory by then, and would approach the tensor later. With
-    AQ-SGD, whose first message may be uncompressed, it is that of its compressor alone, and the bytes are those of
-    cached samples.
-
-    Args:
-        context: given to both ends; without it, the rows of the tensor are the samples 0, 1, 2, ...
-    """
-    return _measure_link(compressor, tensor, context or MessageContext(ids=_row_ids(tensor)), repeats)[0]
-
-
-def _measure_link(
-    compressor: CompressorOrSpec, tensor: Tensor, context: MessageContext, repeats: int
-) -> tuple[MessageCost, Link]:
-    parsed = as_compressor(compressor)
-    if isinstance(parsed, AQSGD):  # whose first visits may be uncompressed, unlike later ones
-        cost, link = _time_messages(replace(parsed, warmup=min(parsed.warmup, 1)), tensor, context, repeats)
-        return replace(cost, error=_time_messages(parsed.compressor, tensor, context, 1)[0].error), link
-    return _time_messages(parsed, tensor, context, repeats)
-
-
-def _time_messages(
-    compressor: Compressor | ErrorFeedback, tensor: Tensor, context: MessageContext, repeats: int
-) -> tuple[MessageCost, Link]:
-    sender, receiver = (Link(compressor, name="recommend", sample_every=0) for _ in range(2))
-    tensor, out, error, seconds = tensor.detach(), torch.empty_like(tensor, requires_grad=False), 0.0, []
-    for index in range(_WARMUP_MESSAGES + repeats):
-        times = [_synchronized_time(tensor)]
-        wire = sender.pack(tensor, context)
-        times.append(_synchronized_time(tensor))
-        receiver.unpack(wire, out, context)
-        times.append(_synchronized_time(tensor))
-        seconds.append((times[1] - times[0], times[2] - times[1]))
-        error = _norm_error(tensor, out) if index == 0 else error
-    encode, decode = (median(column) for column in zip(*seconds[_WARMUP_MESSAGES:], strict=True))
-    return MessageCost(tensor.nbytes, wire.numel(), encode, decode, error), receiver
-
-
-def _measure_candidate(candidate: CandidateLike, tensors: tuple[Tensor, Tensor], repeats: int) -> CandidateCost:
-    pair = candidate if isinstance(candidate, tuple) else (candidate, candidate)
-    names = [str(compressor) for compressor in pair]
-    context = MessageContext(ids=_row_ids(tensors[0]))
-    forward, link = _measure_link(pair[0], tensors[0], context, repeats)
-    if names[0] == names[1] and tensors[0] is tensors[1]:
-        return CandidateCost(names[0], forward, forward)
-    context = MessageContext(ids=_row_ids(tensors[1]), indices=link.indices(context))
-    backward = measure_cost(pair[1], tensors[1], context=context, repeats=repeats)
-    return CandidateCost(" / ".join(dict.fromkeys(names)), forward, backward)
-
-
-def _row_ids(tensor: Tensor) -> Tensor:
-    return torch.arange(tensor.shape[0] if tensor.dim() else 1)
-
-
-def _norm_error(tensor: Tensor, out: Tensor) -> float:
-    norm = tensor.double().norm()
-    error_norm = (tensor.double() - out.double()).norm()
-    return float(error_norm / norm) if norm > 0 or error_norm > 0 else 0.0
-
-
 def _noise_tensor(shape: Shape, dtype: str | torch.dtype, device: torch.device | str) -> Tensor:
     resolved = DTYPE_BY_NAME.get(dtype) if isinstance(dtype, str) else dtype
     if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
@@ -402,9 +329,3 @@ def _noise_tensor(shape: Shape, dtype: str | torch.dtype, device: torch.device |
 def _describe_tensor(tensor: Tensor) -> str:
     names = {dtype: name for name, dtype in DTYPE_BY_NAME.items()}
     return f"{' x '.join(map(str, tensor.shape)) or 'one number'} {names.get(tensor.dtype, tensor.dtype)}"
-
-
-def _synchronized_time(tensor: Tensor) -> float:
-    if tensor.device.type == "cuda":
-        torch.cuda.synchronize(tensor.device)
-    return time.perf_counter()
