@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from lossless_speed import machine
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -202,8 +202,7 @@ def main() -> None:
     for row in (*rows.values(), *checkpoints.values()) if args.bytes_only else ():
         for name in [name for name in row if name.startswith("seconds")]:
             del row[name]
-    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
-    result = {"date": date.today().isoformat(), "machine": machine, "journal": rows, "checkpoints": checkpoints}
+    result = {"date": date.today().isoformat(), "machine": machine(), "journal": rows, "checkpoints": checkpoints}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1))
     for name, row in {**rows, **checkpoints}.items():

@@ -24,7 +24,6 @@ import argparse
 import hashlib
 import json
 import os
-import platform
 import random
 import signal
 import sys
@@ -42,6 +41,7 @@ import torch
 import torch._dynamo  # which each process would import otherwise
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict
+from lossless_speed import machine
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -244,8 +244,7 @@ def main() -> None:
     with ProcessPoolExecutor(len(kinds), mp_context=get_context("fork")) as pool:
         jobs = [pool.submit(trial, kind, int(w), args.kills, 100, args.seed, args.seconds) for kind, w in kinds]
         trials = [job.result() for job in jobs]
-    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
-    result = {"date": date.today().isoformat(), "machine": machine, "save every": SAVE_EVERY, "trials": trials}
+    result = {"date": date.today().isoformat(), "machine": machine(), "save every": SAVE_EVERY, "trials": trials}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps({**result, "seconds": time.perf_counter() - begin}, indent=1))
     for row in trials:
