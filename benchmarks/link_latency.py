@@ -1,6 +1,6 @@
 """Time of a training step on links of several rates and latencies: of replicas and pipelines, ours and torch's.
 
-    python benchmarks/link_latency.py                                  # about half an hour on two idle cores
+    python benchmarks/link_latency.py                                  # three quarters of an hour on two idle cores
     python benchmarks/link_latency.py --worlds 2 --links 100:0 1000:5 --only none q4:64
     python benchmarks/link_latency.py --kinds 1F1B Interleaved1F1B --worlds 2
     python benchmarks/link_latency.py --worlds 4 --per-node 2 --only none q4:64 "q4:64, two levels"
@@ -121,6 +121,7 @@ def main() -> None:
         key = f"{kind}, {world} ranks{nodes}, {link}"
         figures["links"][key] = measure(args, kind, world, link)
         figures.setdefault("dates", {})[key] = date.today().isoformat()
+        figures.setdefault("processors", {})[key] = figures["machine"]["cpu"]
         args.out.write_text(json.dumps(figures, indent=1))
         print(f"  {key}: done", file=sys.stderr, flush=True)
     link_forecast.measure_costs(figures)

@@ -1,8 +1,9 @@
 """What saves and loads on R ranks cost, from constants that were measured on a few ranks; part of `scale_out.py`.
 
 Three kinds of figures. Messages, manifests and metadata are made by the library's own code for the R ranks and measured
-(`scale_out_plans.py`). Bytes, seconds and memory of a rank are linear in what it holds: two constants for each, from
-the runs of one small model on 1 and on 4 ranks. What the coordinator does is linear in ranks x entries."""
+(`scale_out_plans.py`). Bytes, seconds and memory of a rank are linear in what it holds and in the number of tensors:
+two constants for each, from three runs, a small model on 2 and on 8 ranks, and a larger one on 2. (One rank plans a
+lossy save as a process without shards does, on another path.) What the coordinator does is linear in ranks x entries."""
 
 from __future__ import annotations
 
@@ -19,13 +20,11 @@ STATE_BYTES = 12
 """Of a parameter: float32, and two moments."""
 SAVES = ("keyframe", "delta", "delta, warm")
 Row = dict[str, Any]
-Runs = Mapping[int, Sequence[Row]]
-"""What each rank measured, by number of ranks."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """y = a u + b v, by which two measurements are met.
+    """y = a u + b v, as near to what was measured as can be.
 
     Attributes:
         a, b: of bytes of a state, and of whatever else.
@@ -35,14 +34,18 @@ class Linear:
     b: float
 
     @classmethod
-    def through(cls, points: Sequence[tuple[float, float, float]]) -> Linear:
-        """The line through two points (u, v, y); without a negative part: what is left then is of bytes alone."""
-        (u0, v0, y0), (u1, v1, y1) = points
-        determinant = u0 * v1 - u1 * v0
-        a, b = (y0 * v1 - y1 * v0) / determinant, (u0 * y1 - u1 * y0) / determinant
+    def fit(cls, points: Sequence[tuple[float, float, float]]) -> Linear:
+        """The least squares of the relative errors of y at points (u, v, y); no constant is negative."""
+        scaled = [(u / y, v / y) for u, v, y in points if y > 0]
+        if not scaled:
+            return cls(0.0, 0.0)
+        uu, uv, vv = (sum(x[i] * x[j] for x in scaled) for i, j in ((0, 0), (0, 1), (1, 1)))
+        u, v = (sum(x[i] for x in scaled) for i in (0, 1))
+        determinant = uu * vv - uv * uv
+        a, b = (u * vv - v * uv) / determinant, (v * uu - u * uv) / determinant
         if b < 0:
-            return cls((y0 + y1) / (u0 + u1), 0.0)
-        return cls(a, b) if a > 0 else cls(0.0, (y0 + y1) / (v0 + v1))
+            return cls(u / uu, 0.0)
+        return cls(a, b) if a > 0 else cls(0.0, v / vv)
 
     def at(self, u: float, v: float) -> float:
         return self.a * u + self.b * v
@@ -57,7 +60,7 @@ class Operation:
         processor: seconds of all ranks, from the same.
         coordinator: seconds that rank 0 takes more than others, for each rank and entry.
         memory: of a rank, beyond its state: from bytes of its part, and 1.
-        waits: seconds in which a rank that is alone has its processor idle, as for the disk.
+        waits: seconds in which the processor is idle, as for the disk, at the least.
         calls: how often each collective of torch is called.
         exchanged: bytes that a scheme's statistics take, for each row and column of the weights, on any number of
             ranks.
@@ -108,17 +111,18 @@ def measured(run: Sequence[Row], operation: str) -> Row:
     return figures | {name: disk[key] for key, name in names.items() if disk}
 
 
-def calibrate(shapes: Shapes, runs: Runs, operation: str) -> Operation:
-    """The constants of an operation from the runs of one model on two numbers of ranks, the smaller first."""
-    raw, tensors = STATE_BYTES * numel(shapes), 3 * len(shapes)
-    few, many = sorted(runs)
-    figures = {ranks: measured(runs[ranks], operation) for ranks in runs}
+def calibrate(runs: Sequence[tuple[Shapes, Sequence[Row]]], operation: str) -> Operation:
+    """The constants of an operation from runs of some models; that of the most ranks says what messages take."""
+    figures = [(shapes, len(run), measured(run, operation)) for shapes, run in runs]
 
     def line(name: str) -> Linear:
-        return Linear.through([(raw, ranks * tensors, figures[ranks][name]) for ranks in (few, many)])
+        return Linear.fit([(_raw(shapes), ranks * 3 * len(shapes), row[name]) for shapes, ranks, row in figures])
 
-    memory = [(raw / ranks, 1.0, figures[ranks]["memory beyond the state, mean rank"]) for ranks in (few, many)]
-    rows = [find_row(runs[many], rank, operation) for rank in range(many)]
+    memory = [(_raw(shapes) / n, 1.0, row["memory beyond the state, mean rank"]) for shapes, n, row in figures]
+    waits = [row["seconds"] - row["processor seconds of all ranks"] / n for _, n, row in figures]
+    shapes, run = max(runs, key=lambda one: len(one[1]))
+    many, of_many = len(run), measured(run, operation)
+    rows = [find_row(run, rank, operation) for rank in range(many)]
     excess = rows[0]["processor_seconds"] - mean(row["processor_seconds"] for row in rows[1:])
     calls = rows[0]["calls"]
     exchanges = calls.get("all_to_all_single", 0) // 2
@@ -129,17 +133,22 @@ def calibrate(shapes: Shapes, runs: Runs, operation: str) -> Operation:
         of_save = save_messages(job)
         exchanged = max(row["received"] - of_save["received"][bool(rank)] for rank, row in enumerate(rows)) - objects
         exchanged /= (1 - 1 / many) * rows_and_columns(shapes)
-    alone, in_all = figures[few], sum(row["sent"] for row in rows)
+    in_all = sum(row["sent"] for row in rows)
     return Operation(
-        line("bytes of all files") if "bytes of all files" in alone else None,
+        line("bytes of all files") if "bytes of all files" in figures[0][2] else None,
         line("processor seconds of all ranks"),
         max(excess, 0.0) / (many * Job(shapes, many).items),
-        Linear.through(memory),
-        max(0.0, alone["seconds"] - alone["processor seconds of all ranks"] / few),
+        Linear.fit(memory),
+        max(0.0, min(waits)),
         calls,
         exchanged,
-        max(0.0, figures[many]["bytes on the wire"] - in_all) / messages_in_all(calls, many),
+        max(0.0, of_many["bytes on the wire"] - in_all) / messages_in_all(calls, many),
     )
+
+
+def _raw(shapes: Shapes) -> int:
+    """Bytes of a training state."""
+    return STATE_BYTES * numel(shapes)
 
 
 @cache
@@ -201,7 +210,7 @@ def messages_in_all(calls: Mapping[str, int], ranks: int) -> int:
 
 def predict(operation: Operation, name: str, shapes: Shapes, ranks: int, cores: int) -> Row:
     """The figures of an operation of so many ranks, coded by one thread each on so many cores."""
-    job, raw = Job(shapes, ranks), STATE_BYTES * numel(shapes)
+    job, raw = Job(shapes, ranks), _raw(shapes)
     tensors = 3 * len(shapes)
     processor = operation.processor.at(raw, ranks * tensors)
     coordinator = operation.coordinator * ranks * job.items
@@ -270,7 +279,7 @@ def forecast(
     operation: Operation, name: str, shapes: Shapes, ranks: int, coordinator: Row, cluster: Cluster, depth: int
 ) -> Row:
     """A row of the table for a cluster, with so many bases a rank."""
-    job, raw = Job(shapes, ranks), STATE_BYTES * numel(shapes)
+    job, raw = Job(shapes, ranks), _raw(shapes)
     figures = predict(operation, name, shapes, ranks, ranks)
     stored, read = figures["bytes of all files"], figures["bytes of all files"] / ranks
     own = max(0.0, figures["processor seconds of all ranks"] / ranks - operation.coordinator * job.items)

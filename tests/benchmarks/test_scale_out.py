@@ -46,11 +46,15 @@ def test_messages_and_manifests_of_real_ranks_are_as_predicted(modules: dict[str
         assert {row["operation"].partition(",")[0] for row in rank["rows"]} == {"lossless", "fisher"}
 
 
-def test_two_measurements_are_met_and_no_constant_is_negative(modules: dict[str, ModuleType]) -> None:
+def test_measurements_on_a_line_are_met_and_no_constant_is_negative(modules: dict[str, ModuleType]) -> None:
     linear = modules["scale_out_model"].Linear
-    line = linear.through([(10.0, 1.0, 32.0), (10.0, 4.0, 38.0)])
+    line = linear.fit([(10.0, 1.0, 32.0), (10.0, 4.0, 38.0), (20.0, 1.0, 62.0)])
     assert (line.a, line.b) == pytest.approx((3.0, 2.0)) and line.at(5, 5) == pytest.approx(25)
-    assert linear.through([(10.0, 1.0, 30.0), (10.0, 4.0, 20.0)]) == linear(2.5, 0.0)
+    near = linear.fit([(10.0, 1.0, 30.0), (10.0, 4.0, 40.0), (20.0, 1.0, 66.0)])
+    assert near.a > 0 and near.b > 0 and near.at(10.0, 1.0) == pytest.approx(30, rel=0.1)
+    falling = linear.fit([(10.0, 1.0, 30.0), (10.0, 4.0, 20.0)])
+    assert falling.b == 0 and 20 < falling.at(10.0, 1.0) < 30
+    assert linear.fit([(10.0, 1.0, 0.0), (10.0, 4.0, 0.0)]) == linear(0.0, 0.0)
 
 
 @pytest.mark.parametrize("ranks", [1, 5])
