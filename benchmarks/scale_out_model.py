@@ -3,7 +3,7 @@
 Three kinds of figures. Messages, manifests and metadata are made by the library's own code for the R ranks and measured
 (`scale_out_plans.py`). Bytes, seconds and memory of a rank are linear in what it holds and in the number of tensors:
 two constants for each, from three runs, a small model on 2 and on 8 ranks, and a larger one on 2. (One rank plans a
-lossy save as a process without shards does, on another path.) What the coordinator does is linear in ranks x entries."""
+lossy save as a process without shards does, on another path.) The coordinator is linear in ranks x entries."""
 
 from __future__ import annotations
 
