@@ -74,6 +74,7 @@ def test_the_benchmark_writes_its_checks_and_its_table(
 ) -> None:
     scale_out, plans = modules["scale_out"], modules["scale_out_plans"]
     monkeypatch.setattr(scale_out, "MODELS", {"8 B": plans.transformer(2, 64, 128, 32, 500)})
+    monkeypatch.setattr(scale_out, "CALIBRATION", ((0, 1), (0, 4)))
     options = ["--models", "tiny", "--ranks", "2", "--coordinated", "2", "4", "--largest", "8", "--table", "8", "16"]
     folders = ["--memory", str(tmp_path), "--folder", str(tmp_path), "--out", str(tmp_path / "out.json")]
     monkeypatch.setattr(sys, "argv", ["scale_out.py", *options, *folders])
