@@ -8,7 +8,6 @@ record, so that a file can be read without others. One training is tracked, delt
 
 * table: its share of the bytes of a delta (what caching could save), and how many bytes the codes take with the table
   of 1, 5 and 20 deltas ago, every unused symbol having a code of its own there; over those with tables of their own.
-* time: counting the codes, which a cached table makes needless, as a share of encoding them.
 * buckets: instead, the choice of buckets and their values is kept while the largest difference of a tensor is in one of
   them. How often it had to be renewed, and the error of the weights beside that with a choice for each delta.
 """
@@ -18,7 +17,6 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,7 +30,6 @@ from lossless_report import table
 from lossless_speed import machine
 from torch import Tensor
 
-from shrinkpoint import _native
 from shrinkpoint.quantize.exponent_buckets import ExponentBuckets, bucket_ids, promote
 from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL
 
@@ -72,7 +69,6 @@ class Tracked:
         tables: bits of the tables of each delta.
         codes: bits of its codes by its own tables.
         aged: the same by the tables of an earlier delta, by age; shorter by as many deltas.
-        counting, encoding: processor seconds of each delta.
         errors: norm of what the reader's weights are off, by a choice for each delta.
         cached: the same with a choice of buckets that is kept.
         renewed: shares of the tensors whose choice was renewed.
@@ -82,8 +78,6 @@ class Tracked:
     tables: list[float] = field(default_factory=list)
     codes: list[float] = field(default_factory=list)
     aged: dict[int, list[float]] = field(default_factory=lambda: {age: [] for age in AGES})
-    counting: list[float] = field(default_factory=list)
-    encoding: list[float] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
     cached: list[float] = field(default_factory=list)
     renewed: list[float] = field(default_factory=list)
@@ -100,20 +94,12 @@ class Tracked:
             self._own = {name: x.clone() for name, x in weights.items()}
             self._kept = {name: x.clone() for name, x in weights.items()}
             return
-        counts, spent, encoded = {}, 0.0, 0.0
+        counts = {}
         for name, x in weights.items():
             difference = x - self._own[name]
             quantized = promote(difference, ExponentBuckets.from_tensor(difference), self.bits, "middle")
             self._own[name] = quantized.dequantize(torch.float32, self._own[name])
-            codes = quantized.codes.reshape(-1).numpy().astype(np.uint8)
-            began = time.process_time()
-            counts[name] = np.bincount(codes, minlength=256)
-            spent += time.process_time() - began
-            began = time.process_time()
-            _native.cyclic_encode(codes, None, modulus=int(codes.max()) + 1, rearranged=False, runs=False)
-            encoded += time.process_time() - began
-        self.counting.append(spent)
-        self.encoding.append(encoded)
+            counts[name] = np.bincount(quantized.codes.reshape(-1).numpy(), minlength=256)
         self._measure(counts)
         self.errors.append(self._far(weights, self._own))
         self._observe_cached(weights)
@@ -166,7 +152,6 @@ class Tracked:
         return {
             "table, of a delta": sum(self.tables) / (sum(self.tables) + sum(own)),
             **more,
-            "counting, of encoding": sum(self.counting) / sum(self.encoding),
             "choices renewed": fmean(self.renewed[1:]),
             "error with kept choices": fmean(a / b for a, b in zip(self.cached[1:], self.errors[1:], strict=True)),
         }

@@ -99,10 +99,14 @@ class Meter:
         self.traffic, self.rows = Traffic(), list[dict[str, Any]]()
         self.live_bytes = 0
 
+    def begin(self) -> None:
+        """Memory counts beyond what is resident now, such as buffers that the last scheme left."""
+        give_back()
+        self.live_bytes = resident_bytes("VmRSS")
+
     def run(self, operation: str, work: Callable[[], Any]) -> Any:
         """Measure an operation of all ranks."""
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
+        give_back()
         dist.barrier()
         Path("/proc/self/clear_refs").write_text("5")
         self.traffic.clear()
@@ -115,6 +119,12 @@ class Meter:
         dist.barrier()
         self.rows.append(row | {"loopback_bytes": _loopback_bytes() - wire})
         return result
+
+
+def give_back() -> None:
+    """Give unused memory back to the system."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def _loopback_bytes() -> int:
@@ -164,8 +174,8 @@ def measure_rank(states: Path, folder: Path) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = local_state(states / "0.safetensors", mesh)
     meter, disk = Meter(), list[dict[str, Any]]()
-    meter.live_bytes = resident_bytes("VmRSS")
     for name, scheme in (("lossless", "lossless"), ("fisher", sp.Fisher(relative_error=RELATIVE_ERROR))):
+        meter.begin()
         for number in range(STATES):
             copy_into(state, local_state(states / f"{number}.safetensors", mesh))
             place = folder / name / f"step-{number}"
