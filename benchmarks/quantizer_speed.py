@@ -116,7 +116,7 @@ def plainly(call: Callable[[Tensor, int], Any]) -> Callable[[Tensor, int], Decod
         clock = Clock()
         symbols = call(x, bins)
         clock.lap("all")
-        return symbols.values(x.dtype), clock.stages
+        return symbols.dequantize(x.dtype), clock.stages
 
     return run
 

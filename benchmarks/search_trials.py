@@ -69,7 +69,7 @@ class Simulated(Trials):
         self.seconds |= dict.fromkeys(points, 0.0)
         return [self._measure(point) for point in points]
 
-    def sizes(self, predict: Callable[[Point], float], points: Sequence[Point]) -> dict[Point, float]:
+    def predict_sizes(self, predict: Callable[[Point], float], points: Sequence[Point]) -> dict[Point, float]:
         return {point: predict(point) for point in points}
 
 

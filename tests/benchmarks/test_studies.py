@@ -158,3 +158,17 @@ def test_a_longer_chain_has_smaller_checkpoints_and_later_loads(load: Load, tmp_
     assert rows[1]["bytes"] == (files[0]["bytes"] + files[1]["bytes"]) / 2 < rows[0]["bytes"]
     assert (rows[1]["mean seconds"], rows[1]["last seconds"]) == (1.5, 2.0)
     assert set(times) == {0, 1, 2} and min(times.values()) > 0
+
+
+def test_branch_and_bound_finds_the_smallest_point_that_holds(load: Load) -> None:
+    trials = load("search_trials")
+    lands = [trials.landscape(seed, "entropy", trials.METRICS) for seed in range(3)]
+    found = trials.study(lands, 8)
+    assert found["branch and bound"]["missed"] == found["exhaustive"]["missed"] == 0
+    assert found["branch and bound"]["trials"] < found["exhaustive"]["trials"] == 216
+
+
+def test_all_quantizers_whose_speed_is_compared_give_back_values(load: Load) -> None:
+    speed = load("quantizer_speed")
+    rows = speed.measure(speed.subjects(), speed.values(3000), 8, 1)
+    assert all(0 < row["mse"] < 1e-3 for row in rows.values()), rows
