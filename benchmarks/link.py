@@ -23,7 +23,7 @@ import link_speed
 import link_tables
 import torch
 
-from shrinkpoint.comm.recommendation import measure_cost
+from shrinkpoint.comm.message_cost import measure_cost
 from shrinkpoint.comm.step_model import CandidateCost, MessageCost, Schedule, Workload
 
 RATES = (0, 10000, 1000, 100)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import math
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -172,3 +174,15 @@ def test_all_quantizers_whose_speed_is_compared_give_back_values(load: Load) -> 
     speed = load("quantizer_speed")
     rows = speed.measure(speed.subjects(), speed.values(3000), 8, 1)
     assert all(0 < row["mse"] < 1e-3 for row in rows.values()), rows
+
+
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.stem)
+def test_what_a_benchmark_takes_from_the_library_is_there(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    for one in imports:
+        if str(one.module).partition(".")[0] == "shrinkpoint":
+            module = importlib.import_module(str(one.module))
+            missing = [name.name for name in one.names if not hasattr(module, name.name)]
+            packages = {name for name in missing if importlib.util.find_spec(f"{one.module}.{name}")}
+            assert not {*missing} - packages, f"{one.module}: {missing}"
