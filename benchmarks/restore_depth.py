@@ -1,19 +1,20 @@
 """Seconds of a load by the number of deltas behind it, and what shorter chains cost in bytes: where a chain should end.
 
-    python benchmarks/restore_depth.py               # ten minutes on an idle core, 2 GB of memory
+    python benchmarks/restore_depth.py               # twenty minutes of a core, 2 GB of memory
     python benchmarks/restore_depth.py --quick       # a toy: does it all run?
 
 A GPT of 13 M parameters with AdamW (`scale_states.py`, `--steps` simulated steps between saves) is saved 41 times by
-each scheme in one chain that nothing ends. Then checkpoints with 0 to 40 deltas behind them are loaded in turns, from a
-store that was just opened, with files in the page cache; the figure is the median. Times are of the process: it has
-one thread. From the bytes of every file follows what one checkpoint takes on average if every n-th is a keyframe, and
-from the seconds how long a load takes, in the mean over a chain and at its end. Results: results/restore_depth.json.
+each scheme in one chain that nothing ends. Then checkpoints with 0 to 40 deltas behind them are loaded in turns,
+from a store that was just opened, with files in the page cache; the figure is the median of processor seconds, with one
+thread. From the bytes of every file follows what one checkpoint takes on average if every n-th is a keyframe, and from
+the seconds how long a load takes, in the mean over a chain and at its end. Results: results/restore_depth.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 import warnings
@@ -77,15 +78,15 @@ def write_chain(where: Path, scheme: str, shapes: GPTShapes, saves: int, steps: 
 
 
 def load_times(folders: dict[str, Path], depths: Sequence[int], rounds: int) -> dict[str, dict[int, float]]:
-    """Median seconds of a load by scheme and depth; schemes and depths take turns."""
+    """Median processor seconds of a load by scheme and depth; schemes and depths take turns."""
     seconds: dict[tuple[str, int], list[float]] = {(name, depth): [] for name in folders for depth in depths}
-    for _ in range(rounds + 1):  # the first one fills the page cache
+    for _ in range(rounds):
         for name, depth in seconds:
             with sp.Store(folders[name], threads=1) as store:
-                began = time.perf_counter()
+                began = time.process_time()
                 store.load(depth, keep=False)
-                seconds[name, depth].append(time.perf_counter() - began)
-    return {name: {depth: median(seconds[name, depth][1:]) for depth in depths} for name in folders}
+                seconds[name, depth].append(time.process_time() - began)
+    return {name: {depth: median(seconds[name, depth]) for depth in depths} for name in folders}
 
 
 def interpolated(times: dict[int, float], depth: int) -> float:
@@ -137,7 +138,10 @@ def main() -> None:
     result |= {"parameters": shapes.parameters, "steps": args.steps, "rounds": rounds, "schemes": {}}
     with tempfile.TemporaryDirectory(prefix="shrinkpoint-depth-", dir=args.folder) as folder:
         folders = {name: Path(folder, str(number)) for number, name in enumerate(args.only)}
-        files = {name: write_chain(where, name, shapes, saves, args.steps) for name, where in folders.items()}
+        files = {}
+        for name, where in folders.items():
+            files[name] = write_chain(where, name, shapes, saves, args.steps)
+            print(f"  saved by {name}", file=sys.stderr, flush=True)
         times = load_times(folders, depths, rounds)
     for name in args.only:
         row = {"raw": files[name][0]["raw"], "files": files[name], "load": times[name]}

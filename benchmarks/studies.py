@@ -66,7 +66,7 @@ STUDIES = (
     Study("search_trials", 1, ("--landscapes", "20"), 0.2),
     Study("lattice_speed", 2, ("--rows", "256", "--columns", "256", "--repeats", "2"), 0.5),
     Study("save_overhead", 3, ("--millions", "2", "--saves", "1"), 0.5),
-    Study("restore_depth", 10),
+    Study("restore_depth", 20),
     Study("code_streams", 5),
     Study("code_tables", 2),
     Study("inshrinkerator_parts", 40, ledger=True),
