@@ -35,9 +35,9 @@ from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.quantize.codebook import kmeans_codebook, quantize_to_codebook
 from shrinkpoint.quantize.levels import histogram_entropy, quantize_uniform, variable_bins
 from shrinkpoint.quantize.statistics import LogHistogram
+from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL
 
 THRESHOLDS = (0.001, 0.01, 0.05)
-LEAST_VALUES = 4096
 POWERS = (2, 4, 8, 16, 32, 64, 128, 256)
 FILES = ("workloads.py", "workload_text.py", "workload_image.py", "codebook_size.py")
 Tensors = Mapping[str, Tensor]
@@ -60,7 +60,7 @@ class Subject:
     def tensors(self) -> dict[str, Tensor]:
         """What is quantized; tied tensors once."""
         found = self.model.named_parameters()
-        return {name: p.detach().clone() for name, p in found if p.dim() >= 2 and p.numel() >= LEAST_VALUES}
+        return {name: p.detach().clone() for name, p in found if p.dim() >= 2 and p.numel() >= MIN_WEIGHT_NUMEL}
 
 
 @dataclass(frozen=True)

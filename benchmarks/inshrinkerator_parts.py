@@ -40,17 +40,17 @@ from torch.nn import functional as F
 from workloads import Workload, evaluating
 
 import shrinkpoint as sp
-from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.errors import UnmeasuredLossWarning
 from shrinkpoint.quantize.layer_types import layer_types_of_model
+from shrinkpoint.quantize.statistics import code_entropy
 from shrinkpoint.schemes.inshrinkerator.partition import (
     MAGNITUDE,
     SENSITIVITY,
     PrunePartition,
-    ScoredWeight,
     score_weights,
 )
 from shrinkpoint.schemes.search.space import Axis, Space
+from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL
 from shrinkpoint.tensors.flat_state import flatten
 
 FILES = ("workloads.py", "workload_text.py", "workload_image.py", "inshrinkerator_parts.py")
@@ -123,6 +123,8 @@ class Stage:
         self.parameters = dict(model.named_parameters())
         self.values = {name: p.detach().clone() for name, p in self.parameters.items()}
         self.base = evaluate(model)
+        self._partitions: dict[str, PrunePartition] = {}
+        self._quantized: dict[tuple[Any, ...], Row] = {}
 
     def rise(self, changed: Mapping[str, Tensor]) -> float:
         """Of the loss, relative, with these values in place of the model's own."""
@@ -135,35 +137,43 @@ class Stage:
         return (loss - self.base) / abs(self.base)
 
     def quantized(self, *, sigma: float = 0.2, **config: Any) -> Row:
-        """The scheme's codes with one setting: the rise, the bits and the error."""
+        """The scheme's codes with one setting: the rise, the bits and the error; no setting is measured twice."""
         bins = {"embedding_bins": max(16, config.get("bins", 8))} if "bins" in config else {}
-        scheme = sp.Inshrinkerator(config=PLAIN | bins | config, sigma=sigma, gradients=self.gradients, space=SPACE)
+        setting = PLAIN | bins | config
+        key = (sigma, *setting.values())
+        if key not in self._quantized:
+            scheme = sp.Inshrinkerator(config=setting, sigma=sigma, gradients=self.gradients, space=SPACE)
+            self._quantized[key] = self._measure(scheme)
+        return self._quantized[key]
+
+    def _measure(self, scheme: sp.Inshrinkerator) -> Row:
         with torch.no_grad():
             kept = scheme.quantize(flatten({"model": dict(self.model.state_dict())}), None)
         codes = {name.removeprefix("model/"): one for name, one in kept.quantized.items()}
         decoded = {name: one.dequantize(torch.float32).reshape(self.values[name].shape) for name, one in codes.items()}
         count = sum(one.codes.numel() for one in codes.values())
-        bits = sum(entropy(one) * one.codes.numel() for one in codes.values()) / count
+        bits = sum(code_entropy(one.codes) * one.codes.numel() for one in codes.values()) / count
         squares = [(decoded[name] - self.values[name]).square().sum() for name in decoded]
         spread = [(self.values[name] - self.values[name].mean()).square().sum() for name in decoded]
         error = float((sum(squares) / sum(spread)).sqrt())
         return {"rise": self.rise(decoded), "bits": bits, "error": error, "weights": count}
 
-    def scored(self, scope: str) -> dict[str, ScoredWeight]:
-        """The weights that the scheme quantizes; those of one type share a threshold."""
-        weights = {name: x for name, x in self.values.items() if x.dim() >= 2 and x.numel() >= 4096}
-        types = {
-            "tensor": {name: name for name in weights},
-            "layer type": layer_types_of_model(self.model),
-            "all": dict.fromkeys(weights, "all"),
-        }[scope]
-        return score_weights(weights, types, self.gradients.mean)
+    def partition(self, scope: str) -> PrunePartition:
+        """Thresholds of the weights that the scheme quantizes; those of one type share one."""
+        if scope not in self._partitions:
+            weights = {name: x for name, x in self.values.items() if x.dim() >= 2 and x.numel() >= MIN_WEIGHT_NUMEL}
+            types = {
+                "tensor": {name: name for name in weights},
+                "layer type": layer_types_of_model(self.model),
+                "all": dict.fromkeys(weights, "all"),
+            }[scope]
+            self._partitions[scope] = PrunePartition(score_weights(weights, types, self.gradients.mean))
+        return self._partitions[scope]
 
     def pruned(self, scope: str, metric: str, share: float) -> Row:
         """The smallest values by a metric are zero, and the others as they are."""
-        weights = self.scored(scope)
-        partition = PrunePartition(weights)
-        zeroed, count = {}, 0
+        partition = self.partition(scope)
+        weights, zeroed, count = partition.weights, {}, 0
         for name, weight in weights.items():
             mask, _ = partition.masks(weight, metric, share, 0.0)
             zeroed[name] = self.values[name].masked_fill(mask.reshape(self.values[name].shape), 0.0)
@@ -176,7 +186,7 @@ class Stage:
         Sensitivity has the magnitude as a factor, so that they agree by half even where the gradient says nothing: what
         they would with the gradients of other weights is the row "chance".
         """
-        weights = [weight for weight in self.scored("all").values() if weight.sensitivity is not None]
+        weights = [weight for weight in self.partition("all").weights.values() if weight.sensitivity is not None]
         size = torch.cat([weight.values.abs() for weight in weights])
         sensitive = torch.cat([weight.sensitivity for weight in weights if weight.sensitivity is not None])
         slope = (sensitive / size.clamp(min=torch.finfo(size.dtype).tiny))[torch.randperm(len(size))]
@@ -193,13 +203,6 @@ def agreement(one: Tensor, other: Tensor) -> Row:
         "smallest 30 %": float((both[0][0] & both[1][0]).sum()) / max(1, low),
         "largest .5 %": float((both[0][1] & both[1][1]).sum()) / high,
     }
-
-
-def entropy(tensor: CodebookTensor) -> float:
-    """Bits a code, by the counts of one tensor."""
-    counts = torch.bincount(tensor.codes.reshape(-1).long()).double()
-    shares = counts[counts > 0] / counts.sum()
-    return float(-(shares * shares.log2()).sum())
 
 
 def study(name: str, seed: int, data: Path, *, quick: bool) -> dict[str, Any]:

@@ -29,7 +29,7 @@ SYSTEMS = (
     "scar random",
     "topn",
 )
-LCS, RIVAL = SYSTEMS[1:9], "scar largest"
+LCS, RIVAL = tuple(name for name in SYSTEMS if name.startswith("lc ")), "scar largest"
 TRADITIONAL = "full checkpoints"
 ARMS = {"partial": (TRADITIONAL, "partial recovery"), "scar": ("scar 1/8", "SCAR"), "lc": ("lc x=3", "LC x=3")}
 PARTS = (("1/4", "0.25"), ("1/2", "0.5"), ("3/4", "0.75"))

@@ -54,11 +54,7 @@ def states(shapes: GPTShapes, saves: int, steps: int) -> Iterator[dict[str, Any]
     }
     tensors: dict[str, Tensor] = {}
     for name, weight in weights.items():
-        tensors |= {
-            f"value.{name}": weight.value,
-            f"exp_avg.{name}": weight.moment1,
-            f"exp_avg_sq.{name}": weight.moment2,
-        }
+        tensors |= weight.tensors(name)
     for number in range(saves):
         for weight in weights.values() if number else ():
             weight.advance(steps)

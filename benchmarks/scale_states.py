@@ -80,6 +80,10 @@ class Weight:
         self.moment1 = (normal(*shape).mul_(spread[0]) + self._direction).mul_(self._scale)
         self.moment2 = normal(*shape).mul_(spread[1]).add_(1).clamp_(min=0.05).mul_(self._scale**2)
 
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Value and moments by kind and name (`exp_avg.norm.weight`), which change in place."""
+        return {f"value.{name}": self.value, f"exp_avg.{name}": self.moment1, f"exp_avg_sq.{name}": self.moment2}
+
     def advance(self, steps: int) -> None:
         """AdamW steps with fresh gradients."""
         for _ in range(steps):
@@ -98,8 +102,7 @@ def training_states(shapes: GPTShapes, saves: int, steps: int, seed: int = 0) ->
         weight = Weight(shape, torch.Generator().manual_seed(seed * 1_000_003 + index))
         for number, state in enumerate(states):
             weight.advance(0 if number == 0 else steps)
-            for kind, tensor in (("value", weight.value), ("exp_avg", weight.moment1), ("exp_avg_sq", weight.moment2)):
-                state[f"{kind}.{name}"] = tensor.clone()
+            state |= {key: tensor.clone() for key, tensor in weight.tensors(name).items()}
     return states
 
 

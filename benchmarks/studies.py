@@ -39,7 +39,6 @@ class Study:
         minutes: of the whole study, on two cores of 2.6 GHz.
         quick: arguments of a quick run.
         quick_minutes: its minutes.
-        arguments: of the whole study.
         ledger: its results are a line a run, beside which it writes a summary.
         root: it makes network namespaces, and is skipped by other users.
     """
@@ -48,15 +47,12 @@ class Study:
     minutes: float
     quick: Sequence[str] = ("--quick",)
     quick_minutes: float = 1
-    arguments: Sequence[str] = ()
     ledger: bool = False
     root: bool = False
 
     def command(self, *, quick: bool, out: Path) -> list[str]:
         """With a file of its own for the results of a quick run."""
-        chosen = (
-            (*self.quick, "--out", str(out / f"{self.script}.json{'l' * self.ledger}")) if quick else self.arguments
-        )
+        chosen = (*self.quick, "--out", str(out / f"{self.script}.json{'l' * self.ledger}")) if quick else ()
         return [sys.executable, str(HERE / f"{self.script}.py"), *chosen]
 
 
