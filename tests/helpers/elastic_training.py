@@ -65,12 +65,17 @@ class ElasticRun:
             "members": self.membership.members,
         }
 
-    def train(self, rounds: int, log: Path, pause: float = 0.01) -> None:
-        """Train until so many rounds have ended, and append a line to a file at the end of each."""
+    def train(
+        self, rounds: int, log: Path, is_complete: Callable[[Membership], bool] = lambda membership: True
+    ) -> None:
+        """Train until so many rounds have ended and the group is complete; append a line to a file after each round.
+
+        Without `is_complete` others may end before a process that starts late has joined, which then waits for them.
+        """
         with log.open("a", buffering=1) as file:
             file.write(json.dumps({"joined": True, **self.report()}) + "\n")
-            while self.local.round < rounds:
-                time.sleep(pause)
+            while self.local.round < rounds or not is_complete(self.membership):
+                time.sleep(0.01)
                 if self.take_step():
                     file.write(json.dumps(self.report()) + "\n")
             self.local.close()
