@@ -74,9 +74,24 @@ SENTENCES: dict[str, tuple[Pair, ...]] = {
         ("ef21(top10)", "ef21(top10)"),
         ("aq(n3:64, warmup=0)", "q6:64"),
     ),
-    "still": (PLAIN, ("top10", "top10"), ("aq(top30)", "top30"), ("aq(top10)", "top10")),
 }
 """What sentences of docs/wire.md rest on besides: three seeds as well."""
+ONE_TABLE: dict[str, tuple[Pair, ...]] = {
+    "still": (PLAIN, ("top10", "top10"), ("aq(top30)", "top30"), ("aq(top10)", "top10")),
+    "wide": (
+        PLAIN,
+        ("q4:64", "q4:64"),
+        ("top10", "top10"),
+        ("q2", "q8"),
+        ("q8", "q2"),
+        ("top2", "top2"),
+        ("ef21(top10)", "ef21(top10)"),
+        ("top10", "same"),
+        ("q4", "q8"),
+        ("q8", "q4"),
+    ),
+}
+"""Tasks with a few runs, beside those of "image". A run of "wide" takes 20 times as long, so these are the last."""
 WARMUPS: dict[str, tuple[tuple[Pair, float], ...]] = {
     "image": tuple((pair, 0.2) for pair in (("top10",) * 2, ("ef(top10)",) * 2, ("ef21(top10)",) * 2)),
     "text": tuple((pair, 0.25) for pair in (("top10", "same"), ("top10",) * 2, ("ef21(top10)",) * 2)),
@@ -135,8 +150,8 @@ def aq(operator: str, *, warm: bool = True) -> str:
 
 def parts_of(task: str) -> dict[str, tuple[Pair, ...]]:
     """The grids of arXiv 2401.07788, then what goes past them, by the question they answer."""
-    if task == "still":
-        return {"still": (PLAIN, topped(10), (aq("top30"), "top30"), (aq("top10"), "top10"))}
+    if task in ONE_TABLE:
+        return {task: ONE_TABLE[task]}
     bits = (8, 6, 4, 2) if task == "image" else (8, 4, 2)
     return {
         "bits": tuple((f"q{there}", f"q{back}") for there in bits for back in bits),
@@ -177,21 +192,21 @@ def grid(quick: bool) -> list[Job]:
     """All runs: what decides most first."""
     if quick:
         warm = [Job("image", 0, *topped(10), quick=True, warmup=0.5)]
-        return [Job(task, 0, *pair, quick=True) for task in ("image", "text", "still") for pair in _toys(task)] + warm
+        tasks = (*TASKS, *ONE_TABLE)
+        return [Job(task, 0, *pair, quick=True) for task in tasks for pair in _toys(task)] + warm
     jobs = [Job(task, seed, *pair) for seed in (0, 1, 2) for task in TASKS for pair in KEYS[task]]
     order = ("topk", "bits", "groups", "feedback", "aq", "reach", "equal", "same", "one way")
     jobs += [Job(task, 0, *pair) for part in order for task in TASKS for pair in parts_of(task)[part]]
-    jobs += [Job("still", 0, *pair) for pair in parts_of("still")["still"]]
     jobs += [Job(task, 0, *pair, warmup=share) for task, warm in WARMUPS.items() for pair, share in warm]
     jobs += [Job(task, seed, *pair) for seed in (1, 2) for task, pairs in SENTENCES.items() for pair in pairs]
+    jobs += [Job(task, seed, *pair) for task, pairs in ONE_TABLE.items() for seed in (0, 1, 2) for pair in pairs]
     return list(dict.fromkeys(jobs))
 
 
 def _toys(task: str) -> Iterator[Pair]:
-    parts = parts_of(task)
     yield from (PLAIN, topped(10))
-    if task == "still":
-        yield parts["still"][-1]
+    if task in ONE_TABLE:
+        yield ONE_TABLE[task][-1]
         return
     yield from (("q4", "q8"), ("q8", "q4"), ("q4:64", "q4:64"), ("top10", "same"), ("ef21(top10)", "ef21(top10)"))
     yield from (("efmixed(top30)",) * 2, (aq("q2"), "q8"), ("h64(n3:64)", "q4:64:dither"))

@@ -12,7 +12,7 @@ import plot
 import wire_findings
 from lossless_report import table
 from wire_findings import Row, Study
-from wire_grid import PLAIN, Pair, parts_of, shown
+from wire_grid import ONE_TABLE, PLAIN, Pair, parts_of, shown
 
 TITLES = {
     "bits": "uniform bits, one range a tensor (forward / backward)",
@@ -25,6 +25,7 @@ TITLES = {
     "equal": "the same operator in both directions, other operators",
     "reach": "8 times fewer bytes forward, 4 backward",
     "still": "without crops and mirrors",
+    "wide": "half of ResNet-18's width",
 }
 HEAD = ["forward / backward", "seeds", "on", "off", "bits fw", "bits bw", "ratio fw", "ratio bw", "error fw", "CPU s"]
 
@@ -73,7 +74,7 @@ def equal_table(study: Study) -> str | None:
 def panels(studies: Mapping[str, Study]) -> list[plot.Panel]:
     out = []
     for name, study in studies.items():
-        if name == "still":
+        if name in ONE_TABLE:
             continue
         families: dict[str, list[Row]] = {}
         for row in study.rows.values():
@@ -101,7 +102,7 @@ def _print(study: Study) -> None:
     if study.warm:
         lines = table(HEAD, [_cells(row, study) for row in study.warm.values()])
         print(f"\n{study.task}, compression that begins after a warm-up\n{lines}")
-    if study.task != "still" and (lines := equal_table(study)):
+    if study.task not in ONE_TABLE and (lines := equal_table(study)):
         print(f"\n{study.task}, at equal bytes\n{lines}")
 
 

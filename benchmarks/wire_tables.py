@@ -27,7 +27,7 @@ RESULTS = tuple(REPO / "benchmarks" / "results" / name for name in ("wire-2026-1
 """From the oldest on."""
 MARKS = ("<!-- tables of benchmarks/wire_tables.py -->", "<!-- end of these tables -->")
 TASKS = {"image": ("Image", "top-1 %", 1), "still": ("Image without crops and mirrors", "top-1 %", 1)}
-TASKS["text"] = ("Text", "nats a byte", 4)
+TASKS |= {"wide": ("Image, half of ResNet-18's width", "top-1 %", 1), "text": ("Text", "nats a byte", 4)}
 SECTIONS = {
     "range": "uncompressed; one range a tensor, as the paper",
     "groups": "ranges for 64 values, and others at about their bytes",
@@ -102,7 +102,7 @@ def tables(runs: Sequence[Run]) -> str:
             keys = sorted((one for one in groups if one[0] == task and _place(one) == name), key=_order)
             lines = [row(batch, digits) for one in keys for batch in batches(groups[one])]
             if lines:
-                heading = f"{title}: {heading}" if task != "still" else title
+                heading = title if task in wire_grid.ONE_TABLE else f"{title}: {heading}"
                 out.append("\n".join((f"**{heading}** ({unit})\n", HEAD, *lines)))
     return "\n\n".join((*out, missing(runs)))
 
@@ -134,7 +134,7 @@ def _named(pair: wire_grid.Pair, warmup: float) -> str:
 
 
 def _place(one: Key) -> str:
-    return "range" if one[0] == "still" else section((one[1], one[2]))
+    return "range" if one[0] in wire_grid.ONE_TABLE else section((one[1], one[2]))
 
 
 def _order(one: Key) -> tuple[float, int, str]:

@@ -66,7 +66,7 @@ def epochs_of(count: int, size: int) -> Callable[[int, int], Tensor]:
 
 
 def named(name: str, data: Path, cache: Path, *, quick: bool) -> Task:
-    """ "text", or one of `wire_image.TASKS`: "image", "still" (the same without augmentation).
+    """ "text", or one of `wire_image.TASKS`: "image", "still" (the same without augmentation), "wide".
 
     Args:
         cache: a folder for what is trained once and used by all runs of "text".

@@ -67,10 +67,13 @@ def test_the_grid_names_its_runs_once_and_each_by_its_warm_up(wire: ModuleType) 
 def test_another_network_for_images_is_a_line(wire: ModuleType) -> None:
     images = importlib.import_module("wire_image")
     assert images.TASKS["image"] == images.ImageTask(still=False)
-    narrow, wide = (images.ResNet18(width, stem) for width, stem in ((8, 2), (32, 1)))
+    narrow, wide = (
+        images.ResNet18(kind.width, kind.stem, kind.half) for kind in map(images.TASKS.get, ("image", "wide"))
+    )
     assert sum(p.numel() for p in narrow.parameters()) == 176_402
     assert wide.layer4[-1].conv2.weight.shape == (256, 256, 3, 3)
     assert wide(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
+    assert wide.layer1(torch.zeros(1, 32, 32, 32)).dtype == torch.float32
 
 
 def _record(wire: ModuleType, spec: str, warmup: float) -> dict[str, Any]:

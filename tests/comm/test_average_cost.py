@@ -7,7 +7,7 @@ import torch
 from helpers.processes import ranks
 from torch import Tensor
 
-from shrinkpoint.comm.average_cost import measure_average, measure_torch_hook
+from shrinkpoint.comm.average_cost import _LoneRank, measure_average, measure_torch_hook
 from shrinkpoint.comm.message_cost import measure_cost
 from shrinkpoint.comm.spec import parse
 from shrinkpoint.comm.step_model import Workload
@@ -48,7 +48,21 @@ def test_the_bytes_of_a_rank_are_those_that_real_ranks_send(width, tmp_path):
             cost = measure_average(parse(spec), gradients(), width, repeats=1)
             wire = cost.forward.wire
             assert Workload("ddp", 1, world_size=width).nbytes(wire, wire) == pytest.approx(report[spec], rel=1e-3)
-            assert cost.forward.encode > 0 and cost.forward.decode > 0
+            assert cost.forward.encode > 0 and cost.forward.decode == 0
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_in_threads_and_one_after_the_other_a_lone_rank_does_the_same(spec):
+    ranks = []
+    for is_threaded in (True, False):
+        tensors = gradients()
+        rank = _LoneRank(parse(spec), tensors, 3)
+        rank._background = rank._background if is_threaded else None  # as on a GPU
+        for _ in range(2):
+            rank.step()
+        ranks.append((tensors, rank.sent_bytes))
+    assert ranks[0][1] == ranks[1][1]
+    assert all(torch.equal(one, other) for one, other in zip(ranks[0][0], ranks[1][0], strict=True))
 
 
 def test_gradients_stay_as_they_are_and_a_low_rank_is_judged_by_its_first_step():

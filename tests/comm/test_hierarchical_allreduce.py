@@ -49,13 +49,14 @@ PROGRAM = """
 
         for spec in ("q4:64", "ef(q3:64)", "q4:64:dither"):
             # what is sent, by whether the peer is of this node; several threads send, so nothing is added up here
-            messages, isend = [], dist.isend
-            def counted(tensor, peer, *arguments):
-                messages.append((peer // 2 == rank // 2, tensor.numel() * tensor.element_size()))
-                return isend(tensor, peer, *arguments)
-            dist.isend = counted
+            messages, send = [], dist.ProcessGroup.__dict__["send"]
+            def counted(group, tensors, peer, tag):
+                is_inside = dist.get_global_rank(group, peer) // 2 == rank // 2
+                messages.append((is_inside, tensors[0].numel() * tensors[0].element_size()))
+                return send.__get__(group)(tensors, peer, tag)
+            dist.ProcessGroup.send = counted
             model, _, handle, losses = trained(rank, spec, 16, ranks_per_node=2)
-            dist.isend = isend
+            dist.ProcessGroup.send = send
             sent = [sum(size for inside, size in messages if inside is within) for within in (True, False)]
             ledger = {hop: stats.wire_bytes for hop, stats in handle.link_stats.items()}
             half = trained(rank, spec, 8, ranks_per_node=2)

@@ -123,13 +123,13 @@ SHORT = """
     def of_rank(rank, width, folder):
         reports = join(rank, width, folder)
         for spec in ("lowrank2", "lowrank2(q8:64)", "lowrank2(q4:64)", "lowrank2(q4:64:dither)", "lowrank2(bf16)"):
-            sent, isend = [], dist.isend
-            def counted(tensor, *arguments):
-                sent.append(tensor.numel())
-                return isend(tensor, *arguments)
-            dist.isend = counted
+            sent, send = [], dist.ProcessGroup.__dict__["send"]
+            def counted(group, tensors, *arguments):
+                sent.append(tensors[0].numel())
+                return send.__get__(group)(tensors, *arguments)
+            dist.ProcessGroup.send = counted
             whole, handle = run(spec, rank, 8)
-            dist.isend = isend
+            dist.ProcessGroup.send = send
             ledger = sum(stats.wire_bytes for stats in handle.link_stats.values())
             half, first = run(spec, rank, 4)
             state = copy.deepcopy(first.state_dict())

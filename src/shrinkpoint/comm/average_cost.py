@@ -7,17 +7,26 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shrinkpoint.comm.background_allreduce import BackgroundAllReduce
 from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce, share_numel
-from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL, GradientCollector, GradientLayout, Segment, SegmentValues
+from shrinkpoint.comm.gradient_layout import (
+    SEGMENT_NUMEL,
+    FilledSegment,
+    GradientCollector,
+    GradientLayout,
+    Segment,
+    SegmentValues,
+)
 from shrinkpoint.comm.link import CompressorLike
+from shrinkpoint.comm.loopback_group import LoopbackGroup
 from shrinkpoint.comm.low_rank import LowRank
-from shrinkpoint.comm.low_rank_allreduce import LowRankState
+from shrinkpoint.comm.low_rank_allreduce import LowRankAllReduce, LowRankState
 from shrinkpoint.comm.matrix_layout import MatrixLayout
 from shrinkpoint.comm.message_cost import relative_error, synchronized_time
 from shrinkpoint.comm.step_model import CandidateCost, MessageCost
@@ -29,89 +38,82 @@ _MAX_SAMPLE = 1 << 24
 """Values of which torch's all-reduce is measured, at most; it takes as long for each of them."""
 
 
-class _FirstOf(NamedTuple):
-    """A group of so many ranks that are not there, of which this process is the first."""
-
-    num_ranks: int
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return self.num_ranks
-
-
 class _LoneRank:
-    """The first rank of a group, which takes its own messages for those of others, and what its work takes.
+    """The first rank of a group, which takes its own messages for those of others.
 
-    Attributes:
-        encode_seconds: of reading and encoding, the computing of factors included.
-        decode_seconds: of sums, decoding and writing.
-        sent_bytes: to all other ranks.
+    On a CPU it averages in threads, as `compress_ddp` does on gloo: they take more processor time than the same work in
+    one thread, half as long again on the two cores where it was measured.
     """
 
     def __init__(self, compressor: CompressorLike | LowRank, gradients: Sequence[Tensor], world_size: int) -> None:
-        self._group, self._gradients = _FirstOf(world_size), gradients
+        self._gradients, self._world_size = gradients, world_size
         named = [(str(index), gradient) for index, gradient in enumerate(gradients)]
-        self._state: LowRankState | None = None
+        self._low_rank: LowRankState | None = None
         inner = compressor.compressor if isinstance(compressor, LowRank) else compressor
         self._all_reduce = self._right_all_reduce = CompressedAllReduce(inner, name="ddp")
         if isinstance(compressor, LowRank):
             layout = MatrixLayout(named, compressor, 0, SEGMENT_NUMEL)
             self._right_all_reduce = CompressedAllReduce(inner, name="ddp right")
-            self._state = LowRankState(compressor, layout, self._right_all_reduce)
+            self._low_rank = LowRankState(compressor, layout, self._right_all_reduce)
             self._layout: GradientLayout = layout
         else:
             self._layout = GradientLayout(named, 0, SEGMENT_NUMEL)
+        self._background = self._make_background() if gradients[0].device.type == "cpu" else None
         self._scratch: dict[tuple[int, torch.dtype], Tensor] = {}
-        self.encode_seconds = self.decode_seconds = 0.0
 
     @property
     def sent_bytes(self) -> int:
+        """Bytes of messages to all other ranks."""
         stats = {id(one): one for hop in (self._all_reduce, self._right_all_reduce) for one in hop.link_stats.values()}
         return sum(one.wire_bytes for one in stats.values())
 
     def step(self) -> None:
         """Make a step in place; what the gradients are then has no meaning, since rows of one rank stand for all."""
-        self._visit(self._average)
+        if self._background is None:
+            self._visit(lambda filled: self._exchange(filled, self._average))
+            return
+        self._background.begin(self._layout.segments)
+        self._visit(self._background.submit)
+        self._background.wait()
 
     def send(self) -> None:
         """Replace all gradients in place by what the first message to one other rank decodes to."""
-        self._visit(_send)
+        self._visit(lambda filled: self._exchange(filled, _send))
 
-    def _visit(self, average: Callable[[SegmentValues, CompressedAllReduce], None]) -> None:
+    def _make_background(self) -> BackgroundAllReduce:
+        group, device = cast(dist.ProcessGroup, LoopbackGroup(self._world_size)), torch.device("cpu")
+        if self._low_rank is None:
+            return BackgroundAllReduce.create(group, device, lambda segment: self._all_reduce)
+        return LowRankAllReduce(group, device, lambda segment: self._all_reduce, self._low_rank)
+
+    def _visit(self, use: Callable[[FilledSegment], None]) -> None:
         collector = GradientCollector(self._layout)
         for gradient in reversed(self._gradients):
             for filled in collector.add(gradient, gradient.view(-1)):
-                if self._state is None or filled.segment.index not in self._state.layout.groups:
-                    average(filled, self._all_reduce)
-                else:
-                    average(self._state.first_factors(filled, lambda: None), self._all_reduce)
-                    average(self._state.second_factors(filled), self._right_all_reduce)
+                use(filled)
+
+    def _exchange(self, filled: FilledSegment, use: Callable[[SegmentValues, CompressedAllReduce], None]) -> None:
+        if self._low_rank is None or filled.segment.index not in self._low_rank.layout.groups:
+            use(filled, self._all_reduce)
+        else:
+            use(self._low_rank.first_factors(filled, lambda: None), self._all_reduce)
+            use(self._low_rank.second_factors(filled), self._right_all_reduce)
 
     def _average(self, values: SegmentValues, all_reduce: CompressedAllReduce) -> None:
-        segment, world_size = values.segment, self._group.size()
+        """Both hops of a segment, one after the other: on a GPU, where they are enqueued on one stream."""
+        segment, group = values.segment, LoopbackGroup(self._world_size)
         scratch = self._scratch_for(segment, values.dtype)
-        times = [synchronized_time(scratch)]
         encoded = all_reduce.reduce_scatter.encode(values.read_rows(scratch), 0, segment.name)
-        times.append(synchronized_time(scratch))
-        message = encoded.messages[1]
-        assert message is not None
-        total = all_reduce.reduce_scatter.decode(encoded, [message] * world_size, 0)
-        mean = total.div_(world_size).to(values.dtype)
-        times.append(synchronized_time(scratch))
-        row = all_reduce.all_gather.encode(mean, self._group, segment.name)
-        times.append(synchronized_time(scratch))
-        values.write_rows(scratch, lambda rows: all_reduce.all_gather.decode(row, [row.message] * world_size, rows))
-        times.append(synchronized_time(scratch))
-        self.encode_seconds += times[1] - times[0] + times[3] - times[2]
-        self.decode_seconds += times[2] - times[1] + times[4] - times[3]
+        received = [encoded.own_row if message is None else message for message in encoded.messages]
+        total = all_reduce.reduce_scatter.decode(encoded, received, 0)
+        row = all_reduce.all_gather.encode(total.div_(self._world_size).to(values.dtype), group, segment.name)
+        messages = [row.message] * self._world_size
+        values.write_rows(scratch, lambda rows: all_reduce.all_gather.decode(row, messages, rows))
 
     def _scratch_for(self, segment: Segment, dtype: torch.dtype) -> Tensor:
-        world_size = self._group.size()
-        key = share_numel(segment.numel, world_size), dtype
+        key = share_numel(segment.numel, self._world_size), dtype
         if key not in self._scratch:
-            self._scratch[key] = torch.empty(world_size, key[0], dtype=dtype, device=segment.device)
+            self._scratch[key] = torch.empty(self._world_size, key[0], dtype=dtype, device=segment.device)
         return self._scratch[key]
 
 
@@ -127,8 +129,8 @@ def measure_average(
 ) -> CandidateCost:
     """Measure what a rank computes to average gradients as `compress_ddp` does, and how much it sends.
 
-    The decoding seconds are those of one decode of all gradients, of which a step has `2 - 1 / world_size`. The error
-    is that of one message without feedback; of a low rank, of the first step's factors.
+    The encoding seconds are those of all of it, decoding included. The error is that of one message without feedback;
+    of a low rank, of the first step's factors.
 
     Args:
         gradients: contiguous, of one dtype; they are not changed.
@@ -141,15 +143,23 @@ def measure_average(
     for _ in range(_WARMUP_STEPS + repeats):
         for copy, gradient in zip(copies, gradients, strict=True):
             copy.copy_(gradient)
-        rank.encode_seconds = rank.decode_seconds = 0.0
-        rank.step()
-        seconds.append((rank.encode_seconds, rank.decode_seconds))
-    encode, decode = (median(column) for column in zip(*seconds[_WARMUP_STEPS:], strict=True))
+        seconds.append(_busy_seconds(rank.step, copies[0]))
     sent = rank.sent_bytes / (_WARMUP_STEPS + repeats)
     wire, raw = round(sent * world_size / (2 * (world_size - 1))), sum(gradient.nbytes for gradient in gradients)
-    cost = MessageCost(raw, wire, encode, decode / (2 - 1 / world_size), error)
+    cost = MessageCost(raw, wire, encode=median(seconds[_WARMUP_STEPS:]), error=error)
     is_low_rank = isinstance(compressor, LowRank)
     return CandidateCost(str(compressor), cost, cost, transport="factors" if is_low_rank else "messages")
+
+
+def _busy_seconds(work: Callable[[], None], tensor: Tensor) -> float:
+    """Seconds that work takes of a rank: by the clock, or of its cores, which are as many as torch has threads.
+
+    A rank computes beside its gradients, so that threads which wait for a core count whether or not one is free here.
+    """
+    start, busy = synchronized_time(tensor), time.process_time()
+    work()
+    seconds = synchronized_time(tensor) - start
+    return max(seconds, (time.process_time() - busy) / torch.get_num_threads())
 
 
 def measure_torch_hook(gradients: Sequence[Tensor], bucket_numel: int, *, repeats: int) -> tuple[float, CandidateCost]:

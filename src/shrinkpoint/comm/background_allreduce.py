@@ -94,13 +94,11 @@ class _Receives:
 
     def __init__(self, size: int, tag: int, group: dist.ProcessGroup) -> None:
         self.messages = [torch.empty(size, dtype=torch.uint8) for _ in range(group.size())]
-        ranks = _other_ranks(group)
-        self._works = [dist.irecv(self.messages[rank], _peer(group, rank), group, tag) for rank in ranks]
+        self._works = [group.recv([self.messages[rank]], rank, tag) for rank in _other_ranks(group)]
 
     def wait(self) -> list[Tensor]:
         """Wait for all messages, and return them by rank; that of this rank itself is not filled."""
         for work in self._works:
-            assert work is not None  # this rank belongs to the group
             work.wait()
         return self.messages
 
@@ -216,9 +214,7 @@ class ThreadedAllReduce(BackgroundAllReduce):
         for rank in _other_ranks(self._group):
             message = messages[rank]
             assert message is not None
-            work = dist.isend(message, _peer(self._group, rank), self._group, self._tag(transfer.values.segment, hop))
-            assert work is not None
-            transfer.sends.append(work)
+            transfer.sends.append(self._group.send([message], rank, self._tag(transfer.values.segment, hop)))
 
     def _post_receives_at(self, place: int) -> None:
         """Post the receives of a segment by its place in the order of the last step, if its dtype is known by then."""
@@ -292,7 +288,3 @@ def _take_tags(group: dist.ProcessGroup, count: int) -> int:
 
 def _other_ranks(group: dist.ProcessGroup) -> list[int]:
     return [rank for rank in range(group.size()) if rank != group.rank()]
-
-
-def _peer(group: dist.ProcessGroup, rank: int) -> int:
-    return dist.get_global_rank(group, rank)

@@ -33,7 +33,10 @@ class MessageCost:
 
 @dataclass(frozen=True)
 class CandidateCost:
-    """The cost of a candidate: in a pipeline of an activation and its gradient, in ddp of all gradients, twice."""
+    """The cost of a candidate: in a pipeline of an activation and its gradient, in ddp of all gradients, twice.
+
+    In ddp the seconds are those of a whole step at one rank.
+    """
 
     name: str
     forward: MessageCost
@@ -147,10 +150,8 @@ class Workload:
     def codec_seconds(self, candidate: CandidateCost) -> float:
         """Seconds of a step spent on encoding and decoding."""
         forward, backward = candidate.pair
-        if candidate.transport == "all-reduce":
+        if self.parallelism == "ddp":
             return forward.encode + forward.decode
-        if self.parallelism == "ddp":  # one encode of each hop; decodes of others' shards, then of all sums
-            return forward.encode + forward.decode * (2 - 1 / self.world_size)
         first_stage, last_stage = forward.encode + backward.decode, forward.decode + backward.encode
         interval = max(first_stage, last_stage) if self.world_size == 2 else first_stage + last_stage
         return (self.world_size - 1) * (first_stage + last_stage) + (self.micro_batches - 1) * interval
