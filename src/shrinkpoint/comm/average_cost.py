@@ -82,9 +82,10 @@ class _LoneRank:
 
     def _make_background(self) -> BackgroundAllReduce:
         group, device = cast(dist.ProcessGroup, LoopbackGroup(self._world_size)), torch.device("cpu")
+        all_reduce = self._all_reduce  # not this object, whose end is to end the threads
         if self._low_rank is None:
-            return BackgroundAllReduce.create(group, device, lambda segment: self._all_reduce)
-        return LowRankAllReduce(group, device, lambda segment: self._all_reduce, self._low_rank)
+            return BackgroundAllReduce.create(group, device, lambda segment: all_reduce)
+        return LowRankAllReduce(group, device, lambda segment: all_reduce, self._low_rank)
 
     def _visit(self, use: Callable[[FilledSegment], None]) -> None:
         collector = GradientCollector(self._layout)
