@@ -47,9 +47,8 @@ def measure_costs(figures: dict[str, Any]) -> None:
             continue
         if kind == "ddp":
             load, costs = _measure_ddp(int(ranks.split()[0]), figures)
-            figures["costs"][name] = {"all_reduce_seconds": load.all_reduce_seconds} | {
-                one.name: asdict(one) for one in costs
-            }
+            measured = {"all_reduce_seconds": load.all_reduce_seconds, "window": load.window}
+            figures["costs"][name] = measured | {one.name: asdict(one) for one in costs}
         else:
             figures["costs"][name] = {spec: asdict(_measure(spec, figures)) for spec in SPECS["pipeline"]}
 
@@ -63,7 +62,7 @@ def predict(figures: dict[str, Any]) -> None:
         if kind not in KINDS or free is None or link == FREE or costs is None or "nodes" in ranks:
             continue
         load = _workload(kind, int(ranks.split()[0]), link, free["seconds"], figures)
-        load = replace(load, all_reduce_seconds=costs.get("all_reduce_seconds", 0.0))
+        load = replace(load, all_reduce_seconds=costs.get("all_reduce_seconds", 0.0), window=costs.get("window"))
         nbytes = 4 * _message_numel(kind, figures)
         found = {name: _read_cost(saved) for name, saved in costs.items() if isinstance(saved, dict)}
         for name, row in cases.items():

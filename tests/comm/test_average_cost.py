@@ -9,7 +9,8 @@ import torch
 from helpers.processes import ranks
 from torch import Tensor
 
-from shrinkpoint.comm.average_cost import _LoneRank, measure_average, measure_torch_hook
+from shrinkpoint.comm import average_cost
+from shrinkpoint.comm.average_cost import _LoneRank, measure_average, measure_torch_hook, send_window
 from shrinkpoint.comm.message_cost import measure_cost
 from shrinkpoint.comm.spec import parse
 from shrinkpoint.comm.step_model import Workload
@@ -94,3 +95,13 @@ def test_torchs_hook_sends_two_bytes_a_value_and_rounds_each_once():
     assert cost.forward.error == pytest.approx(float((x - x.bfloat16().float()).norm() / x.norm()), rel=1e-5)
     assert all_reduce_seconds > 0  # gloo ran in this process
     assert all(torch.equal(tensor, one) for tensor, one in zip(tensors, gradients(), strict=True))
+
+
+def test_the_window_of_a_connection_is_that_of_the_largest_send_buffer(tmp_path, monkeypatch):
+    sizes = tmp_path / "tcp_wmem"
+    monkeypatch.setattr(average_cost, "_SEND_BUFFERS", sizes)
+    assert send_window(torch.device("cpu")) is None  # not Linux
+    for text, expected in (("4096\t16384\t4000000\n", 2_800_000), ("0 0 0", None), ("4096 16384", None), ("", None)):
+        sizes.write_text(text)
+        assert send_window(torch.device("cpu")) == expected
+        assert send_window(torch.device("cuda")) is None

@@ -102,6 +102,23 @@ def test_averaging_carries_two_hops_without_the_own_shard() -> None:
     assert Workload("ddp", 1, world_size=4).nbytes(8 * MB, 8 * MB) == 12 * MB
 
 
+def test_more_than_a_connection_may_have_on_their_way_waits_for_acknowledgements() -> None:
+    cost = both("x", 4, encode=0, decode=0)
+    load = Workload("ddp", 80, latency=0.1, segments=1000)  # 10 MB a second; of 1 MB a rank sends 1 MB in two hops
+    rest = load.step_seconds(cost)
+    assert replace(load, window=MB).step_seconds(cost) == rest
+    # half a window is sent at once; for each further one the link is idle for .2 s but for the .05 s that it takes
+    assert replace(load, window=MB / 2).step_seconds(cost) == pytest.approx(rest + 0.2 - 0.05)
+    assert replace(load, window=MB / 4).step_seconds(cost) == pytest.approx(rest + 3 * (0.2 - 0.025))
+    assert replace(load, latency=0.02, window=MB / 2).step_seconds(cost) == replace(load, latency=0.02).step_seconds(
+        cost
+    )
+    wide = replace(load, world_size=5)  # more bytes, over four connections
+    assert replace(wide, window=0.4 * MB).step_seconds(cost) == wide.step_seconds(cost)
+    hook = replace(cost, transport="all-reduce")  # torch's ring
+    assert replace(load, window=MB / 4).step_seconds(hook) == load.step_seconds(hook)
+
+
 def test_gradients_are_sent_beside_computing_but_for_the_first_and_the_last_part() -> None:
     free = both("x", 4, encode=0, decode=0)
     load = Workload("ddp", 80, compute=0.5)  # 0.4 s for 4 MB

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
@@ -36,6 +37,20 @@ TORCH_BF16_HOOK = "torch bf16 hook"
 _WARMUP_STEPS = 2
 _MAX_SAMPLE = 1 << 24
 """Values of which torch's all-reduce is measured, at most; it takes as long for each of them."""
+
+_SEND_BUFFERS = Path("/proc/sys/net/ipv4/tcp_wmem")
+"""Linux's least, usual and largest size of a TCP connection's send buffer, in bytes."""
+_PAYLOAD_OF_BUFFER = 0.7
+"""Of a send buffer the rest is the kernel's bookkeeping. Measured: .67 to .75."""
+
+
+def send_window(device: torch.device) -> float | None:
+    """The bytes that one connection of this machine may have on their way; None where that is not known, as of nccl."""
+    try:
+        largest = int(_SEND_BUFFERS.read_text().split()[2])
+    except (OSError, ValueError, IndexError):
+        return None
+    return _PAYLOAD_OF_BUFFER * largest if device.type == "cpu" and largest > 0 else None
 
 
 class _LoneRank:

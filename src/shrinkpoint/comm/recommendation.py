@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint import validate
-from shrinkpoint.comm.average_cost import TORCH_BF16_HOOK, measure_average, measure_torch_hook
+from shrinkpoint.comm.average_cost import TORCH_BF16_HOOK, measure_average, measure_torch_hook, send_window
 from shrinkpoint.comm.compressors.layout import DTYPE_BY_NAME
 from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL
 from shrinkpoint.comm.low_rank import LowRank
@@ -283,7 +283,7 @@ def measure_ddp(
     """Measure the costs of candidates that average gradients, and complete the workload by what they share.
 
     Args:
-        workload: of ddp, without `buckets`, `segments` and `all_reduce_seconds`.
+        workload: of ddp, without `buckets`, `segments`, `all_reduce_seconds` and `window`.
         gradients: of one dtype and device; they are not changed.
         bucket_bytes: bytes of a bucket of DDP.
         repeats: timed steps of each candidate.
@@ -297,6 +297,7 @@ def measure_ddp(
         buckets=max(1, math.ceil(nbytes / bucket_bytes)),
         segments=max(1, math.ceil(numel / SEGMENT_NUMEL)),
         all_reduce_seconds=all_reduce_seconds,
+        window=send_window(gradients[0].device),
     )
     costs = []
     for candidate in candidates:

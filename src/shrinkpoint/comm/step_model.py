@@ -72,6 +72,9 @@ class Workload:
         all_reduce_seconds: processor seconds of torch's all-reduce for a byte that a rank sends, with the one that it
             receives. In ddp those of all uncompressed bytes are part of `compute`; a candidate that sends fewer bytes
             saves what these would have taken.
+        window: bytes that one connection may have on their way at a time; None for any number. More than these wait for
+            what was sent to be acknowledged, which takes two latencies. Of ddp's compressed messages: torch's ring has
+            fewer on their way.
     """
 
     parallelism: Parallelism
@@ -86,6 +89,7 @@ class Workload:
     buckets: int = 1
     segments: int = 1
     all_reduce_seconds: float = 0.0
+    window: float | None = None
 
     def __post_init__(self) -> None:
         validate.check_choice("recommend, parallelism", self.parallelism, get_args(Parallelism))
@@ -95,6 +99,8 @@ class Workload:
         validate.check_float("recommend, latency", self.latency, exclusive=False, do="give half of what ping says")
         advice = "give what a byte takes"
         validate.check_float("recommend, all_reduce_seconds", self.all_reduce_seconds, exclusive=False, do=advice)
+        if self.window is not None:
+            validate.check_float("recommend, window", self.window, do="give the bytes of a send buffer, or None")
         validate.check_int("recommend, world_size", self.world_size, minimum=2, do="give two ranks or more")
         for name in ("micro_batches", "buckets", "segments"):
             validate.check_int(f"recommend, {name}", getattr(self, name))
@@ -116,12 +122,20 @@ class Workload:
         the interval of a middle stage, if there is one, which exchanges with one neighbour after the other.
         """
         if self.parallelism == "ddp":
-            return 8 * self.nbytes(forward, backward) / (self.mbps * 1e6)
+            nbytes = self.nbytes(forward, backward)
+            return 8 * nbytes / (self.mbps * 1e6) + (self._window_seconds(nbytes) if is_encoded else 0.0)
         round_trip, interval = forward + backward, forward + backward
         if self.schedule == "1F1B":
             is_duplex = is_encoded or self.duplex
             interval = (max(forward, backward) if is_duplex else round_trip) * min(self.world_size - 1, 2)
         return 8 * ((self.world_size - 1) * round_trip + (self.micro_batches - 1) * interval) / (self.mbps * 1e6)
+
+    def _window_seconds(self, nbytes: float) -> float:
+        """Seconds that the bytes which a rank sends to the others wait for acknowledgements: one wait a window."""
+        if self.window is None:
+            return 0.0
+        waits = max(0.0, nbytes / (self.world_size - 1) / self.window - 1)
+        return waits * max(0.0, 2 * self.latency - 8 * self.window / (self.mbps * 1e6))
 
     def latency_seconds(self, nbytes: float, *, is_encoded: bool = False) -> float:
         """Seconds that a step waits for the latency of its messages.
