@@ -77,7 +77,7 @@ STUDIES = (
     Study("transfer_learning", 130, ledger=True),
     Study("recomputation", 90, ledger=True),
     Study("bit_allocation", 10),
-    Study("wire", 600, ledger=True),
+    Study("wire", 1400, ledger=True),
     Study("gradient_compression", 7, ("--steps", "20", "--seeds", "1", "--only", "none", "q4:64", "lowrank4"), 1),
     Study("link", 15, ("--smoke",), 2, root=True),
 )
