@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -91,16 +92,20 @@ class _LoneRank:
         self._visit(self._background.submit)
         self._background.wait()
 
+    def close(self) -> None:
+        """Wait until the threads have ended: torch aborts a process that ends before."""
+        if self._background is not None:
+            self._background.close()
+
     def send(self) -> None:
         """Replace all gradients in place by what the first message to one other rank decodes to."""
         self._visit(lambda filled: self._exchange(filled, _send))
 
     def _make_background(self) -> BackgroundAllReduce:
         group, device = cast(dist.ProcessGroup, LoopbackGroup(self._world_size)), torch.device("cpu")
-        all_reduce = self._all_reduce  # not this object, whose end is to end the threads
         if self._low_rank is None:
-            return BackgroundAllReduce.create(group, device, lambda segment: all_reduce)
-        return LowRankAllReduce(group, device, lambda segment: all_reduce, self._low_rank)
+            return BackgroundAllReduce.create(group, device, lambda segment: self._all_reduce)
+        return LowRankAllReduce(group, device, lambda segment: self._all_reduce, self._low_rank)
 
     def _visit(self, use: Callable[[FilledSegment], None]) -> None:
         collector = GradientCollector(self._layout)
@@ -156,10 +161,11 @@ def measure_average(
     error = relative_error(gradients, copies)
     rank = _LoneRank(compressor, copies, world_size)
     seconds = []
-    for _ in range(_WARMUP_STEPS + repeats):
-        for copy, gradient in zip(copies, gradients, strict=True):
-            copy.copy_(gradient)
-        seconds.append(_busy_seconds(rank.step, copies[0]))
+    with closing(rank):
+        for _ in range(_WARMUP_STEPS + repeats):
+            for copy, gradient in zip(copies, gradients, strict=True):
+                copy.copy_(gradient)
+            seconds.append(_busy_seconds(rank.step, copies[0]))
     sent = rank.sent_bytes / (_WARMUP_STEPS + repeats)
     wire, raw = round(sent * world_size / (2 * (world_size - 1))), sum(gradient.nbytes for gradient in gradients)
     cost = MessageCost(raw, wire, encode=median(seconds[_WARMUP_STEPS:]), error=error)

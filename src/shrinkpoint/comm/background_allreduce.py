@@ -58,6 +58,10 @@ class BackgroundAllReduce(ABC):
     def wait(self) -> None:
         """Wait until all submitted segments are averaged, and raise what went wrong with one of them."""
 
+    def close(self) -> None:
+        """End the threads, if there are any, and wait for them; without it they end some time after this object."""
+        return
+
 
 class StreamAllReduce(BackgroundAllReduce):
     """On a GPU everything is enqueued on a stream of its own, in the order of submissions; elsewhere it runs at once.
@@ -133,6 +137,7 @@ class ThreadedAllReduce(BackgroundAllReduce):
     def __init__(self, group: dist.ProcessGroup, device: torch.device, all_reduce_for: AllReduceFor) -> None:
         self._group, self._all_reduce_for = group, all_reduce_for
         self._stages: list[SimpleQueue[Callable[[], None] | None]] = []
+        self._ends: list[Callable[[], object]] = []
         self._segments: dict[int, Segment] = {}
         self._dtypes: dict[int, torch.dtype] = {}
         self._order: list[int] = []
@@ -169,6 +174,10 @@ class ThreadedAllReduce(BackgroundAllReduce):
             self._progress.wait_for(lambda: self._error is not None or self._num_done == len(self._submitted))
         if self._error is not None:
             raise self._error
+
+    def close(self) -> None:
+        for end in self._ends:
+            end()
 
     def _send_rows(self, values: SegmentValues) -> None:
         """The first stage: encode a row for each other rank, and send it."""
@@ -256,7 +265,7 @@ class ThreadedAllReduce(BackgroundAllReduce):
             # the process alive.
             thread = threading.Thread(target=_run_tasks, args=(tasks,), name="shrinkpoint gradients", daemon=True)
             thread.start()
-            weakref.finalize(self, _end_thread, tasks, thread)
+            self._ends.append(weakref.finalize(self, _end_thread, tasks, thread))
 
     def _enqueue(self, stage: int, work: Callable[[], None]) -> None:
         def task() -> None:

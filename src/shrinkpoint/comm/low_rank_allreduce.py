@@ -188,6 +188,10 @@ class LowRankAllReduce(BackgroundAllReduce):
         self._left.wait()  # when this is done, all right factors have been submitted
         self._right.wait()
 
+    def close(self) -> None:
+        self._left.close()
+        self._right.close()
+
 
 def _mismatch(problem: str, expected: str) -> MismatchError:
     return MismatchError(
