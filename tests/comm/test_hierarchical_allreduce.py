@@ -12,6 +12,7 @@ PROGRAM = """
     from torch.nn.functional import mse_loss
     from torch.nn.parallel import DistributedDataParallel as DDP
     from helpers.replica_search import batch, caught, digest, join, leave, plain_net
+    from helpers.sent_messages import sent_messages
     from shrinkpoint.comm import background_allreduce, compress_ddp
 
     def trained(rank, spec, steps, begin=0, state=None, segment_numel=700, net=plain_net, **arguments):
@@ -48,16 +49,12 @@ PROGRAM = """
             reports[name] = [bits(model), distance(model, plain)]
 
         for spec in ("q4:64", "ef(q3:64)", "q4:64:dither"):
-            # what is sent, by whether the peer is of this node; several threads send, so nothing is added up here
-            messages, send = [], dist.ProcessGroup.__dict__["send"]
-            def counted(group, tensors, peer, tag):
-                is_inside = dist.get_global_rank(group, peer) // 2 == rank // 2
-                messages.append((is_inside, tensors[0].numel() * tensors[0].element_size()))
-                return send.__get__(group)(tensors, peer, tag)
-            dist.ProcessGroup.send = counted
-            model, _, handle, losses = trained(rank, spec, 16, ranks_per_node=2)
-            dist.ProcessGroup.send = send
-            sent = [sum(size for inside, size in messages if inside is within) for within in (True, False)]
+            with sent_messages() as messages:
+                model, _, handle, losses = trained(rank, spec, 16, ranks_per_node=2)
+            # by whether the peer is of this node
+            inside = [peer // 2 == rank // 2 for peer, _ in messages]
+            sizes = [size for _, size in messages]
+            sent = [sum(size for size, at in zip(sizes, inside) if at is within) for within in (True, False)]
             ledger = {hop: stats.wire_bytes for hop, stats in handle.link_stats.items()}
             half = trained(rank, spec, 8, ranks_per_node=2)
             state = [part.state_dict() for part in half[:3]]

@@ -16,6 +16,7 @@ START = '''
     from torch.nn.functional import cross_entropy, mse_loss
     from torch.nn.parallel import DistributedDataParallel as DDP
     from helpers.replica_search import Net, batch, caught, digest, drawn, images, join, leave, plain_net
+    from helpers.sent_messages import sent_messages
     from shrinkpoint.comm import Accordion, LocalSteps, background_allreduce, compress_ddp, compress_fsdp
 
     SHAPES = {"tall": (160, 40), "wide": (40, 170), "square": (48, 48), "conv": (48, 8, 3, 3), "tiny": (2, 3),
@@ -123,13 +124,9 @@ SHORT = """
     def of_rank(rank, width, folder):
         reports = join(rank, width, folder)
         for spec in ("lowrank2", "lowrank2(q8:64)", "lowrank2(q4:64)", "lowrank2(q4:64:dither)", "lowrank2(bf16)"):
-            sent, send = [], dist.ProcessGroup.__dict__["send"]
-            def counted(group, tensors, *arguments):
-                sent.append(tensors[0].numel())
-                return send.__get__(group)(tensors, *arguments)
-            dist.ProcessGroup.send = counted
-            whole, handle = run(spec, rank, 8)
-            dist.ProcessGroup.send = send
+            with sent_messages() as messages:
+                whole, handle = run(spec, rank, 8)
+            sent = [size for _, size in messages]
             ledger = sum(stats.wire_bytes for stats in handle.link_stats.values())
             half, first = run(spec, rank, 4)
             state = copy.deepcopy(first.state_dict())

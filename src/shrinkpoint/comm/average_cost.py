@@ -42,7 +42,7 @@ _MAX_SAMPLE = 1 << 24
 _SEND_BUFFERS = Path("/proc/sys/net/ipv4/tcp_wmem")
 """Linux's least, usual and largest size of a TCP connection's send buffer, in bytes."""
 _PAYLOAD_OF_BUFFER = 0.7
-"""Of a send buffer the rest is the kernel's bookkeeping. Measured: .67 to .75."""
+"""Of a send buffer the rest is the kernel's bookkeeping. Fitted to the steps that link_latency.py measured."""
 
 
 def send_window(device: torch.device) -> float | None:
@@ -58,11 +58,11 @@ class _LoneRank:
     """The first rank of a group, which takes its own messages for those of others.
 
     On a CPU it averages in threads, as `compress_ddp` does on gloo: they take more processor time than the same work in
-    one thread, half as long again on the two cores where it was measured.
+    one thread.
     """
 
     def __init__(self, compressor: CompressorLike | LowRank, gradients: Sequence[Tensor], world_size: int) -> None:
-        self._gradients, self._world_size = gradients, world_size
+        self._gradients, self._group = gradients, LoopbackGroup(world_size)
         named = [(str(index), gradient) for index, gradient in enumerate(gradients)]
         self._low_rank: LowRankState | None = None
         inner = compressor.compressor if isinstance(compressor, LowRank) else compressor
@@ -102,7 +102,7 @@ class _LoneRank:
         self._visit(lambda filled: self._exchange(filled, _send))
 
     def _make_background(self) -> BackgroundAllReduce:
-        group, device = cast(dist.ProcessGroup, LoopbackGroup(self._world_size)), torch.device("cpu")
+        group, device = cast(dist.ProcessGroup, self._group), torch.device("cpu")
         if self._low_rank is None:
             return BackgroundAllReduce.create(group, device, lambda segment: self._all_reduce)
         return LowRankAllReduce(group, device, lambda segment: self._all_reduce, self._low_rank)
@@ -122,19 +122,20 @@ class _LoneRank:
 
     def _average(self, values: SegmentValues, all_reduce: CompressedAllReduce) -> None:
         """Both hops of a segment, one after the other: on a GPU, where they are enqueued on one stream."""
-        segment, group = values.segment, LoopbackGroup(self._world_size)
+        segment, world_size = values.segment, self._group.size()
         scratch = self._scratch_for(segment, values.dtype)
         encoded = all_reduce.reduce_scatter.encode(values.read_rows(scratch), 0, segment.name)
         received = [encoded.own_row if message is None else message for message in encoded.messages]
         total = all_reduce.reduce_scatter.decode(encoded, received, 0)
-        row = all_reduce.all_gather.encode(total.div_(self._world_size).to(values.dtype), group, segment.name)
-        messages = [row.message] * self._world_size
+        row = all_reduce.all_gather.encode(total.div_(world_size).to(values.dtype), self._group, segment.name)
+        messages = [row.message] * world_size
         values.write_rows(scratch, lambda rows: all_reduce.all_gather.decode(row, messages, rows))
 
     def _scratch_for(self, segment: Segment, dtype: torch.dtype) -> Tensor:
-        key = share_numel(segment.numel, self._world_size), dtype
+        world_size = self._group.size()
+        key = share_numel(segment.numel, world_size), dtype
         if key not in self._scratch:
-            self._scratch[key] = torch.empty(self._world_size, key[0], dtype=dtype, device=segment.device)
+            self._scratch[key] = torch.empty(world_size, key[0], dtype=dtype, device=segment.device)
         return self._scratch[key]
 
 

@@ -109,5 +109,8 @@ class HierarchicalAllReduce(BackgroundAllReduce):
     def wait(self) -> None:
         self._across.wait()
 
+    def close(self) -> None:
+        self._across.close()
+
     def _share(self, segment: Segment) -> Segment:
         return replace(segment, numel=share_numel(segment.numel, self._groups.reduce.size()))
