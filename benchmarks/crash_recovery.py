@@ -40,8 +40,10 @@ import shrinkpoint as sp
 
 EVERY, LAST = 100, 6
 KEYFRAME_EVERY = 4
-LONGEST = 0.3
-"""Seconds after its first save within which a loop is killed; a dozen saves or more."""
+MOST_SAVES = 12
+"""After its first save a loop is killed somewhere in one of so many: by the clock a busy machine may not get there."""
+SAVE_SECONDS = 0.025
+"""What a save takes, before one was seen."""
 
 
 def make() -> tuple[nn.Module, AdamW]:
@@ -252,26 +254,39 @@ def empty_directories(store: Path) -> int:
     return sum(path.is_dir() and not any(path.iterdir()) for path in store.rglob("*"))
 
 
-def kill_loop(context: ForkServerContext, store: Path, log: Path, background: bool, after: float) -> None:
-    """Start the loop, let it begin a save, wait `after` seconds, kill it.
+def kill_loop(context: ForkServerContext, store: Path, log: Path, background: bool, saves: float) -> float:
+    """Start the loop, let it begin so many saves after its first, the last one in part, and kill it.
+
+    Returns:
+        Seconds from its first save to the kill.
 
     Raises:
-        RuntimeError: the loop ended by itself or never began to save.
+        RuntimeError: the loop ended by itself or does not save.
     """
     size = log.stat().st_size
     process: ForkServerProcess = context.Process(target=loop, args=(store, log, background), daemon=True)
     process.start()
-    deadline = time.monotonic() + 600
-    while log.stat().st_size == size:
-        if not process.is_alive() or time.monotonic() > deadline:
-            raise RuntimeError("the loop does not save; see its output above")
-        time.sleep(0.001)
-    time.sleep(after)
+    wait_for_saves(process, log, size, 1)
+    first = time.monotonic()
+    whole, part = divmod(saves, 1)
+    wait_for_saves(process, log, size, 1 + int(whole))
+    time.sleep(part * ((time.monotonic() - first) / whole if whole else SAVE_SECONDS))
     process.kill()
+    after = time.monotonic() - first
     process.join()
     if process.exitcode != -9:
         raise RuntimeError(f"the loop ended by itself, exit code {process.exitcode}; see its output above")
     process.close()
+    return after
+
+
+def wait_for_saves(process: ForkServerProcess, log: Path, size: int, count: int) -> None:
+    """Wait until so many saves have begun since the log had this size."""
+    deadline = time.monotonic() + 600
+    while log.read_bytes()[size:].count(b"begin") < count:
+        if not process.is_alive() or time.monotonic() > deadline:
+            raise RuntimeError("the loop does not save; see its output above")
+        time.sleep(0.001)
 
 
 def campaign(folder: Path, kills: int, seed: int = 0) -> Iterator[Kill]:
@@ -284,8 +299,8 @@ def campaign(folder: Path, kills: int, seed: int = 0) -> Iterator[Kill]:
     store.mkdir(parents=True)
     log.touch()
     for number in range(kills):
-        kill = Kill(background=number % 2 == 0, after=rng.uniform(0, LONGEST))
-        kill_loop(context, store, log, kill.background, kill.after)
+        background = number % 2 == 0
+        kill = Kill(background, after=kill_loop(context, store, log, background, rng.uniform(0, MOST_SAVES)))
         kill.unfinished = unfinished(store)
         check(store, log, kill, tidy=number % 3 == 2)
         yield kill
