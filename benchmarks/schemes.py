@@ -2,6 +2,7 @@
 
     python benchmarks/schemes.py             # a GPT and a ResNet-20 that are trained now, and a published series
     python benchmarks/schemes.py --quick     # a toy of the first
+    python benchmarks/schemes.py --subjects wikitext    # what wikitext_series.py kept
 
 The same harness as `shrinkpoint bench`, on workloads of ours and with two points of reference (`torch_baselines.py`):
 the checkpoints are recorded without loss from the middle of a training on, and every scheme gets the same ones, each as
@@ -24,10 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import wikitext_series
 import workloads
 from lossless_report import table
 from lossless_speed import machine
 from torch_baselines import DCP, EightBit
+from workload_wikitext import wikitext
 
 import shrinkpoint as sp
 from shrinkpoint.bench.measure import measure
@@ -85,6 +88,22 @@ def published(data: Path, options: argparse.Namespace) -> Iterator[Subject]:
         yield Subject("series_ssl_adamw", StoreSeries(store, "series_ssl_adamw"))
 
 
+@contextmanager
+def kept(data: Path, options: argparse.Namespace) -> Iterator[Subject]:
+    """The middle of the long run that `wikitext_series.py` keeps, if it was made."""
+    folder = options.series / "middle"
+    if not folder.exists():
+        raise SystemExit(f"{folder} is not there: python benchmarks/wikitext_series.py makes it, --series says where")
+    workload = wikitext(data)
+    with sp.Store(folder) as store:
+        quality = QualityFunction(_quality(workload), workload.higher_is_better)
+        yield Subject("wikitext", StoreSeries(store, "wikitext"), quality)
+
+
+SUBJECTS = {"ssl": published, "wikitext": kept}
+"""Subjects that are not trained by this script."""
+
+
 def outcomes(subject: Subject, options: argparse.Namespace) -> list[BenchResult]:
     found = []
     quality = subject.quality
@@ -115,7 +134,10 @@ def outcomes(subject: Subject, options: argparse.Namespace) -> list[BenchResult]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=workloads.default_data())
-    parser.add_argument("--subjects", nargs="*", default=["gpt", "resnet", "ssl"], help="gpt, resnet, wide, ssl")
+    parser.add_argument(
+        "--subjects", nargs="*", default=["gpt", "resnet", "ssl"], help="gpt, resnet, wide, ssl, wikitext"
+    )
+    parser.add_argument("--series", type=Path, default=wikitext_series.default_folder(), help="of wikitext_series.py")
     parser.add_argument("--only", nargs="*", default=[], help="schemes whose name contains one of these")
     parser.add_argument("--checkpoints", type=int, default=8)
     parser.add_argument("--interval", type=int, default=16, help="steps between two of them, where we train")
@@ -130,7 +152,7 @@ def main() -> None:
         options.subjects, options.checkpoints, options.interval = ["gpt"], 3, 2
     document: dict[str, Any] = {"machine": machine(), "threshold": options.threshold, "subjects": {}}
     for name in options.subjects:
-        make = published(options.data, options) if name == "ssl" else trained(name, options.data, options)
+        make = SUBJECTS[name](options.data, options) if name in SUBJECTS else trained(name, options.data, options)
         with make as subject:
             if not len(subject.series):
                 print(f"{subject.name}: no data, skipped")

@@ -23,11 +23,22 @@ WIDER_SPACE = Space(
 )
 
 
+ENDS = tuple(f"{name} {end}" for name in SYSTEMS for end in ("coarsest", "finest"))
+"""A scheme at one end of its space of settings: nothing is searched, and the threshold does not matter."""
 FISHER = "fisher"
 
 
 def available(system: str) -> bool:
     return system not in SYSTEMS or hasattr(sp, SYSTEMS[system])
+
+
+def at_end(system: str, optimizer: str) -> Any:
+    """The scheme of one of `ENDS`."""
+    name, _, end = system.rpartition(" ")
+    kind = getattr(sp, SYSTEMS[name])
+    space: Space = SPACE if name == "inshrinkerator" else kind.space
+    point = (space.most_aggressive if end == "coarsest" else space.safest)(space.variants[0])
+    return kind(config=space.settings(point), optimizer=optimizer)
 
 
 def scheme(system: str, **arguments: Any) -> Any:
@@ -42,6 +53,8 @@ def scheme(system: str, **arguments: Any) -> Any:
         return sp.Fisher(budget=budget, **{name: arguments[name] for name in ("evaluate", "higher_is_better")})
     if system.startswith("fisher(relative_error="):
         return sp.Fisher(relative_error=float(system[len("fisher(relative_error=") : -1]))
+    if system in ENDS:
+        return at_end(system, arguments.get("optimizer", "exact"))
     if system == WIDER:
         return sp.Inshrinkerator(space=WIDER_SPACE, **arguments)
     if system not in SYSTEMS:

@@ -4,7 +4,8 @@
     python benchmarks/transfer_learning.py --quick    # a few steps each
 
 For each system the pre-trained state is saved with `sp.save(state, path, scheme=...)`, while the search looks at its
-quality on its own task; it is read back with `sp.load` and fine-tuned from several seeds. A finished run is a line of
+quality on its own task; it is read back with `sp.load` and fine-tuned from several seeds. The coarsest and the finest
+setting of each space are there too, from one seed: what a search may choose lies between them. A finished run is a line of
 results/transfer.jsonl. Tasks: published CIFAR-10 ResNets to Fashion-MNIST, and a language model, pre-trained here (a
 minute, kept beside the ledger), to SST-2.
 """
@@ -208,9 +209,9 @@ def fine_tune(work: Task, state: State, seed: int) -> dict[str, Any]:
 
 
 def grid(args: argparse.Namespace) -> list[Job]:
-    names = ("none", "lossless", *systems.SYSTEMS, systems.WIDER, systems.FISHER)
+    names = ("none", "lossless", *systems.SYSTEMS, systems.WIDER, systems.FISHER, *systems.ENDS)
     seeds = args.seeds[:1] if args.quick else args.seeds
-    of = {"lossless": seeds[:1]}  # as from the state itself, bit for bit: run for its ratio
+    of = dict.fromkeys(("lossless", *systems.ENDS), seeds[:1])  # lossless: as from the state itself, bit for bit
     jobs = [(work, name, seed) for work in args.tasks for name in names for seed in of.get(name, seeds)]
     return [Job(*job, args.threshold, args.quick) for job in jobs]
 
