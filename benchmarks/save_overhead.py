@@ -16,12 +16,14 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import systems
 import torch
 import workloads
+from lossless_speed import machine
 from torch import nn
 
 import shrinkpoint as sp
@@ -211,6 +213,19 @@ def _error(model: nn.Module, kept: Iterable[torch.Tensor]) -> float:
     return float(sum(error for error, _ in sums) / sum(square for _, square in sums))
 
 
+def summary(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What a reader needs of the saves of a system: their seconds, what these come to, and the overhead."""
+    cost = measured([found])
+    assert cost is not None
+    kept = ("seconds", "evaluations", "weights ratio", "ratio")
+    return {
+        **found["facts"],
+        "saves": [{name: save[name] for name in kept} for save in found["saves"]],
+        "cost": asdict(cost),
+        "computed": table_of(cost),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--millions", type=float, default=25, help="of parameters")
@@ -218,18 +233,17 @@ def main() -> None:
     parser.add_argument("--systems", nargs="*", default=[*systems.SYSTEMS])
     parser.add_argument("--out", type=Path, default=Path("results/overhead.json"))
     args = parser.parse_args()
-    result = []
+    results = {}
     for system in args.systems:
         for whole in (False, True):
             with tempfile.TemporaryDirectory(prefix="shrinkpoint-overhead-") as folder:
                 found = saves(system, args.millions, args.saves, Path(folder), whole=whole)
-            cost = measured([found])
-            assert cost is not None
-            print(f"{system}, {'with the optimizer' if whole else 'weights alone'}:", flush=True)
-            print(*(f"    {sentence(one)}" for one in table_of(cost)), sep="\n", flush=True)
-            result.append({"system": system, "optimizer": whole, **found, "computed": table_of(cost)})
+            name = f"{system}, {'with the optimizer' if whole else 'weights alone'}"
+            results[name] = summary(found)
+            print(f"{name}:", *(f"    {sentence(one)}" for one in results[name]["computed"]), sep="\n", flush=True)
+    document = {"date": date.today().isoformat(), "machine": machine(), "systems": results}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1))
+    args.out.write_text(json.dumps(document, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,46 +1,65 @@
 """Many ranks, predicted and checked: what `dcp.save` through `Writer` costs at 8 B, 70 B and 1 T parameters.
 
-    python benchmarks/scale_out.py                # 6 minutes on 2 idle cores, 6 GB of memory
-    python benchmarks/scale_out.py --ranks 1 2 --coordinated 8 16 --largest 64
+    python benchmarks/scale_out.py                # half an hour on 2 idle cores, 10 GB of memory
+    python benchmarks/scale_out.py --add          # what the result has measured of a model is not measured again
+    python benchmarks/scale_out.py --ranks 1 2 --repeats 1 --coordinated 4 8 16 --largest 64
 
-Constants come from saves of a small GPT with AdamW on 2 and on 8 real ranks, and of a larger one on 2
-(`scale_out_run.py`), and from the code of the coordinator on plans that are made up (`scale_out_plans.py`). The model
-(`scale_out_model.py`) then says what other runs cost: the small model on 1 and 4 ranks, the larger one on 1, 4 and 8,
-the coordinator of three times as many ranks. Every figure is printed beside the measured one. Last comes the table for
-the three sizes. Its bandwidths are stated, not measured; its bytes are those of simulated training states, ten steps
-apart.
+Constants come from saves and loads of three GPTs with AdamW on 1, 2, 4 and 8 real ranks (`scale_out_run.py`): one that
+is mostly an embedding, one of many small tensors, one of few large ones; and from the code of the coordinator on plans
+that are made up (`scale_out_plans.py`). The model (`scale_out_model.py`) then says what two GPTs between these cost on
+so many ranks, and the coordinator of four times as many. Every run is made three times, in rounds, and its figures are
+medians. Every figure is printed beside the measured one. Last comes the table for the three sizes. Its bandwidths are
+stated, not measured; its bytes are those of simulated training states, ten steps apart.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import multiprocessing
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from datetime import date
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from scale_out_model import Cluster, Operation, Row, calibrate, compare, forecast, measured, predict
+from scale_out_model import (
+    Cluster,
+    Linear,
+    Operation,
+    Row,
+    calibrate,
+    compare,
+    coordinator_seconds,
+    forecast,
+    measured,
+    median,
+    predict,
+)
 from scale_out_plans import MODELS, Job, coordinate, look_at_directory, numel
 from scale_out_run import run_ranks
 from scale_states import GPTShapes, training_states
 
-SMALL, LARGE = "12M", "30M"
+CALIBRATED, CHECKED = ("12M", "17M", "55M"), ("30M", "24M")
 GPTS = {
-    "tiny": GPTShapes(2, 64, vocabulary=1000),  # for tests
-    SMALL: GPTShapes(4, 256, vocabulary=32000),
-    LARGE: GPTShapes(6, 384),
+    "tiny": GPTShapes(2, 64, vocabulary=1000),  # for tests, as is the next
+    "tiny deep": GPTShapes(3, 32, vocabulary=500),
+    "12M": GPTShapes(4, 256, vocabulary=32000),
+    "17M": GPTShapes(16, 288, vocabulary=4000),
+    "55M": GPTShapes(3, 1024, vocabulary=16000),
+    "30M": GPTShapes(6, 384),
+    "24M": GPTShapes(8, 448, vocabulary=10000),
 }
-CALIBRATION = ((0, 2), (0, 8), (1, 2))
-"""The runs that constants are from: the first or the second model, and its ranks."""
 DEPTHS = {"lossless": 5, "fisher": 19}
 """Bases of a chain's last delta: a lossless chain ends where its files have four times the bytes of the state."""
 LIMIT = 0.2
@@ -57,38 +76,47 @@ def make_states(folder: Path, model: str, steps: int) -> Path:
     return folder
 
 
-def operations(run: Sequence[Row]) -> list[str]:
-    """The operations of a run, in their order."""
-    return [row["operation"] for row in run[0]["rows"]]
+def figures_of(model: str, run: Sequence[Row]) -> Iterator[Row]:
+    """A row for each operation of a run: its figures, and what it is of."""
+    for operation in [row["operation"] for row in run[0]["rows"]]:
+        yield {"model": model, "ranks": len(run), "operation": operation, **measured(run, operation)}
 
 
-def constants_of(models: Sequence[str], runs: dict[str, dict[int, list[Row]]]) -> dict[str, Operation]:
-    """Of each operation, from the runs of `CALIBRATION`; of one model from what there is of it."""
-    chosen = [(models[place], ranks) for place, ranks in CALIBRATION if place < len(models)]
-    calibration = [(tuple(GPTS[model].shapes()), runs[model][ranks]) for model, ranks in chosen]
-    return {name: calibrate(calibration, name) for name in operations(calibration[0][1])}
+def constants_of(calibrated: Sequence[str], rows: Sequence[Row], cores: int, *, alone: bool) -> dict[str, Operation]:
+    """Of each operation: of one rank, which goes its own ways, or of more."""
+    rows = [row for row in rows if row["model"] in calibrated and (row["ranks"] == 1) == alone]
+    names = dict.fromkeys(row["operation"] for row in rows)
+    shaped = [(tuple(GPTS[row["model"]].shapes()), row["ranks"], row) for row in rows]
+    return {name: calibrate([one for one in shaped if one[2]["operation"] == name], name, cores) for name in names}
 
 
-def checks(models: Sequence[str], runs: dict[str, dict[int, list[Row]]], cores: int) -> Iterator[Row]:
-    """Every figure of every run that the constants are not from; and of those that they are from, marked so."""
-    for name, constants in constants_of(models, runs).items():
-        for model in models:
-            for ranks, run in runs[model].items():
-                figures = predict(constants, name, tuple(GPTS[model].shapes()), ranks, cores)
-                fitted = (models.index(model), ranks) in CALIBRATION
-                for row in compare(figures, measured(run, name)):
-                    yield {"model": model, "ranks": ranks, "operation": name, "calibration": fitted, **row}
+def checks(calibrated: Sequence[str], rows: Sequence[Row], cores: int) -> Iterator[Row]:
+    """Every figure of every run of the other models, predicted and measured."""
+    constants = {alone: constants_of(calibrated, rows, cores, alone=alone) for alone in (True, False)}
+    for row in (row for row in rows if row["model"] not in calibrated):
+        model, ranks, name = (row[key] for key in ("model", "ranks", "operation"))
+        figures = predict(constants[ranks == 1][name], name, tuple(GPTS[model].shapes()), ranks, cores)
+        about = {"model": model, "ranks": ranks, "operation": name}
+        yield from ({**about, **figure} for figure in compare(figures, row))
 
 
-def coordinator_constants(rows: Sequence[Row]) -> Row:
-    """Seconds and bytes of the coordinator for each rank and entry, from the run of fewest ranks."""
-    row = min(rows, key=lambda row: row["ranks"])
-    entries = row["ranks"] * row["items"]
-    return {
-        "torch": sum(row["seconds"][part] for part in TORCH_PARTS) / entries,
-        "ours": sum(row["seconds"][part] for part in OUR_PARTS) / entries,
-        "memory": most_resident(row) / entries,
+def coordinator_constants(rows: Sequence[Row]) -> dict[str, Linear]:
+    """Of seconds for an entry, and of bytes, from all runs but that of the most ranks."""
+    rows = sorted(rows, key=lambda row: row["ranks"])[:-1]
+    entries = [row["ranks"] * row["items"] for row in rows]
+    seconds = {
+        name: Linear.fit(
+            [((1.0, math.log2(n)), part_seconds(row, parts) / n) for n, row in zip(entries, rows, strict=True)]
+        )
+        for name, parts in (("torch", TORCH_PARTS), ("ours", OUR_PARTS))
     }
+    memory = Linear.fit([((n, 1.0), most_resident(row)) for n, row in zip(entries, rows, strict=True)])
+    return {**seconds, "memory": memory}
+
+
+def part_seconds(row: Row, parts: Sequence[str]) -> float:
+    """Seconds of these parts of the coordinator."""
+    return sum(row["seconds"][part] for part in parts)
 
 
 def most_resident(row: Row) -> int:
@@ -97,19 +125,23 @@ def most_resident(row: Row) -> int:
 
 
 def check_coordinator(rows: Sequence[Row]) -> Iterator[Row]:
-    """The coordinator of the most ranks, predicted from that of the fewest."""
+    """The coordinator of the most ranks, predicted from the others."""
     constants, row = coordinator_constants(rows), max(rows, key=lambda row: row["ranks"])
     entries = row["ranks"] * row["items"]
     truth = {
-        "torch": sum(row["seconds"][part] for part in TORCH_PARTS),
-        "ours": sum(row["seconds"][part] for part in OUR_PARTS),
+        "torch": part_seconds(row, TORCH_PARTS),
+        "ours": part_seconds(row, OUR_PARTS),
         "memory": most_resident(row),
     }
-    for figure in compare({name: constants[name] * entries for name in truth}, truth):
-        yield {"model": "8 B", "ranks": row["ranks"], "operation": "coordinator", "calibration": False, **figure}
+    figures = {name: coordinator_seconds(constants[name], entries) for name in ("torch", "ours")}
+    figures["memory"] = constants["memory"].at(entries, 1.0)
+    for figure in compare(figures, truth):
+        yield {"model": "8 B", "ranks": row["ranks"], "operation": "coordinator", **figure}
 
 
-def table(constants: dict[str, Operation], coordinator: Row, ranks: Sequence[int], cluster: Cluster) -> Iterator[Row]:
+def table(
+    constants: dict[str, Operation], coordinator: dict[str, Linear], ranks: Sequence[int], cluster: Cluster
+) -> Iterator[Row]:
     """The rows of all sizes."""
     for model, shapes in MODELS.items():
         for count in ranks:
@@ -121,7 +153,7 @@ def table(constants: dict[str, Operation], coordinator: Row, ranks: Sequence[int
 
 def report(document: dict[str, Any]) -> Iterator[str]:
     """The errors by figure, then the table."""
-    rows = [row for row in document["checks"] if not row["calibration"]]
+    rows = document["checks"]
     yield f"{'figure':42}{'checked':>8}{'within 20 %':>12}{'worst':>8}  where"
     for figure in dict.fromkeys(row["figure"] for row in rows):
         of_figure = [row for row in rows if row["figure"] == figure]
@@ -134,34 +166,55 @@ def report(document: dict[str, Any]) -> Iterator[str]:
         yield f"{row['model']}, {row['operation']}: " + "; ".join(parts)
 
 
-def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All runs, and all simulated coordinators."""
-    runs: dict[str, dict[int, list[Row]]] = {}
-    for model in arguments.models:
-        states = make_states((arguments.states or folder) / model, model, arguments.steps)
-        runs[model] = {}
-        for ranks in arguments.ranks:
-            print(f"{model} on {ranks} ranks", file=sys.stderr, flush=True)
-            runs[model][ranks] = run_ranks(ranks, states, folder / "run")
+def measure_runs(arguments: argparse.Namespace, folder: Path, known: Sequence[Row]) -> list[Row]:
+    """The figures of each run. All runs are made once in each round, so that a slow minute meets each of them once."""
+    there = {(row["model"], row["ranks"]) for row in known}
+    models = dict.fromkeys((*arguments.calibrated, *arguments.checked))
+    missing = [(model, ranks) for model in models for ranks in arguments.ranks if (model, ranks) not in there]
+    place = arguments.states or folder
+    states = {model: make_states(place / model, model, arguments.steps) for model, _ in missing}
+    rounds: dict[tuple[str, int], list[list[Row]]] = {one: [] for one in missing}
+    for number in range(arguments.repeats):
+        for (model, ranks), found in rounds.items():
+            print(f"round {number + 1}: {model} on {ranks} ranks", file=sys.stderr, flush=True)
+            found.append(run_ranks(ranks, states[model], folder / "run"))
             shutil.rmtree(folder / "run")
-    coordinators = []
-    for ranks in arguments.coordinated:
-        print(f"the coordinator of {ranks} ranks", file=sys.stderr, flush=True)
-        coordinators.append(coordinate(Job(MODELS["8 B"], ranks), arguments.memory / f"shrinkpoint-{os.getpid()}"))
-        shutil.rmtree(arguments.memory / f"shrinkpoint-{os.getpid()}")
+    new = [row for (model, _), found in rounds.items() for row in figures_of(model, median(found))]
+    return [row for row in known if row["model"] in models] + new
+
+
+def measure_coordinator(ranks: int, place: Path, *, repeats: int, collect: bool = True) -> Row:
+    """The coordinator of so many ranks, each time in a process of its own, as memory is used again within one."""
+    print(f"the coordinator of {ranks} ranks", file=sys.stderr, flush=True)
+    rows, job = [], Job(MODELS["8 B"], ranks)
+    for _ in range(repeats):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+            rows.append(pool.submit(coordinate, job, place, collect=collect).result())
+        shutil.rmtree(place)
+    return dict(median(rows))
+
+
+def measure(arguments: argparse.Namespace, folder: Path, known: Sequence[Row]) -> dict[str, Any]:
+    """All runs, and all simulated coordinators."""
+    figures = measure_runs(arguments, folder, known)
+    place = arguments.memory / f"shrinkpoint-{os.getpid()}"
+    of_coordinator = partial(measure_coordinator, place=place, repeats=arguments.repeats)
+    coordinators = [of_coordinator(ranks) for ranks in arguments.coordinated]
+    uncollected = of_coordinator(sorted(arguments.coordinated)[-2], collect=False)
     print(f"a directory of {arguments.largest} ranks", file=sys.stderr, flush=True)
-    directory = look_at_directory(
-        Job(MODELS["8 B"], arguments.largest), arguments.memory / f"shrinkpoint-{os.getpid()}"
-    )
-    shutil.rmtree(arguments.memory / f"shrinkpoint-{os.getpid()}")
-    return {"runs": runs, "coordinators": coordinators, "directory": directory}
+    directory = look_at_directory(Job(MODELS["8 B"], arguments.largest), place)
+    shutil.rmtree(place)
+    return {"figures": figures, "coordinators": coordinators, "uncollected": uncollected, "directory": directory}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=GPTS, default=[SMALL, LARGE], help="constants are from both")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], help="of real runs, 2 and 8 among them")
-    parser.add_argument("--coordinated", type=int, nargs="+", default=[32, 96], help="ranks with made-up plans")
+    parser.add_argument("--calibrated", nargs="+", choices=GPTS, default=CALIBRATED, help="constants are from these")
+    parser.add_argument("--checked", nargs="*", choices=GPTS, default=CHECKED, help="and are checked on these")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], help="of real runs")
+    parser.add_argument("--repeats", type=int, default=3, help="of each run, whose medians count")
+    parser.add_argument("--add", action="store_true", help="take from --out what it has measured")
+    parser.add_argument("--coordinated", type=int, nargs="+", default=[24, 96, 384], help="ranks with made-up plans")
     parser.add_argument("--largest", type=int, default=4096, help="ranks of the directory that one rank looks at")
     parser.add_argument("--table", type=int, nargs="+", default=[8, 64, 512, 4096], help="ranks of the table")
     parser.add_argument("--steps", type=int, default=10, help="simulated training steps between saves")
@@ -170,23 +223,28 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="for checkpoints, on the disk that is measured")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "scale_out.json")
     arguments = parser.parse_args()
-    arguments.ranks = sorted({*arguments.ranks, *(ranks for _, ranks in CALIBRATION)})
     torch.set_num_threads(1)
+    known = json.loads(arguments.out.read_text())["measured"] if arguments.add else []
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        results = measure(arguments, Path(folder))
-    runs, cluster, cores = results["runs"], Cluster(), len(os.sched_getaffinity(0))
-    constants = constants_of(arguments.models, runs)
+        results = measure(arguments, Path(folder), known)
+    figures, cluster, cores = results["figures"], Cluster(), len(os.sched_getaffinity(0))
+    alone, constants = (constants_of(arguments.calibrated, figures, cores, alone=alone) for alone in (True, False))
     coordinator = coordinator_constants(results["coordinators"])
     document = {
         "date": date.today().isoformat(),
         "system": {"torch": torch.__version__, "python": sys.version.split()[0], "cores": cores},
-        "parameters": {model: GPTS[model].parameters for model in arguments.models}
+        "repeats": arguments.repeats,
+        "parameters": {model: GPTS[model].parameters for model in dict.fromkeys(row["model"] for row in figures)}
         | {model: numel(shapes) for model, shapes in MODELS.items()},
         "stated": asdict(cluster),
-        "constants": {name: asdict(operation) for name, operation in constants.items()} | {"coordinator": coordinator},
+        "constants": {name: asdict(operation) for name, operation in constants.items()}
+        | {f"{name}, one rank": asdict(operation) for name, operation in alone.items()}
+        | {"coordinator": {name: asdict(line) for name, line in coordinator.items()}},
         "coordinators": results["coordinators"],
+        "coordinator without garbage collection": results["uncollected"],
         "directory": results["directory"],
-        "checks": [*checks(arguments.models, runs, cores), *check_coordinator(results["coordinators"])],
+        "measured": figures,
+        "checks": [*checks(arguments.calibrated, figures, cores), *check_coordinator(results["coordinators"])],
         "table": [*table(constants, coordinator, arguments.table, cluster)],
     }
     print("\n".join(report(document)))

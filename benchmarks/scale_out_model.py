@@ -1,20 +1,24 @@
 """What saves and loads on R ranks cost, from constants that were measured on a few ranks; part of `scale_out.py`.
 
 Three kinds of figures. Messages, manifests and metadata are made by the library's own code for the R ranks and measured
-(`scale_out_plans.py`). Bytes, seconds and memory of a rank are linear in what it holds and in the number of tensors:
-two constants for each, from three runs, a small model on 2 and on 8 ranks, and a larger one on 2. (One rank plans a
-lossy save as a process without shards does, on another path.) The coordinator is linear in ranks x entries."""
+(`scale_out_plans.py`). Bytes, seconds and memory are sums of terms, each a constant times bytes of the state, tensors
+or ranks; the constants are fitted to runs of two models. One rank has constants of its own: it plans a lossy save as a
+process without shards does, on another path. The coordinator's seconds for an entry rise with the logarithm of the
+number of entries."""
 
 from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 from scale_out_plans import Job, Shapes, numel
+from scipy.optimize import nnls
 
 STATE_BYTES = 12
 """Of a parameter: float32, and two moments."""
@@ -24,31 +28,30 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Linear:
-    """y = a u + b v, as near to what was measured as can be.
+    """y = the sum of constants times features.
 
     Attributes:
-        a, b: of bytes of a state, and of whatever else.
+        constants: one of each feature; none is negative.
     """
 
-    a: float
-    b: float
+    constants: tuple[float, ...]
 
     @classmethod
-    def fit(cls, points: Sequence[tuple[float, float, float]]) -> Linear:
-        """The least squares of the relative errors of y at points (u, v, y); no constant is negative."""
-        scaled = [(u / y, v / y) for u, v, y in points if y > 0]
-        if not scaled:
-            return cls(0.0, 0.0)
-        uu, uv, vv = (sum(x[i] * x[j] for x in scaled) for i, j in ((0, 0), (0, 1), (1, 1)))
-        u, v = (sum(x[i] for x in scaled) for i in (0, 1))
-        determinant = uu * vv - uv * uv
-        a, b = (u * vv - v * uv) / determinant, (v * uu - u * uv) / determinant
-        if b < 0:
-            return cls(u / uu, 0.0)
-        return cls(a, b) if a > 0 else cls(0.0, v / vv)
+    def fit(cls, points: Sequence[tuple[tuple[float, ...], float]], sizes: Sequence[float] | None = None) -> Linear:
+        """The least squares of the errors of y at points (features, y), relative to `sizes`, else to y."""
+        sizes = [abs(y) for _, y in points] if sizes is None else sizes
+        rows = [
+            ([u / size for u in features], y / size) for (features, y), size in zip(points, sizes, strict=True) if size
+        ]
+        if not rows:
+            return cls((0.0,) * len(points[0][0]))
+        features, values = (np.array(side, dtype=float) for side in zip(*rows, strict=True))
+        scale = np.abs(features).max(axis=0)
+        scale[scale == 0] = 1
+        return cls(tuple(map(float, nnls(features / scale, values)[0] / scale)))
 
-    def at(self, u: float, v: float) -> float:
-        return self.a * u + self.b * v
+    def at(self, *features: float) -> float:
+        return sum(constant * feature for constant, feature in zip(self.constants, features, strict=True))
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,13 @@ class Operation:
 
     Attributes:
         stored: bytes of all files, from bytes of the state and ranks x tensors; None: nothing is written.
-        processor: seconds of all ranks, from the same.
+        processor: seconds of all ranks, from bytes of the state, ranks x tensors, and ranks.
         coordinator: seconds that rank 0 takes more than others, for each rank and entry.
-        memory: of a rank, beyond its state: from bytes of its part, and 1.
-        waits: seconds in which the processor is idle, as for the disk, at the least.
+        memory: of a rank, beyond its state: from bytes of its part of all and of the largest parameter, and 1.
+        waits: seconds by the clock beyond those of the processor, if cores shared them evenly: from 1 and ranks.
         calls: how often each collective of torch is called.
-        exchanged: bytes that a scheme's statistics take, for each row and column of the weights, on any number of
-            ranks.
+        exchanged: bytes that a scheme's statistics take on any number of ranks: from rows and columns of the weights,
+            and from tensors.
         overhead: bytes that the headers of gloo, TCP and IP take of a message.
     """
 
@@ -71,9 +74,9 @@ class Operation:
     processor: Linear
     coordinator: float
     memory: Linear
-    waits: float
+    waits: Linear
     calls: Mapping[str, int]
-    exchanged: float
+    exchanged: Linear
     overhead: float
 
 
@@ -87,13 +90,23 @@ def mean(rows: Iterable[float]) -> float:
     return sum(values) / len(values)
 
 
+def median(repeats: Sequence[Any]) -> Any:
+    """The medians of all numbers of results that are alike: of lists and dictionaries, entry by entry."""
+    first = repeats[0]
+    if isinstance(first, dict):
+        return {key: median([each[key] for each in repeats]) for key in first}
+    if isinstance(first, list):
+        return [median(parts) for parts in zip(*repeats, strict=True)]
+    return statistics.median(repeats) if isinstance(first, int | float) else first
+
+
 def find_row(run: Sequence[Row], rank: int, operation: str) -> Row:
     """The row of an operation on a rank."""
     return next(row for row in run[rank]["rows"] if row["operation"] == operation)
 
 
 def measured(run: Sequence[Row], operation: str) -> Row:
-    """The figures of an operation in a run, as `predict` names them."""
+    """The figures of an operation in a run, as `predict` names them, and what only `calibrate` needs."""
     rows = [find_row(run, rank, operation) for rank in range(len(run))]
     figures: Row = {
         "seconds": max(row["seconds"] for row in rows),
@@ -104,6 +117,9 @@ def measured(run: Sequence[Row], operation: str) -> Row:
         "messages of rank 0": rows[0]["messages"],
         "bytes on the wire": max(row["loopback_bytes"] for row in rows),
         "memory beyond the state, mean rank": mean(row["beyond_live_bytes"] for row in rows),
+        "processor seconds of rank 0": rows[0]["processor_seconds"],
+        "bytes that all ranks send": sum(row["sent"] for row in rows),
+        "calls": rows[0]["calls"],
     }
     disk = next((row for row in run[0]["disk"] if row["operation"] == operation), {})
     names = {"stored_bytes": "bytes of all files", "largest_file": "bytes of the largest file"}
@@ -111,39 +127,73 @@ def measured(run: Sequence[Row], operation: str) -> Row:
     return figures | {name: disk[key] for key, name in names.items() if disk}
 
 
-def calibrate(runs: Sequence[tuple[Shapes, Sequence[Row]]], operation: str) -> Operation:
+Measured = tuple[Shapes, int, Row]
+"""A model, the number of ranks, and the figures of an operation."""
+
+
+def calibrate(figures: Sequence[Measured], operation: str, cores: int) -> Operation:
     """The constants of an operation from runs of some models; that of the most ranks says what messages take."""
-    figures = [(shapes, len(run), measured(run, operation)) for shapes, run in runs]
 
-    def line(name: str) -> Linear:
-        return Linear.fit([(_raw(shapes), ranks * 3 * len(shapes), row[name]) for shapes, ranks, row in figures])
+    def fit(name: str, features: Callable[[int, int, int], tuple[float, ...]]) -> Linear:
+        """Of a figure, from features of bytes of the state, tensors and ranks."""
+        return Linear.fit([(features(_raw(shapes), 3 * len(shapes), n), row[name]) for shapes, n, row in figures])
 
-    memory = [(_raw(shapes) / n, 1.0, row["memory beyond the state, mean rank"]) for shapes, n, row in figures]
-    waits = [row["seconds"] - row["processor seconds of all ranks"] / n for _, n, row in figures]
-    shapes, run = max(runs, key=lambda one: len(one[1]))
-    many, of_many = len(run), measured(run, operation)
-    rows = [find_row(run, rank, operation) for rank in range(many)]
-    excess = rows[0]["processor_seconds"] - mean(row["processor_seconds"] for row in rows[1:])
-    calls = rows[0]["calls"]
-    exchanges = calls.get("all_to_all_single", 0) // 2
-    objects = 8 * (many - 1) * exchanges  # the sizes
-    exchanged = 0.0
-    if "fisher" in operation and exchanges > 3:
-        job = Job(shapes, many)
-        of_save = save_messages(job)
-        exchanged = max(row["received"] - of_save["received"][bool(rank)] for rank, row in enumerate(rows)) - objects
-        exchanged /= (1 - 1 / many) * rows_and_columns(shapes)
-    in_all = sum(row["sent"] for row in rows)
+    shapes, many, row = max(figures, key=lambda one: one[1])
+    others = (row["processor seconds of all ranks"] - row["processor seconds of rank 0"]) / max(many - 1, 1)
+    excess = row["processor seconds of rank 0"] - others if many > 1 else 0.0
+    coordinator = max(excess, 0.0) / (many * Job(shapes, many).items)
+    stored, headers = "bytes of all files" in row, 0.0
+    if stored and many > 1:
+        beyond = row["bytes on the wire"] - row["bytes that all ranks send"]
+        headers = max(0.0, beyond) / messages_in_all(row["calls"], many)
     return Operation(
-        line("bytes of all files") if "bytes of all files" in figures[0][2] else None,
-        line("processor seconds of all ranks"),
-        max(excess, 0.0) / (many * Job(shapes, many).items),
-        Linear.fit(memory),
-        max(0.0, min(waits)),
-        calls,
-        exchanged,
-        max(0.0, of_many["bytes on the wire"] - in_all) / messages_in_all(calls, many),
+        fit("bytes of all files", lambda raw, tensors, n: (raw, n * tensors)) if stored else None,
+        fit("processor seconds of all ranks", lambda raw, tensors, n: (raw, n * tensors, n if n > 1 else 0)),
+        coordinator,
+        Linear.fit([(_memory_features(one, n), of["memory beyond the state, mean rank"]) for one, n, of in figures]),
+        _waits(figures, coordinator, cores),
+        row["calls"],
+        _exchanged(figures) if "fisher" in operation and stored else Linear((0.0, 0.0)),
+        headers,
     )
+
+
+def _memory_features(shapes: Shapes, ranks: int) -> tuple[float, ...]:
+    """Bytes of a rank's part of the state, and of its part of the largest parameter and its moments; and 1."""
+    largest = STATE_BYTES * max(math.prod(shape) for _, shape in shapes)
+    return _raw(shapes) / ranks, largest / ranks, 1.0
+
+
+def _waits(figures: Sequence[Measured], coordinator: float, cores: int) -> Linear:
+    """Of seconds by the clock beyond those of work, relative to all of them."""
+    points, sizes = [], []
+    for shapes, n, row in figures:
+        work = clock_seconds(row["processor seconds of all ranks"], coordinator * n * Job(shapes, n).items, n, cores)
+        points.append(((1.0, float(n)), row["seconds"] - work))
+        sizes.append(row["seconds"])
+    return Linear.fit(points, sizes)
+
+
+def _exchanged(figures: Sequence[Measured]) -> Linear:
+    """Of bytes of statistics, as if all ranks were others, from rows and columns, and from tensors."""
+    points = []
+    for shapes, n, row in figures:
+        if n > 1:
+            of_save = save_messages(Job(shapes, n))["received"]
+            names = "bytes rank 0 receives", "bytes the busiest other rank receives"
+            most = max(row[name] - save for name, save in zip(names, of_save, strict=True)) - _sizes(row["calls"], n)
+            points.append(((rows_and_columns(shapes), float(len(shapes))), most / (1 - 1 / n)))
+    return Linear.fit(points) if points else Linear((0.0, 0.0))
+
+
+def _sizes(calls: Mapping[str, int], ranks: int) -> int:
+    """Bytes that a rank receives to know how much others send."""
+    return 8 * (ranks - 1) * (calls.get("all_to_all_single", 0) // 2)
+
+
+def clock_seconds(processor: float, coordinator: float, ranks: int, cores: int) -> float:
+    """Seconds of work that ranks share evenly between cores, but for what rank 0 does alone."""
+    return max(0.0, processor - coordinator) / min(ranks, cores) + coordinator
 
 
 def _raw(shapes: Shapes) -> int:
@@ -212,21 +262,19 @@ def predict(operation: Operation, name: str, shapes: Shapes, ranks: int, cores: 
     """The figures of an operation of so many ranks, coded by one thread each on so many cores."""
     job, raw = Job(shapes, ranks), _raw(shapes)
     tensors = 3 * len(shapes)
-    processor = operation.processor.at(raw, ranks * tensors)
+    processor = operation.processor.at(raw, ranks * tensors, ranks)
     coordinator = operation.coordinator * ranks * job.items
-    beside = max(0.0, processor - coordinator) / min(ranks, cores)
     figures: Row = {
         "processor seconds of all ranks": processor,
-        "seconds": beside + coordinator + operation.waits,
-        "memory beyond the state, mean rank": operation.memory.at(raw / ranks, 1.0),
+        "seconds": clock_seconds(processor, coordinator, ranks, cores) + operation.waits.at(1.0, ranks),
+        "memory beyond the state, mean rank": operation.memory.at(*_memory_features(shapes, ranks)),
         "messages of rank 0": messages_of(operation.calls, ranks),
     }
     if operation.stored is None:
         return figures
-    exchanges = operation.calls.get("all_to_all_single", 0) // 2
-    exchanged = operation.exchanged * (1 - 1 / ranks) * rows_and_columns(shapes) + 8 * (ranks - 1) * exchanges
-    if not operation.exchanged:
-        exchanged = 0.0
+    exchanged = operation.exchanged.at(rows_and_columns(shapes), len(shapes)) * (1 - 1 / ranks)
+    if exchanged:
+        exchanged += _sizes(operation.calls, ranks)
     messages = save_messages(job)
     depth = SAVES.index(name.partition(", ")[2])
     stored = operation.stored.at(raw, ranks * tensors)
@@ -251,6 +299,11 @@ def compare(figures: Row, truth: Row) -> Iterable[Row]:
         if name in truth and (truth[name] or value):
             error = value / truth[name] - 1 if truth[name] else math.inf
             yield {"figure": name, "predicted": value, "measured": truth[name], "error": error}
+
+
+def coordinator_seconds(an_entry: Linear, entries: int) -> float:
+    """Seconds of a part of the coordinator: an entry takes longer the more there are, as caches hold less of them."""
+    return entries * an_entry.at(1.0, math.log2(entries))
 
 
 @dataclass(frozen=True)
@@ -284,7 +337,7 @@ def forecast(
     stored, read = figures["bytes of all files"], figures["bytes of all files"] / ranks
     own = max(0.0, figures["processor seconds of all ranks"] / ranks - operation.coordinator * job.items)
     entries = ranks * job.items
-    torch_seconds, our_seconds = (coordinator[key] * entries for key in ("torch", "ours"))
+    torch_seconds, our_seconds = (coordinator_seconds(coordinator[key], entries) for key in ("torch", "ours"))
     links = ranks * depth
     traffic = figures["bytes rank 0 receives"] + figures["bytes rank 0 sends"]
     exchange = traffic / cluster.wire + figures["messages of rank 0"] * cluster.latency
@@ -302,7 +355,7 @@ def forecast(
         "rank 0 in shrinkpoint, seconds": our_seconds,
         "messages, seconds": exchange,
         "memory of a rank": figures["memory beyond the state, mean rank"],
-        "memory of rank 0 for plans": coordinator["memory"] * entries,
+        "memory of rank 0 for plans": coordinator["memory"].at(entries, 1.0),
         "bytes rank 0 receives": figures["bytes rank 0 receives"],
         "bytes rank 0 sends": figures["bytes rank 0 sends"],
         "bytes another rank receives": figures["bytes the busiest other rank receives"],

@@ -210,8 +210,13 @@ def small_payloads(directory: Path, ranks: int) -> list[Payload]:
     return payloads
 
 
-def coordinate(job: Job, folder: Path) -> dict[str, Any]:
-    """What the coordinator does in a save: processor seconds, memory, and the bytes of each message."""
+def coordinate(job: Job, folder: Path, *, collect: bool = True) -> dict[str, Any]:
+    """What the coordinator does in a save: processor seconds, memory, and the bytes of each message.
+
+    Args:
+        collect: leave Python's automatic garbage collection on; some training programs turn it off.
+    """
+    (gc.enable if collect else gc.disable)()
     clock, place = Clock(), folder / "step-1"
     pickle.loads(pickle.dumps(replace(job, ranks=1).plan(0)))  # what is imported once
     sent = [pickle.dumps(job.plan(rank)) for rank in range(job.ranks)]

@@ -5,9 +5,9 @@
 
 For each system the pre-trained state is saved with `sp.save(state, path, scheme=...)`, while the search looks at its
 quality on its own task; it is read back with `sp.load` and fine-tuned from several seeds. The coarsest and the finest
-setting of each space are there too, from one seed: what a search may choose lies between them. A finished run is a line of
-results/transfer.jsonl. Tasks: published CIFAR-10 ResNets to Fashion-MNIST, and a language model, pre-trained here (a
-minute, kept beside the ledger), to SST-2.
+setting of each space are there too, from one seed: what a search may choose lies between them. A finished run is a
+line of results/transfer.jsonl. Tasks: published CIFAR-10 ResNets to Fashion-MNIST, and a language model, pre-trained
+here (a minute, kept beside the ledger), to SST-2.
 """
 
 from __future__ import annotations
