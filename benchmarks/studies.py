@@ -39,7 +39,7 @@ class Study:
         minutes: of the whole study, on two cores of 2.6 GHz.
         quick: arguments of a quick run.
         quick_minutes: its minutes.
-        ledger: its results are a line a run, beside which it writes a summary.
+        suffix: of what it writes: ".jsonl" is a ledger, of a line a run, "" a folder.
         root: it makes network namespaces, and is skipped by other users.
     """
 
@@ -47,12 +47,12 @@ class Study:
     minutes: float
     quick: Sequence[str] = ("--quick",)
     quick_minutes: float = 1
-    ledger: bool = False
+    suffix: str = ".json"
     root: bool = False
 
     def command(self, *, quick: bool, out: Path) -> list[str]:
         """With a file of its own for the results of a quick run."""
-        chosen = (*self.quick, "--out", str(out / f"{self.script}.json{'l' * self.ledger}")) if quick else ()
+        chosen = (*self.quick, "--out", str(out / f"{self.script}{self.suffix}")) if quick else ()
         return [sys.executable, str(HERE / f"{self.script}.py"), *chosen]
 
 
@@ -65,19 +65,20 @@ STUDIES = (
     Study("restore_depth", 20),
     Study("code_streams", 5),
     Study("code_tables", 2),
-    Study("inshrinkerator_parts", 40, ledger=True),
-    Study("codebook_size", 20, ledger=True),
+    Study("inshrinkerator_parts", 40, suffix=".jsonl"),
+    Study("codebook_size", 20, suffix=".jsonl"),
     Study("repeated_restores", 10),
     Study("fisher", 30),
     Study("optimizers", 10),
-    Study("schemes", 20),
+    Study("wikitext_series", 60, suffix=""),
+    Study("schemes", 50),
     Study("budgets", 20),
     Study("rate_distortion", 60, ("--quick", "--ledger", "results/quick/rate_distortion.jsonl")),
-    Study("lossy_recovery", 800, ledger=True),
-    Study("transfer_learning", 130, ledger=True),
-    Study("recomputation", 90, ledger=True),
+    Study("lossy_recovery", 800, suffix=".jsonl"),
+    Study("transfer_learning", 130, suffix=".jsonl"),
+    Study("recomputation", 90, suffix=".jsonl"),
     Study("bit_allocation", 10),
-    Study("wire", 1400, ledger=True),
+    Study("wire", 1400, suffix=".jsonl"),
     Study("gradient_compression", 7, ("--steps", "20", "--seeds", "1", "--only", "none", "q4:64", "lowrank4"), 1),
     Study("link", 15, ("--smoke",), 2, root=True),
 )

@@ -3,9 +3,9 @@
     python benchmarks/wikitext_series.py             # an hour of a core with AMX; 6 GB; goes on where it was stopped
 
 The run (`workload_wikitext.py`) is 2000 steps of AdamW with a warm-up and a cosine. Three lossless stores are kept in
-`--folder`: "early" has steps 400, 401, 410 and 500, "late" 1700, 1701, 1710 and 1800, which are 1, 10 and 100 steps
+`--out`: "early" has steps 400, 401, 410 and 500, "late" 1700, 1701, 1710 and 1800, which are 1, 10 and 100 steps
 from the first at either end of the schedule, and "middle" 1000, 1100, ... 1700. Each checkpoint is a training state
-with its held-out loss. `schemes.py --subjects wikitext` and `shrinkpoint bench FOLDER/middle` measure on them.
+with its held-out loss. `schemes.py --subjects wikitext` and `shrinkpoint bench OUT/middle` measure on them.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ def make(folder: Path, workload: Workload, stores: Mapping[str, Sequence[int]], 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=workloads.default_data())
-    parser.add_argument("--folder", type=Path, help="of the three stores; default: wikitext in SHRINKPOINT_SERIES")
+    parser.add_argument("--out", type=Path, help="folder of the three stores; default: wikitext in SHRINKPOINT_SERIES")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="a toy: does it all run?")
     options = parser.parse_args()
     workloads.seed_everything(options.seed, options.threads)
-    folder = options.folder or default_folder().with_name(f"wikitext{'-quick' if options.quick else ''}")
+    folder = options.out or default_folder().with_name(f"wikitext{'-quick' if options.quick else ''}")
     workload = wikitext(options.data, quick=options.quick)
     make(folder, workload, QUICK if options.quick else STORES, options.seed)
     print(f"kept in {folder}")
