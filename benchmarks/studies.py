@@ -69,7 +69,7 @@ STUDIES = (
     Study("codebook_size", 20, suffix=".jsonl"),
     Study("repeated_restores", 10),
     Study("fisher", 30),
-    Study("optimizers", 10),
+    Study("optimizers", 30),
     Study("wikitext_series", 60, suffix=""),
     Study("schemes", 50),
     Study("budgets", 20),
