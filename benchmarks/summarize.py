@@ -46,7 +46,10 @@ SCRIPTS = {
 """The script that writes a result, where their names differ."""
 MAX_BYTES = 128 << 10
 """Of one committed file: it is read in a diff."""
-COPIED = ("quality", "ratio weights", "ratio full", "overhead", "on", "off", "bits", "bits of the last epoch", "start")
+COPIED = (
+    *("quality", "ratio weights", "ratio full", "overhead", "on", "off", "bits", "bits of the last epoch", "start"),
+    *("bins", "base", "target", "source", "source base"),
+)
 """Keys of a ledger's record that a row takes as they are."""
 
 
