@@ -181,6 +181,27 @@ SHORT = """
                 optimizer.step()
         reports["joined"] = bits(model)
 
+        # a graph that is declared static, with buckets of two dtypes
+        class Halves(nn.Module):
+            def __init__(self):
+                super().__init__()
+                torch.manual_seed(0)
+                self.first, self.last = nn.Linear(24, 48), nn.Linear(48, 4).bfloat16()
+
+            def forward(self, x):
+                return self.last(self.first(x).bfloat16()).float()
+
+        gradients = {}
+        for is_static in (False, True):
+            model = DDP(Halves(), bucket_cap_mb=0.005, static_graph=is_static)
+            replicas = compress_ddp(model, "q8:64", segment_numel=200)
+            gradients[is_static] = []
+            for step in range(3):
+                model.zero_grad()
+                model(batch(step, rank)[0]).square().mean().backward()
+                gradients[is_static].append(digest(*(p.grad for p in model.parameters())))
+        reports["static"] = [gradients[True], gradients[True] == gradients[False]]
+
         # a copy, which is compressed once it is asked to be; and the end of both
         model, replicas, _, _ = trained("q4:64", rank, 2)
         copied, gradients = copy.deepcopy(model), []
@@ -271,6 +292,10 @@ def test_what_cannot_be_compressed_is_refused(short):
 
 def test_ranks_whose_data_ends_sooner_do_not_hold_up_the_others(short):
     assert short[0]["joined"] == short[1]["joined"]
+
+
+def test_a_static_graph_makes_no_difference(short):
+    assert short[0]["static"] == short[1]["static"] and all(report["static"][1] for report in short)
 
 
 def test_a_copy_of_a_model_is_compressed_when_it_is_asked_to_be(short):

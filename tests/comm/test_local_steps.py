@@ -169,10 +169,10 @@ SHORT = """
                 self.conv.weight.requires_grad_(False)
 
         model = Mixed(rank).to(memory_format=torch.channels_last)
-        frozen = digest(model.conv.weight)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizers = [torch.optim.SGD(trained[:4], lr=0.1), torch.optim.AdamW(trained[4:], lr=3e-3)]
         local = LocalSteps(model, optimizers, 2, compressor="ef(top10:256)")
+        frozen = digest(model.conv.weight)
         for step in range(4):
             x = drawn(8, 36, seed=1000 * step + rank)
             model(x.view(8, 1, 6, 6), step).square().mean().backward()
@@ -235,6 +235,21 @@ WRONG = """
         lazy = nn.LazyLinear(3)
         wrong["lazy"] = caught(lambda: LocalSteps(lazy, torch.optim.SGD(lazy.parameters())))
         wrong["complex"] = caught(lambda: made(nn.Linear(3, 3, dtype=torch.complex64)))
+        wrong["meta"] = caught(lambda: made(nn.Linear(3, 3, device="meta")))
+        apart = plain_net(seed=rank)
+        apart[0].requires_grad_(False)
+        made(apart)
+        reports["frozen"] = digest(*apart.parameters())
+        thawed = plain_net()
+        thawed[0].requires_grad_(False)
+        local = made(thawed, every=1)
+        thawed[0].requires_grad_(True)
+        thawed(batch(0, rank)[0]).sum().backward()
+        wrong["thawed"] = caught(local.step)
+        matrices = lambda tensors: torch.optim.SGD([x for x in tensors if x.dim() == 2], lr=1.0)
+        wrong["part"] = caught(lambda: made(plain_net(), outer=matrices))
+        wrong["no outer"] = caught(lambda: made(plain_net(), outer=lambda tensors: None))
+        wrong["group"] = caught(lambda: made(plain_net(), group="all"))
         wrong["every"] = caught(lambda: made(plain_net(), every=5 + rank))
         wrong["zero"] = caught(lambda: made(plain_net(), every=0))
         wrong["compressor"] = caught(lambda: made(plain_net(), compressor=("top10", "top20")[rank]))
@@ -295,10 +310,14 @@ WRONG = """
             "weights": {"weights": {**state["weights"], "0.weight": torch.zeros(2, 2)}},
             "missing": {"weights": {k: v for k, v in state["weights"].items() if k != "0.bias"}},
             "feedback": {"feedback": {"first": {}, "second": {}}},
+            "outer": {"outer": {}},
+            "residuals": {"residuals": [1]},
+            "round": {"round": -1},
         }.items():
             loads[name] = caught(lambda: Run(rank, 2, **SPARSE).local.load_state_dict({**state, **changed}))
         loads["compressor"] = caught(lambda: Run(rank, 2).local.load_state_dict(state))
         loads["nothing"] = caught(lambda: Run(rank, 2).local.load_state_dict({}))
+        loads["none"] = caught(lambda: Run(rank, 2).local.load_state_dict(None))
         leave(reports, rank, folder)
 """
 
@@ -404,6 +423,11 @@ PROBLEMS = {
     "lazy": "without a shape",
     "complex": "torch.complex64",
     "zero": "a whole number from 1",
+    "meta": "on the meta device",
+    "thawed": "LocalSteps, 0.weight, rank 0: a parameter that requires a gradient since",
+    "part": "an optimizer of 3 of them and of 0 others; expected one of the 6 tensors",
+    "no outer": "a function that returns a torch.optim.Optimizer",
+    "group": "LocalSteps, group: 'all'",
     "nan": "2 values that are not finite",
     "inf": "2 values that are not finite",
 }
@@ -415,6 +439,10 @@ def test_wrong_use_is_an_error_on_every_rank(wrong, name):
         kind, text = report["wrong"][name]
         assert kind == ("MismatchError" if name in MISMATCHES else "PolicyError"), text
         assert {**MISMATCHES, **PROBLEMS}[name] in text
+
+
+def test_frozen_parameters_are_those_of_rank_0_too(wrong):
+    assert wrong[0]["frozen"] == wrong[1]["frozen"]
 
 
 def test_a_rank_that_does_not_call_it_is_named(wrong):
@@ -429,6 +457,10 @@ def test_weights_that_are_not_finite_change_nothing_anywhere(wrong, name):
     assert wrong[0][f"mended {name}"] == wrong[1][f"mended {name}"]
 
 
-@pytest.mark.parametrize("name", ["rank", "weights", "missing", "feedback", "compressor", "nothing"])
+LOADS = ("rank", "weights", "missing", "feedback", "outer", "residuals", "compressor", "nothing", "none", "round")
+
+
+@pytest.mark.parametrize("name", LOADS)
 def test_a_state_of_another_set_up_is_refused(wrong, name):
-    assert all(report["loads"][name][0] == "MismatchError" for report in wrong)
+    expected = "PolicyError" if name == "round" else "MismatchError"
+    assert all(report["loads"][name][0] == expected for report in wrong)

@@ -161,10 +161,23 @@ def test_a_value_that_is_not_finite_is_seen_in_the_error() -> None:
     assert all(row.error != row.error for row in advice.estimates if row.name != NO_COMPRESSION)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"shape": None}, {"dtype": "int8"}, {"dtype": torch.int32}, {"repeats": 0}, {"mbps": 0}, {"candidates": ["q99"]}],
-)
+WRONG: list[dict[str, object]] = [
+    *({"shape": shape} for shape in (None, (-1,), 5, "abc", ((4, "a"),), ((2.5,),), [(3, 4), 5])),
+    *({"dtype": dtype} for dtype in ("int8", torch.int32)),
+    *(
+        {"like": like}
+        for like in (torch.ones(4, dtype=torch.int64), "x", [torch.ones(4), "x"], 3, torch.eye(3).to_sparse())
+    ),
+    *({"device": device} for device in ("zz", "cuda:99", 3.5)),
+    {"repeats": 0},
+    {"mbps": 0},
+    {"step_seconds": -1},
+    {"candidates": ["q99"]},
+    {"candidates": [("q4:64",)]},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_invalid_arguments_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(PolicyError):
         recommend(**{"shape": SHAPE, "mbps": 100.0, **wrong})  # type: ignore[arg-type]

@@ -232,6 +232,27 @@ def test_what_somebody_else_wrote_into_the_model_is_replaced():
     assert_same(live, stepped(state, 1))
 
 
+def test_a_model_that_is_built_anew_or_overwritten_gets_the_version_that_was_applied():
+    storage, state = MemoryStorage(), {"weight": torch.randn(256, 256)}
+    with Publisher(storage) as publisher:
+        publisher.publish(state)
+    subscriber = Subscriber(storage)
+    for _ in range(12):  # one of them lies where one before it did
+        live = zeros_like(state)
+        assert subscriber.update(live) is not None
+        assert subscriber.update(live) is None
+        assert_same(live, state)
+        del live
+    model = nn.Linear(4, 4)
+    with Publisher(other := MemoryStorage()) as publisher:
+        publisher.publish(published := nn.Linear(4, 4))
+    subscriber = Subscriber(other)
+    subscriber.update(model)
+    model.load_state_dict(nn.Linear(4, 4).state_dict())
+    assert subscriber.update(model) is not None
+    assert_same(model.state_dict(), published.state_dict())
+
+
 def test_tensors_of_inference_mode_are_followed_too():
     storage, state = MemoryStorage(), weights()
     with torch.inference_mode():

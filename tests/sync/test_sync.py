@@ -249,6 +249,18 @@ def test_two_publishers_are_refused(tmp_path: Path):
     Publisher(tmp_path).close()
 
 
+def test_a_closed_publisher_publishes_nothing_more(tmp_path: Path):
+    closed = Publisher(tmp_path)
+    closed.publish({"a": torch.zeros(3)})
+    closed.close()
+    with Publisher(tmp_path) as publisher:
+        publisher.publish({"a": torch.ones(3)})
+        with pytest.raises(PolicyError, match="closed publisher"):
+            closed.publish({"a": torch.zeros(3)})
+    Subscriber(tmp_path).update(live := {"a": torch.zeros(3)})
+    assert torch.equal(live["a"], torch.ones(3))
+
+
 def test_tied_weights_are_sent_once_and_stay_tied():
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from helpers.journal_training import OPTIMIZERS, Run, make
 from helpers.processes import ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import shrinkpoint as sp
 from shrinkpoint.comm import Accordion, compress_ddp
@@ -167,8 +169,9 @@ def test_a_step_whose_update_raises_is_not_in_the_journal(tmp_path: Path):
         run.journal.step(4)
     run.journal._update = update
     run.backward()
-    with pytest.raises(PolicyError, match="no state to begin with"):  # the weights are those of no step
-        run.journal.step(4)
+    for refused in (lambda: run.journal.step(4), lambda: run.journal.save(3, **run.objects)):
+        with pytest.raises(PolicyError, match="`update` that raised"):  # the weights are those of no step
+            refused()
     run.train(4)
     assert run.restored is not None and run.restored.step == 3
     assert run.close().bits() == expected
@@ -303,7 +306,8 @@ def test_another_branch_of_a_run_is_not_continued(tmp_path: Path):
     run = make(tmp_path / "run").train(8)
     run.close()
     again = make(tmp_path / "run")
-    restored = again.journal.restore(0, **again.objects)
+    with pytest.warns(UserWarning, match="checkpoints up to step 5"):
+        restored = again.journal.restore(0, **again.objects)
     assert restored is not None and restored.step == 0  # its steps went with the checkpoint of step 5
     for step in range(1, 4):
         again.backward(), again.journal.step(step)
@@ -388,6 +392,45 @@ def test_a_full_journal_stops_says_so_and_asks_for_a_save(tmp_path: Path):
     run.journal.save(full[0] + 1, **run.objects)
     assert not run.journal.is_full
     run.close()
+
+
+def test_a_closed_journal_says_so(tmp_path: Path):
+    run = make(tmp_path).train(3).close()
+    calls = (
+        lambda: run.journal.step(4),
+        lambda: run.journal.save(3, **run.objects),
+        lambda: run.journal.restore(**run.objects),
+    )
+    for call in calls:
+        with pytest.raises(PolicyError, match="closed journal"):
+            call()
+
+
+def test_going_back_behind_a_later_checkpoint_is_warned_of(tmp_path: Path):
+    make(tmp_path).train(12).close()
+    run = make(tmp_path)
+    with pytest.warns(UserWarning, match="goes on from step 5, and there are checkpoints up to step 10"):
+        run.journal.restore(5, **run.objects)
+    run.close()
+
+
+def test_a_parameter_without_values_is_replayed_like_the_others(tmp_path: Path):
+    model = nn.Linear(4, 4)
+    model.register_parameter("empty", nn.Parameter(torch.zeros(0, 4)))
+    model.register_forward_hook(lambda module, x, y: y + module.empty.sum())
+    ddp = DDP(model)
+    optimizer = torch.optim.AdamW(ddp.parameters())
+    objects: dict[str, Any] = {"model": ddp, "optimizer": optimizer}
+
+    def update() -> None:
+        optimizer.step(), optimizer.zero_grad()
+
+    with Journal(sp.CheckpointManager(tmp_path), compress_ddp(ddp), update) as journal:
+        journal.restore(**objects)
+        journal.save(0, **objects)
+        ddp(torch.ones(2, 4)).square().mean().backward()
+        journal.step(1)
+        assert journal.rehearse(**objects).replayed == 1
 
 
 def test_calls_out_of_order_are_refused(tmp_path: Path):

@@ -113,6 +113,9 @@ class AverageRecord(GradientRecord):
                     flats[id(parameter)] = flat_gradient(parameter)
                 target = flats[id(parameter)][piece.start : piece.start + piece.numel]
                 target.copy_(flat[piece.offset : piece.offset + piece.numel])
+        for parameter in self._parameters:
+            if not parameter.numel():  # in no segment, and DDP gives it a gradient all the same
+                flat_gradient(parameter)
 
     def _decode(self, segment: Segment, count: int, messages: list[Tensor]) -> Tensor:
         dtype = self._dtype(segment)

@@ -435,8 +435,9 @@ class CompressedAllReduce:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` of the same rank returned; a MismatchError if it is another kind of state."""
-        if set(state) != {"first", "second"}:
-            problem, advice = f"a state of {sorted(state)}", "give what state_dict() of the same rank gave"
+        if not isinstance(state, Mapping) or set(state) != {"first", "second"}:
+            keys = sorted(map(str, state)) if isinstance(state, Mapping) else validate.type_name(state)
+            problem, advice = f"a state of {keys}", "give what state_dict() of the same rank gave"
             raise MismatchError("two hops", found=problem, expected="one of first and second", do=advice)
         self.reduce_scatter.load_state_dict(state["first"])
         self.all_gather.load_state_dict(state["second"])

@@ -162,6 +162,7 @@ class DDPCompression:
         self._collector = GradientCollector(self._layout)
         self._background: dict[torch.device, BackgroundAllReduce] = {}
         self._buckets: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
+        self._num_parameters, self._num_handed_over = len(parameters), 0
         self._config_check = self._make_config_check()
         self._model = weakref.ref(model)  # its reducer has this object, which no garbage collector sees
         self._record: AverageRecord | None = None
@@ -178,7 +179,7 @@ class DDPCompression:
             if not self._buckets:
                 self._begin_step()
             future = self._submit(bucket)
-            if bucket.is_last():
+            if self._is_last(bucket):
                 self._end_step()
         except BaseException:
             self._buckets, self._collector = [], GradientCollector(self._layout)
@@ -198,6 +199,8 @@ class DDPCompression:
         Raises:
             MismatchError: it has another configuration; or, in the next backward pass, ranks loaded different steps.
         """
+        expected, advice = "what state_dict() returned", "load the state of the same rank"
+        validate.check_instance("compress_ddp, state", state, Mapping, expected=expected, do=advice)
         config, saved_config = self.config(), state.get("words")
         if saved_config != config:
             advice = "compress with the saved configuration"
@@ -308,7 +311,14 @@ class DDPCompression:
                 problem, advice = f"{ignored[0]}, which DDP ignores", "freeze it, or let DDP average it"
         check_refusal(problem, advice)
 
+    def _is_last(self, bucket: Any) -> bool:
+        """Whether a step has no more buckets. In the first step of a static graph torch calls none of them the last."""
+        self._num_handed_over += len(bucket.parameters())
+        is_all = self.model.static_graph and self._num_handed_over == self._num_parameters
+        return bool(bucket.is_last()) or is_all
+
     def _begin_step(self) -> None:
+        self._num_handed_over = 0
         if self._record is not None:
             self._record.begin()
         if self._group.size() == 1:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shrinkpoint import _native
+from shrinkpoint import _native, validate
 from shrinkpoint.comm.compressors.layout import count_nonfinite
 from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL, GradientCollector, GradientLayout
 from shrinkpoint.errors import MismatchError
@@ -99,20 +99,39 @@ class GlobalWeights:
 
     def digest(self) -> str:
         """A digest of all bits: 32 hex digits."""
-        parts = [bytes.fromhex(_native.xxh3_128(tensor_bytes(weights.cpu()))) for weights in self.tensors.values()]
-        return _native.xxh3_128(b"".join(parts))
+        return digest_tensors(self.tensors.values())
 
-    def load(self, tensors: Mapping[str, Any]) -> None:
-        """Copy saved tensors into the weights, not into the parameters; a MismatchError if they do not fit."""
+    def check_fit(self, tensors: Mapping[str, Any]) -> None:
+        """Raise a MismatchError if saved tensors are not those of these weights."""
         expected = {name: describe_tensor(weights) for name, weights in self.tensors.items()}
-        found = {name: describe_tensor(tensor) for name, tensor in tensors.items()}
+        found = {
+            name: describe_tensor(tensor) if isinstance(tensor, Tensor) else validate.type_name(tensor)
+            for name, tensor in tensors.items()
+        }
         for name in {**expected, **found}:
             if expected.get(name) != found.get(name):
                 problem, advice = found.get(name, "nothing"), "build the model as it was saved"
                 where = f"LocalSteps, global weights {name}"
                 raise MismatchError(where, found=problem, expected=expected.get(name, "nothing"), do=advice)
+
+    def load(self, tensors: Mapping[str, Any]) -> None:
+        """Copy saved tensors into the weights, not into the parameters; a MismatchError if they do not fit."""
+        self.check_fit(tensors)
         for name, weights in self.tensors.items():
             weights.copy_(tensors[name])
+
+
+def broadcast_parameter(parameter: nn.Parameter, source: int, group: dist.ProcessGroup) -> None:
+    """Give a parameter the values that a rank of the group has, in place."""
+    values = parameter.detach().contiguous()
+    dist.broadcast(values.view(-1).view(torch.uint8), dist.get_global_rank(group, source), group)
+    parameter.detach().copy_(values)
+
+
+def digest_tensors(tensors: Iterable[Tensor]) -> str:
+    """A digest of all bits: 32 hex digits."""
+    parts = [bytes.fromhex(_native.xxh3_128(tensor_bytes(tensor.detach().cpu().contiguous()))) for tensor in tensors]
+    return _native.xxh3_128(b"".join(parts))
 
 
 def describe_tensor(tensor: Tensor) -> str:

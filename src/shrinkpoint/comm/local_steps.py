@@ -15,7 +15,12 @@ from torch.optim import Optimizer
 
 from shrinkpoint import validate
 from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce, as_feedback
-from shrinkpoint.comm.global_weights import GlobalWeights, describe_tensor
+from shrinkpoint.comm.global_weights import (
+    GlobalWeights,
+    broadcast_parameter,
+    describe_tensor,
+    digest_tensors,
+)
 from shrinkpoint.comm.link import FINITE_VALUES, CompressorLike
 from shrinkpoint.comm.membership import LostMemberError, Membership, is_lost
 from shrinkpoint.comm.outer_sgd import OuterOptimizer, OuterSGD
@@ -52,7 +57,7 @@ class LocalSteps:
     get global weights, outer state and the number of the round from the others, at the end of a round.
 
     Args:
-        model: what requires a gradient is averaged; not sharded.
+        model: what requires a gradient is averaged; not sharded. Frozen parameters are taken from rank 0 once.
         optimizer: the inner one, or several; of parameters of the model.
         every: the number of steps in a round.
         outer: makes the outer optimizer; None for `OuterSGD()`, DiLoCo's own.
@@ -105,14 +110,19 @@ class LocalSteps:
         self._sent_feedback: dict[str, Any] | None = None  # that of an exchange which failed here
 
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         problem = _find_problem(parameters, self._optimizers)
         self._setup: dict[str, str | int] = {"every": self._every, "compressor": self._feedback.shared_spec}
         if problem is None:
             self._weights = GlobalWeights(parameters)
-            self.outer: Optimizer = make_outer(list(self._weights.tensors.values()))
+            self.outer: Optimizer = _make_outer(make_outer, list(self._weights.tensors.values()))
             self._setup["outer optimizer"] = type(self.outer).__name__
             places = enumerate(parameters.items())
             self._setup |= {f"parameter {place}": f"{name}, {describe_tensor(p)}" for place, (name, p) in places}
+            self._setup |= {
+                f"frozen parameter {name}": describe_tensor(p) if _has_values(p) else "without values"
+                for name, p in self._frozen.items()
+            }
         with torch.no_grad():
             self._join(group, problem)
 
@@ -165,11 +175,11 @@ class LocalSteps:
             MismatchError: ranks have other models, settings or global weights.
         """
         with torch.no_grad():
-            self._enter(group, None, self._timeout if timeout is None else timeout)
+            self._enter(_check_group(group), None, self._timeout if timeout is None else timeout)
 
     def close(self) -> None:
         """End the membership, after all members have ended the same round, so that no last round stays unfinished."""
-        if self._membership is None:
+        if self._membership is None or self._membership.has_left:
             return
         is_done = False
         with torch.no_grad():
@@ -202,15 +212,18 @@ class LocalSteps:
             MismatchError: it has another configuration, or other weights; or, at the end of the round, ranks loaded
                 different steps.
         """
-        if set(state) != _STATE_KEYS:
-            problem, advice = f"a state of {sorted(map(str, state))}", "give what state_dict() of the same rank gave"
-            raise MismatchError("LocalSteps", found=problem, expected=f"one of {sorted(_STATE_KEYS)}", do=advice)
+        _check_state(state)
         if dict(state["config"]) != self._config():
             problem, advice = f"a state of {dict(state['config'])}", "make it as it was saved, on as many ranks"
             raise MismatchError("LocalSteps", found=problem, expected=f"{self._config()}", do=advice)
+        self._weights.check_fit(state["weights"])
+        try:
+            self.outer.load_state_dict(copy.deepcopy(state["outer"]))  # an optimizer goes on in the tensors it is given
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            found, advice = f"what {type(self.outer).__name__} does not take ({error!r:.80})", "load it as it was saved"
+            raise MismatchError("LocalSteps, outer", found=found, expected="its state", do=advice) from error
         with torch.no_grad():
             self._weights.load(state["weights"])
-        self.outer.load_state_dict(copy.deepcopy(state["outer"]))  # an optimizer goes on in the tensors it is given
         self._average.load_state_dict(state["feedback"])
         self._residuals = {layout: residual.clone() for layout, residual in state["residuals"].items()}
         self._sent_feedback = None
@@ -220,7 +233,7 @@ class LocalSteps:
         """Enter a group that is given, or the next one of the membership."""
         membership = self._membership
         if membership is None:
-            self._enter(group or dist.distributed_c10d._get_default_group(), problem, self._timeout)
+            self._enter(_check_group(group), problem, self._timeout)
             return
         try:
             self._rebuild(membership, problem)
@@ -256,10 +269,15 @@ class LocalSteps:
                 raise
             warn_user(f"a process that wanted to join was refused: {error}", UserWarning)
             raise LostMemberError("LocalSteps", found=error.message, do="form the next group") from error
-        rounds = self._check.exchange({"round": self.round if self._has_shared_state else -1}, timeout)
+        frozen = [parameter for parameter in self._frozen.values() if _has_values(parameter)]
+        mine = {"round": self.round if self._has_shared_state else -1, "frozen": digest_tensors(frozen)}
+        rounds = self._check.exchange(mine, timeout)
         newest = max(member["round"] for member in rounds)
         source = [member["round"] for member in rounds].index(newest)
         is_behind = not self._has_shared_state or self.round < newest
+        if any(member["frozen"] != rounds[source]["frozen"] for member in rounds):
+            for parameter in frozen:
+                broadcast_parameter(parameter, source, group)
         if newest < 0 or any(member["round"] < newest for member in rounds):
             weights = self._weights.broadcast(source, group)
             outer = self._broadcast_outer(source, timeout) if newest >= 0 else None
@@ -304,7 +322,8 @@ class LocalSteps:
         """
         try:
             self._weights.set_gradients()
-            has_newcomers = self._check.check(self._facts(), self._find_nonfinite(), group_timeout(self._group))
+            problem = self._find_unfrozen() or self._find_nonfinite()
+            has_newcomers = self._check.check(self._facts(), problem, group_timeout(self._group))
             self._average_gradients()
             self.outer.step()
         finally:
@@ -327,6 +346,13 @@ class LocalSteps:
     def _facts(self) -> dict[str, str | int]:
         """What must be the same on all ranks whenever a round ends."""
         return {"round": self.round, "outer": _describe(self.outer), "global weights": self._weights.digest()}
+
+    def _find_unfrozen(self) -> Problem | None:
+        names = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        if not names:
+            return None
+        found, advice = "a parameter that requires a gradient since", "make LocalSteps anew after requires_grad changed"
+        return f"LocalSteps, {names[0]}", found, "one that is frozen, as when LocalSteps was made", advice
 
     def _find_nonfinite(self) -> Problem | None:
         nonfinite = self._weights.find_nonfinite()
@@ -364,12 +390,61 @@ def _check_membership(membership: Any, group: Any) -> Membership | None:
     return checked
 
 
+def _check_group(group: Any) -> dist.ProcessGroup:
+    """The group, None for the default one; a PolicyError if it is none, or this rank is not in it."""
+    where, expected, advice = "LocalSteps, group", "a process group of this rank", "call init_process_group before"
+    if group is None:
+        if not dist.is_initialized():
+            raise PolicyError(where, found="no process group", expected=expected, do=advice)
+        group = dist.distributed_c10d._get_default_group()
+    checked: dist.ProcessGroup = validate.check_instance(
+        where, group, dist.ProcessGroup, expected=expected, do="pass what new_group returned to one of its ranks"
+    )
+    return checked
+
+
+def _check_state(state: Any) -> None:
+    """Raise an error if this is not what `state_dict` returns, as far as types tell."""
+    advice = "give what state_dict() of the same rank gave"
+    if not isinstance(state, Mapping) or set(state) != _STATE_KEYS:
+        problem = f"a state of {sorted(map(str, state))}" if isinstance(state, Mapping) else validate.type_name(state)
+        raise MismatchError("LocalSteps", found=problem, expected=f"one of {sorted(_STATE_KEYS)}", do=advice)
+    for name in ("round", "steps_in_round"):
+        validate.check_int(f"LocalSteps, {name} of a state", state[name], minimum=0, do=advice)
+    for name in sorted(_STATE_KEYS - {"round", "steps_in_round"}):
+        if not isinstance(state[name], Mapping):
+            found = validate.type_name(state[name])
+            raise MismatchError(f"LocalSteps, {name} of a state", found=found, expected="a mapping", do=advice)
+    for layout, residual in state["residuals"].items():
+        where = f"LocalSteps, residual {layout} of a state"
+        validate.check_instance(where, residual, torch.Tensor, expected="a tensor", do=advice)
+
+
 def _check_outer(outer: Any) -> OuterOptimizer:
     if isinstance(outer, type) or not callable(outer):
         expected, advice = "a function that makes an optimizer of tensors", "pass OuterSGD(lr=0.7, momentum=0.9)"
         raise validate.argument_error("LocalSteps, outer", outer, expected, advice)
     make_outer: OuterOptimizer = outer
     return make_outer
+
+
+def _make_outer(make_outer: OuterOptimizer, tensors: list[torch.Tensor]) -> Optimizer:
+    """The outer optimizer; a PolicyError if it is none, or not of exactly these tensors."""
+    outer: Any = make_outer(tensors)
+    where, advice = "LocalSteps, outer", "make one optimizer of all tensors that the function gets"
+    if not isinstance(outer, Optimizer):
+        raise validate.argument_error(where, outer, "a function that returns a torch.optim.Optimizer", advice)
+    taken = {id(parameter) for group in outer.param_groups for parameter in group["params"]}
+    known = {id(tensor) for tensor in tensors}
+    if taken != known:
+        found = f"an optimizer of {len(taken & known)} of them and of {len(taken - known)} others"
+        raise PolicyError(where, found=found, expected=f"one of the {len(tensors)} tensors it is given", do=advice)
+    return outer
+
+
+def _has_values(parameter: nn.Parameter) -> bool:
+    """Whether all values of a parameter are here."""
+    return not (is_lazy(parameter) or isinstance(parameter, DTensor) or parameter.is_meta)
 
 
 def _find_problem(parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> Problem | None:
@@ -380,6 +455,8 @@ def _find_problem(parameters: Mapping[str, nn.Parameter], optimizers: Sequence[O
         where = f"LocalSteps, {name}"
         if is_lazy(parameter):
             return where, "a parameter without a shape", "one that has its values", "run the model once before"
+        if parameter.is_meta:
+            return where, "a parameter without values, on the meta device", "one that has them", "materialize the model"
         if isinstance(parameter, DTensor):
             advice = "use compress_fsdp, or local steps of models that every rank has whole"
             return where, "a sharded parameter", "a whole one", advice

@@ -122,6 +122,11 @@ class Membership:
                 dist.destroy_process_group()
             self.generation, self._ids, self._has_left = 0, [], True
 
+    @property
+    def has_left(self) -> bool:
+        """Whether this process has left."""
+        return self._has_left
+
     def has_ended(self) -> bool:
         """Whether another member forms the next group, as of some tenths of a second ago."""
         self._check_not_left()

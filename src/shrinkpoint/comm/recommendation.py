@@ -214,6 +214,8 @@ def recommend(
     validate.check_int("recommend(repeats=...)", repeats)
     validate.check_float("recommend(latency_ms=...)", latency_ms, exclusive=False, do="give half of what ping says")
     validate.check_float("recommend(bucket_mb=...)", bucket_mb, do="give the bucket_cap_mb of DDP")
+    if step_seconds is not None:
+        validate.check_float("recommend(step_seconds=...)", step_seconds, exclusive=False, do="leave it out")
     if max_error is not None:
         validate.check_float("recommend(max_error=...)", max_error, exclusive=False, do="leave it out")
     workload = Workload(
@@ -249,6 +251,10 @@ def _check_candidates(candidates: Sequence[CandidateLike], parallelism: Parallel
     where = "recommend(candidates=...)"
     if isinstance(candidates, str) or not isinstance(candidates, Sequence):
         raise validate.argument_error(where, candidates, "a list of compressors", f"write [{candidates!r}]")
+    for candidate in candidates:
+        if isinstance(candidate, tuple) and len(candidate) != 2:
+            found, do = f"a tuple of {len(candidate)}", "give one for the activation and one for its gradient"
+            raise PolicyError(where, found=found, expected="compressors, or pairs of them", do=do)
     if parallelism != "ddp" and TORCH_BF16_HOOK in candidates:
         raise PolicyError(where, found=TORCH_BF16_HOOK, expected="compressors of a pipeline", do='use "bf16"')
 
@@ -257,12 +263,25 @@ def _shapes(shape: Shape | Sequence[Shape] | None) -> list[Shape]:
     """One shape, or those of several gradients."""
     if shape is None:
         raise PolicyError("recommend()", found="no shape", do="give the shape of what is sent, or tensors as like=...")
+    where, expected, do = "recommend(shape=...)", "the sizes of a tensor, or a list of such", "give (n,) for n values"
+    if not isinstance(shape, Sequence) or isinstance(shape, str):
+        raise validate.argument_error(where, shape, expected, do)
     several = [one for one in shape if isinstance(one, Sequence)]
-    return several if several else [cast(Shape, shape)]
+    if several and len(several) < len(shape):
+        raise PolicyError(where, found="sizes beside lists of sizes", expected=expected, do=do)
+    shapes = several if several else [cast(Shape, shape)]
+    return [[validate.check_int(where, size, minimum=0, do=do) for size in one] for one in shapes]
 
 
 def _tensors(like: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    return [like] if isinstance(like, Tensor) else list(like)
+    tensors = [like] if isinstance(like, Tensor) else list(like) if isinstance(like, Sequence) else [like]
+    for tensor in tensors:
+        where, do = "recommend(like=...)", "give an activation, a gradient, or a list of them"
+        validate.check_instance(where, tensor, Tensor, expected="tensors", do=do)
+        if tensor.layout != torch.strided or not (tensor.is_floating_point() or tensor.is_complex()):
+            found = f"{tensor.layout} of {tensor.dtype}".replace("torch.", "")
+            raise PolicyError(where, found=found, expected="dense values of a floating-point dtype", do=do)
+    return tensors
 
 
 def _check_tensors(tensors: list[Tensor], parallelism: Parallelism) -> None:
@@ -324,6 +343,11 @@ def _noise_tensor(shape: Shape, dtype: str | torch.dtype, device: torch.device |
         do = "name the dtype of what is sent"
         raise PolicyError("recommend(dtype=...)", found=str(dtype), expected=", ".join(DTYPE_BY_NAME), do=do)
     generator = torch.Generator().manual_seed(0)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:  # no such device, or not in this build of torch
+        found, do = f"{device!r:.60} ({str(error).splitlines()[0]:.80})", 'leave it out, or name one: "cuda"'
+        raise PolicyError("recommend(device=...)", found=found, expected="a device of this machine", do=do) from error
     return torch.randn(tuple(shape), generator=generator).to(device, resolved)
 
 

@@ -110,6 +110,7 @@ class Publisher:
         self._spare: dict[str, Tensor] = {}
         self._keys: set[str] = set()
         self._dropped: list[str] = []  # keys that `published.json` has just ceased to name: somebody may read them
+        self._is_closed = False
         self._stack = ExitStack()
         self._stack.enter_context(self._storage.lock())
         try:
@@ -129,7 +130,7 @@ class Publisher:
 
     def close(self) -> None:
         """Let another process publish here; in a group, tell the other ranks that nothing more is published."""
-        self._reference, self._spare = None, {}
+        self._is_closed, self._reference, self._spare = True, None, {}
         self._stack.close()
         if self._link is not None:
             self._link.close()
@@ -148,10 +149,12 @@ class Publisher:
 
         Raises:
             StateError: a tensor is sharded, or otherwise no plain one.
-            PolicyError: a version that is not above the last.
+            PolicyError: a version that is not above the last; or the publisher is closed.
             StorageError: writing failed; the last version is still the newest.
         """
         began = time.perf_counter()
+        if self._is_closed:
+            raise PolicyError(repr(self), found="a closed publisher", expected="an open one", do="make another one")
         number = self._check_version(version)
         validate.check_bool("keyframe", keyframe)
         state = capture(model_tensors(model), self._dtype, self._spare)

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shrinkpoint import humanize, validate
 from shrinkpoint.errors import ChainError, FormatError, NotFoundError
@@ -92,7 +93,7 @@ class Subscriber:
         self._reader = self._open_reader(storage)
         self._held: HeldVersion | None = None
         self._applied: tuple[str, int] | None = None  # id of the series and version
-        self._addresses: tuple[int, ...] = ()  # of the model that has it
+        self._written: list[_Written] = []  # the tensors that have it
 
     def __repr__(self) -> str:
         return f"Subscriber({self._where!r}, version={self.version})"
@@ -122,7 +123,7 @@ class Subscriber:
             wait: seconds to wait for a version that the model does not have; in a group, it is waited for anyway.
 
         Returns:
-            what was done; None if there is no newer version, in a group: if the publisher is closed.
+            what was done; None if the model has the newest version, in a group: if the publisher is closed.
 
         Raises:
             MismatchError: the model has other tensors than are published, or sharded ones; it is unchanged.
@@ -141,9 +142,9 @@ class Subscriber:
         tensors = unflatten(new.tree, new.reference.tensors, where=self._where)
         writes = plan_writes(live, tensors, self._where)
         previous = self.version
-        self._addresses = ()
+        self._written = []
         pause = write_all(live, writes)
-        self._applied, self._addresses = (new.id, new.version), _addresses(live)
+        self._applied, self._written = (new.id, new.version), [_Written(tensor) for tensor in live.values()]
         nbytes = 0 if new is held else new.nbytes
         changed = sum(write.num_changed for write in writes)
         return Update(new.version, previous, nbytes, changed, time.perf_counter() - began, pause)
@@ -182,7 +183,10 @@ class Subscriber:
             time.sleep(min(self._poll, rest))
 
     def _has(self, published: Published, live: dict[str, Tensor]) -> bool:
-        return self._applied == (published.id, published.version) and self._addresses == _addresses(live)
+        """Whether the tensors have this version, and nobody has written into them since."""
+        if self._applied != (published.id, published.version) or len(live) != len(self._written):
+            return False
+        return all(written.is_as_left(tensor) for written, tensor in zip(self._written, live.values(), strict=True))
 
     def _decode(self, published: Published) -> HeldVersion:
         """The newest version, decoded; files may be pruned meanwhile, and then a newer one is there."""
@@ -200,5 +204,23 @@ class Subscriber:
                 published = newer
 
 
-def _addresses(live: dict[str, Tensor]) -> tuple[int, ...]:
-    return tuple(tensor.data_ptr() for tensor in live.values())
+class _Written:
+    """A tensor that an update has written, known again by its memory, which another one may get once it is freed."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage, self._address = _memory_of(tensor), tensor.data_ptr()
+        self._changes = _count_changes(tensor)
+
+    def is_as_left(self, tensor: Tensor) -> bool:
+        """Whether a tensor is this one, unchanged, as far as torch counts changes (not those through `.data`)."""
+        is_same = tensor.data_ptr() == self._address and _memory_of(tensor) == self._storage
+        return is_same and _count_changes(tensor) == self._changes
+
+
+def _memory_of(tensor: Tensor) -> StorageWeakRef:
+    """A reference that keeps no memory, and is equal for tensors that share theirs and for no later ones."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _count_changes(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

@@ -153,6 +153,7 @@ class Journal:
         self._gradient_bytes = 0  # of a record, on the rank that has most
         self._writer: SegmentWriter | None = None
         self._step: int | None = None  # the last one that the state contains; None: it is not known
+        self._is_closed = self._has_failed = False  # `update` has raised: the state is that of no step
         self._num_bytes = 0  # of the records since the last save, the same on all ranks
         self._has_stopped = self._is_clean = False
         self._old_report = manager.last_report  # of a save whose older segments are deleted
@@ -168,6 +169,7 @@ class Journal:
 
     def close(self) -> None:
         """Flush the file to the disk, and let go of the model and of the directory."""
+        self._is_closed = True
         self._compression.stop_recording()
         writer, self._writer, self._step = self._writer, None, None
         with self._lock:
@@ -198,6 +200,7 @@ class Journal:
             Exception: whatever `update` raises. The step is not in the journal, and the state is that of no step:
                 restore before the next one.
         """
+        self._check_usable()
         if self._step is None or self._writer is None:
             found, do = "no state to begin with", "call restore, and save if it returned None, before the loop"
             raise PolicyError("journal", found=found, do=do)
@@ -212,6 +215,7 @@ class Journal:
         try:
             self._run_update()
         except BaseException:
+            self._has_failed = True
             if is_appended:  # a replay would raise again
                 self._writer.undo()
             raise
@@ -228,11 +232,12 @@ class Journal:
             arguments: of the manager's `save`.
 
         Raises:
-            PolicyError: another step than the last one.
+            PolicyError: another step than the last one; or `update` has raised, and the state is that of no step.
             LockedError: another process writes this journal.
             StorageError: the journal cannot be written, on a rank; nothing was saved, and the old file goes on.
             Exception: whatever the manager's `save` raises.
         """
+        self._check_usable()
         layout.check_step(step)
         if self._step is not None and step != self._step:
             found, do = f"step {step}", "save after `step` of the same number"
@@ -269,6 +274,7 @@ class Journal:
         """
         begin = time.perf_counter()
         validate.check_bool("journal, strict", strict)
+        self._check_open()
         self._step = None
         self._open()
         checkpoints: list[RestoreResult[int] | None] = []
@@ -286,6 +292,7 @@ class Journal:
             found, do = f"checkpoints of steps {steps}", "let all ranks read one store"
             raise MismatchError("journal", found=found, expected="one", do=do)
         [checkpoint] = checkpoints
+        self._has_failed = False
         if checkpoint is None:
             return None
         start = checkpoint.step
@@ -294,6 +301,8 @@ class Journal:
         self._replay(start, last) if last else self._begin(start)
         self._is_clean = False
         assert self._step is not None
+        if step is not None:
+            self._warn_of_later(self._step)
         return JournalRestore(self._step, self._step - start, checkpoint, time.perf_counter() - begin)
 
     def rehearse(self, **arguments: Any) -> JournalRestore:
@@ -330,6 +339,23 @@ class Journal:
         self._agree(compare)
         assert restored is not None
         return restored
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise PolicyError("journal", found="a closed journal", expected="an open one", do="make another one")
+
+    def _check_usable(self) -> None:
+        self._check_open()
+        if self._has_failed:
+            found, expected = "an `update` that raised: the state is that of no step", "the state of a step"
+            raise PolicyError("journal", found=found, expected=expected, do="call restore first")
+
+    def _warn_of_later(self, last: int) -> None:
+        """Warn of checkpoints of another course: after a crash the newest one is restored, whoever has made it."""
+        later = [start for start in self._directory.starts(self._rank) if start > last]
+        if later and self._rank == 0:
+            text = f"the run goes on from step {last}, and there are checkpoints up to step {later[-1]} or beyond"
+            warn_user(f"journal: {text}; remove them, or a crash resumes from the newest of them", UserWarning)
 
     def _agree(self, compute: Callable[[], T]) -> list[T]:
         """What a function returns on every rank; if it raises on one, all raise."""

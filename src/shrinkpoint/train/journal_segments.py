@@ -104,6 +104,12 @@ class JournalDirectory:
             warn_user(f"the journal is replayed up to step {start if last is None else last[0]}: {error}", UserWarning)
         return last
 
+    def starts(self, rank: int) -> list[int]:
+        """The steps at which files of a rank begin, in order: a checkpoint of each was made."""
+        names = [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
+        matches = [match for name in names if (match := _NAME.fullmatch(name))]
+        return sorted(int(match[1]) for match in matches if int(match[2]) == rank)
+
     def delete(self, is_old: Callable[[int, int], bool]) -> None:
         """Delete the files of whose step and rank this is true."""
         for path in self.path.iterdir() if self.path.is_dir() else ():
