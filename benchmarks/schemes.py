@@ -18,7 +18,7 @@ import json
 import lzma
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,8 +106,8 @@ SUBJECTS = {"ssl": published, "wikitext": kept}
 """Subjects that are not trained by this script."""
 
 
-def outcomes(subject: Subject, options: argparse.Namespace) -> list[BenchResult]:
-    found = []
+def outcomes(subject: Subject, options: argparse.Namespace) -> Iterator[BenchResult]:
+    """The result of each scheme that is asked for, one after the other."""
     quality = subject.quality
     names = [name for name in SYSTEMS if quality is not None or not needs_evaluation(name)]
     systems: list[Any] = [
@@ -119,18 +119,22 @@ def outcomes(subject: Subject, options: argparse.Namespace) -> list[BenchResult]
             threads=options.threads,
         )
         for name in names
+        if is_chosen(name, options.only)
     ]
-    for one in [*systems, DCP(), EightBit()]:
-        if options.only and not any(part in one.name for part in options.only):
-            continue
+    for one in [*systems, *(one for one in (DCP(), EightBit()) if is_chosen(one.name, options.only))]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what schemes say of single checkpoints is in the table
             try:
-                found.append(measure(one, subject.series, quality))
+                result = measure(one, subject.series, quality)
             except ImportError as missing:
-                found.append(BenchResult(one.name, failure=str(missing)))
-        print(f"  {one.name}" + (f": {found[-1].failure}" if found[-1].failure else ""), flush=True)
-    return found
+                result = BenchResult(one.name, failure=str(missing))
+        print(f"  {one.name}" + (f": {result.failure}" if result.failure else ""), flush=True)
+        yield result
+
+
+def is_chosen(name: str, only: Sequence[str]) -> bool:
+    """Whether a scheme is asked for: by its name, or by a part of it that is no scheme's name."""
+    return not only or any(word == name or (word not in SYSTEMS and word in name) for word in only)
 
 
 def main() -> None:
@@ -139,7 +143,7 @@ def main() -> None:
     names = ("gpt", "resnet", "ssl", "wikitext", "wide")
     parser.add_argument("--subjects", nargs="*", choices=names, default=names[:4], metavar="NAME", help=str(names))
     parser.add_argument("--series", type=Path, default=wikitext_series.default_folder(), help="of wikitext_series.py")
-    parser.add_argument("--only", nargs="*", default=[], help="schemes whose name contains one of these")
+    parser.add_argument("--only", nargs="*", default=[], help="schemes of these names, or parts of names")
     parser.add_argument("--checkpoints", type=int, default=8)
     parser.add_argument("--interval", type=int, default=16, help="steps between two of them, where we train")
     parser.add_argument("--threshold", type=float, default=0.01, help="of schemes that search")
@@ -159,12 +163,16 @@ def main() -> None:
                 print(f"{subject.name}: no data, skipped")
                 continue
             print(f"{subject.name}: {len(subject.series)} checkpoints")
-            found = outcomes(subject, options)
+            found: list[BenchResult] = []
+            for result in outcomes(subject, options):  # each is kept at once: one may take minutes
+                found.append(result)
+                document["subjects"][subject.name] = [one.to_json() for one in found]
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(json.dumps(document, indent=1))
             print("\n" + table(TABLE_HEADER, table_rows(found)) + "\n")
-            document["subjects"][subject.name] = [one.to_json() for one in found]
-            options.out.parent.mkdir(parents=True, exist_ok=True)
             place = options.out.with_name(f"{options.out.stem}_{name}")
             print("plot:", *write_plot(found, place, f"{subject.name}, {len(subject.series)} checkpoints"))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(document, indent=1))
     print("written:", options.out)
 
