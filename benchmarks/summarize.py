@@ -39,6 +39,7 @@ SCRIPTS = {
     "replicas": "gradient_compression",
     "restores": "repeated_restores",
     "rework": "recomputation",
+    "schemes_wikitext": "schemes",
     "search": "search_trials",
     "stall": "save_latency",
     "transfer": "transfer_learning",
