@@ -26,7 +26,6 @@ import torch
 import workload_image
 import workloads
 from lossless_report import table
-from lossless_speed import machine
 from run_log import Ledger, version
 from torch import Tensor, nn
 
@@ -391,11 +390,7 @@ def _record(name: str, make: Callable[[], Subject], kind: str, images: int, ledg
     found = study(make(), kind)
     seconds = time.perf_counter() - began
     print(f"{name}, {kind}: {found['bins']}, {seconds:.0f} s", flush=True)
-    return ledger.add(
-        settings,
-        version(*FILES),
-        {**found, "seconds": seconds, "machine": machine(), "at": time.strftime("%Y-%m-%dT%H:%M:%S")},
-    )
+    return ledger.add(settings, version(*FILES), {**found, "seconds": seconds})
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ import torch
 import workload_image
 import workloads
 from lossless_report import table
-from lossless_speed import machine
 from run_log import Ledger, version
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -229,7 +227,7 @@ def study(name: str, seed: int, data: Path, *, quick: bool) -> dict[str, Any]:
         found.append({"part": "agreement", **stage.agreement()})
         rows += [{"step": step, **row} for row in found]
         print(f"          {name}, seed {seed}, step {step}: loss {stage.base:.4f}", flush=True)
-    return {"base": bases, "rows": rows, "facts": work.facts, "machine": machine()}
+    return {"base": bases, "rows": rows, "facts": work.facts}
 
 
 def groups(records: list[dict[str, Any]], part: str, *keys: str) -> dict[tuple[Any, ...], list[Row]]:
@@ -309,8 +307,7 @@ def main() -> None:
             settings = {"workload": name, "seed": seed, "quick": args.quick}
             record = ledger.find(settings, mark)
             if record is None and not args.report:
-                at = time.strftime("%Y-%m-%dT%H:%M:%S")
-                record = ledger.add(settings, mark, {**study(name, seed, args.data, quick=args.quick), "at": at})
+                record = ledger.add(settings, mark, study(name, seed, args.data, quick=args.quick))
             records += [record] if record else []
         if records:
             show(name, records)

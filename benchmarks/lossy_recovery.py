@@ -12,7 +12,6 @@ back from its files. A finished run is a line of results/recovery.jsonl; what is
 from __future__ import annotations
 
 import argparse
-import platform
 import tempfile
 import time
 import warnings
@@ -25,7 +24,6 @@ import lossy_recovery_report
 import systems
 import torch
 import workloads
-from lossless_speed import machine
 from run_log import Ledger, version
 from workload_variants import VARIANTS
 from workloads import Course, Workload
@@ -239,7 +237,6 @@ class Play:
             "train seconds": self.train_seconds,
             "save seconds": saving,
             "overhead": saving / self.train_seconds,
-            "machine": {**machine(), "python": platform.python_version()},
         }
 
 
@@ -248,7 +245,7 @@ def play(job: Job, data: Path) -> dict[str, Any]:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="shrinkpoint-recovery-") as folder:
         result = Play(job, workload, Path(folder)).run()
-    return {**result, "seconds": time.perf_counter() - began, "at": time.strftime("%Y-%m-%dT%H:%M:%S")}
+    return {**result, "seconds": time.perf_counter() - began}
 
 
 def code(job: Job) -> str:

@@ -14,8 +14,6 @@ same iteration. A finished course is a line of results/rework.jsonl; what is the
 from __future__ import annotations
 
 import argparse
-import platform
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +23,6 @@ import recomputation_run
 import torch
 import workload_small
 import workloads
-from lossless_speed import machine
 from run_log import Ledger, version
 
 FILES = ("workloads.py", "workload_small.py", "recomputation_run.py", "recomputation_bound.py")
@@ -71,8 +68,7 @@ def work(job: Job, ledger: Ledger, args: argparse.Namespace) -> None:
     found = recomputation_run.play(
         workload_small.named(job.workload, args.data, quick=job.quick), job.optimizer, job.seed
     )
-    found["machine"] = {**machine(), "python": platform.python_version()}
-    ledger.add(asdict(job), version(*FILES), {**found, "at": time.strftime("%Y-%m-%dT%H:%M:%S")})
+    ledger.add(asdict(job), version(*FILES), found)
     print(f"          level {found['target']['level']:.4f}, {found['seconds']:.0f} s", flush=True)
 
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lossless_speed import machine
 from workloads import REPO
 
 CORE = ("baselines", "codec", "container", "quantize", "schemes", "sharding", "store", "tensors", "train")
@@ -53,7 +56,12 @@ class Ledger:
         return None
 
     def add(self, settings: Mapping[str, Any], version: str, result: Mapping[str, Any]) -> dict[str, Any]:
-        record = {"settings": dict(settings), "version": version, **result}
+        """Append a run, with the machine and the time."""
+        about = {
+            "machine": {**machine(), "python": platform.python_version()},
+            "at": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        }
+        record = {"settings": dict(settings), "version": version, **result, **about}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps(record, default=plain) + "\n"
         with self.path.open("ab", buffering=0) as file:

@@ -12,6 +12,7 @@ import pickle
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +33,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from shrinkpoint.bench.systems import resident_bytes
+from shrinkpoint.guard import no_gc
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.store.delta_writer import DeltaWriter
 from shrinkpoint.store.directory import commit, verify_directory
@@ -216,7 +218,11 @@ def coordinate(job: Job, folder: Path, *, collect: bool = True) -> dict[str, Any
     Args:
         collect: leave Python's automatic garbage collection on; some training programs turn it off.
     """
-    (gc.enable if collect else gc.disable)()
+    with nullcontext() if collect else no_gc():
+        return _coordinate(job, folder)
+
+
+def _coordinate(job: Job, folder: Path) -> dict[str, Any]:
     clock, place = Clock(), folder / "step-1"
     pickle.loads(pickle.dumps(replace(job, ranks=1).plan(0)))  # what is imported once
     sent = [pickle.dumps(job.plan(rank)) for rank in range(job.ranks)]

@@ -31,7 +31,6 @@ import workload_image
 import workload_sentence
 import workloads
 from lossless_report import table
-from lossless_speed import machine
 from run_log import Ledger, version
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -234,8 +233,7 @@ def run(jobs: list[Job], ledger: Ledger, args: argparse.Namespace) -> None:
             states[key] = compressed(made[job.task], job, args.threads)
         state, facts = states[key]
         result = {**facts, **fine_tune(made[job.task], state, job.seed), "seconds": time.perf_counter() - began}
-        about = {"machine": machine(), "at": time.strftime("%Y-%m-%dT%H:%M:%S")}
-        ledger.add(asdict(job), version(*FILES), {**result, **about})
+        ledger.add(asdict(job), version(*FILES), result)
         print(f"          {result['target']:.2f} %, {time.perf_counter() - began:.0f} s", flush=True)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import platform
 import time
 import warnings
 from collections.abc import Iterator
@@ -29,7 +28,6 @@ import wire_grid
 import wire_report
 import wire_task
 import workloads
-from lossless_speed import machine
 from run_log import Ledger, version
 from torch import nn
 from wire_grid import Job
@@ -87,7 +85,6 @@ class Play:
             "train CPU seconds": busy,
             "facts": {**self.task.facts, "steps": self.task.steps, "epochs": self.task.epochs},
             "fingerprint": workloads.fingerprint(self.course.model),
-            "machine": {**machine(), "python": platform.python_version()},
         }
 
     def judged(self, model: nn.Module) -> dict[str, Any]:
@@ -130,7 +127,7 @@ def bits(links: dict[str, dict[str, Any]], way: str, before: dict[str, dict[str,
 def play(job: Job, data: Path, cache: Path) -> dict[str, Any]:
     began = time.perf_counter()
     result = Play(job, wire_task.named(job.task, data, cache, quick=job.quick)).run()
-    return {**result, "seconds": time.perf_counter() - began, "at": time.strftime("%Y-%m-%dT%H:%M:%S")}
+    return {**result, "seconds": time.perf_counter() - began}
 
 
 def code() -> str:

@@ -274,7 +274,7 @@ def _shapes(shape: Shape | Sequence[Shape] | None) -> list[Shape]:
 
 
 def _tensors(like: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    tensors = [like] if isinstance(like, Tensor) else list(like) if isinstance(like, Sequence) else [like]
+    tensors = list(like) if isinstance(like, Sequence) else [like]
     for tensor in tensors:
         where, do = "recommend(like=...)", "give an activation, a gradient, or a list of them"
         validate.check_instance(where, tensor, Tensor, expected="tensors", do=do)

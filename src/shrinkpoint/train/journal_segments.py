@@ -106,14 +106,17 @@ class JournalDirectory:
 
     def starts(self, rank: int) -> list[int]:
         """The steps at which files of a rank begin, in order: a checkpoint of each was made."""
-        names = [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
-        matches = [match for name in names if (match := _NAME.fullmatch(name))]
-        return sorted(int(match[1]) for match in matches if int(match[2]) == rank)
+        return sorted(start for _, start, owner in self._files() if owner == rank)
 
     def delete(self, is_old: Callable[[int, int], bool]) -> None:
         """Delete the files of whose step and rank this is true."""
-        for path in self.path.iterdir() if self.path.is_dir() else ():
-            match = _NAME.fullmatch(path.name)
-            if match and is_old(int(match[1]), int(match[2])):
+        for path, start, rank in self._files():
+            if is_old(start, rank):
                 with suppress(OSError):  # it is in nobody's way
                     path.unlink()
+
+    def _files(self) -> list[tuple[Path, int, int]]:
+        """The files, with the step at which each begins, and its rank."""
+        paths = list(self.path.iterdir()) if self.path.is_dir() else []
+        matches = [(path, _NAME.fullmatch(path.name)) for path in paths]
+        return [(path, int(match[1]), int(match[2])) for path, match in matches if match]
