@@ -53,7 +53,7 @@ def test_with_a_quality_the_others_do_too_and_the_rise_is_told(run, weights, qua
 
 def test_a_quality_that_fails_is_named_for_each_scheme(run, weights, quality):
     done = run("bench", weights, "--evaluate", quality.replace("loss", "bad"), "--scheme", "qd", "--scheme", "scar")
-    assert done.code == 0 and done.stderr.count("ZeroDivisionError") == 2
+    assert done.code == 1 and done.stderr.count("ZeroDivisionError") == 2
 
 
 def test_mistakes_are_told(run, weights, tmp_path):

@@ -128,7 +128,8 @@ def test_a_failed_write_leaves_nothing(run, store, tmp_path):
     assert done.code == 6
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x.safetensors").mkdir()
-    assert run("export", store, tmp_path / "full" / "x.safetensors", "--force").code == 6
+    done = run("export", store, tmp_path / "full" / "x.safetensors", "--force")
+    assert done.code == 2 and "a directory; expected a file to write" in done.stderr
     assert [one.name for one in (tmp_path / "full").iterdir()] == ["x.safetensors"]
 
 
@@ -216,3 +217,12 @@ def test_a_scheme_without_what_it_needs_writes_nothing(run, store, tmp_path, mon
     done = run("export", store, tmp_path / "a.safetensors", *arguments)
     assert done.code == 2 and text in " ".join(done.stderr.split())
     assert not (tmp_path / "a.safetensors").exists()
+
+
+def test_a_file_of_a_checkpoint_is_not_replaced(run, store, payload):
+    before = payload(40).read_bytes()
+    for out in (payload(40), payload(40).parent / "manifest.json", store / "step-000000050" / "rank-00000.safetensors"):
+        done = run("export", store, out, "--force", "--to", "torch")
+        assert done.code == 2 and "a file of a checkpoint; expected another place" in done.stderr
+    assert payload(40).read_bytes() == before
+    assert run("verify", store, "--deep").code == 0

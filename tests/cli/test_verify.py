@@ -66,11 +66,14 @@ def test_a_file_whose_base_is_gone_is_found_by_decoding(run, payload, tmp_path):
     assert "base" in done.stdout
 
 
-def test_what_is_no_checkpoint_file_is_a_finding(run, tmp_path):
+def test_a_file_of_something_else_is_not_found_and_an_empty_one_is_a_finding(run, tmp_path):
     text = tmp_path / "notes.txt"
     text.write_text("hello " * 100)
-    assert run("verify", text).code == 1
-    assert run("show", text).code == 4
+    for command in ("verify", "show"):
+        done = run(command, text)
+        assert done.code == 3 and "a text file; expected a checkpoint of shrinkpoint" in done.stderr
+    text.write_text("")
+    assert run("verify", text).code == 1  # what a full disk makes of a checkpoint
 
 
 def test_a_place_that_is_not_there_is_not_found(run, tmp_path):

@@ -50,6 +50,16 @@ def test_shards_and_ranks_are_no_run(tmp_path):
     assert _steps(discover(tmp_path)) == [(0, tmp_path.name)]
 
 
+def test_files_named_by_their_step_are_a_run_and_a_link_to_nothing_is_named(tmp_path):
+    for step in (1, 20):
+        torch.save({}, tmp_path / f"{step}.pt")
+    (tmp_path / "step-3.pt").symlink_to(tmp_path / "nowhere.pt")
+    (tmp_path / "last.ckpt").symlink_to(tmp_path / "20.pt")
+    series = discover(tmp_path)
+    assert _steps(series) == [(1, "1.pt"), (20, "20.pt")]
+    assert [path.name for path in series.ignored_paths] == ["step-3.pt"]
+
+
 def test_the_checkpoints_of_a_project_are_found(tmp_path):
     run_of_files(tmp_path / "version_0" / "checkpoints", (1, 2))
     assert len(discover(tmp_path / "version_0").checkpoints) == 2

@@ -84,6 +84,19 @@ def test_another_checkpoint_of_the_step_is_not_replaced_until_asked(run, tmp_pat
     assert len(list(verify_import(storage, run))) == 4
 
 
+def test_a_step_whose_values_changed_is_saved_again_when_asked(run, tmp_path):
+    storage = LocalStorage(tmp_path / "store")
+    _converted(storage, run)
+    other = training(20)
+    other["model"]["bias"][3] += 1
+    torch.save(other, run[1].path)
+    assert [row.done for row in _converted(storage, run)] == [True] * 4  # the structure is the same
+    with pytest.raises(CorruptError, match="add --force to save it again"):
+        list(verify_import(storage, run))
+    assert [row.done for row in _converted(storage, run, force=True)] == [True, False, True, True]
+    assert list(verify_import(storage, run)) == [(step, True) for step in (10, 20, 30, 40)]
+
+
 def test_verification_finds_a_value_that_differs(run, tmp_path):
     storage = LocalStorage(tmp_path / "store")
     _converted(storage, run)

@@ -118,6 +118,25 @@ def test_a_damaged_file_is_read_or_is_an_error_of_ours(tmp_path_factory, at, val
         assert str(folder) in error.where
 
 
+@pytest.mark.parametrize("has_crc", [True, False])
+def test_a_flipped_bit_of_a_tensor_is_found_where_the_file_can_tell(tmp_path, has_crc):
+    path = tmp_path / "a.pt"
+    torch.serialization.set_crc32_options(has_crc)
+    try:
+        torch.save({"w": torch.zeros(5000)}, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert torch.equal(torch_file.read(path).content["w"], torch.zeros(5000))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    if has_crc:
+        with pytest.raises(CorruptError, match=r"a damaged record .*a/data/0"):
+            torch_file.read(path)
+    else:
+        assert torch_file.read(path).content["w"].any()
+
+
 def test_an_empty_file_and_one_that_is_cut_say_so(tmp_path):
     (tmp_path / "a.pt").write_bytes(b"")
     malice(tmp_path / "b.pt", tmp_path / "mark")

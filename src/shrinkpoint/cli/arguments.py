@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -215,7 +216,7 @@ def open_store(text: str, *, allow_run: bool = False) -> tuple[Storage, Listing]
         return storage, listing
     path, expected = Path(text), "the directory of a store"
     if path.exists() and not path.is_dir():
-        raise NotFoundError(text, found="a file", expected=expected, do=f"see `shrinkpoint show {text}`")
+        raise NotFoundError(text, found="a file", expected=expected, do=f"see `shrinkpoint show {shlex.quote(text)}`")
     if not path.exists():
         raise NotFoundError(text, found="no such directory", expected=expected, do="check the path")
     storage = LocalStorage(path)
@@ -246,7 +247,8 @@ def find_manifest(listing: Listing, location: Location) -> Manifest:
         raise NotFoundError(where, found=identity.description, expected=OWN_CHECKPOINT, do=do)
     found = "no checkpoint" if location.step is None else f"no checkpoint of step {location.step}"
     steps = f"one of {preview(sorted(listing.visible))}" if listing.visible else "a directory with a checkpoint in it"
-    raise NotFoundError(str(location.path), found=found, expected=steps, do=f"see `shrinkpoint list {location.path}`")
+    do = f"see `shrinkpoint list {shlex.quote(str(location.path))}`"
+    raise NotFoundError(str(location.path), found=found, expected=steps, do=do)
 
 
 def require_step(listing: Listing, step: int, store: str) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shrinkpoint.cli.arguments import HigherIsBetterOption, JsonOption, ThresholdOption, import_function, parse_share
-from shrinkpoint.cli.console import Column, print_json, print_line, print_note, print_table, show_progress
+from shrinkpoint.cli.console import Column, ExitCode, print_json, print_line, print_note, print_table, show_progress
 from shrinkpoint.progress import track
 
 if TYPE_CHECKING:
@@ -81,12 +81,14 @@ def command(
     written = [] if out is None else _write_results(document, results, out)
     if json:
         print_json(document)
-        return
-    _print_results(results)
-    if function is None:
-        print_note("no --evaluate: nothing is known of the loss, and schemes that search were left out")
-    if written:
-        print_line("written: " + ", ".join(map(str, written)))
+    else:
+        _print_results(results)
+        if function is None:
+            print_note("no --evaluate: nothing is known of the loss, and schemes that search were left out")
+        if written:
+            print_line("written: " + ", ".join(map(str, written)))
+    if all(result.failure for result in results):
+        raise typer.Exit(ExitCode.FINDINGS)
 
 
 def _load_series(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
@@ -26,6 +27,7 @@ from shrinkpoint.cli.bucket_files import local_target, show_place
 from shrinkpoint.cli.console import print_json, print_line, print_loss_warnings, print_note, show_progress
 from shrinkpoint.errors import NotFoundError, PolicyError
 from shrinkpoint.storage import is_object_url
+from shrinkpoint.store import layout
 
 if TYPE_CHECKING:
     from shrinkpoint.schemes.base import Scheme
@@ -90,6 +92,7 @@ def command(
     and the files of a tokenizer that lie beside config.json. With --scheme: a file that shrinkpoint.load reads.
     """
     location = parse_location(place, step)
+    _check_no_payload(out)
     if scheme is None and (calibrate or evaluate):
         found, do = "--calibrate or --evaluate", "add --scheme, or leave them out"
         raise PolicyError("export", found=found, expected="them with --scheme", do=do)
@@ -100,9 +103,15 @@ def command(
             raise PolicyError("--hf", found="--to or --only as well", expected="one form", do="leave them out")
         _export_pretrained(location, out, config, max_shard_size, force, json)
         return
+    if higher and scheme is None:
+        do = "add --scheme, or leave it out"
+        raise PolicyError("export", found="--higher-is-better", expected="it with --scheme", do=do)
     if max_shard_size is not None or config is not None:
         found, do = "--max-shard-size or --config", "add --hf, or leave them out"
         raise PolicyError("export", found=found, expected="them with --hf", do=do)
+    if not is_object_url(out) and out.is_dir():
+        do = "name a file in it, or add --hf for a model's directory"
+        raise PolicyError(str(out), found="a directory", expected="a file to write", do=do)
     if not is_object_url(out) and out.exists() and not force:
         raise PolicyError(str(out), found="a file that exists", expected="a new name", do="add --force to replace it")
     if scheme is not None:
@@ -139,6 +148,20 @@ def command(
     if counts.num_converted:
         values = humanize.count(counts.num_converted, "numpy value")
         print_note(f"{values} became tensors and numbers, which weights_only=True can open")
+
+
+def _check_no_payload(out: Path) -> None:
+    """Refuse the name of a file that a checkpoint of ours consists of, which --force would replace."""
+    own = [layout.is_own_name(name) for name in (out.name, f"{out.parent.name}/{out.name}")]
+    beside = (out.parent, out.parent.parent)
+    is_checkpoint = any(
+        layout.step_of_dir(path.name) is not None or (not is_object_url(out) and (path / layout.MANIFEST).is_file())
+        for is_own, path in zip(own, beside, strict=True)
+        if is_own
+    )
+    if is_checkpoint:
+        do = "choose a name outside of the store"
+        raise PolicyError(show_place(out), found="a file of a checkpoint", expected="another place", do=do)
 
 
 def _export_pretrained(
@@ -190,7 +213,7 @@ def _export_compressed(
 
 
 def _nothing_like(patterns: Sequence[str], location: Location) -> NotFoundError:
-    do = f"see `shrinkpoint show {location.path} --tensors --values`"
+    do = f"see `shrinkpoint show {shlex.quote(str(location.path))} --tensors --values`"
     return NotFoundError(str(location), found=f"nothing named like {' or '.join(patterns)}", do=do)
 
 

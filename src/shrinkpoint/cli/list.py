@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Annotated
@@ -57,7 +58,7 @@ def _print(store: str, report: StoreReport, hidden: int) -> None:
     if hidden:
         print_note(f"{humanize.count(hidden, 'checkpoint')} forgotten, shown by --all, deleted by `prune`")
     for where, reason in report.broken:
-        print_note(f"{where}: {reason} (see `shrinkpoint verify {place}`)", "unreadable", "bold red")
+        print_note(f"{where}: {reason} (see `shrinkpoint verify {shlex.quote(str(place))}`)", "unreadable", "bold red")
 
 
 def _totals(report: StoreReport) -> str:

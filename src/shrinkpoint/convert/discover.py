@@ -39,12 +39,13 @@ def step_from_name(name: str) -> int | None:
     >>> names = "checkpoint-500", "epoch=0-step=10.ckpt", "model_epoch_8.pth", "step_000100.pt", "ck100"
     >>> [step_from_name(name) for name in names]
     [500, 10, 8, 100, None]
-    >>> names = "global_step7", "model-00001-of-00002.safetensors", "iter=0040", "12", "last.ckpt"
+    >>> names = "global_step7", "model-00001-of-00002.safetensors", "iter=0040", "12", "12.pt", "last.ckpt"
     >>> [step_from_name(name) for name in names]
-    [7, None, 40, 12, None]
+    [7, None, 40, 12, 12, None]
     """
-    if name.isdecimal():
-        return int(name) if len(name) <= 15 else None
+    suffix = next((suffix for suffix in TENSOR_SUFFIXES if name.endswith(suffix)), "")
+    if (stem := name.removesuffix(suffix)).isdecimal():
+        return int(stem) if len(stem) <= 15 else None
     numbers = [(label.lower(), int(digits)) for label, digits in _STEP_PATTERN.findall(name)]
     steps = [number for label, number in numbers if label not in _EPOCH_LABELS]
     return next(iter([*steps, *(number for _, number in numbers)]), None)
@@ -188,7 +189,10 @@ def discover(path: Path, *, only: Sequence[str] = (), step: int | None = None) -
         FormatError: an index or a metadata file is damaged; in a run, reading that checkpoint raises it instead.
     """
     if not path.exists():
-        raise NotFoundError(str(path), found="no such file or directory", do="check the path")
+        store, _, number = str(path).rpartition("@")
+        is_step = number.isdecimal() and Path(store).is_dir()
+        do = f"name the store, and add --step {number}" if is_step else "check the path"
+        raise NotFoundError(str(path), found="no such file or directory", do=do)
     if not path.is_file() and not path.is_dir():  # a pipe, which might never end
         raise NotFoundError(str(path), found=what_is_at(path), expected="a file or a directory", do="name another")
     series = _discover_at(path.resolve() if path.name in ("", "..") else path)
@@ -273,7 +277,7 @@ def _child_checkpoint(path: Path, step: int) -> SourceCheckpoint | None:
 
 def _is_alias(path: Path, checkpoints: Iterable[SourceCheckpoint]) -> bool:
     """Whether a file (`last.ckpt`) is another name of one of the checkpoints."""
-    return not path.exists() or any(path.samefile(checkpoint.path) for checkpoint in checkpoints)
+    return path.exists() and any(path.samefile(checkpoint.path) for checkpoint in checkpoints)
 
 
 def _native_checkpoint(path: Path) -> SourceCheckpoint | None:

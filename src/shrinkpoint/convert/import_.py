@@ -24,6 +24,8 @@ from shrinkpoint.store.single_file import decode_file
 from shrinkpoint.tensors.compare import describe_difference, describe_structure_difference
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 
+_HOW_TO_REPLACE = "convert into another store, or add --force to save it again"
+
 
 @dataclass(frozen=True)
 class ImportRow:
@@ -87,7 +89,7 @@ class Importer:
         """Saves a checkpoint; if the same one is stored already, it stays unchanged.
 
         Raises:
-            PolicyError: another checkpoint of this step is stored.
+            PolicyError: another checkpoint of this step is stored, and it is not forced.
             StateError, FormatError, NotFoundError, StorageError: the checkpoint cannot be read, or not be written.
         """
         began = time.perf_counter()
@@ -113,21 +115,38 @@ class Importer:
         )
 
     def _is_stored(self, checkpoint: SourceCheckpoint, state: FlatState, manifest: Manifest) -> bool:
-        """Whether a stored checkpoint has the structure of a state; raises `PolicyError` if not, unless forced."""
+        """Whether a stored checkpoint is that of a state; raises `PolicyError` if its structure differs.
+
+        If forced, nothing is raised and values are compared too; else `verify_import` compares them.
+        """
+        difference = self._structure_difference(state, manifest)
+        if self._force:
+            return not difference and self._has_values(state, manifest)
+        if difference:
+            found, expected = f"a checkpoint that differs ({difference})", f"what {checkpoint.name} holds"
+            where = f"{self._storage.describe()}, step {checkpoint.step}"
+            raise PolicyError(where, found=found, expected=expected, do=_HOW_TO_REPLACE)
+        return True
+
+    def _structure_difference(self, state: FlatState, manifest: Manifest) -> str:
         key = manifest.key(manifest.payloads[0].name)
         try:
             with self._storage.open(key) as source:
                 reader = FileReader(source, self._storage.describe(key))
             shapes = {info.name: info.shape for head in reader.records for info in head.infos}
-            difference = describe_structure_difference(state, reader.tree, shapes)
+            return describe_structure_difference(state, reader.tree, shapes)
         except ShrinkpointError as error:
-            difference = str(error)
-        if difference and not self._force:
-            where = f"{self._storage.describe()}, step {checkpoint.step}"
-            found, expected = f"a checkpoint that differs ({difference})", f"what {checkpoint.name} holds"
-            do = "convert into another store, or add --force to save it again"
-            raise PolicyError(where, found=found, expected=expected, do=do)
-        return not difference
+            return str(error)
+
+    def _has_values(self, state: FlatState, manifest: Manifest) -> bool:
+        """Whether a stored checkpoint has the values of a state; of a lossy one, or one that is broken, never."""
+        if manifest.scheme != Lossless.id:
+            return False
+        try:
+            ((_, decoded),) = iter_checkpoints(self._storage, self._store.list(), steps=[manifest.step])
+            return not describe_difference(state, decoded)
+        except ShrinkpointError:
+            return False
 
     def _load_parent(self, step: int) -> None:
         """Loads the newest earlier checkpoint, if an interrupted conversion left one, so that its chain continues."""
@@ -195,7 +214,7 @@ def verify_import(
             difference = describe_structure_difference(state, decoded.tree, shapes)
         if difference:
             where = f"{storage.describe()}, step {manifest.step}"
-            do = f"see that nothing writes to {source.name}, keep it, and report this"
+            do = f"see that nothing writes to {source.name}; if it is newer than what was stored, {_HOW_TO_REPLACE}"
             raise CorruptError(where, found=difference, expected=f"what {source.name} holds", do=do)
         yield manifest.step, is_exact
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import struct
 from dataclasses import dataclass
 from itertools import islice
@@ -76,7 +77,7 @@ def _identify_file(path: Path) -> Identification | None:
         do = _reading_advice(path, "safetensors.torch.load_file")
         return Identification("a safetensors file of another program", do)
     if all(32 <= byte < 127 or byte in b"\t\n\r" for byte in head):
-        return Identification("a text file", "name the checkpoint beside it", is_foreign=False)
+        return Identification("a text file", "name the checkpoint beside it")
     return None
 
 
@@ -92,7 +93,7 @@ def _is_safetensors(head: bytes, size: int) -> bool:
 
 
 def _reading_advice(path: Path, reader: str) -> str:
-    ours = f"make it a checkpoint of ours: `shrinkpoint convert {path} DST`"
+    ours = f"make it a checkpoint of ours: `shrinkpoint convert {shlex.quote(str(path))} DST`"
     return f"read it with {reader}, or {ours}" if reader else "fetch an intact copy"
 
 
@@ -115,7 +116,8 @@ def _identify_directory(path: Path) -> Identification:
     if description is None:
         visible = [name for name in names if not name.startswith(".")]
         return Identification("a directory without a checkpoint" if visible else EMPTY_DIRECTORY, "check the path")
-    return Identification(description, f"`shrinkpoint convert {path} --dry-run` tells what it holds, and reads it")
+    do = f"`shrinkpoint convert {shlex.quote(str(path))} --dry-run` tells what it holds, and reads it"
+    return Identification(description, do)
 
 
 def _identify_foreign_dir(path: Path, names: set[str]) -> str | None:
