@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import resource
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import shrinkpoint as sp
 from shrinkpoint.comm import Accordion, compress_ddp
 from shrinkpoint.errors import CorruptError, LockedError, MismatchError, PolicyError, StorageError
-from shrinkpoint.storage import MemoryStorage
+from shrinkpoint.storage import LocalStorage, MemoryStorage
 from shrinkpoint.train import Journal
 
 
@@ -86,6 +87,24 @@ def test_records_stay_until_a_background_save_is_committed(tmp_path: Path):
     run.close()
     expected = make(tmp_path / "whole").train(14).close().bits()
     assert make(tmp_path / "run").train(14).close().bits() == expected
+
+
+def test_records_go_where_each_save_lasts_longer_than_the_steps_to_the_next(tmp_path: Path, monkeypatch):
+    """The next save has always begun when one is committed: what lies before that one goes all the same."""
+    run = make(tmp_path / "run", background=True).train(0)
+    put = LocalStorage.put
+    monkeypatch.setattr(LocalStorage, "put", lambda *a, **b: (time.sleep(0.05), put(*a, **b))[1])
+    for step in range(1, 21):
+        run.backward(), run.journal.step(step)
+        if step % 2 == 0:
+            run.journal.save(step, **run.objects)
+        assert len(files(tmp_path / "run")) <= 3
+    run.close()
+    (tmp_path / "run" / "journal" / "000000000002-00000.journal").write_bytes(b"")  # as a killed run leaves them
+    again = make(tmp_path / "run").train(20)
+    assert again.restored is not None and again.restored.step == 20
+    assert len(files(tmp_path / "run")) <= 2
+    again.close()
 
 
 def test_a_journal_that_is_cut_anywhere_gives_a_state_of_the_run(tmp_path: Path):

@@ -169,6 +169,7 @@ class Journal:
 
     def close(self) -> None:
         """Flush the file to the disk, and let go of the model and of the directory."""
+        self._delete_covered()
         self._is_closed = True
         self._compression.stop_recording()
         writer, self._writer, self._step = self._writer, None, None
@@ -300,6 +301,7 @@ class Journal:
         last = _common_place([place for _, place in places], start, strict=strict)
         self._replay(start, last) if last else self._begin(start)
         self._is_clean = False
+        self._delete_before(start)  # what a run that was killed had not deleted yet
         assert self._step is not None
         if step is not None:
             self._warn_of_later(self._step)
@@ -439,14 +441,21 @@ class Journal:
             self._is_clean = True
 
     def _delete_covered(self) -> None:
-        """Delete the segments before the open one once the checkpoint at its start is committed."""
+        """Delete the segments before the checkpoint that was committed last, if a segment goes on from there.
+
+        In the background that may be the one before the last: the next save has begun when it is committed.
+        """
         report = self._manager.last_report
-        if self._rank or self._writer is None or report is self._old_report:
+        if self._writer is None or report is None or report is self._old_report or report.step is None:
             return
-        start = self._writer.start
-        if report is not None and report.step == start:
-            self._directory.delete(lambda other, rank: other < start)
+        if report.step <= self._writer.start and self._directory.path_of(report.step, self._rank).is_file():
+            self._delete_before(report.step)
             self._old_report = report
+
+    def _delete_before(self, start: int) -> None:
+        """Delete the segments of all ranks that begin before a step, on rank 0."""
+        if not self._rank:
+            self._directory.delete(lambda other, rank: other < start)
 
     def _header(self) -> dict[str, Any]:
         """What a journal and the run that resumes from it have in common."""
