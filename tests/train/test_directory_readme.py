@@ -137,7 +137,7 @@ def test_resuming_from_what_is_no_checkpoint_is_a_valueerror(tmp_path: Path, kin
 
 def test_resuming_where_no_checkpoint_is_whole_is_a_valueerror(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-2").mkdir()
-    with pytest.raises(ValueError, match="none of them whole") as caught:
+    with pytest.raises(ValueError, match="none of them valid") as caught:
         made(ShrinkTrainer, tmp_path).train(resume_from_checkpoint=True)
     assert isinstance(caught.value, errors.NotFoundError)
 

@@ -242,6 +242,36 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         load_state(run.accelerator, tmp_path / "b")
 
 
+class Refusing(accelerate_runs.Counter):
+    """Takes the state of its own kind alone."""
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise KeyError("kind")
+
+
+@pytest.mark.parametrize("kind", ["shape", "optimizer", "own"])
+def test_a_registered_object_that_does_not_fit_changes_nothing(tmp_path: Path, kind: str) -> None:
+    def registered(*, is_other: bool) -> object:
+        if kind == "own":
+            return Refusing() if is_other else accelerate_runs.Counter()
+        module = nn.Linear(5 if is_other and kind == "shape" else 4, 4)
+        if kind == "shape":
+            return module
+        return (torch.optim.SGD if is_other else torch.optim.AdamW)(module.parameters(), lr=0.1)
+
+    run = loop()
+    run.accelerator.register_for_checkpointing(registered(is_other=False))
+    save_state(run.accelerator, tmp_path / "a")
+    run.steps(2)
+    run.accelerator._custom_objects[-1] = registered(is_other=True)
+    model = run.accelerator._models[0]
+    before, weights = run.state(), {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(MismatchError, match=r"object \d of register_for_checkpointing"):
+        load_state(run.accelerator, tmp_path / "a")
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert kind == "own" or run.state() == before  # of objects of one's own, one before may have been loaded
+
+
 def test_another_kind_of_optimizer_or_scheduler_is_refused_unless_asked_leniently(tmp_path: Path) -> None:
     run = loop()
     save_state(run.accelerator, tmp_path / "a")

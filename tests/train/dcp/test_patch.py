@@ -121,6 +121,9 @@ def test_overwrite_false_is_heeded(tmp_path: Path) -> None:
     dcp.save({"x": torch.ones(2)}, storage_writer=dcp.FileSystemWriter(tmp_path, overwrite=False))
     with pytest.raises(dcp.api.CheckpointException, match="overwrite=False"):
         dcp.save({"x": torch.ones(2)}, storage_writer=dcp.FileSystemWriter(tmp_path, overwrite=False))
+    by_position = dcp.FileSystemWriter(tmp_path, True, True, 1, 10_000_000, False, False)  # the last one is overwrite
+    with pytest.raises(dcp.api.CheckpointException, match="overwrite=False"):
+        dcp.save({"x": torch.ones(2)}, storage_writer=by_position)
     dcp.save({"x": torch.ones(2)}, storage_writer=dcp.FileSystemWriter(tmp_path))
 
 

@@ -63,7 +63,7 @@ def test_a_callback_refuses_a_checkpoint_without_its_part_and_newest_finds_anoth
     assert latest_valid(tmp_path, optimizer=False) == str(tmp_path / "checkpoint-8")
     path = tmp_path / "checkpoint-6" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(NotFoundError, match="none of them whole"):
+    with pytest.raises(NotFoundError, match="none of them valid"):
         latest_valid(tmp_path)
 
 
@@ -93,6 +93,33 @@ def test_an_error_of_the_training_before_is_not_one_of_the_next(tmp_path):
         trainer.train()
     called(tmp_path / "second", callback, max_steps=2).train()
     assert latest_valid(tmp_path / "second") == str(tmp_path / "second" / "checkpoint-2")
+
+
+class Ends(TrainerCallback):
+    """Ends a run after the Trainer's part of a save, as a kill there does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_save(self, args, state, control, **_):
+        if state.global_step == self.step:
+            raise RuntimeError("the end")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_run_that_ended_in_its_first_save_starts_anew_and_later_ones_go_on(tmp_path, background):
+    def trainer(*before: TrainerCallback) -> Trainer:
+        return called(tmp_path, *before, ShrinkCallback(background=background), save_total_limit=2)
+
+    with pytest.raises(RuntimeError, match="the end"):
+        trainer(Ends(2)).train()
+    assert steps(tmp_path) == [2] and latest_valid(tmp_path) is None
+    assert latest_valid(tmp_path, optimizer=False) == str(tmp_path / "checkpoint-2")
+    with pytest.raises(RuntimeError, match="the end"):
+        trainer(Ends(6)).train(resume_from_checkpoint=latest_valid(tmp_path))
+    assert latest_valid(tmp_path) == str(tmp_path / "checkpoint-4")
+    assert same(ended(trainer(), latest_valid(tmp_path)), whole())
+    assert not [*tmp_path.rglob("optimizer-is-incomplete.txt")]
 
 
 def test_a_callback_says_what_it_cannot_serve(tmp_path):

@@ -72,7 +72,7 @@ def test_a_run_goes_on_from_the_older_whole_checkpoint(run, damage):
 def test_where_none_is_whole_nothing_is_resumed(run):
     for folder in run.glob("checkpoint-*"):
         DAMAGES["half a payload"](folder)
-    with pytest.raises(NotFoundError, match="none of them whole"):
+    with pytest.raises(NotFoundError, match="none of them valid"):
         made(ShrinkTrainer, run).train(resume_from_checkpoint=True)
 
 
@@ -107,7 +107,7 @@ def test_a_run_that_was_killed_in_its_first_save_begins_anew(run):
     DAMAGES["no manifest"](run / "checkpoint-8")
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-8"]
     assert latest_valid(run) is None
-    with pytest.raises(ValueError, match="none of them whole"):  # who says that there is one is told that there is not
+    with pytest.raises(ValueError, match="none of them valid"):  # who says that there is one is told that there is not
         made(ShrinkTrainer, run).train(resume_from_checkpoint=True)
 
 
@@ -115,5 +115,5 @@ def test_a_single_damaged_checkpoint_is_an_error_and_no_new_beginning(run):
     for step in (2, 4, 6):
         shutil.rmtree(run / f"checkpoint-{step}", ignore_errors=True)
     DAMAGES["half a payload"](run / "checkpoint-8")
-    with pytest.raises(NotFoundError, match="none of them whole"):
+    with pytest.raises(NotFoundError, match="none of them valid"):
         latest_valid(run)

@@ -188,6 +188,21 @@ def test_names_and_shapes_that_do_not_fit_are_named(store):
     from_pretrained(GPT2LMHeadModel, store, config=config, ignore_mismatched_sizes=True)
 
 
+@pytest.mark.parametrize("options", [{}, {"ignore_mismatched_sizes": True}])
+def test_tied_weights_of_another_size_are_named_or_initialized(store, options):
+    config = GPT2Config.from_pretrained(store)
+    config.vocab_size += 40
+    if not options:
+        with pytest.raises(MismatchError, match=r"of another shape \(transformer.wte.weight"):
+            from_pretrained(GPT2LMHeadModel, store, config=config)
+        return
+    model = from_pretrained(GPT2LMHeadModel, store, config=config, **options)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert len(model.lm_head.weight) == config.vocab_size and model.lm_head.weight.isfinite().all()
+    saved = sp.load(store, only="model")["model"]["transformer.wpe.weight"]
+    assert torch.equal(model.transformer.wpe.weight, saved)
+
+
 def test_what_is_missing_is_said(store, run, tmp_path):
     (store / "config.json").unlink()
     sp.save({"optimizer": {"m": torch.ones(3)}, "step": 3}, tmp_path / "other" / "file")

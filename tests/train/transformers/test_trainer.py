@@ -160,6 +160,11 @@ def test_only_the_model_is_saved_and_resumed_from_where_that_is_asked(tmp_path, 
         trainer.train(resume_from_checkpoint=True)
     assert "holds no optimizer" in caplog.text
     assert same(trainer.model.state_dict(), first["model"])
+    caplog.clear()
+    trainer = made(ShrinkTrainer, tmp_path, max_steps=6)  # where no checkpoint has an optimizer, weights are taken
+    with caplog.at_level(logging.WARNING, "shrinkpoint"):
+        trainer.train(resume_from_checkpoint=True)
+    assert "holds no optimizer" in caplog.text and trainer.state.global_step == 6
 
 
 def test_a_model_that_is_no_pretrained_one_and_its_tokenizer_are_served(tmp_path):

@@ -128,6 +128,8 @@ def check_prepared(accelerator: Accelerator, state: Any, models: list[nn.Module]
     for index, (scheduler, saved) in enumerate(zip(accelerator._schedulers, saved_schedulers, strict=True)):
         inner = getattr(scheduler, "scheduler", scheduler)
         state_dicts.check_state_dicts(inner, saved, f"{where}, scheduler {index}", strict=strict)
+    for obj, saved, name in _pair_registered(accelerator, state):
+        state_dicts.check_state_dicts(obj, saved, f"{where}, {name}", strict=strict)
 
 
 def not_ours(where: str) -> MismatchError:
@@ -140,16 +142,29 @@ def load_prepared(
     accelerator: Accelerator, state: dict[str, Any], models: Sequence[nn.Module], where: str, *, strict: bool
 ) -> None:
     """Load a state that `check_prepared` has accepted."""
+    load_registered(accelerator, state, where, strict=strict)
     for obj, saved, name in _pair_models_and_optimizers(accelerator, state, models):
         state_dicts.load_state_dicts(obj, saved, f"{where}, {name}", strict=strict)
     load_auxiliary_state(accelerator, state, where)
 
 
+def load_registered(accelerator: Accelerator, state: dict[str, Any], where: str, *, strict: bool) -> None:
+    """Load the objects of `register_for_checkpointing`, before anything else.
+
+    Those whose state only they themselves can check come first: where one refuses it, nothing else has changed.
+
+    Raises:
+        MismatchError: an object refuses its state.
+    """
+    pairs = sorted(_pair_registered(accelerator, state), key=lambda pair: state_dicts.is_checked(pair[0]))
+    for obj, saved, name in pairs:
+        state_dicts.load_state_dicts(obj, saved, f"{where}, {name}", strict=strict)
+
+
 def load_auxiliary_state(accelerator: Accelerator, state: dict[str, Any], where: str) -> None:
-    """Load everything but models and optimizers; random generators last, since loading may draw from them."""
-    for objects, name in ((accelerator._schedulers, "scheduler"), (accelerator._custom_objects, "objects")):
-        for obj, saved in zip(objects, state[name], strict=True):
-            obj.load_state_dict(saved)
+    """Load everything but models, optimizers and registered objects; random generators last: loading may draw."""
+    for scheduler, saved in zip(accelerator._schedulers, state["scheduler"], strict=True):
+        scheduler.load_state_dict(saved)
     if accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(state["scaler"])
     accelerator.step = state["step"]
@@ -204,6 +219,12 @@ def _restore_per_rank(accelerator: Accelerator, rank_states: list[Any], where: s
     for loader, state in zip(accelerator._dataloaders, rank_states[rank]["loaders"], strict=False):
         set_loader_state(loader, state)
     set_rng_state(rank_states[rank]["rng"])
+
+
+def _pair_registered(accelerator: Accelerator, state: dict[str, Any]) -> list[tuple[Any, Any, str]]:
+    """Each object of `register_for_checkpointing`, with its saved state and a name for errors."""
+    pairs = zip(accelerator._custom_objects, _as_list(state["objects"]), strict=True)
+    return [(obj, saved, f"object {index} of register_for_checkpointing") for index, (obj, saved) in enumerate(pairs)]
 
 
 def _pair_models_and_optimizers(

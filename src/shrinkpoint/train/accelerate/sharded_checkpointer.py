@@ -123,6 +123,7 @@ class ShardedCheckpointer:
         """
         auxiliary, where = self._read_auxiliary_state(directory), str(directory)
         gather_or_raise(lambda: prepared_state.check_prepared(self._accelerator, auxiliary, [], where, strict=True))
+        gather_or_raise(lambda: prepared_state.load_registered(self._accelerator, auxiliary, where, strict=True))
         state = _sharded_state(self._accelerator)
         _load_in_place(state, Reader(directory, threads=self._settings.get("threads")))
         models, optimizers = self._accelerator._models, self._accelerator._optimizers

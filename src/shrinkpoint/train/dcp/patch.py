@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver as saver
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
@@ -33,6 +34,7 @@ _PATCHED_MODULES = (
 )
 _SUBCLASS_MODULES = ("_fsspec_filesystem", "hf_storage")
 _EXECUTORS = ("_ProcessBasedAsyncCheckpointExecutor", "_ThreadBasedAsyncCheckpointExecutor")
+_WRITER_SIGNATURE = inspect.signature(FileSystemWriter.__init__)
 _originals: list[tuple[Any, str, Any]] = []
 """The patched attributes: (module, name, original object)."""
 
@@ -96,10 +98,10 @@ class _PatchedWriter(Writer):
 
     settings: ClassVar[dict[str, Any]] = {}
 
-    def __init__(
-        self, path: str | os.PathLike[str], *args: Any, overwrite: bool = True, _extensions: Any = None, **kwargs: Any
-    ) -> None:
-        if _extensions:
+    def __init__(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        given = _WRITER_SIGNATURE.bind(self, path, *args, **kwargs).arguments
+        overwrite = given.get("overwrite", True)
+        if given.get("_extensions"):
             found, do = "_extensions of FileSystemWriter", "leave them out, or uninstall()"
             raise PolicyError("Writer", found=found, expected="no transformation of bytes", do=do)
         super().__init__(path, **{**self.settings, "overwrite": overwrite and self.settings.get("overwrite", True)})

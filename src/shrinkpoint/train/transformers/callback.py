@@ -20,7 +20,7 @@ from shrinkpoint.store import SaveReport
 from shrinkpoint.store.directory import is_checkpoint
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.train import state_dicts
-from shrinkpoint.train.background import OnSave
+from shrinkpoint.train.background import OnSave, check_on_save
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.planning import require_single_process
@@ -60,8 +60,9 @@ class ShrinkCallback(TrainerCallback):
         resume_from_checkpoint: str | Path | None = None,
         on_save: OnSave | None = None,
     ) -> None:
+        self._on_save = check_on_save(on_save)
         self._checkpointer = Checkpointer(
-            scheme=scheme, keyframe_every=keyframe_every, background=background, threads=threads, on_save=on_save
+            scheme=scheme, keyframe_every=keyframe_every, background=background, threads=threads, on_save=self._saved
         )
         require_single_process(self._checkpointer.scheme, "ShrinkCallback")
         if resume_from_checkpoint is not None:
@@ -81,6 +82,12 @@ class ShrinkCallback(TrainerCallback):
     def stall_seconds(self) -> float:
         """Seconds for which the last save blocked training."""
         return self._checkpointer.stall_seconds
+
+    def _saved(self, report: SaveReport) -> None:
+        """Called with the report of every checkpoint that is committed."""
+        (Path(report.path) / checkpoint_dirs.UNFINISHED).unlink(missing_ok=True)
+        if self._on_save is not None:
+            self._on_save(report)
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Check `output_dir`.
@@ -129,13 +136,15 @@ class ShrinkCallback(TrainerCallback):
         self._restore_rng()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Wait for the previous save, before the Trainer saves and deletes older checkpoints.
+        """Wait for the previous save, before the Trainer saves and deletes older checkpoints; mark the first one.
 
         Raises:
             Exception: any error of the background save.
         """
         if control.should_save or control.should_evaluate:  # save_strategy="best" decides after an evaluation
             self._checkpointer.wait()
+        if control.should_save and args.should_save:
+            checkpoint_dirs.mark_first_save(args.output_dir, state.global_step)
 
     on_epoch_end = on_step_end
 

@@ -25,11 +25,14 @@ from shrinkpoint.storage import local_path
 from shrinkpoint.store.directory import is_checkpoint, verify_directory
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.train import restore
+from shrinkpoint.train.checkpointer import wait_for_writes
 from shrinkpoint.train.restore import NoCheckpointError, numbered_dirs
 
 STATE_FILE = "trainer_state.json"
 SENTINEL = "checkpoint-is-incomplete.txt"
 """The file that `enable_jit_checkpoint` keeps in a directory until the checkpoint is complete."""
+UNFINISHED = "optimizer-is-incomplete.txt"
+"""The file that `ShrinkCallback` keeps in the first directory of a run until its own part is there too."""
 WEIGHT_FILES = re.compile(r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 OPTIMIZER_FILES = re.compile(r"(optimizer|scheduler|scaler)\.pt")
 RNG_FILES = re.compile(r"rng_state(_\d+)?\.pth")
@@ -82,7 +85,9 @@ def find_resume_checkpoint(output_dir: str | Path, *, optimizer: bool) -> str | 
 
 def _search_latest(output_dir: str | Path, *, deep: bool, optimizer: bool) -> tuple[str | None, list[Exception | None]]:
     """The newest valid checkpoint, and the errors of the newer ones."""
-    newest_first = reversed(numbered_dirs(local_path(output_dir, "output_dir"), _STEP_DIR))
+    newest_first = [*reversed(numbered_dirs(local_path(output_dir, "output_dir"), _STEP_DIR))]
+    for _, path in newest_first:
+        wait_for_writes(path)
     directory, skipped = restore.latest_valid(
         [path for _, path in newest_first],
         check=lambda path: validate_checkpoint(path, deep=deep, optimizer=optimizer),
@@ -93,8 +98,8 @@ def _search_latest(output_dir: str | Path, *, deep: bool, optimizer: bool) -> tu
 def _require_valid(output_dir: str | Path, directory: str | None, errors: Sequence[Exception | None]) -> str | None:
     """The valid checkpoint that was found; raises if there is none, and some were skipped."""
     if directory is None and errors:
-        found = f"{len(errors)} checkpoints, none of them whole; the newest: {errors[0]}"
-        raise NoCheckpointError(str(output_dir), found=found, expected="a whole checkpoint", do="name one to try")
+        found = f"{len(errors)} checkpoints, none of them valid; the newest: {errors[0]}"
+        raise NoCheckpointError(str(output_dir), found=found, expected="a valid checkpoint", do="name one to try")
     return directory
 
 
@@ -115,6 +120,8 @@ def validate_checkpoint(directory: str | Path, *, deep: bool = False, optimizer:
         raise _error(NoCheckpointError, root, f"no such directory. {_NOT_FOUND_TEXT} {root}", "a checkpoint")
     if (root / SENTINEL).exists():
         raise _error(UnfinishedError, root / SENTINEL, "a save that was cut short", "a whole one")
+    if optimizer and (root / UNFINISHED).exists() and not is_checkpoint(root):
+        raise _error(UnfinishedError, root, "the first save of a run, which was cut short", "one with an optimizer")
     try:
         has_optimizer = _validate_own(root, deep) if is_checkpoint(root) else _validate_stock(root, deep)
         if optimizer and not has_optimizer:
@@ -144,6 +151,15 @@ def manifest_extra(directory: Path, state: Mapping[str, Any]) -> JSON:
     names: list[JSON] = [*sorted(state)]
     state_digest = _digest(directory / STATE_FILE)
     return {"framework": "transformers", "state": state_digest, "weights": dict(sizes), "holds": names}
+
+
+def mark_first_save(output_dir: str | Path, step: int) -> None:
+    """Mark the directory of a step as unfinished if it will be the first one of its run: a kill leaves the mark."""
+    root = local_path(output_dir, "output_dir")
+    if not numbered_dirs(root, _STEP_DIR):
+        directory = root / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / UNFINISHED).write_text("The optimizer of this checkpoint is not saved yet.\n")
 
 
 def remove_stale(directory: Path, state: Mapping[str, Any]) -> None:

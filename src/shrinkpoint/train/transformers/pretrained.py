@@ -177,15 +177,22 @@ def _build_model(
         options.setdefault("generation_config", GenerationConfig.from_pretrained(str(directory)))
     returns_info = options.pop("output_loading_info", False)
     ignores_sizes = options.pop("ignore_mismatched_sizes", False)
-    model, info = model_class.from_pretrained(
-        None,
-        *model_args,
-        config=config,
-        state_dict=dict(weights.tensors),
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # `_check_fit` is what refuses them
-        **options,
-    )
+
+    def load(tensors: dict[str, Tensor]) -> tuple[Any, dict[str, Any]]:
+        return model_class.from_pretrained(  # type: ignore[no-any-return]
+            None,
+            *model_args,
+            config=config,
+            state_dict=tensors,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `_check_fit` is what refuses them
+            **options,
+        )
+
+    try:
+        model, info = load(dict(weights.tensors))
+    except NotImplementedError:  # transformers compares tied weights of another shape, which have no memory yet
+        model, info = load(_without_aliases(weights.tensors))
     _check_fit(info, weights, type(model).__name__, strict=strict, ignores_sizes=ignores_sizes)
     _separate_memory(model)
     model.config.name_or_path = weights.where
@@ -289,6 +296,13 @@ def _lost_names(tensors: Mapping[str, Tensor], unexpected: set[str]) -> list[str
     """The unexpected names whose values the model has under no other name, as it has those of tied weights."""
     loaded = {tensor.data_ptr() for name, tensor in tensors.items() if name not in unexpected}
     return sorted(name for name in unexpected if name not in tensors or tensors[name].data_ptr() not in loaded)
+
+
+def _without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors without those that are another one under a second name, as `save_pretrained` writes tied weights."""
+    first = {(tensor.data_ptr(), tensor.shape, tensor.stride()): name for name, tensor in reversed([*tensors.items()])}
+    kept = set(first.values())
+    return {name: tensor for name, tensor in tensors.items() if name in kept or not tensor.numel()}
 
 
 def _separate_memory(model: Any) -> None:

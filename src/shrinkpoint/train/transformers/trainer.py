@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
 from transformers.utils import is_sagemaker_mp_enabled, is_torch_xla_available
 
-from shrinkpoint.errors import PolicyError
+from shrinkpoint.errors import NotFoundError, PolicyError
 from shrinkpoint.schemes.base import CountsTerms, PlanningScheme
 from shrinkpoint.storage import local_path
 from shrinkpoint.store import SaveReport
@@ -455,15 +455,30 @@ def _resolve_resume(trainer: ShrinkTrainer, resume: Any) -> Any:
         return resume
     answer: list[Any] = [None]
     if trainer.args.process_index == 0:
-        needs_optimizer = not trainer.args.save_only_model
         try:
-            answer = [checkpoint_dirs.find_resume_checkpoint(trainer.args.output_dir, optimizer=needs_optimizer)]
+            answer = [_find_newest(trainer.args)]
         except Exception as error:
             answer = [error]
     broadcast_object_list(answer)
     if isinstance(answer[0], Exception):
         raise answer[0]
     return True if answer[0] is None else answer[0]  # True: the Trainer itself raises, as there are no checkpoints
+
+
+def _find_newest(args: Any) -> str | None:
+    """The newest valid checkpoint, one with an optimizer if there is one; None if there are no checkpoints at all.
+
+    Raises:
+        NotFoundError: there are checkpoints, and none is valid.
+    """
+    if not args.save_only_model:
+        try:
+            return checkpoint_dirs.find_resume_checkpoint(args.output_dir, optimizer=True)
+        except NotFoundError:  # the run may have been one with save_only_model
+            with suppress(NotFoundError):
+                return checkpoint_dirs.find_resume_checkpoint(args.output_dir, optimizer=False)
+            raise
+    return checkpoint_dirs.find_resume_checkpoint(args.output_dir, optimizer=False)
 
 
 def _save_interval(args: Any) -> int | None:
