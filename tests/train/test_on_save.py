@@ -159,3 +159,33 @@ def test_a_save_and_a_load_are_a_line_each_and_decisions_are_for_debugging(
     with caplog.at_level(logging.DEBUG, "shrinkpoint"):
         sp.save({"weight": torch.randn(64, 64)}, tmp_path / "a.safetensors", scheme="fisher(relative_error=.3)")
     assert any("fisher decides" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_hook_may_ask_its_manager_for_what_is_saved(tmp_path: Path, background: bool) -> None:
+    source, seen = model(), []
+
+    def look(report: SaveReport) -> None:
+        manager.wait()
+        manager.flush()
+        copy = model()
+        manager.restore(report.step, model=copy, rng=False)
+        seen.append(torch.equal(copy.weight, source.weight))
+
+    with sp.CheckpointManager(tmp_path, background=background, on_save=look) as manager:
+        manager.save(1, model=source)
+        manager.save(2, model=source)
+    assert seen == [True, True]
+
+
+@pytest.mark.parametrize("call", ["save", "close"])
+def test_a_hook_in_the_background_that_would_wait_for_itself_is_told(tmp_path: Path, call: str) -> None:
+    def again(report: SaveReport) -> None:
+        manager.save(2, model=model()) if call == "save" else manager.close()
+
+    manager = sp.CheckpointManager(tmp_path, background=True, on_save=again)
+    with pytest.warns(UserWarning, match=f"PolicyError: {call}: a call in the background, from on_save"):
+        manager.save(1, model=model())
+        manager.wait()
+    manager.close()
+    assert [*sp.Store(tmp_path).steps()] == [1]

@@ -52,7 +52,7 @@ def test_a_part_that_the_checkpoint_does_not_have_is_an_error(saved):
         manager.restore(model=nn.ModuleDict({"new": nn.Linear(3, 3)}), only=["new.*"])
 
 
-@pytest.mark.parametrize("only", ["head.*", [], ["nothing.*"]])
+@pytest.mark.parametrize("only", ["head.*", [], ["nothing.*"], ["head.*", "haed.*"], 3, [3]])
 def test_a_pattern_that_fits_nothing_is_refused(saved, only):
     run, manager, _ = saved
     with pytest.raises(PolicyError, match="only"):

@@ -283,3 +283,59 @@ def test_a_gradient_scaler_that_was_off_is_refused_by_one_that_is_on(tmp_path: P
         manager.save(2, scaler=on)
         manager.restore(scaler=torch.amp.GradScaler("cpu"))
         manager.restore(scaler=off)
+
+
+class Refusing:
+    """An object that saves a state and refuses to load one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise ValueError("no")
+
+
+def test_an_object_that_refuses_its_state_leaves_model_and_optimizer_as_they_are(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, model=model, optimizer=optimizer, own=[Refusing()])
+    other = nn.Linear(8, 8)
+    fresh, before = torch.optim.AdamW(other.parameters()), other.weight.detach().clone()
+    with pytest.raises(MismatchError, match="ValueError: no; expected a state that this Refusing loads"):
+        manager.restore(1, model=other, optimizer=fresh, own=[Refusing()])
+    assert torch.equal(before, other.weight) and not fresh.state
+
+
+def test_a_model_without_memory_is_refused(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, model=nn.Linear(8, 8))
+    with torch.device("meta"):
+        model = nn.Linear(8, 8)
+    with pytest.raises(MismatchError, match="weight: a tensor on the meta device"):
+        manager.restore(1, model=model)
+
+
+class Pair(nn.Module):
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        if tied:
+            self.b.weight = self.a.weight
+
+
+def test_two_values_for_one_tied_tensor_are_refused(tmp_path: Path) -> None:
+    manager, untied, tied = CheckpointManager(tmp_path), Pair(tied=False), Pair(tied=True)
+    manager.save(1, model=untied)
+    with pytest.raises(MismatchError, match=r"b\.weight: another value than a\.weight has"):
+        manager.restore(1, model=tied)
+    manager.restore(1, model=tied, strict=False)
+    assert torch.equal(tied.a.weight, untied.b.weight)
+    with torch.no_grad():
+        untied.a.weight.copy_(untied.b.weight)
+    manager.save(2, model=untied)
+    manager.restore(2, model=tied)
+    manager.restore(2, model=tied, only=["a.*"])
+    assert torch.equal(tied.a.weight, untied.a.weight)

@@ -424,7 +424,9 @@ def _fsync(path: Path, flags: int = 0) -> None:
 
 def _check_free(path: Path, where: str) -> None:
     """Raises StorageError if `path` is something other than a file, such as a device, which a rename would replace."""
-    if path.exists() and not path.is_file():
+    with _os_errors(where, "writing"):
+        is_taken = path.exists() and not path.is_file()
+    if is_taken:
         found = f"{what_is_at(path)} under this name"
         do = "name another file" if path.is_dir() else "remove it, or name another file"
         raise StorageError(where, found=found, expected="a file, or nothing", do=do)

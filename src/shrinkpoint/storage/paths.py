@@ -103,8 +103,8 @@ def local_path(value: object, argument: str = "path", *, directory: bool = False
         directory: a file at this path is refused.
 
     Raises:
-        PolicyError: a URL, which the message repeats without credentials; an empty string; a file instead of a
-            directory; also a TypeError if it is not a path.
+        PolicyError: a URL, which the message repeats without credentials; an empty string, or one that no name may be;
+            a file instead of a directory; also a TypeError if it is not a path.
     """
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(text, str):
@@ -116,6 +116,11 @@ def local_path(value: object, argument: str = "path", *, directory: bool = False
         raise PolicyError(argument, found=f"the URL {hide_credentials(text)!r}", expected=expected, do=do)
     if not text or "\0" in text:
         raise PolicyError(argument, found=repr(text), expected="the name of a file or a directory", do="name one")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as error:
+        expected, do = "a name that the file system can write", "leave out the characters that are none"
+        raise PolicyError(argument, found=f"{text!r:.200}", expected=expected, do=do) from error
     path = Path(text)
     if directory and os.path.lexists(path) and not path.is_dir():
         found = f"{text!r}, which is no directory"

@@ -80,16 +80,31 @@ def step_of_dir(name: str) -> int | None:
 
 
 def check_step(step: SupportsIndex) -> int:
-    """`step` as an int.
+    """`step` as an int, for a checkpoint to be made.
 
     Raises:
         PolicyError: it is not a whole number from 0 to `MAX_STEP` - 1.
     """
-    try:
-        value = operator.index(step)
-    except TypeError:
-        value = -1
-    if isinstance(step, bool) or not 0 <= value < MAX_STEP:
-        expected, do = f"a whole number from 0 to {MAX_STEP - 1}", "number saves by training step"
-        raise PolicyError("step", found=repr(step), expected=expected, do=do)
+    value = as_step(step)
+    if not 0 <= value < MAX_STEP:
+        raise _step_error(step)
     return value
+
+
+def as_step(step: SupportsIndex) -> int:
+    """`step` as an int, for a checkpoint to be looked up.
+
+    Raises:
+        PolicyError: it is not a whole number.
+    """
+    if isinstance(step, bool):
+        raise _step_error(step)
+    try:
+        return operator.index(step)
+    except (TypeError, ValueError, RuntimeError) as error:  # what arrays and tensors raise among them
+        raise _step_error(step) from error
+
+
+def _step_error(step: object) -> PolicyError:
+    expected, do = f"a whole number from 0 to {MAX_STEP - 1}", "number saves by training step"
+    return PolicyError("step", found=f"{step!r:.200}", expected=expected, do=do)

@@ -22,6 +22,7 @@ from shrinkpoint.storage import (
 )
 from shrinkpoint.storage.object_url import parse_object_url
 from shrinkpoint.store import chain as chains
+from shrinkpoint.store import layout
 from shrinkpoint.store.checkpoint_file import Device, build_state
 from shrinkpoint.store.decode import SelectLeaves, decode_chain
 from shrinkpoint.store.directory import find_checkpoints, read_directory_manifest
@@ -74,7 +75,8 @@ def load(
         FormatError: bytes are at fault, or ask for more memory than they may.
         MismatchError: several ranks wrote the directory: torch.distributed.checkpoint reads it.
         StorageError: reading failed.
-        PolicyError: the device is not there, or is full; a limit that is none; a step or a base of what has none.
+        PolicyError: the device is not there, or is full; a limit that is none; a step that is no whole number; a step
+            or a base of what has none.
     """
     began = time.perf_counter()
     threads, tie = validate.check_threads(threads), validate.check_bool("tie", tie)
@@ -153,6 +155,7 @@ def find_chain(
     Raises:
         NotFoundError, ChainError, FormatError, MismatchError, StorageError, PolicyError: as `load`.
     """
+    step = None if step is None else layout.as_step(step)
     if is_object_url(where):
         storage = resolve_storage(where, cache=cache)
         if list_steps(storage):

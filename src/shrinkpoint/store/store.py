@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import shlex
 import threading
 import time
 import weakref
@@ -157,11 +158,13 @@ class Store:
         Raises:
             NotFoundError: there is none, or it is forgotten.
             FormatError: its manifest is broken.
+            PolicyError: the step is no whole number.
         """
         if step is None:
             entries = (entry for entry in self._lister.iter_newest() if entry.is_visible and entry.error is None)
             entry = next(entries, None)
         else:
+            step = layout.as_step(step)
             entry = self._lister.scan_steps((step,)).directories.get(step)
         if entry is None or not entry.is_visible:
             raise self._unknown_step_error(step)
@@ -562,7 +565,7 @@ def restore_newest(
         if len(reasons) > _MAX_REASONS:
             reasons[_MAX_REASONS:] = [f"and {len(reasons) - _MAX_REASONS} more"]
         found = f"no checkpoint that loads ({'; '.join(reasons)})"
-        do = f"run `shrinkpoint verify {stores[0].storage.describe()} --deep`"
+        do = f"run `shrinkpoint verify {shlex.quote(stores[0].storage.describe())} --deep`"
     where = ", ".join(store.storage.describe() for store in stores)
     raise NotFoundError(where, found=found, do=do)
 

@@ -14,7 +14,7 @@ import torch
 
 from shrinkpoint import validate
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.errors import StorageError, find_user_line, warn_at, warn_user
+from shrinkpoint.errors import PolicyError, StorageError, find_user_line, warn_at, warn_user
 from shrinkpoint.schemes.base import Resumable, Scheme
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.store.manifest import Manifest
@@ -100,7 +100,9 @@ class BackgroundSaver:
 
         Raises:
             Exception: whatever a save raised in the background, once.
+            PolicyError: `on_save` calls this in the background, where the save is not over.
         """
+        self._worker.refuse_own_thread("close")
         try:
             self._worker.wait()
         finally:
@@ -114,6 +116,7 @@ class BackgroundSaver:
     @contextmanager
     def _next_save(self) -> Iterator[None]:
         """Wait for the save before, and set `stall_seconds` to the duration of the block."""
+        self._worker.refuse_own_thread("save")
         self._stalls_since = start = time.perf_counter()
         try:
             self.wait()
@@ -268,9 +271,13 @@ class BackgroundWorker:
         return job is not None and not job.done.is_set()
 
     def join(self) -> None:
-        """Wait for the job that runs, if any; its error is kept for `wait`. Any thread may call this."""
+        """Wait for the job that runs, if any; its error is kept for `wait`.
+
+        Any thread may call this. That of the job itself does not wait: a user's function that the job calls after its
+        work may ask for what is saved.
+        """
         job = self._job
-        if job is None:
+        if job is None or job.thread is threading.current_thread():
             return
         if not job.is_launched and job.starter_thread_id == threading.get_ident():
             self._revoke(job)  # `start` was interrupted, and so was its error handling
@@ -288,6 +295,14 @@ class BackgroundWorker:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def refuse_own_thread(self, call: str) -> None:
+        """Raise `PolicyError` if the job itself makes a call that only another thread can make."""
+        job = self._job
+        if job is not None and job.thread is threading.current_thread():
+            found, expected = "a call in the background, from on_save", "a call of the thread that trains"
+            do = f"put the report in a queue, and {call} from the training loop"
+            raise PolicyError(call, found=found, expected=expected, do=do)
 
     def _revoke(self, job: _Job) -> None:
         """Forget a job, unless it is running."""

@@ -171,7 +171,9 @@ class CheckpointManager(BackgroundSaver):
         Raises:
             whatever a save raised in the background, once.
             StorageError: the mirror lacks something; it is copied later, by this manager or another one.
+            PolicyError: `on_save` calls this in the background, where the save is not over.
         """
+        self._worker.refuse_own_thread("close")
         try:
             super().close()
         finally:
@@ -278,7 +280,8 @@ class CheckpointManager(BackgroundSaver):
 
         Raises:
             MismatchError: the checkpoint does not fit; an optimizer is to be restored from one that has weights only
-                (`Keep(moments_last=)`). Nothing was changed.
+                (`Keep(moments_last=)`). Nothing was changed, but what an object of your own class changes before it
+                refuses its state: such objects are loaded first.
             NotFoundError: there is no such checkpoint, or none that loads.
             ChainError, FormatError: the checkpoint of that step does not load.
             StorageError: the store cannot be read.
@@ -395,7 +398,11 @@ def _check_names(objects: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _load_all(objects: Mapping[str, Any], state: Any, where: str, *, rng: bool, strict: bool) -> None:
-    """Load a state into the objects, after a check that it fits all of them."""
+    """Load a state into the objects, after a check that it fits all of them.
+
+    Objects whose state only they themselves can check are loaded first: where one of them refuses it, no model,
+    optimizer or scheduler has changed.
+    """
     if not isinstance(state, dict):
         found, expected = validate.type_name(state), "what a CheckpointManager saves"
         raise MismatchError(where, found=found, expected=expected, do="use Store.load")
@@ -407,7 +414,7 @@ def _load_all(objects: Mapping[str, Any], state: Any, where: str, *, rng: bool, 
     present = {name: obj for name, obj in objects.items() if name in state}
     for name, obj in present.items():
         state_dicts.check_state_dicts(obj, state[name], f"{where}, {name}", strict=strict)
-    for name, obj in present.items():
+    for name, obj in sorted(present.items(), key=lambda item: state_dicts.is_checked(item[1])):
         state_dicts.load_state_dicts(obj, state[name], f"{where}, {name}", strict=strict)
     if rng and "rng" in state:
         set_rng_state(state["rng"])

@@ -114,11 +114,17 @@ def _check_targets(targets: Mapping[str, Any]) -> None:
 
 def _match_names(only: RestoreSelection, live_state: Mapping[str, Any]) -> list[tuple[str, _Part]]:
     """Every name that a pattern matches, with the part that the pattern selects."""
-    patterns = only if isinstance(only, Mapping) else dict.fromkeys([] if isinstance(only, str) else only, ...)
+    expected = 'patterns of names in the model, such as ["layers.3.*"]'
+    if not isinstance(only, Mapping) and (isinstance(only, str) or not isinstance(only, Sequence)):
+        do = f"write only=[{only!r}]" if isinstance(only, str) else "write a list, or a dict of parts by pattern"
+        raise PolicyError("only", found=f"{only!r:.200}", expected=expected, do=do)
+    patterns = only if isinstance(only, Mapping) else dict.fromkeys(only, ...)
+    strange = [pattern for pattern in patterns if not isinstance(pattern, str)]
+    if strange:
+        raise PolicyError("only", found=f"{strange[0]!r:.200}", expected=expected, do="write names as strings")
     matches = {pattern: [name for name in live_state if fnmatchcase(name, pattern)] for pattern in patterns}
-    unmatched = [pattern for pattern, names in matches.items() if not names and isinstance(only, Mapping)]
-    if unmatched or not any(matches.values()):
-        expected = 'patterns of names in the model, such as ["layers.3.*"]'
+    unmatched = [pattern for pattern, names in matches.items() if not names]
+    if unmatched or not matches:
         raise PolicyError("only", found=repr(unmatched or only), expected=expected, do="look at model.state_dict()")
     return [(name, patterns[pattern]) for pattern, names in matches.items() for name in names]
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from shrinkpoint import validate
 from shrinkpoint.errors import MismatchError, PolicyError
+from shrinkpoint.tensors.compare import same_bits
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import Role
 
@@ -169,6 +170,13 @@ def check_state_dicts(obj: Any, saved: Any, name: str, *, strict: bool, alternat
             _check_scaler_is_enabled(target, state, where)
 
 
+def is_checked(obj: Any) -> bool:
+    """Whether `check_state_dicts` can tell what an object, or each object of a nest, will load."""
+    if isinstance(obj, Mapping | list | tuple):
+        return all(map(is_checked, obj.values() if isinstance(obj, Mapping) else obj))
+    return isinstance(obj, nn.Module | Optimizer | torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler)
+
+
 def load_state_dicts(obj: Any, saved: Any, name: str, *, strict: bool) -> None:
     """Load what `check_state_dicts` has accepted.
 
@@ -213,12 +221,33 @@ def _check_module_state(
         saved_value = saved.get(key)
         if not isinstance(value, Tensor) or nn.parameter.is_lazy(value):
             continue
+        if value.is_meta:
+            found, expected = "a tensor on the meta device, which holds no values", "one on a device with memory"
+            do = 'give it memory first: model.to_empty(device="cpu")'
+            raise MismatchError(f"{where}, {key}", found=found, expected=expected, do=do)
         if saved_value is not None:
             check_tensor_fits(value, saved_value, f"{where}, {key}", strict=strict, alternative=alternative)
     missing = [key for key in live if key not in saved]
     extra = [key for key in saved if key not in live]
     if strict and (missing or extra):
         _raise_key_mismatch(where, missing, extra, saved)
+    if strict:
+        _check_tied_tensors(live, saved, where)
+
+
+def _check_tied_tensors(live: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
+    """Raise if names that share one tensor in the model were saved with different values: one of them would be lost."""
+    first_names: dict[tuple[Any, ...], str] = {}
+    for name, tensor in live.items():
+        if type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel() or not isinstance(saved.get(name), Tensor):
+            continue
+        first = first_names.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype), name)
+        pair = saved[first], saved[name]
+        is_live = any(value.data_ptr() == tensor.data_ptr() for value in pair if type(value) is Tensor)
+        if first != name and pair[0] is not pair[1] and not is_live and not same_bits(*pair):
+            found, expected = f"another value than {first} has", f"the same, since the model ties {name} to {first}"
+            do = "build the model untied, as it was saved, or pass strict=False to keep the last of them"
+            raise MismatchError(f"{where}, {name}", found=found, expected=expected, do=do)
 
 
 def check_tensor_fits(tensor: Tensor, saved: Any, where: str, *, strict: bool, alternative: str = _STRICT_HINT) -> None:
