@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 from typing import Any
 
 import plot
 import published_numbers
+import restores_tables
 import save_overhead
+import summarize
 from lossless_report import table
 
 Record = Mapping[str, Any]
 GROUP = ("workload", "system", "paper", "threshold", "restores", "optimizer", "keyframe_every", "quick")
 HIGHER = ("resnet", "wide", "resnet adamw")
 """Workloads with a score, of records that do not say so themselves."""
-THREE = ("gpt", "resnet", "reader")
+THREE = tuple(restores_tables.WORKLOADS)
 """A training from scratch of text, one of images, and a fine-tuning: each scheme is restored ten times in all three."""
 
 
@@ -83,59 +85,6 @@ def _row(workload: str, found: Sequence[Record], known: Mapping[str, Mapping[int
 
 def _total(saves: Iterable[Mapping[str, Any]], key: str) -> float:
     return float(sum(save[key] for save in saves))
-
-
-def restores(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Ten restores of each scheme: a row a workload, scheme and threshold, over the seeds that were run."""
-    known, groups = bases(records), {}
-    for record in records:
-        settings = record["settings"]
-        if settings["restores"] == 10 and settings["workload"] in THREE and settings["optimizer"] == "exact":
-            key = (_name(settings), settings["threshold"], settings["workload"])
-            groups.setdefault(key, []).append(record)
-    keys = ("scheme", "threshold", "workload")
-    return [{**dict(zip(keys, key, strict=True)), **_restores_row(key[2], groups[key], known)} for key in groups]
-
-
-def _restores_row(workload: str, found: Sequence[Record], known: Mapping[str, Mapping[int, Record]]) -> dict[str, Any]:
-    deltas = [save for record in found for save in record["saves"] if not save["keyframe"]]
-    rises = [degradation(record, at["after"], at["before"]) for record in found for at in record["restores"]]
-    kept = [save["retention"] for save in deltas if save["retention"] is not None]
-    base = known.get(workload, {})
-    ends = [
-        degradation(record, record["quality"], base[record["settings"]["seed"]]["quality"])
-        for record in found
-        if record["settings"]["seed"] in base
-    ]
-    return {
-        "seeds": len(found),
-        "bits of a weight": 32 / (_total(deltas, "weights raw") / _total(deltas, "weights stored")),
-        "ratio of the state": _total(deltas, "raw") / _total(deltas, "stored"),
-        "rise at once": fmean(rises),
-        "worst rise at once": max(rises),
-        "final": fmean(ends) if ends else None,
-        "error of the final": stdev(ends) / len(ends) ** 0.5 if len(ends) > 1 else None,
-        "least retention": min(kept) if kept else None,
-        "median retention": median(kept) if kept else None,
-        "seconds of a save": fmean(save["seconds"] for save in deltas),
-        "seconds of a restore": fmean(at["seconds"] for record in found for at in record["restores"]),
-    }
-
-
-def restores_table(found: Sequence[Mapping[str, Any]]) -> str:
-    """Everything of ten restores: bits of deltas, rises in per cent of the quality, retention, and seconds."""
-    head = ["ten restores", "workload", "seeds", "bits", "state x", "at once %", "worst %", "final %", "±"]
-    head += ["retention: least", "median", "save s", "restore s"]
-    lines = []
-    for row in sorted(found, key=lambda row: (THREE.index(row["workload"]), row["scheme"], row["threshold"])):
-        name = f"{row['scheme']}, {row['threshold']:g}" if row["threshold"] else row["scheme"]
-        cells = [f"{row['bits of a weight']:.3f}", _number(row["ratio of the state"], 2)]
-        cells += [_percent(row[key]) for key in ("rise at once", "worst rise at once", "final")]
-        cells += [_number(None if row["error of the final"] is None else 100 * row["error of the final"], 2)]
-        cells += [_number(row[key], 2) for key in ("least retention", "median retention")]
-        cells += [f"{row[key]:.2f}" for key in ("seconds of a save", "seconds of a restore")]
-        lines.append([name, row["workload"], str(row["seeds"]), *cells])
-    return table(head, lines)
 
 
 def _name(row: Mapping[str, Any]) -> str:
@@ -217,6 +166,12 @@ def costs(records: Sequence[Record]) -> list[dict[str, Any]]:
     return out
 
 
+def ten_restores(records: Sequence[Record]) -> str:
+    """The tables of these runs as docs/schemes.md has them."""
+    runs = [summarize.row(record, records) for record in records]
+    return restores_tables.tables({"machine": records[-1]["machine"], "runs": runs})
+
+
 def panels(records: Sequence[Record], found: Sequence[Mapping[str, Any]]) -> list[plot.Panel]:
     out = []
     for workload in dict.fromkeys(row["workload"] for row in found):
@@ -281,9 +236,7 @@ def write(records: Sequence[Record], path: Path) -> None:
         print(f"{workload}, uninterrupted: {one['mean']:.4f}, {spread}")
     if found:
         print(f"\n{measured_table(found)}\n\n{paper_table()}\n")
-    ten = restores(records)
-    if ten:
-        print(f"{restores_table(ten)}\n")
+    print(f"{ten_restores(records)}\n")
     print(
         "paper, ResNet-152 by restores:",
         ", ".join(f"{n}: {worse:+.2f} %" for n, worse in published_numbers.RESTORES.items()),
@@ -300,7 +253,6 @@ def write(records: Sequence[Record], path: Path) -> None:
     summary = {
         "noise": noises,
         "rows": found,
-        "ten restores": ten,
         "paper": published_numbers.RECOVERY,
         "overhead": costly,
     }

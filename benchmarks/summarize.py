@@ -3,8 +3,8 @@
     python benchmarks/summarize.py results/recovery.jsonl results/wire.jsonl results/codes.json
 
 A ledger (NAME.jsonl) becomes one row a run: its settings, its quality, its sizes, and, where it was restored, by how
-much the evaluation changed at each restore, or the errors of its messages. Curves and single saves are left out. A
-document (NAME.json) is taken as it is.
+much the evaluation changed at each restore and how far it was from the uninterrupted run later, or the errors of its
+messages. Curves and single saves are left out. A document (NAME.json) is taken as it is.
 Each file says the commit, the machine and the dates of its runs, each row its processor. Runs of a file that is there
 already stay, unless the same settings were run again on the same processor.
 """
@@ -16,10 +16,11 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import restores_tables
 from workloads import REPO
 
 RESULTS = REPO / "benchmarks" / "results"
@@ -54,8 +55,8 @@ COPIED = (
 """Keys of a ledger's record that a row takes as they are."""
 
 
-def row(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of one run of a ledger that documents may quote."""
+def row(record: Mapping[str, Any], records: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """The fields of one run of a ledger that documents may quote; `records` are all runs of that ledger."""
     out = {"settings": record["settings"], "date": record.get("at"), "code": record["version"]}
     if "machine" in record:
         out["cpu"] = record["machine"]["cpu"]
@@ -69,6 +70,7 @@ def row(record: Mapping[str, Any]) -> dict[str, Any]:
     restores = record.get("restores", ())
     if restores:
         out["change of the evaluation at each restore, %"] = [rounded(change(restore)) for restore in restores]
+        out |= rounded(restores_tables.facts(record, restores_tables.uninterrupted(record, records)))
     return out
 
 
@@ -94,8 +96,9 @@ def summary(source: Path, earlier: Mapping[str, Any], code: str) -> dict[str, An
         return {**head, "result": rounded(json.loads(source.read_text()))}
     records = [json.loads(line) for line in source.read_text().splitlines() if line]
     cpu = earlier.get("machine", {}).get("cpu")  # of rows that do not name theirs
-    runs = [*earlier.get("runs", ()), *(row(record) for record in records)]
-    rows = {(json.dumps(run["settings"], sort_keys=True), run.get("cpu", cpu)): run for run in runs}
+    before = [{"cpu": cpu, **run} if cpu else run for run in earlier.get("runs", ())]
+    runs = [*before, *(row(record, records) for record in records)]
+    rows = {(json.dumps(run["settings"], sort_keys=True), run.get("cpu")): run for run in runs}
     return {**head, "machine": records[-1]["machine"], "runs": list(rows.values())}
 
 

@@ -11,21 +11,19 @@ its seeds.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import document_tables
 import wire_grid
 from workloads import REPO
 
 DOCUMENT = REPO / "docs" / "wire.md"
 RESULTS = tuple(REPO / "benchmarks" / "results" / name for name in ("wire-2026-11-21.json", "wire.json"))
 """From the oldest on."""
-MARKS = ("<!-- tables of benchmarks/wire_tables.py -->", "<!-- end of these tables -->")
 TASKS = {"image": ("Image", "top-1 %", 1), "still": ("Image without crops and mirrors", "top-1 %", 1)}
 TASKS |= {"wide": ("Image, half of ResNet-18's width", "top-1 %", 1), "text": ("Text", "nats a byte", 4)}
 SECTIONS = {
@@ -145,22 +143,5 @@ def _order(one: Key) -> tuple[float, int, str]:
     return one[3], places.get(pair, len(pairs) + 1), one[1]
 
 
-def written(document: str, inner: str) -> str:
-    """The document with these tables between its marks."""
-    start, end = (document.index(mark) for mark in MARKS)
-    return f"{document[: start + len(MARKS[0])]}\n\n{inner}\n\n{document[end:]}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where the tables are others")
-    args = parser.parse_args()
-    before = DOCUMENT.read_text()
-    after = written(before, tables(read()))
-    if args.check:
-        sys.exit(0 if before == after else f"{DOCUMENT}: the tables are not those of the results")
-    DOCUMENT.write_text(after)
-
-
 if __name__ == "__main__":
-    main()
+    document_tables.main(__doc__, DOCUMENT, "wire_tables", tables(read()))

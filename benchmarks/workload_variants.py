@@ -67,8 +67,9 @@ def fine_tuned(data: Path, *, quick: bool = False) -> Workload:
     count = 32 if quick else 300
 
     def build(seed: int) -> Course:
-        torch.manual_seed(seed)  # of the new head
-        model = workload_sentence.Classifier(copy.deepcopy(_reader(data, 3 if quick else PRETRAINING))).train()
+        reader = _reader(data, 3 if quick else PRETRAINING)
+        torch.manual_seed(seed)  # of the new head, and of dropout: training a reader draws numbers, a kept one does not
+        model = workload_sentence.Classifier(copy.deepcopy(reader)).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.01)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine(30, steps, 0.1))
         return Course(model, optimizer, scheduler, workload_sentence.stream(data, seed, 32))

@@ -8,7 +8,7 @@ import importlib.util
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,6 +62,21 @@ def _record(workload: str, quality: float, *, higher: bool | None, **more: Any) 
     return record | {"restores": [], **more}
 
 
+def test_a_run_does_not_depend_on_whether_its_process_has_pre_trained_the_reader(load: Load) -> None:
+    variants, sentence = load("workload_variants"), load("workload_sentence")
+    variants._reader.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sentence, "pretrain", lambda data, steps: (torch.rand(7), sentence.Reader())[1])
+        patch.setattr(sentence, "stream", lambda *_: None)
+        empty = torch.zeros(0, 4).long()
+        texts = SimpleNamespace(dev_sentences=empty, dev_labels=empty, labels=empty)
+        patch.setattr(sentence, "corpus", lambda data: texts)
+        build = variants.fine_tuned(REPOSITORY, quick=True).build
+        heads = [build(3).model.state_dict()["head.weight"] for _ in range(2)]
+    variants._reader.cache_clear()
+    assert torch.equal(*heads)
+
+
 def test_a_lower_score_is_worse_and_a_lower_loss_is_better(load: Load) -> None:
     report = load("lossy_recovery_report")
     for record, worse in (
@@ -71,27 +86,6 @@ def test_a_lower_score_is_worse_and_a_lower_loss_is_better(load: Load) -> None:
         (_record("new", 0.0, higher=False), -0.1),
     ):
         assert report.degradation(record, 9.0, 10.0) == pytest.approx(worse)
-
-
-def test_ten_restores_have_bits_of_deltas_and_rises_of_both_kinds(load: Load) -> None:
-    report = load("lossy_recovery_report")
-    save = {"keyframe": False, "weights raw": 320, "weights stored": 10, "raw": 960, "stored": 20}
-    save |= {"retention": 0.9, "seconds": 0.5}
-    keyframe = save | {"keyframe": True, "weights stored": 300}
-    restored = [{"before": 2.0, "after": after, "seconds": 0.1} for after in (2.02, 2.0)]
-    run = _record(
-        "gpt",
-        2.02,
-        higher=False,
-        settings={"system": "lc", "restores": 10},
-        saves=[keyframe, save, save],
-        restores=restored,
-    )
-    (row,) = report.restores([_record("gpt", 2.0, higher=False), run])
-    assert row["bits of a weight"] == 1.0 and row["ratio of the state"] == 48.0
-    assert row["rise at once"] == pytest.approx(0.005) and row["worst rise at once"] == pytest.approx(0.01)
-    assert row["final"] == pytest.approx(0.01) and row["error of the final"] is None
-    assert "lc" in report.restores_table([row])
 
 
 def test_scars_bound_has_the_constants_of_a_geometric_course(load: Load) -> None:

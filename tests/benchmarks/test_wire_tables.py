@@ -19,7 +19,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_the_tables_of_the_study_are_what_the_results_give(tables: ModuleType) -> None:
     document = tables.DOCUMENT.read_text()
-    assert tables.written(document, tables.tables(tables.read())) == document
+    assert tables.document_tables.written(document, "wire_tables", tables.tables(tables.read())) == document
 
 
 def test_every_committed_run_has_what_a_row_needs(tables: ModuleType) -> None:
@@ -38,7 +38,7 @@ def test_a_number_that_the_results_have_not_is_seen(tables: ModuleType) -> None:
     document = tables.DOCUMENT.read_text()
     forged = document.replace("| 57.5, 56.6, 54.8 |", "| 57.5, 56.6, 58.8 |", 1)
     assert forged != document
-    assert tables.written(forged, tables.tables(tables.read())) == document
+    assert tables.document_tables.written(forged, "wire_tables", tables.tables(tables.read())) == document
 
 
 def test_a_row_has_the_seeds_of_one_processor_and_the_day_of_its_last_run(tables: ModuleType) -> None:
