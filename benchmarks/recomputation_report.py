@@ -87,6 +87,7 @@ def _row(found: Sequence[Record], system: str) -> Row:
         "rework": _spread(rework),
         "extra": _spread(extra),
         "bound": _bound(failures),
+        "within the bound": sum(_num_within(record, system) for record in found),
         "given up": sum(failure["rework"] is None for failure in failures),
         "failures": len(failures),
         "to target": _spread(targets) if targets else None,
@@ -98,6 +99,14 @@ def _bound(failures: Sequence[Mapping[str, Any]]) -> float | None:
     """SCAR's bound, mean over the failures; None where the course does not come nearer to its end."""
     found = [failure.get("bound") for failure in failures]
     return None if None in found else fmean(found)
+
+
+def _num_within(record: Record, system: str) -> int:
+    """Failures that cost no more than SCAR's bound, the undisturbed run's own wait taken off."""
+    failures = record["systems"][system]["failures"]
+    costs = [iterations(one, record) - (wait or 0) for one, wait in zip(failures, record["waits"], strict=True)]
+    bounds = [failure.get("bound") for failure in failures]
+    return sum(bound is not None and cost <= bound for cost, bound in zip(costs, bounds, strict=True))
 
 
 def _total(saves: Iterable[Mapping[str, Any]], key: str) -> float:
