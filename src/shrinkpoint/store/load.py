@@ -52,6 +52,9 @@ def load(
 ) -> Any:
     """Load a state, or the part of it that `only` names.
 
+    Tensors with memory of their own come back contiguous: one that was `channels_last` has its values, and other
+    strides. `load_state_dict` copies them into the strides of the module.
+
     Args:
         where: a file that `save` wrote, or a payload; a store, as a directory or a storage; a URL of either, such as
             "s3://bucket/run"; a checkpoint directory of a framework, or its run.
