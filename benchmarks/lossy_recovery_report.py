@@ -236,7 +236,8 @@ def write(records: Sequence[Record], path: Path) -> None:
         print(f"{workload}, uninterrupted: {one['mean']:.4f}, {spread}")
     if found:
         print(f"\n{measured_table(found)}\n\n{paper_table()}\n")
-    print(f"{ten_restores(records)}\n")
+    if ten := ten_restores(records):
+        print(f"{ten}\n")
     print(
         "paper, ResNet-152 by restores:",
         ", ".join(f"{n}: {worse:+.2f} %" for n, worse in published_numbers.RESTORES.items()),
