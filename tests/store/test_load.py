@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from torch import nn
 
 import shrinkpoint as sp
-from shrinkpoint.errors import CorruptError, NotFoundError, PolicyError
+from shrinkpoint.errors import CorruptError, NotFoundError, PolicyError, StorageError
 from shrinkpoint.storage import LocalStorage, MemoryStorage
 from shrinkpoint.store import decode
 from shrinkpoint.tensors.names import named_leaves
@@ -164,3 +164,21 @@ def test_a_store_a_run_and_a_checkpoint_directory_are_loaded_by_step(tmp_path):
         sp.save({}, tmp_path / "file")
         with pytest.raises(error, match=text):
             sp.load(where, **options)
+
+
+@pytest.mark.parametrize("step", ["1", 1.0, True, torch.tensor(1.5)])
+def test_a_step_that_is_no_whole_number_is_an_error_of_ours(tmp_path, step):
+    sp.CheckpointManager(tmp_path).save(1, model=torch.nn.Linear(2, 2))
+    for call in (sp.Store(tmp_path).load, sp.Store(tmp_path).manifest, sp.CheckpointManager(tmp_path).restore):
+        with pytest.raises(PolicyError, match="a whole number"):
+            call(step)
+    with pytest.raises(PolicyError, match="a whole number"):
+        sp.load(tmp_path, step=step)
+
+
+def test_names_that_no_file_system_takes_are_errors_of_ours(tmp_path):
+    with pytest.raises(StorageError):
+        sp.save({}, tmp_path / ("a" * 300))
+    for call in (lambda path: sp.save({}, path), sp.load, sp.CheckpointManager):
+        with pytest.raises(PolicyError, match="the file system can write"):
+            call("\ud800")
