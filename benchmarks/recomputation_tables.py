@@ -56,7 +56,6 @@ def schemes(result: Row) -> str:
     for system, name in SYSTEMS.items():
         rows = _of(result, system)
         extra = [row["extra"][0] for row in rows]
-        is_known = system != RIVAL and "scar" not in system
         times = [one["speed-up"] for one in result["speed-ups"] if one["system"] == system and one["speed-up"]]
         pooled = _mean(_of(result, RIVAL), "rework") / _mean(rows, "rework")
         lines.append(
@@ -67,7 +66,7 @@ def schemes(result: Row) -> str:
                 f"{_mean(rows, 'rework'):.1f}",
                 "0" if system == "lossless" else f"{fmean(extra):+.1f} ± {stdev(extra) / len(extra) ** 0.5:.1f}",
                 str(sum(row["given up"] for row in rows)),
-                f"{pooled:.1f}" if is_known else "1" if system == RIVAL else "",
+                f"{pooled:.1f}" if "scar" not in system else "1" if system == RIVAL else "",
                 _range(times) if times else "",
             ]
         )

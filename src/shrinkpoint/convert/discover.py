@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from shrinkpoint.convert import dcp, directory, framework_layouts, safetensors_file, torch_file
-from shrinkpoint.convert.part import TENSOR_SUFFIXES, Part
+from shrinkpoint.convert.part import TENSOR_SUFFIXES, Part, tensor_suffix
 from shrinkpoint.errors import NotFoundError, PolicyError, ShrinkpointError
 from shrinkpoint.storage import what_is_at
 from shrinkpoint.storage.base import RESERVED
@@ -43,8 +43,7 @@ def step_from_name(name: str) -> int | None:
     >>> [step_from_name(name) for name in names]
     [7, None, 40, 12, 12, None]
     """
-    suffix = next((suffix for suffix in TENSOR_SUFFIXES if name.endswith(suffix)), "")
-    if (stem := name.removesuffix(suffix)).isdecimal():
+    if (stem := name.removesuffix(tensor_suffix(name))).isdecimal():
         return int(stem) if len(stem) <= 15 else None
     numbers = [(label.lower(), int(digits)) for label, digits in _STEP_PATTERN.findall(name)]
     steps = [number for label, number in numbers if label not in _EPOCH_LABELS]

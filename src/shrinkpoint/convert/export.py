@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shrinkpoint.container.header import SAFETENSORS_DTYPES
 from shrinkpoint.convert import dcp, directory, safetensors_file, torch_file
-from shrinkpoint.convert.part import STATE_KEY, TENSOR_SUFFIXES, origin_info
+from shrinkpoint.convert.part import STATE_KEY, origin_info, tensor_suffix
 from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError, StorageError
 from shrinkpoint.storage import atomic_replace, check_no_loss
 from shrinkpoint.tensors.compare import same_bits
@@ -153,7 +153,7 @@ def unique_name(name: str, step: int, form: str, used_names: Collection[str]) ->
     >>> unique_name("Last.pt", 20, "original", {"last.pt"})
     'Last-step-20.pt'
     """
-    old_suffix = next((suffix for suffix in TENSOR_SUFFIXES if name.endswith(suffix)), "")
+    old_suffix = tensor_suffix(name)
     stem = name.removesuffix(old_suffix) or f"step-{step}"
     suffix = old_suffix if form == "original" else _SUFFIXES.get(form, "")
     while f"{stem}{suffix}".casefold() in used_names:

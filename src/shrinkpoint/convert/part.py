@@ -17,6 +17,15 @@ SOURCE_KEY, STATE_KEY = "source", "state"
 _SEPARATORS = "\0\\:" if os.name == "nt" else "\0"
 
 
+def tensor_suffix(name: str) -> str:
+    """The suffix of a name that files of tensors have; "" if it has none of these.
+
+    >>> tensor_suffix("step-1.ckpt"), tensor_suffix("v1.0")
+    ('.ckpt', '')
+    """
+    return next((suffix for suffix in TENSOR_SUFFIXES if name.endswith(suffix)), "")
+
+
 @dataclass(frozen=True)
 class Part:
     """The content of a file or a directory, and what its form needs besides to write it again.
