@@ -89,6 +89,8 @@ def test_a_forgotten_base_stays_until_nothing_stands_on_it() -> None:
         {"every": 0},
         {"best": "1"},
         {"mode": "low"},
+        {"last": 3, "metric": "accuracy"},
+        {"mode": "max"},
         {"within": "soon"},
         {"within": ""},
         {"within": "0s"},
@@ -124,11 +126,10 @@ def histories(draw: st.DrawFn) -> tuple[list[Manifest], set[int]]:
 
 
 keeps = st.builds(
-    Keep,
+    lambda best, **rules: Keep(**rules, **best),
     last=st.none() | st.integers(1, 5),
     every=st.none() | st.integers(1, 5),
-    best=st.none() | st.integers(1, 3),
-    mode=st.sampled_from(["min", "max"]),
+    best=st.just({}) | st.fixed_dictionaries({"best": st.integers(1, 3), "mode": st.sampled_from(["min", "max"])}),
     within=st.none() | st.sampled_from(["1h", "5h", "20h"]),
 )
 

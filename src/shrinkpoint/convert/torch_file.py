@@ -21,11 +21,11 @@ import torch
 from shrinkpoint.convert.part import Part, write_error
 from shrinkpoint.errors import CorruptError, FormatError, StateError, TruncatedError
 from shrinkpoint.storage import storage_error
+from shrinkpoint.storage.zip_records import check_zip_records
 from shrinkpoint.tensors.dtypes import numpy_to_torch_dtype
 
 _MAX_EXTRA_VALUES = 1 << 20
 """Values that a file may have beyond one for each of its bytes: it may refer to a small list many times."""
-_CHUNK_BYTES = 1 << 20
 _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _GLOBAL_PATTERN = re.compile(r"(?:GLOBAL|instance of class|class) `?([\w.]+)")
@@ -61,20 +61,11 @@ def read(path: Path) -> Part:
 
 
 def _check_records(path: Path) -> None:
-    """Raise `CorruptError` for a record of a zip file whose bytes have another CRC-32; torch itself compares none.
-
-    A file that was written without them (`torch.serialization.set_crc32_options(False)`) has 0 in their place.
-    """
+    """Raise `CorruptError` for a record of a zip file whose bytes have another CRC-32; torch itself compares none."""
     if not zipfile.is_zipfile(path):
         return
     try:
-        with zipfile.ZipFile(path) as archive:
-            for record in archive.infolist():
-                if record.CRC == 0 or record.compress_type != zipfile.ZIP_STORED:
-                    continue
-                with archive.open(record) as stream:
-                    while stream.read(_CHUNK_BYTES):
-                        pass
+        check_zip_records(path)
     except OSError as error:
         raise storage_error(str(path), "reading", error) from error
     except (zipfile.BadZipFile, EOFError, RuntimeError, ValueError) as error:

@@ -44,7 +44,7 @@ class Keep:
             others become weights only: what the optimizers keep for each parameter is deleted. None: all keep it.
 
     Raises:
-        PolicyError: a number below 1, an unknown mode, or an invalid span.
+        PolicyError: a number below 1, an unknown mode, an invalid span, or a metric or mode without `best`.
     """
 
     last: int | None = None
@@ -62,6 +62,11 @@ class Keep:
                 validate.check_int(f"Keep({name}=)", value, do=f"leave {name} out to do without")
         validate.check_str("Keep(metric=)", self.metric, do="name what the loop reports")
         validate.check_choice("Keep(mode=)", self.mode, ("min", "max"))
+        if self.best is None and (self.metric, self.mode) != ("val_loss", "min"):
+            found = f"metric={self.metric!r}, mode={self.mode!r} and no best="
+            raise PolicyError(
+                "Keep(best=)", found=found, expected="the number of the best to keep", do="say e.g. best=1"
+            )
         if self.span is not None and self.span <= timedelta(0):
             raise PolicyError("Keep(within=)", found=repr(self.within), expected="a positive span", do="say e.g. '7d'")
 

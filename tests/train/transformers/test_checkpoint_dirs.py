@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.huggingface import WEIGHTS, ended, lay, made, whole
 from helpers.strategies import same
 from transformers import Trainer
@@ -88,6 +89,21 @@ def test_half_a_stock_checkpoint_is_passed_over(stock, lost):
     path = stock / "checkpoint-4" / lost
     path.write_bytes(path.read_bytes()[:-200])
     assert latest_valid(stock) == str(stock / "checkpoint-2")
+
+
+@pytest.mark.parametrize("has_crc", [True, False])
+def test_checksums_of_stock_files_are_compared_where_torch_wrote_some(stock, has_crc, caplog):
+    path = stock / "checkpoint-4" / "optimizer.pt"
+    torch.serialization.set_crc32_options(has_crc)
+    try:
+        torch.save(torch.load(path, weights_only=True), path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert latest_valid(stock) == str(stock / "checkpoint-4")
+    flip(path, 0.5)
+    with caplog.at_level(logging.WARNING, "shrinkpoint"):
+        assert latest_valid(stock) == str(stock / ("checkpoint-2" if has_crc else "checkpoint-4"))
+    assert ("Bad CRC-32" in caplog.text) == has_crc
 
 
 def test_stock_files_of_another_run_do_not_stay_beside_a_checkpoint(stock):

@@ -22,6 +22,7 @@ from transformers.utils import is_peft_available
 
 from shrinkpoint.errors import CorruptError, ShrinkpointError, StorageError, TruncatedError
 from shrinkpoint.storage import local_path
+from shrinkpoint.storage.zip_records import check_zip_records
 from shrinkpoint.store.directory import is_checkpoint, verify_directory
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.train import restore
@@ -41,6 +42,17 @@ _REQUIRED_PAIR = ("optimizer.pt", "scheduler.pt")
 _RESUME_ADVICE = "resume from another checkpoint"
 _NOT_FOUND_TEXT = "Can't find a valid checkpoint at"
 """The Trainer's own message, for programs that look for it."""
+_DAMAGE_ERRORS = (
+    AttributeError,
+    EOFError,
+    KeyError,
+    RuntimeError,
+    SafetensorError,
+    TypeError,
+    ValueError,
+    zipfile.BadZipFile,
+)
+"""What JSON, safetensors and zip raise for a file that is cut or damaged."""
 _log = logging.getLogger("shrinkpoint")
 ErrorT = TypeVar("ErrorT", bound=ShrinkpointError)
 
@@ -268,11 +280,11 @@ def _validate_file(path: Path, *, deep: bool) -> None:
             with safe_open(str(path), framework="pt"):
                 pass
         else:
-            with zipfile.ZipFile(path) as archive:
-                damaged = archive.testzip() if deep else None
-            if damaged is not None:
-                raise _error(CorruptError, path, f"wrong bytes in {damaged}", "those of its checksum")
-    except (SafetensorError, zipfile.BadZipFile, ValueError, KeyError, AttributeError, TypeError) as error:
+            with zipfile.ZipFile(path):
+                pass
+            if deep:
+                check_zip_records(path)
+    except _DAMAGE_ERRORS as error:
         if isinstance(error, ShrinkpointError):
             raise
         raise _error(CorruptError, path, f"{type(error).__name__}: {error}", "a whole file") from error
