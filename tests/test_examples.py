@@ -139,6 +139,24 @@ def test_a_generating_process_follows_the_trainer_and_its_reward_rises(tmp_path:
 
 
 @pytest.mark.nightly
+def test_replicas_that_are_killed_end_like_those_that_are_not(tmp_path: Path):
+    (tmp_path / "whole").mkdir()
+    whole = _run(tmp_path / "whole", _command("ddp.py", ranks=2)).splitlines()
+    with subprocess.Popen(
+        _command("ddp.py", ranks=2), cwd=tmp_path, env=_environment(), stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        lines = _lines(launcher)
+        assert [next(lines) for _ in range(3)] == whole[:3]
+        workers = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        for process in (launcher.pid, *map(int, workers)):  # a launcher that is killed leaves its workers running
+            os.kill(process, signal.SIGKILL)
+    resumed = _run(tmp_path, _command("ddp.py", ranks=2)).splitlines()
+    start = _number(resumed[0], r".* from step (\d+)")
+    assert start >= 60 and start % 20 == 0
+    assert resumed[-1] == whole[-1].replace("from step 0", f"from step {start}")
+
+
+@pytest.mark.nightly
 def test_fsdp2_goes_on_with_another_number_of_ranks(tmp_path: Path):
     first = _run(tmp_path, _command("fsdp2.py", ranks=2))
     then = _run(tmp_path, _command("fsdp2.py", ranks=3))
