@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from shrinkpoint.store.manifest import LossIncrease
+from shrinkpoint.store.loss_increase import LossIncrease
 
 
 def predicted(rise):

@@ -20,6 +20,7 @@ from shrinkpoint.container import FileReader
 from shrinkpoint.errors import ChainError, CorruptError, LockedError, NotFoundError, PolicyError, StateError
 from shrinkpoint.storage import LocalStorage, Storage
 from shrinkpoint.store import Store, decode, delta_base
+from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, MAX_NOTE
 from shrinkpoint.tensors.flat_state import flatten, snapshot
 
 
@@ -257,6 +258,31 @@ def test_a_step_that_is_none_is_refused(step: Any) -> None:
     store = Store(place("memory", Path()))
     with pytest.raises(PolicyError, match="step"):
         store.save(step, state(1))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"note": None},
+        {"note": 5},
+        {"note": "x" * (MAX_NOTE + 1)},
+        {"lossy_restores": -1},
+        {"lossy_restores": 1.5},
+        {"lossy_restores": True},
+        {"metrics": {"x" * MAX_MANIFEST_BYTES: 1.0}},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_what_a_reader_would_refuse_is_not_written(storage: Storage, wrong: Any) -> None:
+    store = Store(storage)
+    store.save(1, state(1))
+    with pytest.raises(PolicyError, match=r"note|lossy_restores|manifest"):
+        store.save(2, state(2), **wrong)
+    store.save(3, state(3), note="\ud800" * MAX_NOTE)  # as many bytes as a note may take
+    store.close()
+    again = Store(storage)
+    assert again.steps() == [1, 3] and again.verify(deep=True) == []
+    assert len(again.manifest().note) == MAX_NOTE
 
 
 def test_wrong_requests_are_refused(storage: Storage) -> None:

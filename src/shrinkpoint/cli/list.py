@@ -13,7 +13,7 @@ from shrinkpoint import humanize
 from shrinkpoint.cli.arguments import JsonOption, RunArgument, open_store, parse_store
 from shrinkpoint.cli.console import Column, paged, print_json, print_line, print_note, print_table
 from shrinkpoint.report.checkpoints import CheckpointReport, StoreReport, run_report, store_report
-from shrinkpoint.store.manifest import LossIncrease
+from shrinkpoint.store.loss_increase import LossIncrease
 
 
 def command(

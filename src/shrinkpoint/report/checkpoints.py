@@ -10,7 +10,8 @@ from typing import Any
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.storage import ObjectUrl
 from shrinkpoint.store.directory import find_checkpoints, read_directory_manifest
-from shrinkpoint.store.manifest import DirectoryManifest, LossIncrease, Manifest
+from shrinkpoint.store.loss_increase import LossIncrease
+from shrinkpoint.store.manifest import DirectoryManifest, Manifest
 from shrinkpoint.tensors.info import JSON
 
 _STORE_ONLY = ("id", "chain", "forgotten", "keyframe", "weights_only")

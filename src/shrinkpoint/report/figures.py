@@ -12,7 +12,7 @@ from shrinkpoint.html import text
 from shrinkpoint.report.checkpoints import CheckpointReport
 from shrinkpoint.report.run import RunReport
 from shrinkpoint.report.treemap import ROLE_NAMES, Node, tensor_tree
-from shrinkpoint.store.manifest import LossIncrease
+from shrinkpoint.store.loss_increase import LossIncrease
 
 COLORS = ("#2a78c8", "#c4622d")
 """Of the first and the second run; legible on white and on black."""

@@ -15,7 +15,7 @@ from shrinkpoint.errors import PolicyError
 from shrinkpoint.report.checkpoints import CheckpointReport
 from shrinkpoint.report.files import TensorRow
 from shrinkpoint.report.run import RunReport
-from shrinkpoint.store.manifest import LossIncrease
+from shrinkpoint.store.loss_increase import LossIncrease
 
 if TYPE_CHECKING:
     from shrinkpoint.report.figures import Figure

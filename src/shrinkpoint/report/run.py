@@ -9,7 +9,7 @@ from itertools import accumulate
 from shrinkpoint import humanize
 from shrinkpoint.report.checkpoints import CheckpointReport, StoreReport
 from shrinkpoint.report.files import FileReport
-from shrinkpoint.store.manifest import LossIncrease
+from shrinkpoint.store.loss_increase import LossIncrease
 
 
 @dataclass(frozen=True)

@@ -196,6 +196,7 @@ def commit(
             them.
 
     Raises:
+        PolicyError: a reader would refuse the manifest; an earlier checkpoint still exists.
         StorageError: a payload is missing or has another size, or writing failed; an earlier checkpoint still exists.
     """
     storage = directory_storage(directory)

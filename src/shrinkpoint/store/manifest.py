@@ -16,10 +16,10 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 
-from shrinkpoint import humanize
+from shrinkpoint import humanize, validate
 from shrinkpoint._native import xxh3_128
-from shrinkpoint.container.strict_json import MAX_JSON_DEPTH, check_nests, json_depth, shorten
-from shrinkpoint.errors import CorruptError, TruncatedError, VersionError
+from shrinkpoint.container.strict_json import MAX_JSON_DEPTH, check_nests, count_nests, json_depth, max_nests, shorten
+from shrinkpoint.errors import CorruptError, PolicyError, TruncatedError, VersionError
 from shrinkpoint.guard import read_guard
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import layout
@@ -47,6 +47,8 @@ _OWN_DIGEST = re.compile(rb'\{"created":"[^"\\]*",("digest":"([0-9a-f]{32})",)')
 """The beginning of a directory's manifest: keys are sorted."""
 MAX_LOSSY_RESTORES = (1 << 31) - 1
 """In a directory's manifest: schemes derive seeds from this number."""
+MAX_NOTE = 1 << 20
+"""Characters of a note; each takes 12 bytes at most, so that a store's manifest can hold it."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,11 @@ DirectoryManifest: TypeAlias = "Manifest[int | None]"
 
 
 def encode_store_manifest(manifest: Manifest) -> bytes:
-    """Canonical bytes of a step's manifest: one manifest has one encoding, with its digest inside."""
+    """Canonical bytes of a step's manifest: one manifest has one encoding, with its digest inside.
+
+    Raises:
+        PolicyError: a reader would refuse it: a field of another type or size than it has, or JSON that nests too deep.
+    """
     document = _shared_to_json(manifest)
     if manifest.loss is None:
         del document["loss"]
@@ -192,7 +198,7 @@ def encode_store_manifest(manifest: Manifest) -> bytes:
     document["files"] = [[payload.name, payload.size, payload.digest] for payload in manifest.payloads]
     document["bases"] = [[b.step, b.id, b.digest, b.size, b.file, b.name] for b in manifest.bases]
     document["raw_bytes"], document["stored_bytes"] = manifest.raw_bytes, manifest.stored_bytes
-    return dump_with_digest(document)
+    return _dump_within(document, MAX_MANIFEST_BYTES)
 
 
 def decode_store_manifest(data: bytes, where: str) -> Manifest:
@@ -207,20 +213,62 @@ def decode_store_manifest(data: bytes, where: str) -> Manifest:
 
 
 def encode_directory_manifest(manifest: DirectoryManifest) -> bytes:
-    """Canonical bytes of a directory's manifest: one manifest has one encoding, with its digest inside."""
+    """Canonical bytes of a directory's manifest: as for a store, which see; raises as `encode_store_manifest` does."""
     document = _shared_to_json(manifest)
+    _check_depth("extra", manifest.extra)
     document["format"] = DIRECTORY_FORMAT
     document["payloads"] = [
         [payload.name, payload.size, payload.digest, payload.raw_bytes, [list(base) for base in payload.bases]]
         for payload in manifest.payloads
     ]
     document["extra"] = json_safe(manifest.extra)
-    return dump_with_digest(document)
+    return _dump_within(document, MAX_DIRECTORY_MANIFEST_BYTES)
 
 
 def decode_directory_manifest(data: bytes, where: str) -> DirectoryManifest:
     """Read what `encode_directory_manifest` wrote; raises as `decode_store_manifest` does."""
     return _decode(data, where, (DIRECTORY_FORMAT,), _directory_manifest_from_json)
+
+
+def check_note(note: object) -> str:
+    """Return a note for people.
+
+    Raises:
+        PolicyError: it is no text, or longer than a manifest bears.
+    """
+    text = validate.check_str("note", note, do="leave it out, or write a text")
+    if len(text) > MAX_NOTE:
+        do = "keep a long text in a file of its own, and its name here"
+        raise PolicyError("note", found=f"{len(text):,} characters", expected=f"at most {MAX_NOTE:,}", do=do)
+    return text
+
+
+def check_lossy_restores(count: object) -> int:
+    """Return a number of restores.
+
+    Raises:
+        PolicyError: it is no whole number from 0 to `MAX_LOSSY_RESTORES`.
+    """
+    do = "pass the lossy_restores of what was restored"
+    return validate.check_int("lossy_restores", count, minimum=0, maximum=MAX_LOSSY_RESTORES, do=do)
+
+
+def _check_depth(name: str, value: JSON) -> None:
+    depth, limit = json_depth(value), MAX_JSON_DEPTH - 1  # the manifest is a level of its own
+    if depth > limit:
+        do = "store it flatter, or as a text"
+        raise PolicyError(name, found=f"{depth} levels of lists and dicts", expected=f"at most {limit}", do=do)
+
+
+def _dump_within(document: Mapping[str, JSON], max_bytes: int) -> bytes:
+    """`dump_with_digest`, or a PolicyError where a reader would refuse the result for its size."""
+    data = dump_with_digest(document)
+    nests = count_nests(data)
+    if len(data) > max_bytes or nests > max_nests(len(data)):
+        found = f"{len(data):,} bytes with {nests:,} lists and objects"
+        expected = f"at most {max_bytes:,} bytes and {max_nests(len(data)):,} lists and objects"
+        raise PolicyError("manifest", found=found, expected=expected, do="shorten metrics, note or extra")
+    return data
 
 
 def names_payload(data: bytes, payload: Payload) -> bool:
@@ -259,6 +307,9 @@ def _decode(data: bytes, where: str, supported: Collection[int], from_json: Call
 
 def _shared_to_json(manifest: DirectoryManifest) -> dict[str, JSON]:
     """The fields that both encodings have, under the same keys."""
+    check_note(manifest.note)
+    check_lossy_restores(manifest.lossy_restores)
+    _check_depth("loss", manifest.loss)
     document = {
         "id": manifest.id,
         "created": manifest.created,
@@ -459,98 +510,3 @@ def _digest(value: JSON) -> str:
 
 def _canonical(document: JSON) -> bytes:
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
-
-
-NOT_MEASURED = "not measured"
-
-
-@dataclass(frozen=True)
-class LossIncrease:
-    """The increase of the loss, or the fall of a score, where a checkpoint is restored.
-
-    Attributes:
-        is_lossy: a restore gives other values than were saved.
-        is_measured: whether the increase was measured; True where nothing was lost.
-        value: relative to the loss before the save: .01 is one per cent; 0 if no weight changed; None if unknown.
-        interval: 95 % confidence interval of `value` on other examples of the same kind; None if unknown.
-        predicted: what the scheme expected of an increase that was not measured, in nats; None if it expected nothing.
-    """
-
-    is_lossy: bool = False
-    is_measured: bool = True
-    value: float | None = None
-    interval: tuple[float, float] | None = None
-    predicted: float | None = None
-
-    @classmethod
-    def from_loss(cls, loss: JSON) -> LossIncrease:
-        """Parse the `loss` of a manifest, which may be any JSON, also one of a release without the key `measured`."""
-        if not isinstance(loss, dict) or loss.get("chosen") is None:
-            return cls()
-        value, scale = _relative_increase(loss)
-        measured = loss.get("measured", value is not None) is True
-        if measured and value is None and _keeps_weights(loss["chosen"]):
-            value, scale = 0.0, 1.0
-        if not measured:
-            return cls(True, False, predicted=_predicted_increase(loss))
-        if scale is None:
-            return cls(True)
-        ends = loss.get("interval")
-        low, high = (_number(end) for end in ends) if isinstance(ends, list) and len(ends) == 2 else (None, None)
-        interval = None if low is None or high is None else (low / scale, high / scale)
-        return cls(True, True, None if value is None else _number(value / scale), interval)
-
-    def __str__(self) -> str:
-        if not self.is_lossy:
-            return ""
-        if self.predicted is not None:
-            return f"{NOT_MEASURED}, predicted {self.predicted:+.2g} nats"
-        if self.value is None:
-            return "measured" if self.is_measured else NOT_MEASURED
-        text = _percent(self.value)
-        return text if self.interval is None else f"{text} ({' to '.join(map(_percent, self.interval))})"
-
-
-def _relative_increase(loss: Mapping[str, JSON]) -> tuple[float | None, float | None]:
-    """The increase that a scheme reported, and the loss that it is relative to; None for what is unknown."""
-    if "degradation" in loss:
-        return _number(loss["degradation"]), 1.0
-    value, quality = _number(loss.get("rise")), _number(loss.get("quality"))
-    if value == 0:
-        return value, 1.0
-    return value, None if quality is None else abs(quality) or 1.0
-
-
-def _predicted_increase(loss: Mapping[str, JSON]) -> float | None:
-    """The increase that the scheme `fisher` predicted of what it chose."""
-    chosen, tried = loss["chosen"], loss.get("tried")
-    step = _number(chosen.get("step_in_deviations")) if isinstance(chosen, dict) else None
-    if step is None or not isinstance(tried, list):
-        return None
-    trials = [trial for trial in tried if isinstance(trial, dict) and _number(trial.get("step")) == step]
-    return _number(trials[-1].get("curvature")) if trials else None
-
-
-def _percent(share: float) -> str:
-    """
-    >>> _percent(0.00317), _percent(-0.2), _percent(0.0)
-    ('+0.32 %', '-20 %', '0 %')
-    """
-    if share == 0:
-        return "0 %"
-    return f"{100 * share:+.2g} %" if abs(share) < 1 else f"{100 * share:+.0f} %"
-
-
-def _keeps_weights(chosen: JSON) -> bool:
-    """Whether all weights are exact, and only optimizer moments are quantized."""
-    return isinstance(chosen, dict) and "step_in_deviations" in chosen and chosen["step_in_deviations"] is None
-
-
-def _number(value: JSON) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shrinkpoint import html, humanize
-from shrinkpoint.store.manifest import LossIncrease, Manifest
+from shrinkpoint.store.loss_increase import LossIncrease
+from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.tensors.info import JSON, Role
 
 

@@ -35,7 +35,7 @@ from shrinkpoint.store.delta_base import (
     warn_low_retention,
 )
 from shrinkpoint.store.listing import Lister, Listing, SkippedCheckpoint, StepDirectory, forget, read_step
-from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.manifest import Manifest, check_lossy_restores, check_note
 from shrinkpoint.store.prune import prune
 from shrinkpoint.store.retention import Keep, PrunePlan, check_keep
 from shrinkpoint.store.save_report import SaveReport
@@ -261,10 +261,11 @@ class Store:
         Raises:
             StateError: the state holds something that cannot be stored.
             LockedError: another process saves here.
-            PolicyError: a step or a metric that is not a number.
+            PolicyError: a step, a metric or a number of restores that is none, or a note that is no text.
             StorageError: writing failed; every earlier checkpoint still loads.
         """
         scheme, metrics = get_scheme(scheme), _check_metrics(metrics)
+        note, lossy_restores = check_note(note), check_lossy_restores(lossy_restores)
         flat_state = state if isinstance(state, FlatState) else flatten(state)
         with self._mutex, self._store_lock.cleanup_on_error():
             with self._begin(step, keyframe) as transaction:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shrinkpoint import html, humanize
-from shrinkpoint.store.manifest import LossIncrease, Manifest
+from shrinkpoint.store.loss_increase import LossIncrease
+from shrinkpoint.store.manifest import Manifest
 
 _MAX_ROWS = 20
 _HEADS = ("step", "age", "kind", "scheme", "state", "stored", "ratio", "loss rise")

@@ -190,7 +190,7 @@ class CheckpointTransaction:
             stats: what the save measured of itself.
 
         Raises:
-            PolicyError: there is no payload yet.
+            PolicyError: there is no payload yet; or a reader would refuse the manifest, and nothing was written.
             StorageError: writing failed; the checkpoint may exist or not, and is complete if it does.
         """
         report = self._written_report()
@@ -226,9 +226,10 @@ class CheckpointTransaction:
     def commit_manifest(self, manifest: Manifest) -> None:
         """Write this manifest, by which the checkpoint exists; raises as `commit` does."""
         self._written_report()
+        data = encode_store_manifest(manifest)
         # From here on the manifest may exist even if this call fails: nothing may be removed.
         self._state = "committing"
-        self._storage.put(layout.manifest_key(self.step), encode_store_manifest(manifest))
+        self._storage.put(layout.manifest_key(self.step), data)
         self._state = "closed"
 
     def take_reference(self) -> Reference:

@@ -31,6 +31,7 @@ from shrinkpoint.store import directory as directories
 from shrinkpoint.store.checkpoint_file import Device, build_state
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.delta_writer import DeltaWriter
+from shrinkpoint.store.manifest import check_note
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.train.background import BackgroundSaver, OnSave
@@ -134,14 +135,15 @@ class Checkpointer(BackgroundSaver):
 
         Raises:
             StateError: the state holds something that cannot be stored.
-            PolicyError: a metric that is not a number; a scheme that evaluates a model, and there is none.
+            PolicyError: a metric that is not a number, a note that is no text, an `extra` that nests too deep; a scheme
+                that evaluates a model, and there is none.
             StorageError: writing failed; every checkpoint that was there still loads.
             Exception: whatever the previous save raised in the background; then this call has saved nothing.
         """
         with self._next_save():
             target = resolve_directory(directory)
             keyframe = keyframe or isinstance(target, ObjectUrl)
-            options = SaveOptions(step, as_floats(metrics), note, keyframe, extra)
+            options = SaveOptions(step, as_floats(metrics), check_note(note), keyframe, extra)
             flat_state = mark_parameters(flatten(dict(state)), objects or {})
             reference = self._delta_writer.last_reference if isinstance(self._scheme, PlanningScheme) else None
             if keyframe and reference is not None:

@@ -27,7 +27,7 @@ from shrinkpoint.sharding.collectives import Collectives, LocalCollectives, make
 from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.storage import AnyDirectory, ObjectUrl, directory_storage
 from shrinkpoint.store.directory import MANIFEST, commit, has_file
-from shrinkpoint.store.manifest import Payload
+from shrinkpoint.store.manifest import Payload, check_note
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.flat_state import snapshot
 from shrinkpoint.tensors.info import JSON
@@ -131,13 +131,12 @@ class Writer(CheckpointDirectory, StorageWriter):
             keyframe_every = validate.check_keyframe_every(keyframe_every)
         if step is not None:
             validate.check_int("step", step, minimum=0, do="leave it out")
-        validate.check_str("note", note)
         if chain is not None:
             validate.check_str("chain", chain, do="leave it out: paths that differ only in numbers are one chain")
         self._scheme, self._chain = get_scheme(scheme), chain
         self._keyframe_option: int | Literal["auto"] | None = keyframe_every
         self._group, self._model, self._is_coordinator = group, model, True
-        self._save_options = SaveOptions(step, as_floats(metrics), note)
+        self._save_options = SaveOptions(step, as_floats(metrics), check_note(note))
         self._on_save = check_on_save(on_save)
         self.overwrite, self.save_id = overwrite, secrets.token_hex(8)
         self._restored: dict[str, RestoreOrigin] | None = None  # by the process that sent this writer
