@@ -16,7 +16,7 @@ from helpers.strategies import bits
 import shrinkpoint as sp
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.schemes.encode.record_groups import MAX_SHARED_NUMEL
+from shrinkpoint.schemes.encode.record_groups import MAX_BUNDLE_NUMEL, MAX_SHARED_NUMEL
 from shrinkpoint.schemes.lossless import Lossless, Recode
 from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.storage import MemoryStorage
@@ -168,6 +168,13 @@ def test_small_tensors_with_lattices_of_one_kind_share_a_record_and_others_do_no
         ["l0.weight", "l1.weight"],
         ["s.weight"],
     ]
+
+
+def test_a_record_that_small_tensors_share_is_full_at_some_size():
+    points = {f"{i}.weight": points_of("linear", (200, 300), seed=i) for i in range(2 * MAX_BUNDLE_NUMEL // 60000)}
+    file = put(zeros(points), settled(points))
+    numels = [sum(info.numel for info in record.infos) for record in file.records()]
+    assert len(numels) == 2 and max(numels) <= MAX_BUNDLE_NUMEL
 
 
 def test_new_tensors_do_not_keep_those_that_have_a_parent_from_it():

@@ -15,7 +15,7 @@ from shrinkpoint.codec.code_streams import CODERS
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.schemes.base import QuantizedState
-from shrinkpoint.schemes.encode.record_groups import MAX_SHARED_NUMEL
+from shrinkpoint.schemes.encode.record_groups import MAX_BUNDLE_NUMEL, MAX_SHARED_NUMEL
 from shrinkpoint.schemes.lossless import Lossless, Recode
 from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.storage import MemoryStorage
@@ -109,6 +109,16 @@ def test_small_tensors_with_equally_many_centers_share_a_record_and_others_do_no
     records = [{info.name for info in record.infos} for record in Written(file.data, None, None).records()]  # type: ignore[arg-type]
     assert sorted(map(len, records)) == [1, 1, 1, 2, 3]
     assert {"0.weight", "1.weight", "2.weight"} in records
+
+
+def test_a_record_that_small_tensors_share_is_full_at_some_size():
+    """To read one of them its whole record is decoded."""
+    symbols = {f"{i}.weight": symbols_of((200, 300), 4, seed=i) for i in range(2 * MAX_BUNDLE_NUMEL // 60000)}
+    file = put(zeros(symbols), settled(symbols))
+    numels = [sum(info.numel for info in record.infos) for record in Written(file.data, None, None).records()]  # type: ignore[arg-type]
+    assert len(numels) == 2 and max(numels) <= MAX_BUNDLE_NUMEL
+    read = file.read().quantized
+    assert all(alike(read[name], one) for name, one in symbols.items())
 
 
 def test_what_has_not_changed_is_not_written_again_and_its_symbols_live_on():

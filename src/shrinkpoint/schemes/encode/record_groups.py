@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -336,14 +336,29 @@ def _value_groups(
     infos: list[TensorInfo], contexts: ContextMap, reference: Reference | None, state: FlatState
 ) -> list[RecordGroup]:
     """Group tensors whose values are coded exactly: of one dtype, role and kind of context."""
-    bundles: dict[_Key, list[TensorInfo]] = {}
-    bundle_numel: dict[_Key, int] = {}
-    for info in sorted(infos, key=_role_order):
-        numel = num_numbers(info)
+
+    def make_key(info: TensorInfo) -> _Key:
         has_reference = _has_parent(info, state, reference)
         has_moments = bool(contexts.moments(info))
         # Tensors without values have neither rows nor columns, and are stored as they are.
-        key: _Key = (info.dtype, info.role, _group_taps(info), has_reference, has_moments, not numel)
+        return (info.dtype, info.role, _group_taps(info), has_reference, has_moments, not num_numbers(info))
+
+    return [
+        RecordGroup(
+            tuple(members), _group_taps(members[0]), bool(key[3]), tuple(filter(None, map(contexts.moments, members)))
+        )
+        for key, members in _bundle(sorted(infos, key=_role_order), make_key)
+    ]
+
+
+def _bundle(
+    infos: Iterable[TensorInfo], make_key: Callable[[TensorInfo], _Key]
+) -> Iterator[tuple[_Key, list[TensorInfo]]]:
+    """Yield the tensors of each record, with their key: a large tensor alone, small ones together until it is full."""
+    bundles: dict[_Key, list[TensorInfo]] = {}
+    bundle_numel: dict[_Key, int] = {}
+    for info in infos:
+        key, numel = make_key(info), num_numbers(info)
         if numel >= MAX_SHARED_NUMEL:
             key = (*key, info.name)
         elif bundle_numel.get(key, 0) + numel > MAX_BUNDLE_NUMEL:
@@ -351,12 +366,7 @@ def _value_groups(
             bundle_numel[key] = 0
         bundles.setdefault(key, []).append(info)
         bundle_numel[key] = bundle_numel.get(key, 0) + numel
-    return [
-        RecordGroup(
-            tuple(members), _group_taps(members[0]), bool(key[3]), tuple(filter(None, map(contexts.moments, members)))
-        )
-        for key, members in bundles.items()
-    ]
+    yield from bundles.items()
 
 
 def _codebook_groups(
@@ -367,8 +377,8 @@ def _codebook_groups(
     quantized: Mapping[str, QuantizedTensor],
 ) -> list[RecordGroup]:
     """Group tensors with codebooks: of one dtype, role and kind of context, and with equally many centers."""
-    bundles: dict[_Key, list[TensorInfo]] = {}
-    for info in infos:
+
+    def make_key(info: TensorInfo) -> _Key:
         tensor = quantized[info.name]
         assert isinstance(tensor, CodebookTensor)
         depth = _dependency_depth(info.name, quantized)
@@ -377,8 +387,8 @@ def _codebook_groups(
             has_reference = tensor.residual or (not depth and reference.has_codes(info.name))
         has_moments = info.role is not Role.MOMENT2 and _are_independent(contexts.moments(info), quantized)
         codebook = (tensor.bins, tensor.first_code, tensor.exact.dtype, tensor.residual)
-        key: _Key = (has_reference, has_moments, depth, info.dtype, info.role, *codebook, _own_record_name(info))
-        bundles.setdefault(key, []).append(info)
+        return (has_reference, has_moments, depth, info.dtype, info.role, *codebook)
+
     return [
         RecordGroup(
             tuple(members),
@@ -388,7 +398,7 @@ def _codebook_groups(
             kind="codes",
             context_names=_context_names(members, quantized) if key[2] else (),
         )
-        for key, members in bundles.items()
+        for key, members in _bundle(infos, make_key)
     ]
 
 
@@ -396,8 +406,8 @@ def _lattice_groups(
     infos: list[TensorInfo], reference: Reference | None, state: FlatState, quantized: Mapping[str, QuantizedTensor]
 ) -> list[RecordGroup]:
     """Group tensors on lattices: of one dtype, role and kind of context, and on lattices of one kind."""
-    bundles: dict[_Key, list[TensorInfo]] = {}
-    for info in infos:
+
+    def make_key(info: TensorInfo) -> _Key:
         tensor = quantized[info.name]
         assert isinstance(tensor, LatticeTensor)
         is_relative = bool(tensor.relative_to)
@@ -407,8 +417,8 @@ def _lattice_groups(
         has_equal_lattice = isinstance(parent, LatticeTensor) and parent.lattice == tensor.lattice
         has_origin = tensor.origin is not None, tensor.has_origin_of(parent)
         lattice = (tensor.lattice.spacing, tensor.lattice.step, has_equal_lattice, *has_origin)
-        key: _Key = (has_reference, is_relative, *lattice, info.dtype, info.role, _own_record_name(info))
-        bundles.setdefault(key, []).append(info)
+        return (has_reference, is_relative, *lattice, info.dtype, info.role)
+
     return [
         RecordGroup(
             tuple(members),
@@ -418,13 +428,8 @@ def _lattice_groups(
             kind="points",
             context_names=_context_names(members, quantized) if key[1] else (),
         )
-        for key, members in bundles.items()
+        for key, members in _bundle(infos, make_key)
     ]
-
-
-def _own_record_name(info: TensorInfo) -> str:
-    """The name of a tensor that does not share a record; "" if it may."""
-    return info.name if info.numel >= MAX_SHARED_NUMEL else ""
 
 
 def _group_taps(info: TensorInfo) -> int:
