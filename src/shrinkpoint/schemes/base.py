@@ -96,7 +96,7 @@ class PlanningScheme(Protocol):
         """Decide for this state.
 
         Args:
-            evaluator: what to measure on (`target.Target`); None: on copies of the state.
+            evaluator: what to measure on (`evaluate.TrialEvaluator`); None: on copies of the state.
         """
         ...
 

@@ -21,13 +21,7 @@ from shrinkpoint.progress import Task
 from shrinkpoint.schemes.base import QuantizedState, SpecMixin, check_recorder, check_seed, finite_or_text
 from shrinkpoint.schemes.calibration import Calibration, EvaluateProblem, UnmeasuredLossNotice, make_perturbations
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
-from shrinkpoint.schemes.evaluate import (
-    DegradationMetric,
-    Evaluate,
-    ModelStateGuard,
-    TrialEvaluator,
-    scale_of,
-)
+from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, ModelStateGuard, TrialEvaluator, scale_of
 from shrinkpoint.schemes.fisher.activations import (
     Activations,
     Calibrate,
@@ -53,12 +47,7 @@ from shrinkpoint.schemes.fisher.optimizer_moments import MomentStatistics
 from shrinkpoint.schemes.fisher.probe import MeasureLossIncrease, curvatures_from_probe, probe
 from shrinkpoint.schemes.fisher.run_memory import UNKNOWN_ERROR, HeldRatios, RunMemory
 from shrinkpoint.schemes.fisher.selection import select_weights
-from shrinkpoint.schemes.fisher.steps import (
-    MAX_HYSTERESIS,
-    StepCandidates,
-    from_log_step,
-    reference_curvature,
-)
+from shrinkpoint.schemes.fisher.steps import MAX_HYSTERESIS, StepCandidates, from_log_step, reference_curvature
 from shrinkpoint.schemes.optimizer_state import Mode
 from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.schemes.select import TensorSelection, unchanged_tensors
@@ -238,20 +227,20 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         state: FlatState,
         reference: Reference | None,
         evaluator: TrialEvaluator | None = None,
-        tensors: GlobalTensors | None = None,
+        global_tensors: GlobalTensors | None = None,
     ) -> QuantizationPlan:
-        """Decide for this state; a collective of all ranks that `tensors` is of.
+        """Decide for this state; a collective of all ranks that have shards of it.
 
         Args:
             reference: what a reader decoded of the parent checkpoint; None: nothing.
             evaluator: what to measure on; None: copies of the state.
-            tensors: the tensors of `state` on all ranks; None: this process has all of them.
+            global_tensors: the tensors of all ranks; None: this process has all of every tensor.
 
         Raises:
             PolicyError: `evaluate` raised, or returned no number.
         """
         start = time.perf_counter()
-        tensors = GlobalTensors.from_state(state) if tensors is None else tensors
+        tensors = GlobalTensors.from_state(state) if global_tensors is None else global_tensors
         self._synchronize(tensors)
         selection, points = select_weights(state, reference, evaluator, tensors)
         base = reference if reference is not None and reference.is_base else None
@@ -451,20 +440,15 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             self._memory.log_step = None
         log_step = self._memory.log_step
         change = None if metric is None else lambda values: metric.degradation(selection.with_casts(values, state))
-        curvatures = estimate_curvatures(
+        layers = {name: layer for name, layer in self._layers.items() if name in weights.local}
+        estimated = estimate_curvatures(
             weights,
             replace(state, optimizer_info=selection.optimizer_info_of_masters(state)),
             self._recorder_values(evaluator, selection),
             statistics,
         )
-        layers = {name: layer for name, layer in self._layers.items() if name in weights.local}
-        if has_gradients := any(layer.outputs.total is not None for layer in layers.values()):
-            curvatures = layer_curvatures(weights.local, curvatures, layers)
-        if (change is not None or self._group_curvatures) and reference_curvature(weights, curvatures) <= 0:
-            rise = None if change is None else lambda values: change(values).rise
-            curvatures = self._probe_curvatures(weights, rise) or curvatures
-        if layers and not has_gradients:
-            curvatures = layer_curvatures(weights.local, curvatures, layers)
+        rise = None if change is None else lambda values: change(values).rise
+        curvatures = self._refine_curvatures(weights, estimated, layers, rise)
         layer_types = {} if evaluator is None else evaluator.layer_types
         candidates = StepCandidates(
             weights,
@@ -485,6 +469,30 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         objective = self._measured_objective(metric)
         measure = None if change is None else measure_with(change, candidates.weights)
         choice = objective.choose(candidates, self._memory, measure, state_bits)
+        self._warn_of_choice(choice, candidates, objective, metric)
+        self._memory.log_step = None if choice.weights is None else choice.weights.log_step
+        self._lattice_starts = {} if choice.weights is None else candidates.lattice_starts(choice.weights)
+        return choice
+
+    def _refine_curvatures(
+        self,
+        weights: GlobalWeights,
+        curvatures: Mapping[str, Curvature],
+        layers: Mapping[str, LayerStatistics],
+        rise: MeasureLossIncrease | None,
+    ) -> Mapping[str, Curvature]:
+        """Add to estimated curvatures what recorded layers tell, and measure them where nothing else tells anything."""
+        if has_gradients := any(layer.outputs.total is not None for layer in layers.values()):
+            curvatures = layer_curvatures(weights.local, curvatures, layers)
+        if (rise is not None or self._group_curvatures) and reference_curvature(weights, curvatures) <= 0:
+            curvatures = self._probe_curvatures(weights, rise) or curvatures
+        if layers and not has_gradients:
+            curvatures = layer_curvatures(weights.local, curvatures, layers)
+        return curvatures
+
+    def _warn_of_choice(
+        self, choice: StepChoice, candidates: StepCandidates, objective: Objective, metric: DegradationMetric | None
+    ) -> None:
         if choice.interval is not None and metric is not None and isinstance(objective, LossBudget):
             scale = metric.scale
             interval = choice.interval[0] / scale, choice.interval[1] / scale
@@ -497,9 +505,6 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             warn_user(f"rounded without error feedback, since what was recorded of their inputs is of no use: {names}")
         if choice.weights is None:
             warn_user(f"no steps keep the loss within {self}: this checkpoint's weights are exact. Allow more")
-        self._memory.log_step = None if choice.weights is None else choice.weights.log_step
-        self._lattice_starts = {} if choice.weights is None else candidates.lattice_starts(choice.weights)
-        return choice
 
     def _measured_objective(self, metric: DegradationMetric | None) -> Objective:
         """The objective in the loss's own unit, less the noise of a measurement, if something is measured."""
