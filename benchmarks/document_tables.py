@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 END = "<!-- end of these tables -->"
@@ -20,13 +21,19 @@ def written(document: str, program: str, inner: str) -> str:
     return f"{document[:start]}\n\n{inner}\n\n{document[document.index(END, start) :]}"
 
 
-def main(description: str | None, document: Path, program: str, inner: str) -> None:
-    """The command line of such a program: writes the tables or, with --check, says whether they are these."""
+def main(description: str | None, program: str, inner: Mapping[Path, str]) -> None:
+    """The command line of such a program: writes the tables or, with --check, says whether they are these.
+
+    Args:
+        inner: by document, what stands between its marks.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where the tables are others")
     args = parser.parse_args()
-    before = document.read_text()
-    after = written(before, program, inner)
-    if args.check:
-        sys.exit(0 if before == after else f"{document}: the tables are not those of the results")
-    document.write_text(after)
+    for document, tables in inner.items():
+        before = document.read_text()
+        after = written(before, program, tables)
+        if args.check and before != after:
+            sys.exit(f"{document}: the tables are not those of the results")
+        if not args.check:
+            document.write_text(after)

@@ -30,6 +30,7 @@ from statistics import mean, median
 from typing import Any
 
 import torch
+from lossless_speed import machine
 from torch import Tensor, nn
 
 import shrinkpoint as sp
@@ -452,7 +453,8 @@ def main() -> None:
         return
     found = {part: apart(__file__, part, args, ranks=2 if part == "dcp" else 1) for part in args.only}
     versions = {"torch": torch.__version__, "shrinkpoint": sp.__version__}
-    args.out.write_text(json.dumps({"saves": args.saves, "steps": args.steps, "versions": versions, **found}, indent=1))
+    about = {"at": time.strftime("%Y-%m-%d"), "machine": machine(), "saves": args.saves, "steps": args.steps}
+    args.out.write_text(json.dumps({**about, "versions": versions, **found}, indent=1))
     print(f"{args.saves} saves, {args.steps} steps apart, torch {torch.__version__}\n")
     head = f"{'MB':>9} {'first':>8} {'later':>8} {'first s':>9} {'median s':>9} {'worst s':>9} {'flush s':>9}"
     print(f"{'':13} {'':18}{head}")

@@ -160,4 +160,4 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 if __name__ == "__main__":
     result = json.loads(RESULT.read_text())["result"]
-    document_tables.main(__doc__, DOCUMENT, "recomputation_tables", tables(result))
+    document_tables.main(__doc__, "recomputation_tables", {DOCUMENT: tables(result)})

@@ -177,4 +177,4 @@ def signed(value: float) -> str:
 
 
 if __name__ == "__main__":
-    document_tables.main(__doc__, DOCUMENT, "restores_tables", tables(json.loads(RESULT.read_text())))
+    document_tables.main(__doc__, "restores_tables", {DOCUMENT: tables(json.loads(RESULT.read_text()))})

@@ -144,4 +144,4 @@ def _order(one: Key) -> tuple[float, int, str]:
 
 
 if __name__ == "__main__":
-    document_tables.main(__doc__, DOCUMENT, "wire_tables", tables(read()))
+    document_tables.main(__doc__, "wire_tables", {DOCUMENT: tables(read())})

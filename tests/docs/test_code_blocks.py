@@ -97,10 +97,18 @@ def dcp(number: int) -> dict[str, Any]:
 
 
 def runs(number: int) -> dict[str, Any]:
-    """A model, or one whose gradients DDP averages, in a group of one rank."""
-    if number == 0:
-        ddp = nn.parallel.DistributedDataParallel
-        return {**trained(), "DistributedDataParallel": ddp, "steps": 2, "ranks": 1, "rank": 0}
+    """A loop on a group of one rank."""
+    return {
+        **trained(),
+        "DistributedDataParallel": nn.parallel.DistributedDataParallel,
+        "steps": 2,
+        "ranks": 1,
+        "rank": 0,
+    }
+
+
+def journal(number: int) -> dict[str, Any]:
+    """A model whose gradients DDP averages, in a group of one rank."""
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     names = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "loss_function": nn.functional.mse_loss}
@@ -115,6 +123,7 @@ def runs(number: int) -> dict[str, Any]:
 SETUPS: dict[str, Callable[[int], dict[str, Any]]] = {
     "docs/dcp.md": dcp,
     "docs/fisher.md": fisher,
+    "docs/journal.md": journal,
     "docs/runs.md": runs,
     "docs/schemes.md": schemes,
 }
