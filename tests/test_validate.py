@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import shrinkpoint as sp
-from shrinkpoint import comm
+from shrinkpoint import comm, validate
 from shrinkpoint.comm.ddp import DDPCompression
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.storage import MemoryStorage
@@ -29,6 +29,7 @@ NO_CHOICE = ["nonsense", None, 1, ["exact"]]
 NO_NUMBER = ["x", None, math.nan, math.inf, True, -1.0, [1.0]]
 NO_SHARE = ["201%", 5, "1", -0.5, math.nan, True, [0.1], "5 percent"]
 NO_FUNCTION = [3.0, "loss", [len]]
+NO_METRICS = [3, {"loss": "low"}, {"loss": None}, {"loss": 10**400}, {"loss": torch.ones(2)}]
 NO_RECORDER = [True, "gradients", 3, sp.train.GradientRecorder, torch.nn.Linear(2, 2)]
 
 Entry = Callable[..., Any]
@@ -96,7 +97,24 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
         lambda **wrong: sp.Store(MemoryStorage(), **wrong),
         {"keyframe_every": NO_COUNT, "threads": NO_COUNT},
     ),
-    "Store.save": (lambda **wrong: sp.Store(MemoryStorage()).save(1, {}, **wrong), {"scheme": NO_SCHEME}),
+    "Store.save": (
+        lambda **wrong: sp.Store(MemoryStorage()).save(1, {}, **wrong),
+        {"scheme": NO_SCHEME, "metrics": NO_METRICS, "keyframe": NO_FLAG, "adopt": NO_FLAG},
+    ),
+    "Store.begin": (lambda **wrong: sp.Store(MemoryStorage()).begin(1, **wrong), {"keyframe": NO_FLAG}),
+    "Store.load": (lambda **wrong: sp.Store(MemoryStorage()).load(1, **wrong), {"tie": NO_FLAG, "keep": NO_FLAG}),
+    "Store.restore": (
+        lambda **wrong: sp.Store(MemoryStorage()).restore(**wrong),
+        {"tie": NO_FLAG, "keep": NO_FLAG, "weights_only": NO_FLAG},
+    ),
+    "Store.prune": (
+        lambda **wrong: sp.Store(MemoryStorage()).prune(**wrong),
+        {"dry_run": NO_FLAG, "compact": NO_FLAG, "defer": NO_FLAG},
+    ),
+    "CheckpointManager.save": (
+        lambda **wrong: sp.CheckpointManager(MemoryStorage()).save(1, extra={}, **wrong),
+        {"metrics": NO_METRICS},
+    ),
     "Keep": (
         sp.Keep,
         {
@@ -345,6 +363,11 @@ def refused(entry: Entry, name: str, wrong: Any) -> PolicyError:
 @pytest.mark.parametrize(("entry", "name", "wrong"), ROWS)
 def test_a_wrong_argument_is_refused_and_named(entry, name, wrong):
     refused(entry, name, wrong)
+
+
+def test_a_metric_that_python_itself_does_not_print_is_refused():
+    with pytest.raises(PolicyError, match="metrics: 'loss': inf; expected a number for each name"):
+        validate.as_floats({"loss": 10**5000})
 
 
 @pytest.mark.parametrize("name", ["scheme", "threads", "base", "path"])

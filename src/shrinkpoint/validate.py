@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -127,6 +128,35 @@ def parse_percent(text: str) -> float | None:
         return None
     mantissa, _, exponent = match[1].lower().partition("e")
     return float(f"{mantissa}e{int(exponent or 0) - 2}")  # by way of text: the float next to what was written
+
+
+def as_floats(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """The metrics as floats; tensors, also on devices, are converted.
+
+    Raises:
+        PolicyError: a metric is not a number, or is larger than a float can be.
+    """
+    try:
+        return {str(name): float(value) for name, value in (metrics or {}).items()}
+    except (TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
+        found = describe_value(metrics)
+        if isinstance(metrics, Mapping):
+            found = ", ".join(f"{name!r:.80}: {describe_value(value)}" for name, value in metrics.items())
+        raise PolicyError("metrics", found=found[:200], expected="a number for each name", do="pass floats") from error
+
+
+def read_byte_variable(name: str) -> int | None:
+    """The number of bytes that an environment variable says; None if it is empty or not set.
+
+    Raises:
+        PolicyError: it is not a whole number from 1.
+    """
+    text = os.environ.get(name, "")
+    if not text:
+        return None
+    if text.isascii() and text.isdecimal() and len(text) < 20 and int(text):
+        return int(text)
+    raise PolicyError(name, found=repr(text[:40]), expected="a whole number of bytes", do="mend or unset it")
 
 
 def check_bool(where: str, value: Any) -> bool:

@@ -226,3 +226,12 @@ def test_a_file_of_a_checkpoint_is_not_replaced(run, store, payload):
         assert done.code == 2 and "a file of a checkpoint; expected another place" in done.stderr
     assert payload(40).read_bytes() == before
     assert run("verify", store, "--deep").code == 0
+
+
+@pytest.mark.parametrize("hf", [[], ["--hf"]])
+@pytest.mark.parametrize("option", [["--higher-is-better"], ["--threshold", "5%"], ["--evaluate", "a:b"]])
+def test_what_only_a_scheme_needs_is_refused_without_one(run, store, tmp_path, option, hf):
+    done = run("export", store, tmp_path / "a.safetensors", *option, *hf)
+    text = " ".join(done.stderr.split())
+    assert done.code == 2 and f"{option[0]}; expected --scheme as well. Add --scheme, or leave it out" in text
+    assert not (tmp_path / "a.safetensors").exists()

@@ -170,6 +170,17 @@ def test_a_metadata_that_contradicts_itself_is_refused(saved, change):
         directory.read(saved)
 
 
+def test_many_shards_of_columns_cost_no_comparison_of_each_with_each():
+    columns = 1 << 14  # pairwise it would take minutes
+    entry = dcp_format.StorageEntry("__0_0.distcp", 0, 1 << 30)
+    chunks = [dcp_format.TensorChunk((0, column), (9, 1), entry) for column in range(columns)]
+    validator = dcp_format._Validator(None, "metadata")
+    validator._check_coverage("w", dcp_format.TensorEntry(torch.float32, (9, columns), tuple(chunks)))
+    chunks[0] = dcp_format.TensorChunk((0, 1), (9, 1), entry)
+    with pytest.raises(CorruptError, match="do not make up"):
+        validator._check_coverage("w", dcp_format.TensorEntry(torch.float32, (9, columns), tuple(chunks)))
+
+
 def test_a_missing_and_a_cut_file_are_named(saved):
     data = (saved / "__0_0.distcp").read_bytes()
     (saved / "__0_0.distcp").write_bytes(data[: len(data) // 2])

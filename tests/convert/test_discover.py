@@ -10,7 +10,7 @@ from helpers.foreign_files import run_of_files
 from safetensors.torch import save_file
 
 from shrinkpoint import save
-from shrinkpoint.convert.discover import discover
+from shrinkpoint.convert.discover import discover, is_new_store, is_store
 from shrinkpoint.errors import CorruptError, NotFoundError, PolicyError
 from shrinkpoint.store import Store
 
@@ -121,3 +121,14 @@ def test_a_damaged_checkpoint_is_no_reason_not_to_choose_others(tmp_path):
     with pytest.raises(CorruptError, match="no JSON"):
         second.read()
     assert [one.step for one in discover(tmp_path, only=["step-1"]).checkpoints] == [1]
+
+
+def test_a_name_that_no_store_writes_makes_no_store(tmp_path):
+    for name in ("step-0000000001", "step-00000001", "step-1000000000000000"):
+        (tmp_path / name / name).mkdir(parents=True)
+        (tmp_path / name / name / "manifest.json").write_text("{}")
+        assert not is_store(tmp_path / name) and not is_new_store(tmp_path / name)
+    for name, file, is_ours in (("a", "rank-00000.2.safetensors", True), ("b", "rank-00000.02.safetensors", False)):
+        (tmp_path / name / "step-000000001").mkdir(parents=True)
+        (tmp_path / name / "step-000000001" / file).touch()
+        assert is_new_store(tmp_path / name) == is_ours

@@ -13,11 +13,14 @@ from helpers.foreign_files import run_of_files, same, training
 from shrinkpoint import schemes
 from shrinkpoint.container import FileWriter
 from shrinkpoint.convert.discover import discover
-from shrinkpoint.convert.import_ import Importer, verify_import
+from shrinkpoint.convert.import_ import Importer, describe_difference, verify_import
 from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError, StateError
 from shrinkpoint.storage import LocalStorage, MemoryStorage
 from shrinkpoint.storage.sizing import SizingStorage
 from shrinkpoint.store import Store
+from shrinkpoint.store.single_file import decode_file
+from shrinkpoint.store.single_file import save as save_file
+from shrinkpoint.tensors.flat_state import flatten
 
 
 def _converted(storage, checkpoints, **settings):
@@ -142,3 +145,20 @@ def test_a_payload_cannot_be_read_again():
     _stored(scale)
     with Store(scale) as store, pytest.raises(ShrinkpointError):
         store.load()
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        ({"w": torch.ones(3), "n": 2}, "plain values"),
+        ({"w": torch.ones(3), "n": 1, "m": torch.ones(1)}, "nest"),
+        ({"w": torch.ones(4), "n": 1}, "shape"),
+        ({"w": torch.ones(3).int(), "n": 1}, "int32"),
+        ({"w": torch.zeros(3), "n": 1}, "other values"),
+    ],
+)
+def test_the_first_difference_from_its_source_is_named(tmp_path, other, what):
+    save_file(other, tmp_path / "a.safetensors")
+    decoded, _ = decode_file(tmp_path / "a.safetensors")
+    assert what in describe_difference(flatten({"w": torch.ones(3), "n": 1}), decoded)
+    assert describe_difference(flatten(other), decoded) == ""

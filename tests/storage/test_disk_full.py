@@ -8,7 +8,9 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
+from shrinkpoint.convert.export import write_state
 from shrinkpoint.errors import NoSpaceError
 from shrinkpoint.storage import LocalStorage
 
@@ -72,3 +74,13 @@ def test_file_that_may_not_grow_is_a_storage_error_and_leaves_nothing(tmp_path):
     )
     assert done.stdout.startswith(f"StorageError {errno.EFBIG} ")
     assert [path.name for path in tmp_path.iterdir()] == ["small"]
+
+
+@pytest.mark.parametrize("as_torch", [False, True])
+def test_full_disk_is_told_as_such_by_an_export_and_keeps_the_old_file(tiny, as_torch):
+    out = tiny / "out"
+    out.write_bytes(b"old")
+    with pytest.raises(NoSpaceError, match="no space left while writing") as caught:
+        write_state({"w": torch.zeros(100_000)}, out, as_torch=as_torch)
+    assert (caught.value.where, caught.value.errno) == (str(out), errno.ENOSPC)
+    assert [path.name for path in tiny.iterdir()] == ["out"] and out.read_bytes() == b"old"

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 import pytest
 
 from shrinkpoint.errors import LockedError, StorageError
-from shrinkpoint.storage.lease import Lease, LockNote
+from shrinkpoint.storage.lease import Lease, LockNote, _machine
 from shrinkpoint.storage.object_storage import ObjectStorage
 
 pytestmark = pytest.mark.usefixtures("s3")
@@ -158,3 +158,10 @@ def test_forked_process_neither_has_nor_frees_the_lease(url, monkeypatch):
         storage._lease.release()
         monkeypatch.undo()
         assert read_note(storage)["token"] != ""
+
+
+def test_note_with_an_impossible_process_id_is_of_a_writer_that_may_live(url):
+    storage = ObjectStorage(url)
+    write_note(storage, pid=1 << 80, machine=_machine())
+    with pytest.raises(LockedError, match="lease ends in"), storage.lock():
+        pass

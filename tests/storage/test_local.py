@@ -183,7 +183,7 @@ class TestNeighbours:
         monkeypatch.chdir(tmp_path / "elsewhere")
         storage.put("a", b"")
         assert (tmp_path / "runs/a").exists()
-        assert storage.describe("a") == "runs/a"
+        assert (storage.describe("a"), storage.path) == ("runs/a", tmp_path / "runs")
 
     def test_new_files_have_the_rights_the_umask_leaves(self, storage, tmp_path):
         (tmp_path / "usual").touch()

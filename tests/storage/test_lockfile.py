@@ -29,6 +29,19 @@ HOLD_AND_FORK = """
             print(os.getpid(), flush=True)
         time.sleep(600)
 """
+FORK_AND_LOCK = """
+    import os, sys
+    from shrinkpoint.storage import LocalStorage
+    inherited, own = (LocalStorage(f"{sys.argv[1]}/{name}").lock() for name in "ab")
+    with inherited:
+        if os.fork() == 0:
+            with own:  # its file has the number of the inherited one, which was closed after the fork
+                inherited.__exit__(None, None, None)
+                print("held", flush=True)
+                sys.stdin.read()
+            os._exit(0)
+        os.wait()
+"""
 WRITE = """
     import sys
     from shrinkpoint.storage import LocalStorage
@@ -83,6 +96,14 @@ def test_lock_dies_with_its_process_though_a_forked_worker_lives_on(tmp_path):
                 pass
         finally:
             os.kill(worker, signal.SIGKILL)
+
+
+def test_forked_worker_keeps_its_own_lock_when_the_one_it_inherited_ends(tmp_path):
+    with child(FORK_AND_LOCK, tmp_path) as parent:
+        assert parent.said == "held"
+        for name in ("a", "b"):
+            with pytest.raises(LockedError, match=r"process \d+ on host"), LocalStorage(tmp_path / name).lock():
+                pass
 
 
 def test_holder_that_left_no_note_is_another_process(tmp_path):

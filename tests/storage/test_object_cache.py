@@ -237,6 +237,12 @@ def test_place_that_cannot_be_written_is_no_error(url, tmp_path):
     assert read(storage, "a") == DATA
 
 
+def test_place_that_cannot_be_named_is_no_error(url, tmp_path):
+    storage = ObjectStorage(url, cache=tmp_path / ("x" * 300))
+    put(storage, "a")
+    assert read(storage, "a") == DATA
+
+
 def test_copies_that_vanish_meanwhile_are_no_error(url, folder):
     storage = ObjectStorage(url, cache=folder)
     put(storage, "a")

@@ -13,12 +13,12 @@ from helpers.stores import flip, place, state
 from torch.distributed.checkpoint.api import CheckpointException
 
 import shrinkpoint as sp
-from shrinkpoint.errors import ShrinkpointError
+from shrinkpoint.errors import NotFoundError, ShrinkpointError
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.storage.local import LocalSource
 from shrinkpoint.store import delta_base
 from shrinkpoint.store import directory as folders
-from shrinkpoint.store.delta_base import MAX_SAVES_PER_PASS
+from shrinkpoint.store.delta_base import MAX_SAVES_PER_PASS, BaseVerifier, StoredFile
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.dcp import Reader, Writer, reset_chains
 
@@ -257,3 +257,23 @@ def test_every_byte_is_read_once_in_a_round_and_little_more_than_a_share_a_save(
     size = links[0].size
     assert set().union(*shares) == set(range(size))
     assert all(len(share) < size / MAX_SAVES_PER_PASS + 9000 for share in shares)  # a header, and a window
+
+
+def test_base_that_is_replaced_is_found_after_the_process_has_moved(tmp_path, monkeypatch):
+    monkeypatch.setattr(delta_base, "MIN_BYTES", 0)  # so that an unchanged file is not read again at once
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with sp.Store("runs", keyframe_every=None) as store:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        store.save(1, state(1))
+        key = store.manifest(1).key(store.manifest(1).payloads[0].name)
+        store.storage.put(key, bytes(len(store.storage.get(key))))
+        assert store.save(2, state(2)).keyframe
+
+
+def test_file_that_is_missing_is_never_taken_for_verified(tmp_path, monkeypatch):
+    monkeypatch.setattr(delta_base, "MIN_BYTES", 0)
+    file = StoredFile("0" * 32, 100, LocalStorage(tmp_path), "gone.safetensors")
+    verifier = BaseVerifier()
+    verifier.mark_verified({file.digest: file.stamp()})
+    assert isinstance(verifier.find_damage([file]), NotFoundError)

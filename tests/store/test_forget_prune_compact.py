@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers.stores import PLACES_AND_BUCKET, flip, payloads, place, remove, state, stored_bytes
 from helpers.strategies import difference
 
-from shrinkpoint.errors import NotFoundError, StorageError, VersionError
+from shrinkpoint.errors import NotFoundError, PolicyError, StorageError, VersionError
 from shrinkpoint.storage import MemoryStorage, Storage
-from shrinkpoint.store import Keep, Store
+from shrinkpoint.store import Keep, Store, layout
 from shrinkpoint.store import manifest as manifests
 
 
@@ -212,3 +213,33 @@ def test_what_does_not_load_is_not_compacted(storage: Storage) -> None:
     with pytest.raises(Exception, match="digest"):
         store.compact(2)
     assert storage.list() == before
+
+
+def test_prune_counts_what_it_frees_after_the_process_has_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Store("runs", keyframe_every=1) as store:
+        for step in (1, 2):
+            store.save(step, state(step))
+        expected = store.prune(Keep(last=1)).bytes
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert store.prune(Keep(last=1), dry_run=False).bytes == expected > 0
+
+
+@pytest.mark.parametrize("step", ["1", 1.5, True, None])
+def test_forgetting_what_is_no_step_is_refused(step: object) -> None:
+    with pytest.raises(PolicyError, match="step"):
+        saved(MemoryStorage(), 1).forget(step)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_whose_id_has_a_lone_surrogate_is_forgotten() -> None:
+    storage = MemoryStorage()
+    with saved(storage, 1) as store:
+        manifest = store.manifest(1)
+    storage.put(layout.manifest_key(1), manifests.encode_store_manifest(replace(manifest, id="\ud800")))
+    store = Store(storage)
+    assert difference(store.load(1, keep=False), state(1)) is None
+    store.forget(1)
+    assert list(store.steps()) == []

@@ -91,6 +91,12 @@ def test_a_store_its_checkpoint_and_a_frameworks_say_how_they_are_loaded(tmp_pat
         assert do in caught.value.do
 
 
+def test_a_directory_whose_name_no_store_writes_makes_no_store(tmp_path):
+    for name in ("step-0000000001", "step-1000000000000000"):
+        (tmp_path / name / name).mkdir(parents=True)
+        assert identify(tmp_path / name).description == f"a run of others ({name})"
+
+
 def hugging_face(path: Path) -> None:
     path.mkdir(parents=True)
     save_file(STATE, path / "model.safetensors")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,6 +37,24 @@ def test_equal_bits_are_equal_even_where_values_are_not() -> None:
     nan = torch.tensor([math.nan, -0.0])
     assert not list(differing_paths({"x": nan, "y": math.nan}, {"x": nan.clone(), "y": math.nan}))
     assert list(differing_paths(torch.tensor(0.0), torch.tensor(-0.0)))
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (np.float32(0.0), np.float32(-0.0)),
+        (np.array([1.0, 0.0]), np.array([1.0, -0.0])),
+        (np.zeros(2), np.zeros(3)),
+        (np.zeros(2), np.zeros(2, np.int64)),
+        (np.zeros(2, "<f8"), np.zeros(2, ">f8")),
+        (complex(0.0, 0.0), complex(0.0, -0.0)),
+    ],
+)
+def test_values_of_numpy_and_complex_numbers_are_compared_by_their_bits(left: Any, right: Any) -> None:
+    assert list(differing_paths([left], [right])) == ["/0"]
+    assert not list(differing_paths([left, right], [copy.deepcopy(left), copy.deepcopy(right)]))
+    nan = np.full(2, math.nan)
+    assert not list(differing_paths([nan, nan[0], complex(nan[0])], [nan.copy(), nan[1], complex(nan[1])]))
 
 
 def test_sections_count_what_they_compared() -> None:

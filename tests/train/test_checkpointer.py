@@ -253,7 +253,7 @@ def test_bad_requests_raise_errors_and_leave_no_files(tmp_path):
         checkpointer.save(tmp_path / "c", loop.state, step=-1)
     with pytest.raises(PolicyError, match="note"):
         checkpointer.save(tmp_path / "c", loop.state, note=None)
-    with pytest.raises(PolicyError, match="extra.*levels"):
+    with pytest.raises(PolicyError, match=r"extra.*levels"):
         checkpointer.save(tmp_path / "c", loop.state, extra=nested(5000))
     assert not directory.is_checkpoint(tmp_path / "c")
     with pytest.raises(NotFoundError):
@@ -263,7 +263,7 @@ def test_bad_requests_raise_errors_and_leave_no_files(tmp_path):
 def test_an_extra_that_nests_too_deep_leaves_the_checkpoint_before_it(tmp_path):
     loop, checkpointer = Loop(), Checkpointer()
     checkpointer.save(tmp_path / "c", loop.state, extra=nested(250))
-    with pytest.raises(PolicyError, match="extra.*levels"):
+    with pytest.raises(PolicyError, match=r"extra.*levels"):
         checkpointer.save(tmp_path / "c", loop.state, extra=nested(256))
     assert difference(Checkpointer().load(tmp_path / "c").state, loop.state) is None
 

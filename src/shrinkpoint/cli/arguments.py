@@ -50,8 +50,8 @@ StepOption = Annotated[
         autocompletion=complete_step,
     ),
 ]
-_THRESHOLD_HELP = "How much worse a checkpoint may be, for schemes that measure: 1%, or .01."
-ThresholdOption = Annotated[str, typer.Option("--threshold", metavar="SHARE", help=_THRESHOLD_HELP)]
+THRESHOLD_HELP = "How much worse a checkpoint may be, for schemes that measure: 1%, or .01."
+ThresholdOption = Annotated[str, typer.Option("--threshold", metavar="SHARE", help=THRESHOLD_HELP)]
 HigherIsBetterOption = Annotated[
     bool, typer.Option("--higher-is-better", help="--evaluate returns a score, not a loss.")
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,12 +12,12 @@ import typer
 
 from shrinkpoint import humanize
 from shrinkpoint.cli.arguments import (
+    THRESHOLD_HELP,
     HigherIsBetterOption,
     JsonOption,
     Location,
     LocationArgument,
     StepOption,
-    ThresholdOption,
     decode_location,
     import_function,
     parse_location,
@@ -65,6 +65,11 @@ _CALIBRATE_HELP = (
 CalibrateOption = Annotated[str | None, typer.Option("--calibrate", metavar="MODULE:FUNCTION", help=_CALIBRATE_HELP)]
 _EVALUATE_HELP = "With --scheme: gets the state, returns its loss; for schemes that measure."
 EvaluateOption = Annotated[str | None, typer.Option("--evaluate", metavar="MODULE:FUNCTION", help=_EVALUATE_HELP)]
+_DEFAULT_THRESHOLD = "1%"
+SchemeThresholdOption = Annotated[
+    str | None,  # None where it is not given: without --scheme it means nothing
+    typer.Option("--threshold", metavar="SHARE", help=THRESHOLD_HELP, show_default=_DEFAULT_THRESHOLD),
+]
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")]
 
 
@@ -81,7 +86,7 @@ def command(
     calibrate: CalibrateOption = None,
     evaluate: EvaluateOption = None,
     higher: HigherIsBetterOption = False,
-    threshold: ThresholdOption = "1%",
+    threshold: SchemeThresholdOption = None,
     force: ForceOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -93,9 +98,9 @@ def command(
     """
     location = parse_location(place, step)
     _check_no_payload(out)
-    if scheme is None and (calibrate or evaluate):
-        found, do = "--calibrate or --evaluate", "add --scheme, or leave them out"
-        raise PolicyError("export", found=found, expected="them with --scheme", do=do)
+    measuring = {"--calibrate": calibrate, "--evaluate": evaluate, "--higher-is-better": higher}
+    _check_needed("--scheme", scheme is not None, {**measuring, "--threshold": threshold})
+    _check_needed("--hf", hf, {"--max-shard-size": max_shard_size, "--config": config})
     if scheme is not None and (hf or to is not None):
         raise PolicyError("--scheme", found="--to or --hf as well", expected="one form", do="leave them out")
     if hf:
@@ -103,51 +108,31 @@ def command(
             raise PolicyError("--hf", found="--to or --only as well", expected="one form", do="leave them out")
         _export_pretrained(location, out, config, max_shard_size, force, json)
         return
-    if higher and scheme is None:
-        do = "add --scheme, or leave it out"
-        raise PolicyError("export", found="--higher-is-better", expected="it with --scheme", do=do)
-    if max_shard_size is not None or config is not None:
-        found, do = "--max-shard-size or --config", "add --hf, or leave them out"
-        raise PolicyError("export", found=found, expected="them with --hf", do=do)
-    if not is_object_url(out) and out.is_dir():
-        do = "name a file in it, or add --hf for a model's directory"
-        raise PolicyError(str(out), found="a directory", expected="a file to write", do=do)
-    if not is_object_url(out) and out.exists() and not force:
-        raise PolicyError(str(out), found="a file that exists", expected="a new name", do="add --force to replace it")
+    _check_target(out, force)
     if scheme is not None:
-        from shrinkpoint.schemes.registry import make_scheme
-
-        made = make_scheme(
-            scheme,
-            evaluate=None if evaluate is None else import_function(evaluate, "evaluate"),
-            threshold=parse_share(threshold),
-            higher_is_better=higher,
-            calibrate=None if calibrate is None else import_function(calibrate, "calibrate"),
-        )
+        made = _scheme_of(scheme, evaluate, calibrate, threshold, higher)
         _export_compressed(location, out, made, only or (), force, json)
         return
-    form = to or _form_from_suffix(out)
-    from shrinkpoint.convert.export import write_state
-    from shrinkpoint.store.checkpoint_file import build_state
+    _export_plain(location, out, to or _form_from_suffix(out), only or (), force, json)
 
-    with show_progress(f"writing {show_place(out)}"), local_target(out, force=force) as path:
-        state = build_state(decode_location(location), str(location))
-        counts = write_state(state, path, as_torch=form is ExportForm.TORCH, patterns=only or ())
-    if counts is None:
-        raise _nothing_like(only or (), location)
-    if json:
-        document = {"from": str(location), "out": show_place(out), "to": form.value}
-        sizes = {"tensors": counts.tensors, "bytes": counts.nbytes}
-        print_json({**document, **sizes, "left_out": counts.num_omitted, "converted": counts.num_converted})
+
+def _check_needed(option: str, is_given: bool, others: Mapping[str, object]) -> None:
+    """Refuse options that mean nothing without another one; `others` has the value of each, None or False if absent."""
+    names = [] if is_given else [name for name, value in others.items() if value not in (None, False)]
+    if names:
+        found, do = " and ".join(names), f"add {option}, or leave {'it' if len(names) == 1 else 'them'} out"
+        raise PolicyError("export", found=found, expected=f"{option} as well", do=do)
+
+
+def _check_target(out: Path, force: bool) -> None:
+    """Refuse a directory, and without `force` a file that exists."""
+    if is_object_url(out):
         return
-    size = f"{humanize.count(counts.tensors, 'tensor')}, {humanize.size(counts.nbytes)}"
-    print_line(f"{show_place(out)}: {size}, {form.value}, from {location}")
-    if counts.num_omitted:
-        values = humanize.count(counts.num_omitted, "plain value")
-        print_note(f"{values} left out: safetensors holds tensors only (--to torch has all)")
-    if counts.num_converted:
-        values = humanize.count(counts.num_converted, "numpy value")
-        print_note(f"{values} became tensors and numbers, which weights_only=True can open")
+    if out.is_dir():
+        do = "name a file in it, or add --hf for a model's directory"
+        raise PolicyError(str(out), found="a directory", expected="a file to write", do=do)
+    if out.exists() and not force:
+        raise PolicyError(str(out), found="a file that exists", expected="a new name", do="add --force to replace it")
 
 
 def _check_no_payload(out: Path) -> None:
@@ -210,6 +195,46 @@ def _export_compressed(
         return
     size = f"{humanize.count(tensors, 'tensor')}, {humanize.size(report.stored_bytes)}"
     print_line(f"{show_place(out)}: {size}, {report.ratio:.1f} times smaller ({report.scheme}), from {location}")
+
+
+def _scheme_of(text: str, evaluate: str | None, calibrate: str | None, threshold: str | None, higher: bool) -> Scheme:
+    """The scheme of a text, with the functions that the other options name."""
+    from shrinkpoint.schemes.registry import make_scheme
+
+    return make_scheme(
+        text,
+        evaluate=None if evaluate is None else import_function(evaluate, "evaluate"),
+        threshold=parse_share(_DEFAULT_THRESHOLD if threshold is None else threshold),
+        higher_is_better=higher,
+        calibrate=None if calibrate is None else import_function(calibrate, "calibrate"),
+    )
+
+
+def _export_plain(
+    location: Location, out: Path, form: ExportForm, only: Sequence[str], force: bool, json: bool
+) -> None:
+    """Writes a torch file or a safetensors file."""
+    from shrinkpoint.convert.export import write_state
+    from shrinkpoint.store.checkpoint_file import build_state
+
+    with show_progress(f"writing {show_place(out)}"), local_target(out, force=force) as path:
+        state = build_state(decode_location(location), str(location))
+        counts = write_state(state, path, as_torch=form is ExportForm.TORCH, patterns=only)
+    if counts is None:
+        raise _nothing_like(only, location)
+    if json:
+        document = {"from": str(location), "out": show_place(out), "to": form.value}
+        sizes = {"tensors": counts.tensors, "bytes": counts.nbytes}
+        print_json({**document, **sizes, "left_out": counts.num_omitted, "converted": counts.num_converted})
+        return
+    size = f"{humanize.count(counts.tensors, 'tensor')}, {humanize.size(counts.nbytes)}"
+    print_line(f"{show_place(out)}: {size}, {form.value}, from {location}")
+    if counts.num_omitted:
+        values = humanize.count(counts.num_omitted, "plain value")
+        print_note(f"{values} left out: safetensors holds tensors only (--to torch has all)")
+    if counts.num_converted:
+        values = humanize.count(counts.num_converted, "numpy value")
+        print_note(f"{values} became tensors and numbers, which weights_only=True can open")
 
 
 def _nothing_like(patterns: Sequence[str], location: Location) -> NotFoundError:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -19,9 +18,9 @@ from shrinkpoint.codec.record import decode
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.tensors.info import JSON, EncodedRecord, TensorInfo
 from shrinkpoint.tensors.memory import Arena
+from shrinkpoint.threads import submit_or_run
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 _has_forked = False
 
@@ -46,28 +45,6 @@ def thread_pool(workers: int) -> ThreadPoolExecutor:
         torch.set_num_threads(torch.get_num_threads())
         _has_forked = False
     return ThreadPoolExecutor(workers)
-
-
-def submit_or_run(pool: ThreadPoolExecutor, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-    """Submit work to a pool; if no thread can be started, run it in this thread before returning.
-
-    Raises:
-        Exception: what `function` raised in this thread.
-    """
-    first = threading.Lock()
-
-    def once() -> T:
-        if not first.acquire(blocking=False):  # still queued, but already run by the submitter
-            raise RuntimeError("already run by the submitting thread")
-        return function(*args, **kwargs)
-
-    try:
-        return pool.submit(once)
-    except RuntimeError:
-        first.acquire(blocking=False)
-        result: Future[T] = Future()
-        result.set_result(function(*args, **kwargs))
-        return result
 
 
 MIN_PARALLEL_BYTES = 1 << 22

@@ -25,6 +25,7 @@ from shrinkpoint import validate
 from shrinkpoint.convert import torch_file
 from shrinkpoint.convert.part import Part, read_bytes, safe_join, write_error
 from shrinkpoint.errors import CorruptError, NotFoundError, PolicyError, TruncatedError
+from shrinkpoint.sharding.boxes import check_disjoint
 from shrinkpoint.storage import storage_error
 from shrinkpoint.tensors.dtypes import DTYPE_NAMES, empty
 
@@ -231,10 +232,14 @@ class _Validator:
             and all(a + b <= size for a, b, size in zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True))
             for chunk in tensor.chunks
         )
-        chunks = [chunk for chunk in tensor.chunks if math.prod(chunk.sizes)]
-        if not fits or sum(math.prod(chunk.sizes) for chunk in chunks) != count or _any_overlap(chunks):
-            self._reject(f"{name!r:.80} in chunks that do not make up {list(tensor.shape)}", "each value once")
-        if count * tensor.dtype.itemsize > sum(chunk.entry.length for chunk in chunks):
+        found, expected = f"{name!r:.80} in chunks that do not make up {list(tensor.shape)}", "each value once"
+        if not fits or sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != count:
+            self._reject(found, expected)
+        try:
+            check_disjoint([chunk.offsets for chunk in tensor.chunks], [chunk.sizes for chunk in tensor.chunks])
+        except ValueError as error:
+            _raise_corrupt(self._where, found, expected, error)
+        if count * tensor.dtype.itemsize > sum(chunk.entry.length for chunk in tensor.chunks if all(chunk.sizes)):
             self._reject(f"{name!r:.80} of {count} values in fewer bytes", "an entry with all of them")
 
     def _nest_paths(self, items: Mapping[str, Any]) -> Mapping[str, NestPath]:
@@ -256,19 +261,6 @@ class _Validator:
 
     def _reject(self, found: str, expected: str) -> NoReturn:
         _raise_corrupt(self._where, found, expected)
-
-
-def _any_overlap(chunks: list[TensorChunk]) -> bool:
-    """Whether two boxes overlap; only boxes that overlap along the first axis are compared."""
-    boxes = sorted(chunk[:2] for chunk in chunks)
-    for index, (offsets, sizes) in enumerate(boxes):
-        for other_offsets, other_sizes in boxes[index + 1 :]:
-            if offsets and other_offsets[0] >= offsets[0] + sizes[0]:
-                break
-            axes = zip(offsets, sizes, other_offsets, other_sizes, strict=True)
-            if all(a < b + length_b and b < a + length_a for a, length_a, b, length_b in axes):
-                return True
-    return False
 
 
 def _short_repr(value: Any) -> str:

@@ -15,7 +15,7 @@ from shrinkpoint.convert.part import TENSOR_SUFFIXES, Part, tensor_suffix
 from shrinkpoint.errors import NotFoundError, PolicyError, ShrinkpointError
 from shrinkpoint.storage import what_is_at
 from shrinkpoint.storage.base import RESERVED
-from shrinkpoint.store import Store
+from shrinkpoint.store import Store, layout
 from shrinkpoint.store.checkpoint_file import build_state
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.directory import find_checkpoints, read_directory_manifest
@@ -27,8 +27,6 @@ _STEP_PATTERN = re.compile(
 )
 _EPOCH_LABELS = ("epoch", "ep")
 _SHARD_PATTERN = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
-_STEP_DIR_PATTERN = re.compile("step-[0-9]{9,15}")
-_PAYLOAD_PATTERN = re.compile(r"rank-[0-9]{5}(\.[0-9]+)?\.safetensors")
 _CHECKPOINTS_DIR = "checkpoints"
 """Directory in which Accelerate and Lightning keep the checkpoints of a project."""
 
@@ -297,15 +295,15 @@ def _native_checkpoint(path: Path) -> SourceCheckpoint | None:
 def is_store(path: Path) -> bool:
     """Whether a directory holds a checkpoint of a store."""
     return any(
-        _STEP_DIR_PATTERN.fullmatch(child.name) and (child / "manifest.json").is_file() for child in path.iterdir()
+        layout.step_of_dir(child.name) is not None and (child / layout.MANIFEST).is_file() for child in path.iterdir()
     )
 
 
 def is_new_store(path: Path) -> bool:
     """Whether a directory is empty, or holds only what the first save of a store leaves when it is killed."""
     steps = [child for child in path.iterdir() if not child.name.startswith(RESERVED)]
-    return all(_STEP_DIR_PATTERN.fullmatch(step.name) and step.is_dir() for step in steps) and all(
-        file.name.startswith(RESERVED) or _PAYLOAD_PATTERN.fullmatch(file.name)
+    return all(layout.step_of_dir(step.name) is not None and step.is_dir() for step in steps) and all(
+        file.name.startswith(RESERVED) or layout.PAYLOAD.fullmatch(file.name)
         for step in steps
         for file in step.iterdir()
     )

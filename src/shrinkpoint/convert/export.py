@@ -10,14 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from shrinkpoint.container.header import SAFETENSORS_DTYPES
 from shrinkpoint.convert import dcp, directory, safetensors_file, torch_file
 from shrinkpoint.convert.part import STATE_KEY, origin_info, tensor_suffix
-from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError, StorageError
+from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError
 from shrinkpoint.storage import atomic_replace, check_no_loss
 from shrinkpoint.tensors.compare import same_bits
 from shrinkpoint.tensors.dtypes import dtype_name
@@ -55,16 +53,13 @@ def write_state(state: Any, out: Path, *, as_torch: bool, patterns: Sequence[str
         return None
     leaves = named_leaves(state)
     tensors = {name: as_tensor(leaf) for name, leaf in leaves.items() if is_array(leaf)}
-    rows = {} if as_torch else _unshare(tensors)
-    try:
-        with atomic_replace(out) as temporary:
-            if as_torch:
-                torch.save(_numpy_to_torch(state), temporary)
-            else:
-                save_file(rows, temporary, {"format": "pt"})
-    except (SafetensorError, RuntimeError) as error:  # what safetensors and torch make of a failing disk
-        do = "look at the disk and at the permissions"
-        raise StorageError(str(out), found=f"writing failed ({error})", do=do) from error
+    if not as_torch:
+        _check_dtypes(tensors)
+    with atomic_replace(out) as temporary:
+        if as_torch:
+            torch_file.write(temporary, _numpy_to_torch(state))
+        else:
+            safetensors_file.write(temporary, tensors, {"metadata": {"format": "pt"}})
     num_numpy = sum(isinstance(leaf, np.ndarray | np.generic) for leaf in leaves.values())
     num_omitted, num_converted = (0, num_numpy) if as_torch else (len(leaves) - len(tensors), 0)
     return ExportCounts(len(tensors), out.stat().st_size, num_omitted, num_converted)
@@ -109,14 +104,12 @@ def _rebuild(container: Any, pairs: list[tuple[Any, Any]]) -> Any:
     return tuple(items) if isinstance(container, tuple) else items
 
 
-def _unshare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Makes tensors contiguous and copies those that share memory, which safetensors cannot store."""
-    storage_pointers: set[int] = set()
+def _check_dtypes(tensors: Mapping[str, Tensor]) -> None:
+    """Raises `PolicyError` for a tensor of a dtype that safetensors does not have."""
     for name, tensor in tensors.items():
         if dtype_name(tensor.dtype) not in SAFETENSORS_DTYPES:
             found, do = f"dtype {dtype_name(tensor.dtype)}", "export --to torch, or leave it out with --only"
             raise PolicyError(name, found=found, expected="a dtype that safetensors has", do=do)
-    return {name: safetensors_file.copy_if_shared(tensor, storage_pointers) for name, tensor in tensors.items()}
 
 
 def target_form(state: Any, requested_form: str, where: str) -> dict[str, Any]:

@@ -16,12 +16,12 @@ from shrinkpoint.schemes.base import Resumable, Scheme
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import Store
-from shrinkpoint.store.checkpoint_file import write_file
+from shrinkpoint.store.checkpoint_file import DecodedFile, write_file
 from shrinkpoint.store.decode import iter_checkpoints
 from shrinkpoint.store.file_place import place_file
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.single_file import decode_file
-from shrinkpoint.tensors.compare import describe_difference, describe_structure_difference
+from shrinkpoint.tensors.compare import describe_structure_difference, same_bits
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 
 _HOW_TO_REPLACE = "convert into another store, or add --force to save it again"
@@ -217,6 +217,21 @@ def verify_import(
             do = f"see that nothing writes to {source.name}; if it is newer than what was stored, {_HOW_TO_REPLACE}"
             raise CorruptError(where, found=difference, expected=f"what {source.name} holds", do=do)
         yield manifest.step, is_exact
+
+
+def describe_difference(source: FlatState, decoded: DecodedFile) -> str:
+    """Return the first difference between a decoded checkpoint and its source; "" if there is none."""
+    tensors = decoded.reference.tensors
+    difference = describe_structure_difference(source, decoded.tree, {name: x.shape for name, x in tensors.items()})
+    if difference:
+        return difference
+    for name, tensor in source.tensors.items():
+        other = tensors[name]
+        if other.dtype != tensor.dtype:
+            return f"{name} is {other.dtype} and was {tensor.dtype}"
+        if not same_bits(tensor, other):
+            return f"{name} has other values"
+    return ""
 
 
 def read_flat(checkpoint: SourceCheckpoint, opaque: bool) -> tuple[FlatState, tuple[str, ...]]:

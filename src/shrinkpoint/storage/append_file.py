@@ -33,11 +33,12 @@ class AppendFile:
     """
 
     def __init__(self, path: Path, size: int) -> None:
-        self._path, self.size = path, size
+        self._path, self.size, self._fd = path, size, -1
         try:
             self._fd = open_regular(path, os.O_WRONLY)
             os.ftruncate(self._fd, size)
         except OSError as error:
+            self.close()
             raise storage_error(str(path), "opening for appending", error) from error
 
     @classmethod

@@ -13,15 +13,15 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, contextmanager
-from typing import ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from shrinkpoint.errors import LockedError, NoSpaceError, NotFoundError, PolicyError, StorageError, TruncatedError
+from shrinkpoint.threads import submit_or_run
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Keys: TypeAlias = list[str]
 T = TypeVar("T")
 R = TypeVar("R")
-P = ParamSpec("P")
 
 RESERVED = ".shrinkpoint-"
 """Prefix of the names that a storage uses itself (temporary files, its lock); no part of a key begins with it."""
@@ -210,21 +210,11 @@ def map_requests(storage: Storage, call: Callable[[T], R], items: Iterable[T]) -
     futures: list[Future[R]] = []
     try:
         for item in items:
-            futures.append(submit_or_call(pool, call, item))
+            futures.append(submit_or_run(pool, call, item))
         return [future.result() for future in futures]
     finally:
         for future in futures:
             future.cancel()
-
-
-def submit_or_call(pool: Executor, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-    """Submit a call; where there are no threads any more, since the interpreter exits, make it now."""
-    try:
-        return pool.submit(call, *args, **kwargs)
-    except RuntimeError:
-        result: Future[R] = Future()
-        result.set_result(call(*args, **kwargs))
-        return result
 
 
 _ADVICE = {

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from shrinkpoint.errors import LockedError, NotFoundError, ShrinkpointError, StorageError
 from shrinkpoint.storage.base import RESERVED
+from shrinkpoint.storage.local import is_process_alive
 from shrinkpoint.storage.object_errors import ObjectConflictError, send_request
 
 if TYPE_CHECKING:
@@ -68,13 +69,7 @@ class LockNote:
         """Whether the holder was a process of this machine that has ended."""
         if not self.pid or not self.machine or self.machine != _machine():
             return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            pass
-        return False
+        return not is_process_alive(self.pid)
 
     def to_bytes(self) -> bytes:
         fields = ("token", "count", "seconds", "host", "pid", "machine")

@@ -171,15 +171,15 @@ class LocalStorage:
     Other files in it are listed and otherwise left alone.
 
     Attributes:
-        path: of the directory.
+        path: of the directory, absolute: the process may change its directory later. Messages say it as it was given.
 
     Raises:
         PolicyError: a URL, or not a path.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = local_path(path)
-        self._root = self.path.absolute()  # the process may change its directory later
+        self._given_path = local_path(path)
+        self.path = self._root = self._given_path.absolute()
         self._root_text = str(self._root)
 
     def put(self, key: str, data: Buffer) -> None:
@@ -304,7 +304,7 @@ class LocalStorage:
         return sorted(swept)
 
     def describe(self, key: str = "") -> str:
-        return str(self.path / key)
+        return str(self._given_path / key)
 
     def _path_of(self, key: str) -> Path:
         return self._root / check_key(key)
@@ -363,7 +363,7 @@ def atomic_replace(target: Path) -> Iterator[Path]:
     It is flushed to the disk first; if anything fails, `target` stays what it was.
 
     Raises:
-        StorageError: the system refused something, in the block too.
+        StorageError: the system refused something, in the block too; it names `target`.
     """
     temporary, old = (target.with_name(f".{target.name}.{secrets.token_hex(4)}.{suffix}") for suffix in ("tmp", "old"))
     try:
@@ -374,6 +374,10 @@ def atomic_replace(target: Path) -> Iterator[Path]:
             target.rename(old)
         _replace_durably(temporary, target)
     except OSError as error:
+        if isinstance(error, StorageError) and error.where == str(temporary):
+            renamed = type(error)(str(target), found=error.found, expected=error.expected, do=error.do)
+            renamed.errno = error.errno
+            raise renamed from error
         if isinstance(error, ShrinkpointError):
             raise
         raise storage_error(str(target), "writing", error) from error
@@ -458,7 +462,9 @@ def is_being_written(path: Path) -> bool:
         return False
 
 
-_locked_fds: set[int] = set()
+_lock_fds: dict[object, int] = {}
+"""The descriptor of each `hold_lock` that has one, by an object of its own: once a forked child has closed it, another
+lock may get the same number."""
 
 
 def try_lock(fd: int) -> bool:
@@ -485,11 +491,11 @@ def hold_lock(path: Path, where: str) -> Iterator[None]:
     if os.path.lexists(path) and not is_regular(path):
         do = f"remove {path.name!r} if no process needs it"
         raise StorageError(where, found=f"{what_is_at(path)} named {path.name!r}", expected="a lock file", do=do)
-    fd, is_locked = -1, False
+    hold, is_locked = object(), False
     try:  # an interrupt may come at any line, and a descriptor that is never closed keeps the lock
         with _os_errors(where, "locking"):
             fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            _locked_fds.add(fd)
+            _lock_fds[hold] = fd
             is_locked = try_lock(fd)
             if not is_locked:
                 found = f"{_lock_owner(fd)} is saving here already"
@@ -500,12 +506,11 @@ def hold_lock(path: Path, where: str) -> Iterator[None]:
                 os.write(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
         yield
     finally:
-        if fd in _locked_fds:  # not so in a forked child
+        if hold in _lock_fds:  # not so in a forked child
             if is_locked:  # else the note is another holder's
                 with suppress(OSError):
-                    os.ftruncate(fd, 0)
-            _locked_fds.remove(fd)
-            os.close(fd)
+                    os.ftruncate(_lock_fds[hold], 0)
+            os.close(_lock_fds.pop(hold))
 
 
 def _lock_owner(fd: int) -> str:
@@ -516,11 +521,22 @@ def _lock_owner(fd: int) -> str:
         return "another process"
 
 
+def is_process_alive(pid: int) -> bool:
+    """Whether a process of this machine has this id; True where the system does not say."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # another user's, or not a process of this system
+        pass
+    return True
+
+
 def _close_after_fork() -> None:
     """In a forked child: drop the locks, or a data loader's worker that outlives its killed parent would keep them."""
-    for fd in _locked_fds:
+    for fd in _lock_fds.values():
         os.close(fd)
-    _locked_fds.clear()
+    _lock_fds.clear()
 
 
 os.register_at_fork(after_in_child=_close_after_fork)

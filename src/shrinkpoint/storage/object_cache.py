@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 
 from shrinkpoint import validate
 from shrinkpoint._native import xxh3_128
-from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError, StorageError
+from shrinkpoint.errors import CorruptError, ShrinkpointError, StorageError
 from shrinkpoint.storage.base import Buffer, Source, check_range
 from shrinkpoint.storage.local import LocalSource, is_being_written, try_lock
 from shrinkpoint.storage.paths import is_regular, local_path
@@ -103,7 +103,7 @@ class ObjectCache:
         Raises:
             whatever these raise.
         """
-        if self._path_of(url).exists():
+        if self._has_copy(url):
             meta = ask()
             version = ObjectVersion(url, meta["e_tag"] or "", int(meta["size"]))
             copy = self._open_copy(version)
@@ -156,6 +156,11 @@ class ObjectCache:
             with suppress(OSError):
                 path.unlink()
             total -= taken
+
+    def _has_copy(self, url: str) -> bool:
+        with suppress(OSError):  # a directory that may not be searched, a name that is too long
+            return self._path_of(url).exists()
+        return False
 
     def _path_of(self, url: str) -> Path:
         return self.directory / f"{xxh3_128(url.encode())}.object"
@@ -214,13 +219,10 @@ def resolve_cache(cache: str | Path | ObjectCache | None) -> ObjectCache | None:
     """
     if isinstance(cache, ObjectCache):
         return cache
-    text = os.environ.get(BYTES_VARIABLE, "")
-    if text and not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text)):
-        found, expected = repr(text[:40]), "a whole number of bytes"
-        raise PolicyError(BYTES_VARIABLE, found=found, expected=expected, do="mend or unset it")
+    max_bytes = validate.read_byte_variable(BYTES_VARIABLE)
     if cache is None:
         cache = os.environ.get(DIRECTORY_VARIABLE) or None
-    return None if cache is None else ObjectCache(cache, int(text) if text else None)
+    return None if cache is None else ObjectCache(cache, max_bytes)
 
 
 class CachedFile(Source):

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from shrinkpoint._native import empty
 from shrinkpoint.errors import StorageError
-from shrinkpoint.storage.base import Source, check_range, submit_or_call
+from shrinkpoint.storage.base import Source, check_range
 from shrinkpoint.storage.object_errors import send_request
+from shrinkpoint.threads import submit_or_run
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -102,7 +103,7 @@ class ObjectSource(Source):
                 if missing:  # a gap in between is rare, and fetched once more
                     requests.append(self._enter_request(missing[0], missing[-1] + 1))
         for indices, futures in requests:
-            submit_or_call(self._pool, self._fetch, indices, futures)
+            submit_or_run(self._pool, self._fetch, indices, futures)
 
     def _has_blocks(self, begin: int, end: int) -> bool:
         """Whether all blocks of a range are there, or on the way."""

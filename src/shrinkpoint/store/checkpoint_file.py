@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from shrinkpoint import validate
 from shrinkpoint.codec.coder import default_threads
 from shrinkpoint.codec.decoded_tensors import lattice_source
 from shrinkpoint.codec.parallel import decode_all
@@ -173,7 +173,8 @@ class Allowance:
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
-        self._limit = _resolve_limit(max_bytes)
+        limit = validate.check_optional_int("max_bytes", max_bytes, none_meaning=f"for {ENV_VARIABLE} or 1 GiB")
+        self._limit = validate.read_byte_variable(ENV_VARIABLE) if limit is None else limit
         self._stored = 0
         self.max_copy_bytes = self._limit or MIN_LIMIT
 
@@ -194,20 +195,6 @@ class Allowance:
             found = f"{raw} bytes of tensors in a chain of {self._stored} bytes"
             raise CorruptError(where, found=found, expected=f"at most {limit}", do=_DO)
         self.max_copy_bytes = limit - raw
-
-
-def _resolve_limit(max_bytes: int | None) -> int | None:
-    text = os.environ.get(ENV_VARIABLE, "")
-    if max_bytes is not None:
-        if type(max_bytes) is int and max_bytes >= 1:
-            return max_bytes
-        expected, do = "a whole number of bytes, or None", "say how much memory the tensors of one file may take"
-        raise PolicyError("max_bytes", found=repr(max_bytes)[:40], expected=expected, do=do)
-    if not text:
-        return None
-    if text.isascii() and text.isdecimal() and len(text) < 20 and int(text):
-        return int(text)
-    raise PolicyError(ENV_VARIABLE, found=repr(text[:40]), expected="a whole number of bytes", do="mend or unset it")
 
 
 def read_file(

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from shrinkpoint._native import Hasher, progress_sums, xxh3_128
 from shrinkpoint.codec.decoded_tensors import as_decoded, tensor_layout
-from shrinkpoint.codec.parallel import submit_or_run, thread_pool
+from shrinkpoint.codec.parallel import thread_pool
 from shrinkpoint.codec.reference import Reference, RowSample
 from shrinkpoint.container import FileReader
 from shrinkpoint.container.header import read_digest
@@ -30,6 +29,7 @@ from shrinkpoint.errors import ChainError, CorruptError, ShrinkpointError, warn_
 from shrinkpoint.storage import LocalStorage, Source, Storage
 from shrinkpoint.tensors.dtypes import as_native_float, tensor_bytes
 from shrinkpoint.tensors.flat_state import copy_tensors
+from shrinkpoint.threads import submit_or_run
 
 MIN_RETENTION = 0.7
 """A checkpoint with a lower fraction raises a warning."""
@@ -265,7 +265,7 @@ class StoredFile:
             version: Callable[[str], object] | None = getattr(self.storage, "version", None)
             return None if version is None else self.version or version(self.key) or MISSING
         with suppress(OSError):
-            status = Path(self.storage.path.absolute() / self.key).stat()
+            status = (self.storage.path / self.key).stat()
             return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
         return MISSING
 
@@ -311,7 +311,8 @@ class BaseVerifier:
         try:
             for file in files:
                 stamp = file.stamp()
-                if file.digest not in stamps or stamps[file.digest] != stamp:
+                verified = stamps.get(file.digest, MISSING)
+                if verified == MISSING or verified != stamp:  # of a file that is missing nothing was verified
                     self._begin_scan(file).read(file, file.size)
                     stamps[file.digest] = stamp  # taken before reading
             self._due = {file.digest: file for file in files if not file.is_verified_by_service}

@@ -25,6 +25,7 @@ from shrinkpoint.storage import (
     directory_storage,
     resolve_directory,
 )
+from shrinkpoint.storage.local import is_process_alive
 from shrinkpoint.storage.object_url import parse_object_url
 from shrinkpoint.store import layout
 from shrinkpoint.store.chain import directory_chain
@@ -344,15 +345,5 @@ def _remove_stale_base_dirs(parent: Path) -> None:
     """Remove the hidden directories of processes that no longer run; one on another machine then writes a keyframe."""
     for path in parent.glob(f"{_BASE_DIR_PREFIX}*"):
         pid = path.name.removeprefix(_BASE_DIR_PREFIX)
-        if pid.isdecimal() and not _is_alive(int(pid)):
+        if pid.isdecimal() and not is_process_alive(int(pid)):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):  # another user's, or not a process of this system
-        pass
-    return True

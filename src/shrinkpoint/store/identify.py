@@ -20,7 +20,6 @@ MAX_ENTRIES = 1000
 _HEAD_BYTES = 512
 _MARK = 8 + PREFIX.index(b"shrinkpoint")
 """Offset of the name by which a file is ours; what is before it, other programs write too."""
-_STEP = re.compile(r"step-[0-9]{9,15}")
 _RUN = re.compile(r"(checkpoint|step|epoch|global_step|version|iter)[-_=]?[0-9].*|checkpoints|lightning_logs")
 _MAGIC = (
     (b"PK\x03\x04", "a zip archive, such as torch.save writes", "torch.load(path, weights_only=True)"),
@@ -103,11 +102,12 @@ def _identify_directory(path: Path) -> Identification:
     if is_checkpoint(path):
         do = f"load it with the framework that saved it, or with shrinkpoint.load({str(path)!r})"
         return Identification("a framework's checkpoint", do, is_foreign=False)
-    if any(_STEP.fullmatch(name) for name in names):
+    if any(layout.step_of_dir(name) is not None for name in names):
         do = f"load it with shrinkpoint.load({str(path)!r}), or with a CheckpointManager"
         return Identification("a store", do, is_foreign=False)
-    if _STEP.fullmatch(path.name) and any(layout.step_of(f"{path.name}/{name}") is not None for name in names):
-        do = f"load it with shrinkpoint.load({str(path.parent)!r}, step={int(path.name[5:])})"
+    step = layout.step_of_dir(path.name)
+    if step is not None and any(layout.step_of(f"{path.name}/{name}") is not None for name in names):
+        do = f"load it with shrinkpoint.load({str(path.parent)!r}, step={step})"
         return Identification("the directory of a store's checkpoint", do, is_foreign=False)
     if checkpoints := find_checkpoints(path):
         do = f"name one checkpoint, such as {checkpoints[-1]}, and load it with the framework that saved it"

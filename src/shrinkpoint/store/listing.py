@@ -415,8 +415,8 @@ def _is_hidden(storage: Storage, manifest: Manifest) -> bool:
     """Whether the marker hides this checkpoint, and not an earlier one of the same step."""
     try:
         with storage.open(layout.forgotten_key(manifest.step)) as source:
-            id = manifest.id.encode("utf-8", "surrogatepass")
-            return source.size == len(id) and bytes(source.read(0, source.size)) == id
+            mark = _encode_mark(manifest.id)
+            return source.size == len(mark) and bytes(source.read(0, source.size)) == mark
     except NotFoundError:
         return False
 
@@ -430,4 +430,9 @@ def forget(storage: Storage, listing: Listing, step: int) -> None:
         StorageError: writing failed.
     """
     mark = listing.manifests[step].id if step in listing.manifests else "broken"
-    storage.put(layout.forgotten_key(step), mark.encode())
+    storage.put(layout.forgotten_key(step), _encode_mark(mark))
+
+
+def _encode_mark(id: str) -> bytes:
+    """The bytes of the marker that hides a checkpoint; JSON, from which its id comes, may have lone surrogates."""
+    return id.encode("utf-8", "surrogatepass")

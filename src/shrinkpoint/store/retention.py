@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Literal
 
 from shrinkpoint import humanize, validate
@@ -289,7 +288,7 @@ class FreedBytes:
         for key in set(keys):
             with suppress(NotFoundError, FileNotFoundError):
                 if isinstance(self._storage, LocalStorage):
-                    status = Path(self._storage.describe(key)).stat()
+                    status = (self._storage.path / key).stat()
                     file: object = (status.st_dev, status.st_ino)
                     self._files.setdefault(file, (status.st_nlink, status.st_size))
                 else:
@@ -303,7 +302,7 @@ def inode_key(storage: Storage, key: str) -> object:
     """Equal for two keys only if they are the same file."""
     if isinstance(storage, LocalStorage):
         with suppress(OSError):
-            status = Path(storage.describe(key)).stat()
+            status = (storage.path / key).stat()
             return status.st_dev, status.st_ino
     return key
 

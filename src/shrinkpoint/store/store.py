@@ -214,7 +214,7 @@ class Store:
 
     def _begin(self, step: int, keyframe: bool) -> CheckpointTransaction:
         """As `begin`, for `save`, which ends the transaction itself even if it is interrupted."""
-        step = layout.check_step(step)
+        step, keyframe = layout.check_step(step), validate.check_bool("keyframe", keyframe)
         with self._mutex:
             self.lock()
             reference_step = self._reference_cache.manifest.step if self._reference_cache.manifest else step
@@ -264,7 +264,8 @@ class Store:
             PolicyError: a step, a metric or a number of restores that is none, or a note that is no text.
             StorageError: writing failed; every earlier checkpoint still loads.
         """
-        scheme, metrics = get_scheme(scheme), _check_metrics(metrics)
+        scheme, metrics = get_scheme(scheme), validate.as_floats(metrics)
+        adopt = validate.check_bool("adopt", adopt)
         note, lossy_restores = check_note(note), check_lossy_restores(lossy_restores)
         flat_state = state if isinstance(state, FlatState) else flatten(state)
         with self._mutex, self._store_lock.cleanup_on_error():
@@ -348,6 +349,7 @@ class Store:
             StorageError: reading failed.
             PolicyError: the device is not there, or is full; a limit that is none.
         """
+        tie, keep = validate.check_bool("tie", tie), validate.check_bool("keep", keep)
         return self._load(self.manifest(step), device, tie, keep, max_bytes)
 
     def restore(
@@ -370,6 +372,8 @@ class Store:
             NotFoundError: none loads, or there is none.
             StorageError: the store cannot be listed.
         """
+        tie, keep = validate.check_bool("tie", tie), validate.check_bool("keep", keep)
+        weights_only = validate.check_bool("weights_only", weights_only)
         return restore_newest(
             [self], device=device, tie=tie, keep=self if keep else None, weights_only=weights_only, max_bytes=max_bytes
         )
@@ -425,8 +429,10 @@ class Store:
 
         Raises:
             NotFoundError: there is no such checkpoint.
+            PolicyError: the step is no whole number.
             LockedError: another process saves here.
         """
+        step = layout.as_step(step)
         with self._store_lock.for_writing():
             listing = self._lister.scan_steps((step,))
             if step not in listing.manifests and step not in listing.broken:
@@ -463,6 +469,8 @@ class Store:
             StorageError: reading or deleting failed.
         """
         keep, now = check_keep(keep) or Keep(), now or datetime.now(timezone.utc)
+        dry_run, defer = validate.check_bool("dry_run", dry_run), validate.check_bool("defer", defer)
+        compact = validate.check_bool("compact", compact)
         settings: dict[str, Any] = {"compact": compact, "defer": defer, "threads": self._threads}
         if dry_run:
             return prune(self.storage, self.scan(), keep, now, dry_run=True, **settings)
@@ -573,11 +581,3 @@ def restore_newest(
 
 def _iter_newest(store: Store) -> Iterator[tuple[StepDirectory, Store]]:
     return ((entry, store) for entry in store._lister.iter_newest())
-
-
-def _check_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    try:
-        return {str(name): float(value) for name, value in (metrics or {}).items()}
-    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        expected = "a number for each name"
-        raise PolicyError("metrics", found=repr(metrics)[:200], expected=expected, do="pass floats") from error

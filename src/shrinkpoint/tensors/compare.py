@@ -9,7 +9,7 @@ import math
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,28 +21,10 @@ from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.tensors.names import as_tensor, child_items, is_array, named_leaves, tensor_name
 
-if TYPE_CHECKING:
-    from shrinkpoint.store.checkpoint_file import DecodedFile
-
 _MISSING = object()
 GROUP_BYTES = 1 << 27
 """Bytes of two states that are compared at a time: what is read of both is in memory meanwhile."""
 _CHUNK_VALUES = 1 << 20  # values compared at a time: 8 MiB of doubles a side
-
-
-def describe_difference(source: FlatState, decoded: DecodedFile) -> str:
-    """Return the first difference between a decoded checkpoint and its source; "" if there is none."""
-    tensors = decoded.reference.tensors
-    difference = describe_structure_difference(source, decoded.tree, {name: x.shape for name, x in tensors.items()})
-    if difference:
-        return difference
-    for name, tensor in source.tensors.items():
-        other = tensors[name]
-        if other.dtype != tensor.dtype:
-            return f"{name} is {other.dtype} and was {tensor.dtype}"
-        if not same_bits(tensor, other):
-            return f"{name} has other values"
-    return ""
 
 
 def describe_structure_difference(
@@ -140,8 +122,13 @@ def _container_type(value: Any) -> type:
 def _equal_leaves(left: Any, right: Any) -> bool:
     if isinstance(left, Tensor):
         return same_bits(left, right)
+    if isinstance(left, np.ndarray | np.generic):
+        has_same_form = left.dtype == right.dtype and left.shape == right.shape
+        return bool(has_same_form and left.tobytes() == right.tobytes())
     if isinstance(left, float):
         return struct.pack("d", left) == struct.pack("d", right)
+    if isinstance(left, complex):
+        return struct.pack("2d", left.real, left.imag) == struct.pack("2d", right.real, right.imag)
     return bool(left == right)
 
 

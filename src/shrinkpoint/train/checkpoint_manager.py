@@ -33,7 +33,7 @@ from shrinkpoint.train.mirror_uploader import MirrorUploader
 from shrinkpoint.train.planning import make_save_plan
 from shrinkpoint.train.restore import RestoreResult
 from shrinkpoint.train.save_decision import SaveDecisionPolicy, SaveSchedule
-from shrinkpoint.train.state_dicts import as_floats, mark_parameters
+from shrinkpoint.train.state_dicts import mark_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -216,7 +216,7 @@ class CheckpointManager(BackgroundSaver):
                 self._scheme.run_on_writer(lambda: self._lock_store(step))
             else:
                 self._lock_store(step)
-            values = as_floats(metrics)
+            values = validate.as_floats(metrics)
             objects = _check_names({"model": model, "optimizer": optimizer, "scheduler": scheduler, **more})
             state = {name: state_dicts.collect_state_dicts(obj, name) for name, obj in objects.items()}
             if extra is not None:

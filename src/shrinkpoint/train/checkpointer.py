@@ -37,7 +37,7 @@ from shrinkpoint.tensors.info import JSON
 from shrinkpoint.train.background import BackgroundSaver, OnSave
 from shrinkpoint.train.planning import make_save_plan
 from shrinkpoint.train.restore import RestoreResult
-from shrinkpoint.train.state_dicts import as_floats, mark_parameters
+from shrinkpoint.train.state_dicts import mark_parameters
 
 _log = logging.getLogger("shrinkpoint")
 
@@ -143,7 +143,7 @@ class Checkpointer(BackgroundSaver):
         with self._next_save():
             target = resolve_directory(directory)
             keyframe = keyframe or isinstance(target, ObjectUrl)
-            options = SaveOptions(step, as_floats(metrics), check_note(note), keyframe, extra)
+            options = SaveOptions(step, validate.as_floats(metrics), check_note(note), keyframe, extra)
             flat_state = mark_parameters(flatten(dict(state)), objects or {})
             reference = self._delta_writer.last_reference if isinstance(self._scheme, PlanningScheme) else None
             if keyframe and reference is not None:

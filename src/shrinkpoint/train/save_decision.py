@@ -16,7 +16,6 @@ from shrinkpoint.errors import PolicyError
 from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.store import layout
 from shrinkpoint.train.preemption import PreemptionWatch
-from shrinkpoint.train.state_dicts import as_floats
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -233,7 +232,7 @@ class SaveSchedule:
             PolicyError: no step; ranks that ask for different steps; a metric that is no number.
             Exception: whatever a policy raises, on all ranks.
         """
-        step, values = layout.check_step(step), as_floats(metrics)
+        step, values = layout.check_step(step), validate.as_floats(metrics)
 
         def decide() -> tuple[int, bool, bool]:
             is_signalled = self._watch is not None and self._watch.is_signalled

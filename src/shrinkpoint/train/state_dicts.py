@@ -1,6 +1,6 @@
 """The state dicts of a training loop: collected for a save, checked against the objects that load them, and loaded.
 
-Also converts metrics to plain floats and marks which tensors of a state are parameters.
+Also marks which tensors of a state are parameters.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _LEGACY_KEYS = frozenset({"verbose"})
 """Keys that schedulers of older releases of torch saved in addition."""
 
 
-# Saving: state dicts, metrics, roles
+# Saving: state dicts, roles
 
 
 def collect_state_dicts(obj: Any, name: str) -> Any:
@@ -80,19 +80,6 @@ def collect_state_dicts(obj: Any, name: str) -> Any:
         found, expected = validate.type_name(obj), "an object with state_dict() and load_state_dict()"
         raise PolicyError(name, found=found, expected=expected, do="pass plain values and tensors as extra=")
     return obj.state_dict()
-
-
-def as_floats(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """The metrics as floats; tensors, also on devices, are converted.
-
-    Raises:
-        PolicyError: a metric is not a number.
-    """
-    try:
-        return {str(name): float(value) for name, value in (metrics or {}).items()}
-    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        found, expected = f"{metrics!r:.200}", "a number for each name"
-        raise PolicyError("metrics", found=found, expected=expected, do="pass floats") from error
 
 
 def mark_parameters(state: FlatState, objects: Mapping[str, Any]) -> FlatState:

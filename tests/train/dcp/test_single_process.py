@@ -18,9 +18,12 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from shrinkpoint import errors
+from shrinkpoint import Fisher, errors
+from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.store import directory as directories
+from shrinkpoint.store.delta_writer import DeltaWriter
 from shrinkpoint.train.dcp import Reader, Writer, chain_registry, latest_valid, load, reset_chains
+from shrinkpoint.train.dcp.chain_registry import ChainState
 from shrinkpoint.train.dcp.written_entries import report_entries
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -128,6 +131,37 @@ def test_a_process_holds_a_bounded_number_of_chains(tmp_path: Path) -> None:
         save({"x": torch.arange(8.0)}, tmp_path / name)
     assert save({"x": torch.arange(8.0)}, tmp_path / names[-1]).depth == 1
     assert save({"x": torch.arange(8.0)}, tmp_path / names[0]).depth == 0
+
+
+def test_a_writer_for_each_save_goes_on_with_what_a_scheme_has_learned(tmp_path: Path) -> None:
+    with pytest.warns(errors.UnmeasuredLossWarning) as warned:  # once in a run
+        trained(tmp_path, 3, scheme="fisher")
+    assert [warning.category for warning in warned].count(errors.UnmeasuredLossWarning) == 1
+
+
+@pytest.mark.parametrize("name", ["lossless", "fisher", "excp", "lc-checkpoint"])
+def test_schemes_of_the_same_settings_are_one(name: str) -> None:
+    chain = ChainState(DeltaWriter(), (None, None))
+    first = chain.scheme_for(get_scheme(name), None)
+    assert chain.scheme_for(get_scheme(name), None) is first
+    other = get_scheme("lossless(chunk=4096)" if name == "lossless" else "fisher(seed=1)")
+    assert chain.scheme_for(other, None) is other
+
+
+def test_schemes_of_other_functions_are_others() -> None:
+    class Model:
+        def loss(self, _: Any) -> float:
+            return 1.0
+
+    def make(evaluate: Any) -> Fisher:
+        return Fisher(budget="1%", evaluate=evaluate)
+
+    chain, model, other = ChainState(DeltaWriter(), (None, None)), Model(), Model()
+    first = chain.scheme_for(make(model.loss), None)
+    assert chain.scheme_for(make(model.loss), None) is first
+    second = chain.scheme_for(make(other.loss), None)
+    assert second is not first
+    assert repr(second) == repr(first)
 
 
 def test_nothing_on_the_disk_is_a_pickle_and_nothing_is_unpickled(tmp_path: Path, monkeypatch: Any) -> None:

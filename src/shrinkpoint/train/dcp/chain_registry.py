@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import ShrinkpointError
-from shrinkpoint.schemes.base import Resumable, Scheme
+from shrinkpoint.schemes.base import Resumable, Scheme, SpecMixin
 from shrinkpoint.storage import AnyDirectory, directory_storage, resolve_directory
 from shrinkpoint.store.decode import decode_payload
 from shrinkpoint.store.delta_writer import DeltaWriter
@@ -63,7 +63,7 @@ class ChainState:
             before the rank can know whether the save was committed: `confirm_last_write` finds out at the next save.
         writer_options: keyframe_every and threads of the delta writer.
         scheme: the scheme of the last save.
-        scheme_config: its settings when it was passed, before it learned anything.
+        scheme_config: what it was made with.
         lock: held by the thread that saves.
         unconfirmed: directory and payload of the last write, until it is confirmed.
         origin: the checkpoint that was restored last.
@@ -73,7 +73,7 @@ class ChainState:
     delta_writer: DeltaWriter
     writer_options: tuple[int | None, int | None]
     scheme: Scheme | None = None
-    scheme_config: str = ""
+    scheme_config: Mapping[str, object] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
     unconfirmed: tuple[str, Payload] | None = None
     origin: RestoreOrigin | None = None
@@ -108,8 +108,8 @@ class ChainState:
             origin: the checkpoint from which training resumed; None if there is none.
         """
         if scheme is not self.scheme:
-            config = f"{type(scheme).__qualname__} {sorted(vars(scheme).items())!r}"
-            if self.scheme is None or config != self.scheme_config:
+            config = _scheme_config(scheme)
+            if self.scheme is None or not _are_equal(config, self.scheme_config):
                 self.scheme, self.scheme_config = scheme, config
         if origin is not None and origin != self.origin:
             self.origin = origin
@@ -223,6 +223,20 @@ def payload_index(manifest: DirectoryManifest, rank: int) -> int | None:
     """The index of the payload that a rank wrote; None if it wrote none."""
     prefix = f"rank-{rank:05d}."
     return next((index for index, payload in enumerate(manifest.payloads) if payload.name.startswith(prefix)), None)
+
+
+def _scheme_config(scheme: Scheme) -> dict[str, object]:
+    """What a scheme was made with; nothing of what it has learned."""
+    arguments = scheme.arguments if isinstance(scheme, SpecMixin) else {}
+    return {**arguments, "": (type(scheme), repr(scheme))}
+
+
+def _are_equal(config: Mapping[str, object], other: Mapping[str, object]) -> bool:
+    """Whether all settings are equal; functions and other objects that are no plain values are compared, too."""
+    if config.keys() != other.keys():
+        return False
+    # Equality of an arbitrary object may return anything, such as a tensor.
+    return all(value is other[name] or (value == other[name]) is True for name, value in config.items())
 
 
 def _is_committed(directory: str, payload: Payload) -> bool:

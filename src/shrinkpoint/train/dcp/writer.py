@@ -50,7 +50,6 @@ from shrinkpoint.train.dcp.save_plan import (
     rank_slots,
 )
 from shrinkpoint.train.dcp.written_entries import WrittenEntries, find_owners, report_entries
-from shrinkpoint.train.state_dicts import as_floats
 
 _log = logging.getLogger("shrinkpoint")
 
@@ -136,7 +135,7 @@ class Writer(CheckpointDirectory, StorageWriter):
         self._scheme, self._chain = get_scheme(scheme), chain
         self._keyframe_option: int | Literal["auto"] | None = keyframe_every
         self._group, self._model, self._is_coordinator = group, model, True
-        self._save_options = SaveOptions(step, as_floats(metrics), check_note(note))
+        self._save_options = SaveOptions(step, validate.as_floats(metrics), check_note(note))
         self._on_save = check_on_save(on_save)
         self.overwrite, self.save_id = overwrite, secrets.token_hex(8)
         self._restored: dict[str, RestoreOrigin] | None = None  # by the process that sent this writer
