@@ -37,7 +37,7 @@ def at_end(system: str, optimizer: str) -> Any:
     name, _, end = system.rpartition(" ")
     kind = getattr(sp, SYSTEMS[name])
     space: Space = SPACE if name == "inshrinkerator" else kind.space
-    point = (space.most_aggressive if end == "coarsest" else space.safest)(space.variants[0])
+    point = space.points(space.variants[0])[0 if end == "coarsest" else -1]
     return kind(config=space.settings(point), optimizer=optimizer)
 
 

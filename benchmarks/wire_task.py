@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from workloads import Course
+from workloads import Course, shuffled
 
 Drawn = tuple[Tensor, Tensor, Tensor]
 """Inputs, targets, and the number of each sample; a sample that comes back has its number again."""
@@ -57,12 +56,7 @@ class Task:
 def epochs_of(count: int, size: int) -> Callable[[int, int], Tensor]:
     """Seed and number of a batch to its samples: each epoch shuffled anew, what is left over dropped."""
 
-    def samples(seed: int, number: int) -> Tensor:
-        epoch, place = divmod(number, count // size)
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed * 7919 + epoch))
-        return order[place * size : (place + 1) * size]
-
-    return samples
+    return lambda seed, number: shuffled(count, size, number, seed)
 
 
 def named(name: str, data: Path, cache: Path, *, quick: bool) -> Task:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+
+from shrinkpoint.demo.train import seed_everything as seed_everything
 
 Batch = tuple[Tensor, Tensor]
 REPO = Path(__file__).resolve().parent.parent
@@ -132,14 +132,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(before)
-
-
-def seed_everything(seed: int, threads: int) -> None:
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(threads)
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
 
 
 def cosine(warmup: int, steps: int, floor: float) -> Callable[[int], float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.exponents import quantize_exponents
 from helpers.round_trip import write
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,6 @@ import shrinkpoint as sp
 from shrinkpoint.codec.codebook_tensor import MAX_CODES
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.quantize.exponent_buckets import quantize_exponents
 from shrinkpoint.schemes.base import QuantizedState
 from shrinkpoint.tensors.flat_state import flatten
 

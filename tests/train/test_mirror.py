@@ -19,7 +19,7 @@ from helpers.strategies import difference
 from helpers.timeouts import PATIENCE
 
 from shrinkpoint import CheckpointManager, Keep, Store
-from shrinkpoint.errors import NotFoundError, PolicyError, StorageError
+from shrinkpoint.errors import LockedError, NotFoundError, PolicyError, StorageError
 
 _numbers = itertools.count()
 _QUICK = {"max_retries": 1}
@@ -149,6 +149,58 @@ def test_bucket_that_is_away_warns_once_and_is_caught_up_with(tmp_path, url, s3)
         manager.flush()
         assert manager.mirror_lag == 0
     assert steps_of(url) == [1, 2, 3]
+
+
+class Panic(BaseException):
+    """As obstore's PanicException, which is no Exception."""
+
+
+class Panicking(Linkless):
+    """A place that panics until it is mended."""
+
+    is_mended = False
+
+    @contextmanager
+    def create(self, key: str) -> Iterator:
+        if not self.is_mended:
+            raise Panic("no such thread pool")
+        with super().create(key) as sink:
+            yield sink
+
+
+class Stuck(Linkless):
+    """A place that another writer has, and whose lock cannot be given back."""
+
+    @contextmanager
+    def lock(self) -> Iterator:
+        try:
+            yield
+        finally:
+            raise Panic("no lock to give back")
+
+    def create(self, key: str) -> Iterator:
+        raise LockedError("place", found="another writer", do="wait")
+
+
+@pytest.mark.filterwarnings("ignore:the mirror")  # it may come before the flush
+def test_panic_of_a_storage_is_an_error_and_copying_goes_on_after_it(tmp_path):
+    mirror = Panicking()
+    with CheckpointManager(tmp_path, mirror=mirror) as manager:
+        save(manager, 1)
+        with pytest.raises(StorageError, match="no such thread pool"):
+            manager.flush()
+        mirror.is_mended = True
+        manager.flush()
+    assert steps_of(mirror) == [1]
+
+
+@pytest.mark.filterwarnings("ignore:the mirror")  # it may come before the flush
+def test_error_of_the_thread_itself_ends_a_flush(tmp_path):
+    manager = CheckpointManager(tmp_path, mirror=Stuck())
+    save(manager, 1)
+    for wait in (manager.flush, manager.flush, manager.close):
+        with pytest.raises(StorageError, match="no lock to give back"):
+            wait()
 
 
 def test_next_process_copies_what_the_last_one_could_not(tmp_path, url, s3):

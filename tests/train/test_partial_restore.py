@@ -219,8 +219,24 @@ def test_the_shards_of_all_ranks_are_the_parameters_split_as_torch_does(trained,
         assert torch.equal(x, weights[name])
         assert torch.equal(run.optimizer.state[x]["exp_avg_sq"], states[name]["exp_avg_sq"])
     assert all(torch.equal(x, buffers[name]) for name, x in run.model.named_buffers())
-    with pytest.raises(PolicyError, match="rank"):
-        RankShard(ranks, ranks)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((2, 2), "RankShard, rank: 2; expected a whole number from 0 to 1"),
+        ((-1, 2), "RankShard, rank: -1"),
+        ((0.5, 2), "RankShard, rank: 0.5"),
+        (("0", 2), "RankShard, rank: '0'"),
+        ((0, 0), "RankShard, world_size: 0"),
+        ((0, 2.0), "RankShard, world_size: 2.0"),
+        ((0, 2, -1), "RankShard, axis: -1; expected a whole number from 0"),
+        ((0, 2, None), "RankShard, axis: None"),
+    ],
+)
+def test_a_shard_of_a_rank_or_an_axis_that_is_not_there_is_refused(arguments, message):
+    with pytest.raises(PolicyError, match=message):
+        RankShard(*arguments)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from shrinkpoint import validate
 from shrinkpoint.comm.accordion import Accordion
 from shrinkpoint.comm.compressors.base import Compressor, CompressorContext, Identity
 from shrinkpoint.comm.error_feedback import ErrorFeedback, MessageInfo, NoFeedback
-from shrinkpoint.comm.link import CompressorLike
+from shrinkpoint.comm.link import CompressorLike, NonfinitePolicy, check_nonfinite
 from shrinkpoint.comm.spec import as_compressor
 from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError
@@ -97,14 +97,18 @@ def as_feedback(compressor: CompressorLike) -> ErrorFeedback:
 
 
 def check_replica_options(
-    where: str, accordion: Accordion[CompressorLike] | None, min_numel: int, nonfinite: str, timeout: float
+    where: str,
+    accordion: Accordion[CompressorLike] | None,
+    min_numel: int,
+    nonfinite: NonfinitePolicy,
+    timeout: float,
 ) -> None:
     """Check the options that `compress_ddp` and `compress_fsdp` share.
 
     Raises:
         PolicyError: one of them is out of range, or a compressor of the Accordion is unusable: now, not at the switch.
     """
-    validate.check_choice(f"{where}, nonfinite", nonfinite, ("pass", "raise"))
+    check_nonfinite(where, nonfinite)
     validate.check_int(f"{where}, min_numel", min_numel, minimum=0)
     validate.check_float(f"{where}, timeout", timeout)
     if accordion is not None:

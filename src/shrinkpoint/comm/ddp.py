@@ -24,9 +24,9 @@ from shrinkpoint.comm.gradient_layout import (
     GradientLayout,
     Segment,
 )
-from shrinkpoint.comm.gradient_record import check_refusal, check_single_record
+from shrinkpoint.comm.gradient_record import RecordHolder, check_refusal, check_single_record
 from shrinkpoint.comm.hierarchical_allreduce import HierarchicalAllReduce, NodeGroups, check_ranks_per_node
-from shrinkpoint.comm.link import CompressorLike
+from shrinkpoint.comm.link import CompressorLike, NonfinitePolicy
 from shrinkpoint.comm.low_rank import LowRank
 from shrinkpoint.comm.low_rank_allreduce import LowRankAllReduce, LowRankState
 from shrinkpoint.comm.matrix_layout import MatrixLayout
@@ -47,7 +47,7 @@ def compress_ddp(
     ranks_per_node: int = 1,
     min_numel: int = 0,
     segment_numel: int = SEGMENT_NUMEL,
-    nonfinite: str = "pass",
+    nonfinite: NonfinitePolicy = "pass",
     timeout: float = CONFIG_TIMEOUT,
 ) -> DDPCompression:
     """Average the gradients of a model in compressed messages, instead of torch's all-reduce.
@@ -104,7 +104,7 @@ _comm_hook.__annotations__ = {}  # torch compares them with types, and these are
 _comm_hook.__qualname__ = "compress_ddp"  # what torch's log of the model, and the error of a second call, name
 
 
-class DDPCompression:
+class DDPCompression(RecordHolder[AverageRecord]):
     """Handle of the compressed gradients of one model, which `compress_ddp` returns.
 
     Attributes:
@@ -124,7 +124,7 @@ class DDPCompression:
         ranks_per_node: int,
         min_numel: int,
         segment_numel: int,
-        nonfinite: str,
+        nonfinite: NonfinitePolicy,
         timeout: float,
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
@@ -165,7 +165,6 @@ class DDPCompression:
         self._num_parameters, self._num_handed_over = len(parameters), 0
         self._config_check = self._make_config_check()
         self._model = weakref.ref(model)  # its reducer has this object, which no garbage collector sees
-        self._record: AverageRecord | None = None
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Start to average the gradients of one bucket in its own buffer: the communication hook.
@@ -259,12 +258,6 @@ class DDPCompression:
         hops = self._all_reduce.all_gather, self._exact_all_reduce.all_gather
         self._record = AverageRecord(self._layout, parameters, self._group, *hops)
         return self._record
-
-    def stop_recording(self) -> None:
-        """Keep nothing any more."""
-        if self._record is not None:
-            self._record.close()
-        self._record = None
 
     @property
     def has_feedback(self) -> bool:

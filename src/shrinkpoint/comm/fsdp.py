@@ -27,8 +27,8 @@ from shrinkpoint.comm.compressed_allreduce import (
 from shrinkpoint.comm.compressors.base import Identity
 from shrinkpoint.comm.error_feedback import ErrorFeedback, NoFeedback
 from shrinkpoint.comm.fsdp_replicas import ReplicaAllReduce, replicate_group
-from shrinkpoint.comm.gradient_record import check_refusal, check_single_record
-from shrinkpoint.comm.link import CompressorLike
+from shrinkpoint.comm.gradient_record import RecordHolder, check_refusal, check_single_record
+from shrinkpoint.comm.link import CompressorLike, NonfinitePolicy
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ReplicaConfigCheck
 from shrinkpoint.comm.shard_record import ShardRecord
 from shrinkpoint.comm.stats import LinkStats
@@ -44,7 +44,7 @@ def compress_fsdp(
     all_reduce: CompressorLike = None,
     accordion: Accordion[CompressorLike] | None = None,
     min_numel: int = 0,
-    nonfinite: str = "pass",
+    nonfinite: NonfinitePolicy = "pass",
     timeout: float = CONFIG_TIMEOUT,
 ) -> FSDPCompression:
     """Gather weights and scatter gradients in compressed messages, in every module that `fully_shard` was applied to.
@@ -77,7 +77,7 @@ def compress_fsdp(
     return FSDPCompression(root, all_gather, reduce_scatter, all_reduce, accordion, min_numel, nonfinite, timeout)
 
 
-class FSDPCompression:
+class FSDPCompression(RecordHolder[ShardRecord]):
     """Handle of the compressed messages of one sharded model, which `compress_fsdp` returns.
 
     Attributes:
@@ -93,7 +93,7 @@ class FSDPCompression:
         replicas: CompressorLike,
         accordion: Accordion[CompressorLike] | None,
         min_numel: int,
-        nonfinite: str,
+        nonfinite: NonfinitePolicy,
         timeout: float,
     ) -> None:
         check_replica_options("compress_fsdp", accordion, min_numel, nonfinite, timeout)
@@ -112,7 +112,6 @@ class FSDPCompression:
         is_lossy = any(spec not in (None, "exact") for spec in specs.values())
         self._config = {**specs, "min_numel": min_numel, "nonfinite": nonfinite}
         self._root = root
-        self._record: ShardRecord | None = None
         self._shard_spec: str | None = None  # of the compressor of what is recorded
         self._original_comms: list[tuple[Any, Any, Any]] = []
         self._gathers: dict[str, CompressedAllGather] = {}
@@ -247,12 +246,6 @@ class FSDPCompression:
         self._shard_spec = feedback.spec
         self._record = ShardRecord(named_shards, feedback.compressor, self.group.rank())
         return self._record
-
-    def stop_recording(self) -> None:
-        """Keep nothing any more."""
-        if self._record is not None:
-            self._record.close()
-        self._record = None
 
     def check_config(self, group: dist.ProcessGroup) -> None:
         """Compare the configuration of the ranks of a group, before its first message."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -64,6 +64,21 @@ class GradientRecord(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of the model."""
+
+
+RecordT = TypeVar("RecordT", bound=GradientRecord)
+
+
+class RecordHolder(Generic[RecordT]):
+    """Holds the record of gradients that a journal has asked for."""
+
+    _record: RecordT | None = None
+
+    def stop_recording(self) -> None:
+        """Keep nothing any more."""
+        if self._record is not None:
+            self._record.close()
+        self._record = None
 
 
 class GradientAveraging(Protocol):

@@ -24,10 +24,17 @@ from shrinkpoint.tensors.dtypes import tensor_bytes
 CompressorLike = Compressor | ErrorFeedback | str | None
 """A compressor, a feedback around one, or the spec of either; None for no compression."""
 NonfinitePolicy = Literal["pass", "raise"]
+"""What is done about values that are not finite: they are sent as such, or are an error."""
 _KEY_MASK = (1 << 32) - 1
 _ID_BYTES = 8
 FINITE_VALUES = "finite values"
 """The `expected` part of errors about values that are not finite."""
+
+
+def check_nonfinite(where: str, nonfinite: Any) -> NonfinitePolicy:
+    """Return what is done about values that are not finite; a PolicyError if it is no `NonfinitePolicy`."""
+    policy: NonfinitePolicy = validate.check_choice(f"{where}, nonfinite", nonfinite, get_args(NonfinitePolicy))
+    return policy
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,7 @@ class Link:
         min_numel: int = 0,
         with_ids: bool = False,
     ) -> None:
-        validate.check_choice(f"link {name}, nonfinite", nonfinite, get_args(NonfinitePolicy))
+        check_nonfinite(f"link {name}", nonfinite)
         for what, value in (("sample_every", sample_every), ("min_numel", min_numel)):
             validate.check_int(f"link {name}, {what}", value, minimum=0)
         parsed = as_compressor(compressor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from shrinkpoint import validate
 from shrinkpoint.comm.compressors.base import Compressor, Identity
 from shrinkpoint.comm.error_feedback import ErrorFeedback
-from shrinkpoint.comm.link import CompressorLike, Link, NonfinitePolicy
+from shrinkpoint.comm.link import CompressorLike, Link, NonfinitePolicy, check_nonfinite
 from shrinkpoint.comm.pipeline_stage import Boundary, CompressedStage, Direction, check_stage_api
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, SampleIdBroadcast, StageConfigCheck
 from shrinkpoint.comm.simulate import CompressionSwitch, find_sparse_spec, split_ids
@@ -60,7 +60,7 @@ def compress_pipeline(
         MismatchError: on every rank, at the start of the first step: the ranks have different configurations, or one
             never called this function.
     """
-    validate.check_choice("compress_pipeline, nonfinite", nonfinite, get_args(NonfinitePolicy))
+    check_nonfinite("compress_pipeline", nonfinite)
     for name, value in (("min_numel", min_numel), ("sample_every", sample_every)):
         validate.check_int(f"compress_pipeline, {name}", value, minimum=0)
     validate.check_float("compress_pipeline, timeout", timeout)
@@ -204,9 +204,9 @@ class CompressedPipeline:
         """
         links, saved_states = self.links, state["links"]
         if links.keys() != saved_states.keys():
-            expected = f"those of this rank, {', '.join(links) or 'none'}"
+            found, expected = (", ".join(names) or "none" for names in (saved_states, links))
             do = "load it on the rank that had these links"
-            raise MismatchError("wire", found=f"links {', '.join(saved_states) or 'none'}", expected=expected, do=do)
+            raise MismatchError("pipeline", found=f"links {found}", expected=f"those of this rank, {expected}", do=do)
         for name, link in links.items():
             link.load_state_dict(saved_states[name])
         self._verified_mode = None

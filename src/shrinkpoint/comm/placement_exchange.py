@@ -20,6 +20,7 @@ from shrinkpoint.comm.compressed_allreduce import (
 )
 from shrinkpoint.comm.compressors.base import Compressor
 from shrinkpoint.comm.error_feedback import NoFeedback
+from shrinkpoint.comm.link import NonfinitePolicy
 from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import PolicyError
 
@@ -46,7 +47,7 @@ class PlacementExchange:
         *,
         name: str,
         min_numel: int,
-        nonfinite: str,
+        nonfinite: NonfinitePolicy,
         check_config: Callable[[dist.ProcessGroup], None],
         is_enabled: Callable[[], bool],
     ) -> None:

@@ -211,13 +211,7 @@ def recommend(
     Raises:
         PolicyError: neither `shape` nor `like` is given, or another argument is out of range.
     """
-    validate.check_int("recommend(repeats=...)", repeats)
-    validate.check_float("recommend(latency_ms=...)", latency_ms, exclusive=False, do="give half of what ping says")
-    validate.check_float("recommend(bucket_mb=...)", bucket_mb, do="give the bucket_cap_mb of DDP")
-    if step_seconds is not None:
-        validate.check_float("recommend(step_seconds=...)", step_seconds, exclusive=False, do="leave it out")
-    if max_error is not None:
-        validate.check_float("recommend(max_error=...)", max_error, exclusive=False, do="leave it out")
+    _check_numbers(repeats, latency_ms, bucket_mb, step_seconds=step_seconds, max_error=max_error)
     workload = Workload(
         parallelism,
         mbps,
@@ -245,6 +239,15 @@ def recommend(
         costs = [measure_candidate(candidate, pair, repeats) for candidate in candidates]
         sizes = pair[0].nbytes, pair[1].nbytes
     return rank_candidates(workload, costs, uncompressed=sizes, max_error=max_error, description=description)
+
+
+def _check_numbers(repeats: int, latency_ms: float, bucket_mb: float, **optional: float | None) -> None:
+    validate.check_int("recommend(repeats=...)", repeats)
+    validate.check_float("recommend(latency_ms=...)", latency_ms, exclusive=False, do="give half of what ping says")
+    validate.check_float("recommend(bucket_mb=...)", bucket_mb, do="give the bucket_cap_mb of DDP")
+    for name, value in optional.items():
+        if value is not None:
+            validate.check_float(f"recommend({name}=...)", value, exclusive=False, do="leave it out")
 
 
 def _check_candidates(candidates: Sequence[CandidateLike], parallelism: Parallelism) -> None:

@@ -48,7 +48,11 @@ class LRUIndex:
 
     @property
     def capacity(self) -> int:
-        return self._max_bytes // max(self.row_numel * self._value_bytes, 1)
+        return self.capacity_for(self.row_numel)
+
+    def capacity_for(self, row_numel: int) -> int:
+        """The number of rows of so many values that fit."""
+        return self._max_bytes // max(row_numel * self._value_bytes, 1)
 
     def copy(self) -> LRUIndex:
         other = copy.copy(self)
@@ -154,20 +158,27 @@ class SampleCache:
         return {"ids": ids, "at": numbers, "rows": values, "shape": shape, "visits": self._visit_counts()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        ids, positions, rows = state["ids"], state["at"], state["rows"]
+        """Restore what `state_dict` returned.
+
+        Raises:
+            MismatchError: it is of another dtype, or of more rows than fit here; then nothing has changed.
+        """
+        ids, positions, rows, shape = state["ids"], state["at"], state["rows"], tuple(state["shape"])
         if rows.dtype != self._dtype:
             do = "make it with the dtype= that it had"
             raise MismatchError(
                 "AQSGD, samples", found=f"{rows.dtype} in the checkpoint", expected=f"{self._dtype}", do=do
             )
-        index = self.index
+        index, capacity = self.index, self.index.capacity_for(math.prod(shape))
+        if ids.numel() > capacity:
+            found, do = f"{ids.numel()} samples in the checkpoint", "make it with the most_bytes= that it had"
+            raise MismatchError("AQSGD, samples", found=found, expected=f"at most {capacity}", do=do)
         index.clear()
         if not ids.numel():
             return
-        index.shape = tuple(state["shape"])
-        visits = state.get("visits", torch.full_like(ids, self._warmup))[-index.capacity :]
-        ids, positions = ids[-index.capacity :], positions[-index.capacity :]
-        self._buffer.grow(ids.numel(), index.row_numel, index.capacity)
+        index.shape = shape
+        visits = state.get("visits", torch.full_like(ids, self._warmup))
+        self._buffer.grow(ids.numel(), index.row_numel, capacity)
         self._buffer.rows[: ids.numel()] = rows.index_select(0, positions)
         index.rows.update((sample, row) for row, sample in enumerate(ids.tolist()))
         index.visits.update(zip(ids.tolist(), visits.tolist(), strict=True))

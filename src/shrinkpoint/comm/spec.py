@@ -19,6 +19,12 @@ from shrinkpoint.errors import PolicyError
 _SPEC_EXAMPLES = """exact | bf16 | fp16 | q4 | q4:64 | q4:row | q4:channel | q4:64:dither | n3:64 | block4:32 | \
 top10 | top10:bf16 | top10:q4:64 | top10:tensor | top1.5625:4096:q2:64 | same | rand10 | h64(q4:64) | \
 ef(..) | efmixed(..) | ef21(..) | aq(..) | lowrank4 | lowrank4(q8:64)"""
+_MAX_CHARS = 1 << 13
+"""Characters of a spec: a path, such as folder= has, takes 4096 at most."""
+_MAX_DIGITS = 400
+"""Digits that follow each other. The smallest share takes 326; Python may be set to read no more than 640."""
+_MAX_PARTS = 32
+"""Brackets and colons of a spec, and so the compressors within each other: each takes some frames of Python's stack."""
 
 
 def parse(text: str) -> Compressor | ErrorFeedback | LowRank:
@@ -51,10 +57,19 @@ def parse(text: str) -> Compressor | ErrorFeedback | LowRank:
 
 def _check_text(text: object) -> str:
     if isinstance(text, str):
+        _check_size(text)
         return text
     is_parsed = isinstance(text, (Compressor, ErrorFeedback, LowRank))
     advice = "use it as it is: it is one already" if is_parsed else 'write "q4:64", or "exact" for no compression'
     raise validate.argument_error("spec", text, 'a spec as text, such as "q4:64"', advice)
+
+
+def _check_size(text: str) -> None:
+    """Raise PolicyError for a text that is too long or too deeply nested to be read."""
+    num_parts = sum(map(text.partition("folder=")[0].count, "(:"))
+    if len(text) > _MAX_CHARS or num_parts > _MAX_PARTS or re.search(rf"\d{{{_MAX_DIGITS + 1}}}", text):
+        expected = f"at most {_MAX_CHARS} characters, {_MAX_PARTS} brackets and colons, and numbers of few digits"
+        raise validate.argument_error("spec", text, expected, 'write a short one, such as "q4:64"')
 
 
 def as_compressor(compressor: Compressor | ErrorFeedback | LowRank | str) -> Compressor | ErrorFeedback:
@@ -143,7 +158,7 @@ def _aqsgd(text: str, inner: str, folder: str | None = None) -> AQSGD:
     return AQSGD(parse_compressor(spec), **typed, folder=folder)
 
 
-_NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
+_NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 _VALUES = r"(?::(?P<values>.+))?"
 _COMPRESSORS: tuple[_Rule, ...] = (
     ("exact", Identity, {}),

@@ -22,7 +22,7 @@ from shrinkpoint import validate
 from shrinkpoint.comm.compressed_allreduce import as_feedback
 from shrinkpoint.comm.compressors.base import Compressor
 from shrinkpoint.comm.error_feedback import NoFeedback
-from shrinkpoint.comm.link import CompressorLike
+from shrinkpoint.comm.link import CompressorLike, NonfinitePolicy, check_nonfinite
 from shrinkpoint.comm.placement_exchange import PlacementExchange, redistribute
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ReplicaConfigCheck
 from shrinkpoint.comm.stats import LinkStats
@@ -40,7 +40,7 @@ def compress_tensor_parallel(
     backward: CompressorLike = "q8:64",
     *,
     min_numel: int = 0,
-    nonfinite: str = "pass",
+    nonfinite: NonfinitePolicy = "pass",
     timeout: float = CONFIG_TIMEOUT,
 ) -> TensorParallelCompression:
     """Make a plan for `parallelize_module` whose sums and gathers over ranks are compressed messages.
@@ -88,10 +88,10 @@ class TensorParallelCompression:
         forward: CompressorLike,
         backward: CompressorLike,
         min_numel: int,
-        nonfinite: str,
+        nonfinite: NonfinitePolicy,
         timeout: float,
     ) -> None:
-        validate.check_choice("compress_tensor_parallel, nonfinite", nonfinite, ("pass", "raise"))
+        check_nonfinite("compress_tensor_parallel", nonfinite)
         validate.check_int("compress_tensor_parallel, min_numel", min_numel, minimum=0)
         validate.check_float("compress_tensor_parallel, timeout", timeout)
         given = {"forward": forward, "backward": backward}

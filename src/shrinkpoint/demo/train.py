@@ -45,7 +45,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def seed_all(seed: int, threads: int) -> None:
+def seed_everything(seed: int, threads: int) -> None:
     """Seeds every random generator, and makes torch deterministic."""
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(threads)
@@ -56,7 +56,7 @@ def seed_all(seed: int, threads: int) -> None:
 
 def train(args: argparse.Namespace) -> None:
     """Trains from the newest checkpoint in the store, or from the start, to the last step."""
-    seed_all(args.seed, args.threads)
+    seed_everything(args.seed, args.threads)
     model = GPT(GPTConfig(layers=args.layers, width=args.width, context=args.context))
     optimizer = AdamW(model.param_groups(weight_decay=0.1), lr=1e-3, betas=(0.9, 0.95))
     scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))

@@ -6,16 +6,13 @@ the largest exponents; differences in all other buckets become zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from shrinkpoint import validate
 from shrinkpoint.codec.codebook_tensor import MAX_CODES, RESERVED_CODES, CodebookTensor
-from shrinkpoint.errors import PolicyError
 
 Representative = Literal["middle", "mean"]
 """The value of a bucket: the middle of its minimum and maximum (the paper), or the mean (the least squared error)."""
@@ -89,30 +86,6 @@ def bucket_ids(tensor: Tensor) -> Tensor:
     bits = torch.arange(512)
     table = torch.where(bits & 255 == 0, 0, 2 * ((bits & 255) - 126 - _MIN_EXPONENT) + (bits >> 8))
     return table.to(flat.device).index_select(0, heads)
-
-
-@torch.no_grad()
-def quantize_exponents(
-    differences: Sequence[Tensor], bits: int, *, shared: bool = True, representative: Representative = "middle"
-) -> list[CodebookTensor]:
-    """Quantize differences to the parent checkpoint; returns residual codebook tensors.
-
-    Args:
-        differences: float32, finite, any shape, on one device.
-        bits: 1 to 8; `2^bits - 1` buckets are promoted.
-        shared: whether the buckets are chosen for all tensors together (the paper) or for each one.
-        representative: the value of a bucket: "middle" or "mean".
-
-    Raises:
-        PolicyError: `bits` or `representative` is out of range.
-    """
-    if type(bits) is not int or not 1 <= bits <= 8:
-        raise PolicyError("bits", found=f"{bits!r}", expected="1 to 8", do="take 2 or 3, as the paper does")
-    validate.check_choice("representative", representative, get_args(Representative))
-    buckets = [ExponentBuckets.from_tensor(difference) for difference in differences]
-    if shared and buckets:
-        buckets = [sum(buckets[1:], buckets[0])] * len(buckets)
-    return [promote(x, own, bits, representative) for x, own in zip(differences, buckets, strict=True)]
 
 
 def promote(tensor: Tensor, buckets: ExponentBuckets, bits: int, representative: Representative) -> CodebookTensor:

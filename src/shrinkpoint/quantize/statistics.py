@@ -277,11 +277,6 @@ def value_sums(tensor: Tensor, threads: int | None = None) -> ValueSums:
     return ValueSums(largest, float(mean), float((values - mean).square().sum()), count)
 
 
-def weight_std(weight: Tensor) -> float:
-    """Return the population standard deviation of a weight, computed in float64."""
-    return value_sums(weight).std
-
-
 def count_codes(codes: Tensor) -> Tensor:
     """Return how often each code from `-CODE_LIMIT` to `CODE_LIMIT - 1` occurs: int64, 1-d."""
     indices = codes.reshape(-1).to(torch.int64).clamp(-CODE_LIMIT, CODE_LIMIT - 1) + CODE_LIMIT

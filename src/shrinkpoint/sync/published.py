@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from shrinkpoint.container.strict_json import expect_type
 from shrinkpoint.errors import CorruptError, TruncatedError, VersionError
@@ -105,28 +106,37 @@ class Published:
                 raise ValueError("a file that is named twice")
         return published
 
-    def routes(self, held: int | None) -> list[tuple[VersionFile, ...]]:
+    def routes(self, held: int | None) -> Iterator[tuple[VersionFile, ...]]:
         """The ways to the newest version, the one with the fewest bytes first; each a sequence of files to decode.
 
         Args:
             held: the version that deltas may begin with; None: none.
         """
-        return sorted(self._iter_routes(held), key=lambda files: (sum(file.size for file in files), len(files)))
+        deltas, ways = self._ways(held)
+        for way in sorted(ways, key=lambda way: (way.nbytes, way.num_deltas + len(way.keyframe))):
+            yield (*way.keyframe, *reversed(deltas[: way.num_deltas]))
 
-    def _iter_routes(self, held: int | None) -> Iterator[tuple[VersionFile, ...]]:
+    def _ways(self, held: int | None) -> tuple[list[VersionFile], list[_Way]]:
+        """The deltas back from the newest version, and the ways over the first ones of them.
+
+        Only lengths are kept of the ways: all their files would be as many as the square of those that are named here.
+        """
         keyframes = {file.version: file for file in self.files if file.is_keyframe}
-        deltas = {file.version: file for file in self.files if not file.is_keyframe}
-        version, route = self.version, tuple[VersionFile, ...]()
+        deltas_by_version = {file.version: file for file in self.files if not file.is_keyframe}
+        deltas, ways = list[VersionFile](), list[_Way]()
+        version, nbytes = self.version, 0
         while True:
             if version == held:
-                yield route
-                return
+                ways.append(_Way(nbytes, len(deltas)))
+                break
             if version in keyframes:
-                yield (keyframes[version], *route)
-            if version not in deltas:
-                return
-            route = (deltas[version], *route)
-            version = deltas[version].base
+                keyframe = keyframes[version]
+                ways.append(_Way(nbytes + keyframe.size, len(deltas), (keyframe,)))
+            if version not in deltas_by_version:
+                break
+            deltas.append(deltas_by_version[version])
+            version, nbytes = deltas[-1].base, nbytes + deltas[-1].size
+        return deltas, ways
 
     def deltas_behind_keyframe(self) -> tuple[VersionFile, ...]:
         """The deltas that a process which joins now decodes after the newest keyframe."""
@@ -146,6 +156,20 @@ class Published:
             file for file in self.files if (file.version == newest if file.is_keyframe else file.version >= oldest)
         ]
         return replace(self, files=tuple(files))
+
+
+class _Way(NamedTuple):
+    """A way to the newest version.
+
+    Attributes:
+        nbytes: of all its files.
+        num_deltas: so many of the newest deltas.
+        keyframe: that they begin with; none where they begin with the version that is held.
+    """
+
+    nbytes: int
+    num_deltas: int
+    keyframe: tuple[VersionFile, ...] = ()
 
 
 def _file_from_json(row: JSON, where: str) -> VersionFile:

@@ -37,7 +37,7 @@ class MirrorUploader:
         self._num_commits = 0  # so far
         self._num_waiting = 0  # callers of `flush`: then nothing is tried again
         self._wake = threading.Event()  # ends a pause
-        self._error: Exception | None = None  # of the last attempt
+        self._error: BaseException | None = None  # of the last attempt
         self._has_warned = False  # since the last attempt that succeeded
         self._user_line: UserLine | None = None  # of the last `start`; None: there was none
         self._lock = ExitStack()  # the mirror's, while it is held
@@ -106,13 +106,24 @@ class MirrorUploader:
                 self._user_line = None
 
     def _run(self) -> None:
+        try:
+            self._copy_until_done()
+        except BaseException as error:  # of the handling of an error: whoever waits for the mirror must learn of it
+            self._error = error
+            _log.warning("%s: copying to the mirror stopped: %r", self.where, error)
+        finally:
+            with self._mutex:
+                if self._thread is threading.current_thread():
+                    self._thread = None
+
+    def _copy_until_done(self) -> None:
         failures = 0
         while self._is_due_again():
             is_last = self._num_waiting > 0 or not threading.main_thread().is_alive()
             try:
                 self._copy_missing()
                 failures, self._error, self._has_warned = 0, None, False
-            except Exception as error:  # a storage of the caller's may raise anything
+            except BaseException as error:  # a storage may raise anything; obstore's PanicException is no Exception
                 failures += 1
                 self._note_failure(error)
                 if not is_last:
@@ -154,7 +165,7 @@ class MirrorUploader:
             self.lag = len(missing) + self._num_commits - num_commits
         return missing
 
-    def _note_failure(self, error: Exception) -> None:
+    def _note_failure(self, error: BaseException) -> None:
         self._error = error
         if isinstance(error, LockedError):
             self._release()

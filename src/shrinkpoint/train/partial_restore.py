@@ -38,7 +38,7 @@ class RankShard:
         axis: the axis that is split.
 
     Raises:
-        PolicyError: there is no such rank.
+        PolicyError: there is no such rank or axis.
     """
 
     rank: int
@@ -46,9 +46,13 @@ class RankShard:
     axis: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size:
-            found, expected = f"rank {self.rank} of {self.world_size}", "a rank from 0 to one less than there are"
-            raise PolicyError("RankShard", found=found, expected=expected, do="count ranks from 0")
+        world_size = validate.check_int("RankShard, world_size", self.world_size, do="pass the number of ranks")
+        rank = validate.check_int(
+            "RankShard, rank", self.rank, minimum=0, maximum=world_size - 1, do="count ranks from 0"
+        )
+        axis = validate.check_int("RankShard, axis", self.axis, minimum=0, do="count axes from 0, the first one")
+        for name, value in (("rank", rank), ("world_size", world_size), ("axis", axis)):
+            object.__setattr__(self, name, value)  # as int: one of numpy is no end of a slice
 
     def __call__(self, name: str, tensor: Tensor) -> TensorPart | None:
         if not isinstance(tensor, torch.nn.Parameter) or tensor.dim() <= self.axis:

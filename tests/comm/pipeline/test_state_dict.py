@@ -103,6 +103,7 @@ PROGRAM = """
             reports["schedules"] = {kind: visited(kind, rank, pair, data, ids) for kind in STAGES}
             schedule, mine = build("1F1B", rank, 2, 2, group=pair)
             compress_pipeline(schedule, forward="aq(q2:64)", backward="q4:64")
+            reports["links"] = failure(lambda: wire.load_state_dict({"links": {"7 forward": {}}}))
             reports["untold"] = failure(lambda: step(schedule, mine, 1, *data[0]))
         tell(rank, folder, reports)
 """
@@ -138,6 +139,12 @@ def test_without_sample_ids_every_rank_ends_with_an_error(reports):
     for report in reports[:2]:
         kind, text = report["untold"]
         assert kind == "PolicyError" and "no sample ids" in text
+
+
+def test_a_state_of_other_links_is_refused_by_their_names(reports):
+    for report in reports[:2]:
+        kind, text = report["links"]
+        assert kind == "MismatchError" and text.startswith("pipeline: links 7 forward; expected those of this rank, 0 ")
 
 
 def test_a_run_restored_through_the_manager_is_the_uninterrupted_one(reports):

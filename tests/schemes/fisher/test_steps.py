@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shrinkpoint.codec.lattice import STEPS_PER_OCTAVE, Lattice, LatticeTensor, as_matrix
 from shrinkpoint.codec.reference import Reference, RowSample
-from shrinkpoint.quantize.statistics import weight_std
+from shrinkpoint.quantize.statistics import value_sums
 from shrinkpoint.schemes.fisher.curvature import Curvature
 from shrinkpoint.schemes.fisher.rounding import Hysteresis, fit_hysteresis
 from shrinkpoint.schemes.fisher.steps import (
@@ -39,7 +39,7 @@ def steps_of(weights: dict[str, Tensor], v: dict[str, Tensor] | None = None, siz
     """log2 of the steps before any is capped, in standard deviations of the weight, as matrices."""
     drafts = StepCandidates(global_weights(weights), known_of(adam(weights, v)), None, None, 0, 0)
     return {
-        name: (rescale(drafts.unit_lattices[name], size).scales().expand(as_matrix(x).shape) / weight_std(x)).log2()
+        name: (rescale(drafts.unit_lattices[name], size).scales().expand(as_matrix(x).shape) / value_sums(x).std).log2()
         for name, x in weights.items()
     }
 
@@ -91,7 +91,7 @@ def test_no_row_has_steps_above_the_widest(size):
         global_weights({"a": WEIGHTS["a"]}), known_of(adam({"a": WEIGHTS["a"]}, {"a": v})), None, None, 0, 0
     )
     lattice = drafts._lattice_at("a", size)
-    widest = math.log2(MAX_STEP_STD * weight_std(WEIGHTS["a"])) * STEPS_PER_OCTAVE
+    widest = math.log2(MAX_STEP_STD * value_sums(WEIGHTS["a"]).std) * STEPS_PER_OCTAVE
     assert int(lattice.rows.max()) <= widest
     if size == 200:
         assert set(lattice.rows.tolist()) == {math.floor(widest)}
@@ -116,7 +116,7 @@ def test_dead_rows_and_columns_do_not_get_steps_without_bound(what):
 def test_a_weight_that_does_not_vary_has_no_lattice():
     nothing = Curvature()
     for x in (torch.zeros(8, 8), torch.full((8, 8), 0.37), torch.full((40,), -1.0), torch.full((3, 9), 1e-30)):
-        assert make_lattice(tuple(x.shape), nothing, 0.0, 0, weight_std(x)) is None
+        assert make_lattice(tuple(x.shape), nothing, 0.0, 0, value_sums(x).std) is None
 
 
 @settings(max_examples=60, deadline=None)
@@ -130,9 +130,9 @@ def test_whatever_weights_and_curvature_are_like_steps_fit_the_weight(shape, sca
     x = normal(*shape, seed=random, scale=10.0**scale)
     with_v = Curvature(as_matrix(squares(*shape, seed=random, octaves=0.5)) * 1e6 * 10.0**level / 100)
     for known, usual in ((Curvature(), 0.0), (with_v, with_v.mean)):
-        lattice = make_lattice(shape, known, usual, 7, weight_std(x))
+        lattice = make_lattice(shape, known, usual, 7, value_sums(x).std)
         assert lattice is not None and quantize_weight(x, lattice, None, 0.5) is not None
-        steps = lattice.scales() / weight_std(x)
+        steps = lattice.scales() / value_sums(x).std
         assert 2**-4 < float(steps.log2().mean().exp2()) < 2**4
 
 
@@ -140,12 +140,13 @@ def test_vectors_and_what_is_not_known_beside_others_have_careful_steps():
     weights = {"known": normal(32, 32), "other": normal(32, 32, seed=1), "bias": normal(32, seed=2)}
     known = known_of(adam({name: weights[name] for name in ("known", "bias")}))
     drafts = StepCandidates(global_weights(weights), known | {"other": Curvature()}, None, None, 0, 0)
-    other = float((drafts.unit_lattices["other"].scales() / weight_std(weights["other"])).mean())
+    other = float((drafts.unit_lattices["other"].scales() / value_sums(weights["other"]).std).mean())
     assert math.log2(other) == pytest.approx(math.log2(SENSITIVE_STEP), abs=1 / STEPS_PER_OCTAVE)
     for known in ({name: Curvature() for name in weights}, known_of(adam(weights))):
-        steps = StepCandidates(global_weights(weights), known, None, None, 0, 0).unit_lattices[
-            "bias"
-        ].scales() / weight_std(weights["bias"])
+        steps = (
+            StepCandidates(global_weights(weights), known, None, None, 0, 0).unit_lattices["bias"].scales()
+            / value_sums(weights["bias"]).std
+        )
         assert known["bias"].squares is not None or steps.log2().mean() == pytest.approx(-2, abs=1 / STEPS_PER_OCTAVE)
 
 
@@ -154,7 +155,7 @@ def test_where_nothing_is_known_embeddings_and_heads_have_careful_steps():
     weights = {name: normal(64, 32, seed=i) for i, name in enumerate(names)}
     drafts = StepCandidates(global_weights(weights), {name: Curvature() for name in names}, None, None, 0, 0)
     for name, expected in names.items():
-        step = float((drafts.unit_lattices[name].scales() / weight_std(weights[name])).mean())
+        step = float((drafts.unit_lattices[name].scales() / value_sums(weights[name]).std).mean())
         assert math.log2(step) == pytest.approx(math.log2(expected), abs=1 / STEPS_PER_OCTAVE)
 
 
@@ -162,7 +163,7 @@ def test_where_nothing_is_known_embeddings_and_heads_have_careful_steps():
 
 
 def lattice(shape: tuple[int, int] = (48, 64), seed: int = 0) -> Lattice:
-    made = make_lattice(shape, Curvature(squares(*shape)), 1e-6, seed, weight_std(normal(*shape)))
+    made = make_lattice(shape, Curvature(squares(*shape)), 1e-6, seed, value_sums(normal(*shape)).std)
     assert made is not None
     return made
 
@@ -265,7 +266,7 @@ def test_what_is_on_another_lattice_is_not_held():
 def test_nor_is_what_had_another_shape_on_the_same_lattice():
     """A bias that grew: one row of steps fits any length."""
     x = normal(64)
-    on = make_lattice(tuple(x.shape), Curvature(), 0.0, 0, weight_std(x))
+    on = make_lattice(tuple(x.shape), Curvature(), 0.0, 0, value_sums(x).std)
     assert on is not None
     reference = Reference({"a": x}, {"a": points(x, on)}, {"a": x})
     start = RowSample.from_tensor(x)
@@ -291,6 +292,6 @@ def test_there_are_no_points_where_they_would_not_reach():
 
 def test_nor_where_half_precision_does_not_reach_them():
     x = normal(40, 40, scale=25_000).clamp(-65_504, 65_504)
-    on = make_lattice(tuple(x.shape), Curvature(), 0.0, 0, weight_std(x))
+    on = make_lattice(tuple(x.shape), Curvature(), 0.0, 0, value_sums(x).std)
     assert on is not None and quantize_weight(x, on, None, 0.5) is not None
     assert quantize_weight(x.half(), on, None, 0.5) is None and quantize_weight(x.half() / 2, on, None, 0.5) is not None

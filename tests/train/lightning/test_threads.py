@@ -110,6 +110,17 @@ def test_a_checkpoint_that_is_saved_again_after_its_removal_stays(tmp_path):
     assert names(tmp_path) == ["1.ckpt", "2.ckpt", "3.ckpt"]
 
 
+def test_a_checkpoint_whose_removal_was_asked_for_twice_stays_once_it_is_saved_again(tmp_path):
+    ours = ShrinkIO()
+    with ThreadPoolExecutor(1) as queue:
+        queue.submit(ours.save_checkpoint, state(1), tmp_path / "1.ckpt").result()
+        for _ in range(2):
+            ours.remove_checkpoint(tmp_path / "1.ckpt")
+        for i in (1, 2):
+            queue.submit(ours.save_checkpoint, state(i), tmp_path / f"{i}.ckpt").result()
+    assert names(tmp_path) == ["1.ckpt", "2.ckpt"]
+
+
 def test_a_scheme_that_evaluates_is_refused_beside_the_loop(tmp_path):
     plugin = AsyncCheckpointIO(ShrinkIO(sp.Fisher(budget="1%", evaluate=lambda module: 1.0)))
     run = trainer(tmp_path, plugin, epochs=1, callbacks=[every(tmp_path / "all")])

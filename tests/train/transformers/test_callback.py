@@ -10,7 +10,7 @@ from helpers.huggingface import WEIGHTS, ended, made, steps, whole
 from helpers.strategies import same
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
 
-from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
+from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError, StorageError
 from shrinkpoint.store.directory import verify_directory
 from shrinkpoint.train.transformers import ShrinkCallback, latest_valid
 
@@ -93,6 +93,22 @@ def test_an_error_of_the_training_before_is_not_one_of_the_next(tmp_path):
         trainer.train()
     called(tmp_path / "second", callback, max_steps=2).train()
     assert latest_valid(tmp_path / "second") == str(tmp_path / "second" / "checkpoint-2")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_optimizer_of_an_earlier_run_stays_until_its_successor_is_complete(tmp_path, background):
+    folder = tmp_path / "checkpoint-2"
+    (folder / "shrinkpoint.json").mkdir(parents=True)
+    stale = [folder / name for name in ("optimizer.pt", "rng_state.pth")]
+    for path in stale:
+        path.write_bytes(b"of an earlier run")
+    callback = ShrinkCallback(background=background)
+    with pytest.raises(StorageError):
+        called(tmp_path, callback, max_steps=2).train()
+    assert all(path.is_file() for path in stale)
+    (folder / "shrinkpoint.json").rmdir()
+    called(tmp_path, ShrinkCallback(background=background), max_steps=2).train()
+    assert not any(path.exists() for path in stale)
 
 
 class Ends(TrainerCallback):

@@ -108,7 +108,10 @@ class Objective(ABC):
     @property
     @abstractmethod
     def settings(self) -> dict[str, JSON]:
-        """The target as arguments of the scheme, for the manifest."""
+        """The target as a manifest has it: "relative_error", "ratio", or "budget".
+
+        A budget is a text in per cent, or a number in the loss's own unit, which the scheme's argument `nats` takes.
+        """
         raise NotImplementedError
 
     @abstractmethod

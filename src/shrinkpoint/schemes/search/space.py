@@ -103,9 +103,6 @@ class Space:
     def safest(self, variant: str) -> Point:
         return Point(variant, tuple(side - 1 for side in self.shape))
 
-    def most_aggressive(self, variant: str) -> Point:
-        return Point(variant, (0,) * len(self.axes))
-
     def resolve_variants(self, variants: Sequence[str] | None) -> tuple[str, ...]:
         """The same variants without duplicates; None: all variants of this space.
 

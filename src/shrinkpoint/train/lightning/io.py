@@ -347,7 +347,7 @@ class PendingRemovals:
         self._directory: Path | ObjectUrl | None = None  # of the last save, complete or not
         self._step = 0
         self._is_writing = False
-        self._to_remove: list[Path | ObjectUrl] = []  # removed once another checkpoint is written
+        self._to_remove: dict[Path | ObjectUrl, None] = {}  # in order, each once; removed once another one is written
         self._unwritten: dict[
             Path | ObjectUrl, int
         ] = {}  # directories to remove that are not written yet -> step of the last save
@@ -363,10 +363,9 @@ class PendingRemovals:
         with self._lock:
             self._is_other_thread, self._directory = is_other_thread, directory
             self._step, self._is_writing = step or 0, True
-            if directory in self._to_remove:
-                self._to_remove.remove(directory)
+            self._to_remove.pop(directory, None)
             if self._unwritten.pop(directory, self._step + 1) <= self._step:
-                self._to_remove.append(directory)
+                self._to_remove[directory] = None
         try:
             yield
         finally:
@@ -376,7 +375,7 @@ class PendingRemovals:
     def add(self, directory: Path | ObjectUrl) -> None:
         """Remove a directory once another checkpoint is written."""
         with self._lock:
-            self._to_remove.append(directory)
+            self._to_remove[directory] = None
 
     def add_if_other_thread(self, directory: Path | ObjectUrl) -> bool:
         """If another thread saves: add what it is writing, wrote last, or may have queued; else return False."""
@@ -387,7 +386,7 @@ class PendingRemovals:
             if not exists and directory != self._directory:
                 self._unwritten[directory] = self._step
             elif self._is_writing or directory == self._directory:
-                self._to_remove.append(directory)
+                self._to_remove[directory] = None
             else:
                 return False
             return True
@@ -396,7 +395,7 @@ class PendingRemovals:
         """Return the directories to remove once a save is complete; its own directory stays pending."""
         with self._lock:
             ready = [directory for directory in self._to_remove if directory != self._directory]
-            self._to_remove = [directory for directory in self._to_remove if directory == self._directory]
+            self._to_remove = {directory: None for directory in self._to_remove if directory == self._directory}
             return ready
 
     def clear_unwritten(self) -> None:

@@ -85,7 +85,9 @@ class ShrinkCallback(TrainerCallback):
 
     def _saved(self, report: SaveReport) -> None:
         """Called with the report of every checkpoint that is committed."""
-        (Path(report.path) / checkpoint_dirs.UNFINISHED).unlink(missing_ok=True)
+        directory = Path(report.path)
+        (directory / checkpoint_dirs.UNFINISHED).unlink(missing_ok=True)
+        checkpoint_dirs.remove_stale(directory, ("optimizer", "rng"))
         if self._on_save is not None:
             self._on_save(report)
 
@@ -158,7 +160,6 @@ class ShrinkCallback(TrainerCallback):
         states = {name: obj.state_dict() for name, obj in objects.items()} | {"rng": rng_states}
         extra = checkpoint_dirs.manifest_extra(directory, states)
         self._checkpointer.save(directory, states, objects=objects, step=state.global_step, extra=extra)
-        checkpoint_dirs.remove_stale(directory, states)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Wait for the last save, and free the memory.

@@ -8,7 +8,7 @@ import logging
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -174,14 +174,14 @@ def mark_first_save(output_dir: str | Path, step: int) -> None:
         (directory / UNFINISHED).write_text("The optimizer of this checkpoint is not saved yet.\n")
 
 
-def remove_stale(directory: Path, state: Mapping[str, Any]) -> None:
+def remove_stale(directory: Path, saved: Collection[str]) -> None:
     """Remove stock files that an earlier save left in the directory and that the payload replaces.
 
     Args:
-        state: what the payload in the directory holds.
+        saved: names of what the payload in the directory holds.
     """
     patterns = {"model": WEIGHT_FILES, "optimizer": OPTIMIZER_FILES, "rng": RNG_FILES}
-    stale = [pattern for name, pattern in patterns.items() if name in state]
+    stale = [pattern for name, pattern in patterns.items() if name in saved]
     for path in [*directory.iterdir()] if directory.is_dir() else []:
         if any(pattern.fullmatch(path.name) for pattern in stale):
             path.unlink(missing_ok=True)
