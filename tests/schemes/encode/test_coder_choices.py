@@ -1,4 +1,4 @@
-"""Tensors of one kind are coded as the first of them, for a whole chain, unless that serves them badly."""
+"""Tensors of one kind are coded as the first of them, for some saves of a chain, unless that serves them badly."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from helpers.round_trip import Loop, Written, nudged, write
 from helpers.strategies import difference
 
+from shrinkpoint.schemes.encode.coder_choices import ChainChoices, CoderChoice
 from shrinkpoint.schemes.lossless import Lossless
 
 SHAPE = (300, 300)
@@ -77,6 +78,26 @@ def test_a_choice_that_turns_bad_is_made_again() -> None:
     later = write(again, after, scheme=scheme)
     assert difference(later.read(), again) is None
     assert later.report.stored_bytes <= write(again, after, scheme=Lossless()).report.stored_bytes * 1.01
+
+
+def test_choices_are_made_again_by_the_2nd_4th_and_8th_delta_and_by_each_keyframe() -> None:
+    choices, made = ChainChoices(), list[int]()
+    for number in (*range(20), 0, 1):
+        choices.by_kind["kind"] = CoderChoice(1, (), 1.0)  # type: ignore[index]
+        choices.begin_save(is_delta=number > 0)
+        made += [] if choices.by_kind else [number]
+    assert made == [0, 1, 2, 4, 8, 16, 0, 1]
+
+
+def test_what_the_first_delta_of_a_run_chose_is_not_held_where_another_coder_becomes_smaller() -> None:
+    """Twenty steps after the start second moments are coded by their level; later the gradient predicts them."""
+    states, loop = [], Loop(width=300)
+    for steps in (2, 2, 20, 20):
+        states.append(copy.deepcopy(loop.steps(steps)))
+    held = chain(states, scheme=Lossless())
+    fresh = [write(state, before, scheme=Lossless()) for state, before in zip(states[1:], held, strict=False)]
+    for number in (1, 2):  # the first two deltas
+        assert held[number].report.stored_bytes == fresh[number - 1].report.stored_bytes
 
 
 def test_bits_that_only_later_values_use_are_kept() -> None:

@@ -26,7 +26,7 @@ from shrinkpoint.codec.lattice_record import LatticeInput, encode_lattice_record
 from shrinkpoint.codec.parallel import map_ordered
 from shrinkpoint.codec.record import encode_copies, encode_plain, encode_same
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
-from shrinkpoint.schemes.encode.coder_choices import CoderChoice, GroupKind, SaveChoices
+from shrinkpoint.schemes.encode.coder_choices import ChainChoices, CoderChoice, GroupKind, SaveChoices
 from shrinkpoint.schemes.encode.record_groups import RecordGroup, plan_records
 from shrinkpoint.schemes.encode.value_records import ValueEncoder
 from shrinkpoint.tensors.flat_state import FlatState
@@ -99,22 +99,21 @@ class RecordEncodingMixin:
         threads: int | None = None,
     ) -> Iterator[EncodedRecord]:
         """Yield the records of a quantized state, as `encode_records` does."""
-        if reference is None:
-            self._choices.clear()
+        self._choices.begin_save(is_delta=reference is not None)
         return encode_records(
             state,
             reference,
             quantized=quantized,
             coders=self.coders,
             chunk=self.chunk,
-            choices=self._choices,
+            choices=self._choices.by_kind,
             threads=threads,
         )
 
     @cached_property
-    def _choices(self) -> dict[GroupKind, CoderChoice]:
+    def _choices(self) -> ChainChoices:
         """What codes each kind of tensor in the present chain."""
-        return {}
+        return ChainChoices()
 
 
 @dataclass(frozen=True)
