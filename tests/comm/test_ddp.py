@@ -143,6 +143,12 @@ SHORT = """
         model, replicas, optimizer, _ = trained("ef21(q2:32)", rank, 2)
         replicas.load_state_dict(one_more if rank == 0 else ahead.state_dict())
         reports["apart"] = caught(lambda: mse_loss(model(x), y).backward())
+        saved = [None, None]
+        dist.all_gather_object(saved, ahead.state_dict())
+        bad_hops = ({"first": {"0": {"count": "x", "out": {}, "into": {}}}, "second": {}}, {"first": None}, None)
+        reports["other rank"] = [caught(lambda: replicas.load_state_dict(saved[1 - rank]))]
+        reports["broken"] = [caught(lambda: replicas.load_state_dict({**ahead.state_dict(), "hops": hops}))
+                             for hops in bad_hops]
 
         # calls that cannot be met
         taken = DDP(plain_net())
@@ -150,6 +156,11 @@ SHORT = """
         reports["refused"] = [caught(lambda: compress_ddp(taken, "q4"))]
         reports["refused"] += [caught(lambda: compress_ddp(DDP(plain_net()), how)) for how in ("same", "aq(q2)", "no")]
         reports["refused"] += [caught(lambda: compress_ddp(DDP(plain_net()), nonfinite="skip"))]
+        skipping = DDP(plain_net(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
+        reports["refused"] += [caught(lambda: compress_ddp(skipping))]
+        halves = DDP(plain_net().to([torch.float32, torch.bfloat16][rank]), init_sync=False)
+        compress_ddp(halves, "q4:64")
+        reports["dtypes"] = caught(lambda: halves(x.to(next(halves.parameters()).dtype)).sum().backward())
 
         # another collective of the same group in the middle of the backward pass, and buckets that torch makes anew
         class Sum(torch.autograd.Function):
@@ -284,8 +295,20 @@ def test_a_state_of_another_set_up_or_of_another_step_is_an_error(short):
     assert all(report["foreign"][0] == report["apart"][0] == "MismatchError" for report in short)
 
 
+def test_the_feedback_of_another_rank_is_an_error_and_so_is_what_is_no_state(short):
+    for report in short:
+        kind, text = report["other rank"][0]
+        assert kind == "MismatchError" and "rank 0 of 2" in text and "rank 1 of 2" in text
+    assert all([kind for kind, _ in report["broken"]] == ["MismatchError"] * 3 for report in short)
+
+
+def test_ranks_whose_parameters_have_other_dtypes_are_an_error_on_all(short):
+    assert all(report["dtypes"][0] == "MismatchError" for report in short)
+
+
 def test_what_cannot_be_compressed_is_refused(short):
-    assert all([kind for kind, _ in report["refused"]] == ["PolicyError"] * 5 for report in short)
+    assert all([kind for kind, _ in report["refused"]] == ["PolicyError"] * 6 for report in short)
+    assert all("skip_all_reduce_unused_params" in report["refused"][5][1] for report in short)
     with pytest.raises(PolicyError, match="DistributedDataParallel"):
         compress_ddp(torch.nn.Linear(2, 2))
 

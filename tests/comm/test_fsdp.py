@@ -151,25 +151,45 @@ RANKS = """
         reports["passed"], reports["raised"] = caught(lambda: overflown("pass")), caught(lambda: overflown("raise"))
 
         # a state
-        for how in ("ef(q2:32:dither)", "ef21(q2:32)"):
+        for how in ("ef(q2:32:dither)", "ef21(q2:32)", "q4:64"):
+            weights = "q4:64:dither" if how == "q4:64" else "q8:64"
             model = sharded(mesh)
-            optimizer, handle = torch.optim.Adam(model.parameters(), lr=3e-3), compress_fsdp(model, "q8:64", how)
+            optimizer, handle = torch.optim.Adam(model.parameters(), lr=3e-3), compress_fsdp(model, weights, how)
             steps(model, rank, range(4), optimizer)
             kept = [one.full_tensor() for one in model.parameters()], optimizer.state_dict(), handle.state_dict()
             again = sharded(mesh, put(plain_net(width=47), kept[0]))
-            second, other = torch.optim.Adam(again.parameters(), lr=3e-3), compress_fsdp(again, "q8:64", how)
+            second, other = torch.optim.Adam(again.parameters(), lr=3e-3), compress_fsdp(again, weights, how)
             second.load_state_dict(kept[1])
             other.load_state_dict(kept[2])
             steps(again, rank, range(4, 8), second)  # the first stands still: what was saved are its own tensors
             whole = sharded(mesh)
-            compress_fsdp(whole, "q8:64", how)
+            compress_fsdp(whole, weights, how)
             steps(whole, rank, range(8))
             reports[how] = bits(whole) == bits(again)
+            saved = [None] * width
+            dist.all_gather_object(saved, kept[2])
+            reports[f"{how} of another rank"] = caught(lambda: other.load_state_dict(saved[rank - 1]))
+        states = (None, [], {**kept[2], "reduce_scatter": None}, {**kept[2], "all_gather": {"": None}}, {"words": {}})
+        reports["broken"] = [caught(lambda: other.load_state_dict(state)) for state in states]
         reports["foreign"] = caught(lambda: compress_fsdp(sharded(mesh), "q8", "q4").load_state_dict(kept[2]))
 
         reports["refused"] = [caught(lambda: compress_fsdp(sharded(mesh), *hows)) for hows in
                            (("ef(q8)", "q4"), ("same", "q4"), ("q8", "aq(q4)"), ("q8", "q99"))]
         reports["refused"] += [caught(lambda: compress_fsdp(sharded(mesh), nonfinite="skip"))]
+        reports["refused"] += [caught(lambda: compress_fsdp(again, None, "q4"))]
+
+        # complex gradients cross as they are
+        complex_gradients = []
+        x = torch.randn(4, 8, dtype=torch.complex64, generator=torch.Generator().manual_seed(rank))
+        for how in (None, "q2"):
+            torch.manual_seed(0)
+            model = nn.Linear(8, 8, bias=False, dtype=torch.complex64)
+            fully_shard(model, mesh=mesh)
+            how and compress_fsdp(model, "q8:64", how)
+            model(x).abs().sum().backward()
+            complex_gradients.append(model.weight.grad.full_tensor())
+        size = complex_gradients[0].imag.abs().sum()
+        reports["complex"] = torch.allclose(*complex_gradients) and bool(size > 1)
         leave(reports, rank, folder)
 
 
@@ -329,14 +349,27 @@ def test_gradients_that_are_not_finite_stay_so_or_are_an_error_on_all(reports):
     assert all(report["finite"] == [False] * 6 for report in reports)
 
 
-@pytest.mark.parametrize("spec", ["ef(q2:32:dither)", "ef21(q2:32)"])
+@pytest.mark.parametrize("spec", ["ef(q2:32:dither)", "ef21(q2:32)", "q4:64"])
 def test_a_restored_run_continues_as_the_uninterrupted_one(reports, spec):
     assert all(report[spec] for report in reports)
     assert all(report["foreign"][0] == "MismatchError" for report in reports)
 
 
+def test_the_feedback_of_another_rank_is_an_error_and_so_is_what_is_no_state(reports):
+    for report in reports:
+        for spec in ("ef(q2:32:dither)", "ef21(q2:32)"):
+            assert report[f"{spec} of another rank"][0] == "MismatchError"
+        assert report["q4:64 of another rank"][0] == "none"  # it remembers nothing
+        assert [kind for kind, _ in report["broken"]] == ["PolicyError"] * 2 + ["MismatchError"] * 3
+
+
+def test_complex_gradients_cross_as_they_are(reports):
+    assert all(report["complex"] for report in reports)
+
+
 def test_what_cannot_be_compressed_is_refused(reports):
-    assert all([kind for kind, _ in report["refused"]] == ["PolicyError"] * 5 for report in reports)
+    assert all([kind for kind, _ in report["refused"]] == ["PolicyError"] * 6 for report in reports)
+    assert all("detach()" in report["refused"][5][1] for report in reports)
     with pytest.raises(PolicyError, match="fully_shard"):
         compress_fsdp(torch.nn.Linear(2, 2))
 

@@ -118,6 +118,43 @@ def check_replica_options(
             as_feedback(compressor)
 
 
+def describe_rank(group: dist.ProcessGroup) -> str:
+    """Which rank of how many this process is, as a state says it."""
+    return f"rank {group.rank()} of {group.size()}"
+
+
+def check_rank(where: str, saved: object, group: dist.ProcessGroup) -> None:
+    """Raise MismatchError for the feedback of another rank: it makes up for what others' messages have lost."""
+    if saved != (expected := describe_rank(group)):
+        advice = "let each rank load what it saved itself; or load nothing on all ranks: feedback begins anew"
+        raise MismatchError(where, found=f"the feedback of {saved!r:.60}", expected=expected, do=advice)
+
+
+def check_layouts(where: str, state: object) -> None:
+    """Raise MismatchError for what `CompressedCollective.state_dict` does not return."""
+    if isinstance(state, Mapping) and all(map(_is_layout_state, state.values())):
+        return
+    found, expected = validate.describe_value(state), "a count and the feedback of both ends, by layout"
+    raise MismatchError(where, found=found, expected=expected, do="give what state_dict() of the same rank gave")
+
+
+def _is_layout_state(state: object) -> bool:
+    """Whether this has the form of `_LayoutState.state_dict`."""
+    if not isinstance(state, Mapping) or type(state.get("count")) is not int or state["count"] < 0:
+        return False
+    return isinstance(state.get("out"), Mapping) and isinstance(state.get("into"), Mapping)
+
+
+def check_hops(where: str, state: object) -> None:
+    """Raise MismatchError for what `CompressedAllReduce.state_dict` does not return."""
+    if not isinstance(state, Mapping) or state.keys() != {"first", "second"}:
+        keys = sorted(map(str, state)) if isinstance(state, Mapping) else validate.type_name(state)
+        problem, advice = f"a state of {keys}"[:200], "give what state_dict() of the same rank gave"
+        raise MismatchError(where, found=problem, expected="one of first and second", do=advice)
+    for hop, layouts in state.items():
+        check_layouts(f"{where}, {hop} hop", layouts)
+
+
 class _LayoutState:
     """The feedback states of one layout at this rank, and the number of collectives."""
 
@@ -160,12 +197,17 @@ class CompressedCollective:
         return {layout: state.state_dict() for layout, state in self._layouts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, with the same type of feedback."""
-        self._layouts = {}
+        """Restore what `state_dict` returned, with the same type of feedback.
+
+        Raises:
+            MismatchError: it is something else; then nothing has changed.
+        """
+        check_layouts(self.name, state)
+        layouts = {layout: _LayoutState(self.feedback, saved_state["count"]) for layout, saved_state in state.items()}
         for layout, saved_state in state.items():
-            layout_state = self._layouts[layout] = _LayoutState(self.feedback, saved_state["count"])
-            layout_state.sender.load_state_dict(saved_state["out"])
-            layout_state.receiver.load_state_dict(saved_state["into"])
+            layouts[layout].sender.load_state_dict(saved_state["out"])
+            layouts[layout].receiver.load_state_dict(saved_state["into"])
+        self._layouts = layouts
 
     def counts(self) -> dict[str, int]:
         """The number of collectives so far, by layout."""
@@ -439,10 +481,7 @@ class CompressedAllReduce:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` of the same rank returned; a MismatchError if it is another kind of state."""
-        if not isinstance(state, Mapping) or set(state) != {"first", "second"}:
-            keys = sorted(map(str, state)) if isinstance(state, Mapping) else validate.type_name(state)
-            problem, advice = f"a state of {keys}", "give what state_dict() of the same rank gave"
-            raise MismatchError("two hops", found=problem, expected="one of first and second", do=advice)
+        check_hops("two hops", state)
         self.reduce_scatter.load_state_dict(state["first"])
         self.all_gather.load_state_dict(state["second"])
 

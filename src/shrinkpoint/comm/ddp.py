@@ -16,7 +16,15 @@ from shrinkpoint.comm.accordion import Accordion
 from shrinkpoint.comm.average_record import AverageRecord
 from shrinkpoint.comm.background_allreduce import BackgroundAllReduce
 from shrinkpoint.comm.bucket_function import BucketFunction, apply_before, check_before, check_without_hook
-from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce, all_reduce_sum, check_replica_options
+from shrinkpoint.comm.compressed_allreduce import (
+    CompressedAllReduce,
+    all_reduce_sum,
+    as_feedback,
+    check_hops,
+    check_rank,
+    check_replica_options,
+    describe_rank,
+)
 from shrinkpoint.comm.gradient_layout import (
     SEGMENT_NUMEL,
     FilledSegment,
@@ -130,6 +138,10 @@ class DDPCompression(RecordHolder[AverageRecord]):
         if not isinstance(model, DistributedDataParallel):
             problem, expected = validate.type_name(model), "a DistributedDataParallel model"
             raise PolicyError("compress_ddp", found=problem, expected=expected, do="wrap it first")
+        if getattr(model, "skip_all_reduce_unused_params", False):
+            advice = "leave it out: with find_unused_parameters=True such gradients are sent as zeros"
+            problem = "skip_all_reduce_unused_params=True"
+            raise PolicyError("compress_ddp", found=problem, expected="every gradient in each step", do=advice)
         check_without_hook(model)
         check_before(before)
         check_replica_options("compress_ddp", accordion, min_numel, nonfinite, timeout)
@@ -188,6 +200,8 @@ class DDPCompression(RecordHolder[AverageRecord]):
     def state_dict(self) -> dict[str, Any]:
         """The feedback and Accordion state of this rank; each rank has its own. Tensors are not copied."""
         state: dict[str, Any] = {"words": self.config(), "hops": self._all_reduce.state_dict()}
+        if self._has_memory:
+            state["rank"] = describe_rank(self._group)
         if self._low_rank is not None:
             state["low_rank"] = self._low_rank.state_dict()
         return state if self._accordion is None else {**state, "accordion": self._accordion.state_dict()}
@@ -196,7 +210,8 @@ class DDPCompression(RecordHolder[AverageRecord]):
         """Restore what `state_dict` of this rank returned; on all ranks, or on none.
 
         Raises:
-            MismatchError: it has another configuration; or, in the next backward pass, ranks loaded different steps.
+            MismatchError: it has another configuration, or is of another rank, whose messages have lost something else;
+                or, in the next backward pass, ranks loaded different steps. Then nothing has changed.
         """
         expected, advice = "what state_dict() returned", "load the state of the same rank"
         validate.check_instance("compress_ddp, state", state, Mapping, expected=expected, do=advice)
@@ -207,6 +222,9 @@ class DDPCompression(RecordHolder[AverageRecord]):
         if missing := sorted(self.state_dict().keys() - state.keys()):
             advice = "load all that state_dict() returned"
             raise MismatchError("compress_ddp", found=f"a state without {', '.join(missing)}", do=advice)
+        if self._has_memory:
+            check_rank("compress_ddp", state["rank"], self._group)
+        check_hops("compress_ddp", state["hops"])
         if self._accordion is not None:
             self._accordion.load_state_dict(state["accordion"])
             self._all_reduce.switch(self._accordion.compressor, self._average_compressor)
@@ -214,6 +232,15 @@ class DDPCompression(RecordHolder[AverageRecord]):
             self._low_rank.load_state_dict(state["low_rank"])
         self._all_reduce.load_state_dict(state["hops"])
         self._config_check = self._make_config_check()
+
+    @property
+    def _has_memory(self) -> bool:
+        """Whether this rank remembers, now or after a switch, what its own messages have lost."""
+        choices = [self._average_compressor]
+        if self._accordion is not None:
+            choices += [self._accordion.strong, self._accordion.mild]
+        feedback = [self._all_reduce.reduce_scatter.feedback, *map(as_feedback, choices)]
+        return self._low_rank is not None or not all(one.is_stateless for one in feedback)
 
     @property
     def model(self) -> DistributedDataParallel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,8 @@ from shrinkpoint.errors import MismatchError, PolicyError
 
 _RESIDUAL_KEY = 0x5BD1E995
 """Added to the key of a message for its second half in EF-mixed, so that the halves have different keys."""
+_BUFFER_NAME = re.compile(r"[0-9]{1,18}\.[0-9]{1,18}")
+"""Of a buffer in a state: slot and index."""
 
 
 @dataclass(frozen=True)
@@ -212,10 +215,15 @@ class BufferState(FeedbackState):
         return {self.buffers_key: {f"{slot}.{index}": buffer for (slot, index), buffer in self._buffers.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        buffers = {}
-        for name, buffer in state[self.buffers_key].items():
+        buffers, do = {}, "load the state that `state_dict` returned"
+        saved_buffers = state.get(self.buffers_key)
+        if not isinstance(saved_buffers, Mapping):
+            found, expected = f"no {self.buffers_key}", f"a state with {self.buffers_key}, of the same type of feedback"
+            raise MismatchError("feedback", found=found, expected=expected, do=do)
+        for name, buffer in saved_buffers.items():
+            if not isinstance(name, str) or not _BUFFER_NAME.fullmatch(name):
+                raise MismatchError("feedback", found=f"a buffer {name!r:.60}", expected="slot.index", do=do)
             if not isinstance(buffer, Tensor) or buffer.dtype != torch.float32:
-                do = "load the state that `state_dict` returned"
                 raise MismatchError(
                     f"feedback, buffer {name}", found=repr(buffer)[:80], expected="a float32 tensor", do=do
                 )

@@ -22,7 +22,11 @@ from shrinkpoint.comm.compressed_allreduce import (
     all_gather_tensor,
     all_reduce_sum,
     as_feedback,
+    check_hops,
+    check_layouts,
+    check_rank,
     check_replica_options,
+    describe_rank,
 )
 from shrinkpoint.comm.compressors.base import Identity
 from shrinkpoint.comm.error_feedback import ErrorFeedback, NoFeedback
@@ -120,6 +124,11 @@ class FSDPCompression(RecordHolder[ShardRecord]):
         self._reduce_scatters: dict[str, _ReduceScatter] = {}
         self._reduced_modules: set[str] = set()
         for name, param_group in _param_groups(root):
+            if isinstance(param_group._all_gather_comm, _AllGather) or isinstance(
+                param_group._reduce_scatter_comm, _ReduceScatter
+            ):
+                problem, do = "a model that is compressed already", "call detach() of what compress_fsdp returned first"
+                raise PolicyError("compress_fsdp", found=problem, expected="one that is not", do=do)
             if is_lossy:
                 _check_tensor_parallel(name, param_group)
             self._original_comms.append((param_group, param_group._all_gather_comm, param_group._reduce_scatter_comm))
@@ -155,8 +164,11 @@ class FSDPCompression(RecordHolder[ShardRecord]):
         """The feedback and Accordion state of this rank; each rank has its own. Tensors are not copied."""
         state: dict[str, Any] = {
             "words": self._config,
+            "all_gather": {name: gather.state_dict() for name, gather in self._gathers.items()},
             "reduce_scatter": {name: hook.scatter.state_dict() for name, hook in self._reduce_scatters.items()},
         }
+        if self._has_memory:
+            state["rank"] = describe_rank(self.group)
         if self._all_reduces:
             state["all_reduce"] = {name: one.all_reduce.state_dict() for name, one in self._all_reduces.items()}
         if self._accordion is not None:
@@ -168,25 +180,50 @@ class FSDPCompression(RecordHolder[ShardRecord]):
         """Restore what `state_dict` of this rank returned; on all ranks, or on none.
 
         Raises:
-            MismatchError: it has another configuration; or, at the next message, ranks loaded different steps.
+            MismatchError: it has another configuration, or is of another rank, whose messages have lost something else;
+                or, at the next message, ranks loaded different steps. Then nothing has changed.
         """
-        saved_states = state.get("reduce_scatter", {})
-        if state.get("words") != self._config or set(saved_states) != set(self._reduce_scatters):
-            problem, advice = (
-                f"a state of {state.get('words')}, {sorted(saved_states)}",
-                "compress with the saved configuration",
-            )
-            raise MismatchError("compress_fsdp", found=problem, expected=f"{self._config}", do=advice)
+        self._check_state(state)
         if self._accordion is not None:
             self._accordion.load_state_dict(state["accordion"])
             self._accordion.step_square = float(state["step"]["square"])
             self._reduced_modules = set(state["step"]["seen"])
             self._switch(self._accordion.compressor)
-        for name, saved_state in saved_states.items():
+        for name, saved_state in state["all_gather"].items():
+            self._gathers[name].load_state_dict(saved_state)
+        for name, saved_state in state["reduce_scatter"].items():
             self._reduce_scatters[name].scatter.load_state_dict(saved_state)
         for name, saved_state in state.get("all_reduce", {}).items():
             self._all_reduces[name].all_reduce.load_state_dict(saved_state)
         self._config_checks = self._make_config_checks()
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise MismatchError for what `state_dict` of this rank and configuration does not return."""
+        expected, advice = "what state_dict() returned", "load the state of the same rank"
+        validate.check_instance("compress_fsdp, state", state, Mapping, expected=expected, do=advice)
+        if state.get("words") != self._config:
+            problem, advice = f"a state of {state.get('words')}", "compress with the saved configuration"
+            raise MismatchError("compress_fsdp", found=problem, expected=f"{self._config}", do=advice)
+        own = self.state_dict()
+        if missing := sorted(own.keys() - state.keys()):
+            advice = "load all that state_dict() returned"
+            raise MismatchError("compress_fsdp", found=f"a state without {', '.join(missing)}", do=advice)
+        if "rank" in own:
+            check_rank("compress_fsdp", state["rank"], self.group)
+        for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+            saved_states = state.get(kind, {})
+            if not isinstance(saved_states, Mapping) or saved_states.keys() != own.get(kind, {}).keys():
+                problem, expected = f"{kind} of {validate.describe_value(saved_states)}", "of the same modules"
+                raise MismatchError("compress_fsdp", found=problem, expected=expected, do="load it into this model")
+            for name, saved_state in saved_states.items():
+                check = check_hops if kind == "all_reduce" else check_layouts
+                check(f"compress_fsdp, {kind} of {name or 'the root'}", saved_state)
+
+    @property
+    def _has_memory(self) -> bool:
+        """Whether this rank remembers, now or after a switch, what its own messages have lost."""
+        choices = [] if self._accordion is None else [self._accordion.strong, self._accordion.mild]
+        return self.has_feedback or not all(as_feedback(one).is_stateless for one in choices)
 
     @property
     def module(self) -> nn.Module:
@@ -308,6 +345,7 @@ class FSDPCompression(RecordHolder[ShardRecord]):
     def _make_config_checks(self) -> dict[int, ReplicaConfigCheck]:
         """One check for each group that messages are sent in."""
         counts: dict[str, Any] = {name: hook.scatter.counts() for name, hook in self._reduce_scatters.items()}
+        counts |= {f"{name}, all-gather": gather.counts() for name, gather in self._gathers.items()}
         for name, one in self._all_reduces.items():
             counts[f"{name}, all-reduce"] = [hop.counts() for hop in one.all_reduce.hops]
         config = {**self._config, "counts": counts}
@@ -368,8 +406,9 @@ class _ReduceScatter(_CommAllocator):
         self._compression.check_config(group)
         self._compression.begin_reduction(self._name, group, output_tensor.device)
         rows = input_tensor.view(group.size(), -1)
-        is_small = rows.shape[1] < max(self._min_numel, 1)
-        scatter = self._uncompressed if is_small else self.scatter
+        # Complex gradients cannot be rounded.
+        is_exact = not input_tensor.is_floating_point() or rows.shape[1] < max(self._min_numel, 1)
+        scatter = self._uncompressed if is_exact else self.scatter
         output_tensor.copy_(_apply_reduce_op_(scatter(rows, group, f"{rows.shape[1]}"), op, group.size()))
         self._compression.end_reduction(self._name, output_tensor, group)
 

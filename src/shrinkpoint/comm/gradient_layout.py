@@ -198,9 +198,10 @@ class GradientLayout:
         self.segments: list[Segment] = []
         self._pieces: dict[int, list[tuple[int, Piece]]] = {}
         self._names: dict[int, str] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
         groups: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
         for name, parameter in reversed(list(parameters)):
-            self._names[id(parameter)] = name
+            self._names[id(parameter)], self._dtypes[id(parameter)] = name, parameter.dtype
             is_exact = parameter.numel() < min_numel
             groups.setdefault((parameter.device, parameter.dtype, is_exact), []).append(parameter)
         for (device, _, is_exact), members in groups.items():
@@ -227,8 +228,8 @@ class GradientLayout:
         return [name for key, name in self._names.items() if key not in found]
 
     def digest(self) -> str:
-        """A digest of names, sizes and places: 16 hex digits; equal on ranks that have the same layout."""
-        text = "\n".join(f"{name} {self._pieces[key]}" for key, name in self._names.items())
+        """A digest of names, dtypes, sizes and places: 16 hex digits; equal on ranks that have the same layout."""
+        text = "\n".join(f"{name} {self._dtypes[key]} {self._pieces[key]}" for key, name in self._names.items())
         return hashlib.sha256(f"{self.segments}\n{text}".encode()).hexdigest()[:16]
 
     def _lay_out(self, members: list[Tensor], device: torch.device, is_exact: bool, segment_numel: int) -> None:

@@ -108,9 +108,10 @@ class LinkStats:
 
     def add_error(self, tensor: Tensor, decoded: Tensor) -> None:
         """Record the relative error of a message."""
-        tensor = tensor.detach().to(torch.float32)
+        dtype = torch.complex64 if tensor.is_complex() else torch.float32
+        tensor = tensor.detach().to(dtype)
         size = torch.linalg.vector_norm(tensor)
-        error = torch.linalg.vector_norm(tensor - decoded.to(torch.float32)) / size
+        error = torch.linalg.vector_norm(tensor - decoded.to(dtype)) / size
         counts = torch.isfinite(error)
         self._error = self._error + torch.where(counts, error, 0.0).to(torch.float64)
         self._samples = self._samples + counts.to(torch.int64)
