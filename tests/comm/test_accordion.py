@@ -89,6 +89,34 @@ def test_invalid_arguments_are_refused():
         Accordion("q2", "q8").load_state_dict({"critical": True})
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(None, [], "critical", {"critical": True}),
+        *({"critical": "yes"}, {"fell": 0}, {"steps": -1}, {"steps": 1.5}, {"counted": True}),
+        *({"squares": -1.0}, {"squares": math.nan}, {"rate": None}, {"previous": "8"}),
+    ],
+    ids=str,
+)
+def test_what_is_no_state_is_refused_and_changes_nothing(wrong):
+    accordion = Accordion("q2", "q8", interval=2)
+    observe(accordion, 4.0)
+    before = accordion.state_dict()
+    is_part = isinstance(wrong, dict) and len(wrong) == 1 and wrong != {"critical": True}
+    with pytest.raises(MismatchError, match="Accordion"):
+        accordion.load_state_dict({**before, "steps": 0, **wrong} if is_part else wrong)
+    assert str(accordion.state_dict()) == str(before)
+
+
+def test_a_learning_rate_may_be_a_tensor():
+    accordion, other = Accordion("q2", "q8"), Accordion("q2", "q8")
+    for rate in (1.0, 0.5):
+        accordion.set_lr(torch.tensor(rate))
+    assert (accordion.rate, accordion.fell) == (0.5, True)
+    other.load_state_dict({**accordion.state_dict(), "rate": torch.tensor(0.5)})  # as an earlier release wrote it
+    assert other.state_dict()["rate"] == 0.5
+
+
 RANKS = """
     import torch
     import torch.distributed as dist

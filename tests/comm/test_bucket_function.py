@@ -6,12 +6,14 @@ import pytest
 from helpers.processes import ranks
 
 PROGRAM = """
+    import warnings
     from functools import partial
     import torch
     import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
     from torch.nn.functional import mse_loss
     from torch.nn.parallel import DistributedDataParallel as DDP
+    from torch.nn.parallel.distributed import _MixedPrecision
     from helpers.replica_search import batch, caught, digest, join, leave, plain_net
     from shrinkpoint.comm import compress_ddp
 
@@ -101,6 +103,14 @@ PROGRAM = """
             taken[2].register_comm_hook(None, fp16_compress_hook)
         except RuntimeError as error:
             reports["after"] = str(error)
+        half = _MixedPrecision(param_dtype=torch.bfloat16)
+        reports["mixed"] = caught(lambda: compress_ddp(DDP(plain_net(), mixed_precision=half)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own scripts
+            from torch.distributed.optim import _apply_optimizer_in_backward
+        net = plain_net()
+        _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
+        reports["in backward"] = caught(lambda: compress_ddp(DDP(net)))
         x, y = batch(0, rank)
         mse_loss(taken[0](x), y).backward()  # a refused call changes nothing
         reports["as before"] = digest(*(p.grad for p in taken[0].parameters())) == digest(
@@ -153,3 +163,10 @@ def test_a_model_with_a_hook_is_refused_by_its_name_and_left_as_it_is(reports):
             assert kind == "PolicyError" and f"hook {name}" in text.replace("BuiltinCommHookType.", "")
         assert "only be called once" in report["after"]
         assert report["as before"]
+
+
+def test_hooks_that_torch_adds_itself_are_named_by_what_asks_for_them(reports):
+    for report in reports:
+        assert [report[case][0] for case in ("mixed", "in backward")] == ["PolicyError"] * 2
+        assert "Leave out mixed_precision= of DistributedDataParallel, and use torch.autocast" in report["mixed"][1]
+        assert "optimizers in the backward pass" in report["in backward"][1]

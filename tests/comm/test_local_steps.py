@@ -246,6 +246,22 @@ WRONG = """
         thawed[0].requires_grad_(True)
         thawed(batch(0, rank)[0]).sum().backward()
         wrong["thawed"] = caught(local.step)
+        replaced, longer = plain_net(), nn.Sequential(plain_net())
+        local = made(replaced, every=1)
+        replaced[0].weight = nn.Parameter(replaced[0].weight.detach().clone())
+        wrong["replaced"] = caught(local.advance)
+        local = made(longer, every=1)
+        if rank:
+            longer.append(nn.Linear(4, 4))
+        wrong["added"] = caught(local.advance)
+        alone = plain_net()
+        local = made(alone)
+        wrong["twice"] = caught(lambda: made(alone))
+        local.close()
+        other = made(alone)
+        del other
+        made(alone)
+        wrong["no optimizer"] = caught(lambda: LocalSteps(alone, []))
         matrices = lambda tensors: torch.optim.SGD([x for x in tensors if x.dim() == 2], lr=1.0)
         wrong["part"] = caught(lambda: made(plain_net(), outer=matrices))
         wrong["no outer"] = caught(lambda: made(plain_net(), outer=lambda tensors: None))
@@ -425,6 +441,10 @@ PROBLEMS = {
     "zero": "a whole number from 1",
     "meta": "on the meta device",
     "thawed": "LocalSteps, 0.weight, rank 0: a parameter that requires a gradient since",
+    "replaced": "LocalSteps, 0.weight, rank 0: a parameter that was added or replaced since",
+    "added": "LocalSteps, 1.weight, rank 1: a parameter that was added or replaced since",
+    "twice": "LocalSteps, model, rank 0: a model that another LocalSteps averages",
+    "no optimizer": "LocalSteps, optimizer: an empty list; expected an optimizer",
     "part": "an optimizer of 3 of them and of 0 others; expected one of the 6 tensors",
     "no outer": "a function that returns a torch.optim.Optimizer",
     "group": "LocalSteps, group: 'all'",

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
+import torch
 from helpers.processes import ranks
+
+from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce
+from shrinkpoint.comm.low_rank import LowRank
+from shrinkpoint.comm.low_rank_allreduce import LowRankState
+from shrinkpoint.comm.matrix_layout import MatrixLayout
+from shrinkpoint.errors import MismatchError
 
 RANKS = (1, 2, 3, 4, 5, 6, 7, 8)
 SPECS = ("lowrank2", "lowrank2(q8:64)", "lowrank2(q4:64)", "lowrank2(q4:64:dither)", "lowrank2(bf16)")
@@ -296,6 +305,37 @@ def test_ranks_and_states_that_differ_are_an_error_on_all_ranks(short):
         assert [kind for kind, _ in report["differ"]] == ["MismatchError"] * 3
         assert [kind for kind, _ in report["foreign"]] == ["MismatchError"] * 4
         assert report["apart"][0] == "MismatchError"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(
+            None,
+            [],
+            {},
+            {"residuals": None},
+            {"right": [1]},
+            {"residuals": {}},
+            {"hops": None},
+            {"hops": {"first": {}}},
+        ),
+        *({"right": {"weight": None}}, {"right": {"weight": torch.zeros(2, 9)}}),
+        {"residuals": {"weight": torch.zeros(9, 8, dtype=torch.float64)}},
+    ],
+    ids=str,
+)
+def test_what_is_no_state_of_factors_is_refused_and_changes_nothing(wrong):
+    weight, low_rank = torch.zeros(9, 8), LowRank(2)
+    layout = MatrixLayout([("weight", weight)], low_rank, 0, 1 << 20)
+    state = LowRankState(low_rank, layout, CompressedAllReduce(None, name="test"))
+    before = copy.deepcopy(state.state_dict())
+    changed = {"residuals": {"weight": torch.ones(9, 8)}, "right": {"weight": torch.ones(2, 8)}}
+    with pytest.raises(MismatchError, match="low rank"):
+        state.load_state_dict({**before, **changed, **wrong} if wrong else wrong)
+    assert str(state.state_dict()) == str(before)
+    state.load_state_dict({**before, **changed})
+    assert torch.equal(state.state_dict()["residuals"]["weight"], torch.ones(9, 8))
 
 
 def test_a_low_rank_is_refused_where_it_cannot_be(short):

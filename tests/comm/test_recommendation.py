@@ -168,7 +168,8 @@ WRONG: list[dict[str, object]] = [
         {"like": like}
         for like in (torch.ones(4, dtype=torch.int64), "x", [torch.ones(4), "x"], 3, torch.eye(3).to_sparse())
     ),
-    *({"device": device} for device in ("zz", "cuda:99", 3.5)),
+    *({"device": device} for device in ("zz", "cuda:99", 3.5, "meta")),
+    *({"like": like} for like in (torch.ones(4, device="meta"), torch.ones(4, dtype=torch.complex64))),
     {"repeats": 0},
     {"mbps": 0},
     {"step_seconds": -1},
@@ -181,3 +182,12 @@ WRONG: list[dict[str, object]] = [
 def test_invalid_arguments_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(PolicyError):
         recommend(**{"shape": SHAPE, "mbps": 100.0, **wrong})  # type: ignore[arg-type]
+
+
+def test_advice_is_what_can_be_done() -> None:
+    with pytest.raises(PolicyError, match="Make a list of them"):
+        recommend(SHAPE, mbps=SLOW, candidates={"q4:64"})  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="Leave it out: the CPU is the default"):
+        recommend(SHAPE, mbps=SLOW, device="cuda:99")
+    with pytest.raises(PolicyError, match="which pipelines send uncompressed"):
+        recommend(like=torch.ones(4, dtype=torch.complex64), mbps=SLOW)

@@ -328,7 +328,8 @@ def test_ids_are_asked_for_and_checked():
     points = insert_compression(net, after=["a"], forward="aq(q2:16)", micro_batches=2)
     with pytest.raises(PolicyError, match="set_sample_ids"):
         net(batch(0))
-    for bad in (torch.ones(4), torch.ones(2, 2, dtype=torch.int64), torch.ones(3, dtype=torch.bool)):
+    wrong_tensors = torch.ones(4), torch.ones(2, 2, dtype=torch.int64), torch.ones(3, dtype=torch.bool)
+    for bad in (*wrong_tensors, "abc", None, [1.5], [[1], [2, 3]]):
         with pytest.raises(PolicyError, match="one a row of the batch"):
             points.set_sample_ids(bad)
     points.set_sample_ids(torch.arange(5))
@@ -343,11 +344,35 @@ def test_names_and_numbers_that_are_not_there():
         {"after": ["a"], "per_point": {0: {"up": "q4"}}},
         {"after": ["a"], "forward": "q99"},
         {"after": ["a"], "micro_batches": 0},
+        {"after": ["a", "a"], "forward": "q4"},
+        {"after": ["a"], "forward": "same"},
+        {"after": ["a"], "forward": "q4", "backward": "same"},
+        {"after": ["a"], "backward": "ef(same)"},
     ):
         net = model()
         with pytest.raises(PolicyError):
             insert_compression(net, **options)
         assert torch.equal(net(batch(0)), model()(batch(0)))
+
+
+def test_a_module_is_compressed_once_until_its_points_are_removed():
+    net = model()
+    points = insert_compression(net, after=["a"], forward="q4")
+    with pytest.raises(PolicyError, match="compressed already"):
+        insert_compression(net, after=["b", "a"], backward="q4")
+    insert_compression(net, after=["b"], forward="q4")
+    points.remove()
+    insert_compression(net, after=["a"], forward="q4")
+
+
+def test_messages_name_modules_and_switches_take_flags():
+    points = insert_compression(net := model(), after=["a"], forward="q4")
+    with pytest.raises(PolicyError, match="expected one of a, b, c, d, e"):
+        insert_compression(net, after=["7"])
+    for name in ("enabled", "inference"):
+        with pytest.raises(PolicyError, match=f"CompressionPoints, {name}: 'no'; expected True or False"):
+            setattr(points, name, "no")
+        assert getattr(points, name) is True
 
 
 @pytest.mark.gpu

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from shrinkpoint import validate
-from shrinkpoint.errors import MismatchError
+from shrinkpoint.comm.state_check import check_entries, part_error
 
 CompressorT = TypeVar("CompressorT")
 _STATE_FIELDS = ("critical", "previous", "squares", "steps", "counted", "rate", "fell")
@@ -62,8 +63,9 @@ class Accordion(Generic[CompressorT]):
 
         For schedules that fall by steps. With one that falls all the time compression would always be mild.
         """
-        self.fell |= lr < self.rate
-        self.rate = lr
+        rate = float(lr)  # a scheduler of an optimizer on a device has tensors
+        self.fell |= rate < self.rate
+        self.rate = rate
 
     def add_gradient(self, gradient: Tensor) -> None:
         """Add a part of the step's gradient, any floating shape, to its norm; waits for no device."""
@@ -108,14 +110,31 @@ class Accordion(Generic[CompressorT]):
         """The regime, and the sums of the window under way."""
         return {name: getattr(self, name) for name in _STATE_FIELDS}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned.
 
         Raises:
-            MismatchError: it has other entries.
+            MismatchError: it has other entries, or values of another kind; then nothing has changed.
         """
-        if set(state) != set(_STATE_FIELDS):
-            problem, expected = f"a state of {sorted(state)}", f"one of {sorted(_STATE_FIELDS)}"
-            raise MismatchError("Accordion", found=problem, expected=expected, do="give what its state_dict() gave")
-        for name, value in state.items():
+        entries = check_entries("Accordion", state, _STATE_FIELDS)
+        values = {name: _check_value(name, entries[name]) for name in _STATE_FIELDS}
+        for name, value in values.items():
             setattr(self, name, value)
+
+
+def _check_value(name: str, value: Any) -> Any:
+    """Return a value of a state; a MismatchError if it cannot be the one of that name."""
+    if isinstance(value, Tensor) and value.numel() == 1:  # a rate that was given as a tensor
+        value = value.item()
+    is_flag, is_number = isinstance(value, bool), isinstance(value, Real) and not isinstance(value, bool)
+    if name in ("critical", "fell"):
+        is_valid, expected = is_flag, "True or False"
+    elif name in ("steps", "counted"):
+        is_valid, expected = is_number and isinstance(value, int) and value >= 0, "a whole number from 0"
+    elif name == "squares":
+        is_valid, expected = is_number and value >= 0, "a number from 0"
+    else:  # nan before the end of the first window, infinity before the first rate
+        is_valid, expected = is_number, "a number"
+    if not is_valid:
+        raise part_error(f"Accordion, {name} of a state", validate.describe_value(value), expected)
+    return value

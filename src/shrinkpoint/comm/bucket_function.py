@@ -14,6 +14,8 @@ from shrinkpoint.errors import PolicyError
 
 BucketFunction = Callable[[Any], "torch.futures.Future[Any] | Tensor | None"]
 """Changes a `torch.distributed.GradBucket` in place and returns None, or returns its values or a future of them."""
+_MIXED_PRECISION_HOOK = "_reducer_allreduce_and_upcast_hook"
+"""The hook of torch's own that DistributedDataParallel registers for `mixed_precision`."""
 
 
 def apply_before(function: BucketFunction, bucket: Any) -> None:
@@ -46,9 +48,25 @@ def check_before(function: object) -> None:
 
 
 def check_without_hook(model: DistributedDataParallel) -> None:
-    """Raise PolicyError if the model has a communication hook: torch takes one, and does not give it back."""
+    """Raise PolicyError if the model has a communication hook: torch takes one, and does not give it back.
+
+    So has one that torch itself adds: at once for `mixed_precision`, for optimizers in the backward pass at the first
+    forward pass.
+    """
+    reduced_parameters = getattr(model, "_module_parameters", ())  # those that DDP looks at, too
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in reduced_parameters):
+        problem, expected = "optimizers in the backward pass, which have a hook of DDP", "optimizers that a loop steps"
+        advice = "leave out _apply_optimizer_in_backward, and step an optimizer after the backward pass"
+        raise PolicyError("compress_ddp", found=problem, expected=expected, do=advice)
     data: dict[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    if name := data.get("comm_hook"):
+    name = data.get("comm_hook")
+    if name == _MIXED_PRECISION_HOOK:
+        problem, advice = (
+            "a model with mixed_precision",
+            "leave out mixed_precision= of DistributedDataParallel, and use",
+        )
+        raise PolicyError("compress_ddp", found=problem, expected="one without", do=f"{advice} torch.autocast")
+    if name:
         problem, expected = f"a model with the hook {name}", "one without a hook"
         advice = "compress a new DistributedDataParallel without it; what changes gradients before is before="
         raise PolicyError("compress_ddp", found=problem, expected=expected, do=advice)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -28,10 +29,13 @@ from shrinkpoint.comm.outer_state import broadcast_tensors, describe_state
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, group_timeout
 from shrinkpoint.comm.round_check import Problem, RoundCheck
 from shrinkpoint.comm.sparse_allreduce import SparseAllReduce, is_sparse
+from shrinkpoint.comm.state_check import check_entries, check_mapping
 from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError, warn_user
 
 _STATE_KEYS = {"config", "round", "steps_in_round", "weights", "outer", "feedback", "residuals"}
+_in_use: WeakValueDictionary[int, LocalSteps] = WeakValueDictionary()
+"""What averages each model, by the `id` of the model, which it keeps: two would average each other's rounds."""
 
 
 class LocalSteps:
@@ -76,7 +80,8 @@ class LocalSteps:
         steps_in_round: how many steps this round has had.
 
     Raises:
-        PolicyError: an argument is unusable. What is wrong with the model of one rank is raised on every rank.
+        PolicyError: an argument is unusable. What is wrong with the model of one rank is raised on every rank, such as
+            another LocalSteps of it that is neither deleted nor closed.
         MismatchError: on every rank: ranks have other models or settings, or one did not call this. Ranks that train
             already do not get errors of one that joins; they go on without it.
         MembershipError: no group was formed.
@@ -111,7 +116,8 @@ class LocalSteps:
 
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-        problem = _find_problem(parameters, self._optimizers)
+        self._model, self._parameter_ids = model, {id(p) for p in parameters.values()}
+        problem = _find_user(model) or _find_problem(parameters, self._optimizers)
         self._setup: dict[str, str | int] = {"every": self._every, "compressor": self._feedback.shared_spec}
         if problem is None:
             self._weights = GlobalWeights(parameters)
@@ -125,6 +131,7 @@ class LocalSteps:
             }
         with torch.no_grad():
             self._join(group, problem)
+        _in_use[id(model)] = self
 
     def step(self) -> bool:
         """Take a step of the inner optimizer, and end the round if it was the last one of it.
@@ -133,7 +140,8 @@ class LocalSteps:
             Whether a round ended: then the parameters are the same on all ranks.
 
         Raises:
-            PolicyError: on every rank, before anything is sent: a rank has weights that are not finite.
+            PolicyError: on every rank, before anything is sent: a rank has weights that are not finite, or trains
+                parameters that the model did not have, or that were frozen, when this was made.
             MismatchError: on every rank, before anything is sent: ranks are in other rounds, have other global weights
                 or outer settings, or one did not end its round in time.
             MembershipError: this rank was left out since it was too slow, too few are left, or the store is gone.
@@ -178,7 +186,9 @@ class LocalSteps:
             self._enter(_check_group(group), None, self._timeout if timeout is None else timeout)
 
     def close(self) -> None:
-        """End the membership, after all members have ended the same round, so that no last round stays unfinished."""
+        """Let the model have another LocalSteps; with a membership end that, after all members ended the same round."""
+        if _in_use.get(id(self._model)) is self:
+            del _in_use[id(self._model)]
         if self._membership is None or self._membership.has_left:
             return
         is_done = False
@@ -322,7 +332,7 @@ class LocalSteps:
         """
         try:
             self._weights.set_gradients()
-            problem = self._find_unfrozen() or self._find_nonfinite()
+            problem = self._find_unknown() or self._find_nonfinite()
             has_newcomers = self._check.check(self._facts(), problem, group_timeout(self._group))
             self._average_gradients()
             self.outer.step()
@@ -347,12 +357,18 @@ class LocalSteps:
         """What must be the same on all ranks whenever a round ends."""
         return {"round": self.round, "outer": _describe(self.outer), "global weights": self._weights.digest()}
 
-    def _find_unfrozen(self) -> Problem | None:
-        names = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
-        if not names:
-            return None
-        found, advice = "a parameter that requires a gradient since", "make LocalSteps anew after requires_grad changed"
-        return f"LocalSteps, {names[0]}", found, "one that is frozen, as when LocalSteps was made", advice
+    def _find_unknown(self) -> Problem | None:
+        """A parameter that is trained and would not be averaged: ranks would have other values of it."""
+        for name, parameter in self._model.named_parameters():
+            if not parameter.requires_grad or id(parameter) in self._parameter_ids:
+                continue
+            if self._frozen.get(name) is parameter:
+                found, expected = "a parameter that requires a gradient since", "one that is frozen"
+            else:
+                found, expected = "a parameter that was added or replaced since", "one of those that the model had"
+            advice = "delete this LocalSteps, and make it anew after the parameters of a model changed"
+            return f"LocalSteps, {name}", found, f"{expected}, as when LocalSteps was made", advice
+        return None
 
     def _find_nonfinite(self) -> Problem | None:
         nonfinite = self._weights.find_nonfinite()
@@ -374,7 +390,9 @@ def _check_optimizers(optimizer: Any) -> list[Optimizer]:
     is_list = isinstance(optimizers, list | tuple) and optimizers
     if not is_list or not all(isinstance(member, Optimizer) for member in optimizers):
         expected, advice = "an optimizer, or a list of them", "pass the optimizer that the loop steps"
-        raise validate.argument_error("LocalSteps, optimizer", optimizer, expected, advice)
+        found = "an empty list" if isinstance(optimizer, list | tuple) and not optimizer else None
+        found = found or validate.describe_value(optimizer)
+        raise PolicyError("LocalSteps, optimizer", found=found, expected=expected, do=advice)
     return list(optimizers)
 
 
@@ -406,15 +424,11 @@ def _check_group(group: Any) -> dist.ProcessGroup:
 def _check_state(state: Any) -> None:
     """Raise an error if this is not what `state_dict` returns, as far as types tell."""
     advice = "give what state_dict() of the same rank gave"
-    if not isinstance(state, Mapping) or set(state) != _STATE_KEYS:
-        problem = f"a state of {sorted(map(str, state))}" if isinstance(state, Mapping) else validate.type_name(state)
-        raise MismatchError("LocalSteps", found=problem, expected=f"one of {sorted(_STATE_KEYS)}", do=advice)
+    check_entries("LocalSteps", state, _STATE_KEYS)
     for name in ("round", "steps_in_round"):
         validate.check_int(f"LocalSteps, {name} of a state", state[name], minimum=0, do=advice)
     for name in sorted(_STATE_KEYS - {"round", "steps_in_round"}):
-        if not isinstance(state[name], Mapping):
-            found = validate.type_name(state[name])
-            raise MismatchError(f"LocalSteps, {name} of a state", found=found, expected="a mapping", do=advice)
+        check_mapping(f"LocalSteps, {name} of a state", state[name])
     for layout, residual in state["residuals"].items():
         where = f"LocalSteps, residual {layout} of a state"
         validate.check_instance(where, residual, torch.Tensor, expected="a tensor", do=advice)
@@ -445,6 +459,15 @@ def _make_outer(make_outer: OuterOptimizer, tensors: list[torch.Tensor]) -> Opti
 def _has_values(parameter: nn.Parameter) -> bool:
     """Whether all values of a parameter are here."""
     return not (is_lazy(parameter) or isinstance(parameter, DTensor) or parameter.is_meta)
+
+
+def _find_user(model: nn.Module) -> Problem | None:
+    """Why this model cannot have a LocalSteps: it has one in use."""
+    other = _in_use.get(id(model))
+    if other is None or (other._membership is not None and other._membership.has_left):
+        return None
+    advice = "delete the other one, or call its close(), before making one again"
+    return "LocalSteps, model", "a model that another LocalSteps averages", "a model of this one alone", advice
 
 
 def _find_problem(parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> Problem | None:

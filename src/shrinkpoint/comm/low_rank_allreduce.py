@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shrinkpoint import validate
 from shrinkpoint.comm.background_allreduce import AllReduceFor, BackgroundAllReduce, StreamAllReduce
-from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce
+from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce, check_hops
 from shrinkpoint.comm.gradient_layout import FilledSegment, Piece, Segment, SegmentValues
 from shrinkpoint.comm.low_rank import LowRank, orthonormal_rows, start_rows, subtract_product, unit_rows
 from shrinkpoint.comm.matrix_layout import Matrix, MatrixGroup, MatrixLayout
-from shrinkpoint.errors import MismatchError
+from shrinkpoint.comm.state_check import check_entries, check_mapping, part_error
 
 
 class MatrixMemory:
@@ -127,20 +128,22 @@ class LowRankState:
         return {"residuals": residuals, "right": rights, "hops": self.all_reduce.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` of the same rank returned; a MismatchError if it is of other matrices."""
-        if set(state) != {"residuals", "right", "hops"}:
-            raise _mismatch(f"a state of {sorted(state)}", "one of residuals, right and hops")
-        expected = {name: memory.residual.shape for name, memory in self._memories.items()}
-        for key, shapes in (
-            ("residuals", expected),
-            ("right", {name: torch.Size((self._rank, shape[1])) for name, shape in expected.items()}),
-        ):
-            saved = {name: getattr(tensor, "shape", None) for name, tensor in state[key].items()}
-            if saved != shapes:
-                raise _mismatch(f"{key} of shapes {saved}", f"{shapes}")
+        """Restore what `state_dict` of the same rank returned.
+
+        Raises:
+            MismatchError: it is something else, or of other matrices.
+        """
+        own = self.state_dict()
+        check_entries("low rank", state, own)
+        for kind in ("residuals", "right"):
+            saved_tensors = check_mapping(f"low rank, {kind}", state[kind])
+            check_entries(f"low rank, {kind}", saved_tensors, own[kind])
+            for name, tensor in own[kind].items():
+                _check_like(f"low rank, {kind} of {name}", saved_tensors[name], tensor)
+        check_hops("low rank", state["hops"])
+        self.all_reduce.load_state_dict(state["hops"])  # which may still refuse it, so before the memories
         for name, memory in self._memories.items():
             memory.load(state["residuals"][name], state["right"][name])
-        self.all_reduce.load_state_dict(state["hops"])
 
     def _runs(self, filled: FilledSegment, group: MatrixGroup) -> list[tuple[Matrix, MatrixMemory, Tensor]]:
         matrices = [(group.matrices[piece.offset], run) for run, piece in filled.runs]
@@ -193,7 +196,9 @@ class LowRankAllReduce(BackgroundAllReduce):
         self._right.close()
 
 
-def _mismatch(problem: str, expected: str) -> MismatchError:
-    return MismatchError(
-        "low rank", found=problem, expected=expected, do="give what state_dict() of the same rank gave"
-    )
+def _check_like(where: str, saved: object, tensor: Tensor) -> None:
+    """Raise MismatchError for what is no float32 tensor of the shape of this one."""
+    if isinstance(saved, Tensor) and (saved.shape, saved.dtype) == (tensor.shape, tensor.dtype):
+        return
+    found = f"{saved.dtype} {tuple(saved.shape)}" if isinstance(saved, Tensor) else validate.describe_value(saved)
+    raise part_error(where, found, f"{tensor.dtype} {tuple(tensor.shape)}")

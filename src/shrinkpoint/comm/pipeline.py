@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,12 +15,14 @@ from shrinkpoint.comm.error_feedback import ErrorFeedback
 from shrinkpoint.comm.link import CompressorLike, Link, NonfinitePolicy, check_nonfinite
 from shrinkpoint.comm.pipeline_stage import Boundary, CompressedStage, Direction, check_stage_api
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, SampleIdBroadcast, StageConfigCheck
-from shrinkpoint.comm.simulate import CompressionSwitch, find_sparse_spec, split_ids
-from shrinkpoint.comm.spec import as_compressor
+from shrinkpoint.comm.simulate import CompressionSwitch, check_ids, find_sparse_spec, parse_directions, split_ids
+from shrinkpoint.comm.state_check import check_entries, check_mapping, part_error
 from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError
 
 _HANDLE_ATTRIBUTE = "_shrinkpoint_wire"
+_COUNT_NAME = re.compile(r"[0-9]{1,18}\.[0-9]{1,18}")
+"""Of a count in the state of a link: micro-batch and tensor."""
 
 
 def compress_pipeline(
@@ -65,7 +68,7 @@ def compress_pipeline(
         validate.check_int(f"compress_pipeline, {name}", value, minimum=0)
     validate.check_float("compress_pipeline, timeout", timeout)
     stages, schedule = _find_stages(schedule_or_stages)
-    plan = _BoundaryPlan({"forward": forward, "backward": backward}, per_link or {}, stages[0].num_stages)
+    plan = _BoundaryPlan({"forward": forward, "backward": backward}, per_link, stages[0].num_stages)
     options = {"nonfinite": nonfinite, "min_numel": min_numel, "sample_every": sample_every}
     return CompressedPipeline(stages, schedule, plan, options, timeout)
 
@@ -76,23 +79,14 @@ class _BoundaryPlan:
     def __init__(
         self,
         common: Mapping[str, CompressorLike],
-        per_link: Mapping[int, Mapping[str, CompressorLike]],
+        per_link: Mapping[int, Mapping[str, CompressorLike]] | None,
         num_stages: int,
     ) -> None:
-        for boundary, overrides in per_link.items():
-            if boundary not in range(num_stages - 1):
-                problem, expected = f"boundary {boundary!r}", f"0 to {num_stages - 2}, for {num_stages} stages"
-                do = "count boundaries from 0: boundary 0 lies between stages 0 and 1"
-                raise PolicyError("compress_pipeline, per_link", found=problem, expected=expected, do=do)
-            if not overrides.keys() <= common.keys():
-                problem, expected = f"{sorted(overrides)} for boundary {boundary}", "forward, backward or both"
-                do = 'write e.g. {0: {"forward": "q4"}}'
-                raise PolicyError("compress_pipeline, per_link", found=problem, expected=expected, do=do)
-        self.compressors: list[dict[str, Compressor | ErrorFeedback | None]] = []
-        for boundary in range(num_stages - 1):
-            specs = {**common, **per_link.get(boundary, {})}
-            parsed = {name: None if spec is None else as_compressor(spec) for name, spec in specs.items()}
-            self.compressors.append(parsed)
+        overrides = _check_per_link(per_link, common, num_stages)
+        self.compressors: list[dict[str, Compressor | ErrorFeedback | None]] = [
+            parse_directions("compress_pipeline", boundary, {**common, **overrides.get(boundary, {})})
+            for boundary in range(num_stages - 1)
+        ]
 
     def needs_ids(self, first: int = 0) -> bool:
         """Whether a boundary from the first on needs sample ids."""
@@ -169,8 +163,7 @@ class CompressedPipeline:
         Raises:
             PolicyError: they are not integers, or not 1-d.
         """
-        self._next_ids = torch.as_tensor(ids)
-        split_ids(self._next_ids, 1)  # raises if these are no ids
+        self._next_ids = check_ids(ids)
 
     def reset_shapes(self) -> None:
         """Let torch infer the shapes again in the next step, because its batch has another size than previous ones.
@@ -200,15 +193,17 @@ class CompressedPipeline:
         """Restore a state; on every rank, before the next step, which compares the two ends of each link.
 
         Raises:
-            MismatchError: it is the state of other links.
+            MismatchError: it is something else, or the state of other links; then nothing has changed.
         """
-        links, saved_states = self.links, state["links"]
+        links = self.links
+        saved_states = check_mapping("pipeline, links of a state", check_entries("pipeline", state, ["links"])["links"])
         if links.keys() != saved_states.keys():
-            found, expected = (", ".join(names) or "none" for names in (saved_states, links))
+            found, expected = (", ".join(map(str, names)) or "none" for names in (saved_states, links))
             do = "load it on the rank that had these links"
             raise MismatchError("pipeline", found=f"links {found}", expected=f"those of this rank, {expected}", do=do)
-        for name, link in links.items():
-            link.load_state_dict(saved_states[name])
+        for name, saved_state in saved_states.items():
+            _check_link_state(f"link {name}", saved_state)
+        _load_links(links, saved_states)
         self._verified_mode = None
 
     def detach(self) -> None:
@@ -315,6 +310,50 @@ def _find_stages(schedule_or_stages: Any) -> tuple[list[Any], Any]:
         has, advice = f"stages {compressed} are compressed already", "call detach() on their handle first"
         raise PolicyError("compress_pipeline", found=has, do=advice)
     return stages, schedule
+
+
+def _check_per_link(per_link: Any, common: Mapping[str, Any], num_stages: int) -> dict[int, Mapping[str, Any]]:
+    """The compressors of some boundaries; a PolicyError if there are no such boundaries or directions."""
+    where, do = "compress_pipeline, per_link", 'write e.g. {0: {"forward": "q4"}}'
+    expected = 'a mapping with "forward" or "backward" or both, by the index of a boundary'
+    validate.check_instance(where, per_link, Mapping, expected=expected, do=do, allow_none=True)
+    overrides = dict(per_link or {})
+    for boundary, specs in overrides.items():
+        if boundary not in range(num_stages - 1):
+            problem, expected = f"boundary {boundary!r}", f"0 to {num_stages - 2}, for {num_stages} stages"
+            advice = "count boundaries from 0: boundary 0 lies between stages 0 and 1"
+            raise PolicyError(where, found=problem, expected=expected, do=advice)
+        validate.check_instance(f"{where}[{boundary}]", specs, Mapping, expected="forward, backward or both", do=do)
+        if not specs.keys() <= common.keys():
+            problem, expected = f"{sorted(map(str, specs))} for boundary {boundary}", "forward, backward or both"
+            raise PolicyError(where, found=problem, expected=expected, do=do)
+    return overrides
+
+
+def _check_link_state(where: str, state: object) -> None:
+    """Raise MismatchError for what `Link.state_dict` does not return."""
+    entries = check_entries(where, state, ("how", "counts", "feedback"))
+    for name, count in check_mapping(f"{where}, counts", entries["counts"]).items():
+        if not isinstance(name, str) or not _COUNT_NAME.fullmatch(name):
+            raise part_error(f"{where}, counts", validate.describe_value(name), "micro-batch.tensor")
+        if type(count) is not int or count < 0:
+            raise part_error(f"{where}, counts, {name}", validate.describe_value(count), "a whole number from 0")
+    check_mapping(f"{where}, feedback", entries["feedback"])
+
+
+def _load_links(links: Mapping[str, Link], states: Mapping[str, Any]) -> None:
+    """Load the states of all links, or of none if one of them does not fit."""
+    before = {name: link.state_dict() for name, link in links.items()}
+    try:
+        for name, link in links.items():
+            link.load_state_dict(states[name])
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        for name, link in links.items():
+            link.load_state_dict(before[name])
+        if isinstance(error, MismatchError):
+            raise
+        found, do = f"what a feedback does not take ({error!r:.80})", "load it as it was saved"
+        raise MismatchError(f"link {name}", found=found, expected="its state", do=do) from error
 
 
 def _has_static_shapes(stage: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, cast
 
@@ -253,7 +253,9 @@ def _check_numbers(repeats: int, latency_ms: float, bucket_mb: float, **optional
 def _check_candidates(candidates: Sequence[CandidateLike], parallelism: Parallelism) -> None:
     where = "recommend(candidates=...)"
     if isinstance(candidates, str) or not isinstance(candidates, Sequence):
-        raise validate.argument_error(where, candidates, "a list of compressors", f"write [{candidates!r}]")
+        is_one = isinstance(candidates, str) or not isinstance(candidates, Iterable)
+        do = f"write [{candidates!r}]" if is_one else "make a list of them, the most accurate first"
+        raise validate.argument_error(where, candidates, "a list of compressors", do)
     for candidate in candidates:
         if isinstance(candidate, tuple) and len(candidate) != 2:
             found, do = f"a tuple of {len(candidate)}", "give one for the activation and one for its gradient"
@@ -288,6 +290,12 @@ def _tensors(like: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 
 def _check_tensors(tensors: list[Tensor], parallelism: Parallelism) -> None:
+    if any(x.is_meta for x in tensors):
+        do = "name the device that the training has, or leave it out"
+        raise PolicyError("recommend()", found="tensors on the meta device", expected="tensors with values", do=do)
+    if parallelism != "ddp" and any(x.is_complex() for x in tensors):
+        found, do = "complex values, which pipelines send uncompressed", "give what has a real dtype"
+        raise PolicyError("recommend()", found=found, expected="values of a floating-point dtype", do=do)
     if parallelism == "ddp":
         kinds = {(x.dtype, x.device) for x in tensors}
         problem, expected = f"{len(kinds)} dtypes and devices", "gradients of one dtype and device"
@@ -349,7 +357,7 @@ def _noise_tensor(shape: Shape, dtype: str | torch.dtype, device: torch.device |
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, TypeError) as error:  # no such device, or not in this build of torch
-        found, do = f"{device!r:.60} ({str(error).splitlines()[0]:.80})", 'leave it out, or name one: "cuda"'
+        found, do = f"{device!r:.60} ({str(error).splitlines()[0]:.80})", "leave it out: the CPU is the default"
         raise PolicyError("recommend(device=...)", found=found, expected="a device of this machine", do=do) from error
     return torch.randn(tuple(shape), generator=generator).to(device, resolved)
 

@@ -13,8 +13,10 @@ from torch.utils.hooks import RemovableHandle
 
 from shrinkpoint import validate
 from shrinkpoint.comm.compressors.base import Compressor
+from shrinkpoint.comm.compressors.sparse import SameIndices
 from shrinkpoint.comm.error_feedback import ErrorFeedback
 from shrinkpoint.comm.link import CompressorLike, Link, MessageContext, NonfinitePolicy
+from shrinkpoint.comm.spec import as_compressor
 from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError, warn_user
 from shrinkpoint.tensors.nest import map_nested_tensors
@@ -55,7 +57,7 @@ def insert_compression(
         The handle: statistics, state, and removal.
 
     Raises:
-        PolicyError: no such module or point, or an invalid spec.
+        PolicyError: no such module or point, one that is compressed already, or an invalid spec.
     """
     overrides = dict(per_point or {})
     modules = _check_points(model, after, overrides)
@@ -64,9 +66,10 @@ def insert_compression(
     points = []
     for index, name in enumerate(after):
         compressors: dict[str, CompressorLike] = {"forward": forward, "backward": backward, **overrides.get(index, {})}
+        parsed = parse_directions("insert_compression", index, compressors)
         links = {
             direction: None if compressor is None else _LoopbackLink(compressor, f"{index} {direction}", options)
-            for direction, compressor in compressors.items()
+            for direction, compressor in parsed.items()
         }
         points.append(_BoundaryHook(name, links["forward"], links["backward"]))
     handle = CompressionPoints(points, micro_batches)
@@ -87,15 +90,41 @@ def _check_points(
     modules = dict(model.named_modules())
     for name in after:
         if name not in modules:
-            expected = f"one of {', '.join(modules)}"[:400]
+            expected = f"one of {', '.join(filter(None, modules))}"[:400]  # the model itself has no name
             do = "name modules as `named_modules` does"
             raise PolicyError("insert_compression, after", found=repr(name), expected=expected, do=do)
+        if after.count(name) > 1 or any(
+            isinstance(hook, _BoundaryHook) for hook in modules[name]._forward_hooks.values()
+        ):
+            problem, expected = f"{name!r}, which is compressed already", "each module once"
+            do = "name it once, and call remove() of earlier points first"
+            raise PolicyError("insert_compression, after", found=problem, expected=expected, do=do)
     for index, override in overrides.items():
         if index not in range(len(after)) or override.keys() - {"forward", "backward"}:
             problem, expected = f"{index}: {dict(override)}", f"0 to {len(after) - 1}, each with forward or backward"
             do = 'write e.g. {0: {"forward": "q4"}}'
             raise PolicyError("insert_compression, per_point", found=problem, expected=expected, do=do)
     return modules
+
+
+def parse_directions(
+    where: str, boundary: int, compressors: Mapping[str, CompressorLike]
+) -> dict[str, Compressor | ErrorFeedback | None]:
+    """The compressor or feedback of each direction of a boundary; None for no compression.
+
+    Raises:
+        PolicyError: an invalid spec, or one that needs indices which no message has.
+    """
+    parsed = {name: None if spec is None else as_compressor(spec) for name, spec in compressors.items()}
+    plain = {name: one.compressor if isinstance(one, ErrorFeedback) else one for name, one in parsed.items()}
+    has_indices = plain["forward"] is not None and type(plain["forward"]).indices is not Compressor.indices
+    for name, compressor in plain.items():
+        if isinstance(compressor, SameIndices) and (name == "forward" or not has_indices):
+            found = f"{parsed[name]} for boundary {boundary}, with {parsed['forward']} forward"
+            expected = "a gradient at the indices that a forward message carries"
+            advice = "put TopK or RandomK on the forward direction of the same boundary, or choose another compressor"
+            raise PolicyError(f"{where}, {name}", found=found, expected=expected, do=advice)
+    return parsed
 
 
 class CompressionSwitch:
@@ -111,13 +140,13 @@ class CompressionSwitch:
         self._condition = condition
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = f"_{name}"
+        self._name, self._where = f"_{name}", f"{owner.__name__}, {name}"
 
     def __get__(self, instance: object, owner: type | None = None) -> bool:
         return getattr(instance, self._name, True)
 
     def __set__(self, instance: Any, value: bool) -> None:
-        setattr(instance, self._name, value)
+        setattr(instance, self._name, validate.check_bool(self._where, value))
         if not value and instance.sparse_spec is not None:
             spec, instance.sparse_spec = instance.sparse_spec, None
             text = (
@@ -159,7 +188,7 @@ class CompressionPoints:
     def __repr__(self) -> str:
         return f"CompressionPoints({', '.join(repr(point.path) for point in self._points)})"
 
-    def set_sample_ids(self, ids: Tensor) -> None:
+    def set_sample_ids(self, ids: Tensor | Sequence[int]) -> None:
         """Set the sample ids of the next step; they are split into micro-batches as a pipeline splits its batch.
 
         Args:
@@ -168,7 +197,7 @@ class CompressionPoints:
         Raises:
             PolicyError: they are not integers, or not 1-d.
         """
-        self._ids = split_ids(ids, self._micro_batches)
+        self._ids = split_ids(check_ids(ids), self._micro_batches)
 
     def link_stats(self) -> dict[str, LinkStats]:
         """Statistics by boundary and direction ("0 forward"), of both ends together."""
@@ -206,11 +235,21 @@ class CompressionPoints:
         return MessageContext(slot, training=training, ids=None if self._ids is None else self._ids[slot])
 
 
+def check_ids(ids: Any) -> Tensor:
+    """Return sample ids as a tensor; a PolicyError if they are not integers, or not 1-d."""
+    expected, advice = "integers, 1-d: one a row of the batch", "pass e.g. torch.arange(batch_size)"
+    try:
+        tensor: Tensor = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:  # a text, rows of unequal lengths, an integer beyond 64 bits
+        raise validate.argument_error("set_sample_ids", ids, expected, advice) from error
+    if tensor.dim() != 1 or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        problem = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+        raise PolicyError("set_sample_ids", found=problem, expected=expected, do=advice)
+    return tensor
+
+
 def split_ids(ids: Tensor, micro_batches: int) -> tuple[Tensor, ...]:
     """Split sample ids (integers, 1-d) into micro-batches as torch's schedules split a batch: int64, on the CPU."""
-    if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        problem, expected = f"{ids.dtype} of shape {tuple(ids.shape)}", "integers, 1-d: one a row of the batch"
-        raise PolicyError("set_sample_ids", found=problem, expected=expected, do="pass e.g. torch.arange(batch_size)")
     return torch.tensor_split(ids.detach().to("cpu", torch.int64), micro_batches)
 
 

@@ -9,6 +9,8 @@ import pytest
 from helpers.processes import ranks
 
 DISAGREE = """
+    import copy
+
     import torch.distributed as dist
     from helpers.pipeline_model import batches, build, failure, join, step, tell
 
@@ -47,6 +49,17 @@ DISAGREE = """
             wire.load_state_dict(state)
         reports.append(failure(lambda: step(schedule, mine, width - 1, x, y)))
         reports.append(failure(lambda: wire.load_state_dict({"links": {}})))
+        own = copy.deepcopy(wire.state_dict())
+        last = max(own["links"])
+        reports.append([failure(lambda: wire.load_state_dict(wrong)) for wrong in (None, {}, {"links": None})])
+        for wrong in (
+            None, {}, {"how": "q4:64"}, {**own["links"][last], "how": "q1"}, {**own["links"][last], "counts": None},
+            {**own["links"][last], "counts": {"a": 1}}, {**own["links"][last], "counts": {"0.0": "x"}},
+            {**own["links"][last], "feedback": None}, {**own["links"][last], "feedback": {}},
+        ):
+            links = {name: {**state, "counts": {"0.0": 77}} for name, state in own["links"].items()} | {last: wrong}
+            reports[-1].append(failure(lambda: wire.load_state_dict({"links": links})))
+        reports[-1].append(str(wire.state_dict()) == str(own))
         schedule, mine = build("1F1B", rank, width, width)
         wire = compress_pipeline(schedule)
         step(schedule, mine, width - 1, x, y)
@@ -101,7 +114,7 @@ UNEVEN = """
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     """By case, what each rank says."""
-    cases = ["alone", "compressors", "off", "options", "values", "state", "links", "inference"]
+    cases = ["alone", "compressors", "off", "options", "values", "state", "links", "forms", "inference"]
     reports = ranks(DISAGREE, 3, tmp_path_factory.mktemp("disagree"))
     return dict(zip(cases, zip(*reports, strict=True), strict=True))
 
@@ -124,6 +137,12 @@ def test_every_rank_of_a_pipeline_that_disagrees_raises(reports, case, words):
 
 def test_the_state_of_other_links_is_refused(reports):
     assert all(name == "MismatchError" and "links none" in text for name, text in reports["links"])
+
+
+def test_what_is_no_state_is_refused_and_changes_nothing(reports):
+    for *refusals, is_unchanged in reports["forms"]:
+        assert [name for name, _ in refusals] == ["MismatchError"] * 12
+        assert is_unchanged
 
 
 def test_a_rank_that_never_compressed_is_named(reports):

@@ -198,7 +198,21 @@ PROGRAM = """
             failure(lambda: compress_pipeline([])),
             failure(lambda: compress_pipeline(nn.Linear(2, 2))),
             failure(lambda: compress_pipeline(schedule, forward="q99")),
+            failure(lambda: compress_pipeline(schedule, per_link={0: "q4"})),
+            failure(lambda: compress_pipeline(schedule, per_link=["q4"])),
+            failure(lambda: compress_pipeline(schedule, forward="same")),
+            failure(lambda: compress_pipeline(schedule, forward="q4:64", backward="ef(same)")),
+            failure(lambda: compress_pipeline(schedule, per_link={0: {"forward": None, "backward": "same"}})),
+            failure(lambda: compress_pipeline(schedule, forward="h64(top10)", backward="same")),
         ]
+
+
+    def wrong_later(rank):
+        wire = compress_pipeline(build("1F1B", rank, 2, 2)[0], **HOW)
+        reports = [failure(lambda: setattr(wire, "inference", "no"))]
+        for ids in ("abc", None, [1.5], [[1], [2, 3]], [2**70]):
+            reports.append(failure(lambda: wire.set_sample_ids(ids)))
+        return reports
 
 
     def of_rank(rank, width, folder):
@@ -211,6 +225,7 @@ PROGRAM = """
             "norm": cut(rank, data, norm, norm), "traced": traced(rank, data), "evaluated": evaluated(rank, data),
             "warned": warned(rank), "resized": resized(rank, data), "detached": detached(rank, data),
             "refused": refused(rank, data), "wrong": wrong(rank),
+            "wrong later": wrong_later(rank),
         }
         tell(rank, folder, reports)
 """
@@ -269,5 +284,6 @@ def test_values_that_are_not_finite_are_refused_at_both_ends(reports):
 
 def test_what_cannot_be_is_refused_when_it_is_asked_for(reports):
     for report in reports:
-        assert [name for name, _ in report["wrong"]] == ["PolicyError"] * 6
+        assert [name for name, _ in report["wrong"]] == ["PolicyError"] * 12
+        assert [name for name, _ in report["wrong later"]] == ["PolicyError"] * 6
         assert "torch 2" in report["wrong"][0][1] and "_retrieve_recv_grads" in report["wrong"][0][1]
