@@ -18,6 +18,7 @@ from shrinkpoint.comm.compressors.base import Compressor, CompressorContext, Ide
 from shrinkpoint.comm.error_feedback import ErrorFeedback, MessageInfo, NoFeedback
 from shrinkpoint.comm.link import CompressorLike, NonfinitePolicy, check_nonfinite
 from shrinkpoint.comm.spec import as_compressor
+from shrinkpoint.comm.state_check import check_entries, check_mapping, part_error
 from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError
 
@@ -132,26 +133,18 @@ def check_rank(where: str, saved: object, group: dist.ProcessGroup) -> None:
 
 def check_layouts(where: str, state: object) -> None:
     """Raise MismatchError for what `CompressedCollective.state_dict` does not return."""
-    if isinstance(state, Mapping) and all(map(_is_layout_state, state.values())):
-        return
-    found, expected = validate.describe_value(state), "a count and the feedback of both ends, by layout"
-    raise MismatchError(where, found=found, expected=expected, do="give what state_dict() of the same rank gave")
-
-
-def _is_layout_state(state: object) -> bool:
-    """Whether this has the form of `_LayoutState.state_dict`."""
-    if not isinstance(state, Mapping) or type(state.get("count")) is not int or state["count"] < 0:
-        return False
-    return isinstance(state.get("out"), Mapping) and isinstance(state.get("into"), Mapping)
+    for layout, saved in check_mapping(where, state).items():
+        entries = check_entries(f"{where}, layout {layout}", saved, ("count", "out", "into"))
+        if type(entries["count"]) is not int or entries["count"] < 0:
+            found = validate.describe_value(entries["count"])
+            raise part_error(f"{where}, layout {layout}, count", found, "a whole number from 0")
+        for end in ("out", "into"):
+            check_mapping(f"{where}, layout {layout}, {end}", entries[end])
 
 
 def check_hops(where: str, state: object) -> None:
     """Raise MismatchError for what `CompressedAllReduce.state_dict` does not return."""
-    if not isinstance(state, Mapping) or state.keys() != {"first", "second"}:
-        keys = sorted(map(str, state)) if isinstance(state, Mapping) else validate.type_name(state)
-        problem, advice = f"a state of {keys}"[:200], "give what state_dict() of the same rank gave"
-        raise MismatchError(where, found=problem, expected="one of first and second", do=advice)
-    for hop, layouts in state.items():
+    for hop, layouts in check_entries(where, state, ("first", "second")).items():
         check_layouts(f"{where}, {hop} hop", layouts)
 
 
