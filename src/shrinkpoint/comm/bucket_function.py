@@ -61,11 +61,8 @@ def check_without_hook(model: DistributedDataParallel) -> None:
     data: dict[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     name = data.get("comm_hook")
     if name == _MIXED_PRECISION_HOOK:
-        problem, advice = (
-            "a model with mixed_precision",
-            "leave out mixed_precision= of DistributedDataParallel, and use",
-        )
-        raise PolicyError("compress_ddp", found=problem, expected="one without", do=f"{advice} torch.autocast")
+        advice = "leave out mixed_precision= of DistributedDataParallel, and use torch.autocast"
+        raise PolicyError("compress_ddp", found="a model with mixed_precision", expected="one without", do=advice)
     if name:
         problem, expected = f"a model with the hook {name}", "one without a hook"
         advice = "compress a new DistributedDataParallel without it; what changes gradients before is before="

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -119,16 +119,40 @@ def check_replica_options(
             as_feedback(compressor)
 
 
+def has_memory(feedbacks: Iterable[ErrorFeedback], accordion: Accordion[CompressorLike] | None) -> bool:
+    """Whether a rank remembers what its own messages have lost: with these, or after a switch of the Accordion."""
+    choices = () if accordion is None else (accordion.strong, accordion.mild)
+    return not all(feedback.is_stateless for feedback in (*feedbacks, *map(as_feedback, choices)))
+
+
 def describe_rank(group: dist.ProcessGroup) -> str:
     """Which rank of how many this process is, as a state says it."""
     return f"rank {group.rank()} of {group.size()}"
 
 
-def check_rank(where: str, saved: object, group: dist.ProcessGroup) -> None:
-    """Raise MismatchError for the feedback of another rank: it makes up for what others' messages have lost."""
-    if saved != (expected := describe_rank(group)):
+def check_replica_state(where: str, state: object, own: Mapping[str, Any]) -> None:
+    """Check a state of the gradients of a model on this rank, as far as `compress_ddp` and `compress_fsdp` share it.
+
+    Args:
+        own: what `state_dict` returns now.
+
+    Raises:
+        PolicyError: it is no mapping.
+        MismatchError: it is of another configuration, lacks something, or is the feedback of another rank, which makes
+            up for what other messages have lost.
+    """
+    expected, advice = "what state_dict() returned", "load the state of the same rank"
+    saved = validate.check_instance(f"{where}, state", state, Mapping, expected=expected, do=advice)
+    if saved.get("words") != own["words"]:
+        problem, advice = f"a state of {saved.get('words')}", "compress with the saved configuration"
+        raise MismatchError(where, found=problem, expected=f"{own['words']}", do=advice)
+    if missing := sorted(own.keys() - saved.keys()):
+        found, advice = f"a state without {', '.join(missing)}", "load all that state_dict() returned"
+        raise MismatchError(where, found=found, do=advice)
+    if "rank" in own and saved["rank"] != own["rank"]:
+        found = f"the feedback of {saved['rank']!r:.60}"
         advice = "let each rank load what it saved itself; or load nothing on all ranks: feedback begins anew"
-        raise MismatchError(where, found=f"the feedback of {saved!r:.60}", expected=expected, do=advice)
+        raise MismatchError(where, found=found, expected=own["rank"], do=advice)
 
 
 def check_layouts(where: str, state: object) -> None:

@@ -19,11 +19,11 @@ from shrinkpoint.comm.bucket_function import BucketFunction, apply_before, check
 from shrinkpoint.comm.compressed_allreduce import (
     CompressedAllReduce,
     all_reduce_sum,
-    as_feedback,
     check_hops,
-    check_rank,
     check_replica_options,
+    check_replica_state,
     describe_rank,
+    has_memory,
 )
 from shrinkpoint.comm.gradient_layout import (
     SEGMENT_NUMEL,
@@ -211,19 +211,9 @@ class DDPCompression(RecordHolder[AverageRecord]):
 
         Raises:
             MismatchError: it has another configuration, or is of another rank, whose messages have lost something else;
-                or, in the next backward pass, ranks loaded different steps. Then nothing has changed.
+                or, in the next backward pass, ranks loaded different steps.
         """
-        expected, advice = "what state_dict() returned", "load the state of the same rank"
-        validate.check_instance("compress_ddp, state", state, Mapping, expected=expected, do=advice)
-        config, saved_config = self.config(), state.get("words")
-        if saved_config != config:
-            advice = "compress with the saved configuration"
-            raise MismatchError("compress_ddp", found=f"a state of {saved_config}", expected=f"{config}", do=advice)
-        if missing := sorted(self.state_dict().keys() - state.keys()):
-            advice = "load all that state_dict() returned"
-            raise MismatchError("compress_ddp", found=f"a state without {', '.join(missing)}", do=advice)
-        if self._has_memory:
-            check_rank("compress_ddp", state["rank"], self._group)
+        check_replica_state("compress_ddp", state, self.state_dict())
         check_hops("compress_ddp", state["hops"])
         if self._accordion is not None:
             self._accordion.load_state_dict(state["accordion"])
@@ -235,12 +225,8 @@ class DDPCompression(RecordHolder[AverageRecord]):
 
     @property
     def _has_memory(self) -> bool:
-        """Whether this rank remembers, now or after a switch, what its own messages have lost."""
-        choices = [self._average_compressor]
-        if self._accordion is not None:
-            choices += [self._accordion.strong, self._accordion.mild]
-        feedback = [self._all_reduce.reduce_scatter.feedback, *map(as_feedback, choices)]
-        return self._low_rank is not None or not all(one.is_stateless for one in feedback)
+        feedbacks = [hop.feedback for hop in self._all_reduce.hops]
+        return self._low_rank is not None or has_memory(feedbacks, self._accordion)
 
     @property
     def model(self) -> DistributedDataParallel:

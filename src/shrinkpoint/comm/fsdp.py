@@ -24,9 +24,10 @@ from shrinkpoint.comm.compressed_allreduce import (
     as_feedback,
     check_hops,
     check_layouts,
-    check_rank,
     check_replica_options,
+    check_replica_state,
     describe_rank,
+    has_memory,
 )
 from shrinkpoint.comm.compressors.base import Identity
 from shrinkpoint.comm.error_feedback import ErrorFeedback, NoFeedback
@@ -124,11 +125,7 @@ class FSDPCompression(RecordHolder[ShardRecord]):
         self._reduce_scatters: dict[str, _ReduceScatter] = {}
         self._reduced_modules: set[str] = set()
         for name, param_group in _param_groups(root):
-            if isinstance(param_group._all_gather_comm, _AllGather) or isinstance(
-                param_group._reduce_scatter_comm, _ReduceScatter
-            ):
-                problem, do = "a model that is compressed already", "call detach() of what compress_fsdp returned first"
-                raise PolicyError("compress_fsdp", found=problem, expected="one that is not", do=do)
+            _check_uncompressed(param_group)
             if is_lossy:
                 _check_tensor_parallel(name, param_group)
             self._original_comms.append((param_group, param_group._all_gather_comm, param_group._reduce_scatter_comm))
@@ -181,7 +178,7 @@ class FSDPCompression(RecordHolder[ShardRecord]):
 
         Raises:
             MismatchError: it has another configuration, or is of another rank, whose messages have lost something else;
-                or, at the next message, ranks loaded different steps. Then nothing has changed.
+                or, at the next message, ranks loaded different steps.
         """
         self._check_state(state)
         if self._accordion is not None:
@@ -198,18 +195,9 @@ class FSDPCompression(RecordHolder[ShardRecord]):
         self._config_checks = self._make_config_checks()
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise MismatchError for what `state_dict` of this rank and configuration does not return."""
-        expected, advice = "what state_dict() returned", "load the state of the same rank"
-        validate.check_instance("compress_fsdp, state", state, Mapping, expected=expected, do=advice)
-        if state.get("words") != self._config:
-            problem, advice = f"a state of {state.get('words')}", "compress with the saved configuration"
-            raise MismatchError("compress_fsdp", found=problem, expected=f"{self._config}", do=advice)
+        """Raise an error for what `state_dict` of this rank and configuration does not return."""
         own = self.state_dict()
-        if missing := sorted(own.keys() - state.keys()):
-            advice = "load all that state_dict() returned"
-            raise MismatchError("compress_fsdp", found=f"a state without {', '.join(missing)}", do=advice)
-        if "rank" in own:
-            check_rank("compress_fsdp", state["rank"], self.group)
+        check_replica_state("compress_fsdp", state, own)
         for kind in ("all_gather", "reduce_scatter", "all_reduce"):
             saved_states = state.get(kind, {})
             if not isinstance(saved_states, Mapping) or saved_states.keys() != own.get(kind, {}).keys():
@@ -221,9 +209,7 @@ class FSDPCompression(RecordHolder[ShardRecord]):
 
     @property
     def _has_memory(self) -> bool:
-        """Whether this rank remembers, now or after a switch, what its own messages have lost."""
-        choices = [] if self._accordion is None else [self._accordion.strong, self._accordion.mild]
-        return self.has_feedback or not all(as_feedback(one).is_stateless for one in choices)
+        return has_memory([collective.feedback for collective in self._collectives().values()], self._accordion)
 
     @property
     def module(self) -> nn.Module:
@@ -440,6 +426,15 @@ def _as_stateless(compressor: CompressorLike) -> ErrorFeedback:
     if not isinstance(feedback, NoFeedback):
         raise PolicyError("all-gather", found=feedback.spec, expected="a compressor", do="leave out the feedback")
     return feedback
+
+
+def _check_uncompressed(param_group: Any) -> None:
+    """Raise PolicyError if the messages of a module are compressed already."""
+    if isinstance(param_group._all_gather_comm, _AllGather) or isinstance(
+        param_group._reduce_scatter_comm, _ReduceScatter
+    ):
+        problem, do = "a model that is compressed already", "call detach() of what compress_fsdp returned first"
+        raise PolicyError("compress_fsdp", found=problem, expected="one that is not", do=do)
 
 
 def _check_tensor_parallel(name: str, param_group: Any) -> None:

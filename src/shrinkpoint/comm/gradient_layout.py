@@ -201,7 +201,7 @@ class GradientLayout:
         self._dtypes: dict[int, torch.dtype] = {}
         groups: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
         for name, parameter in reversed(list(parameters)):
-            self._names[id(parameter)], self._dtypes[id(parameter)] = name, parameter.dtype
+            self._add_name(name, parameter)
             is_exact = parameter.numel() < min_numel
             groups.setdefault((parameter.device, parameter.dtype, is_exact), []).append(parameter)
         for (device, _, is_exact), members in groups.items():
@@ -231,6 +231,9 @@ class GradientLayout:
         """A digest of names, dtypes, sizes and places: 16 hex digits; equal on ranks that have the same layout."""
         text = "\n".join(f"{name} {self._dtypes[key]} {self._pieces[key]}" for key, name in self._names.items())
         return hashlib.sha256(f"{self.segments}\n{text}".encode()).hexdigest()[:16]
+
+    def _add_name(self, name: str, parameter: Tensor) -> None:
+        self._names[id(parameter)], self._dtypes[id(parameter)] = name, parameter.dtype
 
     def _lay_out(self, members: list[Tensor], device: torch.device, is_exact: bool, segment_numel: int) -> None:
         """Append the segments of gradients of one dtype: of equal sizes, except for the last one."""

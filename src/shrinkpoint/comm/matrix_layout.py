@@ -68,7 +68,7 @@ class MatrixLayout(GradientLayout):
         queues: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
         for name, parameter in reversed(named):
             if name in shapes:
-                self._names[id(parameter)], self._dtypes[id(parameter)] = name, parameter.dtype
+                self._add_name(name, parameter)
                 queues.setdefault((parameter.device, parameter.dtype), []).append((name, parameter))
         batches = [batch for members in queues.values() for batch in _batches(members, segment_numel)]
         first_right = len(self.segments) + len(batches)

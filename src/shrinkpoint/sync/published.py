@@ -107,36 +107,36 @@ class Published:
         return published
 
     def routes(self, held: int | None) -> Iterator[tuple[VersionFile, ...]]:
-        """The ways to the newest version, the one with the fewest bytes first; each a sequence of files to decode.
+        """The routes to the newest version, the one with the fewest bytes first; each a sequence of files to decode.
 
         Args:
             held: the version that deltas may begin with; None: none.
         """
-        deltas, ways = self._ways(held)
-        for way in sorted(ways, key=lambda way: (way.nbytes, way.num_deltas + len(way.keyframe))):
-            yield (*way.keyframe, *reversed(deltas[: way.num_deltas]))
+        deltas, found = self._find_routes(held)
+        for route in sorted(found, key=lambda route: (route.nbytes, route.num_deltas + len(route.keyframe))):
+            yield (*route.keyframe, *reversed(deltas[: route.num_deltas]))
 
-    def _ways(self, held: int | None) -> tuple[list[VersionFile], list[_Way]]:
-        """The deltas back from the newest version, and the ways over the first ones of them.
+    def _find_routes(self, held: int | None) -> tuple[list[VersionFile], list[_Route]]:
+        """The deltas back from the newest version, and the routes over the first ones of them.
 
-        Only lengths are kept of the ways: all their files would be as many as the square of those that are named here.
+        Only their lengths are kept: all their files would be as many as the square of those that are named here.
         """
         keyframes = {file.version: file for file in self.files if file.is_keyframe}
         deltas_by_version = {file.version: file for file in self.files if not file.is_keyframe}
-        deltas, ways = list[VersionFile](), list[_Way]()
+        deltas, found = list[VersionFile](), list[_Route]()
         version, nbytes = self.version, 0
         while True:
             if version == held:
-                ways.append(_Way(nbytes, len(deltas)))
+                found.append(_Route(nbytes, len(deltas)))
                 break
             if version in keyframes:
                 keyframe = keyframes[version]
-                ways.append(_Way(nbytes + keyframe.size, len(deltas), (keyframe,)))
+                found.append(_Route(nbytes + keyframe.size, len(deltas), (keyframe,)))
             if version not in deltas_by_version:
                 break
             deltas.append(deltas_by_version[version])
             version, nbytes = deltas[-1].base, nbytes + deltas[-1].size
-        return deltas, ways
+        return deltas, found
 
     def deltas_behind_keyframe(self) -> tuple[VersionFile, ...]:
         """The deltas that a process which joins now decodes after the newest keyframe."""
@@ -158,8 +158,8 @@ class Published:
         return replace(self, files=tuple(files))
 
 
-class _Way(NamedTuple):
-    """A way to the newest version.
+class _Route(NamedTuple):
+    """A route to the newest version.
 
     Attributes:
         nbytes: of all its files.

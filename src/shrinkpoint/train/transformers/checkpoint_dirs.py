@@ -279,11 +279,11 @@ def _validate_file(path: Path, *, deep: bool) -> None:
         elif path.suffix == ".safetensors":
             with safe_open(str(path), framework="pt"):
                 pass
+        elif deep:
+            check_zip_records(path)
         else:
             with zipfile.ZipFile(path):
                 pass
-            if deep:
-                check_zip_records(path)
     except _DAMAGE_ERRORS as error:
         if isinstance(error, ShrinkpointError):
             raise
