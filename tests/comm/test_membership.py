@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -103,3 +105,18 @@ def test_a_process_that_stops_counting_is_dead_and_one_that_counts_is_not(store,
 )
 def test_errors_that_mean_a_lost_connection(error, expected):
     assert is_lost(error) == expected
+
+
+ENDS = """
+import torch.distributed as dist
+from shrinkpoint.comm.heartbeat import Heartbeat
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+clients = [dist.TCPStore("127.0.0.1", store.port) for _ in range(8)]
+beats = [Heartbeat(client, str(index), patience=1e-5) for index, client in enumerate(clients)]
+"""
+
+
+def test_a_process_may_end_while_it_gives_signs_of_life():
+    ran = subprocess.run([sys.executable, "-c", ENDS], timeout=PATIENCE, capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
