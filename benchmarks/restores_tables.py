@@ -26,6 +26,8 @@ WORKLOADS = {
 }
 ORDER = ("lossless", "fisher", "inshrinkerator", "qd", "cnr", "gobo", "lc-checkpoint", "scar", "topn", "excp")
 """Of the schemes in a table."""
+THRESHOLD = 0.01
+"""Of what measures; others are in `threshold_tables.py`."""
 HEAD = (
     "| scheme | bits of a weight | state x | at once: mean, worst | next checkpoint | before the next restore "
     "| final | retention: least, median | save, restore s |\n|---|---|---|---|---|---|---|---|---|"
@@ -45,16 +47,17 @@ def uninterrupted(record: Run, records: Iterable[Run]) -> Run | None:
 
 
 def facts(record: Run, base: Run | None) -> dict[str, Any]:
-    """What a table needs of one run with restores.
+    """What a table needs of one run with saves.
 
     Args:
         record: a line of the ledger of `lossy_recovery.py`.
         base: the uninterrupted run of its seed on its processor.
 
     Returns:
-        Bits of a weight and the ratio of the whole state, of what is not a keyframe; mean seconds of a save and of a
-        restore; and the distance from `base` in per cent of it, above zero worse: of the evaluation at the first
-        checkpoint after a restore and at the last before the next one (means), and of the quality at the end.
+        Bits of a weight, the largest ratio of the weights and the ratio of the whole state, of what is not a keyframe;
+        mean seconds of a save and of a restore; and the distance from `base` in per cent of it, above zero worse: of
+        the evaluation at the first checkpoint after a restore and at the last before the next one (means), and of the
+        quality at the end.
     """
     deltas = [save for save in record["saves"] if not save["keyframe"]]
     total = {key: sum(save[key] for save in deltas) for key in ("weights raw", "weights stored", "raw", "stored")}
@@ -62,13 +65,13 @@ def facts(record: Run, base: Run | None) -> dict[str, Any]:
         "higher is better": record["facts"]["higher_is_better"],
         "deltas": {
             "bits of a weight": 32 * total["weights stored"] / total["weights raw"],
+            "best ratio of the weights": max(save["weights raw"] / save["weights stored"] for save in deltas),
             "ratio of the state": total["raw"] / total["stored"],
         },
-        "seconds": {
-            "save": fmean(save["seconds"] for save in deltas),
-            "restore": fmean(restore["seconds"] for restore in record["restores"]),
-        },
+        "seconds": {"save": fmean(save["seconds"] for save in deltas)},
     }
+    if record["restores"]:
+        found["seconds"]["restore"] = fmean(restore["seconds"] for restore in record["restores"])
     if base is not None:
         found["against the uninterrupted run, %"] = _behind(record, base)
     return found
@@ -76,6 +79,9 @@ def facts(record: Run, base: Run | None) -> dict[str, Any]:
 
 def _behind(record: Run, base: Run) -> dict[str, float]:
     sign = -1 if record["facts"]["higher_is_better"] else 1
+    final = {"final": 100 * sign * (record["quality"] - base["quality"]) / abs(base["quality"])}
+    if not record["restores"]:
+        return final
     mine, other = dict(record["curve"]), dict(base["curve"])
     points = [restore["step"] for restore in record["restores"]]
     steps = sorted(mine)
@@ -85,21 +91,22 @@ def _behind(record: Run, base: Run) -> dict[str, float]:
         first.append(after[0])
         last.append(after[-1])
     away = {step: 100 * sign * (mine[step] - other[step]) / abs(other[step]) for step in {*first, *last}}
-    return {
-        "next": fmean(away[step] for step in first),
-        "last": fmean(away[step] for step in last),
-        "final": 100 * sign * (record["quality"] - base["quality"]) / abs(base["quality"]),
-    }
+    return {"next": fmean(away[step] for step in first), "last": fmean(away[step] for step in last), **final}
 
 
 def shown(document: Run) -> list[Run]:
-    """The runs of the tables: ten restores, on the processor of the last study."""
+    """The runs of the tables: ten restores, at the one threshold, on the processor of the last study."""
     cpu = document["machine"]["cpu"]
     return [run for run in document["runs"] if "deltas" in run and run["cpu"] == cpu and _plain(run["settings"])]
 
 
 def _plain(settings: Mapping[str, Any]) -> bool:
-    usual = settings["restores"] == 10 and not settings["paper"] and settings["optimizer"] == "exact"
+    usual = (
+        settings["restores"] == 10
+        and settings["threshold"] in (0, THRESHOLD)
+        and not settings["paper"]
+        and settings["optimizer"] == "exact"
+    )
     return usual and settings["workload"] in WORKLOADS
 
 

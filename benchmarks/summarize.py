@@ -70,6 +70,7 @@ def row(record: Mapping[str, Any], records: Sequence[Mapping[str, Any]] = ()) ->
     restores = record.get("restores", ())
     if restores:
         out["change of the evaluation at each restore, %"] = [rounded(change(restore)) for restore in restores]
+    if record.get("saves"):
         out |= rounded(restores_tables.facts(record, restores_tables.uninterrupted(record, records)))
     return out
 
