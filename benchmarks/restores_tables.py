@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any
 
 import document_tables
@@ -55,7 +55,7 @@ def facts(record: Run, base: Run | None) -> dict[str, Any]:
 
     Returns:
         Bits of a weight, the largest ratio of the weights and the ratio of the whole state, of what is not a keyframe;
-        mean seconds of a save and of a restore; and the distance from `base` in per cent of it, above zero worse: of
+        median seconds of a save and of a restore; and the distance from `base` in per cent of it, above zero worse: of
         the evaluation at the first checkpoint after a restore and at the last before the next one (means), and of the
         quality at the end.
     """
@@ -68,10 +68,10 @@ def facts(record: Run, base: Run | None) -> dict[str, Any]:
             "best ratio of the weights": max(save["weights raw"] / save["weights stored"] for save in deltas),
             "ratio of the state": total["raw"] / total["stored"],
         },
-        "seconds": {"save": fmean(save["seconds"] for save in deltas)},
+        "seconds": {"save": median(save["seconds"] for save in deltas)},
     }
     if record["restores"]:
-        found["seconds"]["restore"] = fmean(restore["seconds"] for restore in record["restores"])
+        found["seconds"]["restore"] = median(restore["seconds"] for restore in record["restores"])
     if base is not None:
         found["against the uninterrupted run, %"] = _behind(record, base)
     return found

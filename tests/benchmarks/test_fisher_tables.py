@@ -1,0 +1,62 @@
+"""Promise: the table of fisher's ten restores in docs/fisher.md is what the committed runs give."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from types import ModuleType
+from typing import Any
+
+import pytest
+from helpers.paths import REPOSITORY
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    return importlib.import_module("fisher_tables")
+
+
+def test_the_table_is_what_the_results_give(tables: ModuleType) -> None:
+    document = tables.DOCUMENT.read_text()
+    table = tables.table(json.loads(tables.RESULT.read_text()))
+    assert tables.document_tables.written(document, "fisher_tables", table) == document
+    assert table.count("\n") >= 7
+
+
+def test_a_row_has_a_figure_of_each_seed_and_budgets_stand_before_errors(tables: ModuleType) -> None:
+    runs = [
+        *(_run("none", seed, quality=quality, restores=0) for seed, quality in enumerate((1.0, 1.1))),
+        _run("fisher(relative_error=.3)", 0, final=-1.0),
+        _run("fisher", 1, threshold=0.01, final=2.0),
+        _run("fisher", 0, threshold=0.01, final=1.0),
+        _run("fisher", 2, threshold=0.01, final=9.0, cpu="another"),
+        _run("lossless", 0),
+    ]
+    lines = tables.table({"machine": {"cpu": "this"}, "runs": runs}).splitlines()[2:]
+    assert lines == [
+        "| ResNet-20, SGD | a budget of 1 % | 0, 1 | +1.00, +2.00 (seeds differ by 6.7) | 30, 30 | 80, 80 | 0.50 |",
+        "| ResNet-20, SGD | error .3 | 0 | -1.00 (seeds differ by 6.7) | 30 | 80 | 0.50 |",
+    ]
+
+
+def _run(
+    system: str,
+    seed: int,
+    *,
+    threshold: float = 0.0,
+    restores: int = 10,
+    quality: float = 1.0,
+    final: float = 0.0,
+    cpu: str = "this",
+) -> dict[str, Any]:
+    settings = {"workload": "resnet", "seed": seed, "system": system, "threshold": threshold, "restores": restores}
+    return {
+        "cpu": cpu,
+        "settings": settings,
+        "quality": quality,
+        "ratio weights": 30.0,
+        "ratio full": 80.0,
+        "retention": {"least": 0.5, "median": 0.9},
+        "against the uninterrupted run, %": {"final": final},
+    }
