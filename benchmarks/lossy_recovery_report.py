@@ -167,7 +167,7 @@ def costs(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def ten_restores(records: Sequence[Record]) -> str:
-    """The tables of these runs as docs/schemes.md has them."""
+    """The tables of these runs as docs/scheme_studies.md has them."""
     runs = [summarize.row(record, records) for record in records]
     return restores_tables.tables({"machine": records[-1]["machine"], "runs": runs})
 

@@ -1,6 +1,6 @@
-"""What a failure costs: the tables of docs/schemes.md out of the result that is committed.
+"""What a failure costs: the tables of docs/scheme_studies.md out of the result that is committed.
 
-    python benchmarks/recomputation_tables.py            # writes them between the two marks of docs/schemes.md
+    python benchmarks/recomputation_tables.py            # writes them between the two marks of docs/scheme_studies.md
     python benchmarks/recomputation_tables.py --check    # says whether they are what the result gives
 
 `recomputation.py` makes the courses, `summarize.py` keeps what its report finds as results/rework.json. A course is a
@@ -18,7 +18,7 @@ import document_tables
 import workload_small
 from workloads import REPO
 
-DOCUMENT = REPO / "docs" / "schemes.md"
+DOCUMENT = REPO / "docs" / "scheme_studies.md"
 RESULT = REPO / "benchmarks" / "results" / "rework.json"
 SYSTEMS = {
     "lossless": "lossless",

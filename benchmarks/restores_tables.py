@@ -1,6 +1,6 @@
-"""Ten restores in a run, scheme by scheme: the tables of docs/schemes.md out of the results that are committed.
+"""Ten restores in a run, scheme by scheme: the tables of docs/scheme_studies.md out of the results that are committed.
 
-    python benchmarks/restores_tables.py            # writes them between the two marks of docs/schemes.md
+    python benchmarks/restores_tables.py            # writes them between the two marks of docs/scheme_studies.md
     python benchmarks/restores_tables.py --check    # says whether they are what the results give
 
 `lossy_recovery.py` makes the runs, `summarize.py` keeps what `facts` finds in each as results/recovery.json. A row is
@@ -17,7 +17,7 @@ from typing import Any
 import document_tables
 from workloads import REPO
 
-DOCUMENT = REPO / "docs" / "schemes.md"
+DOCUMENT = REPO / "docs" / "scheme_studies.md"
 RESULT = REPO / "benchmarks" / "results" / "recovery.json"
 WORKLOADS = {
     "gpt": "Text from scratch: a GPT of 1.84 M parameters, AdamW, 640 steps, 40 checkpoints",

@@ -1,6 +1,6 @@
-"""Systems that measure, at several thresholds and numbers of restores: a table of docs/schemes.md.
+"""Systems that measure, at several thresholds and numbers of restores: a table of docs/scheme_studies.md.
 
-    python benchmarks/threshold_tables.py            # writes it between the two marks of docs/schemes.md
+    python benchmarks/threshold_tables.py            # writes it between the two marks of docs/scheme_studies.md
     python benchmarks/threshold_tables.py --check    # says whether it is what the results give
 
 Of the committed runs of `lossy_recovery.py` (results/recovery.json). Ten restores at 1 % of every scheme, with several

@@ -1,4 +1,4 @@
-"""Promise: the tables of what a failure costs in docs/schemes.md are what the committed result gives."""
+"""Promise: the tables of what a failure costs in docs/scheme_studies.md are what the committed result gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise: the tables of ten restores in docs/schemes.md are what the committed runs give; above zero is worse."""
+"""Promise: the tables of ten restores in docs/scheme_studies.md are what the committed runs give; above 0 is worse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise: the table of thresholds and numbers of restores in docs/schemes.md is what the committed runs give."""
+"""Promise: the table of thresholds and restores in docs/scheme_studies.md is what the committed runs give."""
 
 from __future__ import annotations
 
