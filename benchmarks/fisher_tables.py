@@ -1,6 +1,6 @@
-"""Ten restores in a run with fisher, seed by seed: a table of docs/fisher.md.
+"""Ten restores in a run with fisher, seed by seed: a table of docs/fisher_studies.md.
 
-    python benchmarks/fisher_tables.py            # writes it between the two marks of docs/fisher.md
+    python benchmarks/fisher_tables.py            # writes it between the two marks of docs/fisher_studies.md
     python benchmarks/fisher_tables.py --check    # says whether it is what the results give
 
 Of the committed runs of `lossy_recovery.py` (results/recovery.json), on the processor of the last study.
@@ -17,7 +17,7 @@ import document_tables
 from restores_tables import RESULT, signed
 from workloads import REPO
 
-DOCUMENT = REPO / "docs" / "fisher.md"
+DOCUMENT = REPO / "docs" / "fisher_studies.md"
 WORKLOADS = {
     "gpt": "GPT, beta2 .95",
     "gpt .999": "GPT, beta2 .999",

@@ -77,8 +77,8 @@ def gaussian_bound(before: Weights, after: Weights, decoded_before: Weights, dec
     itself.
 
     A row whose weights were known with a variance of D0 and have moved by one of M costs `1/2 log2((M + D0) / D1)`
-    for a variance of D1; where D0 is D1 that is "The bound" of docs/fisher.md. Rows without an error are left out: no
-    number of bits is enough for them.
+    for a variance of D1; where D0 is D1 that is "The bound" of docs/fisher_studies.md. Rows without an error are left
+    out: no number of bits is enough for them.
     """
     bits = weights = 0.0
     for name, value in after.items():

@@ -1,4 +1,4 @@
-"""Promise: the table of fisher's ten restores in docs/fisher.md is what the committed runs give."""
+"""Promise: the table of fisher's ten restores in docs/fisher_studies.md is what the committed runs give."""
 
 from __future__ import annotations
 
