@@ -78,7 +78,7 @@ def show(figures: dict[str, Any], parts: list[str]) -> None:
 
 
 def _speed(found: dict[str, Any]) -> list[tuple[bool, str]]:
-    """Prints a table as docs/wire.md has it, GB/s of tensor bytes; and what is promised of it."""
+    """Prints a table as docs/wire_studies.md has it, GB/s of tensor bytes; and what is promised of it."""
     print(f"\n{found['machine']}, torch {found['torch']}, {found['date']}; least of {found['repeats']} turns\n")
     wide, narrow = (
         {(row["name"], row["path"]): row for row in found[name]["rows"]} for name in ("float32", "bfloat16")

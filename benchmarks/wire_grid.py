@@ -75,7 +75,7 @@ SENTENCES: dict[str, tuple[Pair, ...]] = {
         ("aq(n3:64, warmup=0)", "q6:64"),
     ),
 }
-"""What sentences of docs/wire.md rest on besides: three seeds as well."""
+"""What sentences of docs/wire_studies.md rest on besides: three seeds as well."""
 ONE_TABLE: dict[str, tuple[Pair, ...]] = {
     "still": (PLAIN, ("top10", "top10"), ("aq(top30)", "top30"), ("aq(top10)", "top10")),
     "wide": (

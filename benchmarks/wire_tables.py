@@ -1,6 +1,6 @@
-"""The tables of docs/wire.md, "The study", out of the results that are committed.
+"""The tables of docs/wire_studies.md, "The study", out of the results that are committed.
 
-    python benchmarks/wire_tables.py            # writes them between the two marks of docs/wire.md
+    python benchmarks/wire_tables.py            # writes them between the two marks of docs/wire_studies.md
     python benchmarks/wire_tables.py --check    # says whether they are what the results give
 
 results/wire.json has the runs whose log was kept, results/wire-2026-11-21.json those of the first study as its tables
@@ -21,7 +21,7 @@ import document_tables
 import wire_grid
 from workloads import REPO
 
-DOCUMENT = REPO / "docs" / "wire.md"
+DOCUMENT = REPO / "docs" / "wire_studies.md"
 RESULTS = tuple(REPO / "benchmarks" / "results" / name for name in ("wire-2026-11-21.json", "wire.json"))
 """From the oldest on."""
 TASKS = {"image": ("Image", "top-1 %", 1), "still": ("Image without crops and mirrors", "top-1 %", 1)}

@@ -1,4 +1,4 @@
-"""Promise: the study's tables in docs/wire.md are what the committed results give, each run with its date."""
+"""Promise: the study's tables in docs/wire_studies.md are what the committed results give, each run with its date."""
 
 from __future__ import annotations
 
