@@ -97,7 +97,7 @@ def summary(source: Path, earlier: Mapping[str, Any], code: str) -> dict[str, An
         return {**head, "result": rounded(json.loads(source.read_text()))}
     records = [json.loads(line) for line in source.read_text().splitlines() if line]
     cpu = earlier.get("machine", {}).get("cpu")  # of rows that do not name theirs
-    before = [{"cpu": cpu, **run} if cpu else run for run in earlier.get("runs", ())]
+    before = [{"cpu": cpu, **run} if cpu and "cpu" not in run else run for run in earlier.get("runs", ())]
     runs = [*before, *(row(record, records) for record in records)]
     rows = {(json.dumps(run["settings"], sort_keys=True), run.get("cpu")): run for run in runs}
     return {**head, "machine": records[-1]["machine"], "runs": list(rows.values())}
