@@ -69,7 +69,7 @@ def row(record: Mapping[str, Any], records: Sequence[Mapping[str, Any]] = ()) ->
         out["relative error of messages"] = {name: rounded(error) for name, error in errors.items()}
     restores = record.get("restores", ())
     if restores:
-        out["change of the evaluation at each restore, %"] = [rounded(change(restore)) for restore in restores]
+        out["change of the evaluation at each restore, %"] = [rounded(change(restore), 4) for restore in restores]
     if record.get("saves"):
         out |= rounded(restores_tables.facts(record, restores_tables.uninterrupted(record, records)))
     return out
@@ -80,13 +80,13 @@ def change(restore: Mapping[str, float]) -> float:
     return 100 * (restore["after"] - restore["before"]) / abs(restore["before"])
 
 
-def rounded(value: Any) -> Any:
-    """Rounds every number of a nest to five digits, more than any document quotes."""
+def rounded(value: Any, digits: int = 5) -> Any:
+    """Rounds every number of a nest to so many digits: more than any document quotes."""
     if isinstance(value, float):
-        return float(f"{value:.5g}")
+        return float(f"{value:.{digits}g}")
     if isinstance(value, Mapping):
-        return {key: rounded(inner) for key, inner in value.items()}
-    return [rounded(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: rounded(inner, digits) for key, inner in value.items()}
+    return [rounded(inner, digits) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def summary(source: Path, earlier: Mapping[str, Any], code: str) -> dict[str, Any]:
