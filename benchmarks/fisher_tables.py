@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev
 from typing import Any
 
 import document_tables
-from restores_tables import RESULT, signed
+from restores_tables import RESULT, deviation, signed, uninterrupted_ends
 from workloads import REPO
 
 DOCUMENT = REPO / "docs" / "fisher_studies.md"
@@ -38,19 +37,21 @@ Key = tuple[int, float, str]
 def table(document: Run) -> str:
     """A line for each training and target, with a figure of each seed."""
     cpu = document["machine"]["cpu"]
-    own = [run for run in document["runs"] if run["cpu"] == cpu and run["settings"]["workload"] in WORKLOADS]
     groups: dict[Key, list[Run]] = {}
-    for run in own:
-        if run["settings"]["system"].startswith("fisher") and run["settings"]["restores"] == 10:
-            groups.setdefault(_key(run["settings"]), []).append(run)
-    return "\n".join((HEAD, *(_row(key, groups[key], own) for key in sorted(groups))))
+    for run in document["runs"]:
+        settings = run["settings"]
+        is_fisher = settings["system"].startswith("fisher") and settings["restores"] == 10
+        if is_fisher and settings["workload"] in WORKLOADS and run["cpu"] == cpu:
+            groups.setdefault(_key(settings), []).append(run)
+    noise = {workload: _noise(uninterrupted_ends(document, workload)) for workload in WORKLOADS}
+    return "\n".join((HEAD, *(_row(key, groups[key], noise) for key in sorted(groups))))
 
 
 def _key(settings: Mapping[str, Any]) -> Key:
     return [*WORKLOADS].index(settings["workload"]), -settings["threshold"], settings["system"]
 
 
-def _row(key: Key, runs: Sequence[Run], own: Sequence[Run]) -> str:
+def _row(key: Key, runs: Sequence[Run], noise: Mapping[str, str]) -> str:
     place, threshold, system = key
     workload, title = [*WORKLOADS.items()][place]
     runs = sorted(runs, key=lambda run: run["settings"]["seed"])
@@ -59,7 +60,7 @@ def _row(key: Key, runs: Sequence[Run], own: Sequence[Run]) -> str:
         title,
         f"a budget of {-100 * threshold:g} %" if threshold else f"error {error}",
         ", ".join(str(run["settings"]["seed"]) for run in runs),
-        ", ".join(signed(run["against the uninterrupted run, %"]["final"]) for run in runs) + _noise(own, workload),
+        ", ".join(signed(run["against the uninterrupted run, %"]["final"]) for run in runs) + noise[workload],
         ", ".join(f"{run['ratio weights']:.3g}" for run in runs),
         ", ".join(f"{run['ratio full']:.3g}" for run in runs),
         f"{min(run['retention']['least'] for run in runs):.2f}",
@@ -67,12 +68,8 @@ def _row(key: Key, runs: Sequence[Run], own: Sequence[Run]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _noise(own: Sequence[Run], workload: str) -> str:
-    """How far uninterrupted runs of several seeds are apart."""
-    ends = [
-        run["quality"] for run in own if run["settings"]["workload"] == workload and run["settings"]["system"] == "none"
-    ]
-    return f" (seeds differ by {100 * stdev(ends) / fmean(ends):.1f})" if len(ends) > 1 else ""
+def _noise(ends: Sequence[float]) -> str:
+    return f" (seeds differ by {deviation(ends):.1f})" if len(ends) > 1 else ""
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def tables(document: Run) -> str:
         keys = sorted((key for key in groups if key[0] == workload), key=lambda key: (_place(key[1]), key[1:]))
         lines = [row(groups[key]) for key in keys]
         if lines:
-            out.append("\n".join((f"**{title}**{_noise(document, workload)}\n", HEAD, *lines)))
+            out.append("\n".join((f"**{title}**{_noise(uninterrupted_ends(document, workload))}\n", HEAD, *lines)))
     return "\n\n".join(out)
 
 
@@ -129,17 +129,25 @@ def _place(system: str) -> int:
     return ORDER.index(system.partition("(")[0])
 
 
-def _noise(document: Run, workload: str) -> str:
-    """How far uninterrupted runs of several seeds are apart."""
+def uninterrupted_ends(document: Run, workload: str) -> list[float]:
+    """The quality at the end of the uninterrupted run of each seed, on the processor of the last study."""
     cpu = document["machine"]["cpu"]
-    found = [
+    return [
         run["quality"]
         for run in document["runs"]
         if run["settings"]["workload"] == workload and run["settings"]["system"] == "none" and run["cpu"] == cpu
     ]
-    if len(found) < 2:
+
+
+def _noise(ends: Sequence[float]) -> str:
+    if len(ends) < 2:
         return ""
-    return f" (uninterrupted runs of {len(found)} seeds differ by {100 * stdev(found) / fmean(found):.1f} %)"
+    return f" (uninterrupted runs of {len(ends)} seeds differ by {deviation(ends):.1f} %)"
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Standard deviation in per cent of the mean."""
+    return 100 * stdev(values) / fmean(values)
 
 
 def row(runs: Sequence[Run]) -> str:
@@ -147,8 +155,6 @@ def row(runs: Sequence[Run]) -> str:
     sign = -1 if runs[0]["higher is better"] else 1
     rises = [sign * change for run in runs for change in run["change of the evaluation at each restore, %"]]
     against = [run["against the uninterrupted run, %"] for run in runs]
-    ends = [one["final"] for one in against]
-    final = signed(fmean(ends)) + (f" ± {stdev(ends) / len(ends) ** 0.5:.2f}" if len(ends) > 1 else "")
     kept = [run["retention"] for run in runs if "retention" in run]
     retention = f"{min(one['least'] for one in kept):.2f}, {fmean(one['median'] for one in kept):.2f}" if kept else ""
     seeds = sorted(run["settings"]["seed"] for run in runs)
@@ -161,7 +167,7 @@ def row(runs: Sequence[Run]) -> str:
         f"{signed(fmean(rises))}, {signed(max(rises))}",
         signed(fmean(one["next"] for one in against)),
         signed(fmean(one["last"] for one in against)),
-        final,
+        with_error([one["final"] for one in against]),
         retention,
         f"{mean(runs, 'seconds', 'save'):.2f}, {mean(runs, 'seconds', 'restore'):.2f}",
     ]
@@ -177,6 +183,12 @@ def named(settings: Mapping[str, Any]) -> str:
 
 def mean(runs: Iterable[Run], part: str, key: str) -> float:
     return fmean(run[part][key] for run in runs)
+
+
+def with_error(values: Sequence[float]) -> str:
+    """The mean and, of several values, its standard error."""
+    error = f" ± {stdev(values) / len(values) ** 0.5:.2f}" if len(values) > 1 else ""
+    return signed(fmean(values)) + error
 
 
 def signed(value: float) -> str:

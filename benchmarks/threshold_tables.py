@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import document_tables
-from restores_tables import DOCUMENT, RESULT, mean, signed
+from restores_tables import DOCUMENT, RESULT, mean, signed, with_error
 
 HEAD = (
     "| workload, scheme | threshold | restores | at once: worst | final | weights x | best x | whole state x "
@@ -51,14 +51,13 @@ def _row(key: Key, runs: Sequence[Run]) -> str:
     workload, system, threshold, restores = key
     sign = -1 if runs[0]["higher is better"] else 1
     rises = [sign * change for run in runs for change in run.get("change of the evaluation at each restore, %", ())]
-    ends = [run["against the uninterrupted run, %"]["final"] for run in runs]
     seeds = f", {len(runs)} seeds" if len(runs) > 1 else ""
     cells = [
         f"{WORKLOADS[workload]}, {SYSTEMS[system]}",
         f"{-100 * threshold:g} %",
         f"{restores}{seeds}",
         signed(max(rises)) if rises else "",
-        signed(fmean(ends)) + (f" ± {stdev(ends) / len(ends) ** 0.5:.2f}" if len(ends) > 1 else ""),
+        with_error([run["against the uninterrupted run, %"]["final"] for run in runs]),
         f"{fmean(run['ratio weights'] for run in runs):.1f}",
         f"{mean(runs, 'deltas', 'best ratio of the weights'):.0f}",
         f"{fmean(run['ratio full'] for run in runs):.2f}",

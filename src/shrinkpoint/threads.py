@@ -1,14 +1,17 @@
-"""Work in the threads of a pool, where threads may be refused."""
+"""Threads: work in a pool where threads may be refused, and an end before that of the interpreter."""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import ParamSpec, TypeVar
 
 T = TypeVar("T")
 P = ParamSpec("P")
+_JOIN_SECONDS = 2.0
+"""How long the end of an owner waits for its thread, which may wait for a peer that died."""
 
 
 def submit_or_run(pool: Executor, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -34,3 +37,23 @@ def submit_or_run(pool: Executor, function: Callable[P, T], *args: P.args, **kwa
     except RuntimeError:  # the pool may have queued it all the same, for a thread that it has
         run_once()
     return result
+
+
+def end_thread_with(owner: object, thread: threading.Thread, end: Callable[[], object]) -> Callable[[], object]:
+    """End a daemon thread with its owner, or with the interpreter, if that is earlier; and wait for it.
+
+    torch aborts a process whose interpreter ends while a thread that has used torch does.
+
+    Args:
+        end: tells the thread to end. It holds no reference to the owner, which would live as long as the program.
+
+    Returns:
+        What ends the thread now. The second call does nothing.
+    """
+    return weakref.finalize(owner, _end_and_join, end, thread)
+
+
+def _end_and_join(end: Callable[[], object], thread: threading.Thread) -> None:
+    end()
+    if thread is not threading.current_thread():  # the last reference to the owner may be the thread's own
+        thread.join(_JOIN_SECONDS)

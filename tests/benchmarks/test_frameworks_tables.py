@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from types import ModuleType
-
-import pytest
-from helpers.paths import REPOSITORY
-
-
-@pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
-    return importlib.import_module("frameworks_tables")
 
 
 def test_the_tables_are_what_the_results_give(tables: ModuleType) -> None:

@@ -8,13 +8,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from helpers.paths import REPOSITORY
-
-
-@pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
-    return importlib.import_module("restores_tables")
 
 
 @pytest.fixture

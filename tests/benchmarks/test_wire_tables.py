@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from types import ModuleType
 from typing import Any
-
-import pytest
-from helpers.paths import REPOSITORY
-
-
-@pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
-    return importlib.import_module("wire_tables")
 
 
 def test_the_tables_of_the_study_are_what_the_results_give(tables: ModuleType) -> None:

@@ -7,6 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import SimpleQueue
 
 import torch
@@ -21,13 +22,12 @@ from shrinkpoint.comm.compressed_allreduce import (
     share_numel,
 )
 from shrinkpoint.comm.gradient_layout import Segment, SegmentValues
+from shrinkpoint.threads import end_thread_with
 
 MAX_IN_FLIGHT = 8
 """Segments between the first and the last stage at a time: what bounds memory, and covers a link's latency."""
 _FIRST_TAG = 0x5350_0000
 """The first tag of point-to-point messages of a group; each segment has two, one a hop."""
-_JOIN_SECONDS = 2.0
-"""How long the end of a process waits for the thread of a stage."""
 _next_tags: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """The first tag that is free, by group: several models of a group may be in their backward passes at a time."""
 AllReduceFor = Callable[[Segment], CompressedAllReduce]
@@ -265,7 +265,7 @@ class ThreadedAllReduce(BackgroundAllReduce):
             # the process alive.
             thread = threading.Thread(target=_run_tasks, args=(tasks,), name="shrinkpoint gradients", daemon=True)
             thread.start()
-            self._ends.append(weakref.finalize(self, _end_thread, tasks, thread))
+            self._ends.append(end_thread_with(self, thread, partial(tasks.put, None)))
 
     def _enqueue(self, stage: int, work: Callable[[], None]) -> None:
         def task() -> None:
@@ -289,17 +289,6 @@ def _run_tasks(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := tasks.get()) is not None:
         task()
         del task
-
-
-def _end_thread(tasks: SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
-    """End the thread of a stage, and wait for it, unless it waits for a peer that died.
-
-    torch aborts a process whose interpreter ends while a thread that has used torch does. The last reference to what
-    averages may be one of a task, so this may run in a stage's thread.
-    """
-    tasks.put(None)
-    if thread is not threading.current_thread():
-        thread.join(_JOIN_SECONDS)
 
 
 def _take_tags(group: dist.ProcessGroup, count: int) -> int:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import threading
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from shrinkpoint.threads import end_thread_with
+
 _LEFT = b"left"
 _MAX_INTERVAL = 1.0
 """Seconds between two signs of life."""
-_JOIN_SECONDS = 2.0
-"""How long the end of the interpreter waits for a thread whose store does not answer."""
 
 
 class Heartbeat:
@@ -40,7 +39,7 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="shrinkpoint heartbeat", daemon=True)
         self._store.add(_count_key(own_id), 1)
         self._thread.start()
-        weakref.finalize(self, _end_thread, self._end, self._thread)
+        end_thread_with(self, self._thread, self._end.set)
 
     def watch(self, processes: Iterable[str], keys: Iterable[str] = ()) -> None:
         """Watch these processes, and whether these keys are in the store, and no others."""
@@ -92,15 +91,6 @@ class Heartbeat:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
-
-
-def _end_thread(end: threading.Event, thread: threading.Thread) -> None:
-    """End the thread before the interpreter does.
-
-    A thread that comes back from the store meanwhile would be ended in C++ code, and torch aborts the process.
-    """
-    end.set()
-    thread.join(_JOIN_SECONDS)
 
 
 def _count_key(process: str) -> str:
