@@ -96,7 +96,7 @@ WARMUPS: dict[str, tuple[tuple[Pair, float], ...]] = {
     "image": tuple((pair, 0.2) for pair in (("top10",) * 2, ("ef(top10)",) * 2, ("ef21(top10)",) * 2)),
     "text": tuple((pair, 0.25) for pair in (("top10", "same"), ("top10",) * 2, ("ef21(top10)",) * 2)),
 }
-"""Compression that begins after this share of the steps."""
+"""Compression that begins after this share of the steps; three seeds."""
 
 
 @dataclass(frozen=True)
@@ -197,8 +197,10 @@ def grid(quick: bool) -> list[Job]:
     jobs = [Job(task, seed, *pair) for seed in (0, 1, 2) for task in TASKS for pair in KEYS[task]]
     order = ("topk", "bits", "groups", "feedback", "aq", "reach", "equal", "same", "one way")
     jobs += [Job(task, 0, *pair) for part in order for task in TASKS for pair in parts_of(task)[part]]
-    jobs += [Job(task, 0, *pair, warmup=share) for task, warm in WARMUPS.items() for pair, share in warm]
+    warmups = [(task, *warm) for task, some in WARMUPS.items() for warm in some]
+    jobs += [Job(task, 0, *pair, warmup=share) for task, pair, share in warmups]
     jobs += [Job(task, seed, *pair) for seed in (1, 2) for task, pairs in SENTENCES.items() for pair in pairs]
+    jobs += [Job(task, seed, *pair, warmup=share) for seed in (1, 2) for task, pair, share in warmups]
     jobs += [Job(task, seed, *pair) for task, pairs in ONE_TABLE.items() for seed in (0, 1, 2) for pair in pairs]
     return list(dict.fromkeys(jobs))
 

@@ -19,12 +19,13 @@ START = """
     import torch.distributed as dist
     from helpers.elastic_training import ElasticRun, exit_codes, kill, lines, start, wait_until
     from shrinkpoint.comm.membership import Membership
+    from shrinkpoint.comm.shared_file_store import SharedFileStore
     from shrinkpoint.errors import MembershipError
 
     folder = Path(sys.argv[1])
 
     def member(name, size, **settings):
-        store = dist.FileStore(str(folder / "store"))
+        store = SharedFileStore(folder / "store")
         return Membership(store, size, name=name, **{"patience": 6.0, "timeout": 60.0, **settings})
 
     def log_of(name):

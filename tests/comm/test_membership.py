@@ -12,12 +12,13 @@ from helpers.timeouts import PATIENCE
 
 from shrinkpoint.comm.heartbeat import Heartbeat
 from shrinkpoint.comm.membership import LostMemberError, Membership, is_lost
+from shrinkpoint.comm.shared_file_store import SharedFileStore
 from shrinkpoint.errors import MembershipError, MismatchError, PolicyError
 
 
 @pytest.fixture
 def store(tmp_path):
-    return dist.FileStore(str(tmp_path / "store"))
+    return SharedFileStore(tmp_path / "store")
 
 
 def wait_until(condition) -> None:
@@ -79,8 +80,17 @@ def test_arguments_are_checked(store):
             Membership(store, 2, **settings)
 
 
+@pytest.mark.parametrize(
+    "wrap", [lambda store: store, lambda store: dist.PrefixStore("a", dist.PrefixStore("b", store))]
+)
+def test_a_store_that_a_kill_may_leave_half_written_is_refused(wrap, tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"))
+    with pytest.raises(PolicyError, match=r"a FileStore; expected .* Take comm.SharedFileStore\('.*store'\)"):
+        Membership(wrap(store), 2)
+
+
 def test_a_process_that_stops_counting_is_dead_and_one_that_counts_is_not(store, tmp_path):
-    watcher, alive, leaving = (Heartbeat(dist.FileStore(str(tmp_path / "store")), name, 1.0) for name in "wab")
+    watcher, alive, leaving = (Heartbeat(SharedFileStore(tmp_path / "store"), name, 1.0) for name in "wab")
     watcher.watch(["a", "b", "never"], ["key", "other"])
     wait_until(lambda: watcher.is_dead("never"))
     leaving.stop()

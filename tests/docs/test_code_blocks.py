@@ -151,6 +151,7 @@ WIRE = """
     import torch.distributed as dist
     from helpers.documents import run_plain_blocks
     from helpers.pipeline_model import batches, build, join, loss_of, parts
+    from shrinkpoint.comm import SharedFileStore
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -177,7 +178,7 @@ WIRE = """
                 names |= {"batches": batches(30, seed=rank), "loss_function": loss_of}
             if number == 8:  # ranks that may die and join make the group by themselves
                 dist.destroy_process_group()
-                names |= {"store": dist.FileStore(f"{folder}/members")}
+                names |= {"store": SharedFileStore(f"{folder}/members")}
             return names
 
         after = run_plain_blocks("docs/wire.md", setup)

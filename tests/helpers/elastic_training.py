@@ -116,6 +116,17 @@ def kill(pid: int) -> None:
     os.waitpid(pid, 0)
 
 
-def exit_codes(pids: Mapping[str, int]) -> dict[str, int]:
-    """Wait for processes: 0 for one that ended well."""
-    return {name: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for name, pid in pids.items()}
+def exit_codes(pids: Mapping[str, int], patience: float = PATIENCE / 2) -> dict[str, int]:
+    """Wait for processes: 0 for one that ended well, -9 for one that had to be killed since it did not end."""
+    deadline, codes = time.monotonic() + patience, dict[str, int]()
+    while len(codes) < len(pids):
+        for name, pid in pids.items():
+            if name in codes:
+                continue
+            if time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[name] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    return {name: codes[name] for name in pids}

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from shrinkpoint.comm.pipeline import CompressedPipeline as CompressedPipeline
     from shrinkpoint.comm.pipeline import compress_pipeline as compress_pipeline
     from shrinkpoint.comm.recommendation import recommend as recommend
+    from shrinkpoint.comm.shared_file_store import SharedFileStore as SharedFileStore
     from shrinkpoint.comm.simulate import CompressionPoints as CompressionPoints
     from shrinkpoint.comm.simulate import insert_compression as insert_compression
     from shrinkpoint.comm.spec import parse as parse
@@ -69,6 +70,7 @@ _NAMES = {
     "outer_sgd": "OuterSGD",
     "pipeline": "compress_pipeline CompressedPipeline",
     "recommendation": "recommend",
+    "shared_file_store": "SharedFileStore",
     "simulate": "CompressionPoints insert_compression",
     "spec": "parse",
     "stats": "LinkStats",

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from shrinkpoint import validate
 from shrinkpoint.comm.heartbeat import Heartbeat
@@ -37,8 +37,8 @@ class Membership:
         local = LocalSteps(model, optimizer, every=30, membership=membership)
 
     Args:
-        store: of a process that outlives the training: if it dies, all end with an error. A `FileStore` on a shared
-            file system, with a new file for each training, needs no such process.
+        store: of a process that outlives the training: if it dies, all end with an error. A `SharedFileStore` on a
+            shared file system, with a new file for each training, needs no such process.
         size: the number of processes that the first group waits for.
         min_size: the smallest number of processes that go on when others have died.
         name: of this process, for errors. New members have the order of their names, shorter ones first; without
@@ -68,8 +68,7 @@ class Membership:
         timeout: float = 600.0,
         patience: float = 30.0,
     ) -> None:
-        expected, advice = "a store of torch.distributed", "make a TCPStore or a FileStore"
-        validate.check_instance("Membership, store", store, Store, expected=expected, do=advice)
+        _check_store(store)
         self._size = validate.check_int("Membership, size", size, do="say how many processes there are")
         self._min_size = validate.check_int("Membership, min_size", min_size, maximum=size)
         self._name, self._backend = validate.check_str("Membership, name", name), backend
@@ -249,6 +248,19 @@ class Membership:
                 raise
             return False
         return True
+
+
+def _check_store(store: Any) -> None:
+    expected, advice = "a store of torch.distributed", "make a TCPStore or a SharedFileStore"
+    validate.check_instance("Membership, store", store, Store, expected=expected, do=advice)
+    bottom: Any = store
+    while isinstance(bottom, PrefixStore):
+        bottom = bottom.underlying_store
+    if isinstance(bottom, FileStore):
+        path = getattr(bottom, "path", "PATH")
+        problem, expected = "a FileStore", "a store that others can use when a process is killed while it writes there"
+        advice = f"take comm.SharedFileStore({path!r}), or a TCPStore"
+        raise PolicyError("Membership, store", found=problem, expected=expected, do=advice)
 
 
 def is_lost(error: BaseException) -> bool:
