@@ -227,6 +227,7 @@ def restored(
 
 def alone(workload: Workload, seed: int, step: int) -> dict[str, tuple[float, float]]:
     """(ratio of the weights, rise) of one checkpoint, a state in a file of its own, beside inshrinkerator."""
+    workloads.seed_everything(seed, torch.get_num_threads())  # the same, whatever ran before
     course = workload.build(seed)
     for _ in range(step):
         workload.advance(course)
@@ -259,6 +260,7 @@ def alone(workload: Workload, seed: int, step: int) -> dict[str, tuple[float, fl
 
 
 def halfway(workload: Workload, seed: int, step: int) -> dict[str, Any]:
+    workloads.seed_everything(seed, torch.get_num_threads())  # the same, whatever ran before
     course = workload.build(seed)
     for _ in range(step):
         workload.advance(course)
