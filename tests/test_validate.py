@@ -298,6 +298,10 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
             "patience": NO_NUMBER,
         },
     ),
+    "comm.SharedFileStore": (
+        lambda **wrong: comm.SharedFileStore(**wrong),
+        {"path": [None, 3, "", "s3://bucket/store", b"store"]},
+    ),
     "comm.LocalSteps": (
         lambda **wrong: comm.LocalSteps(**{"model": MODEL, "optimizer": SGD, **wrong}),
         {

@@ -118,6 +118,15 @@ def test_a_damaged_file_is_read_or_is_an_error_of_ours(tmp_path_factory, at, val
         assert str(folder) in error.where
 
 
+def test_a_damaged_end_of_the_archive_is_an_error_of_ours(tmp_path):
+    torch.save({"x": torch.arange(7.0)}, tmp_path / "a.pt")
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    data[data.index(b"PK\x06\x07") + 4] = 1  # the disk of the ZIP64 locator, at which torch does not look
+    (tmp_path / "a.pt").write_bytes(data)
+    with pytest.raises(CorruptError, match=r"a damaged record .*multiple disks"):
+        torch_file.read(tmp_path / "a.pt")
+
+
 @pytest.mark.parametrize("has_crc", [True, False])
 def test_a_flipped_bit_of_a_tensor_is_found_where_the_file_can_tell(tmp_path, has_crc):
     path = tmp_path / "a.pt"

@@ -62,10 +62,9 @@ def read(path: Path) -> Part:
 
 def _check_records(path: Path) -> None:
     """Raise `CorruptError` for a record of a zip file whose bytes have another CRC-32; torch itself compares none."""
-    if not zipfile.is_zipfile(path):
-        return
     try:
-        check_zip_records(path)
+        if zipfile.is_zipfile(path):  # which raises what its reader does, for some damages
+            check_zip_records(path)
     except OSError as error:
         raise storage_error(str(path), "reading", error) from error
     except (zipfile.BadZipFile, EOFError, RuntimeError, ValueError) as error:
