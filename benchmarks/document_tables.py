@@ -10,29 +10,33 @@ from pathlib import Path
 END = "<!-- end of these tables -->"
 
 
-def written(document: str, program: str, inner: str) -> str:
+def written(document: str, program: str, inner: str, part: str = "") -> str:
     """The document with `inner` between the mark of benchmarks/`program`.py and the end of its tables.
+
+    Args:
+        part: names one of several places that the program writes; its mark has this name.
 
     Raises:
         ValueError: one of the marks is missing.
     """
-    mark = f"<!-- tables of benchmarks/{program}.py -->"
+    mark = f"<!-- tables of benchmarks/{program}.py{f', {part}' if part else ''} -->"
     start = document.index(mark) + len(mark)
     return f"{document[:start]}\n\n{inner}\n\n{document[document.index(END, start) :]}"
 
 
-def main(description: str | None, program: str, inner: Mapping[Path, str]) -> None:
+def main(description: str | None, program: str, inner: Mapping[Path, str | Mapping[str, str]]) -> None:
     """The command line of such a program: writes the tables or, with --check, says whether they are these.
 
     Args:
-        inner: by document, what stands between its marks.
+        inner: by document, what stands between its marks; by part, where there are several.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where the tables are others")
     args = parser.parse_args()
     for document, tables in inner.items():
-        before = document.read_text()
-        after = written(before, program, tables)
+        before = after = document.read_text()
+        for part, table in {"": tables}.items() if isinstance(tables, str) else tables.items():
+            after = written(after, program, table, part)
         if args.check and before != after:
             sys.exit(f"{document}: the tables are not those of the results")
         if not args.check:

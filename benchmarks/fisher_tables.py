@@ -1,18 +1,21 @@
-"""Ten restores in a run with fisher, seed by seed: a table of docs/fisher_studies.md.
+"""Restores with fisher, seed by seed, and files alone: tables of docs/fisher_studies.md.
 
-    python benchmarks/fisher_tables.py            # writes it between the two marks of docs/fisher_studies.md
-    python benchmarks/fisher_tables.py --check    # says whether it is what the results give
+    python benchmarks/fisher_tables.py            # writes them between the marks of docs/fisher_studies.md
+    python benchmarks/fisher_tables.py --check    # says whether they are what the results give
 
-Of the committed runs of `lossy_recovery.py` (results/recovery.json), on the processor of the last study.
+Ten restores in a run are the committed runs of `lossy_recovery.py` (results/recovery.json), on the processor of the
+last study; the others those of `fisher.py`, which `fisher_restores.py` has merged (results/fisher-restores.json).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import document_tables
+import fisher_restores
 from restores_tables import RESULT, deviation, signed, uninterrupted_ends
 from workloads import REPO
 
@@ -29,6 +32,13 @@ HEAD = (
     "| workload | target | seeds | final quality, worse by % | weights x | whole state x | least retention |\n"
     "|---|---|---|---|---|---|---|"
 )
+
+ALONE_HEAD = "| one checkpoint alone | weights x | rise, nats |\n|---|---|---|"
+RESTORED_HEAD = (
+    "| what is changed | W bits | m bits | v bits | whole state, delta | retention | test loss above the uninterrupted "
+    "run |\n|---|---|---|---|---|---|---|"
+)
+ROLES = ("parameter", "moment1", "moment2")
 
 Run = Mapping[str, Any]
 Key = tuple[int, float, str]
@@ -72,5 +82,53 @@ def _noise(ends: Sequence[float]) -> str:
     return f" (seeds differ by {deviation(ends):.1f})" if len(ends) > 1 else ""
 
 
+def by_variant(runs: Sequence[Run], study: str) -> dict[str, list[Run]]:
+    """The rows of a study by variant, each by seed."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        if run["settings"]["study"] == study:
+            found.setdefault(run["settings"]["variant"], []).append(run)
+    return found
+
+
+def alone(runs: Sequence[Run]) -> str:
+    """A line for each way to write one checkpoint, with the rise of each seed."""
+    lines = []
+    for variant, some in by_variant(runs, "alone").items():
+        rises = ", ".join(f"{run['rise']:+.4f}" for run in some)
+        lines.append(f"| {variant} | {fmean(run['weights x'] for run in some):.1f} | {rises} |")
+    return "\n".join((ALONE_HEAD, *lines))
+
+
+def restored(runs: Sequence[Run], study: str) -> str:
+    """A line for each variant that was restored after every save, with the end of each seed."""
+    variants = by_variant(runs, study)
+    ends = {
+        where: ", ".join(f"{run['quality']:.4f}" for run in variants[where]) for where in ("middle", "uninterrupted")
+    }
+    first = f"| never restored: {ends['uninterrupted']}, from {ends['middle']} | | | | | | 0 |"
+    lines = [_restored_row(variant, some) for variant, some in variants.items() if variant not in ends]
+    return "\n".join((RESTORED_HEAD, first, *lines))
+
+
+def _restored_row(variant: str, runs: Sequence[Run]) -> str:
+    bits = [[run["bits"][role] for run in runs if role in run["bits"]] for role in ROLES]
+    cells = [
+        variant,
+        *(f"{fmean(some):.3f}" if some else "-" for some in bits),
+        f"{fmean(run['state x'] for run in runs):.3g}x",
+        f"{min(run['retention'][0] for run in runs):.2f} to {max(run['retention'][1] for run in runs):.2f}",
+        ", ".join(f"{run['worse']:+.4f}" for run in runs),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def parts() -> dict[str, str]:
+    """All tables, by the part of their mark."""
+    runs = json.loads(fisher_restores.OUT.read_text())["runs"]
+    tables = {"": table(json.loads(RESULT.read_text())), "alone": alone(runs)}
+    return tables | {study: restored(runs, study) for study in ("restores", "moments")}
+
+
 if __name__ == "__main__":
-    document_tables.main(__doc__, "fisher_tables", {DOCUMENT: table(json.loads(RESULT.read_text()))})
+    document_tables.main(__doc__, "fisher_tables", {DOCUMENT: parts()})

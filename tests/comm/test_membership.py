@@ -13,7 +13,7 @@ from helpers.timeouts import PATIENCE
 from shrinkpoint.comm.heartbeat import Heartbeat
 from shrinkpoint.comm.membership import LostMemberError, Membership, is_lost
 from shrinkpoint.comm.shared_file_store import SharedFileStore
-from shrinkpoint.errors import MembershipError, MismatchError, PolicyError
+from shrinkpoint.errors import CorruptError, MembershipError, MismatchError, PolicyError, StorageError
 
 
 @pytest.fixture
@@ -107,6 +107,8 @@ def test_a_process_that_stops_counting_is_dead_and_one_that_counts_is_not(store,
         (RuntimeError("[/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"), True),
         (dist.DistNetworkError("broken"), True),
         (ConnectionResetError(), True),
+        (StorageError("a", found="b", do="c"), True),
+        (CorruptError("a", found="b", do="c"), True),
         (RuntimeError("shape mismatch"), False),
         (MismatchError("a", found="timeout", do="c"), False),
         (MembershipError("a", found="left out", do="c"), False),
@@ -115,6 +117,20 @@ def test_a_process_that_stops_counting_is_dead_and_one_that_counts_is_not(store,
 )
 def test_errors_that_mean_a_lost_connection(error, expected):
     assert is_lost(error) == expected
+
+
+def test_a_file_of_a_store_that_is_gone_or_damaged_is_a_store_that_does_not_answer(tmp_path):
+    for damage in (lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:30])):
+        path = tmp_path / "members"
+        membership = Membership(SharedFileStore(path), 1, patience=0.2)
+        membership.form()
+        damage(path)
+        wait_until(lambda membership=membership: membership._heartbeat._error is not None)
+        with pytest.raises(MembershipError, match="the store does not answer"):
+            membership.has_ended()
+        with pytest.raises(MembershipError, match="the store does not answer"):
+            membership.form()
+        path.unlink(missing_ok=True)
 
 
 ENDS = """

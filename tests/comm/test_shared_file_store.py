@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import struct
+import subprocess
+import sys
 import threading
 from datetime import timedelta
+from zlib import crc32
 
 import pytest
 import torch.distributed as dist
 from helpers.processes import ranks, run_forked
+from helpers.timeouts import PATIENCE
 
 from shrinkpoint.comm import SharedFileStore
 from shrinkpoint.errors import CorruptError, PolicyError, StorageError
@@ -152,7 +157,9 @@ STOPPED = """
 def test_a_stopped_process_that_holds_the_lock_is_an_error_and_a_killed_one_is_not(tmp_path):
     *errors, value = run_forked(STOPPED, str(tmp_path / "store")).splitlines()
     assert value == "b'b'" and len(errors) == 2
-    assert all("locked by another process for 0.2 s. Look for a process that is stopped" in error for error in errors)
+    assert all(
+        "locked by another process until the timeout. Look for a process that is stopped" in error for error in errors
+    )
 
 
 def test_threads_share_a_store(tmp_path):
@@ -176,12 +183,16 @@ def test_a_file_of_something_else_and_one_that_was_changed_are_named(tmp_path):
     path.unlink()
     store = SharedFileStore(path)
     store.set("key", "value"), store.set("other", "value")
-    data = bytearray(path.read_bytes())
-    data[40] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(CorruptError, match=r"another record in byte 40; expected .* Give each training a new file"):
-        SharedFileStore(path)
-    path.write_bytes(data[:30])
+    whole = path.read_bytes()
+    for place in range(20, len(whole)):  # a length that is another one is no record without an end
+        data = bytearray(whole)
+        data[place] ^= 0x80
+        path.write_bytes(data)
+        with pytest.raises(
+            CorruptError, match=r"another record in byte \d\d; expected .* Give each training a new file"
+        ):
+            SharedFileStore(path)
+    path.write_bytes(whole[:30])
     with pytest.raises(CorruptError, match=r"30 bytes; expected .* or more"):
         store.check(["key"])
     path.unlink()
@@ -192,8 +203,10 @@ def test_a_file_of_something_else_and_one_that_was_changed_are_named(tmp_path):
 def test_lengths_of_a_hostile_record_allocate_nothing(tmp_path):
     path = tmp_path / "store"
     store = SharedFileStore(path)
+    rest = struct.pack("<III", 1, 0xFFFF_FFF0, 0)
     with path.open("ab") as file:
-        file.write(b"\xff\xff\xff\x7f" * 3)
+        file.write(crc32(rest).to_bytes(4, "little") + rest)
+        file.truncate(file.tell() + (1 << 31))
     assert not store.check(["a"])  # a record without an end
     store.set("a", "1")
     assert SharedFileStore(path).num_keys() == 1
@@ -210,6 +223,90 @@ def test_arguments_are_checked(tmp_path):
     store.set("text", "seven")
     with pytest.raises(PolicyError, match=r"add\('text'\): b'seven'; expected a number"):
         store.add("text", 1)
+    wrong = [lambda: store.set("text", None), lambda: store.set("text", 5), lambda: store.set(5, "a")]
+    wrong += [lambda: store.add("n", 1.5), lambda: store.add("n", 1 << 63), lambda: store.check("text")]
+    wrong += [lambda: store.check([3]), lambda: store.wait("text"), lambda: store.compare_set("text", "seven", None)]
+    for call in wrong:
+        with pytest.raises(PolicyError):
+            call()
+    assert store.get(b"text") == b"seven" and store.num_keys() == 1
+    with pytest.raises(dist.DistStoreError):
+        store.wait((key for key in ["missing"]), timedelta(seconds=0.05))
+
+
+def test_a_file_that_takes_the_place_of_another_is_an_error_and_another_directory_is_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store = SharedFileStore("store")
+    store.set("a", "1")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert store.get("a") == b"1"
+    (tmp_path / "store").rename(tmp_path / "kept")
+    SharedFileStore(tmp_path / "store").set("b", "2")
+    with pytest.raises(StorageError, match="another file than before"):
+        store.check(["b"])
+
+
+FORKED = """
+    import fcntl, os, signal, sys, threading, time
+    from datetime import timedelta
+    from shrinkpoint.comm import SharedFileStore
+    from shrinkpoint.errors import StorageError
+
+    store = SharedFileStore(sys.argv[1])
+    other = os.open(sys.argv[1], os.O_RDWR)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    waiting = threading.Thread(target=lambda: store.add("sum", 1))
+    waiting.start()  # until another process is done, while this one forks
+    while store._fd is None:
+        time.sleep(0.001)
+    pid = os.fork()
+    if pid == 0:
+        os.close(other)
+        store.set_timeout(timedelta(seconds=60))
+        store.add("sum", 1)
+        time.sleep(3600)
+    fcntl.flock(other, fcntl.LOCK_UN)
+    waiting.join()
+    store.set_timeout(timedelta(seconds=60))
+    while store.get("sum") != b"2":
+        time.sleep(0.01)
+    print("parent and child")
+    os.kill(pid, signal.SIGKILL)
+
+    def handle(*_):
+        try:
+            store.set("x", "y")
+        except StorageError as error:
+            print(error)
+            os._exit(0)
+
+    signal.signal(signal.SIGALRM, handle)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    store.check(["a"])
+"""
+
+
+def test_forks_and_signals_in_the_middle_of_a_call_hang_nobody(tmp_path):
+    first, second = run_forked(FORKED, str(tmp_path / "store")).splitlines()
+    assert first == "parent and child"
+    assert "in the middle of another one of this thread, as of a signal handler. Let the handler set a flag" in second
+
+
+EXIT = """
+import fcntl, os, sys, time
+from shrinkpoint.comm import Membership, SharedFileStore
+
+membership = Membership(SharedFileStore(sys.argv[1]), 2, patience=0.05)
+fcntl.flock(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_EX)
+time.sleep(0.2)  # its signs of life wait for the lock
+"""
+
+
+def test_a_process_may_end_while_its_signs_of_life_wait_for_the_lock(tmp_path):
+    ran = subprocess.run([sys.executable, "-c", EXIT, str(tmp_path / "store")], capture_output=True, timeout=PATIENCE)
+    assert ran.returncode == 0, ran.stderr
 
 
 GROUP = """

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from shrinkpoint import validate
 from shrinkpoint.comm.heartbeat import Heartbeat
-from shrinkpoint.errors import MembershipError, PolicyError
+from shrinkpoint.errors import CorruptError, MembershipError, PolicyError, StorageError
 
 _POLL_SECONDS = 0.02
 _STORE_ADVICE = "host the store in a process that outlives the training, and start anew with another store"
@@ -264,8 +264,10 @@ def _check_store(store: Any) -> None:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an error means that another process died, or that its connection did: torch has no class for all."""
-    if isinstance(error, LostMemberError | dist.DistError | ConnectionError | TimeoutError):
+    """Whether an error means that another process died, its connection, or the store: torch has no class for all."""
+    if isinstance(
+        error, LostMemberError | dist.DistError | ConnectionError | TimeoutError | StorageError | CorruptError
+    ):
         return True
     text = str(error).lower()
     return type(error) is RuntimeError and any(sign in text for sign in ("gloo", "connection", "timed out", "timeout"))
@@ -280,6 +282,6 @@ def _store_errors() -> Iterator[None]:
     """Raise errors of the store as ours."""
     try:
         yield
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, CorruptError) as error:
         problem = f"the store does not answer ({error})"
         raise MembershipError("Membership", found=problem, do=_STORE_ADVICE) from error

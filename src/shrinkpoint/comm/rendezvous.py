@@ -120,7 +120,7 @@ class ConfigCheck(ABC):
     def _read(self, participant: int, timeout: float) -> Any:
         try:
             return json.loads(self._channel.read(participant, timeout, self._round))
-        except OSError as error:
+        except (TimeoutError, ConnectionError) as error:
             reason = f"within {timeout:g} s" if isinstance(error, TimeoutError) else f"({error})"
             problem = f"{self.participant_kind} {participant} published no configuration {reason}"
             raise MismatchError(self._where, found=problem, do=self.missing_advice) from error
@@ -253,6 +253,6 @@ class SampleIdBroadcast:
         timeout = group_timeout(self._channel.group)
         try:
             return self._channel.read(0, timeout, self._step)
-        except OSError as error:
+        except (TimeoutError, ConnectionError) as error:
             problem = f"the first stage published no sample ids of step {self._step} within {timeout:g} s"
             raise MismatchError("pipeline", found=problem, do="begin the same steps on every rank") from error
