@@ -154,6 +154,12 @@ def sizes(errors: Sequence[float]) -> tuple[Variant, ...]:
     return tuple(Variant(f"error {error}", {"relative_error": error}) for error in errors)
 
 
+def new_course(workload: Workload, seed: int) -> Course:
+    """A training at its start: the same, whatever ran before in this process."""
+    workloads.seed_everything(seed, torch.get_num_threads())
+    return workload.build(seed)
+
+
 def recorded(
     workload: Workload, seed: int, start: int, every: int, count: int, folder: Path | None
 ) -> list[tuple[int, Any, Any]]:
@@ -162,8 +168,7 @@ def recorded(
     path = None if folder is None else folder / name
     if path is not None and path.exists():
         return torch.load(path, weights_only=True)  # type: ignore[no-any-return]
-    workloads.seed_everything(seed, torch.get_num_threads())  # the same, whatever ran before
-    course, out = workload.build(seed), []
+    course, out = new_course(workload, seed), []
     for step in range(1, start + every * (count - 1) + 1):
         workload.advance(course)
         if step >= start and (step - start) % every == 0:
@@ -227,8 +232,7 @@ def restored(
 
 def alone(workload: Workload, seed: int, step: int) -> dict[str, tuple[float, float]]:
     """(ratio of the weights, rise) of one checkpoint, a state in a file of its own, beside inshrinkerator."""
-    workloads.seed_everything(seed, torch.get_num_threads())  # the same, whatever ran before
-    course = workload.build(seed)
+    course = new_course(workload, seed)
     for _ in range(step):
         workload.advance(course)
     base, fresh = workload.evaluate(course.model), workload.build(seed).model
@@ -260,8 +264,7 @@ def alone(workload: Workload, seed: int, step: int) -> dict[str, tuple[float, fl
 
 
 def halfway(workload: Workload, seed: int, step: int) -> dict[str, Any]:
-    workloads.seed_everything(seed, torch.get_num_threads())  # the same, whatever ran before
-    course = workload.build(seed)
+    course = new_course(workload, seed)
     for _ in range(step):
         workload.advance(course)
     parts = ("model", "optimizer", "scheduler", "stream")

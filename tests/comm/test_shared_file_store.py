@@ -231,7 +231,7 @@ def test_arguments_are_checked(tmp_path):
             call()
     assert store.get(b"text") == b"seven" and store.num_keys() == 1
     with pytest.raises(dist.DistStoreError):
-        store.wait((key for key in ["missing"]), timedelta(seconds=0.05))
+        store.wait((key for key in ["missing"]), 0.05)
 
 
 def test_a_file_that_takes_the_place_of_another_is_an_error_and_another_directory_is_none(tmp_path, monkeypatch):

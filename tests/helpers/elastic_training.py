@@ -116,9 +116,9 @@ def kill(pid: int) -> None:
     os.waitpid(pid, 0)
 
 
-def exit_codes(pids: Mapping[str, int], patience: float = PATIENCE / 2) -> dict[str, int]:
+def exit_codes(pids: Mapping[str, int]) -> dict[str, int]:
     """Wait for processes: 0 for one that ended well, -9 for one that had to be killed since it did not end."""
-    deadline, codes = time.monotonic() + patience, dict[str, int]()
+    deadline, codes = time.monotonic() + PATIENCE / 2, dict[str, int]()
     while len(codes) < len(pids):
         for name, pid in pids.items():
             if name in codes:

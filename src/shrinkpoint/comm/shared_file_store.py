@@ -88,14 +88,7 @@ class SharedFileStore(Store):
         Raises:
             DistStoreError: it does not come in `timeout`.
         """
-        name, value = _as_key(key), None
-        deadline = time.monotonic() + self.timeout.total_seconds()
-        while value is None:
-            with self._open(fcntl.LOCK_SH):
-                value = self._values.get(name)
-            if value is None:
-                self._pause(deadline, [name])
-        return value
+        return self._wait_for([_as_key(key)], self.timeout)[0]
 
     def add(self, key: str | bytes, amount: int) -> int:
         """Add a number to the one that a key has, at first 0, and return the sum."""
@@ -125,21 +118,16 @@ class SharedFileStore(Store):
         with self._open(fcntl.LOCK_SH):
             return all(name in self._values for name in names)
 
-    def wait(self, keys: Sequence[str | bytes], timeout: timedelta | None = None) -> None:
+    def wait(self, keys: Sequence[str | bytes], timeout: timedelta | float | None = None) -> None:
         """Wait for all of these keys.
 
+        Args:
+            timeout: a number is of seconds; None for `timeout` of the store.
+
         Raises:
-            DistStoreError: they do not come in this time; None for `timeout` of the store.
+            DistStoreError: they do not come in this time.
         """
-        names = _as_keys(keys)
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        deadline = time.monotonic() + (self.timeout.total_seconds() if seconds is None else float(seconds))
-        while True:
-            with self._open(fcntl.LOCK_SH, deadline=deadline):
-                missing = [name for name in names if name not in self._values]
-            if not missing:
-                return
-            self._pause(deadline, missing)
+        self._wait_for(_as_keys(keys), self.timeout if timeout is None else timeout)
 
     def delete_key(self, key: str | bytes) -> bool:
         """Delete a key; whether it was there."""
@@ -161,9 +149,16 @@ class SharedFileStore(Store):
 
     deleteKey, getNumKeys = delete_key, num_keys  # what torch's C++ code calls them  # noqa: N815
 
-    def _pause(self, deadline: float, missing: Sequence[str]) -> None:
-        if time.monotonic() > deadline or _has_to_end(_KEY_POLL_SECONDS):
-            raise dist.DistStoreError(f"{self._path}: timeout; no {', '.join(missing):.200}")
+    def _wait_for(self, names: Sequence[str], timeout: timedelta | float) -> list[bytes]:
+        """The values of keys, once all of them are there."""
+        deadline = time.monotonic() + (timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
+        while True:
+            with self._open(fcntl.LOCK_SH, deadline=deadline):
+                missing = [name for name in names if name not in self._values]
+                if not missing:
+                    return [self._values[name] for name in names]
+            if time.monotonic() > deadline or _has_to_end(_KEY_POLL_SECONDS):
+                raise dist.DistStoreError(f"{self._path}: timeout; no {', '.join(missing):.200}")
 
     @contextmanager
     def _open(self, lock: int, *, flags: int = 0, deadline: float | None = None) -> Iterator[int]:
@@ -179,8 +174,9 @@ class SharedFileStore(Store):
             self._owner = threading.get_ident()
             self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | flags, 0o666)
             self._wait_for_lock(self._fd, lock, deadline)
-            self._check_file(self._fd)
-            self._read_new(self._fd)
+            stat = os.fstat(self._fd)
+            self._check_file(stat)
+            self._read_new(self._fd, stat.st_size)
             yield self._fd
         except OSError as error:
             if isinstance(error, StorageError):
@@ -211,17 +207,15 @@ class SharedFileStore(Store):
         advice = "look for a process that is stopped, and continue or kill it"
         return StorageError(str(self._path), found=problem, do=advice)
 
-    def _check_file(self, fd: int) -> None:
+    def _check_file(self, stat: os.stat_result) -> None:
         """Raise an error if another file has taken the place of the one that was opened first."""
-        stat = os.fstat(fd)
         self._file = self._file or (stat.st_dev, stat.st_ino)
         if self._file != (stat.st_dev, stat.st_ino):
             problem, advice = "another file than before", "give each training a file of its own, and keep it"
             raise StorageError(str(self._path), found=problem, do=advice)
 
-    def _read_new(self, fd: int) -> None:
+    def _read_new(self, fd: int, size: int) -> None:
         """Take the records since the last time, up to one that has no end since its writer was killed."""
-        size = os.fstat(fd).st_size
         if size < self._end:
             raise self._corrupt_error(f"{size} bytes", f"{self._end} or more, as there were before")
         if not self._end and size:
@@ -230,7 +224,7 @@ class SharedFileStore(Store):
                 raise self._corrupt_error("a file of something else", "one that SharedFileStore has made")
             self._end = len(_MAGIC) if begin == _MAGIC else 0
         while self._end and self._end + _HEADER.size <= size:
-            data = os.pread(fd, _PIECE_BYTES, self._end)
+            data = os.pread(fd, min(_PIECE_BYTES, size - self._end), self._end)
             length = self._record_length(data)
             if self._end + length > size:
                 return
