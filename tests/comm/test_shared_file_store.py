@@ -271,14 +271,14 @@ FORKED = """
     store.set_timeout(timedelta(seconds=60))
     while store.get("sum") != b"2":
         time.sleep(0.01)
-    print("parent and child")
+    print("parent and child", flush=True)
     os.kill(pid, signal.SIGKILL)
 
     def handle(*_):
         try:
             store.set("x", "y")
         except StorageError as error:
-            print(error)
+            print(error, flush=True)
             os._exit(0)
 
     signal.signal(signal.SIGALRM, handle)

@@ -68,6 +68,21 @@ def test_a_malicious_metadata_is_refused_by_name_and_does_not_run(saved, tmp_pat
     assert not (tmp_path / "mark").exists()
 
 
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_metadata_of_an_early_python_3_11_is_read_and_its_getattr_does_not_run(saved, tmp_path, monkeypatch, protocol):
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    members = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+    monkeypatch.setattr(members, "__reduce_ex__", lambda self, _: (getattr, (members, self.name)))
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata, protocol))
+    assert b"getattr" in (saved / ".metadata").read_bytes()
+    assert same(_sorted(directory.read(saved).content), _sorted(state()))
+    metadata.planner_data["extra"] = Malice(tmp_path / "mark")
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata, protocol))
+    with pytest.raises(CorruptError, match=r"posix\.system"):
+        directory.read(saved)
+    assert not (tmp_path / "mark").exists()
+
+
 def test_a_malicious_plain_value_is_refused_by_name_and_does_not_run(tmp_path):
     dcp.save({"w": torch.ones(2), "x": Malice(tmp_path / "mark")}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     with pytest.raises(StateError, match=r"posix\.system"):

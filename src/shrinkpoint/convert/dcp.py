@@ -321,6 +321,8 @@ _INERT_CLASSES = {
     "torch.serialization": "_get_layout",
     "pathlib": "PosixPath WindowsPath",
     "pathlib._local": "PosixPath WindowsPath",
+    "builtins": "getattr",  # of members of enums, as Python 3.11.0 to 3.11.3 pickle them; what stands for it gets none
+    "__builtin__": "getattr",
 }
 _STUB_CLASSES: dict[tuple[str, str], Callable[..., Any]] = {
     **{(module, name): Stub for module, names in _INERT_CLASSES.items() for name in names.split()},
