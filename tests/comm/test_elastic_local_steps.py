@@ -31,25 +31,30 @@ START = """
     def log_of(name):
         return folder / f"{name}.log"
 
-    def trainer(name, size, setup, rounds, is_complete, **settings):
+    def trainer(name, size, setup, rounds, last_join, **settings):
         "Start a process that trains, by its name, which is a number."
         def work():
-            ElasticRun(int(name), member(name, size, **settings), setup).train(rounds, log_of(name), is_complete)
+            ElasticRun(int(name), member(name, size, **settings), setup).train(rounds, log_of(name), last_join)
         return start(work, log_of(name))
 
     def newest(name):
         return max((line["round"] for line in lines(log_of(name)) if "round" in line), default=-1)
+
+    def join_of(*names, generation=1):
+        "The round after which the last of these processes joined, in a generation from this one on; None before."
+        logs = [[line for line in lines(log_of(name)) if "joined" in line] for name in names]
+        found = [[line["round"] for line in log if line["generation"] >= generation] for log in logs]
+        return max(map(max, found)) if all(found) else None
 """
 
 KILLS = """
-    WIDTH, KILLS, SETUP, SEED = 3, int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    WIDTH, ROUNDS, KILLS, SETUP, SEED = 3, *map(int, sys.argv[2:4]), sys.argv[4], int(sys.argv[5])
     draws, places = random.Random(SEED), itertools.count(WIDTH)
     VICTIMS = [1 + (number % 3 == 2) for number in range(KILLS)]  # now and then two at once
-    LAST = str(WIDTH + sum(VICTIMS) - 1)
+    LAST = [str(WIDTH + place) for place in range(sum(VICTIMS[:-1]), sum(VICTIMS))]
 
     def train(place):
-        is_complete = lambda membership: LAST in membership.members and len(membership.members) == WIDTH
-        return trainer(str(place), WIDTH, SETUP, 8 + 6 * KILLS, is_complete)
+        return trainer(str(place), WIDTH, SETUP, ROUNDS, lambda: join_of(*LAST))
 
     alive = {str(place): train(place) for place in range(WIDTH)}
     dead = []
@@ -184,7 +189,7 @@ SLOW = """
         ElasticRun(int(name), member(size=3, **settings), "sparse").train(ROUNDS, log_of(name), is_back)
 
     ROUNDS = 60
-    is_back = lambda membership: membership.generation > 2 and "2" in membership.members
+    is_back = lambda: join_of("2", generation=3)
     alive = {name: trainer(name, 3, "sparse", ROUNDS, is_back, patience=3.0) for name in "01"}
     alive["2"] = start(lambda: returning("2"), log_of("2"))
     wait_until(lambda: newest("2") >= 3)
@@ -299,7 +304,7 @@ def test_when_the_host_of_the_store_dies_all_ranks_say_so(joined):
 FEW = """
     def work(name, **settings):
         run = ElasticRun(int(name), member(name, 2, min_size=2, **settings), "exact")
-        run.train(12, log_of(name), lambda membership: "2" in membership.members)
+        run.train(12, log_of(name), lambda: join_of("2"))
 
     alone = start(lambda: work("9", timeout=1.0), log_of("9"))
     codes = exit_codes({"9": alone})
@@ -322,14 +327,14 @@ def test_too_few_ranks_wait_for_new_ones_and_not_for_ever(tmp_path):
     assert logs["1"][-2]["bits"] == logs["2"][-2]["bits"] and logs["1"][-2]["round"] >= 12
 
 
-def check_kills(tmp_path, kills: int, setup: str, seed: int) -> None:
-    arguments = str(tmp_path), str(kills), setup, str(seed)
+def check_kills(tmp_path, rounds: int, kills: int, setup: str, seed: int) -> None:
+    arguments = str(tmp_path), str(rounds), str(kills), setup, str(seed)
     report = json.loads(run_forked(START + KILLS, *arguments, timeout=3 * PATIENCE).splitlines()[-1])
     logs = report["logs"]
     assert set(report["codes"].values()) == {0}, (report["codes"], {name: log[-1:] for name, log in logs.items()})
     bits: dict[int, list] = {}
     last = max(line["round"] for log in logs.values() for line in log if "round" in line)
-    assert last >= 8 + 6 * kills
+    assert last >= rounds
     for log in logs.values():
         rounds = [line["round"] for line in log if "round" in line]
         assert rounds == [*range(rounds[0], last + 1)] and log[-1] == {"closed": True}
@@ -340,12 +345,13 @@ def check_kills(tmp_path, kills: int, setup: str, seed: int) -> None:
     assert len(report["dead"]) >= kills
 
 
-@pytest.mark.parametrize("setup", ["sparse", "dense"])
-def test_survivors_of_kills_at_random_moments_have_the_same_bits(setup, tmp_path):
-    check_kills(tmp_path, 1, setup, seed=len(setup))
+@pytest.mark.parametrize(("rounds", "setup"), [(14, "sparse"), (14, "dense"), (0, "sparse")])
+def test_survivors_of_kills_at_random_moments_have_the_same_bits(rounds, setup, tmp_path):
+    """With 0 rounds the others wait for a newcomer only, which joins in the middle of a round of theirs or after it."""
+    check_kills(tmp_path, rounds, 1, setup, seed=len(setup))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("setup", ["exact", "sparse", "dense", "random", "reference", "adam"])
 def test_survivors_of_many_kills_have_the_same_bits(setup, tmp_path):
-    check_kills(tmp_path, KILLS_BY_NIGHT, setup, seed=len(setup))
+    check_kills(tmp_path, 8 + 6 * KILLS_BY_NIGHT, KILLS_BY_NIGHT, setup, seed=len(setup))

@@ -65,16 +65,16 @@ class ElasticRun:
             "members": self.membership.members,
         }
 
-    def train(
-        self, rounds: int, log: Path, is_complete: Callable[[Membership], bool] = lambda membership: True
-    ) -> None:
-        """Train until so many rounds have ended and the group is complete; append a line to a file after each round.
+    def train(self, rounds: int, log: Path, last_join: Callable[[], int | None] = lambda: 0) -> None:
+        """Train until so many rounds have ended; append a line to a file after each.
 
-        Without `is_complete` others may end before a process that starts late has joined, which then waits for them.
+        A process that starts late waits for the others if these end before it has joined. `last_join` is the round
+        after which the last of them joined, as it is in its log, and None before: all go on to the end of the next one.
+        They see it then, since no rank is in a round before all have ended the last.
         """
         with log.open("a", buffering=1) as file:
             file.write(json.dumps({"joined": True, **self.report()}) + "\n")
-            while self.local.round < rounds or not is_complete(self.membership):
+            while (joined := last_join()) is None or self.local.round < max(rounds, joined + 1):
                 time.sleep(0.01)
                 if self.take_step():
                     file.write(json.dumps(self.report()) + "\n")
