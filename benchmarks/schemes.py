@@ -7,7 +7,8 @@
 The same harness as `shrinkpoint bench`, on workloads of ours and with two points of reference (`torch_baselines.py`):
 the checkpoints are recorded without loss from the middle of a training on, and every scheme gets the same ones, each as
 the one after the one before it. What restarts from its checkpoints cost a scheme is in `lossy_recovery.py`, which knows
-the same names. Writes results/schemes.json, and a picture for each subject.
+the same names. Writes results/schemes_gpt.json and so on, and a picture for each subject. `schemes_tables.py` makes the
+tables of the documents out of these, `schemes_plot.py` the picture.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -150,12 +152,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="a toy: does it all run?")
-    parser.add_argument("--out", type=Path, default=Path("results/schemes.json"))
+    parser.add_argument("--out", type=Path, default=Path("results"), metavar="FOLDER")
     options = parser.parse_args()
     workloads.seed_everything(options.seed, options.threads)
     if options.quick:
         options.subjects, options.checkpoints, options.interval = ["gpt"], 3, 2
-    document: dict[str, Any] = {"machine": machine(), "threshold": options.threshold, "subjects": {}}
     for name in options.subjects:
         make = SUBJECTS[name](options.data, options) if name in SUBJECTS else trained(name, options.data, options)
         with make as subject:
@@ -163,18 +164,22 @@ def main() -> None:
                 print(f"{subject.name}: no data, skipped")
                 continue
             print(f"{subject.name}: {len(subject.series)} checkpoints")
-            found: list[BenchResult] = []
-            for result in outcomes(subject, options):  # each is kept at once: one may take minutes
-                found.append(result)
-                document["subjects"][subject.name] = [one.to_json() for one in found]
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(json.dumps(document, indent=1))
-            print("\n" + table(TABLE_HEADER, table_rows(found)) + "\n")
-            place = options.out.with_name(f"{options.out.stem}_{name}")
-            print("plot:", *write_plot(found, place, f"{subject.name}, {len(subject.series)} checkpoints"))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(document, indent=1))
-    print("written:", options.out)
+            report(name, subject, options)
+
+
+def report(name: str, subject: Subject, options: argparse.Namespace) -> None:
+    """Measure all schemes on a subject; write their results, each at once, since one may take minutes, and a plot."""
+    place = options.out / f"schemes_{name}"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    document = {"machine": machine(), "date": f"{date.today()}", "threshold": options.threshold}
+    found: list[BenchResult] = []
+    for result in outcomes(subject, options):
+        found.append(result)
+        document["subjects"] = {subject.name: [one.to_json() for one in found]}
+        place.with_suffix(".json").write_text(json.dumps(document, indent=1))
+    print("\n" + table(TABLE_HEADER, table_rows(found)) + "\n")
+    plots = write_plot(found, place, f"{subject.name}, {len(subject.series)} checkpoints")
+    print("written:", place.with_suffix(".json"), *plots)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ SCRIPTS = {
     "replicas": "gradient_compression",
     "restores": "repeated_restores",
     "rework": "recomputation",
-    "schemes_wikitext": "schemes",
+    **{f"schemes_{subject}": "schemes" for subject in ("gpt", "resnet", "ssl", "wikitext")},
     "search": "search_trials",
     "stall": "save_latency",
     "transfer": "transfer_learning",

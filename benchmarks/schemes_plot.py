@@ -1,18 +1,20 @@
-"""The picture of docs/fisher.md: bits a weight against the rise of the loss, all schemes on the same checkpoints.
+"""The picture of docs/scheme_studies.md: bits a weight against the rise of the loss, all schemes on a GPT.
 
-python benchmarks/fisher_plot.py results/schemes.json results/schemes_fisher_gpt.json
+python benchmarks/schemes_plot.py    # of results/schemes_gpt.json, into docs/pictures/schemes.svg
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
+import schemes_tables
+from workloads import REPO
 
 OTHERS = (
     "inshrinkerator",
@@ -45,14 +47,16 @@ class Point:
     retention: float
 
 
-def points(path: Path, subject: str) -> dict[str, Point]:
+def points(document: Mapping[str, Any]) -> dict[str, Point]:
+    """The schemes of the picture, by their names, out of a result of `schemes.py` that was committed."""
     out = {}
-    for one in json.loads(path.read_text())["subjects"].get(subject, []):
-        rows = [row for row in one.get("rows", []) if not row["keyframe"] and row.get("rise") is not None]
-        if rows and one["name"] in (*OTHERS, *OURS):
-            bits, rise = (statistics.median(row) for row in ([r["bits"]["W"] for r in rows], [r["rise"] for r in rows]))
-            kept = statistics.median(1.0 if row["retention"] is None else row["retention"] for row in rows)
-            out[one["name"]] = Point(one["name"], bits, 100 * rise, kept)
+    (found,) = document["result"]["subjects"].values()
+    for one in found:
+        if one["name"] in (*OTHERS, *OURS):
+            bits = schemes_tables.middle(one, lambda row: row["bits"]["W"])
+            retention = schemes_tables.middle(one, lambda row: row["retention"])
+            assert bits is not None and retention is not None, one["name"]
+            out[one["name"]] = Point(one["name"], bits, 100 * one["rise"], retention)
     return out
 
 
@@ -98,15 +102,10 @@ def figure(found: dict[str, Point]) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="+", type=Path, help="what schemes.py wrote")
-    parser.add_argument("--subject", default="gpt")
-    parser.add_argument("--out", type=Path, default=Path("docs/pictures/fisher.svg"))
+    parser.add_argument("--out", type=Path, default=REPO / "docs" / "pictures" / "schemes.svg")
     options = parser.parse_args()
-    found: dict[str, Point] = {}
-    for path in options.results:
-        found |= points(path, options.subject)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    figure(found).write_image(options.out, width=820, height=480)
+    document = json.loads((schemes_tables.RESULTS / "schemes_gpt.json").read_text())
+    figure(points(document)).write_image(options.out, width=820, height=480)
     print("written:", options.out)
 
 
