@@ -71,7 +71,7 @@ STUDIES = (
     Study("fisher", 30),
     Study("optimizers", 30),
     Study("wikitext_series", 60, suffix=""),
-    Study("schemes", 20, suffix=""),
+    Study("schemes", 50, suffix=""),
     Study("budgets", 20),
     Study("rate_distortion", 60, ("--quick", "--ledger", "results/quick/rate_distortion.jsonl")),
     Study("lossy_recovery", 800, suffix=".jsonl"),
