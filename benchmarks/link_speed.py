@@ -55,7 +55,7 @@ def speeds(args: argparse.Namespace) -> dict[str, Any]:
     values = torch.randn(side, side, generator=torch.Generator().manual_seed(0))
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {args.core} if args.core in before else before)
-    found: dict[str, Any] = {"torch": torch.__version__, "repeats": args.repeats, "machine": _machine()}
+    found: dict[str, Any] = {"torch": torch.__version__, "repeats": args.repeats, "machine": machine()}
     found["date"] = time.strftime("%Y-%m-%d")
     try:
         for name, dtype in DTYPES.items():
@@ -66,7 +66,7 @@ def speeds(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def _machine() -> str:
+def machine() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{len(names)} cores of {names[0]}" if names else platform.processor()

@@ -1,14 +1,25 @@
-"""What link.py measured, as tables and verdicts."""
+"""What link.py measured, as tables and verdicts.
+
+python benchmarks/link_tables.py            # writes the steps of pipelines between the marks of docs/wire_studies.md
+python benchmarks/link_tables.py --check    # says whether they are what the results give
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
 from typing import Any
 
+import document_tables
+from workloads import REPO
+
 from shrinkpoint.comm.recommendation import DEFAULT_CANDIDATES, NO_COMPRESSION, rank_candidates
 from shrinkpoint.comm.step_model import CandidateCost, Workload
 
+DOCUMENT = REPO / "docs" / "wire_studies.md"
+RESULT = REPO / "benchmarks" / "results" / "link.json"
 NONE = "none"
 OURS = ("q8:64", "q4:64 / q8:64", "q4:64", "n3:64")
 """Whose steps are to be shorter than the uncompressed ones'."""
@@ -162,3 +173,43 @@ def _print(head: tuple[str, ...], rows: list[tuple[str, ...]], *, texts: int) ->
     for row in [head, *rows]:
         pairs = zip(row, widths, strict=True)
         print("  ".join(text.ljust(w) if i < texts else text.rjust(w) for i, (text, w) in enumerate(pairs)).rstrip())
+
+
+def tables(figures: Mapping[str, Any]) -> str:
+    """The steps of every pipeline, as they stand between the marks."""
+    every = [(schedule, found) for part in ("pipeline", "stages") for schedule, found in figures[part].items()]
+    return "\n\n".join(_table(schedule, found) for schedule, found in every)
+
+
+def _table(schedule: str, found: Mapping[str, Any]) -> str:
+    """A line a case, from the slowest link to one without a limit; MB a step of all ranks, as the kernel counted."""
+    rates = sorted({row["rate"] for row in found["rows"]}, key=lambda rate: rate or float("inf"))
+    names = [
+        f"{rate} Mbit/s" if rate and rate < SLOW else f"{rate // 1000} Gbit/s" if rate else "no limit" for rate in rates
+    ]
+    steps = {row["steps"] for row in found["rows"]}
+    title = f"**{schedule}, {found['job']['world']} stages** (seconds of a step, medians of {max(steps)}; in brackets"
+    lines = [
+        f"{title} how many times as fast as uncompressed; {found['machine']}, {found['date']})\n",
+        f"| | {' | '.join(names)} | MB |",
+        f"|{'---|' * (len(rates) + 2)}",
+    ]
+    for name in dict.fromkeys(row["name"] for row in found["rows"]):
+        rows = {row["rate"]: row for row in found["rows"] if row["name"] == name}
+        gains = ["" if name == NONE else f" ({rows[rate]['gain']:.1f})" for rate in rates]
+        cells = [f"{seconds(rows[rate]['seconds'])}{gain}" for rate, gain in zip(rates, gains, strict=True)]
+        label = "uncompressed" if name == NONE else " / ".join(f"`{spec}`" for spec in name.split(" / "))
+        lines.append(f"| {label} | {' | '.join(cells)} | {rows[rates[0]]['sent'] / 1e6:#.3g} |")
+    return "\n".join(lines)
+
+
+def seconds(value: float) -> str:
+    """
+    >>> seconds(0.0612), seconds(0.461), seconds(3.056)
+    ('.061', '.461', '3.06')
+    """
+    return (f"{value:.3f}" if value < 1 else f"{value:#.3g}").removeprefix("0")
+
+
+if __name__ == "__main__":
+    document_tables.main(__doc__, "link_tables", {DOCUMENT: tables(json.loads(RESULT.read_text())["result"])})
