@@ -31,7 +31,7 @@ from lossless_series import Checkpoint, Series
 try:
     import lossless_shrinkpoint
 except ImportError as missing:  # the rivals and the entropies stand without us
-    ours = None  # type: ignore[assignment]
+    lossless_shrinkpoint = None  # type: ignore[assignment]
     print(f"shrinkpoint cannot be imported ({missing}): rivals and entropies only")
 
 Streams = dict[str, dict[str, Any]]
@@ -165,7 +165,7 @@ def study(one: Series, found: list[Rival]) -> Streams:
     for distance, pairs in one.pairs.items():
         for base, new in pairs:
             delta(out, distance, base, new)
-    if ours:
+    if lossless_shrinkpoint:
         measure_ours(out, one)
     streams = out.finish()
     print(f"\n{one.name} ({time.perf_counter() - began:.0f} s)\n{lossless_report.ratios(streams)}", flush=True)
@@ -173,7 +173,7 @@ def study(one: Series, found: list[Rival]) -> Streams:
 
 
 def speeds(base: Checkpoint, new: Checkpoint, repeats: int) -> dict[str, Any]:
-    jobs = lossless_shrinkpoint.jobs(base, new) if ours else {}
+    jobs = lossless_shrinkpoint.jobs(base, new) if lossless_shrinkpoint else {}
     found = lossless_speed.study(new.flat("W"), jobs, repeats)
     return {
         threads: {name: {way: dataclasses.asdict(one) for way, one in ways.items()} for name, ways in subjects.items()}
@@ -214,7 +214,7 @@ def main() -> int:
     if "speed" in args.only:
         result["speed"] = speeds(base, new, args.repeats)
         print("\n" + lossless_report.speeds(result["speed"]), flush=True)
-    if "memory" in args.only and ours:
+    if "memory" in args.only and lossless_shrinkpoint:
         result["memory"] = lossless_memory.study(*(args.cache / f"{c.state['step']}.pt" for c in (new, base)))
     result["verdicts"] = list(lossless_report.verdicts(result))
     result["seconds"] = time.perf_counter() - began
