@@ -51,7 +51,7 @@ def make_store(path: Path, count: int) -> None:
 def open_page(page: Path) -> float:
     """Seconds until a fresh browser has drawn every figure of a page."""
     options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium")
+    options.binary_location = shutil.which("chromium") or sys.exit("no Chromium (Debian: chromium, chromium-driver)")
     for flag in FLAGS:
         options.add_argument(flag)
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
