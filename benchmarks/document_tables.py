@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,20 @@ def written(document: str, program: str, inner: str, part: str = "") -> str:
     mark = f"<!-- tables of benchmarks/{program}.py{f', {part}' if part else ''} -->"
     start = document.index(mark) + len(mark)
     return f"{document[:start]}\n\n{inner}\n\n{document[document.index(END, start) :]}"
+
+
+def figure(value: float | None, digits: int = 3) -> str:
+    """A number in so many digits, as it stands in a table; nothing for None.
+
+    >>> figure(0.6351), figure(26.61), figure(105.8), figure(0), figure(None), figure(2.9999e-05)
+    ('.635', '26.6', '106', '0', '', '3.00e-05')
+    """
+    if value is None:
+        return ""
+    if abs(value) < 0.001:
+        return f"{value:.{digits - 1}e}" if value else "0"
+    whole = f"{value:#.{digits}g}" if abs(value) < 10 ** (digits - 1) else f"{value:.0f}"
+    return re.sub(r"\b0\.", ".", whole).rstrip(".")
 
 
 def main(description: str | None, program: str, inner: Mapping[Path, str | Mapping[str, str]]) -> None:

@@ -197,18 +197,12 @@ def _table(schedule: str, found: Mapping[str, Any]) -> str:
     for name in dict.fromkeys(row["name"] for row in found["rows"]):
         rows = {row["rate"]: row for row in found["rows"] if row["name"] == name}
         gains = ["" if name == NONE else f" ({rows[rate]['gain']:.1f})" for rate in rates]
-        cells = [f"{seconds(rows[rate]['seconds'])}{gain}" for rate, gain in zip(rates, gains, strict=True)]
+        cells = [
+            f"{document_tables.figure(rows[rate]['seconds'])}{gain}" for rate, gain in zip(rates, gains, strict=True)
+        ]
         label = "uncompressed" if name == NONE else " / ".join(f"`{spec}`" for spec in name.split(" / "))
-        lines.append(f"| {label} | {' | '.join(cells)} | {rows[rates[0]]['sent'] / 1e6:#.3g} |")
+        lines.append(f"| {label} | {' | '.join(cells)} | {document_tables.figure(rows[rates[0]]['sent'] / 1e6)} |")
     return "\n".join(lines)
-
-
-def seconds(value: float) -> str:
-    """
-    >>> seconds(0.0612), seconds(0.461), seconds(3.056)
-    ('.061', '.461', '3.06')
-    """
-    return (f"{value:.3f}" if value < 1 else f"{value:#.3g}").removeprefix("0")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -43,19 +42,6 @@ def middle(result: Result, key: Callable[[Result], float | None]) -> float | Non
     return median(values) if values else None
 
 
-def figure(value: float | None, digits: int = 3) -> str:
-    """
-    >>> figure(0.6351), figure(26.61), figure(105.8), figure(0), figure(None), figure(2.9999e-05)
-    ('.635', '26.6', '106', '0', '', '3.00e-05')
-    """
-    if value is None:
-        return ""
-    if abs(value) < 0.001:
-        return f"{value:.{digits - 1}e}" if value else "0"
-    whole = f"{value:#.{digits}g}" if abs(value) < 10 ** (digits - 1) else f"{value:.0f}"
-    return re.sub(r"\b0\.", ".", whole).rstrip(".")
-
-
 def per_cent(value: float | None) -> str:
     """
     >>> per_cent(0.00134), per_cent(-0.01), per_cent(0.00001), per_cent(None)
@@ -86,14 +72,14 @@ def row(result: Result, threshold: float) -> str:
     errors = {key: middle(result, lambda row, key=key: row["errors"].get(key)) for key in ("W", "update")}
     cells = [
         title(result["name"], threshold),
-        *(figure(middle(result, lambda row, key=key: row["bits"].get(key))) for key in "Wmv"),
-        figure(result["delta_ratio"]),
-        figure(result["ratio"]),
-        *map(figure, errors.values()),
+        *(document_tables.figure(middle(result, lambda row, key=key: row["bits"].get(key))) for key in "Wmv"),
+        document_tables.figure(result["delta_ratio"]),
+        document_tables.figure(result["ratio"]),
+        *map(document_tables.figure, errors.values()),
         per_cent(result["rise"]),
         per_cent(result["worst_rise"]),
-        figure(result["least_retention"], 2),
-        f"{figure(result['encode_gb_s'], 2)} / {figure(result['decode_gb_s'], 2)}",
+        document_tables.figure(result["least_retention"], 2),
+        f"{document_tables.figure(result['encode_gb_s'], 2)} / {document_tables.figure(result['decode_gb_s'], 2)}",
     ]
     return f"| {' | '.join(cells)} |"
 

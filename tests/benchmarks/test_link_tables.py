@@ -27,5 +27,5 @@ def test_the_slowest_link_comes_first_and_one_without_a_limit_last(tables: Modul
     assert coded == "| `q4:64` / `q8:64` | .250 (10.0) | .250 (10.0) | .250 (10.0) | 5.00 |"
 
 
-def test_the_examples_of_the_program_are_right(tables: ModuleType) -> None:
-    assert doctest.testmod(tables) == (0, 1)
+def test_figures_have_three_digits(tables: ModuleType) -> None:
+    assert doctest.testmod(tables.document_tables) == (0, 1)
