@@ -87,7 +87,8 @@ def make(folder: Path, workload: Workload, stores: Mapping[str, Sequence[int]], 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=workloads.default_data())
-    parser.add_argument("--out", type=Path, help="folder of the three stores; default: wikitext in SHRINKPOINT_SERIES")
+    about = "of the three stores; default: wikitext in SHRINKPOINT_SERIES"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=about)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="a toy: does it all run?")

@@ -50,8 +50,8 @@ def test_a_quick_run_writes_apart_from_the_whole_one(load: Load) -> None:
         quick = study.command(quick=True, out=REPOSITORY / "results" / "quick")
         assert any("results/quick" in word for word in quick)
         assert not any("quick" in word for word in study.command(quick=False, out=REPOSITORY))
-        ledger, stores = "Ledger(args.out" in source or "Ledger(out" in source, "sp.Store(folder / name" in source
-        assert Path(quick[-1]).suffix == (".jsonl" if ledger else "" if stores else ".json"), study.script
+        ledger, folder = "Ledger(args.out" in source or "Ledger(out" in source, 'metavar="FOLDER"' in source
+        assert Path(quick[-1]).suffix == (".jsonl" if ledger else "" if folder else ".json"), study.script
 
 
 def _record(workload: str, quality: float, *, higher: bool | None, **more: Any) -> dict[str, Any]:
