@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 END = "<!-- end of these tables -->"
@@ -23,6 +23,12 @@ def written(document: str, program: str, inner: str, part: str = "") -> str:
     mark = f"<!-- tables of benchmarks/{program}.py{f', {part}' if part else ''} -->"
     start = document.index(mark) + len(mark)
     return f"{document[:start]}\n\n{inner}\n\n{document[document.index(END, start) :]}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
+    return "\n".join((lines[0], f"|{'---|' * len(head)}", *lines[1:]))
 
 
 def figure(value: float | None, digits: int = 3) -> str:

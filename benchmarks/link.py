@@ -83,7 +83,7 @@ def _measured(
     """Of every rate and case: seconds of the steps, bytes, and what the forecast says."""
     job |= {"world": load.world_size, "rounds": args.rounds, "steps": args.steps, "warm": 1}
     job["cases"] = [{"name": name, "forward": f, "backward": b} for name, (f, b) in cases.items()]
-    results: dict[str, Any] = {"machine": link_speed.machine(), "date": f"{date.today()}", "job": job}
+    results: dict[str, Any] = {"machine": link_speed.machine(), "date": date.today().isoformat(), "job": job}
     results |= {"costs": {name: asdict(cost) for name, cost in costs.items()}, "rates": {}}
     with link_net.Network(load.world_size) as network:
         for mbps in args.rates:

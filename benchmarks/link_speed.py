@@ -67,6 +67,7 @@ def speeds(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def machine() -> str:
+    """The number of cores, and the name of the processor."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{len(names)} cores of {names[0]}" if names else platform.processor()

@@ -183,26 +183,28 @@ def tables(figures: Mapping[str, Any]) -> str:
 
 def _table(schedule: str, found: Mapping[str, Any]) -> str:
     """A line a case, from the slowest link to one without a limit; MB a step of all ranks, as the kernel counted."""
-    rates = sorted({row["rate"] for row in found["rows"]}, key=lambda rate: rate or float("inf"))
-    names = [
-        f"{rate} Mbit/s" if rate and rate < SLOW else f"{rate // 1000} Gbit/s" if rate else "no limit" for rate in rates
-    ]
-    steps = {row["steps"] for row in found["rows"]}
-    title = f"**{schedule}, {found['job']['world']} stages** (seconds of a step, medians of {max(steps)}; in brackets"
-    lines = [
-        f"{title} how many times as fast as uncompressed; {found['machine']}, {found['date']})\n",
-        f"| | {' | '.join(names)} | MB |",
-        f"|{'---|' * (len(rates) + 2)}",
-    ]
-    for name in dict.fromkeys(row["name"] for row in found["rows"]):
-        rows = {row["rate"]: row for row in found["rows"] if row["name"] == name}
-        gains = ["" if name == NONE else f" ({rows[rate]['gain']:.1f})" for rate in rates]
-        cells = [
-            f"{document_tables.figure(rows[rate]['seconds'])}{gain}" for rate, gain in zip(rates, gains, strict=True)
-        ]
+    rows, figure = {(row["name"], row["rate"]): row for row in found["rows"]}, document_tables.figure
+    rates = sorted({rate for _, rate in rows}, key=lambda rate: rate or float("inf"))
+    lines = []
+    for name in dict.fromkeys(name for name, _ in rows):
+        mine = [rows[name, rate] for rate in rates]
+        gains = ["" if name == NONE else f" ({row['gain']:.1f})" for row in mine]
+        seconds = [figure(row["seconds"]) + gain for row, gain in zip(mine, gains, strict=True)]
         label = "uncompressed" if name == NONE else " / ".join(f"`{spec}`" for spec in name.split(" / "))
-        lines.append(f"| {label} | {' | '.join(cells)} | {document_tables.figure(rows[rates[0]]['sent'] / 1e6)} |")
-    return "\n".join(lines)
+        lines.append([label, *seconds, figure(mine[0]["sent"] / 1e6)])
+    stages, steps = found["job"]["world"], found["rows"][0]["steps"]
+    title = (
+        f"**{schedule}, {stages} stages** (seconds of a step, medians of {steps}; in brackets how many times as fast "
+        f"as uncompressed; {found['machine']}, {found['date']})"
+    )
+    return f"{title}\n\n{document_tables.table(['', *map(_link, rates), 'MB'], lines)}"
+
+
+def _link(rate: int) -> str:
+    """How a table names a link of so many Mbit/s."""
+    if not rate:
+        return "no limit"
+    return f"{rate} Mbit/s" if rate < 1000 else f"{rate // 1000} Gbit/s"
 
 
 if __name__ == "__main__":

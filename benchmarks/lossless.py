@@ -21,18 +21,13 @@ import lossless_entropy
 import lossless_memory
 import lossless_report
 import lossless_series
+import lossless_shrinkpoint
 import lossless_speed
 import numpy as np
 import torch
 from lossless_compressors import Array, Rival
 from lossless_entropy import Fields
 from lossless_series import Checkpoint, Series
-
-try:
-    import lossless_shrinkpoint
-except ImportError as missing:  # the rivals and the entropies stand without us
-    lossless_shrinkpoint = None  # type: ignore[assignment]
-    print(f"shrinkpoint cannot be imported ({missing}): rivals and entropies only")
 
 Streams = dict[str, dict[str, Any]]
 
@@ -165,16 +160,14 @@ def study(one: Series, found: list[Rival]) -> Streams:
     for distance, pairs in one.pairs.items():
         for base, new in pairs:
             delta(out, distance, base, new)
-    if lossless_shrinkpoint:
-        measure_ours(out, one)
+    measure_ours(out, one)
     streams = out.finish()
     print(f"\n{one.name} ({time.perf_counter() - began:.0f} s)\n{lossless_report.ratios(streams)}", flush=True)
     return streams
 
 
 def speeds(base: Checkpoint, new: Checkpoint, repeats: int) -> dict[str, Any]:
-    jobs = lossless_shrinkpoint.jobs(base, new) if lossless_shrinkpoint else {}
-    found = lossless_speed.study(new.flat("W"), jobs, repeats)
+    found = lossless_speed.study(new.flat("W"), lossless_shrinkpoint.jobs(base, new), repeats)
     return {
         threads: {name: {way: dataclasses.asdict(one) for way, one in ways.items()} for name, ways in subjects.items()}
         for threads, subjects in found.items()
@@ -214,7 +207,7 @@ def main() -> int:
     if "speed" in args.only:
         result["speed"] = speeds(base, new, args.repeats)
         print("\n" + lossless_report.speeds(result["speed"]), flush=True)
-    if "memory" in args.only and lossless_shrinkpoint:
+    if "memory" in args.only:
         result["memory"] = lossless_memory.study(*(args.cache / f"{c.state['step']}.pt" for c in (new, base)))
     result["verdicts"] = list(lossless_report.verdicts(result))
     result["seconds"] = time.perf_counter() - began

@@ -31,6 +31,11 @@ def ours(stream: Mapping[str, Any]) -> float | None:
     return ratio(stream, stream.get("ours"), stream.get("ours_raw"))
 
 
+def entropy(stream: Mapping[str, Any], key: str = "entropy") -> float:
+    """The ratio that an estimate of the entropy stands for."""
+    return float(stream["raw"] * 8 / stream["values"] / stream[key])
+
+
 def best(stream: Mapping[str, Any]) -> tuple[str, float]:
     name = min(stream["rivals"], key=stream["rivals"].get)
     return name, stream["raw"] / stream["rivals"][name]
@@ -54,7 +59,7 @@ def ratios(streams: Mapping[str, Mapping[str, Any]]) -> str:
                 f"{stream['raw'] / 1e6:.1f}",
                 _ratio(mine),
                 *(_ratio(stream["raw"] / stream["rivals"][rival]) for rival in names),
-                _ratio(width / bits),
+                _ratio(entropy(stream)),
                 f"{bits:.3f}",
                 _ratio(mine and width / mine),
                 f"{width / mine / bits:.3f}" if mine else "-",
@@ -94,10 +99,10 @@ def _of_stream(where: str, stream: Mapping[str, Any]) -> Iterator[str]:
     for key in ("entropy without taps", "entropy"):
         if key == "entropy" and stream[key] == stream["entropy without taps"]:
             continue  # no convolution here
-        entropy = stream["raw"] * 8 / stream["values"] / stream[key]
-        excess = 100 * (entropy / mine - 1)
+        bound = entropy(stream, key)
+        excess = 100 * (bound / mine - 1)
         what = "entropy" if key != "entropy" else "entropy that knows of taps"
-        yield _line(entropy <= mine * WITHIN, f"{where}, {what}", f"{excess:+.1f} % bits against {entropy:.3f}")
+        yield _line(bound <= mine * WITHIN, f"{where}, {what}", f"{excess:+.1f} % bits against {bound:.3f}")
 
 
 def _of_speed(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

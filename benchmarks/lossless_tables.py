@@ -28,20 +28,20 @@ SUBJECTS = {
     "ours: W + m + v delta": "whole state, a delta",
 }
 """Ours, of what is timed; rivals get the weights in one piece."""
+WAYS = ("encode", "decode")
 
 Result = Mapping[str, Any]
 
 
 def sizes(series: Mapping[str, Result]) -> str:
-    """Ratios of a series: a line a stream, the bits of a rival that has the fewest, and those of the entropy."""
-    rows = [("stream", "ours", "best rival", "torch DCP, ZStandard", "held-out entropy")]
+    """Ratios of a series, a line a stream: ours, that of the best rival, of torch's own compression, of the entropy."""
+    rows = []
     for name, stream in series.items():
-        rival, theirs = lossless_report.best(stream)
-        entropy = stream["raw"] * 8 / stream["values"] / stream["entropy"]
-        ours, dcp = lossless_report.ours(stream), stream["raw"] / stream["rivals"]["dcp-zstd"]
+        ours, (rival, theirs) = lossless_report.ours(stream), lossless_report.best(stream)
+        dcp, entropy = stream["raw"] / stream["rivals"]["dcp-zstd"], lossless_report.entropy(stream)
         assert ours is not None, name
         rows.append((label(name), f"**{ratio(ours)}**", f"{ratio(theirs)} {rival}", ratio(dcp), ratio(entropy)))
-    return table(rows)
+    return document_tables.table(("stream", "ours", "best rival", "torch DCP, ZStandard", "held-out entropy"), rows)
 
 
 def label(stream: str) -> str:
@@ -65,16 +65,9 @@ def ratio(value: float) -> str:
 def speeds(found: Mapping[str, Result]) -> str:
     """GB/s of raw bytes by the processor's time of one thread, ours before the rivals."""
     one = found["1"]
-    rows = [("", "encode", "decode")]
-    for name in sorted(one, key=lambda name: (list(SUBJECTS).index(name) if name in SUBJECTS else len(SUBJECTS), name)):
-        if name in SUBJECTS or not name.startswith("ours"):
-            rows.append((SUBJECTS.get(name, name), *(f"{one[name][way]['cpu']:.2f}" for way in ("encode", "decode"))))
-    return table(rows)
-
-
-def table(rows: list[tuple[str, ...]]) -> str:
-    head, *lines = (f"| {' | '.join(row)} |" for row in rows)
-    return "\n".join((head, f"|{'---|' * len(rows[0])}", *lines))
+    names = [name for name in SUBJECTS if name in one] + sorted(name for name in one if not name.startswith("ours"))
+    rows = [[SUBJECTS.get(name, name), *(f"{one[name][way]['cpu']:.2f}" for way in WAYS)] for name in names]
+    return document_tables.table(("", *WAYS), rows)
 
 
 def parts(document: Result) -> dict[str, str]:

@@ -171,7 +171,7 @@ def report(name: str, subject: Subject, options: argparse.Namespace) -> None:
     """Measure all schemes on a subject; write their results, each at once, since one may take minutes, and a plot."""
     place = options.out / f"schemes_{name}"
     place.parent.mkdir(parents=True, exist_ok=True)
-    document = {"machine": machine(), "date": f"{date.today()}", "threshold": options.threshold}
+    document = {"machine": machine(), "date": date.today().isoformat(), "threshold": options.threshold}
     found: list[BenchResult] = []
     for result in outcomes(subject, options):
         found.append(result)

@@ -6,8 +6,7 @@ python benchmarks/schemes_plot.py    # of results/schemes_gpt.json, into docs/pi
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ from typing import Any
 import plotly.graph_objects as go
 import schemes_tables
 from workloads import REPO
+
+from shrinkpoint.bench.result import BenchResult
 
 OTHERS = (
     "inshrinkerator",
@@ -47,16 +48,15 @@ class Point:
     retention: float
 
 
-def points(document: Mapping[str, Any]) -> dict[str, Point]:
-    """The schemes of the picture, by their names, out of a result of `schemes.py` that was committed."""
+def points(results: Iterable[BenchResult]) -> dict[str, Point]:
+    """The schemes of the picture, by their names."""
     out = {}
-    (found,) = document["result"]["subjects"].values()
-    for one in found:
-        if one["name"] in (*OTHERS, *OURS):
-            bits = schemes_tables.middle(one, lambda row: row["bits"]["W"])
-            retention = schemes_tables.middle(one, lambda row: row["retention"])
-            assert bits is not None and retention is not None, one["name"]
-            out[one["name"]] = Point(one["name"], bits, 100 * one["rise"], retention)
+    for one in results:
+        if one.name in (*OTHERS, *OURS):
+            bits, rise = one.median(lambda row: row.bits["W"]), one.median(lambda row: row.rise)
+            retention = one.median(lambda row: row.retention)
+            assert bits is not None and rise is not None and retention is not None, one.name
+            out[one.name] = Point(one.name, bits, 100 * rise, retention)
     return out
 
 
@@ -104,8 +104,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=REPO / "docs" / "pictures" / "schemes.svg")
     options = parser.parse_args()
-    document = json.loads((schemes_tables.RESULTS / "schemes_gpt.json").read_text())
-    figure(points(document)).write_image(options.out, width=820, height=480)
+    _, results = schemes_tables.read("gpt")
+    figure(points(results)).write_image(options.out, width=820, height=480)
     print("written:", options.out)
 
 

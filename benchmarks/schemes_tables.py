@@ -9,14 +9,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import document_tables
 from workloads import REPO
 
+from shrinkpoint.bench.result import BenchResult, ResultRow
 from shrinkpoint.bench.systems import SYSTEMS
 from shrinkpoint.schemes.registry import needs_evaluation
 
@@ -27,19 +26,14 @@ PLACES = {"gpt": "scheme_studies", "resnet": "scheme_studies", "ssl": "scheme_st
 COLUMNS = ("scheme", "W bits", "m bits", "v bits", "delta x", "run x", "W error", "update error", "rise %", "worst %")
 COLUMNS += ("least retention", "enc / dec GB/s")
 
-Result = Mapping[str, Any]
 
-
-def deltas(result: Result) -> Sequence[Result]:
-    """The rows of deltas; all if every checkpoint is a keyframe."""
-    rows: Sequence[Result] = result["rows"]
-    return [row for row in rows if not row["keyframe"]] or rows
-
-
-def middle(result: Result, key: Callable[[Result], float | None]) -> float | None:
-    """The median of a quantity over the deltas that have it."""
-    values = [value for value in map(key, deltas(result)) if value is not None]
-    return median(values) if values else None
+def read(subject: str) -> tuple[dict[str, Any], list[BenchResult]]:
+    """The committed result of a subject: what it says of its run, and the schemes in the order of the harness."""
+    head = json.loads((RESULTS / f"schemes_{subject}.json").read_text())["result"]
+    (listed,) = head["subjects"].values()
+    found = [BenchResult(one["name"], [ResultRow(**row) for row in one.get("rows", ())]) for one in listed]
+    order = list(SYSTEMS)
+    return head, sorted(found, key=lambda one: order.index(one.name) if one.name in SYSTEMS else len(order))
 
 
 def per_cent(value: float | None) -> str:
@@ -67,40 +61,34 @@ def title(name: str, threshold: float) -> str:
     return f"{plain}, `{settings}`" if settings else plain
 
 
-def row(result: Result, threshold: float) -> str:
-    """A line of a table; bits, errors and the first rise are medians of the deltas."""
-    errors = {key: middle(result, lambda row, key=key: row["errors"].get(key)) for key in ("W", "update")}
-    cells = [
-        title(result["name"], threshold),
-        *(document_tables.figure(middle(result, lambda row, key=key: row["bits"].get(key))) for key in "Wmv"),
-        document_tables.figure(result["delta_ratio"]),
-        document_tables.figure(result["ratio"]),
-        *map(document_tables.figure, errors.values()),
-        per_cent(result["rise"]),
-        per_cent(result["worst_rise"]),
-        document_tables.figure(result["least_retention"], 2),
-        f"{document_tables.figure(result['encode_gb_s'], 2)} / {document_tables.figure(result['decode_gb_s'], 2)}",
+def row(result: BenchResult, threshold: float) -> list[str]:
+    """The cells of a line; bits, errors and the first rise are medians of the deltas."""
+    figure = document_tables.figure
+    return [
+        title(result.name, threshold),
+        *(figure(result.median(lambda row, key=key: row.bits.get(key))) for key in "Wmv"),
+        figure(result.delta_ratio),
+        figure(result.ratio),
+        *(figure(result.median(lambda row, key=key: row.errors.get(key))) for key in ("W", "update")),
+        per_cent(result.median(lambda row: row.rise)),
+        per_cent(result.worst(lambda row: row.rise)),
+        figure(result.min_retention, 2),
+        f"{figure(result.encode_speed, 2)} / {figure(result.decode_speed, 2)}",
     ]
-    return f"| {' | '.join(cells)} |"
 
 
-def table(document: Result) -> str:
-    """All schemes of a committed result, in the order of the harness, and where and when they were measured."""
-    result, order = document["result"], list(SYSTEMS)
-    (found,) = result["subjects"].values()
-    found = sorted(found, key=lambda one: order.index(one["name"]) if one["name"] in SYSTEMS else len(order))
-    lines = [row(one, result["threshold"]) for one in found if not one.get("failure")]
-    cpu, day = result["machine"]["cpu"], result["date"]
-    head = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
-    return "\n".join([*head, *lines, "", f"(One thread on an {cpu}, {day}, other work on the other core.)"])
+def table(subject: str) -> str:
+    """All schemes on a subject, and where and when they were measured."""
+    head, found = read(subject)
+    lines = document_tables.table(COLUMNS, (row(one, head["threshold"]) for one in found if one.rows))
+    return f"{lines}\n\n(One thread, {head['machine']['cpu']}, {head['date']}.)"
 
 
 def documents() -> dict[Path, dict[str, str]]:
     """The tables of each document by the name of their part."""
     out: dict[Path, dict[str, str]] = {}
     for subject, page in PLACES.items():
-        text = (RESULTS / f"schemes_{subject}.json").read_text()
-        out.setdefault(DOCS / f"{page}.md", {})[subject] = table(json.loads(text))
+        out.setdefault(DOCS / f"{page}.md", {})[subject] = table(subject)
     return out
 
 

@@ -22,7 +22,7 @@ def test_the_slowest_link_comes_first_and_one_without_a_limit_last(tables: Modul
     found = {"job": {"world": 2}, "machine": "2 cores", "date": "2026-11-27", "rows": rows}
     text = tables.tables({"pipeline": {"1F1B": found}, "stages": {}})
     head, plain, coded = (text.splitlines()[line] for line in (2, 4, 5))
-    assert head == "| | 100 Mbit/s | 1 Gbit/s | no limit | MB |"
+    assert head == "|  | 100 Mbit/s | 1 Gbit/s | no limit | MB |"
     assert plain == "| uncompressed | 2.50 | 2.50 | 2.50 | 5.00 |"
     assert coded == "| `q4:64` / `q8:64` | .250 (10.0) | .250 (10.0) | .250 (10.0) | 5.00 |"
 

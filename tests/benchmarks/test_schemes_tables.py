@@ -5,6 +5,8 @@ from __future__ import annotations
 import doctest
 from types import ModuleType
 
+from shrinkpoint.bench.result import BenchResult, ResultRow
+
 
 def test_the_tables_are_what_the_results_give(tables: ModuleType) -> None:
     for page, parts in tables.documents().items():
@@ -14,10 +16,9 @@ def test_the_tables_are_what_the_results_give(tables: ModuleType) -> None:
 
 
 def test_a_row_has_medians_of_deltas_and_the_worst_of_all_rows(tables: ModuleType) -> None:
-    rows = [_row(True, 32.0, 0.0), *(_row(False, bits, 2.0) for bits in (0.5, 1.0, 0.25))]
-    result = {"name": "excp", "rows": rows, "ratio": 12.34, "delta_ratio": 123.4, "rise": 0.0, "worst_rise": 0.0123}
-    others = {"least_retention": 0.249, "encode_gb_s": 0.0312, "decode_gb_s": 1.26}
-    assert tables.row({**result, **others}, 0.01) == (
+    deltas = [_row(bits, retention=kept) for bits, kept in ((0.5, 0.3), (1.0, 0.9), (0.25, 0.249))]
+    result = BenchResult("excp", [_row(32.0, keyframe=True, stored=370, rise=0.0123), *deltas])
+    assert f"| {' | '.join(tables.row(result, 0.01))} |" == (
         "| excp | .500 | 26.0 |  | 123 | 12.3 | .250 | 2.00 | 0 | +1.23 | .25 | .031 / 1.3 |"
     )
 
@@ -26,6 +27,8 @@ def test_the_examples_of_the_program_are_right(tables: ModuleType) -> None:
     assert doctest.testmod(tables) == (0, 2)
 
 
-def _row(keyframe: bool, bits: float, update: float) -> dict[str, object]:
-    errors = {"W": bits / 2, "update": update}
-    return {"keyframe": keyframe, "bits": {"W": bits, "m": 26.0}, "errors": errors}
+def _row(bits: float, *, keyframe: bool = False, stored: int = 10, rise: float = 0.0, retention: float | None = None):
+    sizes = {"raw": 1234, "stored": stored, "values": {}, "bits": {"W": bits, "m": 26.0}}
+    errors = {"W": bits / 2, "update": 0.0 if keyframe else 2.0}
+    seconds = {"encode": 1234 / 0.0312e9, "decode": 1234 / 1.26e9}
+    return ResultRow(1, keyframe, **sizes, errors=errors, exact=False, **seconds, rise=rise, retention=retention)

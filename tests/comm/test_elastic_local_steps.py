@@ -40,7 +40,7 @@ START = """
     def newest(name):
         return max((line["round"] for line in lines(log_of(name)) if "round" in line), default=-1)
 
-    def join_of(*names, generation=1):
+    def round_of_joining(*names, generation=1):
         "The round after which the last of these processes joined, in a generation from this one on; None before."
         logs = [[line for line in lines(log_of(name)) if "joined" in line] for name in names]
         found = [[line["round"] for line in log if line["generation"] >= generation] for log in logs]
@@ -54,7 +54,7 @@ KILLS = """
     LAST = [str(WIDTH + place) for place in range(sum(VICTIMS[:-1]), sum(VICTIMS))]
 
     def train(place):
-        return trainer(str(place), WIDTH, SETUP, ROUNDS, lambda: join_of(*LAST))
+        return trainer(str(place), WIDTH, SETUP, ROUNDS, lambda: round_of_joining(*LAST))
 
     alive = {str(place): train(place) for place in range(WIDTH)}
     dead = []
@@ -186,11 +186,11 @@ SLOW = """
         except MembershipError as error:
             with log_of(name).open("a") as file:
                 file.write(json.dumps({"left out": str(error)}) + "\\n")
-        ElasticRun(int(name), member(size=3, **settings), "sparse").train(ROUNDS, log_of(name), is_back)
+        ElasticRun(int(name), member(size=3, **settings), "sparse").train(ROUNDS, log_of(name), last_join)
 
     ROUNDS = 60
-    is_back = lambda: join_of("2", generation=3)
-    alive = {name: trainer(name, 3, "sparse", ROUNDS, is_back, patience=3.0) for name in "01"}
+    last_join = lambda: round_of_joining("2", generation=3)
+    alive = {name: trainer(name, 3, "sparse", ROUNDS, last_join, patience=3.0) for name in "01"}
     alive["2"] = start(lambda: returning("2"), log_of("2"))
     wait_until(lambda: newest("2") >= 3)
     os.kill(alive["2"], signal.SIGSTOP)
@@ -304,7 +304,7 @@ def test_when_the_host_of_the_store_dies_all_ranks_say_so(joined):
 FEW = """
     def work(name, **settings):
         run = ElasticRun(int(name), member(name, 2, min_size=2, **settings), "exact")
-        run.train(12, log_of(name), lambda: join_of("2"))
+        run.train(12, log_of(name), lambda: round_of_joining("2"))
 
     alone = start(lambda: work("9", timeout=1.0), log_of("9"))
     codes = exit_codes({"9": alone})
@@ -336,8 +336,8 @@ def check_kills(tmp_path, rounds: int, kills: int, setup: str, seed: int) -> Non
     last = max(line["round"] for log in logs.values() for line in log if "round" in line)
     assert last >= rounds
     for log in logs.values():
-        rounds = [line["round"] for line in log if "round" in line]
-        assert rounds == [*range(rounds[0], last + 1)] and log[-1] == {"closed": True}
+        ended = [line["round"] for line in log if "round" in line]
+        assert ended == [*range(ended[0], last + 1)] and log[-1] == {"closed": True}
         for line in log[:-1]:
             bits.setdefault(line["round"], []).append(line["bits"])
     assert all(found == [found[0]] * len(found) for found in bits.values())
