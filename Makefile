@@ -1,4 +1,4 @@
-# Eight verbs: check, test, nightly, bench, studies, golden, wheel, docs. And the demo. Each sets up what it needs in .venv.
+# Nine verbs: check, test, nightly, bench, studies, golden, wheel, device, docs. And the demo. Each sets up what it needs in .venv.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +8,7 @@ NATIVE := CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
 # Compiled modules are stored even where the environment forbids it: hundreds of processes of the tests read them.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test nightly check bench studies rivals golden wheel docs fuzz libfuzzer clean
+.PHONY: demo test nightly check bench studies rivals golden wheel device docs fuzz libfuzzer clean
 
 demo: $(VENV)/.installed
 	$(BIN)/shrinkpoint demo
@@ -58,6 +58,13 @@ golden: $(VENV)/.installed
 # A release in dist/: the source distribution and wheels, for the Pythons that are found here (release/build.py --help).
 wheel: $(VENV)/.release
 	$(BIN)/python release/build.py
+
+# What a machine with a GPU and Python 3.12 or newer needs to measure everything without network: this folder, with a wheel in dist/.
+device: $(VENV)/.release
+	$(BIN)/python release/build.py --abi3
+	@echo "Copy this folder, with dist/, to a machine with a GPU. There, in it:"
+	@echo "  python benchmarks/device_all.py --out results/device-quick --quick"
+	@echo "  python benchmarks/device_all.py --out results/device --seconds 480"
 
 # The site of the documents, in build/site: open build/site/index.html. A warning is an error.
 docs: $(VENV)/.docs

@@ -1,42 +1,37 @@
-"""GB/s at which messages are encoded and decoded where the tensor is: a GPU, or for comparison a CPU.
-
-    python benchmarks/device_messages.py                  # 1, 16 and 64 M values on a CUDA device
-    python benchmarks/device_messages.py --device cpu --numel 1048576 --repeats 5
+"""Part of `device_all.py`: GB/s at which messages are encoded and decoded where the tensor is.
 
 GB/s are raw bytes of the tensor, the median of all repeats, by CUDA events on a GPU and by the clock on a CPU. On a GPU
 compressors are torch operations; on a CPU native code. Beside them stand torch's casts to bfloat16 and float8 and a
-copy. "launch" is the time that the host needs to enqueue one encoding, in milliseconds. Results go to
-results/device_messages.json.
+copy. "encode, host ms" is the time that the host needs to enqueue one encoding. "kernels" are launches and copies that
+torch's profiler sees on a GPU; on a CPU torch's operations.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
-from datetime import date
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from lossless_speed import machine
+from device_job import Job
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shrinkpoint.comm.compressors.base import Compressor, CompressorContext
 from shrinkpoint.comm.spec import parse
 
-SPECS = ("bf16", "q8:64", "q4:64", "q2:64", "n4:64", "n3:64", "block4:32", "h64(q4:64)", "q4:64:dither", "top10")
+SPECS = ("q4:64", "q8:64", "n4:64", "h64(q4:64)", "top10")
 Ways = tuple[Callable[[Tensor], Any], Callable[[Any, Tensor], object]]
 
 
 def subjects() -> dict[str, Ways]:
     """By name: what encodes a tensor, and what decodes that into another one."""
-    found: dict[str, Ways] = {"copy": (Tensor.clone, lambda message, out: out.copy_(message))}
+    found = {spec: _ours(spec) for spec in SPECS}
+    found["copy"] = (Tensor.clone, lambda message, out: out.copy_(message))
     for name, dtype in (("cast to bfloat16", torch.bfloat16), ("cast to float8_e4m3fn", torch.float8_e4m3fn)):
         found[name] = (lambda x, dtype=dtype: x.to(dtype), lambda message, out: out.copy_(message))
-    return found | {spec: _ours(spec) for spec in SPECS}
+    return found
 
 
 def _ours(spec: str) -> Ways:
@@ -45,61 +40,121 @@ def _ours(spec: str) -> Ways:
     return (lambda x: compressor.encode(x, context), lambda wire, out: compressor.decode(wire, out, context))
 
 
-def seconds(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Of one call: until it is done, and until the host goes on."""
-    if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        start.record()
-        work()
-        end.record()
-        launched = time.perf_counter() - began
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3, launched
-    began = time.perf_counter()
-    work()
-    return (time.perf_counter() - began,) * 2
+def messages(job: Job) -> None:
+    """All subjects at three sizes in float32, then in bfloat16; on a GPU, then once as a CUDA graph."""
+    sizes = (1 << 12, 1 << 16) if job.is_quick else (1 << 24, 1 << 26, 1 << 20)
+    repeats = 2 if job.is_quick else 20
+    for dtype in (torch.float32, torch.bfloat16):
+        for numel in sizes:
+            x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(job.device, dtype)
+            for name, ways in subjects().items():
+                names = {"message": name, "dtype": str(dtype).removeprefix("torch."), "M values": numel / (1 << 20)}
+                with job.attempt(**names):
+                    figures = _measure(ways, x, repeats)
+                    if dtype == torch.float32 and numel == sizes[0]:
+                        figures |= _count_kernels(ways, x)
+                    job.add(**names, **figures)
+    x = torch.randn(sizes[0], device=job.device)
+    for spec in SPECS if job.is_cuda else ():
+        with job.attempt(message=f"{spec}, CUDA graph"):
+            job.add(message=f"{spec}, CUDA graph", **_replay(subjects()[spec], x, repeats))
+    if not job.is_cuda:
+        job.add(message="CUDA graphs", note="not run: on a CPU")
 
 
-def measure(ways: Ways, x: Tensor, repeats: int) -> dict[str, float]:
+def _measure(ways: Ways, x: Tensor, repeats: int) -> dict[str, float]:
     encode, decode = ways
     out, message = torch.empty_like(x), encode(x)
     decode(message, out)
     error = float((x.float() - out.float()).norm() / x.float().norm())
     turns = [
-        (seconds(lambda: encode(x), x.device), seconds(lambda: decode(message, out), x.device)) for _ in range(repeats)
+        (_seconds(lambda: encode(x), x.device), _seconds(lambda: decode(message, out), x.device))
+        for _ in range(repeats)
     ]
-    taken = [median(turn[way][0] for turn in turns) for way in (0, 1)]
+    taken, host = ([median(turn[way][clock] for turn in turns) for way in (0, 1)] for clock in (0, 1))
     return {
-        "encode": x.nbytes / taken[0] / 1e9,
-        "decode": x.nbytes / taken[1] / 1e9,
-        "launch": 1e3 * median(turn[0][1] for turn in turns),
-        "bits": 8 * message.nbytes / x.numel(),
-        "error": error,
+        "encode, GB/s": x.nbytes / taken[0] / 1e9,
+        "decode, GB/s": x.nbytes / taken[1] / 1e9,
+        "encode, host ms": 1e3 * host[0],
+        "decode, host ms": 1e3 * host[1],
+        "bits a value": 8 * message.nbytes / x.numel(),
+        "relative error": error,
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
-    parser.add_argument("--numel", type=int, nargs="+", default=(1 << 20, 1 << 24, 1 << 26))
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=Path("results/device_messages.json"))
-    args = parser.parse_args()
-    name = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else "CPU"
-    figures: dict[str, Any] = {"machine": machine(), "device": name, "date": date.today().isoformat(), "rows": []}
-    for dtype in (torch.float32, torch.bfloat16):
-        for numel in args.numel:
-            x = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(args.device, dtype)
-            print(f"\n{numel} values of {dtype} on {name}: GB/s of encoding and decoding, ms to launch, bits, error")
-            for subject, ways in subjects().items():
-                row = measure(ways, x, args.repeats)
-                figures["rows"].append({"subject": subject, "dtype": str(dtype), "numel": numel, **row})
-                print(f"  {subject:24}" + "".join(f"{value:10.3f}" for value in row.values()))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(figures, indent=1))
+def _seconds(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
+    """Seconds of a call until it is done, and until the host goes on."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        work()
+        return (time.perf_counter() - began,) * 2
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    start.record()
+    work()
+    end.record()
+    launched = time.perf_counter() - began
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3, launched
 
 
-if __name__ == "__main__":
-    main()
+def _count_kernels(ways: Ways, x: Tensor) -> dict[str, int]:
+    encode, decode = ways
+    message, out = encode(x), torch.empty_like(x)
+    count = _kernels if x.is_cuda else _operations
+    return {"encode, kernels": count(lambda: encode(x)), "decode, kernels": count(lambda: decode(message, out))}
+
+
+def _kernels(work: Callable[[], object]) -> int:
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profiler.events())
+
+
+class _Counter(TorchDispatchMode):
+    """Counts the operations that torch dispatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _operations(work: Callable[[], object]) -> int:
+    with _Counter() as counter:
+        work()
+    return counter.count
+
+
+def _replay(ways: Ways, x: Tensor, repeats: int) -> dict[str, Any]:
+    """Encoding and decoding captured in one CUDA graph: whether it gives the same bits, and how long a replay takes."""
+    encode, decode = ways
+    out, expected = torch.empty_like(x), torch.empty_like(x)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # a first call may allocate and initialize, which a capture forbids
+        decode(encode(x), expected)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode(encode(x), out)
+    out.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    is_equal = torch.equal(out, expected)
+    times = [_seconds(graph.replay, x.device) for _ in range(repeats)]
+    return {
+        "encode and decode, GB/s": x.nbytes / median(time for time, _ in times) / 1e9,
+        "host ms": 1e3 * median(host for _, host in times),
+        "same bits": is_equal,
+        "M values": x.numel() / (1 << 20),
+    }

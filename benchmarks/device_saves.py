@@ -1,42 +1,45 @@
-"""What saves of a state in device memory cost: GB/s, and how long the loop and the device wait, beside torch.save.
-
-    python benchmarks/device_saves.py                     # 350 M and 1.5 B parameters on a CUDA device
-    python benchmarks/device_saves.py --models tiny --device cpu
+"""Parts of `device_all.py`: saves of states in device memory, beside torch.save, copies, and DCP's async_save.
 
 States are those of GPTs with AdamW's moments, some simulated training steps apart (`scale_states.py`), made where they
-are saved from. Each method saves a keyframe and two deltas in the background:
+are saved from. Figures of a save:
 
-* stall: until `save` returns.
-* device: until what the loop enqueues next on the device is done.
-* save: until the checkpoint is durable; GB/s of raw state are those of it.
+    stall, s         until `save` returns
+    state free, s    until what the loop enqueues next may change the state: on a GPU a save is read behind it
+    durable, s       until the checkpoint is on the disk; GB/s of raw state are those of it
+    device memory    the peak on the device beyond what was there, in states
+    host memory      the same of the resident memory of the process
 
-"at once" is the same without memory for a copy on the device.
+"at once" is a save in the background without memory for a copy on the device.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import tempfile
+import resource
+import shutil
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from datetime import date
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from scale_report import markdown
+from device_job import Job
 from scale_states import MODELS, GPTShapes, StateHolder, Weight, state_dicts
 
 import shrinkpoint as sp
+from shrinkpoint.bench.systems import PeakMemory
 
-HERE = Path(__file__).resolve().parent
-Row = dict[str, Any]
-SCHEMES = ("lossless", "fisher", "lossless, at once", "fisher, at once")
+STEPS = 10
+"""Simulated training steps between two saves."""
+METHODS = (
+    *("copy", "torch.save"),
+    *("fisher, background", "lossless, background", "fisher", "lossless"),
+    *("fisher, at once", "lossless, at once"),
+)
+"""The most valuable first."""
 
 
 class DeviceState:
@@ -47,10 +50,9 @@ class DeviceState:
             name: Weight(shape, torch.Generator(device).manual_seed(seed * 1_000_003 + index))
             for index, (name, shape) in enumerate(shapes.shapes())
         }
-        tensors = {}
-        for name, weight in self._weights.items():
-            tensors |= {f"value.{name}": weight.value, f"exp_avg.{name}": weight.moment1}
-            tensors[f"exp_avg_sq.{name}"] = weight.moment2
+        tensors = {
+            key: tensor for name, weight in self._weights.items() for key, tensor in weight.tensors(name).items()
+        }
         self.state = state_dicts(shapes, tensors)
         self.nbytes = sum(tensor.nbytes for tensor in tensors.values())
 
@@ -59,97 +61,15 @@ class DeviceState:
         """The model and the optimizer, as far as a manager asks for them."""
         return {name: StateHolder(state) for name, state in self.state.items()}
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors, without their names."""
+        return list(_tensors(self.state))
+
     def advance(self, steps: int) -> None:
         """Training steps, in place."""
         for weight in self._weights.values():
             weight.advance(steps)
-
-
-class Meter:
-    """Clocks of a device, and rows of one model."""
-
-    def __init__(self, model: str, live: DeviceState, device: torch.device) -> None:
-        self.rows: list[Row] = []
-        self._model, self._live, self._device = model, live, device
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-    def wait_for_loop(self) -> None:
-        """Wait for what the loop's stream has been given."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-
-    def start(self) -> float:
-        """Begin an operation."""
-        self.synchronize()
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-        return time.perf_counter()
-
-    def add(self, method: str, operation: str, seconds: float, **more: float) -> None:
-        """Keep a row."""
-        if self._device.type == "cuda":
-            beyond = torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)
-            more["device_states"] = beyond / self._live.nbytes
-        numbers = {"seconds": seconds, "gigabytes_a_second": self._live.nbytes / 1e9 / seconds, **more}
-        self.rows.append(
-            {"model": self._model, "method": method, "operation": operation, "state_bytes": self._live.nbytes}
-            | {name: round(number, 4) for name, number in numbers.items()}
-        )
-
-
-def save_with_torch(meter: Meter, live: DeviceState, folder: Path) -> None:
-    """A copy to host memory, and `torch.save` with and without bringing the file to the disk."""
-    tensors = list(_tensors(live.state))
-    for operation in ("copy to the host", "copy to the host again"):
-        start = meter.start()
-        host = [tensor.to("cpu", copy=True) for tensor in tensors]
-        meter.add("copy", operation, time.perf_counter() - start)
-    del host
-    path = folder / "state.pt"
-    for operation in ("keyframe", "keyframe, synced"):
-        start = meter.start()
-        with path.open("wb") as file:
-            torch.save(live.state, file)
-            if operation.endswith("synced"):
-                file.flush()
-                os.fsync(file.fileno())
-        seconds = time.perf_counter() - start
-        meter.add("torch.save", operation, seconds, stall=seconds, device=seconds, ratio=1.0)
-        path.unlink()
-
-
-def save_with_manager(meter: Meter, live: DeviceState, folder: Path, method: str, steps: int) -> None:
-    """Saves in the background, one after the other."""
-    scheme = "lossless" if method.startswith("lossless") else sp.Fisher(relative_error=0.3)
-    no_memory = patch("shrinkpoint.tensors.flat_state._free_bytes", lambda device: 0)
-    with (
-        no_memory if method.endswith("at once") else nullcontext(),
-        sp.CheckpointManager(folder / method, scheme=scheme, background=True) as manager,
-    ):
-        for number, operation in enumerate(("keyframe", "delta", "delta, warm")):
-            live.advance(steps if number else 0)
-            start = meter.start()
-            manager.save(number, **live.objects, rng=False)
-            stall = time.perf_counter() - start
-            meter.wait_for_loop()
-            device = time.perf_counter() - start
-            report = manager.wait()
-            assert report is not None
-            meter.add(method, operation, time.perf_counter() - start, stall=stall, device=device, ratio=report.ratio)
-
-
-def measure(model: str, device: torch.device, folder: Path, steps: int) -> list[Row]:
-    """All rows of one model."""
-    live = DeviceState(MODELS[model], device)
-    meter = Meter(model, live, device)
-    save_with_torch(meter, live, folder)
-    for method in SCHEMES:
-        save_with_manager(meter, live, folder, method, steps)
-    return meter.rows
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:
@@ -160,36 +80,176 @@ def _tensors(state: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def table(rows: list[Row]) -> Iterator[str]:
-    """Lines of a Markdown table."""
-    columns = ("seconds", "gigabytes_a_second", "stall", "device", "ratio", "device_states")
-    heads = ("save, s", "GB/s", "stall, s", "device, s", "ratio", "device memory, states")
-    lines = [["model", "method", "operation", *heads]]
-    for row in rows:
-        values = [f"{row[column]:.3f}" if column in row else "" for column in columns]
-        lines.append([row["model"], row["method"], row["operation"], *values])
-    yield from markdown(lines)
+class Meter:
+    """Clocks and memory of one operation on a state, from when it is made."""
+
+    def __init__(self, job: Job, live: DeviceState, **names: Any) -> None:
+        self._job, self._live, self._names = job, live, names
+        job.synchronize()
+        if job.is_cuda:
+            torch.cuda.reset_peak_memory_stats(job.device)
+            self._allocated = torch.cuda.memory_allocated(job.device)
+        self._host = PeakMemory()
+        self.began = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.began
+
+    def wait_for_loop(self) -> float:
+        """Wait for what the loop's stream has been given; return the seconds since the start."""
+        if self._job.is_cuda:
+            torch.cuda.current_stream(self._job.device).synchronize()
+        return self.seconds
+
+    def add(self, seconds: float, **figures: Any) -> None:
+        """Write the row of an operation that took so many seconds."""
+        figures |= {"durable, s": seconds, "GB/s": self._live.nbytes / 1e9 / seconds}
+        if self._job.is_cuda:
+            beyond = torch.cuda.max_memory_allocated(self._job.device) - self._allocated
+            figures["device memory, states"] = beyond / self._live.nbytes
+        if (rise := self._host.rise) is not None:
+            figures["host memory, states"] = rise / self._live.nbytes
+        self._job.add(**self._names, **figures)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["350M", "1.5B"])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=10, help="simulated training steps between saves")
-    parser.add_argument("--folder", type=Path, help="for checkpoints; a temporary one if left out")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "device_saves.json")
-    arguments = parser.parse_args()
-    device, rows = torch.device(arguments.device), []
-    for model in arguments.models:
-        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            rows += measure(model, device, Path(folder), arguments.steps)
-    print("\n".join(table(rows)))
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    document = {"date": date.today().isoformat(), "torch": torch.__version__, "device": name, "rows": rows}
-    arguments.out.parent.mkdir(exist_ok=True)
-    arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+def saves(job: Job) -> None:
+    """Every method on each model, the smaller one first; what then does not fit into the time is left out."""
+    warnings.simplefilter("ignore")
+    seconds_per_byte: dict[str, float] = {}
+    for model in ("tiny",) if job.is_quick else ("350M", "1.5B"):
+        live = None
+        with job.attempt(model=model):
+            live = DeviceState(MODELS[model], job.device)
+        if live is None:
+            continue
+        job.add(model=model, method="state", bytes=live.nbytes, parameters=MODELS[model].parameters)
+        for method in METHODS:
+            names = {"model": model, "method": method}
+            if not job.fits(1.3 * seconds_per_byte.get(method, 0) * live.nbytes, **names):
+                continue
+            folder = job.folder / "saves"
+            with job.attempt(**names):
+                if shutil.disk_usage(job.folder).free < 2.2 * live.nbytes:
+                    raise OSError(f"no space for two states of {live.nbytes / 1e9:.1f} GB in {job.folder}")
+                folder.mkdir()
+                began = time.monotonic()
+                _save(job, live, folder, model, method)
+                seconds_per_byte[method] = (time.monotonic() - began) / live.nbytes
+            shutil.rmtree(folder, ignore_errors=True)
+            if job.is_cuda:
+                torch.cuda.empty_cache()
+        del live
 
 
-if __name__ == "__main__":
-    main()
+def _save(job: Job, live: DeviceState, folder: Path, model: str, method: str) -> None:
+    if method == "copy":
+        _copy(job, live, model)
+    elif method == "torch.save":
+        _save_with_torch(job, live, folder / "state.pt", model)
+    else:
+        _save_with_manager(job, live, folder, model, method)
+
+
+def _copy(job: Job, live: DeviceState, model: str) -> None:
+    """Copies of all tensors: on the device, to fresh host memory, and to pinned memory that is there."""
+    tensors = live.tensors
+    pinned = [torch.empty(x.shape, dtype=x.dtype, pin_memory=job.is_cuda) for x in tensors]
+    for target, source in zip(pinned, tensors, strict=True):
+        target.copy_(source)
+    copies: dict[str, Callable[[], object]] = {
+        "to pinned memory": lambda: [a.copy_(b, non_blocking=True) for a, b in zip(pinned, tensors, strict=True)],
+        "to new host memory": lambda: [x.to("cpu", copy=True) for x in tensors],
+        "on the device": lambda: [x.clone() for x in tensors],
+    }
+    for save, copy in copies.items():
+        with job.attempt(model=model, method="copy", save=save):
+            meter = Meter(job, live, model=model, method="copy", save=save)
+            kept = copy()
+            job.synchronize()
+            seconds = meter.seconds
+            meter.add(seconds, **{"stall, s": seconds, "state free, s": seconds})
+            del kept
+
+
+def _save_with_torch(job: Job, live: DeviceState, path: Path, model: str) -> None:
+    meter = Meter(job, live, model=model, method="torch.save", save="keyframe, fsync")
+    with path.open("wb") as file:
+        torch.save(live.state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    seconds = meter.seconds
+    meter.add(seconds, **{"stall, s": seconds, "state free, s": seconds, "ratio": live.nbytes / path.stat().st_size})
+
+
+def _save_with_manager(job: Job, live: DeviceState, folder: Path, model: str, method: str) -> None:
+    name, _, how = method.partition(", ")
+    scheme = sp.Fisher(relative_error=0.3) if name == "fisher" else "lossless"
+    no_memory = patch("shrinkpoint.tensors.flat_state._free_bytes", lambda device: 0)
+    operations = ("keyframe", "delta", "delta, warm") if model == "350M" else ("keyframe", "delta")
+    with (
+        no_memory if how == "at once" else nullcontext(),
+        sp.CheckpointManager(folder, scheme=scheme, background=bool(how)) as manager,
+    ):
+        for number, save in enumerate(operations):
+            live.advance(STEPS if number else 0)
+            meter = Meter(job, live, model=model, method=method, save=save)
+            report = manager.save(number, **live.objects, rng=False)
+            stall = meter.seconds
+            free = meter.wait_for_loop()
+            report = manager.wait() if how else report
+            assert report is not None
+            meter.add(meter.seconds, **{"stall, s": stall, "state free, s": free, "ratio": report.ratio})
+
+
+def dcp_saves(job: Job) -> None:
+    """DCP's async_save in a process, from shared memory that is pinned on a GPU: two saves of each model."""
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a descriptor for each tensor in shared memory
+    dist.init_process_group("gloo", init_method=f"file://{job.folder}/rendezvous", rank=0, world_size=1)
+    taken = 0.0
+    for model in ("tiny",) if job.is_quick else ("350M", "1.5B"):
+        names = {"model": model, "method": "DCP async_save, process"}
+        with job.attempt(**names):
+            needed = 12 * MODELS[model].parameters
+            if not job.fits(5 * taken, **names):
+                continue
+            for where in (Path("/dev/shm"), job.folder):
+                if shutil.disk_usage(where).free < 1.1 * needed:
+                    raise OSError(f"no space for a state of {needed / 1e9:.1f} GB in {where}")
+            began = time.monotonic()
+            _save_with_dcp(job, DeviceState(MODELS[model], job.device), names)
+            taken = time.monotonic() - began
+    dist.destroy_process_group()
+
+
+def _save_with_dcp(job: Job, live: DeviceState, names: dict[str, str]) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    stager = DefaultStager(StagingOptions(job.is_cuda, True, job.is_cuda, job.is_cuda))
+    for number, save in enumerate(("first", "second")):
+        live.advance(STEPS if number else 0)
+        folder = job.folder / f"dcp-{number}"
+        meter = Meter(job, live, **names, save=save)
+        response = dcp.async_save(
+            live.state,
+            checkpoint_id=folder,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            async_stager=stager,
+        )
+        stall = free = meter.seconds
+        if (staging := getattr(response, "staging_completion", None)) is not None:
+            staging.result()
+            free = meter.seconds
+        getattr(response, "upload_completion", response).result()
+        seconds = meter.seconds
+        stored = sum(file.stat().st_size for file in folder.iterdir())
+        meter.add(seconds, **{"stall, s": stall, "state free, s": free, "ratio": live.nbytes / stored})
+        shutil.rmtree(folder)
+    stager.close()

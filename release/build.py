@@ -34,8 +34,11 @@ def main() -> None:
     parser.add_argument(
         "--python", action="append", help="an interpreter to build with; may be repeated (otherwise all that are found)"
     )
+    parser.add_argument("--abi3", action="store_true", help="of the wheels only that for CPython 3.12 and later")
     asked = parser.parse_args()
     pythons = [Path(path) for path in asked.python] if asked.python else find_pythons()
+    if asked.abi3:
+        pythons = pythons[-1:]
     asked.out.mkdir(parents=True, exist_ok=True)
     sdist = build_sdist(asked.out)
     files = [sdist, *(build_wheel(python, sdist, asked.out) for python in pythons)]

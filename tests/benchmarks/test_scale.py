@@ -12,7 +12,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from helpers.paths import REPOSITORY
 from helpers.processes import run_forked
 
@@ -121,19 +120,3 @@ def test_a_method_that_failed_is_a_row_of_its_own(report: ModuleType) -> None:
     rows = report.summarize([_row("keyframe", 1, 1.0), failed])
     assert any("No module named" in line for line in report.operation_table(rows))
     assert [figure for figure in report.figures(rows) if "zipnn" in figure.name] == []
-
-
-@pytest.mark.filterwarnings("ignore::shrinkpoint.errors.LossWarning")
-def test_saves_from_a_device_are_measured_on_any_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    device_saves = importlib.import_module("device_saves")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    options = ["--models", "tiny", "--steps", "1", "--device", device, "--folder", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["device_saves.py", *options, "--out", str(tmp_path / "device.json")])
-    device_saves.main()
-    rows = json.loads((tmp_path / "device.json").read_text())["rows"]
-    assert {row["method"] for row in rows} == {"copy", "torch.save", *device_saves.SCHEMES}
-    assert all(0 < row["stall"] <= row["device"] <= row["seconds"] for row in rows if "stall" in row)
-    assert "fisher, at once" in capsys.readouterr().out

@@ -148,7 +148,7 @@ class GPT(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats, a scalar; both arguments are int64 of shape (batch, length <= context)."""
-        x = self.dropout(self.token(inputs) + self.position(torch.arange(inputs.shape[1])))
+        x = self.dropout(self.token(inputs) + self.position(torch.arange(inputs.shape[1], device=inputs.device)))
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())

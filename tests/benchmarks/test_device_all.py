@@ -1,0 +1,126 @@
+"""Promise: the command that measures a GPU runs whole on a CPU, and a part that fails costs its own rows alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+FIGURES = {
+    "machine": "value",
+    "tests": "number",
+    "saves": "durable, s",
+    "training": "rise on unseen text, %",
+    "messages": "encode, kernels",
+    "dcp": "durable, s",
+    "throughput": "tokens/s",
+    "replicas": "step, ms",
+    "sync": "pause, ms",
+    "sanitizer": "seconds",
+}
+"""A figure that each part has measured."""
+
+
+def test_every_part_has_its_figures_on_a_cpu(program: ModuleType, tmp_path: Path) -> None:
+    command = [sys.executable, program.__file__, "--out", str(tmp_path), "--quick", "--device", "cpu"]
+    command += ["--seconds", "3600"]  # of a busy machine
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    document = json.loads((tmp_path / "results.json").read_text())
+    parts = {part["name"]: part["rows"] for part in document["parts"]}
+    assert list(parts) == [part.name for part in program.PARTS] == [*FIGURES]
+    for name, rows in parts.items():
+        assert [row for row in rows if "error" in row] == [], (tmp_path / "log.txt").read_text()[-4000:]
+        assert any(FIGURES[name] in row for row in rows), name
+    assert {row["method"] for row in parts["saves"]} >= {"copy", "torch.save", "fisher, at once", "lossless"}
+    assert all(row["stall, s"] <= row["durable, s"] for row in parts["saves"] if "stall, s" in row)
+    assert all(row["equal to the CPU's"] for row in parts["training"] if "equal to the CPU's" in row)
+    assert all(row["equal"] for row in parts["sync"] if "equal" in row)
+    (skipped,) = (row["number"] for row in parts["tests"] if row["tests"] in ("skipped", "passed") and row["number"])
+    assert skipped > 10
+    q4 = next(row for row in parts["messages"] if row["message"] == "q4:64")
+    assert (q4["bits a value"], q4["encode, kernels"] > 0) == (4.5, True)
+    assert "| q4:64 |" in (tmp_path / "results.md").read_text() and "| q4:64 |" in done.stdout
+
+
+def test_a_part_that_fails_or_hangs_keeps_its_rows_and_the_next_one_runs(
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "faulty.py").write_text(
+        "import os, time\n"
+        "def raises(job):\n    job.add(number=1)\n    raise ValueError('a fault of this part')\n"
+        "def dies(job):\n    job.add(number=2)\n    os._exit(7)\n"
+        "def hangs(job):\n    time.sleep(600)\n"
+        "def works(job):\n"
+        "    with job.attempt(name='first'):\n        1 / 0\n"
+        "    job.add(name='second', number=3)\n"
+    )
+    names = {"raises": 60, "dies": 60, "hangs": 2, "works": 60}
+    parts = [program.Part(name, name, f"faulty:{name}", seconds) for name, seconds in names.items()]
+    limit = sum(names.values())  # so that the part that hangs gets no more than it asks for
+    run = program.Run(tmp_path, "cpu", True, limit, {})
+    run.run(parts)
+    rows = {part["name"]: part["rows"] for part in json.loads((tmp_path / "results.json").read_text())["parts"]}
+    assert rows["raises"] == [{"number": 1}, {"error": "ValueError: a fault of this part"}]
+    assert rows["dies"][0] == {"number": 2} and "ended with 7" in rows["dies"][1]["error"]
+    assert "ended by its limit" in rows["hangs"][-1]["error"]
+    assert rows["works"] == [
+        {"name": "first", "error": "ZeroDivisionError: division by zero"},
+        {"name": "second", "number": 3},
+    ]
+    assert "| ended by its limit" in (tmp_path / "results.md").read_text()
+
+
+def test_what_does_not_fit_into_the_time_is_a_row(program: ModuleType, tmp_path: Path) -> None:
+    run = program.Run(tmp_path, "cpu", True, 0.0, {})
+    run.run(program.PARTS)
+    assert [part["rows"] for part in run.parts] == [[{"note": "not run: out of time"}]] * len(program.PARTS)
+
+
+def test_a_wheel_in_dist_is_found_without_network(
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the library can be imported it is taken; else the newest wheel that this Python can use; else the tree."""
+    assert program.find_library(tmp_path)[1] == "importable"
+    asked: list[str] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(command[-1])
+        assert "-c" in command or {"--no-index", "--no-deps", "--target"} <= {*command}
+        return subprocess.CompletedProcess(command, 1, "", "error: no such thing")
+
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "dist" / "shrinkpoint-0.1.0-cp312-abi3-linux.whl").touch()
+    monkeypatch.setattr(program, "ROOT", tmp_path)
+    monkeypatch.setattr(program.subprocess, "run", run)
+    _, source = program.find_library(tmp_path / "library")
+    assert source.startswith("not installed: shrinkpoint-0.1.0-cp312-abi3-linux.whl: error: no such thing")
+    assert [Path(word).name for word in asked[1:]] == ["shrinkpoint-0.1.0-cp312-abi3-linux.whl", tmp_path.name]
+
+
+def test_the_table_is_what_the_results_give(
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import device_tables
+
+    document = device_tables.DOCUMENT.read_text()
+    text = device_tables.document_text()
+    assert device_tables.document_tables.written(document, "device_tables", text) == document
+    rows = [{"model": "a|b", "stall, s": 0.01234567, "equal": True}, {"model": "c", "error": "E: no\nspace"}]
+    part = {"name": "saves", "title": "Saves", "seconds": 3.2, "rows": rows}
+    result = {"command": "x", "date": "2030-01-01", "device": "cuda", "quick": False, "seconds": 4, "parts": [part]}
+    monkeypatch.setattr(device_tables, "RESULT", tmp_path / "device.json")
+    assert device_tables.document_text() == device_tables.NOT_MEASURED
+    device_tables.RESULT.write_text(json.dumps(result))
+    assert device_tables.document_text().splitlines()[-4:] == [
+        "| model | stall, s | equal | error |",
+        "|---|---|---|---|",
+        "| a/b | 0.01235 | yes |  |",
+        "| c |  |  | E: no space |",
+    ]
