@@ -19,9 +19,8 @@ from device_job import Job
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("numpy", "safetensors", "triton", "transformers", "lightning", "nanobind", "scikit-build-core", "pytest")
 QUERY = "name,driver_version,memory.total,memory.used,pcie.link.gen.current,pcie.link.width.current,clocks.max.sm"
-RESULT = re.compile(
-    r"\b(PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b.*(?:tests/\S+)|^tests/\S+ (PASSED|FAILED|SKIPPED|ERROR)"
-)
+KINDS = "PASSED|FAILED|SKIPPED|ERROR"
+RESULT = re.compile(rf"^\[gw\d+\] \[ *\d+%\] ({KINDS}) |^tests/.* ({KINDS})\b.*\[ *\d+%\]$", re.MULTILINE)
 FAILURE = re.compile(r"^(?:FAILED|ERROR) (tests/.*)$", re.MULTILINE)
 
 
@@ -74,21 +73,9 @@ def tests(job: Job) -> None:
     if job.is_quick:
         files, processes = [name for name in files if "side_streams" in name or "test_link" in name], 0
     job.add(tests="files", number=len(files))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        *files,
-        "-v",
-        "-m",
-        "gpu",
-        "-n",
-        str(processes),
-        "-p",
-        "no:cacheprovider",
-    ]
-    command += ["-o", "filterwarnings=", "-W", "default", "--timeout", "150", "--continue-on-collection-errors"]
-    command += ["--junitxml", str(job.out / "junit.xml"), "-rfE", "--tb=short"]
+    options = f"-v -rfE --tb=short -m gpu -n {processes} -p no:cacheprovider --continue-on-collection-errors"
+    options += " -o filterwarnings= -W default --timeout 150"
+    command = [sys.executable, "-m", "pytest", *files, *options.split(), "--junitxml", str(job.out / "junit.xml")]
     output = job.folder / "pytest.txt"
     began = time.monotonic()
     with output.open("wb") as file:
@@ -105,8 +92,8 @@ def tests(job: Job) -> None:
         process.wait()
     text = output.read_text(errors="replace")
     print(text)
-    results = [next(filter(None, match.groups())) for match in map(RESULT.search, text.splitlines()) if match]
-    for kind in ("PASSED", "FAILED", "SKIPPED", "ERROR"):
+    results = ["".join(groups) for groups in RESULT.findall(text)]
+    for kind in KINDS.split("|"):
         job.add(tests=kind.lower(), number=results.count(kind))
     job.add(tests="seconds", number=time.monotonic() - began)
     for name in dict.fromkeys(FAILURE.findall(text)):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 FIGURES = {
     "machine": "value",
@@ -75,6 +77,42 @@ def test_a_part_that_fails_or_hangs_keeps_its_rows_and_the_next_one_runs(
         {"name": "second", "number": 3},
     ]
     assert "| ended by its limit" in (tmp_path / "results.md").read_text()
+
+
+def test_a_failed_test_is_a_row_with_its_error_and_a_warning_is_none(
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import device_checks
+    from device_job import Job
+
+    monkeypatch.setattr(device_checks, "ROOT", tmp_path)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\nfilterwarnings = error\n")
+    (tmp_path / "tests" / "test_side_streams.py").write_text(
+        "import pytest, warnings\npytestmark = pytest.mark.gpu\n"
+        "def test_warns():\n    warnings.warn('a warning')\n"
+        "def test_skips():\n    pytest.skip('none here')\n"
+        "@pytest.mark.parametrize('x', ['a name'])\ndef test_fails(x):\n    assert 1 == 2\n"
+        "@pytest.fixture\ndef broken():\n    raise OSError('no device')\n"
+        "def test_breaks(broken):\n    pass\n"
+    )
+    (tmp_path / "tests" / "test_link.py").write_text("import no_such_module  # mark.gpu\n")
+    job = Job("tests", torch.device("cpu"), True, tmp_path / "rows", tmp_path, tmp_path, time.monotonic() + 600)
+    device_checks.tests(job)
+    rows = {row["tests"]: row for row in map(json.loads, job.rows.read_text().splitlines())}
+    assert {kind: rows[kind]["number"] for kind in ("passed", "failed", "skipped", "error")} == {
+        "passed": 1,
+        "failed": 1,
+        "skipped": 1,
+        "error": 1,
+    }
+    errors = {name: row["error"] for name, row in rows.items() if "error" in row and name != "error"}
+    assert errors == {
+        "tests/test_side_streams.py::test_fails[a name]": "assert 1 == 2",
+        "tests/test_side_streams.py::test_breaks": "OSError: no device",
+        "tests/test_link.py": "failed",
+    }
+    assert (tmp_path / "junit.xml").exists()
 
 
 def test_what_does_not_fit_into_the_time_is_a_row(program: ModuleType, tmp_path: Path) -> None:
