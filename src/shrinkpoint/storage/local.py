@@ -281,6 +281,24 @@ class LocalStorage:
         with _os_errors(self.describe(key), "flushing to the disk"):
             _fsync_dir(self._path_of(key))
 
+    def flush_tree(self) -> None:
+        """Make all that others have written below the directory, and the directory's own name, survive a power cut.
+
+        The names of its parents up to the mount point are flushed as well: a framework may have made them.
+        """
+        with _os_errors(self.describe(), "flushing to the disk"):
+            for directory, _, names in self._walk():
+                for name in names:
+                    if is_regular(directory / name):
+                        with suppress(FileNotFoundError):  # deleted meanwhile
+                            _fsync(directory / name)
+                _fsync_dir(directory)
+        for parent in self._root.parents:
+            with suppress(OSError):  # another user's
+                _fsync_dir(parent)
+            if parent.is_mount():
+                break
+
     @contextmanager
     def lock(self) -> Iterator[None]:
         with _os_errors(self.describe(), "creating the directory"):

@@ -221,6 +221,8 @@ def commit(
         stats=dict(stats or {}),
         extra=extra,
     )
+    if isinstance(storage, LocalStorage):
+        storage.flush_tree()  # the framework's files belong to the checkpoint, and it flushes none of them
     storage.put(MANIFEST, encode_directory_manifest(manifest))
     if isinstance(storage, LocalStorage):
         _write_readme(storage.path)
