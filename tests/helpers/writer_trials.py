@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import multiprocessing
 import os
 import random
 import shutil
@@ -27,13 +28,17 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
+from functools import cache
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import torch
 from helpers.paths import TESTS
 from helpers.shadow_tree import MODES, ShadowTree, environment, write_image
 from helpers.timeouts import PATIENCE
-from helpers.writers import CARELESS, WRITERS, Newest, Writer
+from helpers.writers import CARELESS, WRITERS, Newest, Writer, run
 
 from shrinkpoint.errors import ShrinkpointError
 
@@ -101,33 +106,58 @@ def check(writer: Writer, root: Path, expected: list[Newest], done: int) -> None
     writer.check(root)
 
 
-def kill(name: str, folder: Path, expected: list[Newest], seconds: tuple[float, float], chance: random.Random) -> str:
-    """Kill one training at a random moment between its first file and its end; returns what was found."""
-    root = folder / "run"
-    with subprocess.Popen(command(name, root), env=environ(), stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
+@cache
+def forkserver() -> ForkServerContext:
+    """Starts processes that have imported everything already: an import takes longer than most trainings."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["helpers.writers", "helpers.huggingface", "helpers.lightning_runs"])
+    return context
+
+
+class Training:
+    """A training in a process of its own, which may be killed."""
+
+    def __init__(self, name: str, root: Path) -> None:
+        self._told, told = forkserver().Pipe(duplex=False)
+        self.process = forkserver().Process(target=_train, args=(name, root, told))
+        self.process.start()
+        told.close()
         until = time.monotonic() + PATIENCE
-        while not root.exists() and child.poll() is None and time.monotonic() < until:
+        while not root.exists() and self.process.is_alive() and time.monotonic() < until:
             time.sleep(0.002)
-        time.sleep(chance.uniform(*seconds))
-        child.send_signal(signal.SIGKILL)
-        done = len(parse(child.stdout.read().splitlines()))
-    check(WRITERS[name], root, expected, done)
-    shutil.rmtree(root, ignore_errors=True)
-    return "killed" if child.returncode == -signal.SIGKILL else "ended"
+
+    def lines(self) -> list[str]:
+        """What it has told until its end."""
+        lines = []
+        with suppress(EOFError), self._told:
+            while True:
+                lines.append(self._told.recv())
+        self.process.join()
+        return lines
+
+
+def _train(name: str, root: Path, told: Connection) -> None:
+    with Path(os.devnull).open("w") as silence, redirect_stdout(silence):
+        run(name, root, told.send)
 
 
 def kills(name: str, folder: Path, count: int, seed: int = 0) -> Counter[str]:
-    chance, root = random.Random(seed), folder / "whole"
-    begin = time.monotonic()
-    with subprocess.Popen(command(name, root), env=environ(), stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        while not root.exists() and child.poll() is None:
-            time.sleep(0.002)
-        begin = time.monotonic()
-        expected = parse(child.stdout.read().splitlines())
+    """Kill trainings, each at a random moment between its first file and the time that a whole one takes."""
+    chance, root, counts = random.Random(seed), folder / "run", Counter[str]()
+    Training(name, root).lines()  # the first one starts the server
+    shutil.rmtree(root)
+    training, begin = Training(name, root), time.monotonic()
+    expected = parse(training.lines())
     seconds = time.monotonic() - begin
-    return Counter(kill(name, folder, expected, (0.0, seconds), chance) for _ in range(count))
+    for _ in range(count):
+        shutil.rmtree(root, ignore_errors=True)
+        training = Training(name, root)
+        time.sleep(chance.uniform(0, seconds))
+        training.process.kill()
+        done = len(parse(training.lines()))
+        check(WRITERS[name], root, expected, done)
+        counts["killed" if training.process.exitcode == -signal.SIGKILL else "ended"] += 1
+    return counts
 
 
 def damages(root: Path, chance: random.Random) -> Iterator[str]:
@@ -150,8 +180,7 @@ def damages(root: Path, chance: random.Random) -> Iterator[str]:
 
 def damage(name: str, folder: Path, count: int, seed: int = 0) -> Counter[str]:
     writer, root, chance, counts = WRITERS[name], folder / "run", random.Random(seed), Counter[str]()
-    run = subprocess.run(command(name, root), env=environ(), check=True, stdout=subprocess.PIPE, text=True)
-    expected = parse(run.stdout.splitlines())
+    expected = parse(Training(name, root).lines())
     for _ in range(count):
         for what in damages(root, chance):
             try:

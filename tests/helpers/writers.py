@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import random
 import shutil
 import sys
 import warnings
@@ -19,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from helpers.fingerprint import fingerprint
 from torch import distributed as dist
@@ -349,21 +351,31 @@ CARELESS = {"unflushed": Writer(_unflushed, _newest_unflushed)}
 """Writers that are not ours: trials must see what they lose."""
 
 
-def main(name: str, folder: str) -> None:
+def run(name: str, root: Path, tell: Callable[[str], None]) -> None:
+    """Train; after each save `tell` gets "done STEP DIGEST", or "done" if a reader finds nothing."""
     warnings.simplefilter("ignore")
     logging.disable()
     torch.set_num_threads(1)
-    writer, root = (WRITERS | CARELESS)[name], Path(folder)
-    mark = getattr(ctypes.CDLL(None), "shadow_mark", None)
+    random.seed(0)  # its state is saved, and every fork has another
+    np.random.seed(0)
+    writer = (WRITERS | CARELESS)[name]
 
     def done() -> None:
         found = writer.newest(root)
-        line = f"done {found[0]} {found[1]}" if found else "done"
+        tell(f"done {found[0]} {found[1]}" if found else "done")
+
+    writer.train(root, done)
+
+
+def main(name: str, folder: str) -> None:
+    mark = getattr(ctypes.CDLL(None), "shadow_mark", None)
+
+    def tell(line: str) -> None:
         if mark is not None:
             mark(line.encode())
         print(line, flush=True)
 
-    writer.train(root, done)
+    run(name, Path(folder), tell)
 
 
 if __name__ == "__main__":
