@@ -153,21 +153,11 @@ def _other_groups(loop: Loop) -> None:
     loop.optimizer = torch.optim.AdamW([{"params": [first]}, {"params": rest}])
 
 
-def _other_order(loop: Loop) -> None:
-    loop.optimizer = torch.optim.AdamW(list(loop.model.parameters())[::-1])
-
-
-def _data_parallel(loop: Loop) -> None:
-    loop.model = nn.ModuleDict({"module": loop.model})  # type: ignore[assignment]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (_frozen_batchnorm, "that the model lacks"),
-        (_data_parallel, "prefix 'module.'"),
         (_other_groups, "groups of"),
-        (_other_order, "in the order"),
         (lambda loop: loop.__init__(width=6), "Build the model with the settings"),
     ],
 )

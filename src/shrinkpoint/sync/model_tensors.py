@@ -14,6 +14,7 @@ from shrinkpoint.errors import MismatchError, StateError
 from shrinkpoint.tensors.dtypes import dtype_name, empty
 from shrinkpoint.tensors.flat_state import FlatState, copy_tensors, flatten
 from shrinkpoint.tensors.side_streams import wait_for_devices
+from shrinkpoint.tensors.wrappers import unwrapped
 
 AnyModel: TypeAlias = nn.Module | Mapping[str, Tensor]
 """A module, or its `state_dict()`."""
@@ -53,17 +54,6 @@ def check_own_memory(model: AnyModel, tensors: Mapping[str, Tensor]) -> None:
             found, expected = f"a copy of {name!r} in the model's state_dict()", "its parameters and buffers themselves"
             do = "pass a dict of the tensors that are to be written, by their published names"
             raise MismatchError("model", found=found, expected=expected, do=do)
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module within what wraps it for training, compiled or replicated."""
-    while True:
-        if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        elif isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            model = model.module
-        else:
-            return model
 
 
 def capture(

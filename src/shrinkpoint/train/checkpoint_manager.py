@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from torch import nn
+
 from shrinkpoint import validate
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import (
@@ -33,6 +35,7 @@ from shrinkpoint.train.mirror_uploader import MirrorUploader
 from shrinkpoint.train.planning import make_save_plan
 from shrinkpoint.train.restore import RestoreResult
 from shrinkpoint.train.save_decision import SaveDecisionPolicy, SaveSchedule
+from shrinkpoint.train.state_alignment import NAMES_KEY, AlignedState, align_state, collect_names, iter_leaves
 from shrinkpoint.train.state_dicts import mark_parameters
 
 if TYPE_CHECKING:
@@ -221,6 +224,8 @@ class CheckpointManager(BackgroundSaver):
             state = {name: state_dicts.collect_state_dicts(obj, name) for name, obj in objects.items()}
             if extra is not None:
                 state["extra"] = extra
+            if names := collect_names(objects):
+                state[NAMES_KEY] = names
             if rng:
                 state["rng"] = get_rng_state()
             flat_state = mark_parameters(flatten(state), objects)
@@ -266,7 +271,8 @@ class CheckpointManager(BackgroundSaver):
             rng: set the random generators too, if they were saved.
             strict: False: a model may lack keys or have others, and objects that were not saved are not changed;
                 values may be rounded to a model's dtype, and an optimizer or scheduler may be of another kind than the
-                one that was saved, as far as torch itself accepts its state.
+                one that was saved, as far as torch itself accepts its state. A parameter whose slots were not saved
+                begins afresh. The result names what is missing and unexpected, and so does a warning in the log.
             only: patterns such as `["layers.3.*"]`: restore only the tensors of `model` whose names match; all others,
                 and the random generators, keep their values. Or parts of tensors by pattern:
                 `{"layers.3.*": ..., "embed.weight": slice(0, 512), "head.weight": mask}`; see
@@ -298,15 +304,15 @@ class CheckpointManager(BackgroundSaver):
         if checkpoint.where != self.store.storage.describe():
             _log.info("step %d is restored from the mirror %s", checkpoint.step, checkpoint.where)
         where = f"{checkpoint.where}, step {checkpoint.step}"
+        fields: dict[str, Any] = {"skipped": checkpoint.skipped, "where": checkpoint.where}
         if selection is None:
-            _load_all(objects, checkpoint.state, where, rng=rng, strict=strict)
+            aligned = _load_all(objects, checkpoint.state, where, rng=rng, strict=strict)
+            fields |= {"missing_keys": aligned.missing_keys, "unexpected_keys": aligned.unexpected_keys}
         else:
             partial_restore.restore_parts(selection, objects, checkpoint.state, where, strict=strict)
         self._resume_from(checkpoint.manifest)
         seconds, extra = time.perf_counter() - start, checkpoint.state.get("extra")
-        return RestoreResult.from_manifest(
-            checkpoint.manifest, seconds, extra=extra, skipped=checkpoint.skipped, where=checkpoint.where
-        )
+        return RestoreResult.from_manifest(checkpoint.manifest, seconds, extra=extra, **fields)
 
     def _last_reference(self) -> Reference | None:
         return self.store.reference
@@ -391,13 +397,15 @@ class CheckpointManager(BackgroundSaver):
 
 def _check_names(objects: Mapping[str, Any]) -> dict[str, Any]:
     """The objects that are not None, by name."""
+    if NAMES_KEY in objects:
+        raise PolicyError(NAMES_KEY, found="a name that is taken", expected="another name", do="rename the object")
     for name in ("extra", "metrics"):
         if name in objects:
             raise PolicyError(name, found="an argument of restore", do=f"take `{name}` from what restore returns")
     return {name: obj for name, obj in objects.items() if obj is not None}
 
 
-def _load_all(objects: Mapping[str, Any], state: Any, where: str, *, rng: bool, strict: bool) -> None:
+def _load_all(objects: Mapping[str, Any], state: Any, where: str, *, rng: bool, strict: bool) -> AlignedState:
     """Load a state into the objects, after a check that it fits all of them.
 
     Objects whose state only they themselves can check are loaded first: where one of them refuses it, no model,
@@ -408,13 +416,20 @@ def _load_all(objects: Mapping[str, Any], state: Any, where: str, *, rng: bool, 
         raise MismatchError(where, found=found, expected=expected, do="use Store.load")
     missing = [name for name in objects if name not in state]
     if missing and strict:
-        found = f"no {missing[0]!r} in the checkpoint, only " + ", ".join(map(repr, state))
-        do = "leave it out, or strict=False"
+        saved_names = ", ".join(repr(name) for name in state if name != NAMES_KEY)
+        found, do = f"no {missing[0]!r} in the checkpoint, only {saved_names}", "leave it out, or strict=False"
         raise MismatchError(where, found=found, expected="all that is to be restored", do=do)
     present = {name: obj for name, obj in objects.items() if name in state}
+    for name, obj in present.items():  # models first: where layers differ, so do the optimizer's parameters
+        if all(isinstance(leaf, nn.Module) for _, leaf in iter_leaves(obj)):
+            state_dicts.check_state_dicts(obj, state[name], f"{where}, {name}", strict=strict)
+    aligned = align_state(objects, state, where, strict=strict)
+    options: dict[str, Any] = {"strict": strict, "saved_dtypes": aligned.saved_dtypes}
     for name, obj in present.items():
-        state_dicts.check_state_dicts(obj, state[name], f"{where}, {name}", strict=strict)
+        state_dicts.check_state_dicts(obj, aligned.state[name], f"{where}, {name}", **options)
     for name, obj in sorted(present.items(), key=lambda item: state_dicts.is_checked(item[1])):
-        state_dicts.load_state_dicts(obj, state[name], f"{where}, {name}", strict=strict)
+        state_dicts.load_state_dicts(obj, aligned.state[name], f"{where}, {name}", **options)
     if rng and "rng" in state:
         set_rng_state(state["rng"])
+    aligned.report(where)
+    return aligned

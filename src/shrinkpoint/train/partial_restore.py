@@ -13,7 +13,8 @@ from torch import Tensor
 
 from shrinkpoint import validate
 from shrinkpoint.errors import MismatchError, PolicyError
-from shrinkpoint.train import state_dicts
+from shrinkpoint.tensors.wrappers import match_state_keys
+from shrinkpoint.train import state_alignment, state_dicts
 
 TensorPart = EllipsisType | slice | Sequence[Any] | Tensor
 """A part of a tensor: `...`, all of it; a slice of its rows; a box, as a tuple of a slice or a (start, stop) for each
@@ -150,12 +151,15 @@ def restore_parts(
         if not isinstance(state, dict) or not isinstance(state.get(name), dict):
             do = "save it with a CheckpointManager, under that name"
             raise MismatchError(where, found=f"no {name!r} in the checkpoint", expected="what is to be restored", do=do)
+    aligned = state_alignment.align_state(targets, state, where, strict=strict)
+    state, dtypes = aligned.state, aligned.saved_dtypes
     model, optimizer = targets["model"], targets.get("optimizer")
     merged = _merge_model_state(selection, state["model"], f"{where}, model", strict=strict)
     state_dicts.check_state_dicts(model, merged, f"{where}, model", strict=strict)
     updates: list[_SlotUpdate] = []
     if optimizer is not None:
-        state_dicts.check_state_dicts(optimizer, state["optimizer"], f"{where}, optimizer", strict=strict)
+        place = f"{where}, optimizer"
+        state_dicts.check_state_dicts(optimizer, state["optimizer"], place, strict=strict, saved_dtypes=dtypes)
         updates = list(_slot_updates(selection, optimizer, state["optimizer"]))
     state_dicts.load_state_dicts(model, merged, f"{where}, model", strict=strict)
     for update in updates:
@@ -166,6 +170,7 @@ def _merge_model_state(
     selection: SelectedParts, saved: Mapping[str, Any], where: str, *, strict: bool
 ) -> dict[str, Any]:
     """The live state of the model, with the saved values in the selected parts."""
+    saved = match_state_keys(saved, selection.live_state)
     merged = dict(selection.live_state)
     for name, index in selection.indices.items():
         if name not in saved:

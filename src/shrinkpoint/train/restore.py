@@ -63,6 +63,9 @@ class RestoreResult(Generic[StepT]):
         directory: the checkpoint's directory, or the place in a bucket; None in a store.
         skipped: newer checkpoints that do not load, newest first, with the reasons.
         where: of a `CheckpointManager`, the store that it was read from: its own, or the mirror.
+        missing_keys: with `strict=False`, keys of models that are not in the checkpoint, as torch's `load_state_dict`
+            names them, and parameters of optimizers; those of other objects than `model` follow the object's name.
+        unexpected_keys: with `strict=False`, keys of the checkpoint that nothing was restored of.
     """
 
     report: RestoreReport
@@ -74,6 +77,8 @@ class RestoreResult(Generic[StepT]):
     directory: Path | ObjectUrl | None = None
     skipped: tuple[SkippedCheckpoint, ...] = ()
     where: str = ""
+    missing_keys: tuple[str, ...] = ()
+    unexpected_keys: tuple[str, ...] = ()
 
     @classmethod
     def from_manifest(cls, manifest: Manifest[StepT], seconds: float, **fields: Any) -> RestoreResult[StepT]:
@@ -81,7 +86,7 @@ class RestoreResult(Generic[StepT]):
 
         Args:
             seconds: how long the restore took.
-            fields: the attributes that no manifest has: extra, state, directory, skipped, where.
+            fields: the attributes that no manifest has: extra, state, directory, skipped, where and keys.
         """
         report = RestoreReport(
             seconds, manifest.raw_bytes, manifest.depth, manifest.scheme, manifest.lossy_restores + manifest.is_lossy

@@ -5,9 +5,9 @@ Also marks which tensors of a state are parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -19,8 +19,10 @@ from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.tensors.compare import same_bits
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import Role
+from shrinkpoint.tensors.wrappers import match_state_keys
+from shrinkpoint.train.state_alignment import is_optimizer, iter_leaves, unwrap_optimizer
 
-_STRICT_HINT = "or pass strict=False"
+STRICT_HINT = "or pass strict=False"
 _TORCH_SLOTS: Mapping[str, frozenset[str]] = {
     name: frozenset(slots.split())
     for name, slots in {
@@ -88,7 +90,12 @@ def mark_parameters(state: FlatState, objects: Mapping[str, Any]) -> FlatState:
     Args:
         objects: the objects that are saved, by name: modules, nests of them, and others.
     """
-    names = {full_name for name, obj in objects.items() for full_name in _parameter_names(obj, f"{name}/")}
+    names = {
+        "/".join(map(str, (*path, name)))  # the names in the state, if `state_dict` has the default ones
+        for path, obj in iter_leaves(objects)
+        if isinstance(obj, nn.Module)
+        for name, _ in obj.named_parameters(remove_duplicate=False)
+    }
     unknown = {
         name: state.infos[name] for name in names if name in state.infos and state.infos[name].role is Role.OTHER
     }
@@ -98,29 +105,23 @@ def mark_parameters(state: FlatState, objects: Mapping[str, Any]) -> FlatState:
     )
 
 
-def _parameter_names(obj: Any, prefix: str) -> Iterator[str]:
-    """Names of the parameters in the state, if the module's `state_dict` has the default names."""
-    if isinstance(obj, nn.Module):
-        yield from (prefix + name for name, _ in obj.named_parameters(remove_duplicate=False))
-    elif isinstance(obj, Mapping):
-        for key, member in obj.items():
-            yield from _parameter_names(member, f"{prefix}{key}/")
-    elif isinstance(obj, list | tuple):
-        for index, member in enumerate(obj):
-            yield from _parameter_names(member, f"{prefix}{index}/")
-
-
 # Restoring: check that everything fits, then load it
 
 
 def has_optimizer(obj: Any) -> bool:
     """Whether an object is an optimizer, or a dict, list or tuple with one in it."""
-    if isinstance(obj, Mapping | list | tuple):
-        return any(map(has_optimizer, obj.values() if isinstance(obj, Mapping) else obj))
-    return isinstance(getattr(obj, "param_groups", None), list)
+    return any(is_optimizer(leaf) for _, leaf in iter_leaves(obj))
 
 
-def check_state_dicts(obj: Any, saved: Any, name: str, *, strict: bool, alternative: str = _STRICT_HINT) -> None:
+def check_state_dicts(
+    obj: Any,
+    saved: Any,
+    name: str,
+    *,
+    strict: bool,
+    alternative: str = STRICT_HINT,
+    saved_dtypes: Mapping[int, torch.dtype] = MappingProxyType({}),
+) -> None:
     """Raise if `saved` cannot be loaded into `obj`; changes nothing.
 
     Args:
@@ -129,6 +130,7 @@ def check_state_dicts(obj: Any, saved: Any, name: str, *, strict: bool, alternat
         strict: every key of a model must be there, and no other; no value may be rounded; optimizers and schedulers
             must be of the kind that was saved.
         alternative: what a caller may do instead of building everything as it was saved.
+        saved_dtypes: of `AlignedState`.
 
     Raises:
         MismatchError: it does not fit.
@@ -151,6 +153,7 @@ def check_state_dicts(obj: Any, saved: Any, name: str, *, strict: bool, alternat
             _check_optimizer_layout(target, state, where)
             if strict:
                 _check_optimizer_kind(target, state, where, alternative)
+                _check_slot_dtypes(target, state, where, alternative, saved_dtypes)
         elif isinstance(target, torch.optim.lr_scheduler.LRScheduler) and strict:
             _check_scheduler_kind(target, state, where, alternative)
         elif isinstance(target, torch.amp.GradScaler):
@@ -164,23 +167,40 @@ def is_checked(obj: Any) -> bool:
     return isinstance(obj, nn.Module | Optimizer | torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler)
 
 
-def load_state_dicts(obj: Any, saved: Any, name: str, *, strict: bool) -> None:
-    """Load what `check_state_dicts` has accepted.
+def load_state_dicts(
+    obj: Any,
+    saved: Any,
+    name: str,
+    *,
+    strict: bool,
+    saved_dtypes: Mapping[int, torch.dtype] = MappingProxyType({}),
+) -> None:
+    """Load what `check_state_dicts` has accepted, with the same arguments.
 
     Raises:
         MismatchError: an object itself refuses its state; it, and what was loaded before it, may have changed.
     """
     for target, state, where in _pair_with_saved(obj, saved, name):
         try:
-            target.load_state_dict(state, **({"strict": strict} if isinstance(target, nn.Module) else {}))
+            if isinstance(target, Optimizer):
+                _load_optimizer(target, state, saved_dtypes)
+            else:
+                target.load_state_dict(state, **({"strict": strict} if isinstance(target, nn.Module) else {}))
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             found, expected = f"{type(error).__name__}: {error}", f"a state that this {type(target).__name__} loads"
             raise MismatchError(where, found=found, expected=expected, do="build it as it was saved") from error
 
 
 def _pair_with_saved(obj: Any, saved: Any, name: str) -> Iterator[tuple[Any, Any, str]]:
-    """Each object of a nest, its saved state, and its name in messages."""
+    """Each object of a nest, its saved state, and its name in messages.
+
+    The keys of a model are named as the live one's are, and the parameters of an optimizer too.
+    """
     if not isinstance(obj, Mapping | list | tuple):
+        if isinstance(obj, nn.Module) and isinstance(saved, Mapping):
+            saved = match_state_keys(saved, obj.state_dict())
+        elif is_optimizer(obj) and isinstance(saved, Mapping):
+            saved = _with_own_names(obj, saved)
         yield obj, saved, name
         return
     members = dict(obj) if isinstance(obj, Mapping) else dict(enumerate(obj))
@@ -217,7 +237,7 @@ def _check_module_state(
     missing = [key for key in live if key not in saved]
     extra = [key for key in saved if key not in live]
     if strict and (missing or extra):
-        _raise_key_mismatch(where, missing, extra, saved)
+        _raise_key_mismatch(where, missing, extra)
     if strict:
         _check_tied_tensors(live, saved, where)
 
@@ -239,7 +259,7 @@ def _check_tied_tensors(live: Mapping[str, Any], saved: Mapping[str, Any], where
             raise MismatchError(f"{where}, {name}", found=found, expected=expected, do=do)
 
 
-def check_tensor_fits(tensor: Tensor, saved: Any, where: str, *, strict: bool, alternative: str = _STRICT_HINT) -> None:
+def check_tensor_fits(tensor: Tensor, saved: Any, where: str, *, strict: bool, alternative: str = STRICT_HINT) -> None:
     """Raise if a saved value cannot be loaded into a tensor.
 
     Raises:
@@ -278,20 +298,29 @@ def can_represent(wide: torch.dtype, narrow: torch.dtype) -> bool:
         return False
 
 
-def _raise_key_mismatch(where: str, missing: list[str], extra: list[str], saved: dict[str, Any]) -> None:
+def _raise_key_mismatch(where: str, missing: list[str], extra: list[str]) -> None:
     found = "; ".join(
         f"{len(keys)} keys {what}, such as {keys[0]!r}"
         for keys, what in ((missing, "missing from the checkpoint"), (extra, "that the model lacks"))
         if keys
     )
     do = "build the model as it was saved, or pass strict=False"
-    for prefix in ("module.", "_orig_mod."):
-        if missing and extra and (prefix + missing[0] in saved or missing[0].removeprefix(prefix) in saved):
-            do = f"wrap the model as it was when it was saved: the keys differ by the prefix {prefix!r}"
     raise MismatchError(where, found=found, expected="the same keys", do=do)
 
 
 # Optimizers
+
+
+def _with_own_names(optimizer: Any, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The saved state, whose groups have the live `param_names`, or none: torch takes those that were saved."""
+    groups = saved.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        return saved
+    names = [group.get("param_names") for group in optimizer.param_groups]
+    names += [None] * (len(groups) - len(names))
+    plain = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
+    own = [group if own is None else {**group, "param_names": own} for group, own in zip(plain, names, strict=False)]
+    return {**saved, "param_groups": own}
 
 
 def iter_slot_states(optimizer: Optimizer, saved: Mapping[str, Any]) -> Iterator[tuple[Tensor, Mapping[Any, Any]]]:
@@ -332,14 +361,14 @@ def _check_optimizer_layout(optimizer: Optimizer, saved: dict[str, Any], where: 
 
 def _has_parameter_shape(optimizer: Optimizer, parameter: Tensor, slot: str) -> bool:
     """Whether a slot has the shape of its parameter; optimizers other than torch's may keep projections there."""
-    optimizer = _unwrap(optimizer)
+    optimizer = unwrap_optimizer(optimizer)
     value = optimizer.state.get(parameter, {}).get(slot)
     return _is_torch_optimizer(optimizer) or (isinstance(value, Tensor) and value.shape == parameter.shape)
 
 
 def _check_optimizer_kind(optimizer: Optimizer, saved: Mapping[str, Any], where: str, alternative: str) -> None:
     """Raise for the state of another kind of optimizer, and for one that loading would round."""
-    optimizer = _unwrap(optimizer)
+    optimizer = unwrap_optimizer(optimizer)
     saved_slots = {
         str(slot)
         for _, slots in iter_slot_states(optimizer, saved)
@@ -355,17 +384,78 @@ def _check_optimizer_kind(optimizer: Optimizer, saved: Mapping[str, Any], where:
         parts += [f"no {', '.join(sorted(not_saved))}"] if not_saved else []
         do = f"build the optimizer that was saved, {alternative}"
         raise MismatchError(where, found="; ".join(parts), expected=_describe_optimizer(optimizer), do=do)
-    if _is_torch_optimizer(optimizer):
-        _check_slot_dtypes(optimizer, saved, where, alternative)
 
 
-def _check_slot_dtypes(optimizer: Optimizer, saved: Mapping[str, Any], where: str, alternative: str) -> None:
-    """Raise if a slot would be rounded: torch converts slots to the dtype of their parameter."""
+def _check_slot_dtypes(
+    optimizer: Optimizer,
+    saved: Mapping[str, Any],
+    where: str,
+    alternative: str,
+    saved_dtypes: Mapping[int, torch.dtype],
+) -> None:
+    """Raise if a slot that gets the dtype of its parameter would be rounded."""
     for index, (parameter, slots) in enumerate(iter_slot_states(optimizer, saved)):
         for slot, value in slots.items():
-            is_converted = isinstance(value, Tensor) and value.dim() > 0 and value.is_floating_point()
-            if is_converted and parameter.is_floating_point():
+            is_cast = isinstance(value, Tensor) and parameter.is_floating_point()
+            if is_cast and _follows_parameter(value, parameter, optimizer, saved_dtypes):
                 _check_dtype_fits(value.dtype, parameter.dtype, f"{where}, parameter {index}, {slot}", alternative)
+
+
+def _follows_parameter(
+    value: Tensor, parameter: Tensor, optimizer: Optimizer, saved_dtypes: Mapping[int, torch.dtype]
+) -> bool:
+    """Whether a tensor of a slot gets the dtype of the live parameter: it had that of the saved one.
+
+    Without the saved parameter's dtype, torch's own optimizers are taken at their habit.
+    """
+    if not value.dim() or not value.is_floating_point():
+        return False
+    saved_dtype = saved_dtypes.get(id(parameter))
+    return _is_torch_optimizer(unwrap_optimizer(optimizer)) if saved_dtype is None else value.dtype == saved_dtype
+
+
+def _load_optimizer(optimizer: Any, saved: Mapping[str, Any], saved_dtypes: Mapping[int, torch.dtype]) -> None:
+    """Load the state of an optimizer, whose slots keep the dtypes that they were saved in.
+
+    torch casts all slots but "step" to the dtype of their parameter. What an optimizer does after torch's part, in
+    hooks or in a method of its own, sees the values as they were saved.
+    """
+    inner = unwrap_optimizer(optimizer)
+    calls: list[None] = []
+
+    def restore_dtypes(*_: Any) -> None:
+        calls.append(None)
+        for parameter, slots in iter_slot_states(inner, saved):
+            live = inner.state.get(parameter)
+            if isinstance(live, dict):
+                _with_saved_dtypes(live, slots, lambda value: _follows_parameter(value, parameter, inner, saved_dtypes))  # noqa: B023
+
+    handle = None
+    if hasattr(inner, "_optimizer_load_state_dict_post_hooks"):
+        handle = inner.register_load_state_dict_post_hook(restore_dtypes, prepend=True)
+    try:
+        optimizer.load_state_dict(saved)
+    finally:
+        if handle is not None:
+            handle.remove()
+    if not calls:  # a method of its own that does not call torch's
+        restore_dtypes()
+
+
+def _with_saved_dtypes(live: Any, saved: Any, follows: Callable[[Tensor], bool]) -> Any:
+    """The live value, in which tensors of another dtype than the saved ones are replaced by these, on their devices."""
+    if isinstance(live, Tensor) and isinstance(saved, Tensor):
+        is_cast = live.dtype != saved.dtype and live.shape == saved.shape and not follows(saved)
+        return saved.to(live.device) if is_cast else live
+    if isinstance(live, dict) and isinstance(saved, Mapping):
+        live.update({key: _with_saved_dtypes(live[key], saved[key], follows) for key in live.keys() & saved.keys()})
+    elif isinstance(live, list | tuple) and isinstance(saved, list | tuple) and len(live) == len(saved):
+        members = [_with_saved_dtypes(*pair, follows) for pair in zip(live, saved, strict=True)]
+        if isinstance(live, list):
+            live[:] = members
+        else:
+            return live._make(members) if hasattr(live, "_make") else type(live)(members)
+    return live
 
 
 def _allowed_slots(optimizer: Optimizer, saved_slots: set[str]) -> set[str] | frozenset[str]:
@@ -390,12 +480,6 @@ def _describe_optimizer(optimizer: Optimizer) -> str:
     text = f"that of {type(optimizer).__module__}.{type(optimizer).__name__}"
     settings = sorted(name for name, value in _defaults(optimizer).items() if _is_hyperparameter(value))
     return f"{text}, with {', '.join(settings)}" if settings else text
-
-
-def _unwrap(optimizer: Optimizer) -> Optimizer:
-    """The optimizer inside a framework's wrapper."""
-    inner = getattr(optimizer, "optimizer", None)
-    return _unwrap(inner) if isinstance(inner, Optimizer) and inner is not optimizer else optimizer
 
 
 def _is_torch_optimizer(optimizer: Optimizer) -> bool:

@@ -107,6 +107,88 @@ def test_a_loop_goes_on_as_it_was_on_any_number_of_ranks(tmp_path: Path):
     assert alone["adamw again"] == reports[0]["adamw again"]
 
 
+OTHER_ORDER = """
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from helpers.replica_search import caught, join, leave
+    from shrinkpoint.train.dcp import Manager
+
+    class Masters(torch.optim.Optimizer):
+        def __init__(self, params, lr=1e-2):
+            super().__init__(params, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    slots = self.state[parameter]
+                    if not slots:
+                        slots |= {"master": parameter.float(), "count": torch.zeros(())}
+                    slots["count"] += 1001 / 3
+                    slots["master"] -= group["lr"] * parameter.grad.float()
+                    parameter.copy_(slots["master"])
+
+    class Layers(nn.ModuleDict):
+        def forward(self, x):
+            return sum(layer(x) for layer in self.values())
+
+    def loop(mesh, layers, kind, compiled=False):
+        torch.manual_seed(len(layers[0]))
+        model = Layers({name: nn.Linear(8, 8) for name in layers}).to(torch.bfloat16)
+        for layer in model.values():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        groups = [{"params": list(model[name].parameters()), "lr": len(name) / 10} for name in layers]
+        if compiled:
+            model["aaa"].compile()
+            model["bb"] = torch.compile(model["bb"], backend="eager")
+        return model, kind(groups)
+
+    def train(model, optimizer):
+        for name, parameter in sorted(model.named_parameters()):
+            parameter.grad = torch.full_like(parameter, len(name.replace("_orig_mod.", "")) / 3)
+        optimizer.step()
+
+    def slots(model, optimizer):
+        names = {id(parameter): name.replace("_orig_mod.", "") for name, parameter in model.named_parameters()}
+        local = lambda one: [str(one.dtype), (one.to_local() if hasattr(one, "to_local") else one).tolist()]
+        return {
+            names[id(parameter)]: [
+                group["lr"],
+                local(parameter.detach()),
+                {key: local(one) for key, one in optimizer.state[parameter].items()},
+            ]
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+
+    def of_rank(rank, width, folder):
+        said, mesh = join(rank, width, folder), init_device_mesh("cpu", (width,))
+        for number, kind in enumerate((torch.optim.Adam, Masters)):
+            model, optimizer = loop(mesh, ("aaa", "bb", "c"), kind)
+            train(model, optimizer)
+            manager = Manager(f"{folder}/{number}")
+            manager.save(1, model=model, optimizer=optimizer)
+            for name, compiled in (("plain", False), ("compiled", True)):
+                other, other_optimizer = loop(mesh, ("c", "aaa", "bb"), kind, compiled)
+                manager.restore(model=other, optimizer=other_optimizer)
+                said[f"{number} {name}"] = slots(model, optimizer) == slots(other, other_optimizer)
+            fewer = kind(list(model["c"].parameters()))
+            said[f"{number} fewer"] = caught(lambda: manager.restore(model=model, optimizer=fewer))
+        leave(said, rank, folder)
+"""
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_shards_of_moments_follow_the_names_of_parameters_in_their_dtypes(tmp_path: Path, width: int):
+    for report in ranks(OTHER_ORDER, width, tmp_path):
+        for number in (0, 1):
+            assert report[f"{number} plain"] and report[f"{number} compiled"]
+            assert report[f"{number} fewer"][0] == "MismatchError"
+
+
 def test_arguments_that_are_wrong_are_refused(tmp_path: Path):
     for wrong in ({"keep": 0}, {"keep": 1.5}, {"keyframe_every": 0}, {"threads": -1}):
         with pytest.raises(PolicyError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -25,11 +25,13 @@ from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store import SaveReport, layout
 from shrinkpoint.store.directory import is_checkpoint
 from shrinkpoint.tensors.dtypes import torch_dtype
+from shrinkpoint.tensors.wrappers import match_names
 from shrinkpoint.train.dcp.checkpoint_metadata import EntryMetadata
 from shrinkpoint.train.dcp.directory import latest_valid
 from shrinkpoint.train.dcp.reader import Reader, open_checkpoint, unflatten
 from shrinkpoint.train.dcp.writer import Writer
 from shrinkpoint.train.restore import RestoreResult
+from shrinkpoint.train.state_alignment import NAMES_KEY, align_state
 from shrinkpoint.train.state_dicts import check_state_dicts, check_tensor_fits, collect_state_dicts, load_state_dicts
 
 if TYPE_CHECKING:
@@ -153,12 +155,13 @@ class Manager:
         with _own_errors():
             load(flat, storage_reader=Reader(directory, threads=self._threads), process_group=self._group)
         manifest, metadata = open_checkpoint(directory)
-        nest, names = unflatten(flat, metadata.entries), _parameter_names(objects)
-        states = {name: _by_number(obj, nest.get(name, {}), names) for name, obj in objects.items()}
+        state = _by_number(objects, unflatten(flat, metadata.entries))
+        aligned = align_state(objects, state, str(directory), strict=True)
+        options: dict[str, Any] = {"strict": True, "saved_dtypes": aligned.saved_dtypes}
         for name, obj in objects.items():
-            check_state_dicts(obj, states[name], f"{directory}, {name}", strict=True)
+            check_state_dicts(obj, aligned.state.get(name, {}), f"{directory}, {name}", **options)
         for name, obj in objects.items():
-            load_state_dicts(obj, states[name], f"{directory}, {name}", strict=True)
+            load_state_dicts(obj, aligned.state.get(name, {}), f"{directory}, {name}", **options)
         assert manifest.step is not None
         result: RestoreResult[Any] = RestoreResult.from_manifest(
             manifest, time.perf_counter() - begin, directory=directory
@@ -211,14 +214,40 @@ def _state_of(obj: Any, name: str, names: Mapping[int, str]) -> Any:
     return {**state, "state": {keys[index]: slots for index, slots in state["state"].items()}, "param_groups": groups}
 
 
-def _by_number(obj: Any, saved: Any, names: Mapping[int, str]) -> Any:
-    """A state dict as its object loads it: of an optimizer, by the numbers of parameters."""
-    if not isinstance(obj, Optimizer):
-        return saved
-    numbers = {key: index for index, key in enumerate(_keys(obj, names))}
-    groups = [{**group, "params": [numbers.get(key, -1) for key in group["params"]]} for group in saved["param_groups"]]
-    slots = {numbers[key]: value for key, value in saved.get("state", {}).items()}
-    return {**saved, "state": dict(sorted(slots.items(), key=lambda slot: slot[0])), "param_groups": groups}
+def _owners(objects: Mapping[str, Any], keys: Iterable[str]) -> dict[str, tuple[str, Tensor]]:
+    """Name of the module, and live parameter, of each key that a checkpoint has of an optimizer."""
+    keys, owners = list(keys), dict[str, tuple[str, Tensor]]()
+    for name, obj in objects.items():
+        if isinstance(obj, nn.Module):
+            parameters = dict(obj.named_parameters(remove_duplicate=False))
+            for live_key, key in match_names(keys, parameters).items():
+                owners.setdefault(key, (name, parameters[live_key]))
+    return owners
+
+
+def _by_number(objects: Mapping[str, Any], state: Any) -> dict[str, Any]:
+    """A state whose optimizers number their parameters in the saved order, with names beside them."""
+    numbered: dict[str, Any] = {**state}
+    names: dict[str, Any] = {}
+    module = next((name for name, obj in objects.items() if isinstance(obj, nn.Module)), "")
+    for name, obj in objects.items():
+        saved = state.get(name)
+        if not isinstance(obj, Optimizer) or not isinstance(saved, dict) or "param_groups" not in saved:
+            continue
+        keys = [key for group in saved["param_groups"] for key in group["params"]]
+        owners, numbers = _owners(objects, keys), {key: number for number, key in enumerate(keys)}
+        names[name] = [
+            [
+                None if key not in owners and key.isdecimal() else f"{owners.get(key, (module,))[0]}/{key}"
+                for key in group["params"]
+            ]
+            for group in saved["param_groups"]
+        ]
+        groups = [{**group, "params": [numbers[key] for key in group["params"]]} for group in saved["param_groups"]]
+        slots = {numbers[key]: value for key, value in saved.get("state", {}).items()}
+        slots = dict(sorted(slots.items(), key=lambda slot: slot[0]))
+        numbered[name] = {**saved, "state": slots, "param_groups": groups}
+    return numbered | {NAMES_KEY: {"optimizers": names}}
 
 
 def _targets(entries: Mapping[str, EntryMetadata], objects: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -228,42 +257,50 @@ def _targets(entries: Mapping[str, EntryMetadata], objects: Mapping[str, Any], w
         MismatchError: it lacks an object, or a module has other tensors.
     """
     names = _parameter_names(objects)
-    saved_names = dict.fromkeys((entry.path or (fqn,))[0] for fqn, entry in entries.items())
+    paths = {fqn: tuple(map(str, entry.path or (fqn,))) for fqn, entry in entries.items()}
+    for name in objects.keys() - {path[0] for path in paths.values()}:
+        found = f"no {name!r}, only {', '.join(dict.fromkeys(repr(path[0]) for path in paths.values()))}"
+        raise MismatchError(where, found=found, expected="all that is to be restored", do="leave it out")
+    live: dict[str, dict[str, Any]] = {}
+    loose: dict[str, dict[str, Tensor]] = {}
     for name, obj in objects.items():
-        if name not in saved_names:
-            found, do = f"no {name!r}, only {', '.join(map(repr, saved_names))}", "leave it out"
-            raise MismatchError(where, found=found, expected="all that is to be restored", do=do)
         if isinstance(obj, nn.Module):
-            _check_module(obj, name, entries, where)
-    live = {name: obj.state_dict() for name, obj in objects.items() if isinstance(obj, nn.Module)}
-    parameters = {
-        name: dict(zip(_keys(obj, names), (p for group in obj.param_groups for p in group["params"]), strict=True))
-        for name, obj in objects.items()
-        if isinstance(obj, Optimizer)
-    }
+            live[name] = _check_module(obj, name, entries, where)
+        elif isinstance(obj, Optimizer):
+            parameters = (parameter for group in obj.param_groups for parameter in group["params"])
+            loose[name] = dict(zip(_keys(obj, names), parameters, strict=True))
+    slots = {path[2] for path in paths.values() if len(path) > 2 and path[0] in loose and path[1] == "state"}
+    owners = _owners(objects, slots)
     targets: dict[str, Any] = {}
     for fqn, entry in entries.items():
-        name, *path = map(str, entry.path or (fqn,))
-        if name in objects:
-            owner = parameters[name].get(path[1]) if name in parameters and path[0] == "state" else None
-            if name in parameters and path[0] == "state" and owner is None:
+        name, *path = paths[fqn]
+        if name not in objects:
+            continue
+        owner = None
+        if name in loose and path[0] == "state":
+            owner = owners[path[1]][1] if path[1] in owners else loose[name].get(path[1])
+            if owner is None:
                 found, do = f"the state of {path[1]!r}", "build the optimizer over the same parameters"
                 raise MismatchError(f"{where}, {name}", found=found, expected="that of its parameters", do=do)
-            targets[fqn] = live[name].get(path[0]) if name in live else _empty(entry, owner)
+        targets[fqn] = live[name].get(path[0]) if name in live else _empty(entry, owner)
     return targets
 
 
-def _check_module(module: nn.Module, name: str, entries: Mapping[str, EntryMetadata], where: str) -> None:
+def _check_module(module: nn.Module, name: str, entries: Mapping[str, EntryMetadata], where: str) -> dict[str, Any]:
+    """The module's own values, by the keys that a checkpoint has of them."""
     saved = {entry.path[1]: entry for entry in entries.values() if entry.path is not None and entry.path[0] == name}
     live = module.state_dict()
-    if saved.keys() != live.keys():
-        key = next(iter(saved.keys() ^ live.keys()))
+    keys = {saved_key: key for key, saved_key in match_names(map(str, saved), live).items()}
+    if saved.keys() != keys.keys() or len(live) != len(keys):
+        key = next(iter([*(saved.keys() - keys.keys()), *(live.keys() - keys.values())]))
         found = f"{'a' if key in saved else 'no'} key {key!r} in the checkpoint"
         raise MismatchError(f"{where}, {name}", found=found, expected="the same keys", do="build the model as it was")
-    for key, value in live.items():
+    values = {saved_key: live[key] for saved_key, key in keys.items()}
+    for key, value in values.items():
         if isinstance(value, Tensor) and saved[key].is_tensor:
             like = torch.empty(saved[key].size, dtype=torch_dtype(saved[key].dtype), device="meta")
             check_tensor_fits(value, like, f"{where}, {name}, {key}", strict=True)
+    return values
 
 
 def _empty(entry: EntryMetadata, parameter: Tensor | None) -> Tensor | None:
