@@ -8,42 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.master_weights import LAYERS, Layers, MasterAdam, groups, plain_values, slots_by_name
 from helpers.strategies import same
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.train import CheckpointManager
-
-LAYERS = ("a", "b", "c")
-
-
-class MasterAdam(torch.optim.Optimizer):
-    """Weights and moments in float32 beside weights of any dtype, and codes, counts and a history."""
-
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                slots = self.state[parameter]
-                if not slots:
-                    slots |= {"master": parameter.float(), "codes": torch.zeros(3, dtype=torch.uint8)}
-                    slots |= {"count": torch.zeros(()), "history": [], "pair": (torch.ones(2, dtype=torch.float64),)}
-                    slots["nested"] = {"half": torch.full((2,), 0.1, dtype=torch.float16)}
-                slots["count"] += 1001 / 3
-                slots["codes"] += 7
-                slots["history"] = [*slots["history"], parameter.grad.float() / 3][-2:]
-                slots["master"] -= group["lr"] * parameter.grad.float()
-                parameter.copy_(slots["master"])
-
-
-def network(layers: tuple[str, ...] = LAYERS, dtype: torch.dtype = torch.float32) -> nn.ModuleDict:
-    """Layers of one shape, whose moments fit each other."""
-    torch.manual_seed(len(layers))
-    return nn.ModuleDict({name: nn.Linear(4, 4) for name in layers}).to(dtype)
 
 
 def train(model: nn.Module, *optimizers: torch.optim.Optimizer, steps: int = 2) -> None:
@@ -57,23 +28,6 @@ def train(model: nn.Module, *optimizers: torch.optim.Optimizer, steps: int = 2) 
             optimizer.step()
 
 
-def slots_by_name(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
-    """What optimizers keep of each parameter, and its learning rate."""
-    names = {id(parameter): name.replace("module.", "") for name, parameter in model.named_parameters()}
-    slots = {
-        names[id(parameter)]: (dict(optimizer.state.get(parameter, {})), group["lr"])
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-    return dict(sorted(slots.items()))
-
-
-def groups(model: nn.Module, names: tuple[str, ...] = LAYERS) -> list[dict[str, Any]]:
-    layers = model.module if isinstance(model, nn.DataParallel) else model
-    return [{"params": list(layers[name].parameters()), "lr": 0.1 * (1 + LAYERS.index(name))} for name in names]
-
-
 CHANGES: dict[str, Callable[[], tuple[nn.Module, list[torch.optim.Optimizer]]]] = {}
 
 
@@ -83,31 +37,31 @@ def change(function: Callable[[], tuple[nn.Module, list[torch.optim.Optimizer]]]
 
 @change
 def layers_in_another_order() -> Any:
-    model = network(("c", "a", "b"))
+    model = Layers(("c", "a", "b"))
     return model, [torch.optim.Adam(groups(model))]
 
 
 @change
 def groups_swapped() -> Any:
-    model = network()
+    model = Layers()
     return model, [torch.optim.Adam(groups(model, ("b", "c", "a")))]
 
 
 @change
 def parameters_of_a_group_swapped() -> Any:
-    model = network()
+    model = Layers()
     return model, [torch.optim.Adam([{**group, "params": group["params"][::-1]} for group in groups(model)])]
 
 
 @change
 def wrapped() -> Any:
-    model = nn.DataParallel(network())
+    model = nn.DataParallel(Layers())
     return model, [torch.optim.Adam(groups(model, ("c", "b", "a")))]
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_moments_and_rates_follow_the_names_of_parameters(tmp_path: Path, name: str) -> None:
-    model = network()
+    model = Layers()
     optimizer = torch.optim.Adam(groups(model))
     schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     train(model, optimizer)
@@ -128,7 +82,7 @@ def test_moments_and_rates_follow_the_names_of_parameters(tmp_path: Path, name: 
 @pytest.mark.parametrize("nest", [list, lambda parts: dict(zip("xyz", parts, strict=True))], ids=["list", "dict"])
 def test_optimizers_of_a_nest_are_found_by_their_parameters(tmp_path: Path, nest: Any) -> None:
     def build(names: tuple[str, ...]) -> Any:
-        model = network()
+        model = Layers()
         optimizers = [torch.optim.SGD([group], lr=1.0, momentum=0.9) for group in groups(model, names)]
         return model, optimizers, [lr_scheduler.StepLR(optimizer, 1) for optimizer in optimizers]
 
@@ -147,7 +101,7 @@ def test_optimizers_of_a_nest_are_found_by_their_parameters(tmp_path: Path, nest
 
 
 def test_parameters_that_name_themselves_keep_their_names(tmp_path: Path) -> None:
-    model, other = network(), network(("c", "b", "a"))
+    model, other = Layers(), Layers(("c", "b", "a"))
     optimizer, other_optimizer = (torch.optim.Adam(one.named_parameters()) for one in (model, other))
     train(model, optimizer)
     names = other_optimizer.param_groups[0]["param_names"]
@@ -166,7 +120,7 @@ def test_parameters_that_name_themselves_keep_their_names(tmp_path: Path) -> Non
 
 def test_several_models_with_equal_names(tmp_path: Path) -> None:
     def build(reverse: bool) -> Any:
-        models = {"g": network(), "d": network()}
+        models = {"g": Layers(), "d": Layers()}
         parameters = [one for name in sorted(models, reverse=reverse) for one in models[name].parameters()]
         return models, torch.optim.Adam(parameters)
 
@@ -204,7 +158,7 @@ def test_a_tied_parameter_has_any_of_its_names(tmp_path: Path) -> None:
 
 def test_parameters_outside_of_all_models_keep_their_order(tmp_path: Path) -> None:
     def build(order: tuple[str, ...]) -> Any:
-        model, loose = network(order), [nn.Parameter(torch.zeros(4)) for _ in range(2)]
+        model, loose = Layers(order), [nn.Parameter(torch.zeros(4)) for _ in range(2)]
         return model, loose, torch.optim.Adam([*loose, *model.parameters()])
 
     (model, loose, optimizer), (other, other_loose, other_optimizer) = build(LAYERS), build(LAYERS[::-1])
@@ -219,7 +173,7 @@ def test_parameters_outside_of_all_models_keep_their_order(tmp_path: Path) -> No
 
 
 def test_names_that_do_not_match_are_refused_or_begin_afresh(tmp_path: Path) -> None:
-    model, other = network(), network()
+    model, other = Layers(), Layers()
     optimizer, other_optimizer = (
         torch.optim.Adam(one[name].parameters()) for one, name in ((model, "a"), (other, "b"))
     )
@@ -239,7 +193,7 @@ def test_names_that_do_not_match_are_refused_or_begin_afresh(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_members_of_two_groups_in_one_are_refused(tmp_path: Path, strict: bool) -> None:
-    model, other = network(), network()
+    model, other = Layers(), Layers()
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, model=model, optimizer=torch.optim.Adam(groups(model)))
     first, second, third = groups(other)
@@ -251,7 +205,7 @@ def test_members_of_two_groups_in_one_are_refused(tmp_path: Path, strict: bool) 
 
 
 def test_one_history_of_all_parameters_needs_their_order(tmp_path: Path) -> None:
-    model, other = network(), network(LAYERS[::-1])
+    model, other = Layers(), Layers(LAYERS[::-1])
     optimizer = torch.optim.LBFGS(model.parameters())
     optimizer.step(lambda: _loss(model))
     with CheckpointManager(tmp_path) as manager:
@@ -268,7 +222,7 @@ def _loss(model: nn.Module) -> float:
 
 
 def test_a_part_brings_the_moments_of_its_own_parameters(tmp_path: Path) -> None:
-    model, other = network(), nn.DataParallel(network(LAYERS[::-1]))
+    model, other = Layers(), nn.DataParallel(Layers(LAYERS[::-1]))
     optimizer, other_optimizer = (torch.optim.Adam(one.parameters()) for one in (model, other))
     train(model, optimizer)
     with CheckpointManager(tmp_path) as manager:
@@ -281,23 +235,15 @@ def test_a_part_brings_the_moments_of_its_own_parameters(tmp_path: Path) -> None
 
 def test_the_name_of_the_names_is_taken(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match="parameter_names"):
-        CheckpointManager(tmp_path).save(1, parameter_names=network())
+        CheckpointManager(tmp_path).save(1, parameter_names=Layers())
 
 
 # dtypes
 
 
-def leaves(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.dtype, tuple(value.shape), value.tolist()
-    if isinstance(value, dict):
-        return {key: leaves(member) for key, member in value.items()}
-    return [leaves(member) for member in value] if isinstance(value, list | tuple) else value
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_an_optimizer_keeps_comes_back_in_its_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
-    model, other = network(dtype=dtype), network(LAYERS[::-1], dtype)
+    model, other = Layers(dtype=dtype), Layers(LAYERS[::-1], dtype)
     optimizer, other_optimizer = MasterAdam(model.parameters()), MasterAdam(other.parameters())
     train(model, optimizer, steps=3)
     with CheckpointManager(tmp_path) as manager:
@@ -308,16 +254,16 @@ def test_what_an_optimizer_keeps_comes_back_in_its_dtype(tmp_path: Path, dtype: 
     )
     CheckpointManager(tmp_path).restore(model=other, optimizer=other_optimizer)
     assert seen == [torch.float32]  # hooks see what was saved
-    assert leaves(slots_by_name(model, optimizer)) == leaves(slots_by_name(other, other_optimizer))
+    assert plain_values(slots_by_name(model, optimizer)) == plain_values(slots_by_name(other, other_optimizer))
     assert isinstance(other_optimizer.state[other["a"].weight]["pair"], tuple)
     train(model, optimizer)
     train(other, other_optimizer)
-    assert leaves(slots_by_name(model, optimizer)) == leaves(slots_by_name(other, other_optimizer))
+    assert plain_values(slots_by_name(model, optimizer)) == plain_values(slots_by_name(other, other_optimizer))
 
 
 @pytest.mark.parametrize("with_model", [True, False])
 def test_moments_narrower_than_their_weights_stay_so(tmp_path: Path, with_model: bool) -> None:
-    model = network()
+    model = Layers()
     optimizer = MasterAdam(model.parameters())
     train(model, optimizer)
     for slots in optimizer.state.values():
@@ -327,12 +273,12 @@ def test_moments_narrower_than_their_weights_stay_so(tmp_path: Path, with_model:
         manager.save(1, **models, optimizer=optimizer)
     other = MasterAdam(model.parameters())
     CheckpointManager(tmp_path).restore(**models, optimizer=other)
-    assert leaves(slots_by_name(model, optimizer)) == leaves(slots_by_name(model, other))
+    assert plain_values(slots_by_name(model, optimizer)) == plain_values(slots_by_name(model, other))
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.ASGD])
 def test_moments_of_a_model_in_another_dtype_follow_it(tmp_path: Path, kind: Any) -> None:
-    model, other = network(dtype=torch.bfloat16), network()
+    model, other = Layers(dtype=torch.bfloat16), Layers()
     optimizer, other_optimizer = kind(model.parameters()), kind(other.parameters())
     train(model, optimizer)
     with CheckpointManager(tmp_path) as manager:
@@ -356,7 +302,7 @@ def test_a_wrapper_on_either_side_changes_nothing(tmp_path: Path, wrapper: str, 
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     def build(is_wrapped: bool, order: tuple[str, ...]) -> tuple[nn.Module, nn.Module, Any]:
-        inner: Any = nn.Sequential(network(order), nn.BatchNorm1d(4))
+        inner: Any = nn.Sequential(Layers(order), nn.BatchNorm1d(4))
         model: Any = inner
         if is_wrapped and wrapper in ("compiled", "both"):
             model = torch.compile(model, backend="eager")
@@ -384,10 +330,10 @@ def test_a_wrapper_on_either_side_changes_nothing(tmp_path: Path, wrapper: str, 
 
 
 def test_keys_that_only_one_side_has_are_returned_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model, other = nn.DataParallel(network(("a", "b"))), network(("b", "c"))
+    model, other = nn.DataParallel(Layers(("a", "b"))), Layers(("b", "c"))
     with CheckpointManager(tmp_path) as manager:
-        manager.save(1, model=model, more={"x": network(("a",))})
-    result = CheckpointManager(tmp_path).restore(model=other, more={"x": network(("a", "b"))}, new=other, strict=False)
+        manager.save(1, model=model, more={"x": Layers(("a",))})
+    result = CheckpointManager(tmp_path).restore(model=other, more={"x": Layers(("a", "b"))}, new=other, strict=False)
     assert result is not None
     assert result.missing_keys == ("c.weight", "c.bias", "more/x/b.weight", "more/x/b.bias", "new")
     assert result.unexpected_keys == ("module.a.weight", "module.a.bias")
@@ -396,7 +342,7 @@ def test_keys_that_only_one_side_has_are_returned_and_logged(tmp_path: Path, cap
 
 
 def test_a_model_that_nothing_was_saved_of_is_a_warning(tmp_path: Path) -> None:
-    model, other = network(("a",)), network(("b",))
+    model, other = Layers(("a",)), Layers(("b",))
     optimizer, other_optimizer = (torch.optim.Adam(one.parameters()) for one in (model, other))
     train(model, optimizer)
     with CheckpointManager(tmp_path) as manager:

@@ -274,7 +274,7 @@ def _match_keys(
     recorded = record.get(_OPTIMIZERS)
     saved: dict[StatePath, list[list[Any]]] = {}
     for path in live:
-        names = recorded.get(_label(path)) if isinstance(recorded, Mapping) else None
+        names: Any = recorded.get(_label(path)) if isinstance(recorded, Mapping) else None
         if _are_names(names, _value_at(state, path)):
             saved[path] = names
     owners = _live_names(objects, {name for groups in saved.values() for group in groups for name in group if name})
@@ -315,7 +315,7 @@ def _own_names(saved: Any, optimizer: Any) -> tuple[_Keys, _Keys] | None:
     sides: list[list[list[Any]]] = []
     for side in (saved, {"param_groups": optimizer.param_groups}):
         groups = side.get("param_groups") if isinstance(side, Mapping) else None
-        names = [group.get("param_names") for group in groups or () if isinstance(group, Mapping)]
+        names: list[Any] = [group.get("param_names") for group in groups or () if isinstance(group, Mapping)]
         if not names or not _are_names(names, side):
             return None
         sides.append(names)
@@ -328,7 +328,8 @@ def _own_names(saved: Any, optimizer: Any) -> tuple[_Keys, _Keys] | None:
 
 def _with_numbers(names: Sequence[Sequence[str | None]]) -> _Keys:
     """The names, and a number for each parameter that has none."""
-    number, keys = 0, []
+    number = 0
+    keys: _Keys = []
     for group in names:
         keys.append([name or (number := number + 1) for name in group])
     return keys
@@ -392,11 +393,11 @@ def _permute(saved: Mapping[str, Any], live: Mapping[str, Any], groups: Sequence
     return permuted
 
 
-def _optimizer_id(obj: Any) -> int | None:
-    """The id of the optimizer that a scheduler, perhaps in a framework's wrapper, is of."""
+def _optimizer_id(obj: Any) -> int:
+    """The id of the optimizer that a scheduler, perhaps in a framework's wrapper, is of; 0 for another object."""
     inner = getattr(obj, "scheduler", obj)
     optimizer = getattr(inner, "optimizer", None)
-    return None if optimizer is None or isinstance(obj, nn.Module) else id(unwrap_optimizer(optimizer))
+    return 0 if optimizer is None or isinstance(obj, nn.Module) else id(unwrap_optimizer(optimizer))
 
 
 # Nests

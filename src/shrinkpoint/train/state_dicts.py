@@ -5,8 +5,9 @@ Also marks which tensors of a state are parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from types import FunctionType, MappingProxyType
 from typing import Any
 
@@ -20,8 +21,9 @@ from shrinkpoint.tensors.compare import same_bits
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import Role
 from shrinkpoint.tensors.wrappers import match_state_keys
-from shrinkpoint.train.state_alignment import is_optimizer, iter_leaves, unwrap_optimizer
+from shrinkpoint.train.state_alignment import align_state, is_optimizer, iter_leaves, unwrap_optimizer
 
+NO_DTYPES: Mapping[int, torch.dtype] = MappingProxyType({})
 STRICT_HINT = "or pass strict=False"
 _TORCH_SLOTS: Mapping[str, frozenset[str]] = {
     name: frozenset(slots.split())
@@ -120,7 +122,7 @@ def check_state_dicts(
     *,
     strict: bool,
     alternative: str = STRICT_HINT,
-    saved_dtypes: Mapping[int, torch.dtype] = MappingProxyType({}),
+    saved_dtypes: Mapping[int, torch.dtype] = NO_DTYPES,
 ) -> None:
     """Raise if `saved` cannot be loaded into `obj`; changes nothing.
 
@@ -173,7 +175,7 @@ def load_state_dicts(
     name: str,
     *,
     strict: bool,
-    saved_dtypes: Mapping[int, torch.dtype] = MappingProxyType({}),
+    saved_dtypes: Mapping[int, torch.dtype] = NO_DTYPES,
 ) -> None:
     """Load what `check_state_dicts` has accepted, with the same arguments.
 
@@ -189,6 +191,28 @@ def load_state_dicts(
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             found, expected = f"{type(error).__name__}: {error}", f"a state that this {type(target).__name__} loads"
             raise MismatchError(where, found=found, expected=expected, do="build it as it was saved") from error
+
+
+def load_aligned(
+    objects: Mapping[str, Any], state: Mapping[str, Any], where: str, *, model: Any, alternative: str
+) -> None:
+    """Align a state with objects by the names of a model's parameters, check that it fits, and load it.
+
+    Args:
+        objects: an optimizer, its scheduler and others, by the names of their states; they are as they were saved.
+        state: their states, and their names.
+        model: their model, which is not loaded.
+        alternative: what a caller may do instead of building everything as it was saved.
+
+    Raises:
+        MismatchError: the state does not fit.
+    """
+    aligned = align_state({"model": model, **objects}, state, where, strict=True, alternative=alternative)
+    options: dict[str, Any] = {"strict": True, "saved_dtypes": aligned.saved_dtypes}
+    for name, obj in objects.items():
+        check_state_dicts(obj, aligned.state[name], f"{where}, {name}", alternative=alternative, **options)
+    for name, obj in objects.items():
+        load_state_dicts(obj, aligned.state[name], f"{where}, {name}", **options)
 
 
 def _pair_with_saved(obj: Any, saved: Any, name: str) -> Iterator[tuple[Any, Any, str]]:
@@ -414,6 +438,23 @@ def _follows_parameter(
     return _is_torch_optimizer(unwrap_optimizer(optimizer)) if saved_dtype is None else value.dtype == saved_dtype
 
 
+def restore_slot_dtypes(
+    optimizer: Any, slots: Iterable[tuple[Tensor, Any]], saved_dtypes: Mapping[int, torch.dtype] = NO_DTYPES
+) -> None:
+    """Replace what torch has cast in the slots of an optimizer by the values that were saved.
+
+    Args:
+        slots: parameters, each with what was saved for it.
+        saved_dtypes: of `AlignedState`.
+    """
+    inner = unwrap_optimizer(optimizer)
+    for parameter, saved in slots:
+        live = inner.state.get(parameter)
+        if isinstance(live, dict):
+            follows = partial(_follows_parameter, parameter=parameter, optimizer=inner, saved_dtypes=saved_dtypes)
+            _with_saved_dtypes(live, saved, follows)
+
+
 def _load_optimizer(optimizer: Any, saved: Mapping[str, Any], saved_dtypes: Mapping[int, torch.dtype]) -> None:
     """Load the state of an optimizer, whose slots keep the dtypes that they were saved in.
 
@@ -423,23 +464,20 @@ def _load_optimizer(optimizer: Any, saved: Mapping[str, Any], saved_dtypes: Mapp
     inner = unwrap_optimizer(optimizer)
     calls: list[None] = []
 
-    def restore_dtypes(*_: Any) -> None:
+    def after_load(*_: Any) -> None:
         calls.append(None)
-        for parameter, slots in iter_slot_states(inner, saved):
-            live = inner.state.get(parameter)
-            if isinstance(live, dict):
-                _with_saved_dtypes(live, slots, lambda value: _follows_parameter(value, parameter, inner, saved_dtypes))  # noqa: B023
+        restore_slot_dtypes(inner, iter_slot_states(inner, saved), saved_dtypes)
 
     handle = None
     if hasattr(inner, "_optimizer_load_state_dict_post_hooks"):
-        handle = inner.register_load_state_dict_post_hook(restore_dtypes, prepend=True)
+        handle = inner.register_load_state_dict_post_hook(after_load, prepend=True)
     try:
         optimizer.load_state_dict(saved)
     finally:
         if handle is not None:
             handle.remove()
     if not calls:  # a method of its own that does not call torch's
-        restore_dtypes()
+        after_load()
 
 
 def _with_saved_dtypes(live: Any, saved: Any, follows: Callable[[Tensor], bool]) -> Any:

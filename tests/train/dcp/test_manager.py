@@ -112,31 +112,12 @@ OTHER_ORDER = """
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from helpers.master_weights import Layers, MasterAdam
     from helpers.replica_search import caught, join, leave
     from shrinkpoint.train.dcp import Manager
 
-    class Masters(torch.optim.Optimizer):
-        def __init__(self, params, lr=1e-2):
-            super().__init__(params, {"lr": lr})
-
-        @torch.no_grad()
-        def step(self):
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    slots = self.state[parameter]
-                    if not slots:
-                        slots |= {"master": parameter.float(), "count": torch.zeros(())}
-                    slots["count"] += 1001 / 3
-                    slots["master"] -= group["lr"] * parameter.grad.float()
-                    parameter.copy_(slots["master"])
-
-    class Layers(nn.ModuleDict):
-        def forward(self, x):
-            return sum(layer(x) for layer in self.values())
-
     def loop(mesh, layers, kind, compiled=False):
-        torch.manual_seed(len(layers[0]))
-        model = Layers({name: nn.Linear(8, 8) for name in layers}).to(torch.bfloat16)
+        model = Layers(layers, torch.bfloat16)
         for layer in model.values():
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -153,12 +134,19 @@ OTHER_ORDER = """
 
     def slots(model, optimizer):
         names = {id(parameter): name.replace("_orig_mod.", "") for name, parameter in model.named_parameters()}
-        local = lambda one: [str(one.dtype), (one.to_local() if hasattr(one, "to_local") else one).tolist()]
+
+        def local(value):
+            if isinstance(value, dict):
+                return {key: local(member) for key, member in value.items()}
+            if isinstance(value, (list, tuple)):
+                return [local(member) for member in value]
+            return [str(value.dtype), (value.to_local() if hasattr(value, "to_local") else value).tolist()]
+
         return {
             names[id(parameter)]: [
                 group["lr"],
                 local(parameter.detach()),
-                {key: local(one) for key, one in optimizer.state[parameter].items()},
+                local(optimizer.state[parameter]),
             ]
             for group in optimizer.param_groups
             for parameter in group["params"]
@@ -166,7 +154,7 @@ OTHER_ORDER = """
 
     def of_rank(rank, width, folder):
         said, mesh = join(rank, width, folder), init_device_mesh("cpu", (width,))
-        for number, kind in enumerate((torch.optim.Adam, Masters)):
+        for number, kind in enumerate((torch.optim.Adam, MasterAdam)):
             model, optimizer = loop(mesh, ("aaa", "bb", "c"), kind)
             train(model, optimizer)
             manager = Manager(f"{folder}/{number}")

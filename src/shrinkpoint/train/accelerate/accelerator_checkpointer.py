@@ -42,6 +42,7 @@ from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.loss_terms import note_terms
 from shrinkpoint.train.recent_batches import LossOfBatch
 from shrinkpoint.train.restore import NoCheckpointError, RestoreReport, RestoreResult
+from shrinkpoint.train.state_alignment import AlignedState
 
 T = TypeVar("T")
 _log = logging.getLogger("shrinkpoint")
@@ -202,7 +203,7 @@ class AcceleratorCheckpointer:
 
         for directory in gather_or_raise(find_candidates)[0]:
             try:
-                manifest = self._load(directory, strict=strict)
+                manifest, aligned = self._load(directory, strict=strict)
             except _SKIPPABLE as error:
                 if input_dir is not None:
                     raise
@@ -216,7 +217,12 @@ class AcceleratorCheckpointer:
                 if manifest is None:  # Accelerate itself wrote the checkpoint
                     report = RestoreReport(seconds)
                     return RestoreResult(report, None, None, directory=directory, skipped=tuple(skipped))
-                return RestoreResult.from_manifest(manifest, seconds, directory=directory, skipped=tuple(skipped))
+                fields: dict[str, Any] = {"directory": directory, "skipped": tuple(skipped)}
+                if aligned is not None:
+                    if self._accelerator.is_main_process:
+                        aligned.report(str(directory))
+                    fields |= {"missing_keys": aligned.missing_keys, "unexpected_keys": aligned.unexpected_keys}
+                return RestoreResult.from_manifest(manifest, seconds, **fields)
         reasons = "; ".join(checkpoint.reason for checkpoint in skipped)
         found, do = f"no checkpoint that loads ({reasons})", "look at the reason for each of them, or begin again"
         raise NoCheckpointError(str(self._dirs.root), found=found, do=do)
@@ -291,22 +297,23 @@ class AcceleratorCheckpointer:
         except OSError as error:
             _log.warning("%s", error)
 
-    def _load(self, directory: Path | ObjectUrl, *, strict: bool) -> DirectoryManifest | None:
-        """Load a checkpoint on all processes; its manifest, None if Accelerate itself wrote it."""
+    def _load(
+        self, directory: Path | ObjectUrl, *, strict: bool
+    ) -> tuple[DirectoryManifest | None, AlignedState | None]:
+        """Load a checkpoint on all processes; its manifest, None if Accelerate itself wrote it, and what was loaded."""
         self._whole.loaded_dir = None
         wait_for_writes(directory)
         if gather_or_raise(lambda: is_stock_checkpoint(directory))[0]:
             self._whole.close()
             gather_or_raise(lambda: self._accelerator.load_state(str(directory)))
-            return None
+            return None, None
         read = verify_directory if self._whole.is_writer else read_directory_manifest
         manifest = _run_on_all(lambda: read(directory))
         if is_sharded_checkpoint(manifest):
             self._whole.close()
             self._sharded.load(directory)
-        else:
-            self._whole.load_prepared(directory, strict=strict)
-        return manifest
+            return manifest, None
+        return manifest, self._whole.load_prepared(directory, strict=strict)
 
 
 class _WholeCheckpointer(Checkpointer):
@@ -343,13 +350,17 @@ class _WholeCheckpointer(Checkpointer):
 
         return _run_on_all(save)
 
-    def load_prepared(self, directory: Path | ObjectUrl, *, strict: bool) -> None:
+    def load_prepared(self, directory: Path | ObjectUrl, *, strict: bool) -> AlignedState:
         """Load a checkpoint; all processes call this."""
         accelerator, where = self._accelerator, str(directory)
         state = _run_on_all(lambda: self._read_state(directory))
         models = list(accelerator._models)
-        gather_or_raise(lambda: prepared_state.check_prepared(accelerator, state, models, where, strict=strict))
-        gather_or_raise(lambda: prepared_state.load_prepared(accelerator, state, models, where, strict=strict))
+        aligned = _run_on_all(lambda: prepared_state.align_prepared(accelerator, state, where, strict=strict))
+        state = aligned.state
+        options: dict[str, Any] = {"strict": strict, "saved_dtypes": aligned.saved_dtypes}
+        gather_or_raise(lambda: prepared_state.check_prepared(accelerator, state, models, where, **options))
+        gather_or_raise(lambda: prepared_state.load_prepared(accelerator, state, models, where, **options))
+        return aligned
 
     def _read_state(self, directory: Path | ObjectUrl) -> Any:
         """The state in a directory; kept as the reference of the next delta only on processes that will save."""

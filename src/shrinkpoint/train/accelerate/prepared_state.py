@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from shrinkpoint.storage import ObjectUrl
 from shrinkpoint.tensors.flat_state import flatten
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.train import state_dicts
+from shrinkpoint.train.state_alignment import NAMES_KEY, AlignedState, align_state, collect_names
 
 _log = logging.getLogger("shrinkpoint")
 _UNSUPPORTED_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
@@ -93,16 +94,44 @@ def collect_prepared(accelerator: Accelerator, directory: Path | ObjectUrl, *, m
         state["optimizer"] = [optimizer.state_dict() for optimizer in accelerator._optimizers]
     state = {name: _unwrap_single(value) for name, value in state.items() if value}
     state |= _auxiliary_state(accelerator) | {"sharded": not models}
+    if models and (names := collect_names(_live_objects(accelerator))):
+        state[NAMES_KEY] = names
     return PreparedState(state, objects, _per_rank_state(accelerator))
 
 
-def check_prepared(accelerator: Accelerator, state: Any, models: list[nn.Module], where: str, *, strict: bool) -> None:
+def align_prepared(accelerator: Accelerator, state: Any, where: str, *, strict: bool) -> AlignedState:
+    """The state of unsharded models with optimizers and schedulers in the order of the prepared ones.
+
+    Raises:
+        MismatchError: names of parameters do not match.
+    """
+    return align_state(_live_objects(accelerator), state, where, strict=strict)
+
+
+def _live_objects(accelerator: Accelerator) -> dict[str, Any]:
+    """Prepared models, optimizers and schedulers, by the names of their states."""
+    models = [unwrap_model(model) for model in accelerator._models]
+    objects = {"model": models, "optimizer": accelerator._optimizers}
+    single = {name: _unwrap_single(values) for name, values in objects.items() if values}
+    return {**single, "scheduler": accelerator._schedulers}
+
+
+def check_prepared(
+    accelerator: Accelerator,
+    state: Any,
+    models: list[nn.Module],
+    where: str,
+    *,
+    strict: bool,
+    saved_dtypes: Mapping[int, torch.dtype] = state_dicts.NO_DTYPES,
+) -> None:
     """Call the registered hooks, then raise unless a state fits what is prepared and registered; it is not changed.
 
     Args:
         models: those to be loaded; hooks may remove some of them.
         where: for the error.
         strict: raise if keys of a model are missing or unexpected.
+        saved_dtypes: of `AlignedState`.
 
     Raises:
         MismatchError: it does not fit.
@@ -123,7 +152,7 @@ def check_prepared(accelerator: Accelerator, state: Any, models: list[nn.Module]
             where, found="no gradient scaler", expected="that of mixed precision", do="set the same mixed_precision"
         )
     for obj, saved, name in _pair_models_and_optimizers(accelerator, state, models):
-        state_dicts.check_state_dicts(obj, saved, f"{where}, {name}", strict=strict)
+        state_dicts.check_state_dicts(obj, saved, f"{where}, {name}", strict=strict, saved_dtypes=saved_dtypes)
     saved_schedulers = _as_list(state["scheduler"])
     for index, (scheduler, saved) in enumerate(zip(accelerator._schedulers, saved_schedulers, strict=True)):
         inner = getattr(scheduler, "scheduler", scheduler)
@@ -139,12 +168,18 @@ def not_ours(where: str) -> MismatchError:
 
 
 def load_prepared(
-    accelerator: Accelerator, state: dict[str, Any], models: Sequence[nn.Module], where: str, *, strict: bool
+    accelerator: Accelerator,
+    state: dict[str, Any],
+    models: Sequence[nn.Module],
+    where: str,
+    *,
+    strict: bool,
+    saved_dtypes: Mapping[int, torch.dtype],
 ) -> None:
     """Load a state that `check_prepared` has accepted."""
     load_registered(accelerator, state, where, strict=strict)
     for obj, saved, name in _pair_models_and_optimizers(accelerator, state, models):
-        state_dicts.load_state_dicts(obj, saved, f"{where}, {name}", strict=strict)
+        state_dicts.load_state_dicts(obj, saved, f"{where}, {name}", strict=strict, saved_dtypes=saved_dtypes)
     load_auxiliary_state(accelerator, state, where)
 
 

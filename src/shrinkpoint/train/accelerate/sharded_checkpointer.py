@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
@@ -32,9 +32,11 @@ from shrinkpoint.storage.base import MemorySource, MemoryStorage
 from shrinkpoint.store.checkpoint_file import read_file, write_file
 from shrinkpoint.store.manifest import DirectoryManifest
 from shrinkpoint.tensors.flat_state import flatten, unflatten
+from shrinkpoint.tensors.wrappers import match_names
 from shrinkpoint.train.accelerate import prepared_state
 from shrinkpoint.train.dcp import Reader, Writer
 from shrinkpoint.train.dcp.checkpoint_metadata import DCP_KEY
+from shrinkpoint.train.state_dicts import restore_slot_dtypes
 
 T = TypeVar("T")
 _CHAIN_NUMBERS = itertools.count()
@@ -131,7 +133,9 @@ class ShardedCheckpointer:
             set_model_state_dict(prepared_state.unwrap_model(model), state[_state_key("model", index)])
         for index, optimizer in enumerate(optimizers):
             model = prepared_state.unwrap_model(models[index])
-            set_optimizer_state_dict(model, optimizer.optimizer, state[_state_key("optimizer", index)])
+            saved = state[_state_key("optimizer", index)]
+            set_optimizer_state_dict(model, optimizer.optimizer, saved)
+            restore_slot_dtypes(optimizer, _slots_by_parameter(model, saved))
         gather_or_raise(lambda: prepared_state.load_auxiliary_state(self._accelerator, auxiliary, where))
 
     def _read_auxiliary_state(self, directory: Path | ObjectUrl) -> dict[str, Any]:
@@ -168,6 +172,12 @@ def _sharded_state(accelerator: Accelerator) -> dict[str, Any]:
     for index, optimizer in enumerate(accelerator._optimizers):
         state[_state_key("optimizer", index)] = get_optimizer_state_dict(models[index], optimizer.optimizer)
     return state
+
+
+def _slots_by_parameter(model: nn.Module, saved: dict[str, Any]) -> list[tuple[Tensor, Any]]:
+    """Parameters, each with what a state of torch's `get_optimizer_state_dict` has for it."""
+    parameters, slots = dict(model.named_parameters()), saved.get("state", {})
+    return [(parameters[name], slots[key]) for name, key in match_names(slots, parameters).items()]
 
 
 def _state_key(kind: str, index: int) -> str:

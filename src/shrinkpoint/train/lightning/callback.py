@@ -8,13 +8,16 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 
 from shrinkpoint import validate
-from shrinkpoint.errors import PolicyError
+from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.lightning.io import ShrinkIO, require_place
+from shrinkpoint.train.state_alignment import NAMES_KEY, align_state, collect_names
 
 
 class ShrinkIOCallback(pl.Callback):
     """Tells the Trainer's `ShrinkIO` which module it saves and which batches it trains on, and records gradients.
+
+    With it, optimizers are restored by the names of their parameters; without, by their order.
 
     Gradients are recorded on the process that saves, before they are clipped; with several optimizers, when the first
     one steps. After a restore, recording starts afresh.
@@ -29,6 +32,7 @@ class ShrinkIOCallback(pl.Callback):
     """
 
     def __init__(self, gradients: GradientRecorder | None = None, *, log_saves: bool = False) -> None:
+        self._loaded: dict[str, Any] | None = None  # a checkpoint whose optimizers are not restored yet
         self._logs_saves = validate.check_bool("log_saves", log_saves)
         expected, do = (
             "a recorder, shrinkpoint.train.GradientRecorder(module)",
@@ -54,6 +58,38 @@ class ShrinkIOCallback(pl.Callback):
             if directory is not None:
                 require_place(directory)  # refuses a URL now, and not after the first epoch
         plugin.watch(pl_module)
+        self._loaded = None
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Add the names of the parameters of optimizers."""
+        if "optimizer_states" in checkpoint and (names := collect_names(_live_objects(trainer, pl_module))):
+            checkpoint[NAMES_KEY] = names
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Hold the checkpoint until there are optimizers."""
+        self._loaded = checkpoint
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Put what is to be restored into the order of the optimizers' parameters, by their names.
+
+        Raises:
+            MismatchError: other optimizers, or optimizers over other parameters, were saved.
+        """
+        checkpoint, self._loaded = self._loaded, None
+        objects = _live_objects(trainer, pl_module)
+        if checkpoint is None or not objects or "optimizer_states" not in checkpoint:
+            return
+        where = str(trainer.ckpt_path or "checkpoint")
+        found, expected = (len(nest["optimizer_states"]) for nest in (checkpoint, objects))
+        if found != expected:
+            do = "configure the optimizers that were saved, or load the weights alone"
+            raise MismatchError(where, found=f"{found} optimizers", expected=f"{expected}", do=do)
+        aligned = align_state(objects, checkpoint, where, strict=True, alternative="or load the weights alone")
+        checkpoint.update(aligned.state)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -95,6 +131,14 @@ class ShrinkIOCallback(pl.Callback):
         if _is_same_optimizer(optimizer, trainer.optimizers[0]):
             self._gradients.after_backward()
             self._gradients.before_zero_grad()
+
+
+def _live_objects(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+    """The module, optimizers and schedulers, by key of a checkpoint; empty where a strategy stores names itself."""
+    if trainer.strategy.restore_checkpoint_after_setup:
+        return {}
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    return {"state_dict": pl_module, "optimizer_states": list(trainer.optimizers), "lr_schedulers": schedulers}
 
 
 def _is_same_optimizer(optimizer: Any, other: Any) -> bool:

@@ -25,10 +25,12 @@ from shrinkpoint.schemes.base import CountsTerms, PlanningScheme, Scheme
 from shrinkpoint.storage import ObjectUrl, hide_credentials, is_object_url, is_url, resolve_directory
 from shrinkpoint.store import SaveReport
 from shrinkpoint.store.directory import is_checkpoint
+from shrinkpoint.tensors.wrappers import match_state_keys
 from shrinkpoint.train.background import OnSave, check_on_save
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.default_evaluation import add_evaluation
 from shrinkpoint.train.lightning.plain_types import from_plain, to_plain
+from shrinkpoint.train.lightning.slot_tensors import keep_slot_dtypes
 from shrinkpoint.train.lightning.training_loss import TrainingLoss
 from shrinkpoint.train.loss_terms import TermCounter, note_terms
 from shrinkpoint.train.planning import require_single_process
@@ -188,7 +190,11 @@ class ShrinkIO(CheckpointIO):
         checkpointer = self._checkpointer if is_writer else Checkpointer(threads=self._threads)
         with self._lock:
             self._removals.clear_unwritten()
-            return load_checkpoint_dict(checkpointer, directory, map_location)
+            checkpoint = load_checkpoint_dict(checkpointer, directory, map_location)
+        weights = checkpoint.get(self._model)
+        if self._module is not None and isinstance(weights, Mapping):
+            checkpoint[self._model] = match_state_keys(weights, self._module.state_dict())
+        return checkpoint
 
     def remove_checkpoint(self, path: _PATH) -> None:
         """Remove a checkpoint, ours or another one, if it exists; the base of the next delta is kept.
@@ -433,7 +439,7 @@ def load_checkpoint_dict(
     except (NotFoundError, ChainError, FormatError) as error:
         advice = "resume from another one: ckpt_path=latest_valid(directory), of shrinkpoint.train.lightning"
         raise type(error)(error.where, found=error.found, expected=error.expected, do=advice) from error
-    return state
+    return keep_slot_dtypes(state)
 
 
 def place_or_none(path: _PATH) -> Path | ObjectUrl | None:

@@ -19,12 +19,13 @@ from shrinkpoint.storage import local_path
 from shrinkpoint.store import SaveReport
 from shrinkpoint.store.directory import is_checkpoint
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
-from shrinkpoint.train import state_dicts
 from shrinkpoint.train.background import OnSave, check_on_save
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.planning import require_single_process
 from shrinkpoint.train.restore import NoCheckpointError
+from shrinkpoint.train.state_alignment import NAMES_KEY, collect_names
+from shrinkpoint.train.state_dicts import load_aligned
 from shrinkpoint.train.transformers import checkpoint_dirs
 
 _log = logging.getLogger("shrinkpoint")
@@ -122,7 +123,7 @@ class ShrinkCallback(TrainerCallback):
             found, expected = f"step {restored.step}", f"{state.global_step}, at which training resumes"
             do = "pass resume_from_checkpoint= here, too"
             raise MismatchError(str(directory), found=found, expected=expected, do=do)
-        _restore_objects(_stateful_objects(kwargs), restored.state, directory)
+        _restore_objects(_stateful_objects(kwargs), restored.state, directory, kwargs.get("model"))
         self._rng_states = checkpoint_dirs.select_rng_state(restored.state["rng"], args, directory)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -158,6 +159,8 @@ class ShrinkCallback(TrainerCallback):
         directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         objects = _stateful_objects(kwargs)
         states = {name: obj.state_dict() for name, obj in objects.items()} | {"rng": rng_states}
+        if names := collect_names({"model": kwargs.get("model"), **objects}):
+            states[NAMES_KEY] = names
         extra = checkpoint_dirs.manifest_extra(directory, states)
         self._checkpointer.save(directory, states, objects=objects, step=state.global_step, extra=extra)
 
@@ -242,14 +245,9 @@ def _stateful_objects(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: obj for name, obj in objects.items() if obj is not None}
 
 
-def _restore_objects(objects: dict[str, Any], states: dict[str, Any], directory: Path) -> None:
+def _restore_objects(objects: dict[str, Any], states: dict[str, Any], directory: Path, model: Any) -> None:
     """Load the states into the objects, once all of them are known to fit."""
-    alternative = "or begin anew from the weights alone"
-    for name in objects.keys() & states.keys():
-        where = f"{directory}, {name}"
-        state_dicts.check_state_dicts(objects[name], states[name], where, strict=True, alternative=alternative)
-    for name, obj in objects.items():
-        if name in states:
-            obj.load_state_dict(states[name])
-        else:
-            _log.warning("%s holds no %s: it starts afresh", directory, name)
+    for name in objects.keys() - states.keys():
+        _log.warning("%s holds no %s: it starts afresh", directory, name)
+    saved = {name: obj for name, obj in objects.items() if name in states}
+    load_aligned(saved, states, str(directory), model=model, alternative="or begin anew from the weights alone")

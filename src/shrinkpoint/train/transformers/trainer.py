@@ -21,10 +21,12 @@ from shrinkpoint.storage import local_path
 from shrinkpoint.store import SaveReport
 from shrinkpoint.store.directory import is_checkpoint
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
-from shrinkpoint.train import state_dicts
+from shrinkpoint.tensors.wrappers import match_state_keys
 from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.loss_terms import TermCounter, note_terms
+from shrinkpoint.train.state_alignment import NAMES_KEY, collect_names
+from shrinkpoint.train.state_dicts import load_aligned
 from shrinkpoint.train.transformers import checkpoint_dirs
 from shrinkpoint.train.transformers.callback import GradientCallback
 from shrinkpoint.train.transformers.checkpoint_dirs import has_adapters, save_auxiliary_files
@@ -181,6 +183,9 @@ class ShrinkTrainer(Trainer):
         elif self._saver.participates:
             self._pending_checkpoint.add("optimizer", self.optimizer.state_dict(), self.optimizer)
             self._pending_checkpoint.add("scheduler", self.lr_scheduler.state_dict())
+            objects = {"model": self._model, "optimizer": self.optimizer, "scheduler": self.lr_scheduler}
+            if names := collect_names(objects):
+                self._pending_checkpoint.add(NAMES_KEY, names)
 
     def _save_scaler(self, output_dir: str) -> None:
         if self._pending_checkpoint is None:
@@ -205,15 +210,10 @@ class ShrinkTrainer(Trainer):
             self._load_weights(self._model if model is None else model, weights)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        optimizer, scheduler = (self._pop_part(checkpoint, name) for name in ("optimizer", "scheduler"))
-        if optimizer is not None and scheduler is not None:
+        saved = {name: self._pop_part(checkpoint, name) for name in ("optimizer", "scheduler", NAMES_KEY)}
+        if saved["optimizer"] is not None and saved["scheduler"] is not None:
             objects = {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
-            saved = {"optimizer": optimizer, "scheduler": scheduler}
-            for name, obj in objects.items():
-                where = f"{checkpoint}, {name}"
-                state_dicts.check_state_dicts(obj, saved[name], where, strict=True, alternative=_ALTERNATIVE)
-            for name, obj in objects.items():
-                obj.load_state_dict(saved[name])
+            load_aligned(objects, saved, str(checkpoint), model=self._model, alternative=_ALTERNATIVE)
             return
         if self._loaded_parts:
             _log.warning("%s holds no optimizer: it starts afresh", checkpoint)
@@ -310,6 +310,7 @@ class ShrinkTrainer(Trainer):
         return self._loaded_parts.pop(str(checkpoint), name)
 
     def _load_weights(self, model: Any, weights: Mapping[str, Any]) -> None:
+        weights = match_state_keys(weights, model.state_dict())
         self._issue_warnings_after_load(model.load_state_dict(weights, strict=False))
 
     def _save_auxiliary(self, pending: _PendingCheckpoint, output_dir: str, state_dict: Any) -> None:
