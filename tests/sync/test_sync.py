@@ -54,6 +54,18 @@ def test_a_model_follows_every_version_in_its_own_memory(tmp_path: Path):
     assert served.weight.requires_grad
 
 
+@pytest.mark.parametrize("is_trained_compiled", [True, False])
+def test_a_compiled_part_follows_a_plain_one_and_the_reverse(is_trained_compiled: bool):
+    trained, served = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
+    compiled = trained if is_trained_compiled else served
+    compiled[0] = torch.compile(compiled[0], backend="eager")
+    storage = MemoryStorage()
+    with Publisher(storage) as publisher:
+        publisher.publish(trained)
+        Subscriber(storage).update(served)
+    assert all(map(torch.equal, trained.parameters(), served.parameters()))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_and_shape_comes_back_bit_for_bit(dtype: torch.dtype):
     def make(seed: int) -> dict[str, Tensor]:

@@ -223,3 +223,17 @@ def test_a_compiled_layer_has_the_name_of_the_plain_one(tmp_path: Path, integrat
     for name, weight in zip(LAYERS, weights, strict=True):
         assert torch.equal(run[0][name].weight, weight)
         assert plain_values(run[1].state[run[0][name].weight]) == plain_values(other[1].state[weight])
+
+
+def test_accelerate_returns_and_logs_keys_that_only_one_side_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, other = build(("a", "b"), "masters"), build(("b", "c"), "masters")
+    Accelerated(tmp_path).save(run)
+    with pytest.raises(MismatchError):
+        Accelerated(tmp_path).restore(other)
+    result = load_state(Accelerated(tmp_path).prepare(other), tmp_path / "2", strict=False)
+    assert result.missing_keys[:2] == ("c.weight", "c.bias") and result.unexpected_keys[:2] == ("a.weight", "a.bias")
+    assert "c.weight" in caplog.text and "a.weight" in caplog.text
+    kept = [plain_values(one[1].state[one[0]["b"].weight]) for one in (run, other)]
+    assert kept[0] == kept[1] and not other[1].state.get(other[0]["c"].weight)

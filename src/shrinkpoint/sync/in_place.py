@@ -13,6 +13,7 @@ from torch import Tensor
 from shrinkpoint.errors import MismatchError
 from shrinkpoint.tensors.dtypes import as_bits
 from shrinkpoint.tensors.shared_storage import num_reached
+from shrinkpoint.tensors.wrappers import match_state_keys
 
 _MAX_SPARSE_SHARE = 16
 """A tensor is written value by value where at most one in so many has changed; else whole, which is faster then."""
@@ -62,6 +63,7 @@ def plan_writes(live: Mapping[str, Tensor], new: Mapping[str, Tensor], where: st
     Raises:
         MismatchError: names, shapes, dtypes or ties differ.
     """
+    new = match_state_keys(new, live)  # wrappers around parts of either model are taken off
     _check_same_names(live, new, where)
     writes: dict[tuple[object, ...], tuple[str, TensorWrite | None]] = {}
     with torch.no_grad(), _inference_mode(live.values()):

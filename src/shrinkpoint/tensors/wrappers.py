@@ -49,6 +49,19 @@ def match_names(saved: Iterable[str], live: Iterable[str]) -> dict[str, str]:
     return pairs
 
 
+def plain_names(names: Collection[str]) -> dict[str, str]:
+    """Names without wrappers, by name, for a model that is not there yet; equal ones where some would coincide.
+
+    >>> plain_names(["module._orig_mod.0.weight", "module._orig_mod.0.bias"])
+    {'module._orig_mod.0.weight': '0.weight', 'module._orig_mod.0.bias': '0.bias'}
+    """
+    plain = _plain_forms(names)[1]
+    unique = _unique(names, plain)
+    return (
+        {name: form for form, name in unique.items()} if len(unique) == len(names) else {name: name for name in names}
+    )
+
+
 def match_state_keys(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Mapping[str, Any]:
     """A saved `state_dict` of a module under the keys of the live one; keys without a partner stay as they are.
 
@@ -57,14 +70,17 @@ def match_state_keys(saved: Mapping[str, Any], live: Mapping[str, Any]) -> Mappi
     """
     if saved.keys() == live.keys() or not all(isinstance(key, str) for key in saved):
         return saved
-    new_names = {saved_key: key for key, saved_key in match_names(saved, live).items()}
-    if all(key == new for key, new in new_names.items()):
+    pairs = match_names(saved, live)
+    if all(key == saved_key for key, saved_key in pairs.items()):
         return saved
+    new_names = {saved_key: key for key, saved_key in pairs.items()}
     renamed = OrderedDict((new_names.get(key, key), value) for key, value in saved.items())
-    saved_meta, live_meta = (getattr(state, "_metadata", None) for state in (saved, live))
-    if isinstance(saved_meta, Mapping) and isinstance(live_meta, Mapping):  # versions of modules, by their paths
-        paths = match_names(saved_meta, live_meta)
-        vars(renamed)["_metadata"] = OrderedDict((path, saved_meta[old]) for path, old in paths.items())
+    versions = getattr(saved, "_metadata", None)  # of modules, by their paths
+    if isinstance(versions, Mapping):
+        paths = {key.rpartition(".")[0]: saved_key.rpartition(".")[0] for key, saved_key in pairs.items()}
+        vars(renamed)["_metadata"] = OrderedDict(
+            (path, versions[old]) for path, old in paths.items() if old in versions
+        )
     return renamed
 
 

@@ -275,6 +275,20 @@ def test_a_module_is_made_from_a_checkpoint(saved, name):
     assert load_from_checkpoint(Small, str(root / name), map_location="cpu", lr=0.5).hparams.lr == 0.5
 
 
+class Compiled(Small):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.net = torch.compile(self.net, backend="eager")  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("strict", [None, False])
+def test_a_part_may_be_compiled_or_not(saved, tmp_path, strict):
+    root, run = saved
+    module = load_from_checkpoint(Compiled, root / "epoch=0.ckpt", strict=strict)
+    plain = {name.replace("_orig_mod.", ""): value for name, value in module.state_dict().items()}
+    assert same(plain, dict(run.lightning_module.state_dict()))
+
+
 @pytest.mark.parametrize("name", ["epoch=0.ckpt", "stock.ckpt"])
 def test_strictness_is_lightnings(saved, name):
     class Larger(Small):

@@ -96,6 +96,14 @@ def test_a_model_comes_from_a_store_and_from_a_file(store, tmp_path):
         assert difference(weights(model), dict(states[0])) is None
 
 
+def test_a_model_that_was_saved_in_wrappers_is_loaded_without_them(store, tmp_path):
+    model = from_pretrained(GPT2LMHeadModel, store)
+    wrapped = torch.nn.DataParallel(torch.compile(model, backend="eager"))
+    sp.CheckpointManager(tmp_path / "wrapped").save(1, model=wrapped)
+    loaded = from_pretrained(GPT2LMHeadModel, tmp_path / "wrapped", config=model.config)
+    assert not difference(weights(model), weights(loaded))
+
+
 def test_only_weights_are_decoded_and_nothing_is_written(store, monkeypatch):
     decoded: set[str] = set()
     original = decode.decode_records

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from shrinkpoint.errors import PolicyError, ShrinkpointError
 from shrinkpoint.store.directory import is_checkpoint, read_directory_manifest
+from shrinkpoint.tensors.wrappers import match_state_keys
 from shrinkpoint.train import restore
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.lightning.io import (
@@ -68,9 +70,33 @@ def load_from_checkpoint(
     checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}).update(kwargs)
     if not issubclass(cls, pl.LightningModule):
         return _load_state(cls, checkpoint, **kwargs)
-    module = _load_state(cls, checkpoint, strict=strict, **kwargs)
+    module = _load_module(cls, checkpoint, strict, kwargs)
     tensors = (value for value in checkpoint["state_dict"].values() if isinstance(value, Tensor))
     return module.to(next(tensors, torch.tensor(0)).device)
+
+
+def _load_module(
+    cls: type[pl.LightningModule], checkpoint: dict[str, Any], strict: bool | None, kwargs: dict[str, Any]
+) -> Any:
+    """A module with the weights of a checkpoint, whatever wrappers its parts have or had."""
+    failure: RuntimeError | None = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            module: Any = _load_state(cls, checkpoint, strict=strict, **kwargs)
+        except RuntimeError as error:  # other keys, or other shapes
+            failure = error
+            module = _load_state(cls, checkpoint, strict=False, **kwargs)
+    weights = match_state_keys(checkpoint["state_dict"], module.state_dict())
+    is_renamed = weights is not checkpoint["state_dict"]
+    if failure is not None and not is_renamed:
+        raise failure
+    for warning in caught:
+        if not (is_renamed and "Found keys that are" in str(warning.message)):  # keys with wrappers
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    if is_renamed:
+        module.load_state_dict(weights, strict=module.strict_loading if strict is None else strict)
+    return module
 
 
 def latest_valid(directory: _PATH) -> Path | None:

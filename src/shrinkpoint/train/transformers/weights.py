@@ -25,6 +25,7 @@ from shrinkpoint.store.load import find_chain, find_directory, list_names
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.tensors.names import StatePath, tensor_name
 from shrinkpoint.tensors.tree_selection import SelectedLeaves, select_leaves
+from shrinkpoint.tensors.wrappers import plain_names
 from shrinkpoint.train.checkpointer import wait_for_writes
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
@@ -53,7 +54,7 @@ class PretrainedWeights:
 
     Attributes:
         where: the checkpoint, for messages.
-        tensors: by name; tied ones share memory.
+        tensors: by name, without what wrappers add; tied ones share memory.
         directories: where small files may lie, in the order in which to look.
         files: small files that the checkpoint itself holds, by name.
     """
@@ -62,6 +63,10 @@ class PretrainedWeights:
     tensors: dict[str, Tensor]
     directories: tuple[Path, ...]
     files: Mapping[str, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = plain_names(self.tensors)
+        object.__setattr__(self, "tensors", {names[name]: tensor for name, tensor in self.tensors.items()})
 
     @contextmanager
     def small_files(self) -> Iterator[Path | None]:
