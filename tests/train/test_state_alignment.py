@@ -233,6 +233,19 @@ def test_a_part_brings_the_moments_of_its_own_parameters(tmp_path: Path) -> None
     assert not torch.equal(model["b"].weight, other.module["b"].weight)
 
 
+def test_a_part_of_which_no_moments_were_saved_begins_afresh(tmp_path: Path) -> None:
+    model, other = Layers(), Layers()
+    optimizer = torch.optim.Adam(model["a"].parameters())
+    other_optimizer = torch.optim.Adam([*other["b"].parameters(), *other["a"].parameters()])
+    train(model, optimizer)
+    train(other, other_optimizer)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, model=model, optimizer=optimizer)
+    CheckpointManager(tmp_path).restore(model=other, optimizer=other_optimizer, only=["a.*", "b.*"])
+    assert same(optimizer.state[model["a"].weight], other_optimizer.state[other["a"].weight])
+    assert not other_optimizer.state[other["b"].weight]
+
+
 def test_the_name_of_the_names_is_taken(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match="parameter_names"):
         CheckpointManager(tmp_path).save(1, parameter_names=Layers())

@@ -151,7 +151,8 @@ def restore_parts(
         if not isinstance(state, dict) or not isinstance(state.get(name), dict):
             do = "save it with a CheckpointManager, under that name"
             raise MismatchError(where, found=f"no {name!r} in the checkpoint", expected="what is to be restored", do=do)
-    aligned = state_alignment.align_state(targets, state, where, strict=strict)
+    # A selected parameter that has no saved slots begins afresh, and slots of others do not matter.
+    aligned = state_alignment.align_state(targets, state, where, strict=False)
     state, dtypes = aligned.state, aligned.saved_dtypes
     model, optimizer = targets["model"], targets.get("optimizer")
     merged = _merge_model_state(selection, state["model"], f"{where}, model", strict=strict)
