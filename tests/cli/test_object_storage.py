@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from helpers.stores import flip, state
+from helpers.stores import flip, payloads, state
 from typer.testing import CliRunner
 
 import shrinkpoint as sp
@@ -43,7 +43,7 @@ def test_reading_commands(url, tmp_path):
     assert (tmp_path / "out.pt").is_file()
     run("report", url, "--out", tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size > 1000
-    payload = f"{url}/step-000000002/rank-00000.safetensors"
+    payload = f"{url}/{payloads(sp.Store(url).storage, 2)[0]}"
     assert run("show", payload)["scheme"] == "lossless"
     assert run("verify", payload)["checked"] == 1
     assert run("diff", payload, f"{url}@2")["equal"]
@@ -67,7 +67,7 @@ def test_writing_commands(url):
 
 def test_what_is_wrong_is_said(url):
     store = sp.Store(url)
-    flip(store.storage, "step-000000003/rank-00000.safetensors")
+    flip(store.storage, payloads(store.storage, 3)[0])
     assert run("verify", url, code=1)["findings"][0]["step"] == 3
     for command in (("show", f"{url}9"), ("verify", f"{url}9"), ("prune", f"{url}9"), ("diff", f"{url}@1", f"{url}9")):
         assert f"{url}9" in run(*command, code=3)
@@ -105,7 +105,7 @@ def test_converting_commands(url, tmp_path):
 def test_bench(url):
     result = run("bench", url, "--scheme", "lossless")
     assert result["checkpoints"] == 3
-    payload = f"{url}/step-000000001/rank-00000.safetensors"
+    payload = f"{url}/{payloads(sp.Store(url).storage, 1)[0]}"
     assert run("bench", payload, payload, "--scheme", "lossless")["checkpoints"] == 2
     assert f"{url}9" in run("bench", f"{url}9", code=3)
 
@@ -124,5 +124,6 @@ def test_directories_of_frameworks(url):
     assert not run("diff", f"{base}/step-9", f"{base}/step-10", code=1)["equal"]
     assert sp.load(base)["seed"] == 10
     assert sp.load(base, step=9, only="seed") == {"seed": 9}
-    sp.Store(f"{base}/step-9").storage.delete("rank-00000.safetensors")
+    storage = sp.Store(f"{base}/step-9").storage
+    storage.delete(storage.list("rank-")[0])
     assert run("verify", base, code=1)["findings"]

@@ -326,7 +326,7 @@ def test_a_damaged_list_is_an_error_of_the_tree(document):
     storage.put(KEY, dump_with_digest(good)[:-5])
     with pytest.raises(FormatError):
         Subscriber(storage).latest()
-    storage.put(KEY, dump_with_digest(good | {"format": 2}))
+    storage.put(KEY, dump_with_digest(good | {"format": 3}))
     with pytest.raises(VersionError):
         Subscriber(storage).latest()
 

@@ -76,6 +76,9 @@ class Storage(Protocol):
 
     * `list_dirs() -> list[str]`: the first parts of all keys that have several; a restore need not list every object.
     * `has_links = False`: `link` need not be tried.
+    * `lock_expires = True`: a holder of its lock that stands still loses the lock, and may go on to write later.
+    * `condition(key) -> object`: identifies the object that is there now, or that there is none.
+    * `put_if(key, data, condition)`: as `put`, if the condition still holds; else an error, and nothing is written.
     * `size(key) -> int`: bytes of an object, without opening it.
     * `version(key) -> object`: a value that changes when the object is replaced, None if there is none; only of a
       storage that compares what it holds with checksums itself.

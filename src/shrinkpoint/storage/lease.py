@@ -78,8 +78,7 @@ class LockNote:
     @classmethod
     def from_bytes(cls, data: bytes, meta: Any) -> LockNote:
         """The note in a lock object; of a damaged one nothing is known but its version."""
-        version = {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}
-        note = partial(cls, version=version, modified=meta["last_modified"])
+        note = partial(cls, version=version_condition(meta), modified=meta["last_modified"])
         try:
             fields = json.loads(data)
             token, host, machine = (str(fields[name])[:200] for name in ("token", "host", "machine"))
@@ -103,7 +102,7 @@ class Lease:
         self._token, self._pid = secrets.token_hex(8), os.getpid()
         self._count = 0
         self._version: Any = None
-        self._deadline = 0.0  # of `time.monotonic`: until then nobody else takes the lease
+        self._deadline = 0.0  # of `_clock`: until then nobody else takes the lease
         self._mutex = threading.Lock()  # held while the lock object is written
         self._released = threading.Event()
         self._error: ShrinkpointError | None = None  # another has taken it
@@ -144,7 +143,7 @@ class Lease:
         """
         if self._error is not None:
             raise self._error
-        if time.monotonic() > self._deadline - self._seconds / 2:
+        if _clock() > self._deadline - self._seconds / 2:
             self.renew()
 
     def renew(self) -> None:
@@ -217,7 +216,7 @@ class Lease:
         Returns:
             False if there is another version; a lost answer counts as what it would have been.
         """
-        began, count = time.monotonic(), self._count + 1
+        began, count = _clock(), self._count + 1
         own = LockNote(self._token, count, self._seconds, socket.gethostname(), os.getpid(), _machine())
         try:
             version = self._put(own, version)
@@ -239,8 +238,7 @@ class Lease:
         def put() -> Any:
             return obstore.put(self._store, _LOCK_OBJECT, note.to_bytes(), mode=mode, use_multipart=False)
 
-        result = send_request(self._where, "locking", put)
-        return {name: value for name, value in result.items() if value is not None}
+        return version_condition(send_request(self._where, "locking", put))
 
     def _read(self) -> LockNote | None:
         """What the lock object says; None if there is none."""
@@ -261,6 +259,16 @@ class Lease:
             self._version = self._put(LockNote(self._token, self._count), None)
             found, do = "a service that ignores If-None-Match", "use one that has conditional writes, or a directory"
             raise StorageError(self._where, found=found, expected="conditional writes", do=do)
+
+
+def version_condition(meta: Any) -> Any:
+    """The condition that an object is still the one of which a service said this."""
+    return {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}
+
+
+def _clock() -> float:
+    """Seconds since some moment, those that this machine was suspended included where the system counts them."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 def _machine() -> str:

@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any
 from shrinkpoint import validate
 from shrinkpoint.errors import LockedError, NotFoundError, StorageError
 from shrinkpoint.storage.base import RESERVED, Buffer, Keys, Source, check_key
-from shrinkpoint.storage.lease import Lease
+from shrinkpoint.storage.lease import Lease, version_condition
 from shrinkpoint.storage.object_cache import ObjectCache, ObjectVersion, resolve_cache
-from shrinkpoint.storage.object_errors import check_not_forked, send_request
+from shrinkpoint.storage.object_errors import ObjectConflictError, check_not_forked, send_request
 from shrinkpoint.storage.object_source import ObjectSource
 from shrinkpoint.storage.object_url import parse_object_url
 from shrinkpoint.storage.upload import SourceFile, UploadSink, upload_file
 
 if TYPE_CHECKING:
+    from obstore import PutMode
     from obstore.store import ObjectStore
 
 _REQUEST_SECONDS = 180.0  # that one request may take, with all its retries
@@ -46,6 +47,7 @@ class ObjectStorage:
     Attributes:
         url: without credentials.
         has_links: False: `link` need not be tried.
+        lock_expires: True: a writer that stands still for longer than its lease loses the lock, and may not know.
 
     Raises:
         PolicyError: no such URL, one with credentials, or options of which obstore makes no client; a cache that is no
@@ -54,6 +56,7 @@ class ObjectStorage:
     """
 
     has_links = False
+    lock_expires = True
 
     def __init__(
         self,
@@ -101,13 +104,53 @@ class ObjectStorage:
         import obstore
 
         check_key(key)
-        store = self._store
         if (lease := self._own_lease()) is not None:
+            # In this order: what another writer puts here after the renewal has changed what the condition names.
+            condition = self.condition(key)
             lease.renew()
-            store = self._lease_store
+            try:
+                self.put_if(key, data, condition)
+            except ObjectConflictError:
+                lease.renew()  # says who has taken the lease
+                raise
+            return
         content = bytes(data)
         with _bucket_errors(self.describe(key)):
-            send_request(self.describe(key), "writing", lambda: obstore.put(store, key, content, use_multipart=False))
+            send_request(
+                self.describe(key), "writing", lambda: obstore.put(self._store, key, content, use_multipart=False)
+            )
+
+    def condition(self, key: str) -> PutMode:
+        """Identifies the object that is there now, or that there is none, for `put_if`."""
+        try:
+            return version_condition(self._head(key))
+        except NotFoundError:
+            return "create"
+
+    def put_if(self, key: str, data: Buffer, condition: PutMode) -> None:
+        """Write a small object on condition that what is there now is what it was when `condition` was asked.
+
+        Raises:
+            ObjectConflictError: another writer has put an object there, or deleted it; nothing was written.
+            StorageError: the service did not take it.
+        """
+        import obstore
+
+        store = self._store if self._own_lease() is None else self._lease_store
+        content, where = bytes(data), self.describe(key)
+        try:
+            with _bucket_errors(where):
+                send_request(
+                    where, "writing", lambda: obstore.put(store, key, content, mode=condition, use_multipart=False)
+                )
+        except ObjectConflictError:
+            # A request that is sent again, since its answer was lost, finds what it has written itself.
+            try:
+                is_own = self.get(key) == content
+            except NotFoundError:
+                is_own = False
+            if not is_own:
+                raise
 
     @contextmanager
     def create(self, key: str) -> Iterator[UploadSink]:
@@ -205,9 +248,15 @@ class ObjectStorage:
         import obstore
 
         check_key(key)
-        self._check_lease()
+        # A request under a lease ends before the lease does: sent again later, it could delete another writer's object.
+        store = self._store if self._own_lease() is None else self._lease_store
+
+        def delete() -> None:
+            self._check_lease()
+            obstore.delete(store, key)
+
         with suppress(NotFoundError):  # some services say so
-            send_request(self.describe(key), "deleting", lambda: obstore.delete(self._store, key))
+            send_request(self.describe(key), "deleting", delete)
         if self._cache is not None:
             self._cache.discard(self.describe(key))
 

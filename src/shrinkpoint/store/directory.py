@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -171,6 +171,19 @@ def verify_directory(
     return manifest
 
 
+def manifest_condition(directory: AnyDirectory) -> object:
+    """Identifies the checkpoint that is in a directory, or that there is none: what `commit` may replace.
+
+    It is asked before a payload is written. Another writer that commits from then on may delete the payload.
+    None where one process at a time writes.
+
+    Raises:
+        StorageError: the bucket cannot be asked.
+    """
+    ask: Callable[[str], object] | None = getattr(directory_storage(directory), "condition", None)
+    return None if ask is None else ask(MANIFEST)
+
+
 def commit(
     directory: AnyDirectory,
     payloads: Sequence[Payload],
@@ -185,6 +198,7 @@ def commit(
     extra: JSON = None,
     id: str | None = None,
     keep_payloads: bool = False,
+    condition: object = None,
 ) -> DirectoryManifest:
     """Write the manifest, by which the checkpoint exists, and remove files of an earlier checkpoint in this directory.
 
@@ -194,10 +208,12 @@ def commit(
         id: random hex, unique to this save; None: a new one.
         keep_payloads: do not remove files of an earlier checkpoint: deltas in other directories of a bucket may need
             them.
+        condition: from `manifest_condition`; None: whatever is there is replaced.
 
     Raises:
         PolicyError: a reader would refuse the manifest; an earlier checkpoint still exists.
-        StorageError: a payload is missing or has another size, or writing failed; an earlier checkpoint still exists.
+        StorageError: a payload is missing or has another size, writing failed, or another process has saved here
+            meanwhile; an earlier checkpoint still exists.
     """
     storage = directory_storage(directory)
     present = payloads
@@ -223,13 +239,19 @@ def commit(
     )
     if isinstance(storage, LocalStorage):
         storage.flush_tree()  # the framework's files belong to the checkpoint, and it flushes none of them
-    storage.put(MANIFEST, encode_directory_manifest(manifest))
+    # Listed before the manifest is there: what is there later may be another writer's.
+    stale_keys = set() if keep_payloads else own_keys(directory) - {key for file in files for key in file.keys}
+    data = encode_directory_manifest(manifest)
+    put_if: Callable[[str, bytes, object], None] | None = getattr(storage, "put_if", None)
+    if put_if is None or condition is None:
+        storage.put(MANIFEST, data)
+    else:
+        put_if(MANIFEST, data, condition)
     if isinstance(storage, LocalStorage):
         _write_readme(storage.path)
-    needed = {key for file in files for key in file.keys}
     try:
         storage.remove_stale(lambda name: name == layout.BASES)
-        for key in set() if keep_payloads else own_keys(directory) - needed:
+        for key in stale_keys:
             storage.delete(key)
     except StorageError as error:  # the checkpoint exists; what is left over only takes space
         _log.warning("%s", error)
@@ -262,10 +284,11 @@ def free_payload_name(directory: AnyDirectory, rank: int) -> str:
     It asks for the names of this rank only: were the directory listed, N ranks would list the files of N ranks.
     """
     storage = directory_storage(directory)
+    names = layout.payload_names(storage, rank)
     if isinstance(storage, LocalStorage):
         root = storage.path
-        return next(name for name in layout.payload_names(rank) if not os.path.lexists(root / name))
-    return next(name for name in layout.payload_names(rank) if not has_file(directory, name))
+        return next(name for name in names if not os.path.lexists(root / name))
+    return next(name for name in names if not has_file(directory, name))
 
 
 def own_files(directory: str | Path) -> set[Path]:

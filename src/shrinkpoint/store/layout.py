@@ -3,6 +3,7 @@
 ::
 
     step-000001000/rank-00000.safetensors      the payload (rank-00000.2.safetensors after the step was saved again)
+    step-000001000/rank-00000.482910375.safetensors  the payload in a bucket: the number is the writer's own
     step-000001000/bases/<digest>.safetensors  a hard link to each file that it depends on
     step-000001000/manifest.json               written last: the checkpoint exists when this does
     step-000001000/forgotten                   hides the checkpoint whose manifest has the id in this file
@@ -12,11 +13,13 @@ from __future__ import annotations
 
 import operator
 import re
+import secrets
 from collections.abc import Collection, Iterator
 from itertools import count
 from typing import SupportsIndex
 
 from shrinkpoint.errors import PolicyError
+from shrinkpoint.storage.base import Storage
 
 MAX_STEP = 10**15
 MANIFEST = "manifest.json"
@@ -45,13 +48,20 @@ def base_name(digest: str) -> str:
     return f"bases/{digest}.safetensors"
 
 
-def payload_name(used_names: Collection[str], rank: int = 0) -> str:
+def payload_name(storage: Storage, used_names: Collection[str], rank: int = 0) -> str:
     """A name for a payload that is not among `used_names`: a committed file is never written into."""
-    return next(name for name in payload_names(rank) if name not in used_names)
+    return next(name for name in payload_names(storage, rank) if name not in used_names)
 
 
-def payload_names(rank: int) -> Iterator[str]:
-    """The names that a payload of a rank may have, without end: the first one that is free is taken."""
+def payload_names(storage: Storage, rank: int) -> Iterator[str]:
+    """The names that a payload of a rank may have, without end: the first one that is free is taken.
+
+    In a storage whose lock expires they have random numbers. A writer that stood still wakes when another one has
+    committed, and what it goes on to upload must not have the name of what is committed.
+    """
+    if getattr(storage, "lock_expires", False):
+        while True:
+            yield f"rank-{rank:05d}.{10**8 + secrets.randbelow(9 * 10**8)}.safetensors"
     yield f"rank-{rank:05d}.safetensors"
     yield from (f"rank-{rank:05d}.{number}.safetensors" for number in count(2))
 

@@ -123,7 +123,7 @@ class Mirror:
     def _copy_files(self, manifest: Manifest) -> Manifest:
         """Copy the files of a checkpoint that the target lacks; returns its manifest with their places there."""
         files = chain.store_chain(self.source, manifest)
-        placed = place_files(manifest, self._content, self._holds)
+        placed = place_files(manifest, self._content, self.target, self._holds)
         for file, place in zip(files, placed.places, strict=True):
             if place.is_missing:
                 with _open_intact(file) as source:
@@ -184,13 +184,16 @@ class PlacedCheckpoint:
     places: tuple[Place, ...]
 
 
-def place_files(manifest: Manifest, content: Listing, holds: Callable[[str, str], bool]) -> PlacedCheckpoint:
+def place_files(
+    manifest: Manifest, content: Listing, target: Storage, holds: Callable[[str, str], bool]
+) -> PlacedCheckpoint:
     """Find a place in a mirror for each file of a checkpoint's chain, in the directory of the step it belongs to.
 
     No file that is there is ever written over.
 
     Args:
         content: what is in the mirror.
+        target: the storage of the mirror.
         holds: whether an object there that no manifest names is the file with a digest.
     """
     digests, links, places = _digests(content), [], []
@@ -204,7 +207,8 @@ def place_files(manifest: Manifest, content: Listing, holds: Callable[[str, str]
             name = next(free, None)
         is_missing = name is None
         if name is None:
-            name = layout.payload_name(names) if link.file in names else link.file
+            is_free = link.file not in names and not getattr(target, "lock_expires", False)
+            name = link.file if is_free else layout.payload_name(target, names)
         links.append(replace(link, file=name, name=""))
         places.append(Place(f"{head}/{name}", is_missing))
     payload = replace(manifest.payloads[0], name=links[-1].file)

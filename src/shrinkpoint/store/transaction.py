@@ -158,7 +158,7 @@ class CheckpointTransaction:
             self.parent = self._reference = None
         if self.parent is not None:
             self._bases = self._link_chain(self.parent)
-        self._payload_name = layout.payload_name(self._listing.file_names(self.step))
+        self._payload_name = layout.payload_name(self._storage, self._listing.file_names(self.step))
         key = self._key(self._payload_name)
         self._written_keys.append(key)
         reference, parent = self._reference, self._parent_json()

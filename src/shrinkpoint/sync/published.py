@@ -6,6 +6,8 @@ delta against the version before, and a version may have both: who follows takes
 
 from __future__ import annotations
 
+import re
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -13,11 +15,15 @@ from typing import NamedTuple
 from shrinkpoint.container.strict_json import expect_type
 from shrinkpoint.errors import CorruptError, TruncatedError, VersionError
 from shrinkpoint.guard import read_guard
+from shrinkpoint.storage import Storage
 from shrinkpoint.store.manifest import dump_with_digest, load_with_digest
 from shrinkpoint.tensors.info import JSON
 
 KEY = "published.json"
 FORMAT = 1
+_TOKEN_FORMAT = 2
+"""The format of a list in which a file has a token: a reader of format 1 would look for other names."""
+_TOKEN = re.compile("[0-9a-f]{16}")
 MAX_VERSION = 10**12
 """Versions are below this number: names of files have twelve digits."""
 MAX_BYTES = 1 << 24
@@ -35,27 +41,34 @@ class VersionFile:
         base: the version that it is a delta against; -1 for a keyframe.
         size: in bytes.
         digest: of its header, which authenticates every other byte.
+        token: random hex in its name, in a bucket; "" elsewhere.
     """
 
     version: int
     base: int
     size: int
     digest: str
+    token: str = ""
 
     @property
     def key(self) -> str:
         """Where it is stored."""
-        return file_key(self.version, self.base)
+        return file_key(self.version, self.base, self.token)
 
     @property
     def is_keyframe(self) -> bool:
         return self.base < 0
 
 
-def file_key(version: int, base: int = -1) -> str:
+def file_key(version: int, base: int = -1, token: str = "") -> str:
     """The key of a version's keyframe, or of its delta against `base`."""
     suffix = "" if base < 0 else f"-from-{base:012d}"
-    return f"{_PREFIX}{version:012d}{suffix}.safetensors"
+    return f"{_PREFIX}{version:012d}{suffix}{'-' if token else ''}{token}.safetensors"
+
+
+def new_token(storage: Storage) -> str:
+    """The token of a file that is written: no publisher that stood still has one of this name on the way."""
+    return secrets.token_hex(8) if getattr(storage, "lock_expires", False) else ""
 
 
 def is_own_key(key: str) -> bool:
@@ -78,8 +91,12 @@ class Published:
     files: tuple[VersionFile, ...]
 
     def to_bytes(self) -> bytes:
-        files = [[file.version, file.base, file.size, file.digest] for file in self.files]
-        return dump_with_digest({"format": FORMAT, "id": self.id, "version": self.version, "files": files})
+        files = [
+            [file.version, file.base, file.size, file.digest, *([file.token] if file.token else [])]
+            for file in self.files
+        ]
+        number = _TOKEN_FORMAT if any(file.token for file in self.files) else FORMAT
+        return dump_with_digest({"format": number, "id": self.id, "version": self.version, "files": files})
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Published:
@@ -92,8 +109,8 @@ class Published:
             document = load_with_digest(data, where)
         except (CorruptError, TruncatedError) as error:
             raise type(error)(where, found=error.found, expected=error.expected, do=_DO) from error
-        if document.get("format") != FORMAT:
-            found, expected = f"format {document.get('format')!a:.20}", f"{FORMAT}"
+        if document.get("format") not in (FORMAT, _TOKEN_FORMAT):
+            found, expected = f"format {document.get('format')!a:.20}", f"{FORMAT} or {_TOKEN_FORMAT}"
             raise VersionError(where, found=found, expected=expected, do="install a newer release of shrinkpoint")
         with read_guard(where):
             files = tuple(_file_from_json(row, where) for row in expect_type(document["files"], list, where, "files"))
@@ -173,12 +190,14 @@ class _Route(NamedTuple):
 
 
 def _file_from_json(row: JSON, where: str) -> VersionFile:
-    version, base, size, digest = expect_type(row, list, where, "a file")
+    version, base, size, digest, *tokens = expect_type(row, list, where, "a file")
     if type(base) is not int or base < -1:
         raise ValueError(f"a base {base!a:.20}")
     if not (type(digest) is str and len(digest) == 32 and set(digest) <= set("0123456789abcdef")):
         raise ValueError(f"a digest {digest!a:.40}")
-    return VersionFile(_count(version, where), base, _count(size, where), digest)
+    if len(tokens) > 1 or not all(type(token) is str and _TOKEN.fullmatch(token) for token in tokens):
+        raise ValueError(f"tokens {tokens!a:.40}")
+    return VersionFile(_count(version, where), base, _count(size, where), digest, *tokens)
 
 
 def _count(value: JSON, where: str) -> int:

@@ -23,7 +23,7 @@ from shrinkpoint.storage import Storage
 from shrinkpoint.store.checkpoint_file import write_file
 from shrinkpoint.sync.group import open_place
 from shrinkpoint.sync.model_tensors import AnyModel, capture, model_tensors
-from shrinkpoint.sync.published import KEY, MAX_VERSION, Published, VersionFile, file_key, is_own_key
+from shrinkpoint.sync.published import KEY, MAX_VERSION, Published, VersionFile, file_key, is_own_key, new_token
 from shrinkpoint.sync.reader import VersionReader
 from shrinkpoint.tensors.flat_state import FlatState
 
@@ -205,16 +205,17 @@ class Publisher:
             base = self._published.version
             file = min(file for file in self._published.files if file.version == base)  # its keyframe, if there is one
             parent = {"name": file.key, "digest": file.digest}
+        token = new_token(self._storage)
         written = write_file(
             self._storage,
-            file_key(version, base),
+            file_key(version, base, token),
             QuantizedState(state),
             scheme=self._keyframe_scheme if reference is None else self._delta_scheme,
             reference=None if reference is None else Reference(reference),
             parent=parent,
             threads=self._threads,
         )
-        return VersionFile(version, base, written.report.stored_bytes, written.report.digest)
+        return VersionFile(version, base, written.report.stored_bytes, written.report.digest, token)
 
     def _publish(self, files: list[VersionFile]) -> Published:
         """Name the files of a version in `published.json`: from then on it exists."""

@@ -233,6 +233,7 @@ class Checkpointer(BackgroundSaver):
     def _write(
         self, directory: Path | ObjectUrl, state: FlatState, scheme: Scheme, options: SaveOptions, *, adopt: bool
     ) -> SaveReport:
+        condition = directories.manifest_condition(directory)
         report = self._delta_writer.write(directory, state, scheme=scheme, keyframe=options.keyframe, adopt=adopt)
         payload, stall = self._delta_writer.payload, self._stall()
         report = replace(report, path=str(directory), step=options.step, depth=len(payload.bases), stall_seconds=stall)
@@ -244,6 +245,7 @@ class Checkpointer(BackgroundSaver):
                 lossy_restores=self._lossy_restores,
                 loss=report.loss_report,
                 stats=report.stats,
+                condition=condition,
                 **options.manifest_fields(),
             )
         except BaseException:

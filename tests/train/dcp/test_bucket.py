@@ -92,18 +92,15 @@ def test_directories_in_a_bucket_need_no_other_ones_unless_it_is_asked_for(url) 
     for key in storage.list():
         storage.delete(key)
     assert digest(load(f"{url}/step-1")) == digests[1]
-    assert sorted(directory_storage(f"{url}/step-1").list()) == [
-        ".metadata",
-        "rank-00000.safetensors",
-        "shrinkpoint.json",
-    ]
+    names = sorted(directory_storage(f"{url}/step-1").list())
+    assert [name.partition(".")[0] for name in names] == ["", "rank-00000", "shrinkpoint"]
 
 
 @_nightly
 def test_base_that_was_deleted_is_an_error_that_says_why(url, caplog) -> None:
     digests = trained(url, 4, keyframe_every=2)
     assert [read_directory_manifest(f"{url}/step-{step}").depth for step in range(4)] == [0, 1, 0, 1]
-    directory_storage(f"{url}/step-2").delete("rank-00000.safetensors")
+    directory_storage(f"{url}/step-2").delete(read_directory_manifest(f"{url}/step-2").payloads[0].name)
     with pytest.raises(ChainError, match=r"step-2/rank-00000.*in a bucket a delta needs the directories"):
         load(f"{url}/step-3")
     newest = latest_valid(url)

@@ -26,7 +26,7 @@ from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.sharding.collectives import Collectives, LocalCollectives, make_collectives
 from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.storage import AnyDirectory, ObjectUrl, directory_storage
-from shrinkpoint.store.directory import MANIFEST, commit, has_file
+from shrinkpoint.store.directory import MANIFEST, commit, has_file, manifest_condition
 from shrinkpoint.store.manifest import Payload, check_note
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.flat_state import snapshot
@@ -138,6 +138,7 @@ class Writer(CheckpointDirectory, StorageWriter):
         self._save_options = SaveOptions(step, validate.as_floats(metrics), check_note(note))
         self._on_save = check_on_save(on_save)
         self.overwrite, self.save_id = overwrite, secrets.token_hex(8)
+        self._condition: object = None  # what the manifest may replace
         self._restored: dict[str, RestoreOrigin] | None = None  # by the process that sent this writer
 
     def __getstate__(self) -> dict[str, Any]:
@@ -169,6 +170,7 @@ class Writer(CheckpointDirectory, StorageWriter):
             CheckpointExistsError: there is a checkpoint already, and it must not be overwritten.
         """
         self._is_coordinator, directory = is_coordinator, self._directory
+        self._condition = manifest_condition(directory) if is_coordinator else None
         if not self.overwrite and any(has_file(directory, name) for name in (MANIFEST, METADATA_FILE)):
             found, do = f"Checkpoint already exists and {self.overwrite=}", "save elsewhere, or with overwrite=True"
             raise CheckpointExistsError(str(directory), found=found, do=do)
@@ -227,6 +229,7 @@ class Writer(CheckpointDirectory, StorageWriter):
             loss=next((write.loss for write in writes if write.loss is not None), None),
             stats=_worst_stats([write.stats for write in writes]),
             id=self.save_id,
+            condition=self._condition,
             keep_payloads=isinstance(directory, ObjectUrl) and self._keyframe_every != 1,
             **options.manifest_fields(),
         )
