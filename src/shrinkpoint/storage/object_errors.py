@@ -28,8 +28,8 @@ class ObjectConflictError(StorageError):
 def send_request(where: str, operation: str, call: Callable[[], T]) -> T:
     """Call obstore, and raise errors of this library for its own.
 
-    obstore sends most requests again that fail. It does not when the connection breaks in the middle of an answer: then
-    `call` is called again, so it must bear that.
+    obstore sends most requests again that fail. It does not when the connection breaks in the middle of an answer, nor
+    where it may not: then `call` is called again, so it must bear that.
 
     Args:
         where: the object, for messages.
@@ -68,7 +68,10 @@ def _is_broken_answer(error: Exception) -> bool:
     text = str(error)
     if "NoSuchUpload" in text:  # the answer that an upload is complete was lost
         return True
-    return type(error).__name__ == "GenericError" and not (_STATUS.search(text) or _RETRIES.search(text))
+    if type(error).__name__ != "GenericError" or _RETRIES.search(text):
+        return False
+    status = _STATUS.search(text)
+    return status is None or status[1].startswith(("5", "429"))  # which obstore sends again where it may
 
 
 def _translate(where: str, operation: str, error: Exception) -> ShrinkpointError:

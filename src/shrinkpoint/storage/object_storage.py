@@ -78,6 +78,10 @@ class ObjectStorage:
         return self.url.connect(self._options, seconds=min(_REQUEST_SECONDS, self._lease_seconds / 3))
 
     @cached_property
+    def _deletion_store(self) -> ObjectStore:
+        return self.url.connect(self._options, seconds=min(_REQUEST_SECONDS, self._lease_seconds / 3), retries=False)
+
+    @cached_property
     def _pool(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(_PARALLEL_READS, "shrinkpoint-read")
 
@@ -248,8 +252,9 @@ class ObjectStorage:
         import obstore
 
         check_key(key)
-        # A request under a lease ends before the lease does: sent again later, it could delete another writer's object.
-        store = self._store if self._own_lease() is None else self._lease_store
+        # Each attempt looks at the lease first. obstore would not: what it sends again late, when this process has stood
+        # still, could delete the object of the writer that has the lease now.
+        store = self._store if self._own_lease() is None else self._deletion_store
 
         def delete() -> None:
             self._check_lease()

@@ -54,10 +54,11 @@ class ObjectUrl:
         """The last part of the path; "" of a whole bucket."""
         return self.prefix.rpartition("/")[2]
 
-    def connect(self, options: Mapping[str, Any], *, seconds: float) -> ObjectStore:
+    def connect(self, options: Mapping[str, Any], *, seconds: float, retries: bool = True) -> ObjectStore:
         """A client of obstore for this place. Every request ends, and is tried again at most until `seconds` are over.
 
         Args:
+            retries: False: obstore sends no request twice.
             options: further arguments of `obstore.store.from_url`, such as `config` and `credential_provider`.
 
         Raises:
@@ -73,6 +74,8 @@ class ObjectUrl:
         is_plain = os.environ.get(f"{_VARIABLES[self.scheme]}ALLOW_HTTP", "").lower() in ("true", "1")
         client = {"connect_timeout": min(limit, timedelta(seconds=10)), "timeout": limit, "allow_http": is_plain}
         retry = {"max_retries": _MAX_RETRIES, "retry_timeout": limit}
+        if not retries:
+            options = {**options, "retry_config": {**retry, "max_retries": 0}}
         options = {**options, "client_options": {**client, **options.get("client_options", {})}}
         try:
             return from_url(str(self), **{"retry_config": retry, **options})
