@@ -252,8 +252,8 @@ class ObjectStorage:
         import obstore
 
         check_key(key)
-        # Each attempt looks at the lease first. obstore would not: what it sends again late, when this process has stood
-        # still, could delete the object of the writer that has the lease now.
+        # Each attempt looks at the lease first. obstore would not: sent again after this process stood still, a request
+        # could delete the object of the writer that has the lease now.
         store = self._store if self._own_lease() is None else self._deletion_store
 
         def delete() -> None:
