@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from helpers.faulty_storage import FaultyStorage
 from helpers.stores import Linkless, flip, place, remove, state
 from helpers.strategies import difference
 
+from shrinkpoint import CheckpointManager
 from shrinkpoint.errors import PolicyError, StorageError
 from shrinkpoint.storage import LocalStorage, MemoryStorage, Storage
-from shrinkpoint.store import Keep, Store, layout, scan
+from shrinkpoint.store import Keep, Store, layout, scan, transaction
 from shrinkpoint.store.mirror import Mirror, select_missing
 
 
@@ -61,6 +63,12 @@ def catch_up(mirror: Mirror) -> list[int]:
         mirror.tidy()
     mirror.tidy()
     return copied
+
+
+def shift_clock(monkeypatch: pytest.MonkeyPatch, hours: float) -> None:
+    """Let checkpoints that are saved from now on say that it is so many hours later."""
+    time = datetime.now(timezone.utc) + timedelta(hours=hours)
+    monkeypatch.setattr(transaction, "utc_timestamp", lambda: time.isoformat(timespec="milliseconds"))
 
 
 def assert_same(store: Storage, mirror: Storage) -> None:
@@ -193,17 +201,42 @@ def test_new_machine_deletes_nothing_but_what_the_rules_say(tmp_path):
     assert [*Store(target).steps()][-2:] == [3, 4]
 
 
-def test_of_two_checkpoints_of_a_step_the_later_one_is_copied(tmp_path):
+@pytest.mark.parametrize("hours", [-1, 0, 1])
+def test_of_two_checkpoints_of_a_step_the_later_one_is_copied(tmp_path, monkeypatch, hours):
     first, second, target = LocalStorage(tmp_path / "1"), LocalStorage(tmp_path / "2"), CheckedStorage()
     for storage, seeds in ((first, (1, 2, 3)), (second, (1, 20))):
         with Store(storage) as store:
             for step, seed in enumerate(seeds, 1):
                 store.save(step, state(seed))
+        shift_clock(monkeypatch, hours)
     catch_up(Mirror(first, target))
     assert catch_up(Mirror(second, target)) == [1, 2]
     assert difference(Store(target).load(2), state(20)) is None
     assert difference(Store(target).load(3), state(3)) is None
     assert catch_up(Mirror(first, target)) == []
+    with Store(first) as store:
+        store.save(2, state(200))
+    assert catch_up(Mirror(first, target)) == [2]
+    assert catch_up(Mirror(second, target)) == []
+    assert difference(Store(target).load(2), state(200)) is None
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_step_saved_again_is_copied_again_whatever_the_clock_says(tmp_path, monkeypatch, hours):
+    manager = CheckpointManager(tmp_path / "1", mirror=tmp_path / "2")
+    manager.save(5, extra=state(5), rng=False)
+    manager.flush()
+    shift_clock(monkeypatch, hours)
+    for seed in (50, 51):
+        manager.save(5, extra=state(seed), rng=False)
+        manager.flush()
+        assert manager.mirror_lag == 0
+        assert difference(Store(tmp_path / "2").load(5)["extra"], state(seed)) is None
+    manager.close()
+    shutil.rmtree(tmp_path / "1")
+    restored = CheckpointManager(tmp_path / "1", mirror=tmp_path / "2").restore()
+    assert restored is not None
+    assert difference(restored.extra, state(51)) is None
 
 
 def test_payload_whose_manifest_is_missing_is_not_copied_twice(tmp_path):

@@ -115,6 +115,7 @@ class Manifest(Generic[StepT]):
         stats: what the save measured of itself, as far as it did: `seconds` of writing, `stall`, the seconds for which
             the training loop waited, and `retention` (see `SaveReport`).
         weights_only: retention has deleted what the optimizers kept for each parameter; only in a store.
+        replaced: in a mirror, the ids of the checkpoints of this step that were there before, the latest last.
         extra: what a framework's own reader needs; None in a store.
         stored_bytes: bytes of the payloads, without the files they depend on; computed unless given, as a store's
             manifest records it.
@@ -132,6 +133,7 @@ class Manifest(Generic[StepT]):
     bases: tuple[ChainLink, ...] = ()
     stats: Mapping[str, float] = field(default_factory=dict)
     weights_only: bool = False
+    replaced: tuple[str, ...] = ()
     extra: JSON = None
     stored_bytes: int = -1
 
@@ -193,6 +195,8 @@ def encode_store_manifest(manifest: Manifest) -> bytes:
     if manifest.loss is None:
         del document["loss"]
     document["format"] = FORMAT
+    if manifest.replaced:
+        document["replaced"] = [*manifest.replaced]
     if manifest.weights_only:
         document["format"], document["weights_only"] = WEIGHTS_ONLY_FORMAT, True
     document["files"] = [[payload.name, payload.size, payload.digest] for payload in manifest.payloads]
@@ -362,6 +366,7 @@ def _store_manifest_from_json(document: Mapping[str, JSON]) -> Manifest:
         payloads=payloads,
         bases=tuple(_chain_link_from_json(row) for row in _expect(document["bases"], list)),
         weights_only=weights_only,
+        replaced=tuple(_expect(id, str) for id in _expect(document.get("replaced", []), list)),
         stored_bytes=_count(document["stored_bytes"]),
     )
     _check_payload_names(payloads)

@@ -22,6 +22,8 @@ from shrinkpoint.store.manifest import Manifest, encode_store_manifest
 from shrinkpoint.store.retention import Keep, apply_policy, check_metric, plan_deletion
 
 _log = logging.getLogger("shrinkpoint")
+_MAX_REPLACED = 64
+"""Replaced checkpoints of a step that a mirror remembers."""
 
 
 class UnreadableError(Exception):
@@ -92,6 +94,7 @@ class Mirror:
                 self._unreadable.add(manifest.digest)
                 _log.warning("step %d is not copied to %s: %s", manifest.step, self.target.describe(), unreadable.error)
             return False
+        placed = replace(placed, replaced=self._replaced_ids(manifest))
         self.target.put(layout.manifest_key(manifest.step), encode_store_manifest(placed))
         names = self._content.file_names(manifest.step) | {layout.MANIFEST}
         self._content = self._content.replace(manifest.step, StepDirectory(manifest.step, names, placed))
@@ -132,6 +135,12 @@ class Mirror:
                 self._content = _with_file(self._content, place.key)
         return placed.manifest
 
+    def _replaced_ids(self, manifest: Manifest) -> tuple[str, ...]:
+        """The ids of the checkpoints that a copy replaces."""
+        copy = self._content.manifests.get(manifest.step)
+        ids = () if copy is None else (*copy.replaced, copy.id)
+        return tuple(id for id in dict.fromkeys(ids) if id != manifest.id)[-_MAX_REPLACED:]
+
     def _holds(self, key: str, digest: str) -> bool:
         """Whether an object of the target that no manifest names is the file with this digest."""
         with suppress(FormatError), self.target.open(key) as source:
@@ -142,7 +151,8 @@ class Mirror:
 def select_missing(local: Listing, content: Listing, keep: Keep | None, now: datetime) -> list[Manifest]:
     """The checkpoints that a mirror lacks and would keep, oldest first.
 
-    Of two different ones of the same step, the one that was saved later is right.
+    Of two different ones of the same step, the store's is right, unless the mirror had it before: then another store
+    has replaced it there. Times of saving do not count: they are of several clocks.
 
     Args:
         local: the store.
@@ -154,7 +164,7 @@ def select_missing(local: Listing, content: Listing, keep: Keep | None, now: dat
     for step, manifest in local.visible.items():
         copy = content.manifests.get(step)
         is_same = copy is not None and (copy.id, copy.digest) == (manifest.id, manifest.digest)
-        if not is_same and (copy is None or copy.created_at <= manifest.created_at):
+        if not is_same and (copy is None or manifest.id not in copy.replaced):
             missing[step] = manifest
     both = {**content.manifests, **missing}
     forgotten = content.forgotten - missing.keys()
