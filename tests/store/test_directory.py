@@ -157,7 +157,8 @@ def test_until_the_commit_there_is_no_checkpoint_and_abandoning_leaves_nothing(t
 def test_what_was_loaded_is_the_base_of_the_next(tmp_path):
     chain(tmp_path, 2)
     tip = DeltaWriter()
-    tip.adopt(tmp_path / "c2", decode_directory(tmp_path / "c2"))
+    payload = directory.read_directory_manifest(tmp_path / "c2").payloads[0]
+    tip.adopt(tmp_path / "c2", payload, decode_directory(tmp_path / "c2"))
     assert save(tip, tmp_path / "c3", 3).depth == 2
     assert has(tmp_path / "c3", 3)
 

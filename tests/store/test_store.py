@@ -14,12 +14,21 @@ from helpers.mutations import canonical
 from helpers.stores import PLACES_AND_BUCKET, flip, payloads, place, remove, state
 from helpers.strategies import difference
 
+import shrinkpoint as sp
 import shrinkpoint.store.store as store_module
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.container import FileReader
-from shrinkpoint.errors import ChainError, CorruptError, LockedError, NotFoundError, PolicyError, StateError
+from shrinkpoint.errors import (
+    ChainError,
+    CorruptError,
+    LockedError,
+    NotFoundError,
+    PolicyError,
+    StateError,
+    StorageError,
+)
 from shrinkpoint.storage import LocalStorage, Storage
-from shrinkpoint.store import Store, decode, delta_base
+from shrinkpoint.store import Keep, Store, decode, delta_base
 from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, MAX_NOTE
 from shrinkpoint.tensors.flat_state import flatten, snapshot
 
@@ -490,3 +499,79 @@ def test_deep_verification_reads_a_file_after_the_bases_that_its_own_manifest_na
     assert {finding.step for finding in store.verify(deep=True) if not finding.loads} == {1}
     with pytest.raises(ChainError, match="a delta without its parent"):
         store.load(1)
+
+
+@pytest.mark.parametrize("target", ["directory", "nothing", "other run"])
+def test_directory_of_a_step_that_is_a_link_is_refused_and_named(tmp_path, target):
+    run, other = tmp_path / "run", tmp_path / "other"
+    other.mkdir()
+    with Store(run) as store:
+        store.save(4, state(4))
+    if target == "other run":
+        with Store(other) as store:
+            store.save(5, state(50))
+    place = {"directory": other, "nothing": tmp_path / "gone", "other run": other / "step-000000005"}[target]
+    (run / "step-000000005").symlink_to(place)
+    before = sorted((path, path.stat().st_ino) for path in other.rglob("*"))
+    with Store(run) as store:
+        with pytest.raises(StorageError, match="step-000000005: a symbolic link"):
+            store.save(5, state(5))
+        assert sorted((path, path.stat().st_ino) for path in other.rglob("*")) == before
+        assert not (tmp_path / "gone").exists()
+        (finding,) = store.verify()
+        assert (finding.step, "a symbolic link" in finding.problem) == (5, True)
+        with pytest.raises(CorruptError, match="a symbolic link"):
+            store.load(5)
+        restored = store.restore()
+        assert (restored.step, [skipped.step for skipped in restored.skipped]) == (4, [5])
+        store.save(6, state(6))
+        store.prune(Keep(last=1), dry_run=False)
+        assert sorted((path, path.stat().st_ino) for path in other.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "bases", "forgotten"])
+def test_nothing_is_written_through_a_link_in_a_step(tmp_path, name):
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    with Store(tmp_path / "run") as store:
+        store.save(4, state(4))
+        place = tmp_path / "run" / "step-000000005"
+        place.mkdir()
+        (place / name).symlink_to(foreign if name == "bases" else foreign / name)
+        with pytest.raises(StorageError, match=f"{name}: a symbolic link"):
+            store.save(5, state(5))
+            store.forget(5)
+        assert [*foreign.iterdir()] == []
+
+
+def test_run_directory_that_is_a_link_is_followed(tmp_path):
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "scratch")
+    with Store(tmp_path / "run") as store:
+        store.save(1, state(1))
+        store.save(2, state(2))
+        assert store.verify(deep=True) == []
+    assert [*Store(tmp_path / "scratch").steps()] == [1, 2]
+
+
+def test_mirror_is_not_written_through_a_link(tmp_path):
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "mirror").mkdir()
+    (tmp_path / "mirror" / "step-000000001").symlink_to(tmp_path / "foreign")
+    manager = sp.CheckpointManager(tmp_path / "run", mirror=tmp_path / "mirror")
+    manager.save(1, extra=state(1), rng=False)
+    with pytest.raises(StorageError, match="a symbolic link"):
+        manager.flush()
+    with pytest.raises(StorageError, match="a symbolic link"):
+        manager.close()
+    assert [*(tmp_path / "foreign").iterdir()] == []
+
+
+def test_directory_of_a_framework_that_is_a_link_is_refused(tmp_path):
+    from shrinkpoint.train.checkpointer import Checkpointer
+
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "last").symlink_to(tmp_path / "foreign")
+    with Checkpointer() as checkpointer, pytest.raises(StorageError, match="last: a symbolic link"):
+        checkpointer.save(tmp_path / "last", state(1))
+    assert [*(tmp_path / "foreign").iterdir()] == []

@@ -281,7 +281,7 @@ def decode_location(location: Location) -> DecodedFile:
         ChainError: a base is missing, or has another digest.
         FormatError: a file is damaged.
     """
-    from shrinkpoint.store.chain import store_chain
+    from shrinkpoint.store.chain import chain_identity, store_chain, use_current
     from shrinkpoint.store.decode import decode_chain
     from shrinkpoint.store.single_file import decode_file
 
@@ -289,8 +289,7 @@ def decode_location(location: Location) -> DecodedFile:
         return decode_file(location.file)[0]
     if location.is_run:
         return _decode_directory(location.newest_directory)
-    storage, manifest = _find_checkpoint(location)
-    return decode_chain(store_chain(storage, manifest))
+    return use_current(lambda: store_chain(*_find_checkpoint(location)), decode_chain, chain_identity)
 
 
 def _decode_directory(directory: Path | ObjectUrl) -> DecodedFile:
@@ -311,7 +310,7 @@ def _decode_directory(directory: Path | ObjectUrl) -> DecodedFile:
 
 def open_leaves(location: Location) -> LeafSource:
     """Opens a checkpoint to read its leaves some at a time; raises as `decode_location` does."""
-    from shrinkpoint.store.chain import directory_chain, file_chain, store_chain
+    from shrinkpoint.store.chain import chain_identity, directory_chain, file_chain, store_chain, use_current
     from shrinkpoint.store.leaves import ChainLeaves
     from shrinkpoint.tensors.compare import StateLeaves
     from shrinkpoint.tensors.flat_state import flatten
@@ -327,8 +326,7 @@ def open_leaves(location: Location) -> LeafSource:
             state = load(directory)
             return StateLeaves(state, flatten(state).tree)
         return ChainLeaves(directory_chain(directory, manifest.payloads[0]))
-    storage, manifest = _find_checkpoint(location)
-    return ChainLeaves(store_chain(storage, manifest))
+    return use_current(lambda: store_chain(*_find_checkpoint(location)), ChainLeaves, chain_identity)
 
 
 def _find_checkpoint(location: Location) -> tuple[Storage, Manifest]:

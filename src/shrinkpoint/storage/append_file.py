@@ -35,7 +35,7 @@ class AppendFile:
     def __init__(self, path: Path, size: int) -> None:
         self._path, self.size, self._fd = path, size, -1
         try:
-            self._fd = open_regular(path, os.O_WRONLY)
+            self._fd = open_regular(path, os.O_WRONLY | os.O_NOFOLLOW)
             os.ftruncate(self._fd, size)
         except OSError as error:
             self.close()

@@ -28,7 +28,7 @@ from shrinkpoint.storage.local import is_process_alive
 from shrinkpoint.storage.object_errors import ObjectConflictError, send_request
 
 if TYPE_CHECKING:
-    from obstore import PutMode
+    from obstore import PutMode, UpdateVersion
     from obstore.store import ObjectStore
 
 _LOCK_OBJECT, _CLOCK_OBJECT = RESERVED + "lease", RESERVED + "clock-"
@@ -261,9 +261,14 @@ class Lease:
             raise StorageError(self._where, found=found, expected="conditional writes", do=do)
 
 
-def version_condition(meta: Any) -> Any:
+def version_condition(meta: Any) -> PutMode:
     """The condition that an object is still the one of which a service said this."""
-    return {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}
+    version: UpdateVersion = {}
+    if meta["e_tag"] is not None:
+        version["e_tag"] = meta["e_tag"]
+    if meta["version"] is not None:
+        version["version"] = meta["version"]
+    return version
 
 
 def _clock() -> float:

@@ -18,12 +18,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
+from typing import TypeVar
 
 from shrinkpoint._native import Hasher, empty, xxh3_128
 from shrinkpoint.errors import LockedError, NotFoundError, PolicyError, ShrinkpointError, StorageError, TruncatedError
 from shrinkpoint.storage.base import RESERVED, Buffer, Keys, Sink, Source, check_key, storage_error
 from shrinkpoint.storage.paths import is_regular, local_path, open_regular, what_is_at
 
+E = TypeVar("E", bound=ShrinkpointError)
 LOCK = RESERVED + "lock"
 _TEMPORARY = re.compile(re.escape(RESERVED) + "tmp-[0-9a-f]{16}")
 _MIN_POOLED_BYTES = 1 << 16  # from which the native pool has memory to reuse
@@ -188,7 +190,7 @@ class LocalStorage:
 
     @contextmanager
     def create(self, key: str) -> Iterator[LocalSink]:
-        path, where = self._path_of(key), self.describe(key)
+        path, where = self._path_to_write(key), self.describe(key)
         _check_free(path, where)
         with self._temporary_path(path.parent, where) as temporary:
             sink = LocalSink(temporary, where)
@@ -239,7 +241,7 @@ class LocalStorage:
         return status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size
 
     def delete(self, key: str) -> None:
-        path = self._path_of(key)
+        path = self._path_to_write(key, replaces_link=True)
         with _os_errors(self.describe(key), "deleting"):
             try:
                 path.unlink()
@@ -260,7 +262,7 @@ class LocalStorage:
         Returns:
             False if the file system has no hard links between these places.
         """
-        new, where = self._path_of(target), self.describe(target)
+        new, where = self._path_to_write(target), self.describe(target)
         _check_free(new, where)
         with self._temporary_path(new.parent, where) as temporary, _os_errors(where, "linking"):
             try:
@@ -326,6 +328,32 @@ class LocalStorage:
 
     def _path_of(self, key: str) -> Path:
         return self._root / check_key(key)
+
+    def _path_to_write(self, key: str, *, replaces_link: bool = False) -> Path:
+        """The path of a key, after a check that nothing is written through a symbolic link below the root.
+
+        No link to a directory is listed, and what it leads to may be another run's.
+
+        Args:
+            replaces_link: the name itself may be a link, which is removed; so may one at the top, which is replaced.
+
+        Raises:
+            StorageError: a part of the path is a link.
+        """
+        path, parts = self._path_of(key), key.split("/")
+        checked = parts[:-1] if replaces_link or len(parts) == 1 else parts
+        link = self._root
+        for part in checked:
+            link /= part
+            if link.is_symlink():
+                raise link_error(str(self._given_path / link.relative_to(self._root)))
+        return path
+
+    def linked_dirs(self) -> Keys:
+        """The names at the top that are links to directories or to nothing, sorted: `list_dirs` leaves them out."""
+        with suppress(OSError), os.scandir(self._root) as entries:
+            return sorted(entry.name for entry in entries if entry.is_symlink() and not entry.is_file())
+        return []
 
     def _existing_path(self, key: str) -> Path:
         path = self._path_of(key)
@@ -442,6 +470,12 @@ def _fsync(path: Path, flags: int = 0) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def link_error(where: str, error_class: type[E] = StorageError) -> E:  # type: ignore[assignment]
+    """The error where a checkpoint's directory, or a file in it, is a symbolic link."""
+    do = "replace the link by what it leads to; a link to the directory of the whole run is followed"
+    return error_class(where, found="a symbolic link", expected="a directory or a file of its own", do=do)
 
 
 def _check_free(path: Path, where: str) -> None:

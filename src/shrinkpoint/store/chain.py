@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import (
@@ -28,8 +28,46 @@ from shrinkpoint.store import layout
 from shrinkpoint.store.file_place import AnyPlace, FilePlace, place_file
 from shrinkpoint.store.manifest import ChainLink, Manifest, Payload
 
+M = TypeVar("M")
 T = TypeVar("T")
+MAX_READS = 100
+"""How often a checkpoint that is written again and again is read, until the error is raised."""
 _DO = "restore another checkpoint; `verify` says which are whole"
+
+
+def use_current(read: Callable[[], M], use: Callable[[M], T], identify: Callable[[M], object]) -> T:
+    """Call `use` with what `read` returns; again, while that fails and `read` has something else to return.
+
+    A writer that saves a checkpoint again, compacts it or prunes its moments deletes files as soon as the new manifest
+    is there. A reader that has the old manifest then misses a file, and finds the new manifest.
+
+    Args:
+        read: reads a manifest, or finds a chain.
+        use: decodes it; may be called several times.
+        identify: what tells the files of two from each other.
+
+    Raises:
+        Exception: whatever `read` and `use` raise.
+    """
+    current = read()
+    for _ in range(MAX_READS):
+        try:
+            return use(current)
+        except (ChainError, FormatError, StorageError, NotFoundError):
+            previous, current = identify(current), read()
+            if identify(current) == previous:
+                raise
+    return use(current)
+
+
+def manifest_identity(manifest: Manifest[Any]) -> object:
+    """What tells the files that a manifest names from those of another one."""
+    return manifest.id, manifest.payloads, manifest.bases
+
+
+def chain_identity(files: Sequence[ChainFile]) -> object:
+    """What tells a chain from another one: digests and keys of its files."""
+    return tuple((file.digest, file.keys) for file in files)
 
 
 @dataclass(frozen=True)

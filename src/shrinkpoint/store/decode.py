@@ -12,10 +12,17 @@ from shrinkpoint.codec.reference import Reference
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import NotFoundError, ShrinkpointError
 from shrinkpoint.storage import AnyDirectory, Storage, map_requests
-from shrinkpoint.store.chain import ChainFile, chain_links, directory_chain, store_chain
+from shrinkpoint.store.chain import (
+    ChainFile,
+    chain_links,
+    directory_chain,
+    manifest_identity,
+    store_chain,
+    use_current,
+)
 from shrinkpoint.store.checkpoint_file import Allowance, DecodedFile, decode_records
 from shrinkpoint.store.directory import read_directory_manifest
-from shrinkpoint.store.manifest import Manifest, Payload
+from shrinkpoint.store.manifest import DirectoryManifest, Manifest, Payload
 from shrinkpoint.store.needed_records import needed_records
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.tensors.tree_selection import SelectedLeaves
@@ -182,11 +189,15 @@ def decode_directory(
         NotFoundError: there is no manifest, or no payload of this rank.
         ChainError, FormatError, StorageError: as `decode_chain`.
     """
-    payloads = read_directory_manifest(directory).payloads
-    if not 0 <= rank < len(payloads):
-        found, expected = f"no payload of rank {rank}", f"a rank below {len(payloads)}"
-        raise NotFoundError(str(directory), found=found, expected=expected, do="name one of its ranks")
-    return decode_payload(directory, payloads[rank], threads=threads, max_bytes=max_bytes)
+
+    def decode(manifest: DirectoryManifest) -> DecodedFile:
+        payloads = manifest.payloads
+        if not 0 <= rank < len(payloads):
+            found, expected = f"no payload of rank {rank}", f"a rank below {len(payloads)}"
+            raise NotFoundError(str(directory), found=found, expected=expected, do="name one of its ranks")
+        return decode_payload(directory, payloads[rank], threads=threads, max_bytes=max_bytes)
+
+    return use_current(lambda: read_directory_manifest(directory), decode, manifest_identity)
 
 
 def decode_payload(

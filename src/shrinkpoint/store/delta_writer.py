@@ -25,7 +25,7 @@ from shrinkpoint.storage import (
     directory_storage,
     resolve_directory,
 )
-from shrinkpoint.storage.local import is_process_alive
+from shrinkpoint.storage.local import is_process_alive, link_error
 from shrinkpoint.storage.object_url import parse_object_url
 from shrinkpoint.store import layout
 from shrinkpoint.store.chain import directory_chain
@@ -39,7 +39,7 @@ from shrinkpoint.store.delta_base import (
     is_chain_full,
     warn_low_retention,
 )
-from shrinkpoint.store.directory import free_payload_name, read_directory_manifest
+from shrinkpoint.store.directory import free_payload_name
 from shrinkpoint.store.manifest import Payload
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.flat_state import FlatState
@@ -115,10 +115,12 @@ class DeltaWriter:
                 them, or `rollback`.
 
         Raises:
-            StorageError: writing failed; what was written is removed.
+            StorageError: writing failed, or the directory is a symbolic link; what was written is removed.
         """
         self.rollback()
         place = resolve_directory(directory)
+        if isinstance(place, Path) and place.is_symlink():
+            raise link_error(str(directory))
         storage = directory_storage(place)
         written_keys: list[str] = []
         try:
@@ -175,26 +177,25 @@ class DeltaWriter:
         if written is not None:
             _remove(written.storage, written.written_keys)
 
-    def adopt(self, directory: AnyDirectory, decoded: DecodedFile, rank: int = 0) -> None:
-        """Make a loaded checkpoint the reference for the next delta, and take over its tensors."""
-        payload = self._take_base(directory, rank)
+    def adopt(self, directory: AnyDirectory, payload: Payload, decoded: DecodedFile) -> None:
+        """Make a loaded payload the reference for the next delta, and take over its tensors."""
+        self._take_base(directory, payload)
         self._reference_cache.adopt(payload, decoded.reference)
 
-    def adopt_encoded(self, directory: AnyDirectory, rank: int = 0) -> None:
-        """Make a checkpoint that was loaded the reference for the next delta, which decodes it again."""
-        payload = self._take_base(directory, rank)
+    def adopt_encoded(self, directory: AnyDirectory, payload: Payload) -> None:
+        """Make a payload that was loaded the reference for the next delta, which decodes it again."""
+        self._take_base(directory, payload)
         self._reference_cache.adopt_encoded(payload, lambda: self._decode_base(payload))
 
-    def _take_base(self, directory: AnyDirectory, rank: int) -> Payload:
-        """Make the files of a checkpoint that was loaded the base of the next delta; return its payload."""
+    def _take_base(self, directory: AnyDirectory, payload: Payload) -> None:
+        """Make the files of a payload that was loaded the base of the next delta."""
         self.rollback()
-        payload, place = read_directory_manifest(directory).payloads[rank], resolve_directory(directory)
+        place = resolve_directory(directory)
         chain = directory_chain(place, payload)
         files = tuple(StoredFile(file.digest, file.size or 0, file.storage, *file.keys) for file in chain)
         self._base_dir, self._base_chain = place, () if isinstance(place, Path) else files
         self._base_verifier.mark_verified({file.digest: file.stamp() for file in files})
         self._remove_own_base_dir()
-        return payload
 
     def _decode_base(self, payload: Payload) -> Reference:
         """Decode the files of the reference, wherever they are now."""

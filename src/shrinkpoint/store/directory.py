@@ -41,7 +41,7 @@ from shrinkpoint.storage import (
 )
 from shrinkpoint.storage.base import RESERVED
 from shrinkpoint.store import layout
-from shrinkpoint.store.chain import ChainFile, directory_chain
+from shrinkpoint.store.chain import ChainFile, directory_chain, manifest_identity, use_current
 from shrinkpoint.store.file_place import FilePlace, place_file
 from shrinkpoint.store.manifest import (
     MAX_DIRECTORY_MANIFEST_BYTES,
@@ -163,12 +163,15 @@ def verify_directory(
         FormatError: bytes are at fault.
         StorageError: reading failed.
     """
-    manifest = read_directory_manifest(directory)
-    payloads = manifest.payloads[slice(share[0], None, share[1])]
-    files = {file.digest: file for payload in payloads for file in directory_chain(directory, payload)}
-    for file in files.values():
-        file.read(partial(_check_file, deep=deep))
-    return manifest
+
+    def check(manifest: DirectoryManifest) -> DirectoryManifest:
+        payloads = manifest.payloads[slice(share[0], None, share[1])]
+        files = {file.digest: file for payload in payloads for file in directory_chain(directory, payload)}
+        for file in files.values():
+            file.read(partial(_check_file, deep=deep))
+        return manifest
+
+    return use_current(lambda: read_directory_manifest(directory), check, manifest_identity)
 
 
 def manifest_condition(directory: AnyDirectory) -> object:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 from shrinkpoint.errors import CorruptError, FormatError, NotFoundError, ShrinkpointError, StorageError, VersionError
 from shrinkpoint.storage import LocalStorage, ObjectUrl, Storage, map_requests
+from shrinkpoint.storage.local import link_error
 from shrinkpoint.store import layout
+from shrinkpoint.store.chain import manifest_identity
 from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, Manifest, decode_store_manifest, read_limited
 
 _MIN_AGE = 2 * 10**9
@@ -266,7 +271,8 @@ class Lister:
         Raises:
             StorageError: the store cannot be listed. (Why a step's directory cannot be listed is its `error`.)
         """
-        names = sorted(_list_dirs(self._storage), key=lambda name: (len(name), name), reverse=True)
+        dirs = {*_list_dirs(self._storage), *map(layout.step_dir, _linked_steps(self._storage))}
+        names = sorted(dirs, key=lambda name: (len(name), name), reverse=True)
         for step in map(layout.step_of_dir, names):
             entry: StepDirectory | None
             if step is None:
@@ -301,7 +307,7 @@ class Lister:
     def _read_directories(self, storage: LocalStorage) -> list[StepDirectory]:
         """The directories of all steps, those that have changed read again."""
         entries, cache = [], {}
-        for step in list_steps(storage):
+        for step in sorted({*list_steps(storage), *_linked_steps(storage)}):
             old = self._cache.get(step)
             if old is not None and old[0] == _stamps(storage, step, old[0]):
                 cache[step] = old
@@ -316,6 +322,57 @@ class Lister:
                 cache[step] = stamps, entry
         self._cache = cache
         return entries
+
+
+class NewestFirst:
+    """The directories of one or more stores, the newest step first, each with the number of its store.
+
+    A writer may delete or replace what was listed before it is read. `has_changed` then says that the result of the
+    iteration is not the newest.
+
+    Args:
+        listers: one of each store; of a step that several have, the directory of the first comes first.
+    """
+
+    def __init__(self, listers: Sequence[Lister]) -> None:
+        self._listers, self._is_over = listers, False
+        self._given: list[tuple[StepDirectory, int]] = []
+
+    def __iter__(self) -> Iterator[tuple[StepDirectory, int]]:
+        for pair in self._merge():
+            self._given.append(pair)
+            yield pair
+        self._is_over = True
+
+    def has_changed(self) -> bool:
+        """Whether a checkpoint newer than the last one given is new, gone, or not as it was; after the end, any one."""
+        passed, pairs = self._given, self._merge()
+        if not self._is_over:
+            *passed, last = passed
+            pairs = itertools.takewhile(lambda pair: _newest_first(pair) < _newest_first(last), pairs)
+            if not passed:
+                return False
+        with suppress(StorageError):  # it cannot be listed any more: what was found counts
+            return [*_identities(pairs)] != [*_identities(passed)]
+        return False
+
+    def _merge(self) -> Iterator[tuple[StepDirectory, int]]:
+        def of_store(index: int) -> Iterator[tuple[StepDirectory, int]]:
+            return ((entry, index) for entry in self._listers[index].iter_newest())
+
+        return heapq.merge(*map(of_store, range(len(self._listers))), key=_newest_first)
+
+
+def _newest_first(pair: tuple[StepDirectory, int]) -> tuple[int, int]:
+    return -pair[0].step, pair[1]
+
+
+def _identities(pairs: Iterable[tuple[StepDirectory, int]]) -> Iterator[object]:
+    """What tells each checkpoint that is visible from a later one of its step."""
+    for entry, index in pairs:
+        if entry.is_visible:
+            manifest = entry.manifest
+            yield entry.step, index, str(entry.error) if manifest is None else manifest_identity(manifest)
 
 
 def scan(storage: Storage) -> Listing:
@@ -338,12 +395,20 @@ def _list_dirs(storage: Storage) -> Collection[str]:
     return {key.partition("/")[0] for key in storage.list("")} if list_dirs is None else list_dirs()
 
 
+def _linked_steps(storage: Storage) -> set[int]:
+    """The steps of which the directory is a symbolic link: no checkpoint is read or written through it."""
+    names = storage.linked_dirs() if isinstance(storage, LocalStorage) else []
+    return {step for name in names if (step := layout.step_of_dir(name)) is not None}
+
+
 def read_step(storage: Storage, step: int) -> StepDirectory | None:
     """The directory of one step; None if it has no file of a store.
 
     Raises:
         StorageError: it cannot be listed. (A manifest that cannot be read is in `error` instead.)
     """
+    if isinstance(storage, LocalStorage) and (path := storage.path / layout.step_dir(step)).is_symlink():
+        return StepDirectory(step, frozenset(), error=link_error(storage.describe(path.name), CorruptError))
     names = read_names(storage, step)
     return _read_manifest_of(storage, step, names) if names else None
 

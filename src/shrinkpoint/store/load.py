@@ -85,8 +85,11 @@ def load(
     threads, tie = validate.check_threads(threads), validate.check_bool("tie", tie)
     base_place = None if base is None else place_file(base, "base", cache=cache)
     select = None if only is None else select_patterns(only)
-    files = find_chain(where, step, base_place, cache=cache)
-    decoded = decode_chain(files, select=select, threads=threads, max_bytes=max_bytes)
+    decoded = chains.use_current(
+        lambda: find_chain(where, step, base_place, cache=cache),
+        lambda files: decode_chain(files, select=select, threads=threads, max_bytes=max_bytes),
+        chains.chain_identity,
+    )
     state = build_state(decoded, _describe(where), tie=tie, device=device)
     _log.info("loaded %s, in %.2f s", _describe(where), time.perf_counter() - began)
     return state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import logging
 import shlex
 import threading
@@ -34,7 +33,7 @@ from shrinkpoint.store.delta_base import (
     is_chain_full,
     warn_low_retention,
 )
-from shrinkpoint.store.listing import Lister, Listing, SkippedCheckpoint, StepDirectory, forget, read_step
+from shrinkpoint.store.listing import Lister, Listing, NewestFirst, SkippedCheckpoint, forget, read_step
 from shrinkpoint.store.manifest import Manifest, check_lossy_restores, check_note
 from shrinkpoint.store.prune import prune
 from shrinkpoint.store.retention import Keep, PrunePlan, check_keep
@@ -350,7 +349,8 @@ class Store:
             PolicyError: the device is not there, or is full; a limit that is none.
         """
         tie, keep = validate.check_bool("tie", tie), validate.check_bool("keep", keep)
-        return self._load(self.manifest(step), device, tie, keep, max_bytes)
+        load = partial(self._load, device=device, tie=tie, keep=keep, max_bytes=max_bytes)
+        return chain.use_current(lambda: self.manifest(step), load, chain.manifest_identity)
 
     def restore(
         self,
@@ -551,9 +551,30 @@ def restore_newest(
         NotFoundError: none loads, or there is none.
         StorageError: a store cannot be listed.
     """
+
+    def load(store: Store, manifest: Manifest) -> Any:
+        if manifest.weights_only and not weights_only:
+            raise store.weights_only_error(manifest)
+        return store._load(manifest, device, tie, store is keep, max_bytes)
+
+    for _ in range(chain.MAX_READS):
+        entries = NewestFirst([store._lister for store in stores])
+        restored = _restore_first(entries, stores, load)
+        if not entries.has_changed():
+            break
+    if isinstance(restored, StoreRestore):
+        return restored
+    raise restored
+
+
+def _restore_first(
+    entries: NewestFirst, stores: Sequence[Store], load: Callable[[Store, Manifest], Any]
+) -> StoreRestore | NotFoundError:
+    """The first checkpoint that loads, or the error that none does."""
     skipped: list[SkippedCheckpoint] = []
     forgotten: set[str] = set()  # ids
-    for entry, store in heapq.merge(*map(_iter_newest, stores), key=lambda pair: -pair[0].step):
+    for entry, index in entries:
+        store = stores[index]
         if entry.is_forgotten and entry.manifest is not None:
             forgotten.add(entry.manifest.id)
         if not entry.is_visible:
@@ -562,9 +583,7 @@ def restore_newest(
             manifest = entry.read_manifest()
             if manifest.id in forgotten:
                 continue
-            if manifest.weights_only and not weights_only:
-                raise store.weights_only_error(manifest)
-            state = store._load(manifest, device, tie, store is keep, max_bytes)
+            state = load(store, manifest)
             return StoreRestore(entry.step, state, manifest, tuple(skipped), store.storage.describe())
         except (FormatError, ChainError, StorageError, NotFoundError, MismatchError) as error:
             skipped.append(SkippedCheckpoint(str(error), step=entry.step, error=error))
@@ -576,8 +595,4 @@ def restore_newest(
         found = f"no checkpoint that loads ({'; '.join(reasons)})"
         do = f"run `shrinkpoint verify {shlex.quote(stores[0].storage.describe())} --deep`"
     where = ", ".join(store.storage.describe() for store in stores)
-    raise NotFoundError(where, found=found, do=do)
-
-
-def _iter_newest(store: Store) -> Iterator[tuple[StepDirectory, Store]]:
-    return ((entry, store) for entry in store._lister.iter_newest())
+    return NotFoundError(where, found=found, do=do)

@@ -10,7 +10,7 @@ from shrinkpoint.progress import Task, track
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import chain, layout
 from shrinkpoint.store.chain import ChainFile
-from shrinkpoint.store.listing import Listing, scan
+from shrinkpoint.store.listing import Listing, read_step, scan
 from shrinkpoint.store.manifest import ChainLink, Manifest
 from shrinkpoint.store.retention import inode_key
 
@@ -50,7 +50,7 @@ def verify(storage: Storage, *, deep: bool = False, threads: int | None = None) 
     checker = _FileChecker(storage)
     with Task(f"reading {storage.describe()}", _stored_bytes(listing), "bytes") as task:
         for manifest in listing.visible.values():
-            findings += checker.findings_of(manifest)
+            findings += checker.current_findings(manifest)
             task.advance(manifest.stored_bytes)
     findings += _missing_bases(storage, listing)
     if deep:
@@ -71,7 +71,22 @@ class _FileChecker:
         self._storage = storage
         self._results: dict[object, ShrinkpointError | None] = {}
 
-    def findings_of(self, manifest: Manifest) -> Iterator[Finding]:
+    def current_findings(self, manifest: Manifest) -> list[Finding]:
+        """The findings of a checkpoint; of the present one, if it was written again or deleted meanwhile."""
+        for _ in range(chain.MAX_READS):
+            findings = [*self._findings_of(manifest)]
+            if not findings:
+                break
+            entry = read_step(self._storage, manifest.step)
+            if entry is None or not entry.is_visible:
+                return []
+            if entry.manifest is None or chain.manifest_identity(entry.manifest) == chain.manifest_identity(manifest):
+                break
+            manifest = entry.manifest
+            self._results.clear()
+        return findings
+
+    def _findings_of(self, manifest: Manifest) -> Iterator[Finding]:
         for base, file in zip(chain.chain_links(manifest), chain.store_chain(self._storage, manifest), strict=True):
             errors = {key: self._error(key, file) for key in file.keys}
             loads = None in errors.values()
@@ -102,7 +117,7 @@ class _FileChecker:
 def _broken_manifests(storage: Storage, listing: Listing) -> Iterator[Finding]:
     for step, error in listing.broken.items():
         if step not in listing.forgotten:
-            where = storage.describe(layout.manifest_key(step))
+            where = error.where or storage.describe(layout.manifest_key(step))
             yield Finding(step, where, str(error), f"restore another checkpoint; `forget` and `prune` step {step}")
 
 

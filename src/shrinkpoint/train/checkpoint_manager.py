@@ -24,6 +24,8 @@ from shrinkpoint.errors import (
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
 from shrinkpoint.storage import LocalStorage, ObjectCache, Storage, resolve_storage
 from shrinkpoint.store import Keep, SaveReport, Store, StoreRestore, layout
+from shrinkpoint.store.chain import manifest_identity, use_current
+from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.mirror import Mirror
 from shrinkpoint.store.retention import NO_METRIC, check_keep
 from shrinkpoint.store.store import restore_newest
@@ -388,11 +390,13 @@ class CheckpointManager(BackgroundSaver):
                 raise error from None
 
     def _load_from(self, store: Store, step: int, weights_only: bool) -> StoreRestore:
-        manifest = store.manifest(step)
-        if manifest.weights_only and not weights_only:
-            raise store.weights_only_error(manifest)
-        state = store.load(step, keep=store is self.store)
-        return StoreRestore(step, state, manifest, where=store.storage.describe())
+        def load(manifest: Manifest) -> StoreRestore:
+            if manifest.weights_only and not weights_only:
+                raise store.weights_only_error(manifest)
+            state = store._load(manifest, None, True, store is self.store, None)
+            return StoreRestore(step, state, manifest, where=store.storage.describe())
+
+        return use_current(lambda: store.manifest(step), load, manifest_identity)
 
 
 def _check_names(objects: Mapping[str, Any]) -> dict[str, Any]:

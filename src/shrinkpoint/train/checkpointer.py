@@ -28,10 +28,11 @@ from shrinkpoint.storage import (
 )
 from shrinkpoint.store import SaveReport
 from shrinkpoint.store import directory as directories
-from shrinkpoint.store.checkpoint_file import Device, build_state
-from shrinkpoint.store.decode import decode_directory
+from shrinkpoint.store.chain import manifest_identity, use_current
+from shrinkpoint.store.checkpoint_file import DecodedFile, Device, build_state
+from shrinkpoint.store.decode import decode_payload
 from shrinkpoint.store.delta_writer import DeltaWriter
-from shrinkpoint.store.manifest import check_note
+from shrinkpoint.store.manifest import DirectoryManifest, check_note
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.train.background import BackgroundSaver, OnSave
@@ -185,23 +186,29 @@ class Checkpointer(BackgroundSaver):
         place = Path(place) if isinstance(place, str) else place
         self.join()
         wait_for_writes(directory)
-        manifest = directories.read_directory_manifest(directory)
-        if len(manifest.payloads) != 1:
-            found, do = f"the payloads of {len(manifest.payloads)} ranks", "read it with shrinkpoint.train.dcp"
-            raise MismatchError(str(directory), found=found, expected="the payload of one process", do=do)
-        self._delta_writer.drop()  # otherwise three states would be in memory
-        decoded = decode_directory(directory, threads=self._threads)
+        manifest, decoded = use_current(
+            lambda: directories.read_directory_manifest(directory),
+            lambda manifest: (manifest, self._decode(directory, manifest)),
+            manifest_identity,
+        )
         holds = is_mostly_codes(decoded.reference.tensors)
         state = build_state(decoded, str(directory), tie=tie, device=device, copy=holds)
         if holds:
-            self._delta_writer.adopt(directory, decoded)
+            self._delta_writer.adopt(directory, manifest.payloads[0], decoded)
         else:  # a copy of all tensors would take a state of memory, and as long as decoding them
-            self._delta_writer.adopt_encoded(directory)
+            self._delta_writer.adopt_encoded(directory, manifest.payloads[0])
         self._drop_snapshots()
         self._resume_from(manifest)
         seconds = time.perf_counter() - start
         _log.info("loaded %s (%s), in %.2f s", directory, manifest.kind, seconds)
         return RestoreResult.from_manifest(manifest, seconds, state=state, directory=place)
+
+    def _decode(self, directory: AnyDirectory, manifest: DirectoryManifest) -> DecodedFile:
+        if len(manifest.payloads) != 1:
+            found, do = f"the payloads of {len(manifest.payloads)} ranks", "read it with shrinkpoint.train.dcp"
+            raise MismatchError(str(directory), found=found, expected="the payload of one process", do=do)
+        self._delta_writer.drop()  # otherwise three states would be in memory
+        return decode_payload(directory, manifest.payloads[0], threads=self._threads)
 
     def discard(self, directory: AnyDirectory) -> None:
         """Delete a directory with all its files, once nothing is being written into it; a missing one is no error.

@@ -138,7 +138,7 @@ class ChainState:
                 and _shares_most_tensors(origin.directory, manifest.payloads[index], state)
             ):
                 decoded = decode_payload(origin.directory, manifest.payloads[index], threads=threads)
-                self.delta_writer.adopt(origin.directory, decoded, index)
+                self.delta_writer.adopt(origin.directory, manifest.payloads[index], decoded)
         except ShrinkpointError as error:  # deleted since, or damaged
             _log.warning("the next checkpoint is a keyframe, as the one that was loaded has changed since: %s", error)
 

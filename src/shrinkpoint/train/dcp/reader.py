@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -17,8 +18,17 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from shrinkpoint import validate
-from shrinkpoint.errors import CorruptError, MismatchError, PolicyError
+from shrinkpoint.errors import (
+    ChainError,
+    CorruptError,
+    FormatError,
+    MismatchError,
+    NotFoundError,
+    PolicyError,
+    StorageError,
+)
 from shrinkpoint.storage import AnyDirectory, ObjectUrl, resolve_directory
+from shrinkpoint.store.chain import manifest_identity, use_current
 from shrinkpoint.store.directory import MANIFEST, read_directory_manifest
 from shrinkpoint.store.load import check_patterns, no_match_error
 from shrinkpoint.store.manifest import DirectoryManifest
@@ -109,7 +119,41 @@ class Reader(CheckpointDirectory, StorageReader):
         """
         if self._manifest is None:
             self._manifest, self._metadata = open_checkpoint(self._directory)
-        manifest, items_by_payload = self._manifest, dict[int, list[ReadItem]]()
+        while True:
+            try:
+                self._read_planned(plan, planner, self._manifest)
+                break
+            except (ChainError, FormatError, StorageError, NotFoundError):
+                if not self._take_current():
+                    raise
+        manifest = self._manifest
+        entries = self._metadata.entries.values()
+        signatures = ((entry.fqn, entry.size, entry.dtype) for entry in entries if entry.is_tensor)
+        chain_registry.record_restore(self._directory, manifest, signatures)
+        _log.info("loaded %s (%s)", self._directory, manifest.kind)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _take_current(self) -> bool:
+        """Whether the checkpoint was saved again with the same layout, so that the plan can be read of the new one.
+
+        Not among several ranks: others may have read the old one already.
+        """
+        assert self._manifest is not None
+        manifest, metadata = open_checkpoint(self._directory)
+        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+        if (
+            not is_alone
+            or metadata != self._metadata
+            or manifest_identity(manifest) == manifest_identity(self._manifest)
+        ):
+            return False
+        self._manifest, self._metadata = manifest, metadata
+        return True
+
+    def _read_planned(self, plan: LoadPlan, planner: LoadPlanner, manifest: DirectoryManifest) -> None:
+        items_by_payload = dict[int, list[ReadItem]]()
         for item in plan.items:
             items_by_payload.setdefault(self._find_chunk(item).payload, []).append(item)
         for index, items in sorted(items_by_payload.items()):
@@ -118,13 +162,6 @@ class Reader(CheckpointDirectory, StorageReader):
             with PayloadReader(self._directory, manifest, index, self._threads, whole=whole) as payload:
                 for item in items:
                     self._read_item(item, payload, planner)
-        entries = self._metadata.entries.values()
-        signatures = ((entry.fqn, entry.size, entry.dtype) for entry in entries if entry.is_tensor)
-        chain_registry.record_restore(self._directory, manifest, signatures)
-        _log.info("loaded %s (%s)", self._directory, manifest.kind)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
     def _find_chunk(self, item: ReadItem) -> ChunkMetadata:
         index = item.storage_index
@@ -197,7 +234,22 @@ def load(
         StorageError: reading failed.
     """
     root = resolve_directory(directory)
-    manifest, metadata = open_checkpoint(root)
+    return use_current(
+        lambda: open_checkpoint(root),
+        lambda opened: _load(root, *opened, only=only, nested=nested, threads=threads),
+        lambda opened: manifest_identity(opened[0]),
+    )
+
+
+def _load(
+    root: Path | ObjectUrl,
+    manifest: DirectoryManifest,
+    metadata: CheckpointMetadata,
+    *,
+    only: str | Sequence[str] | None,
+    nested: bool,
+    threads: int | None,
+) -> dict[str, Any]:
     entries = [*metadata.entries.values()] if only is None else _select_entries(metadata, only, str(root))
     chunks_by_payload: dict[int, list[tuple[EntryMetadata, ChunkMetadata]]] = {}
     for entry in entries:

@@ -17,6 +17,7 @@ from torch import Tensor
 from shrinkpoint import validate
 from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
 from shrinkpoint.storage import LocalStorage, Storage, is_object_url, local_path, resolve_storage, what_is_at
+from shrinkpoint.store.chain import chain_identity, use_current
 from shrinkpoint.store.checkpoint_file import build_state
 from shrinkpoint.store.decode import decode_chain
 from shrinkpoint.store.directory import is_checkpoint, read_directory_manifest
@@ -127,7 +128,11 @@ def _decode_weights(
     """The weights in the state of one process."""
     name = str(where) if isinstance(where, str | Path) else where.describe()
     search = _WeightSearch(_as_path(key), directories)
-    decoded = decode_chain(find_chain(where, step), select=search.select, threads=threads, max_bytes=max_bytes)
+    decoded = use_current(
+        lambda: find_chain(where, step),
+        lambda files: decode_chain(files, select=search.select, threads=threads, max_bytes=max_bytes),
+        chain_identity,
+    )
     state = build_state(decoded, name)
     value, files = state, {}
     for part in search.path:
