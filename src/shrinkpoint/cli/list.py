@@ -12,7 +12,7 @@ import typer
 from shrinkpoint import humanize
 from shrinkpoint.cli.arguments import JsonOption, RunArgument, open_store, parse_store
 from shrinkpoint.cli.console import Column, paged, print_json, print_line, print_note, print_table
-from shrinkpoint.report.checkpoints import CheckpointReport, StoreReport, run_report, store_report
+from shrinkpoint.report.checkpoints import CheckpointReport, StoreReport, payload_bytes, run_report, store_report
 from shrinkpoint.store.loss_increase import LossIncrease
 
 
@@ -34,6 +34,7 @@ def command(
             (listing.manifests if every else listing.visible).values(),
             forgotten=listing.forgotten,
             broken=[(error.where, error.found) for error in listing.broken.values()],
+            stored_bytes=payload_bytes(storage, listing),
         )
         if directories := location.directories:
             count = humanize.count(len(directories), "checkpoint")
@@ -84,7 +85,7 @@ def _columns(rows: Sequence[CheckpointReport], is_run: bool) -> list[Column]:
             Column("folder", [row.folder or "" for row in rows], wrap=True),
             Column("step", steps, align_right=True, drop_order=1),
             Column("age", ages, align_right=True, drop_order=3),
-            Column("kind", [row.kind for row in rows], drop_order=2),
+            Column("kind", [f"{row.kind}, left behind" if row.abandoned else row.kind for row in rows], drop_order=2),
             Column("ranks", [str(row.ranks) for row in rows], align_right=True, drop_order=6),
             Column("scheme", schemes, drop_order=7),
             *size_columns,
@@ -105,7 +106,7 @@ def _columns(rows: Sequence[CheckpointReport], is_run: bool) -> list[Column]:
 
 def _chain_label(row: CheckpointReport) -> str:
     kind = "keyframe" if row.keyframe else f"delta {row.depth} on {row.chain[-2]}"
-    marks = {"weights only": row.weights_only, "forgotten": row.forgotten}
+    marks = {"weights only": row.weights_only, "left behind": row.abandoned, "forgotten": row.forgotten}
     return ", ".join([kind, *(mark for mark, is_set in marks.items() if is_set)])
 
 

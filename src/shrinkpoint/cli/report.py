@@ -24,7 +24,7 @@ from shrinkpoint.cli.prune import (
 )
 from shrinkpoint.cli.show import directory_files
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.report.checkpoints import checkpoint_report, run_report, store_report
+from shrinkpoint.report.checkpoints import checkpoint_report, payload_bytes, run_report, store_report
 from shrinkpoint.report.files import read_file_report
 from shrinkpoint.report.page import render_page
 from shrinkpoint.report.run import RunReport
@@ -105,8 +105,13 @@ def _read(location: Location, name: str, keep: Keep) -> RunReport:
         shown = checkpoint_report(read_directory_manifest(directory), folder=directory.name)
         return RunReport(name, run_report(location.path), shown, tuple(directory_files(directory, shown)))
     storage, listing = open_store(str(location.path))
-    broken = [(error.where, error.found) for error in listing.broken.values()]
-    store = store_report(storage.describe(), listing.manifests.values(), forgotten=listing.forgotten, broken=broken)
+    store = store_report(
+        storage.describe(),
+        listing.manifests.values(),
+        forgotten=listing.forgotten,
+        broken=[(error.where, error.found) for error in listing.broken.values()],
+        stored_bytes=payload_bytes(storage, listing),
+    )
     if not listing.manifests:
         return RunReport(name, store, None, ())
     manifest = find_manifest(listing, location)

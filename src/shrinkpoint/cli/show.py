@@ -47,7 +47,8 @@ def command(
     else:
         storage, listing = open_store(str(location.path))
         manifest = find_manifest(listing, location)
-        report = checkpoint_report(manifest, forgotten=manifest.step in listing.forgotten)
+        abandoned, forgotten = (manifest.step in steps for steps in (listing.abandoned, listing.forgotten))
+        report = checkpoint_report(manifest, abandoned=abandoned, forgotten=forgotten)
         files = [read_file_report(storage, manifest.key(payload.name)) for payload in manifest.payloads]
     if json:
         documents = [file.to_json(tensors=tensors) for file in files]
@@ -106,11 +107,14 @@ def _manifest_rows(report: CheckpointReport) -> Iterator[tuple[str, str]]:
     yield "scheme", report.scheme
     ratio = humanize.ratio(report.raw_bytes, report.stored_bytes)
     yield "size", f"{humanize.size(report.raw_bytes)} of state in {humanize.size(report.stored_bytes)} ({ratio})"
+    if report.depth:
+        yield "with its bases", humanize.size(report.disk_bytes)
     yield "metrics", ", ".join(f"{name} {humanize.number(value)}" for name, value in report.metrics.items())
     yield "lost", _loss_settings(report.loss)
     yield "loss", str(LossIncrease.from_loss(report.loss))
     yield "stayed exact", _unquantized_text(report.loss)
     yield "lossy restores", str(report.lossy_restores or "")
+    yield "left behind", "the run has gone back to an older step since" if report.abandoned else ""
     yield "note", report.note
 
 

@@ -99,7 +99,7 @@ class Importer:
         if manifest is None or not done:
             self._load_parent(checkpoint.step)
             note = f"converted from {checkpoint.name}"
-            self._store.save(checkpoint.step, state, scheme=self._scheme, note=note)
+            self._store.save(checkpoint.step, state, scheme=self._scheme, note=note, fill_in=True)
             self._parent_step = checkpoint.step
             manifest = self._store.manifest(checkpoint.step)
         return ImportRow(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from shrinkpoint.errors import ShrinkpointError
-from shrinkpoint.storage import ObjectUrl
-from shrinkpoint.store.directory import find_checkpoints, read_directory_manifest
+from shrinkpoint.storage import LocalStorage, ObjectUrl, Storage
+from shrinkpoint.store.chain import file_sizes
+from shrinkpoint.store.directory import find_checkpoints, own_keys, read_directory_manifest
+from shrinkpoint.store.history import abandoned_steps, is_abandoned, newest_place, place_of
+from shrinkpoint.store.listing import Listing
 from shrinkpoint.store.loss_increase import LossIncrease
 from shrinkpoint.store.manifest import DirectoryManifest, Manifest
 from shrinkpoint.tensors.info import JSON
@@ -33,12 +37,14 @@ class CheckpointReport:
         ranks: how many processes wrote it.
         raw_bytes: bytes of the tensors of the state.
         stored_bytes: bytes of its own files, without links to its bases.
+        disk_bytes: bytes of all files that it needs, its bases included.
         metrics: what the training loop measured.
         lossy_restores: how many lossy restores the state has behind it.
         loss: what was lost, and what was measured to decide it; None: nothing.
         note: free text.
         stats: what the save measured of itself: `seconds`, `stall`, `retention`, as far as known.
         weights_only: retention has deleted what the optimizers kept for each parameter.
+        abandoned: the run has gone back to an older step since, and left it behind.
         forgotten: hidden, and deleted by the next `prune` unless a kept checkpoint depends on it.
         files: (name, bytes, header digest) of its payloads.
     """
@@ -53,12 +59,14 @@ class CheckpointReport:
     ranks: int
     raw_bytes: int
     stored_bytes: int
+    disk_bytes: int
     metrics: dict[str, float]
     lossy_restores: int
     loss: JSON
     note: str
     stats: dict[str, float]
     weights_only: bool
+    abandoned: bool
     forgotten: bool
     files: tuple[tuple[str, int, str], ...]
 
@@ -107,20 +115,18 @@ class StoreReport:
         checkpoints: a store's by rising step, a run's in the order of the numbers in their names.
         broken: (place, reason) of every checkpoint whose manifest cannot be read.
         is_run: it is the directory of a framework's run.
+        stored_bytes: bytes of all payloads that are there, bases of deltas included, a file with several names once.
     """
 
     where: str
     checkpoints: tuple[CheckpointReport, ...]
     broken: tuple[tuple[str, str], ...] = ()
     is_run: bool = False
+    stored_bytes: int = 0
 
     @property
     def raw_bytes(self) -> int:
         return sum(checkpoint.raw_bytes for checkpoint in self.checkpoints)
-
-    @property
-    def stored_bytes(self) -> int:
-        return sum(checkpoint.stored_bytes for checkpoint in self.checkpoints)
 
     def to_json(self) -> dict[str, Any]:
         """The report as a JSON object; only `show` prints what a scheme recorded of the loss."""
@@ -135,12 +141,17 @@ class StoreReport:
 
 
 def checkpoint_report(
-    manifest: Manifest | DirectoryManifest, *, folder: str | None = None, forgotten: bool = False
+    manifest: Manifest | DirectoryManifest,
+    *,
+    folder: str | None = None,
+    abandoned: bool = False,
+    forgotten: bool = False,
 ) -> CheckpointReport:
     """Reports what the manifest of a checkpoint says, without looking at its files.
 
     Args:
         folder: path of the directory of a framework's checkpoint; None for one of a store.
+        abandoned: the present line of history left it behind.
     """
     chain: tuple[int, ...] = ()
     if folder is None and manifest.step is not None:
@@ -156,12 +167,14 @@ def checkpoint_report(
         ranks=1 if folder is None else len(manifest.payloads),
         raw_bytes=manifest.raw_bytes,
         stored_bytes=manifest.stored_bytes,
+        disk_bytes=sum(file_sizes([manifest]).values()),
         metrics=dict(manifest.metrics),
         lossy_restores=manifest.lossy_restores,
         loss=manifest.loss,
         note=manifest.note,
         stats=dict(manifest.stats),
         weights_only=manifest.weights_only,
+        abandoned=abandoned,
         forgotten=forgotten,
         files=tuple((payload.name, payload.size, payload.digest) for payload in manifest.payloads),
     )
@@ -173,16 +186,35 @@ def store_report(
     *,
     forgotten: Collection[int] = frozenset(),
     broken: Iterable[tuple[str, str]] = (),
+    stored_bytes: int | None = None,
 ) -> StoreReport:
-    """Reports a store from its manifests, given in any order."""
+    """Reports a store from its manifests, given in any order.
+
+    Args:
+        stored_bytes: of all payloads that are there; None: as far as these manifests tell.
+    """
     rising = sorted(manifests, key=lambda manifest: manifest.step)
-    reports = (checkpoint_report(manifest, forgotten=manifest.step in forgotten) for manifest in rising)
-    return StoreReport(where, tuple(reports), tuple(broken))
+    abandoned = abandoned_steps(manifest for manifest in rising if manifest.step not in forgotten)
+    reports = [
+        checkpoint_report(manifest, abandoned=manifest.step in abandoned, forgotten=manifest.step in forgotten)
+        for manifest in rising
+    ]
+    if stored_bytes is None:
+        stored_bytes = sum(file_sizes(rising).values())
+    return StoreReport(where, tuple(reports), tuple(broken), stored_bytes=stored_bytes)
+
+
+def payload_bytes(storage: Storage, listing: Listing) -> int:
+    """Bytes of all payloads in a store, bases of deltas included, a file with several names once."""
+    if isinstance(storage, LocalStorage):
+        return _disk_bytes(storage.path / key for key in listing.keys if key.endswith(".safetensors"))
+    return sum(file_sizes(listing.manifests.values()).values())
 
 
 def run_report(root: Path | ObjectUrl) -> StoreReport:
     """Reports every checkpoint below a directory, or the one checkpoint that the directory is."""
-    reports, broken = [], []
+    manifests: dict[str, DirectoryManifest] = {}
+    broken: list[tuple[str, str]] = []
     folders: Mapping[str, Path | ObjectUrl]
     if isinstance(root, Path):
         folders = {
@@ -192,10 +224,29 @@ def run_report(root: Path | ObjectUrl) -> StoreReport:
         folders = {url.relative_to(root) or url.name: url for url in find_checkpoints(root)}
     for folder, directory in folders.items():
         try:
-            reports.append(checkpoint_report(read_directory_manifest(directory), folder=folder))
+            manifests[folder] = read_directory_manifest(directory)
         except ShrinkpointError as error:
             broken.append((error.where, error.found))
-    return StoreReport(str(root), tuple(reports), tuple(broken), is_run=True)
+    newest = newest_place(map(place_of, manifests.values()))
+    reports = (
+        checkpoint_report(manifest, folder=folder, abandoned=is_abandoned(place_of(manifest), newest))
+        for folder, manifest in manifests.items()
+    )
+    stored_bytes = sum(file_sizes(manifests.values()).values())
+    if isinstance(root, Path):
+        directories = [path for path in folders.values() if isinstance(path, Path)]
+        stored_bytes = _disk_bytes(path / key for path in directories for key in own_keys(path))
+    return StoreReport(str(root), tuple(reports), tuple(broken), is_run=True, stored_bytes=stored_bytes)
+
+
+def _disk_bytes(paths: Iterable[Path]) -> int:
+    """Bytes of files, each once whatever number of names it has."""
+    sizes: dict[tuple[int, int], int] = {}
+    for path in paths:
+        with suppress(OSError):
+            status = path.stat()
+            sizes[status.st_dev, status.st_ino] = status.st_size
+    return sum(sizes.values())
 
 
 def _ratio(raw: int, stored: int) -> float | None:

@@ -54,6 +54,11 @@ class ObjectUrl:
         """The last part of the path; "" of a whole bucket."""
         return self.prefix.rpartition("/")[2]
 
+    @property
+    def parent(self) -> ObjectUrl:
+        """The place that holds this one, as of a path; the whole bucket is its own parent."""
+        return ObjectUrl(self.scheme, self.bucket, self.prefix.rpartition("/")[0])
+
     def connect(self, options: Mapping[str, Any], *, seconds: float, retries: bool = True) -> ObjectStore:
         """A client of obstore for this place. Every request ends, and is tried again at most until `seconds` are over.
 

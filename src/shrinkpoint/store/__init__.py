@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shrinkpoint.store.listing import SkippedCheckpoint as SkippedCheckpoint
+    from shrinkpoint.store.listing import StoreRestore as StoreRestore
     from shrinkpoint.store.listing import scan as scan
     from shrinkpoint.store.retention import Keep as Keep
     from shrinkpoint.store.save_report import SaveReport as SaveReport
     from shrinkpoint.store.store import Store as Store
-    from shrinkpoint.store.store import StoreRestore as StoreRestore
 
 _MODULES = {
     "Keep": "retention",
@@ -23,7 +23,7 @@ _MODULES = {
     "scan": "listing",
     "SkippedCheckpoint": "listing",
     "Store": "store",
-    "StoreRestore": "store",
+    "StoreRestore": "listing",
 }
 
 __all__ = list(_MODULES)

@@ -8,7 +8,7 @@ bases (`file_chain`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from shrinkpoint.errors import (
 from shrinkpoint.storage import AnyDirectory, LocalStorage, Source, Storage, directory_storage
 from shrinkpoint.store import layout
 from shrinkpoint.store.file_place import AnyPlace, FilePlace, place_file
-from shrinkpoint.store.manifest import ChainLink, Manifest, Payload
+from shrinkpoint.store.manifest import ChainLink, DirectoryManifest, Manifest, Payload
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -196,6 +196,16 @@ def chain_links(manifest: Manifest) -> tuple[ChainLink, ...]:
     """Every file that decoding a checkpoint of a store needs, keyframe first, its own payload last."""
     own = manifest.payloads[0]
     return (*manifest.bases, ChainLink(manifest.step, manifest.id, own.digest, own.size, own.name, own.name))
+
+
+def file_sizes(manifests: Iterable[Manifest | DirectoryManifest]) -> dict[str, int]:
+    """Bytes of all files that checkpoints need, by header digest; deltas with one base share it."""
+    sizes: dict[str, int] = {}
+    for manifest in manifests:
+        sizes.update({base.digest: base.size for base in manifest.bases})
+        for payload in manifest.payloads:
+            sizes.update({**dict(payload.bases), payload.digest: payload.size})
+    return sizes
 
 
 def candidate_keys(manifest: Manifest, link: ChainLink) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
@@ -37,10 +37,6 @@ MAX_SAVES_PER_PASS = 8
 """Number of saves within which every byte of a chain has been read again and compared with its digest."""
 MIN_BYTES = 8 << 20
 """Bytes that are read again at every save, if the chain has as many."""
-MAX_CHAIN_STATES = 4
-"""A chain ends where its files have this many times the bytes of the state: a restore reads all of them."""
-MIN_CHAIN_BYTES = 64 << 20
-"""Bytes up to which a chain does not end for its size: they are read at once, whatever the state's."""
 MISSING = "gone"
 _DO = "the next checkpoint is a keyframe; `shrinkpoint verify --deep` says which others are damaged"
 _log = logging.getLogger("shrinkpoint")
@@ -188,19 +184,6 @@ class _SampledWeight(NamedTuple):
     parent_stored: Tensor
     weight: Tensor
     stored: Tensor
-
-
-def is_chain_full(sizes: Collection[int], raw_bytes: int, keyframe_every: int | None) -> bool:
-    """Whether the next checkpoint has to be a keyframe, so that a restore does not take ever longer.
-
-    Args:
-        sizes: bytes of the chain's files.
-        raw_bytes: bytes of the state's tensors.
-        keyframe_every: the greatest number of files; None: neither number nor size ends a chain.
-    """
-    if keyframe_every is None:
-        return False
-    return len(sizes) >= keyframe_every or sum(sizes) >= max(MAX_CHAIN_STATES * raw_bytes, MIN_CHAIN_BYTES)
 
 
 def as_delta_base(reference: Reference | None, *, base: bool) -> Reference | None:

@@ -29,6 +29,7 @@ from shrinkpoint.storage.local import is_process_alive, link_error
 from shrinkpoint.storage.object_url import parse_object_url
 from shrinkpoint.store import layout
 from shrinkpoint.store.chain import directory_chain
+from shrinkpoint.store.chain_limit import ChainBytes, ChainLimit
 from shrinkpoint.store.checkpoint_file import DecodedFile, write_file
 from shrinkpoint.store.decode import decode_chain
 from shrinkpoint.store.delta_base import (
@@ -36,7 +37,6 @@ from shrinkpoint.store.delta_base import (
     ReferenceCache,
     StoredFile,
     as_delta_base,
-    is_chain_full,
     warn_low_retention,
 )
 from shrinkpoint.store.directory import free_payload_name
@@ -61,13 +61,16 @@ class DeltaWriter:
             times the bytes of the state. None: no bound.
         threads: native threads for coding; None: every core.
 
+    Attributes:
+        chain_limit: where chains end; whoever deletes checkpoints sets its `keep`.
+
     Raises:
         PolicyError: one of them is out of range.
     """
 
     def __init__(self, *, keyframe_every: int | None = 20, threads: int | None = None) -> None:
         keyframe_every, threads = validate.check_keyframe_every(keyframe_every), validate.check_threads(threads)
-        self._keyframe_every, self._threads = keyframe_every, threads
+        self.chain_limit, self._threads = ChainLimit(keyframe_every), threads
         self._can_link = True  # until a link fails
         self._reference_cache: ReferenceCache[Payload] = ReferenceCache()
         self._base_verifier = BaseVerifier()
@@ -146,6 +149,13 @@ class DeltaWriter:
                     originals=state.tensors,
                     threads=self._threads,
                 )
+            if base is None:
+                self.chain_limit.note_keyframe()
+            elif not self.chain_limit.accepts_delta(
+                _chain_bytes(base), written.report.stored_bytes, written.report.raw_bytes
+            ):
+                _remove(storage, written_keys)
+                return self.write(directory, state, scheme=scheme, rank=rank, keyframe=True, adopt=adopt)
             retention = self._reference_cache.retained_progress(written.reference)
             report = replace(written.report, retention=retention)
             warn_low_retention(retention)
@@ -233,8 +243,7 @@ class DeltaWriter:
         payload = self._reference_cache.manifest
         if payload is None or self._base_dir is None:
             return None
-        sizes = [size for _, size in (*payload.bases, (payload.digest, payload.size))]
-        if is_chain_full(sizes, payload.raw_bytes, self._keyframe_every):
+        if not self.chain_limit.allows_delta(_chain_bytes(payload)):
             return None
         if not isinstance(self._base_dir, Path):  # whether its files are there is asked when they are needed
             return payload
@@ -323,6 +332,10 @@ def _base_files(directory: Path, payload: Payload) -> list[tuple[Path, str]]:
     bases = [(directory / layout.base_name(digest), digest) for digest, _ in payload.bases]
     own = directory / layout.base_name(payload.digest)  # if the directory itself was deleted
     return [*bases, (own if own.is_file() else directory / payload.name, payload.digest)]
+
+
+def _chain_bytes(payload: Payload) -> ChainBytes:
+    return ChainBytes(tuple(size for _, size in _base_digests(payload)), payload.raw_bytes)
 
 
 def _base_digests(base: Payload | None) -> tuple[tuple[str, int], ...]:

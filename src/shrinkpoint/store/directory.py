@@ -18,15 +18,16 @@ import logging
 import os
 import re
 import secrets
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import overload
+from typing import TypeVar, overload
 
 from shrinkpoint.container import FileReader
-from shrinkpoint.errors import NotFoundError, StorageError
+from shrinkpoint.errors import NotFoundError, ShrinkpointError, StorageError
 from shrinkpoint.storage import (
     AnyDirectory,
     LocalStorage,
@@ -43,6 +44,7 @@ from shrinkpoint.storage.base import RESERVED
 from shrinkpoint.store import layout
 from shrinkpoint.store.chain import ChainFile, directory_chain, manifest_identity, use_current
 from shrinkpoint.store.file_place import FilePlace, place_file
+from shrinkpoint.store.history import Line, Others, Place, oldest_first, place_of
 from shrinkpoint.store.manifest import (
     MAX_DIRECTORY_MANIFEST_BYTES,
     DirectoryManifest,
@@ -73,6 +75,11 @@ Training goes on from it with ShrinkTrainer of shrinkpoint.train.transformers, l
 shrinkpoint.train.accelerate, ShrinkIO of shrinkpoint.train.lightning, or Reader of shrinkpoint.train.dcp.
 """
 _log = logging.getLogger("shrinkpoint")
+PlaceT = TypeVar("PlaceT", bound=Path | ObjectUrl)
+
+
+_LINES: defaultdict[str, Line] = defaultdict(Line)
+"""The lines on which this process saves, by the directory of the run."""
 _OWN_KEY = re.compile(f"{layout.PAYLOAD.pattern}|{layout.BASE.pattern}")
 
 
@@ -105,6 +112,54 @@ def find_checkpoints(root: str | Path | ObjectUrl) -> list[Path] | list[ObjectUr
     names = [file.parent.relative_to(path) for pattern in ("*", "*/*") for file in path.glob(f"{pattern}/{MANIFEST}")]
     visible = [name for name in names if not any(part.startswith(".") for part in name.parts)]
     return [path / name for name in sorted(visible, key=lambda name: natural_key(name.as_posix()))]
+
+
+def newest_first(directories: Iterable[PlaceT]) -> list[PlaceT]:
+    """Sort the checkpoints of one run, which its present line of history left behind last."""
+    places = {directory: find_place(directory) for directory in directories}
+    rising = sorted(places, key=lambda directory: (natural_key(directory.name), directory.name))
+    return oldest_first(rising, places.__getitem__)[::-1]
+
+
+def find_place(directory: Path | ObjectUrl) -> Place:
+    """The place of a checkpoint in the history of its run; that of the last number in its name, where it has no
+    manifest that can be read."""
+    return _find_step(directory)[1]
+
+
+def note_restored(directory: AnyDirectory, manifest: DirectoryManifest | None) -> None:
+    """Let the next checkpoint beside a directory go on from the one with this manifest; None: it is not known."""
+    place = None if manifest is None else place_of(manifest)
+    _LINES[str(resolve_directory(directory).parent)].note_restored(place)
+
+
+def _find_step(directory: Path | ObjectUrl) -> tuple[int | None, Place]:
+    """Step and place of a checkpoint; see `find_place`."""
+    try:
+        manifest = read_directory_manifest(directory)
+        return manifest.step, place_of(manifest)
+    except (ShrinkpointError, OSError):
+        number = int([0, *re.findall("[0-9]{1,18}", directory.name)][-1])
+        return number, Place(number)
+
+
+def _read_others(directory: Path | ObjectUrl) -> Others:
+    """The other checkpoints beside a directory.
+
+    Of those without a manifest, they are the ones whose names differ from its own in numbers alone.
+    """
+    root, pattern = directory.parent, re.sub("[0-9]+", "#", directory.name)
+    names: set[str] = set()
+    try:
+        if isinstance(root, Path):
+            paths = (path for path in root.iterdir() if path.is_dir())
+            names = {path.name for path in paths if re.sub("[0-9]+", "#", path.name) == pattern or is_checkpoint(path)}
+        elif root.prefix:
+            names = {url.name for url in _find_in_bucket(root) if url.parent == root}
+    except (ShrinkpointError, OSError) as error:  # no reason to lose a checkpoint
+        _log.warning("%s is not compared with the checkpoints beside it: %s", directory, error)
+    others = {name: _find_step(root / name) for name in sorted(names - {directory.name}, key=natural_key)}
+    return Others(others, [find_place(directory).sequence] if is_checkpoint(directory) else [])
 
 
 def _find_in_bucket(root: ObjectUrl) -> list[ObjectUrl]:
@@ -227,18 +282,24 @@ def commit(
     # Each rank has verified its links. What the listing of a network file system does not show yet is asked for.
     unverified = [file for file in files if file.is_payload or not listed.issuperset(file.keys)]
     map_requests(storage, partial(_check_size, storage), unverified)
+    place = resolve_directory(directory)
+    step = None if step is None else layout.check_step(step)
+    line = _LINES[str(place.parent)]
+    sequence, abandoned = own_place = line.next_place(step, lambda: _read_others(place))
     manifest: DirectoryManifest = Manifest(
         id=id or secrets.token_hex(8),
         created=utc_timestamp(),
         scheme=scheme,
         payloads=tuple(payloads),
-        step=None if step is None else layout.check_step(step),
+        step=step,
         metrics=dict(metrics or {}),
         lossy_restores=lossy_restores,
         loss=loss,
         note=note,
         stats=dict(stats or {}),
         extra=extra,
+        sequence=sequence,
+        abandoned=abandoned,
     )
     if isinstance(storage, LocalStorage):
         storage.flush_tree()  # the framework's files belong to the checkpoint, and it flushes none of them
@@ -250,6 +311,7 @@ def commit(
         storage.put(MANIFEST, data)
     else:
         put_if(MANIFEST, data, condition)
+    line.note_saved(own_place, step, str(place.parent), place.name)
     if isinstance(storage, LocalStorage):
         _write_readme(storage.path)
     try:

@@ -7,6 +7,7 @@
     step-000001000/bases/<digest>.safetensors  a hard link to each file that it depends on
     step-000001000/manifest.json               written last: the checkpoint exists when this does
     step-000001000/forgotten                   hides the checkpoint whose manifest has the id in this file
+    rollback                                   the run went back to an older step: manifests tell the order of saving
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from shrinkpoint.storage.base import Storage
 MAX_STEP = 10**15
 MANIFEST = "manifest.json"
 FORGOTTEN = "forgotten"
+ROLLBACK = "rollback"
 BASES = "bases"
 PAYLOAD = re.compile(r"rank-[0-9]{5}(\.[1-9][0-9]{0,8})?\.safetensors")
 _STEP_DIR = re.compile(r"step-([0-9]{9}|[1-9][0-9]{9,14})")

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import repeat, takewhile
 from pathlib import Path
+from typing import Any
 
 from shrinkpoint.errors import CorruptError, FormatError, NotFoundError, ShrinkpointError, StorageError, VersionError
 from shrinkpoint.storage import LocalStorage, ObjectUrl, Storage, map_requests
 from shrinkpoint.storage.local import link_error
 from shrinkpoint.store import layout
 from shrinkpoint.store.chain import manifest_identity
-from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, Manifest, decode_store_manifest, read_limited
+from shrinkpoint.store.history import Others, Place, abandoned_steps, oldest_first, place_of
+from shrinkpoint.store.manifest import (
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    decode_store_manifest,
+    encode_store_manifest,
+    read_limited,
+)
 
 _MIN_AGE = 2 * 10**9
 """Nanoseconds after its last change from which on a directory's times are trusted."""
@@ -38,6 +46,25 @@ class SkippedCheckpoint:
     step: int | None = None
     directory: Path | ObjectUrl | None = None
     error: Exception | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class StoreRestore:
+    """The newest checkpoint of a store that loads.
+
+    Attributes:
+        step: of the checkpoint.
+        state: as it was saved.
+        manifest: of the checkpoint.
+        skipped: newer checkpoints that do not load, newest first.
+        where: the store that it was read from.
+    """
+
+    step: int
+    state: Any = field(repr=False)
+    manifest: Manifest
+    skipped: tuple[SkippedCheckpoint, ...] = ()
+    where: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,6 +95,16 @@ class StepDirectory:
     def is_visible(self) -> bool:
         """Whether there is a checkpoint that is not forgotten; its manifest may be broken."""
         return (self.manifest is not None or self.error is not None) and not self.is_forgotten
+
+    @property
+    def has_manifest(self) -> bool:
+        """Whether there is a checkpoint that is not forgotten, and its manifest can be read."""
+        return self.manifest is not None and not self.is_forgotten
+
+    @property
+    def place(self) -> Place:
+        """Its checkpoint's place in the history of the run; that of its step if the manifest cannot be read."""
+        return Place(self.step) if self.manifest is None else place_of(self.manifest)
 
     def read_manifest(self) -> Manifest:
         """The manifest of its checkpoint, which exists.
@@ -142,6 +179,21 @@ class Listing:
     def visible(self) -> dict[int, Manifest]:
         """The checkpoints that are not forgotten."""
         return {step: manifest for step, manifest in self.manifests.items() if step not in self.forgotten}
+
+    @cached_property
+    def by_age(self) -> list[Manifest]:
+        """The checkpoints that are not forgotten, oldest first; those that the present line left behind are older."""
+        return oldest_first(self.visible.values(), place_of)
+
+    def others(self, step: int) -> Others:
+        """All checkpoints but that of one step, which is about to be saved."""
+        visible = {f"step {other}": (other, place_of(m)) for other, m in self.visible.items() if other != step}
+        return Others(visible, [entry.place.sequence for entry in self.directories.values()])
+
+    @cached_property
+    def abandoned(self) -> frozenset[int]:
+        """Steps of the checkpoints that the present line of history left behind."""
+        return abandoned_steps(self.visible.values())
 
     def __contains__(self, key: object) -> bool:
         """Whether there is such a key."""
@@ -233,7 +285,7 @@ class Lister:
             StorageError: the store cannot be listed. (A manifest that cannot be read is in `broken` instead.)
         """
         if isinstance(self._storage, LocalStorage):
-            entries = self._read_directories(self._storage)
+            entries = self._read_directories(self._storage, read_step)
         else:
             entries = self._read_keys()
         if entries != [*self._listing.directories.values()]:
@@ -265,8 +317,17 @@ class Lister:
         versions, _ = self._version_cache.get(-1 if step is None else step, ({}, None))
         return versions.get(key.partition("/")[2])
 
-    def iter_newest(self) -> Iterator[StepDirectory]:
-        """The directories of all steps, the newest first, each read when it is asked for.
+    @property
+    def has_rollback(self) -> bool:
+        """Whether the order of saving may be another than that of the steps, so that only manifests tell it.
+
+        Raises:
+            StorageError: the store cannot be listed.
+        """
+        return layout.ROLLBACK in self._storage.list(layout.ROLLBACK)
+
+    def iter_directories(self) -> Iterator[StepDirectory]:
+        """The directories of all steps, the highest step first, each read when it is asked for.
 
         Raises:
             StorageError: the store cannot be listed. (Why a step's directory cannot be listed is its `error`.)
@@ -274,15 +335,15 @@ class Lister:
         dirs = {*_list_dirs(self._storage), *map(layout.step_dir, _linked_steps(self._storage))}
         names = sorted(dirs, key=lambda name: (len(name), name), reverse=True)
         for step in map(layout.step_of_dir, names):
-            entry: StepDirectory | None
-            if step is None:
-                continue
-            try:
-                entry = read_step(self._storage, step)
-            except StorageError as error:
-                entry = StepDirectory(step, frozenset(), error=error)
+            entry = None if step is None else _read_leniently(self._storage, step)
             if entry is not None:
                 yield entry
+
+    def read_all(self) -> list[StepDirectory]:
+        """The directories of all steps, by rising step; raises as `iter_directories`."""
+        if isinstance(self._storage, LocalStorage):
+            return self._read_directories(self._storage, _read_leniently)
+        return self._read_keys()
 
     def _read_keys(self) -> list[StepDirectory]:
         """The directories of all steps, from a list of all keys; those that have changed read again."""
@@ -304,7 +365,9 @@ class Lister:
             self._version_cache = {entry.step: (names[entry.step], entry) for entry in entries if entry.error is None}
         return entries
 
-    def _read_directories(self, storage: LocalStorage) -> list[StepDirectory]:
+    def _read_directories(
+        self, storage: LocalStorage, read: Callable[[Storage, int], StepDirectory | None]
+    ) -> list[StepDirectory]:
         """The directories of all steps, those that have changed read again."""
         entries, cache = [], {}
         for step in sorted({*list_steps(storage), *_linked_steps(storage)}):
@@ -314,7 +377,7 @@ class Lister:
                 entries.append(old[1])
                 continue
             stamps = _stamps(storage, step)  # before reading, so that what changes meanwhile is read next time
-            entry = read_step(storage, step)
+            entry = read(storage, step)
             if entry is None:
                 continue
             entries.append(entry)
@@ -325,7 +388,7 @@ class Lister:
 
 
 class NewestFirst:
-    """The directories of one or more stores, the newest step first, each with the number of its store.
+    """The directories of one or more stores, the newest first as `iter_newest` gives them.
 
     A writer may delete or replace what was listed before it is read. `has_changed` then says that the result of the
     iteration is not the newest.
@@ -339,32 +402,22 @@ class NewestFirst:
         self._given: list[tuple[StepDirectory, int]] = []
 
     def __iter__(self) -> Iterator[tuple[StepDirectory, int]]:
-        for pair in self._merge():
+        for pair in iter_newest(self._listers):
             self._given.append(pair)
             yield pair
         self._is_over = True
 
     def has_changed(self) -> bool:
         """Whether a checkpoint newer than the last one given is new, gone, or not as it was; after the end, any one."""
-        passed, pairs = self._given, self._merge()
+        passed, pairs = self._given, iter_newest(self._listers)
         if not self._is_over:
             *passed, last = passed
-            pairs = itertools.takewhile(lambda pair: _newest_first(pair) < _newest_first(last), pairs)
+            pairs = takewhile(lambda pair: (pair[0].step, pair[1]) != (last[0].step, last[1]), pairs)
             if not passed:
                 return False
         with suppress(StorageError):  # it cannot be listed any more: what was found counts
             return [*_identities(pairs)] != [*_identities(passed)]
         return False
-
-    def _merge(self) -> Iterator[tuple[StepDirectory, int]]:
-        def of_store(index: int) -> Iterator[tuple[StepDirectory, int]]:
-            return ((entry, index) for entry in self._listers[index].iter_newest())
-
-        return heapq.merge(*map(of_store, range(len(self._listers))), key=_newest_first)
-
-
-def _newest_first(pair: tuple[StepDirectory, int]) -> tuple[int, int]:
-    return -pair[0].step, pair[1]
 
 
 def _identities(pairs: Iterable[tuple[StepDirectory, int]]) -> Iterator[object]:
@@ -373,6 +426,24 @@ def _identities(pairs: Iterable[tuple[StepDirectory, int]]) -> Iterator[object]:
         if entry.is_visible:
             manifest = entry.manifest
             yield entry.step, index, str(entry.error) if manifest is None else manifest_identity(manifest)
+
+
+def iter_newest(listers: Sequence[Lister]) -> Iterator[tuple[StepDirectory, int]]:
+    """The directories of all steps of copies of a store, each with the index of its copy, the newest first.
+
+    Of one step, that in the first copy comes first. Unless the run went back to an older step, each is read when it is
+    asked for.
+
+    Raises:
+        StorageError: a copy cannot be listed. (Why a step's directory cannot be listed is its `error`.)
+    """
+    if not any(lister.has_rollback for lister in listers):
+        copies = [zip(lister.iter_directories(), repeat(index)) for index, lister in enumerate(listers)]
+        yield from heapq.merge(*copies, key=lambda pair: -pair[0].step)
+        return
+    pairs = [(entry, index) for index, lister in [*enumerate(listers)][::-1] for entry in lister.read_all()]
+    oldest = oldest_first(pairs, lambda pair: pair[0].place, counts=lambda pair: pair[0].has_manifest)
+    yield from reversed(oldest)
 
 
 def scan(storage: Storage) -> Listing:
@@ -411,6 +482,14 @@ def read_step(storage: Storage, step: int) -> StepDirectory | None:
         return StepDirectory(step, frozenset(), error=link_error(storage.describe(path.name), CorruptError))
     names = read_names(storage, step)
     return _read_manifest_of(storage, step, names) if names else None
+
+
+def _read_leniently(storage: Storage, step: int) -> StepDirectory | None:
+    """As `read_step`, but why the directory cannot be listed is in `error`."""
+    try:
+        return read_step(storage, step)
+    except StorageError as error:
+        return StepDirectory(step, frozenset(), error=error)
 
 
 def read_names(storage: Storage, step: int) -> frozenset[str]:
@@ -457,6 +536,19 @@ def _is_old(stamps: _Stamps) -> bool:
     """Whether another change would leave a trace: of two in one tick of a file system's clock only one does."""
     newest = max((max(stamp[1:3]) for stamp in stamps if stamp), default=0)
     return time.time_ns() - newest > _MIN_AGE
+
+
+def put_manifest(storage: Storage, manifest: Manifest) -> None:
+    """Write a checkpoint's manifest, and before it the mark of a store whose order of saving is not that of the steps.
+
+    Raises:
+        PolicyError: a reader would refuse the manifest.
+        StorageError: writing failed.
+    """
+    data = encode_store_manifest(manifest)
+    if place_of(manifest) != Place(manifest.step):
+        storage.put(layout.ROLLBACK, b"The run went back to an older step: manifests tell the order of saving.\n")
+    storage.put(layout.manifest_key(manifest.step), data)
 
 
 def read_manifest(storage: Storage, step: int) -> Manifest:

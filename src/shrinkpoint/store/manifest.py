@@ -35,6 +35,8 @@ else:
     StepT = TypeVar("StepT")
 
 T = TypeVar("T")
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+"""Ranges of numbers: the first and the last one of each, rising and apart."""
 FORMAT = 1
 WEIGHTS_ONLY_FORMAT = 2
 """Of a store's manifest with `weights_only`: a reader that does not know it would resume with moments of zero."""
@@ -119,6 +121,9 @@ class Manifest(Generic[StepT]):
         extra: what a framework's own reader needs; None in a store.
         stored_bytes: bytes of the payloads, without the files they depend on; computed unless given, as a store's
             manifest records it.
+        sequence: number in the order of saving, higher than those of all earlier checkpoints of the run; the step
+            unless given, and 0 without a step.
+        abandoned: numbers of the checkpoints that this one's line of history left behind (see `store.history`).
     """
 
     id: str
@@ -136,8 +141,12 @@ class Manifest(Generic[StepT]):
     replaced: tuple[str, ...] = ()
     extra: JSON = None
     stored_bytes: int = -1
+    sequence: int = -1
+    abandoned: Ranges = ()
 
     def __post_init__(self) -> None:
+        if self.sequence < 0:
+            object.__setattr__(self, "sequence", self.step or 0)
         if self.stored_bytes < 0:
             object.__setattr__(self, "stored_bytes", sum(payload.size for payload in self.payloads))
 
@@ -326,6 +335,10 @@ def _shared_to_json(manifest: DirectoryManifest) -> dict[str, JSON]:
     }
     if manifest.stats:  # those of earlier releases have none
         document["stats"] = {name: _json_number(value) for name, value in manifest.stats.items()}
+    if manifest.sequence != (manifest.step or 0):
+        document["sequence"] = manifest.sequence
+    if manifest.abandoned:
+        document["abandoned"] = [list(numbers) for numbers in manifest.abandoned]
     return document
 
 
@@ -347,6 +360,8 @@ def _shared_from_json(document: Mapping[str, JSON]) -> dict[str, Any]:
         "loss": document.get("loss"),
         "note": _expect(document["note"], str),
         "stats": {name: float(value) for name, value in _expect(document.get("stats", {}), dict).items()},
+        "sequence": _count(document["sequence"]) if "sequence" in document else -1,
+        "abandoned": _ranges_from_json(document.get("abandoned", [])),
     }
 
 
@@ -387,6 +402,15 @@ def _directory_manifest_from_json(document: Mapping[str, JSON]) -> DirectoryMani
     if manifest.lossy_restores > MAX_LOSSY_RESTORES:
         raise ValueError(f"{manifest.lossy_restores} restores")
     return manifest
+
+
+def _ranges_from_json(rows: JSON) -> Ranges:
+    pairs = [_expect(row, list) for row in _expect(rows, list)]
+    ranges = tuple((_count(low), _count(high)) for low, high in pairs)
+    numbers = [number for low, high in ranges for number in (low, high + 1)]
+    if any(low >= high for low, high in pairwise(numbers)):
+        raise ValueError("ranges of numbers that do not rise")
+    return ranges
 
 
 def _check_payload_names(payloads: tuple[Payload, ...]) -> None:

@@ -17,8 +17,8 @@ from shrinkpoint.errors import FormatError, PolicyError, ShrinkpointError
 from shrinkpoint.storage import LocalStorage, Source, Storage, copy_object
 from shrinkpoint.store import chain, layout
 from shrinkpoint.store.chain import ChainFile
-from shrinkpoint.store.listing import Lister, Listing, StepDirectory, forget, scan
-from shrinkpoint.store.manifest import Manifest, encode_store_manifest
+from shrinkpoint.store.listing import Lister, Listing, StepDirectory, forget, put_manifest, scan
+from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.retention import Keep, apply_policy, check_metric, plan_deletion
 
 _log = logging.getLogger("shrinkpoint")
@@ -95,7 +95,7 @@ class Mirror:
                 _log.warning("step %d is not copied to %s: %s", manifest.step, self.target.describe(), unreadable.error)
             return False
         placed = replace(placed, replaced=self._replaced_ids(manifest))
-        self.target.put(layout.manifest_key(manifest.step), encode_store_manifest(placed))
+        put_manifest(self.target, placed)
         names = self._content.file_names(manifest.step) | {layout.MANIFEST}
         self._content = self._content.replace(manifest.step, StepDirectory(manifest.step, names, placed))
         return True

@@ -188,8 +188,9 @@ class _Prune:
 
 def _needed_bytes(manifests: Sequence[Manifest]) -> int:
     """Bytes of all files that checkpoints need, each once, and of their manifests."""
-    files = {link.digest: link.size for manifest in manifests for link in chain.chain_links(manifest)}
-    return sum(files.values()) + sum(len(encode_store_manifest(manifest)) for manifest in manifests)
+    return sum(chain.file_sizes(manifests).values()) + sum(
+        len(encode_store_manifest(manifest)) for manifest in manifests
+    )
 
 
 def _has_links(storage: Storage, listing: Listing) -> bool:
@@ -203,7 +204,7 @@ def _plan_rewrites(
 ) -> Iterator[RewriteChain]:
     """The chains to write again; those without moments that are to go only if `compact`."""
     steps = apply_policy(listing.manifests.values(), keep, now, forgotten=listing.forgotten).selected
-    selected = {step: listing.manifests[step] for step in steps}
+    selected = {step: listing.manifests[step] for step in sorted(steps)}
     resumable = {*steps} if keep.moments_last is None else {*steps[-keep.moments_last :]}
     chains: dict[str, list[Manifest]] = {}
     for manifest in selected.values():

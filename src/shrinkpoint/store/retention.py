@@ -15,6 +15,7 @@ from shrinkpoint import humanize, validate
 from shrinkpoint.errors import NotFoundError, PolicyError
 from shrinkpoint.storage import LocalStorage, Storage, object_size
 from shrinkpoint.store import chain, layout
+from shrinkpoint.store.history import oldest_first, place_of
 from shrinkpoint.store.listing import Listing
 from shrinkpoint.store.manifest import Manifest
 
@@ -28,8 +29,9 @@ _SPAN = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([smhdw])")
 class Keep:
     """Which checkpoints to keep: those that any of the given rules selects.
 
-    The newest checkpoint is always kept, since a run resumes from it, and so is every base of a kept one.
-    A `Keep()` without a rule keeps everything.
+    The newest checkpoint is the one that was saved last. It is always kept, since a run resumes from it, and so is
+    every base of a kept one. Checkpoints that the run left behind when it went back to an older step count as older
+    than all others. A `Keep()` without a rule keeps everything.
 
     Attributes:
         last: number of the newest to keep.
@@ -103,7 +105,7 @@ class RetentionDecision:
 
     Attributes:
         keep, drop: steps, rising.
-        selected: of `keep`, those that a rule selects, and not only a delta needs.
+        selected: of `keep`, those that a rule selects, and not only a delta needs, oldest first.
         reasons: by step, sentences that say why.
     """
 
@@ -151,11 +153,11 @@ def apply_policy(
         raise PolicyError("now", found=found, expected="an aware datetime", do=do)
     by_step = {manifest.step: manifest for manifest in manifests}
     reasons: dict[int, list[str]] = {step: [] for step in sorted(by_step)}
-    visible = [by_step[step] for step in reasons if step not in forgotten]
+    visible = oldest_first((by_step[step] for step in reasons if step not in forgotten), place_of)
     for step, reason in _rule_matches(visible, keep, now):
         reasons[step].append(reason)
     digests = {step: manifest.digest for step, manifest in by_step.items()}
-    selected = tuple(step for step, why in reasons.items() if why)
+    selected = tuple(manifest.step for manifest in visible if reasons[manifest.step])
     for step in selected:
         reason = f"base of step {step}"
         for base in chain.ancestors(digests, by_step[step]):
@@ -168,7 +170,7 @@ def apply_policy(
 
 
 def _rule_matches(visible: list[Manifest], keep: Keep, now: datetime) -> Iterable[tuple[int, str]]:
-    """(step, reason) for each rule that selects a step; `visible` rises by step."""
+    """(step, reason) for each rule that selects a step; `visible` is oldest first."""
     if keep.keeps_all:
         yield from ((manifest.step, "no rule is given, so everything is kept") for manifest in visible)
         return
@@ -192,8 +194,8 @@ def _has_metric(manifest: Manifest, keep: Keep) -> bool:
 
 def _best_matches(visible: list[Manifest], keep: Keep, count: int) -> Iterable[tuple[int, str]]:
     sign = 1.0 if keep.mode == "min" else -1.0
-    rated = [manifest for manifest in visible if _has_metric(manifest, keep)]
-    rated.sort(key=lambda manifest: (sign * manifest.metrics[keep.metric], -manifest.step))  # of equals the newer one
+    rated = [manifest for manifest in reversed(visible) if _has_metric(manifest, keep)]
+    rated.sort(key=lambda manifest: sign * manifest.metrics[keep.metric])  # of equals the newer one
     for rank, manifest in enumerate(rated[:count], 1):
         yield manifest.step, f"{keep.metric} {manifest.metrics[keep.metric]:.6g} is number {rank} of the best {count}"
 

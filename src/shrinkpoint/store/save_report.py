@@ -47,6 +47,7 @@ class SaveReport:
         exact: why floating-point tensors stayed exact under a lossy scheme, by name; empty for sharded tensors.
         step: of the training; None: a single file, or not given.
         depth: deltas between this checkpoint and its keyframe, itself included; None: a single file.
+        disk_bytes: of all files that the checkpoint needs, its bases included; None: a single file.
         stall_seconds: for which the save had held up the loop when its manifest was written; None: no loop saved.
     """
 
@@ -64,6 +65,7 @@ class SaveReport:
     step: int | None = None
     depth: int | None = None
     stall_seconds: float | None = None
+    disk_bytes: int | None = None
 
     @classmethod
     def from_manifest(cls, path: str, manifest: Manifest[Any]) -> SaveReport:
@@ -81,6 +83,8 @@ class SaveReport:
             step=manifest.step,
             depth=manifest.depth,
             stall_seconds=stats.get("stall"),
+            disk_bytes=manifest.stored_bytes
+            + sum({d: size for p in manifest.payloads for d, size in p.bases}.values()),
         )
 
     @property
@@ -115,6 +119,8 @@ class SaveReport:
         if increase and self.measured_on:
             lost += f" on {self.measured_on}"
         sizes = f"{self.stored_bytes:,} bytes of {self.raw_bytes:,} ({self.ratio:.3g}x)"
+        if self.disk_bytes is not None and not self.keyframe:
+            sizes += f", {self.disk_bytes:,} with its bases"
         return f"{self.path}: {self.scheme}, {self._kind}, {sizes}, {lost}"
 
     def __repr__(self) -> str:
@@ -137,6 +143,7 @@ class SaveReport:
             ("state", humanize.size(self.raw_bytes)),
             ("stored", humanize.size(self.stored_bytes)),
             ("ratio", humanize.ratio(self.raw_bytes, self.stored_bytes)),
+            ("with its bases", "" if self.disk_bytes is None else humanize.size(self.disk_bytes)),
             ("loss rise", lost or "nothing lost"),
             ("measured on", self.measured_on or ""),
             ("progress held", "" if self.retention is None else f"{100 * self.retention:.1f} %"),
@@ -156,7 +163,8 @@ class SaveReport:
     def metrics(self, prefix: str = "") -> dict[str, float]:
         """The numbers for a logger, by name; what is not known or was not measured is left out.
 
-        `bytes` and `raw_bytes` of the checkpoint and of the state, and their `ratio`; `seconds` that it took, and
+        `bytes` and `raw_bytes` of the checkpoint and of the state, and their `ratio`; `disk_bytes` of the checkpoint
+        and its bases; `seconds` that it took, and
         `stall_seconds` of the loop; `keyframe` (1 or 0) and `depth`, the deltas above the keyframe; `rise` of the loss
         (0.01 is one per cent) and `retention`, the share of the progress that is held; `step`.
 
@@ -170,6 +178,7 @@ class SaveReport:
             "bytes": self.stored_bytes,
             "raw_bytes": self.raw_bytes,
             "ratio": self.ratio,
+            "disk_bytes": self.disk_bytes,
             "seconds": self.seconds,
             "stall_seconds": self.stall_seconds,
             "keyframe": self.keyframe,

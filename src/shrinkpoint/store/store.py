@@ -8,7 +8,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from shrinkpoint.schemes.base import PlanningScheme, Scheme
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.storage import ObjectCache, Storage, map_requests, resolve_storage
 from shrinkpoint.store import chain, layout
+from shrinkpoint.store.chain_limit import ChainBytes, ChainLimit
 from shrinkpoint.store.checkpoint_file import Device, build_state
 from shrinkpoint.store.decode import decode_chain
 from shrinkpoint.store.delta_base import (
@@ -30,10 +32,19 @@ from shrinkpoint.store.delta_base import (
     ReferenceCache,
     StoredFile,
     as_delta_base,
-    is_chain_full,
     warn_low_retention,
 )
-from shrinkpoint.store.listing import Lister, Listing, NewestFirst, SkippedCheckpoint, forget, read_step
+from shrinkpoint.store.history import Line, Place, place_of
+from shrinkpoint.store.listing import (
+    Lister,
+    Listing,
+    NewestFirst,
+    SkippedCheckpoint,
+    StoreRestore,
+    forget,
+    iter_newest,
+    read_step,
+)
 from shrinkpoint.store.manifest import Manifest, check_lossy_restores, check_note
 from shrinkpoint.store.prune import prune
 from shrinkpoint.store.retention import Keep, PrunePlan, check_keep
@@ -52,25 +63,6 @@ from shrinkpoint.tensors.flat_state import FlatState, flatten
 _log = logging.getLogger("shrinkpoint")
 _MAX_REASONS = 5
 """Checkpoints that an error tells why they do not load."""
-
-
-@dataclass(frozen=True)
-class StoreRestore:
-    """The newest checkpoint of a store that loads.
-
-    Attributes:
-        step: of the checkpoint.
-        state: as it was saved.
-        manifest: of the checkpoint.
-        skipped: newer checkpoints that do not load, newest first.
-        where: the store that it was read from.
-    """
-
-    step: int
-    state: Any = field(repr=False)
-    manifest: Manifest
-    skipped: tuple[SkippedCheckpoint, ...] = ()
-    where: str = ""
 
 
 class Store:
@@ -93,6 +85,8 @@ class Store:
 
     Attributes:
         storage: what holds the files.
+        chain_limit: where chains end; a caller that prunes sets its `keep`.
+        line: of the history of the run, on which the next checkpoint is saved: that of what was saved or loaded last.
 
     Raises:
         PolicyError: an invalid argument; a file instead of a directory, a URL that is not one of object storage.
@@ -109,13 +103,14 @@ class Store:
     ) -> None:
         keyframe_every, threads = validate.check_keyframe_every(keyframe_every), validate.check_threads(threads)
         self.storage = resolve_storage(where, "the directory of a store", cache=cache)
-        self._keyframe_every, self._threads = keyframe_every, threads
+        self.chain_limit, self._threads = ChainLimit(keyframe_every), threads
         self._reference_cache: ReferenceCache[Manifest] = ReferenceCache()
         self._mutex = threading.RLock()
         self._lister = Lister(self.storage)
         self._store_lock = StoreLock(self.storage, self._lister, self._mutex)
         self._base_verifier = BaseVerifier()
         self._transaction: weakref.ref[CheckpointTransaction] | None = None
+        self.line = Line()
         self._settled: set[str] = set()  # checkpoints that a prune with `defer` has found nothing to delete of
 
     def __repr__(self) -> str:
@@ -134,6 +129,7 @@ class Store:
     def close(self) -> None:
         """Let other processes save here, and free the memory of the reference. A later save opens the store again."""
         with self._mutex:
+            self.line.step = None  # others may save now
             self._reference_cache.drop()
             self._store_lock.release()
 
@@ -144,7 +140,10 @@ class Store:
         return self._lister.scan()
 
     def list(self) -> Sequence[Manifest]:
-        """The manifests of the committed checkpoints that are not forgotten, by rising step."""
+        """The manifests of the committed checkpoints that are not forgotten, by rising step.
+
+        The last one is the newest, unless the run went back to an older step: `manifest()` is the one saved last.
+        """
         return [*self.scan().visible.values()]
 
     def steps(self) -> Sequence[int]:
@@ -160,7 +159,7 @@ class Store:
             PolicyError: the step is no whole number.
         """
         if step is None:
-            entries = (entry for entry in self._lister.iter_newest() if entry.is_visible and entry.error is None)
+            entries = (entry for entry, _ in iter_newest([self._lister]) if entry.is_visible and entry.error is None)
             entry = next(entries, None)
         else:
             step = layout.as_step(step)
@@ -171,7 +170,7 @@ class Store:
 
     def has_checkpoint(self) -> bool:
         """Whether there is a checkpoint that is not forgotten; its manifest may be broken."""
-        return any(entry.is_visible for entry in self._lister.iter_newest())
+        return any(entry.is_visible for entry in self._lister.iter_directories())
 
     def verify(self, *, deep: bool = False) -> Sequence[Finding]:
         """Find damage; an empty list means that every checkpoint is intact.
@@ -195,6 +194,7 @@ class Store:
             StorageError: the store cannot be read, or orphaned files cannot be removed.
         """
         transaction = self._begin(step, keyframe)
+        self.line.note_restored(None)  # nobody tells whether it is committed
         with self._base_verifier.read_share():  # at once: nobody tells when files may be deleted
             self._transaction = weakref.ref(transaction)
         return transaction
@@ -211,18 +211,19 @@ class Store:
             self._check_idle()
             self._store_lock.acquire()
 
-    def _begin(self, step: int, keyframe: bool) -> CheckpointTransaction:
+    def _begin(self, step: int, keyframe: bool, fill_in: bool = False) -> CheckpointTransaction:
         """As `begin`, for `save`, which ends the transaction itself even if it is interrupted."""
         step, keyframe = layout.check_step(step), validate.check_bool("keyframe", keyframe)
         with self._mutex:
             self.lock()
             reference_step = self._reference_cache.manifest.step if self._reference_cache.manifest else step
+            place = Place(step) if fill_in else self.line.next_place(step, lambda: self._lister.scan().others(step))
             listing = self._lister.scan_chain(step, reference_step)
             parent = None if keyframe else self._delta_parent(listing, step)
             reference = self._reference_cache.reference if parent else None
             if self._reference_cache.manifest is None:  # it could not be decoded again
                 parent = reference = None
-            return CheckpointTransaction(self.storage, listing, step, parent, reference)
+            return CheckpointTransaction(self.storage, listing, step, parent, reference, place)
 
     def _check_idle(self) -> None:
         """Raise if a transaction is open: removing orphaned files would delete its payload."""
@@ -243,6 +244,7 @@ class Store:
         lossy_restores: int = 0,
         note: str = "",
         stall: Callable[[], float] | None = None,
+        fill_in: bool = False,
     ) -> SaveReport:
         """Save a state; when this returns, it is durable. A step that is saved again replaces the old one, atomically.
 
@@ -256,6 +258,8 @@ class Store:
             lossy_restores: number of restores from lossy checkpoints behind this state.
             note: free text.
             stall: returns the seconds for which a training loop waited, for the manifest; called before it is written.
+            fill_in: the checkpoint takes the place of its step among those of the run, as one that was saved then; else
+                it is the newest one, whatever its step.
 
         Raises:
             StateError: the state holds something that cannot be stored.
@@ -265,15 +269,17 @@ class Store:
         """
         scheme, metrics = get_scheme(scheme), validate.as_floats(metrics)
         adopt = validate.check_bool("adopt", adopt)
-        note, lossy_restores = check_note(note), check_lossy_restores(lossy_restores)
+        note, fill_in = check_note(note), validate.check_bool("fill_in", fill_in)
+        lossy_restores = check_lossy_restores(lossy_restores)
         flat_state = state if isinstance(state, FlatState) else flatten(state)
         with self._mutex, self._store_lock.cleanup_on_error():
-            with self._begin(step, keyframe) as transaction:
-                if isinstance(scheme, PlanningScheme):  # a plan for a keyframe uses the previous checkpoint, too
-                    is_delta = transaction.parent is not None
-                    scheme = scheme.plan(flat_state, as_delta_base(self.reference, base=is_delta))
-                with self._base_verifier.read_share():
-                    report = transaction.add(flat_state, scheme=scheme, threads=self._threads)
+            with ExitStack() as transactions:  # one that is open at the end is aborted
+                transaction = transactions.enter_context(self._begin(step, keyframe, fill_in))
+                report = self._add(transaction, flat_state, scheme)
+                if not self._accepts(transaction, report):
+                    transaction.abort()
+                    transaction = transactions.enter_context(self._begin(step, True, fill_in))
+                    report = self._add(transaction, flat_state, scheme)
                 assert transaction.reference is not None
                 retention = self._reference_cache.retained_progress(transaction.reference)
                 report = replace(report, retention=retention, stall_seconds=None if stall is None else stall())
@@ -289,7 +295,25 @@ class Store:
                 self._store_lock.remove_orphans()
             warn_low_retention(report.retention)
             _log.info("saved %s, in %.2f s", report, report.seconds)
+            if not fill_in:
+                self.line.note_saved(place_of(manifest), step, self.storage.describe(), f"step {step}")
             return report
+
+    def _add(self, transaction: CheckpointTransaction, state: FlatState, scheme: Scheme) -> SaveReport:
+        """Write the payload of a checkpoint."""
+        if isinstance(scheme, PlanningScheme):  # a plan for a keyframe uses the previous checkpoint, too
+            is_delta = transaction.parent is not None
+            scheme = scheme.plan(state, as_delta_base(self.reference, base=is_delta))
+        with self._base_verifier.read_share():
+            return transaction.add(state, scheme=scheme, threads=self._threads)
+
+    def _accepts(self, transaction: CheckpointTransaction, report: SaveReport) -> bool:
+        """Whether what was written may stay; False for a delta that would hold more than it saves."""
+        if transaction.parent is None:
+            self.chain_limit.note_keyframe()
+            return True
+        parent = ChainBytes.of_manifest(transaction.parent)
+        return self.chain_limit.accepts_delta(parent, report.stored_bytes, report.raw_bytes)
 
     @property
     def reference(self) -> Reference | None:
@@ -304,8 +328,7 @@ class Store:
             return None
         if (parent.id, parent.digest) != (reference.id, reference.digest):
             return None  # saved again, or written again by another process, perhaps without moments
-        sizes = [link.size for link in chain.chain_links(parent)]
-        if is_chain_full(sizes, parent.raw_bytes, self._keyframe_every):
+        if not self.chain_limit.allows_delta(ChainBytes.of_manifest(parent)):
             return None
         if any(key not in listing for key in listing.directories[parent.step].needed_keys):
             return None
@@ -349,7 +372,13 @@ class Store:
             PolicyError: the device is not there, or is full; a limit that is none.
         """
         tie, keep = validate.check_bool("tie", tie), validate.check_bool("keep", keep)
-        load = partial(self._load, device=device, tie=tie, keep=keep, max_bytes=max_bytes)
+
+        def load(manifest: Manifest) -> Any:
+            state = self._load(manifest, device, tie, keep, max_bytes)
+            if keep:
+                self.line.note_restored(place_of(manifest))
+            return state
+
         return chain.use_current(lambda: self.manifest(step), load, chain.manifest_identity)
 
     def restore(
@@ -374,9 +403,12 @@ class Store:
         """
         tie, keep = validate.check_bool("tie", tie), validate.check_bool("keep", keep)
         weights_only = validate.check_bool("weights_only", weights_only)
-        return restore_newest(
+        restored = restore_newest(
             [self], device=device, tie=tie, keep=self if keep else None, weights_only=weights_only, max_bytes=max_bytes
         )
+        if keep:
+            self.line.note_restored(place_of(restored.manifest))
+        return restored
 
     def weights_only_error(self, manifest: Manifest) -> MismatchError:
         """The error to raise where a run wants to resume from a checkpoint that has weights only."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shrinkpoint import html, humanize
+from shrinkpoint.store.chain import file_sizes
 from shrinkpoint.store.loss_increase import LossIncrease
 from shrinkpoint.store.manifest import Manifest
 
@@ -19,7 +20,7 @@ def store_html(where: str, manifests: Sequence[Manifest]) -> str:
         where: path or URL of the store.
         manifests: by rising step.
     """
-    raw, stored = (sum(getattr(manifest, name) for manifest in manifests) for name in ("raw_bytes", "stored_bytes"))
+    raw, stored = sum(manifest.raw_bytes for manifest in manifests), sum(file_sizes(manifests).values())
     numbers = [
         ("checkpoints", f"{len(manifests):,}"),
         ("state", humanize.size(raw)),

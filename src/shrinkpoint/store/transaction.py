@@ -17,7 +17,8 @@ from shrinkpoint.storage import Storage
 from shrinkpoint.store import chain, layout
 from shrinkpoint.store.checkpoint_file import build_state, write_file
 from shrinkpoint.store.decode import decode_chain
-from shrinkpoint.store.listing import Lister, Listing, read_step, scan
+from shrinkpoint.store.history import Place
+from shrinkpoint.store.listing import Lister, Listing, put_manifest, read_step, scan
 from shrinkpoint.store.manifest import ChainLink, Manifest, Payload, encode_store_manifest, utc_timestamp
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.flat_state import FlatState, flatten
@@ -114,6 +115,7 @@ class CheckpointTransaction:
         step: of the new checkpoint.
         parent: the checkpoint to write a delta against; None for a keyframe.
         reference: the parent's decoded tensors.
+        place: in the history of the run; None: that of the step.
 
     Attributes:
         replaces: there are files of an earlier checkpoint of this step.
@@ -121,8 +123,15 @@ class CheckpointTransaction:
     """
 
     def __init__(
-        self, storage: Storage, listing: Listing, step: int, parent: Manifest | None, reference: Reference | None
+        self,
+        storage: Storage,
+        listing: Listing,
+        step: int,
+        parent: Manifest | None,
+        reference: Reference | None,
+        place: Place | None = None,
     ) -> None:
+        self._place = Place(step) if place is None else place
         self.step, self.parent = step, parent
         self.replaces = bool(listing.file_names(step))
         self._storage, self._listing, self._reference = storage, listing, reference
@@ -172,7 +181,12 @@ class CheckpointTransaction:
             originals=state.tensors,
             threads=threads,
         )
-        self._report = replace(written.report, step=self.step, depth=len(self._bases))
+        self._report = replace(
+            written.report,
+            step=self.step,
+            depth=len(self._bases),
+            disk_bytes=written.report.stored_bytes + sum(base.size for base in self._bases),
+        )
         self.reference = written.reference
         return self._report
 
@@ -206,6 +220,8 @@ class CheckpointTransaction:
             loss=report.loss_report,
             note=note,
             stats=dict(stats or {}),
+            sequence=self._place.sequence,
+            abandoned=self._place.abandoned,
         )
         self.commit_manifest(manifest)
         return manifest
@@ -226,10 +242,10 @@ class CheckpointTransaction:
     def commit_manifest(self, manifest: Manifest) -> None:
         """Write this manifest, by which the checkpoint exists; raises as `commit` does."""
         self._written_report()
-        data = encode_store_manifest(manifest)
+        encode_store_manifest(manifest)  # raises while nothing is written
         # From here on the manifest may exist even if this call fails: nothing may be removed.
         self._state = "committing"
-        self._storage.put(layout.manifest_key(self.step), data)
+        put_manifest(self._storage, manifest)
         self._state = "closed"
 
     def take_reference(self) -> Reference:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,6 +26,7 @@ from shrinkpoint.schemes.base import PlanningScheme, Scheme
 from shrinkpoint.storage import LocalStorage, ObjectCache, Storage, resolve_storage
 from shrinkpoint.store import Keep, SaveReport, Store, StoreRestore, layout
 from shrinkpoint.store.chain import manifest_identity, use_current
+from shrinkpoint.store.history import place_of
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.mirror import Mirror
 from shrinkpoint.store.retention import NO_METRIC, check_keep
@@ -104,6 +106,7 @@ class CheckpointManager(BackgroundSaver):
         super().__init__(scheme, background=background, on_save=on_save)
         self._keep = check_keep(keep)
         self.store = Store(where, keyframe_every=keyframe_every, threads=threads, cache=cache)
+        self.store.chain_limit.keep = self._keep
         self.mirror: Store | None = None
         self._uploader: MirrorUploader | None = None
         if mirror is not None:
@@ -111,6 +114,7 @@ class CheckpointManager(BackgroundSaver):
             self._uploader = MirrorUploader(Mirror(self.store.storage, self.mirror.storage, self._keep))
         self._schedule = None if save_decision_policy is None else SaveSchedule(save_decision_policy, group=group)
         self._has_read_steps = False  # of the store, for the schedule
+        self._restored_step: int | None = None
         self._has_warned = False  # that retention deletes nothing
         self._is_locked = False  # the store's lock is ours
 
@@ -119,6 +123,8 @@ class CheckpointManager(BackgroundSaver):
 
     def should_save(self, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
         """Whether the `save_decision_policy` wants this step saved; False for a step that is saved already.
+
+        After a restore, steps beyond the restored one count as not saved.
 
         Args:
             step: number of the training step.
@@ -134,7 +140,8 @@ class CheckpointManager(BackgroundSaver):
             raise PolicyError("should_save", found="a manager without a policy", expected="one that decides", do=do)
         if not self._has_read_steps:
             for manifest in self.store.list():
-                self._schedule.note_previous(manifest.step, manifest.metrics)
+                if self._restored_step is None or manifest.step <= self._restored_step:  # else the run makes it again
+                    self._schedule.note_previous(manifest.step, manifest.metrics)
             self._has_read_steps = True
         return self._schedule.should_save(step, metrics=metrics, is_saving_in_progress=self._worker.is_running)
 
@@ -267,8 +274,9 @@ class CheckpointManager(BackgroundSaver):
         """Load a checkpoint into the objects of the loop.
 
         Args:
-            step: None: the newest checkpoint that loads, and the result lists those that were skipped. A number: that
-                checkpoint or an error.
+            step: None: the newest checkpoint that loads, which is the one that was saved last, and the result lists
+                those that were skipped. A number: that checkpoint or an error; the next save goes on from there, and
+                the checkpoints saved after it count as older.
             model, optimizer, scheduler, more: what was passed to `save`; objects that are left out are not changed.
             rng: set the random generators too, if they were saved.
             strict: False: a model may lack keys or have others, and objects that were not saved are not changed;
@@ -300,7 +308,9 @@ class CheckpointManager(BackgroundSaver):
         self.join()
         objects = _check_names({"model": model, "optimizer": optimizer, "scheduler": scheduler, **more})
         selection = None if only is None else partial_restore.select_parts(objects, only)
+        line = replace(self.store.line)
         checkpoint = self._load_checkpoint(step, weights_only=not state_dicts.has_optimizer(objects))
+        self.store.line = line  # until all of it is restored
         if checkpoint is None:
             return None
         if checkpoint.where != self.store.storage.describe():
@@ -310,6 +320,10 @@ class CheckpointManager(BackgroundSaver):
         if selection is None:
             aligned = _load_all(objects, checkpoint.state, where, rng=rng, strict=strict)
             fields |= {"missing_keys": aligned.missing_keys, "unexpected_keys": aligned.unexpected_keys}
+            self.store.line.note_restored(place_of(checkpoint.manifest))
+            self._restored_step = checkpoint.step
+            if self._schedule is not None:
+                self._schedule.go_back(checkpoint.step)
         else:
             partial_restore.restore_parts(selection, objects, checkpoint.state, where, strict=strict)
         self._resume_from(checkpoint.manifest)

@@ -26,7 +26,7 @@ from shrinkpoint.storage import (
     resolve_directory,
     storage_error,
 )
-from shrinkpoint.store import SaveReport
+from shrinkpoint.store import Keep, SaveReport
 from shrinkpoint.store import directory as directories
 from shrinkpoint.store.chain import manifest_identity, use_current
 from shrinkpoint.store.checkpoint_file import DecodedFile, Device, build_state
@@ -86,6 +86,10 @@ class Checkpointer(BackgroundSaver):
         model: name of the object that a scheme evaluates.
         on_save: called with the report of every checkpoint that is committed; see `CheckpointManager`.
 
+    Attributes:
+        keep: the rules by which the framework deletes checkpoints, so that chains end before they hold more than plain
+            checkpoints would; None: it keeps all, or nobody knows.
+
     Raises:
         PolicyError: an unknown scheme, or a number out of range.
     """
@@ -103,7 +107,17 @@ class Checkpointer(BackgroundSaver):
         super().__init__(scheme, background=background, on_save=on_save)
         self._model, self._threads = validate.check_str("model", model), validate.check_threads(threads)
         self._delta_writer = DeltaWriter(keyframe_every=keyframe_every, threads=threads)
+        self._restored: tuple[Path | ObjectUrl, DirectoryManifest] | None = None  # which the next save goes on from
+        self._root: Path | ObjectUrl | None = None  # the directory of the run that is saved
         self._pending_directory = ""  # real path of the last directory that was written
+
+    @property
+    def keep(self) -> Keep | None:
+        return self._delta_writer.chain_limit.keep
+
+    @keep.setter
+    def keep(self, keep: Keep | None) -> None:
+        self._delta_writer.chain_limit.keep = keep
 
     def save(
         self,
@@ -199,6 +213,7 @@ class Checkpointer(BackgroundSaver):
             self._delta_writer.adopt_encoded(directory, manifest.payloads[0])
         self._drop_snapshots()
         self._resume_from(manifest)
+        self._restored = resolve_directory(directory).parent, manifest
         seconds = time.perf_counter() - start
         _log.info("loaded %s (%s), in %.2f s", directory, manifest.kind, seconds)
         return RestoreResult.from_manifest(manifest, seconds, state=state, directory=place)
@@ -243,7 +258,13 @@ class Checkpointer(BackgroundSaver):
         condition = directories.manifest_condition(directory)
         report = self._delta_writer.write(directory, state, scheme=scheme, keyframe=options.keyframe, adopt=adopt)
         payload, stall = self._delta_writer.payload, self._stall()
-        report = replace(report, path=str(directory), step=options.step, depth=len(payload.bases), stall_seconds=stall)
+        disk_bytes = payload.size + sum(size for _, size in payload.bases)
+        report = replace(report, path=str(directory), step=options.step, depth=len(payload.bases))
+        report = replace(report, stall_seconds=stall, disk_bytes=disk_bytes)
+        if self._restored is not None or self._root != directory.parent:
+            root, manifest = self._restored or (None, None)
+            directories.note_restored(directory, manifest if root == directory.parent else None)
+            self._restored, self._root = None, directory.parent
         try:
             directories.commit(
                 directory,

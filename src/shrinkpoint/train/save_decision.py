@@ -263,6 +263,10 @@ class SaveSchedule:
         """Count a checkpoint of an earlier process; no seconds are counted from it."""
         self._metrics.setdefault(step, dict(metrics))
 
+    def go_back(self, step: int) -> None:
+        """Forget the saves after a step that was restored: the run makes these steps again."""
+        self._metrics = {other: metrics for other, metrics in self._metrics.items() if other <= step}
+
     def note_saved(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
         """Count a step as saved, with its metrics; what `should_save` has decided is counted already."""
         self._metrics[step] = {**self._metrics.get(step, {}), **(metrics or {})}

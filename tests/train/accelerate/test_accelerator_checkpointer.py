@@ -432,3 +432,17 @@ def test_whoever_is_told_of_saves_hears_of_each(tmp_path: Path, background: bool
             shrink.save_state(step=run.steps(1).counter.seen["count"])
     assert [(report.step, report.depth) for report in told] == [(2, 0), (4, 1)]
     assert all(report.metrics()["bytes"] > 0 for report in told)
+
+
+@pytest.mark.filterwarnings("ignore:.*was saved below")
+def test_a_new_run_in_an_old_directory_keeps_what_it_saves(tmp_path: Path) -> None:
+    first = loop(tmp_path, limit=2)
+    for _ in range(4):
+        save_state(first.steps(1).accelerator)
+    second = loop(tmp_path, limit=2)
+    for number in range(2):
+        save_state(second.steps(1).accelerator)
+        assert (tmp_path / "checkpoints" / f"checkpoint_{number}" / folders.MANIFEST).exists()
+    third = loop(tmp_path, limit=2)
+    assert load_state(third.accelerator).directory.name == "checkpoint_1"
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"checkpoint_0", "checkpoint_1"}

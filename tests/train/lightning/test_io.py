@@ -7,6 +7,7 @@ import logging
 import pickle
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from torch import nn
 
 from shrinkpoint.errors import ChainError, CorruptError, NotFoundError, StorageError
 from shrinkpoint.schemes.lossless import Lossless
+from shrinkpoint.store import directory as folders
 from shrinkpoint.store.directory import verify_directory
+from shrinkpoint.store.manifest import encode_directory_manifest
 from shrinkpoint.train.lightning import ShrinkIO, latest_valid, load_from_checkpoint
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
@@ -325,3 +328,16 @@ def test_nothing_is_unpickled(saved, tmp_path):
     with pytest.raises(pickle.UnpicklingError):
         ShrinkIO().load_checkpoint(tmp_path / "one.ckpt", weights_only=True)
     assert ShrinkIO().load_checkpoint(tmp_path / "one.ckpt", weights_only=False) == {"path": Path("x")}
+
+
+@pytest.mark.filterwarnings("ignore:.*was saved below")
+def test_the_latest_is_that_of_the_line_that_was_saved_last_whatever_the_clock_says(tmp_path):
+    ours = ShrinkIO()
+    for step in (1, 2, 3):
+        ours.save_checkpoint(state(step), tmp_path / f"{step}.ckpt")
+    path = tmp_path / "3.ckpt" / folders.MANIFEST
+    manifest = folders.read_directory_manifest(path.parent)
+    path.write_bytes(encode_directory_manifest(replace(manifest, created="2100-01-01T00:00:00.000+00:00")))
+    ours.load_checkpoint(tmp_path / "1.ckpt")
+    ours.save_checkpoint(state(2), tmp_path / "2-again.ckpt")
+    assert latest_valid(tmp_path) == tmp_path / "2-again.ckpt"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.huggingface import WEIGHTS, ended, lay, made, whole
+from helpers.huggingface import WEIGHTS, ended, lay, made, steps, whole
 from helpers.strategies import same
 from transformers import Trainer
 
@@ -133,3 +135,20 @@ def test_a_single_damaged_checkpoint_is_an_error_and_no_new_beginning(run):
     DAMAGES["half a payload"](run / "checkpoint-8")
     with pytest.raises(NotFoundError, match="none of them valid"):
         latest_valid(run)
+
+
+@pytest.mark.filterwarnings("ignore:.*was saved below")
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_run_that_goes_back_keeps_what_it_saves_whatever_the_clock_says(run, limit):
+    later = time.time() + 3600
+    for path in run.iterdir():
+        os.utime(path, (later, later))
+    trainer = made(ShrinkTrainer, run, max_steps=7, save_steps=1, save_total_limit=limit)
+    trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
+    assert steps(run) == [6, 7][-limit:] and latest_valid(run) == str(run / "checkpoint-7")
+
+
+@pytest.mark.filterwarnings("ignore:.*was saved below")
+def test_a_new_run_in_an_old_directory_keeps_what_it_saves(run):
+    made(ShrinkTrainer, run, max_steps=3, save_steps=3, save_total_limit=1).train()
+    assert steps(run) == [3] and latest_valid(run) == str(run / "checkpoint-3")

@@ -163,8 +163,10 @@ class AcceleratorCheckpointer:
             prepared = _run_on_all(lambda: collect_prepared(self._accelerator, directory, models=not is_sharded))
             report = None
             if is_sharded:
+                options["keep"] = self._dirs.keep
                 self._sharded.save(directory, prepared.state, prepared.per_rank, self._background, **options)
             else:
+                self._whole.keep = self._dirs.keep
                 report = self._whole.save_prepared(directory, prepared, **options)
             self.has_saved = True
             self._accelerator.project_configuration.iteration += 1

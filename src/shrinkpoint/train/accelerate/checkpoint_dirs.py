@@ -10,7 +10,8 @@ from accelerate import Accelerator
 
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.storage import AnyDirectory, ObjectUrl, is_object_url, local_path, resolve_directory
-from shrinkpoint.store.directory import is_checkpoint
+from shrinkpoint.store import Keep
+from shrinkpoint.store.directory import is_checkpoint, newest_first
 from shrinkpoint.train.checkpointer import wait_for_writes
 from shrinkpoint.train.restore import NoCheckpointError, numbered_dirs
 
@@ -37,6 +38,12 @@ class CheckpointDirs:
             found, do = "automatic_checkpoint_naming without a project_dir", "pass project_dir= to Accelerator"
             raise PolicyError("ProjectConfiguration", found=found, do=do)
         return local_path(self._project.project_dir, "project_dir").expanduser() / "checkpoints"
+
+    @property
+    def keep(self) -> Keep | None:
+        """The rule by which numbered checkpoints are deleted; None: all are kept."""
+        limit = None if self.root is None else self._project.total_limit
+        return None if limit is None else Keep(last=max(limit, 1))
 
     def next_dir(self, output_dir: AnyDirectory | None) -> Path | ObjectUrl:
         """The directory of the next checkpoint.
@@ -75,7 +82,7 @@ class CheckpointDirs:
         root = self.root
         if root is None:
             raise PolicyError("load_state", found="no directory", do=f"pass input_dir=, or {_NUMBERING}")
-        candidates = [path for _, path in reversed(numbered_dirs(root, _NUMBERED_DIR))]
+        candidates = newest_first(path for _, path in numbered_dirs(root, _NUMBERED_DIR))
         if not candidates:
             expected = "checkpoint_0 or a later one"
             raise NoCheckpointError(str(root), found="no checkpoint", expected=expected, do="train first")
@@ -83,23 +90,25 @@ class CheckpointDirs:
 
     def next_free_number(self) -> int:
         """The lowest number above those of all numbered checkpoints."""
-        return max(self._complete_numbers(), default=-1) + 1
+        return max((number for number, path in self._numbered() if has_saved_state(path)), default=-1) + 1
 
     def expired(self) -> list[Path]:
         """All numbered directories older than the newest `total_limit` checkpoints, oldest first.
 
-        Directories without a checkpoint do not count towards the limit.
+        The newest is the one that was saved last, whatever its number. Directories without a checkpoint do not count
+        towards the limit; they are older than checkpoints with higher numbers.
         """
-        root, limit = self.root, self._project.total_limit
-        if root is None or limit is None:
+        numbers = {path: number for number, path in self._numbered()}
+        complete = newest_first(filter(has_saved_state, numbers))
+        if self.keep is None or not complete:
             return []
-        retained = self._complete_numbers()[-max(limit, 1) :]
-        return [path for number, path in numbered_dirs(root, _NUMBERED_DIR) if retained and number < retained[0]]
+        retained = complete[: self.keep.last]
+        lowest = min(numbers[path] for path in retained)
+        unfinished = [path for path, number in numbers.items() if path not in complete and number < lowest]
+        return [*unfinished, *reversed(complete[len(retained) :])]
 
-    def _complete_numbers(self) -> list[int]:
-        root = self.root
-        numbered = [] if root is None else numbered_dirs(root, _NUMBERED_DIR)
-        return [number for number, path in numbered if has_saved_state(path)]
+    def _numbered(self) -> list[tuple[int, Path]]:
+        return [] if self.root is None else numbered_dirs(self.root, _NUMBERED_DIR)
 
 
 def _resolve(directory: AnyDirectory, argument: str) -> Path | ObjectUrl:

@@ -73,7 +73,7 @@ class ShardedCheckpointer:
             shared: the state that is equal on all processes, without models and optimizers.
             per_rank: the state of this process alone.
             background: return once the state is copied.
-            save_options: step, metrics and note for the manifest; `keyframe` must be False.
+            save_options: step, metrics and note for the manifest; `keep` of `Writer`; `keyframe` must be False.
 
         Raises:
             PolicyError: `keyframe` is set.

@@ -21,7 +21,7 @@ from shrinkpoint.schemes.base import Resumable, Scheme, SpecMixin
 from shrinkpoint.storage import AnyDirectory, directory_storage, resolve_directory
 from shrinkpoint.store.decode import decode_payload
 from shrinkpoint.store.delta_writer import DeltaWriter
-from shrinkpoint.store.directory import has_committed, read_directory_manifest
+from shrinkpoint.store.directory import has_committed, note_restored, read_directory_manifest
 from shrinkpoint.store.manifest import DirectoryManifest, Payload
 from shrinkpoint.tensors.dtypes import dtype_name
 from shrinkpoint.tensors.flat_state import FlatState
@@ -182,6 +182,7 @@ def record_restore(
     """
     lossy_restores = manifest.lossy_restores + manifest.is_lossy
     path = str(resolve_directory(directory))
+    note_restored(directory, manifest)
     with _REGISTRY_LOCK:
         name = default_name(directory)
         _ORIGINS.pop(name, None)

@@ -26,7 +26,8 @@ from shrinkpoint.storage import (
     resolve_directory,
 )
 from shrinkpoint.storage.object_url import parse_object_url
-from shrinkpoint.store.directory import MANIFEST, is_checkpoint
+from shrinkpoint.store.directory import MANIFEST, find_place, is_checkpoint
+from shrinkpoint.store.history import Place, oldest_first
 from shrinkpoint.train import restore
 
 
@@ -104,7 +105,7 @@ def latest_valid(
 ) -> Path | ObjectUrl | None:
     """The newest directory below `root` with a checkpoint that is valid on all ranks; all get the same answer.
 
-    A larger number in its name makes a directory newer. Ranks that see one disk divide its files among them, so that
+    The newest is the one that was saved last. Ranks that see one disk divide its files among them, so that
     each file is read once; on a disk of its own, a rank checks all that it sees, which may be fewer. A warning with the
     reason is logged for each checkpoint that is skipped.
 
@@ -119,9 +120,15 @@ def latest_valid(
     path = resolve_directory(root, "root")
     collectives = make_collectives(group)
     found: list[Any] = collectives.all_gather(_own_candidate_names(path, collectives.rank))  # an error is raised by all
-    names: set[str] = set().union(*found)
     # The name itself decides between step-1 and step-01: all ranks must have one order.
-    newest_first = sorted(names, key=lambda name: (natural_key(name), name), reverse=True)
+    rising = sorted(set[str]().union(*found), key=lambda name: (natural_key(name), name))
+    # The first rank that sees a checkpoint reads its manifest.
+    mine = [
+        name for name in rising if next(rank for rank, names in enumerate(found) if name in names) == collectives.rank
+    ]
+    gathered: list[Any] = collectives.all_gather({name: find_place(path / name) for name in mine})
+    places: dict[str, Place] = {name: place for rank in gathered for name, place in rank.items()}
+    newest_first = oldest_first(rising, places.__getitem__)[::-1]
     candidates, share = [path / name for name in newest_first], partial(file_share, collectives=collectives)
     return restore.latest_valid(candidates, deep=deep, gather=collectives.all_gather, share=share)[0]
 

@@ -22,8 +22,8 @@ from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError, Shrink
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.storage import LocalStorage
-from shrinkpoint.store import SaveReport, layout
-from shrinkpoint.store.directory import is_checkpoint
+from shrinkpoint.store import Keep, SaveReport, layout
+from shrinkpoint.store.directory import is_checkpoint, newest_first
 from shrinkpoint.tensors.dtypes import torch_dtype
 from shrinkpoint.tensors.wrappers import match_names
 from shrinkpoint.train.dcp.checkpoint_metadata import EntryMetadata
@@ -47,7 +47,8 @@ class Manager:
 
     Args:
         path: the directory of the checkpoints, which ranks share.
-        keep: how many of the newest checkpoints stay; None: all.
+        keep: how many of the newest checkpoints stay; None: all. The newest is the one that was saved last; those that
+            the run left behind when it went back to an older step are older than all others.
         keyframe_every: of `Writer`.
         threads: native threads for coding; None: every core, shared with the other ranks on this machine.
         group: the ranks; None: all.
@@ -115,6 +116,7 @@ class Manager:
             step=step,
             metrics=metrics,
             on_save=reports.append,
+            keep=None if self._keep is None else Keep(last=self._keep),
         )
         with _own_errors():
             save(state, storage_writer=writer, process_group=self._group)
@@ -172,13 +174,16 @@ class Manager:
         """Return: a save is durable when `save` returns."""
 
     def _delete_old(self) -> None:
-        """Delete the directories before the newest ones; one that is without a manifest counts as none of these."""
+        """Delete all but the newest checkpoints; one without a manifest is deleted if its step is below theirs."""
         numbered = {layout.step_of_dir(path.name): path for path in self._root.iterdir() if path.is_dir()}
-        steps = sorted(step for step, path in numbered.items() if step is not None and is_checkpoint(path))
-        if self._keep is None or len(steps) <= self._keep:
+        steps = {path: step for step, path in numbered.items() if step is not None}
+        checkpoints = newest_first(filter(is_checkpoint, steps))
+        if self._keep is None or len(checkpoints) <= self._keep:
             return
-        for step, path in numbered.items():
-            if step is not None and step < steps[-self._keep]:
+        kept = checkpoints[: self._keep]
+        lowest = min(steps[path] for path in kept)
+        for path, step in steps.items():
+            if path not in kept and (path in checkpoints or step < lowest):
                 shutil.rmtree(path, ignore_errors=True)
 
 

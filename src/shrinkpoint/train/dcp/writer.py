@@ -26,8 +26,10 @@ from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.sharding.collectives import Collectives, LocalCollectives, make_collectives
 from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.storage import AnyDirectory, ObjectUrl, directory_storage
+from shrinkpoint.store import Keep
 from shrinkpoint.store.directory import MANIFEST, commit, has_file, manifest_condition
 from shrinkpoint.store.manifest import Payload, check_note
+from shrinkpoint.store.retention import check_keep
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.flat_state import snapshot
 from shrinkpoint.tensors.info import JSON
@@ -101,6 +103,9 @@ class Writer(CheckpointDirectory, StorageWriter):
         on_save: called with the report of the checkpoint once it is committed, on the rank that coordinates, in the
             thread that saves; see `CheckpointManager`. `async_save` in another process needs one that can be pickled.
 
+        keep: the rules by which the caller deletes checkpoints, which ends chains before they hold more than plain
+            checkpoints would; None: it keeps all. The writer itself deletes nothing.
+
     Attributes:
         overwrite: as passed.
         save_id: id of the current save, or of the last one; the manifest has that of the coordinator's writer.
@@ -124,6 +129,7 @@ class Writer(CheckpointDirectory, StorageWriter):
         note: str = "",
         overwrite: bool = True,
         on_save: OnSave | None = None,
+        keep: Keep | None = None,
     ) -> None:
         super().__init__(path, threads)
         if keyframe_every != "auto":
@@ -136,7 +142,7 @@ class Writer(CheckpointDirectory, StorageWriter):
         self._keyframe_option: int | Literal["auto"] | None = keyframe_every
         self._group, self._model, self._is_coordinator = group, model, True
         self._save_options = SaveOptions(step, validate.as_floats(metrics), check_note(note))
-        self._on_save = check_on_save(on_save)
+        self._on_save, self._keep = check_on_save(on_save), check_keep(keep)
         self.overwrite, self.save_id = overwrite, secrets.token_hex(8)
         self._condition: object = None  # what the manifest may replace
         self._restored: dict[str, RestoreOrigin] | None = None  # by the process that sent this writer
@@ -260,6 +266,7 @@ class Writer(CheckpointDirectory, StorageWriter):
             self._chain or default_name, rank, keyframe_every=self._keyframe_every, threads=self._threads
         ) as chain:
             chain.confirm_last_write()
+            chain.delta_writer.chain_limit.keep = self._keep
             origin = chain_registry.find_origin(origins, default_name, plan_signatures(plan))
             scheme = chain.scheme_for(self._scheme, origin)
             if isinstance(scheme, Lossless):

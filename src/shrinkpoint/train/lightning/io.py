@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -18,12 +19,13 @@ from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.types import _PATH
 from lightning.fabric.wrappers import is_wrapped
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from shrinkpoint.errors import ChainError, FormatError, NotFoundError, PolicyError, StateError, StorageError
 from shrinkpoint.schemes.base import CountsTerms, PlanningScheme, Scheme
 from shrinkpoint.storage import ObjectUrl, hide_credentials, is_object_url, is_url, resolve_directory
-from shrinkpoint.store import SaveReport
+from shrinkpoint.store import Keep, SaveReport
 from shrinkpoint.store.directory import is_checkpoint
 from shrinkpoint.tensors.wrappers import match_state_keys
 from shrinkpoint.train.background import OnSave, check_on_save
@@ -104,6 +106,7 @@ class ShrinkIO(CheckpointIO):
         require_single_process(self._checkpointer.scheme, "ShrinkIO")
         self._stock_io = TorchCheckpointIO()
         self._module: nn.Module | None = None
+        self._has_retention = False
         self._writing_dir: Path | ObjectUrl | None = None  # the directory of a background save that was not waited for
         self._removals, self._lock = PendingRemovals(), PicklableRLock()
         self._loop_thread: int | None = threading.get_ident()
@@ -276,6 +279,8 @@ class ShrinkIO(CheckpointIO):
 
     def _save(self, checkpoint: dict[str, Any], path: _PATH, directory: Path | ObjectUrl) -> None:
         objects, moved_file = self._model_objects(checkpoint), None
+        self._has_retention |= _has_retention(checkpoint)
+        self._checkpointer.keep = Keep(best=1) if self._has_retention else None
         note_terms(self._checkpointer.scheme, self._counter.terms)
         if isinstance(directory, Path):
             moved_file = move_aside(directory)
@@ -548,6 +553,22 @@ def _is_idle(checkpoint: Mapping[str, Any]) -> bool:
         return bool(epochs["ready"] == epochs["completed"])
     except (KeyError, TypeError):  # of Fabric
         return False
+
+
+def _has_retention(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether a Trainer deletes checkpoints; of Fabric, which deletes none, False.
+
+    A plugin is not told how many stay, so that the ModelCheckpoint that calls it is looked for. Where there is none, as
+    in the thread of an `AsyncCheckpointIO`, it is taken to delete.
+    """
+    frame = sys._getframe() if "pytorch-lightning_version" in checkpoint else None
+    has_trainer = frame is not None
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, ModelCheckpoint):
+            return bool(caller.save_top_k != -1)
+        frame = frame.f_back
+    return has_trainer
 
 
 def _global_step(checkpoint: Mapping[str, Any]) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from torch import Tensor
 
 from shrinkpoint.errors import PolicyError, ShrinkpointError
-from shrinkpoint.store.directory import is_checkpoint, read_directory_manifest
+from shrinkpoint.store.directory import is_checkpoint, newest_first, read_directory_manifest
 from shrinkpoint.tensors.wrappers import match_state_keys
 from shrinkpoint.train import restore
 from shrinkpoint.train.checkpointer import Checkpointer
@@ -115,7 +116,11 @@ def latest_valid(directory: _PATH) -> Path | None:
         return None
     paths = sorted(root.rglob("*"), key=Path.is_symlink, reverse=True)  # directories replace links that point to them
     candidates = {path.resolve(): path for path in paths if path.is_dir() and _is_candidate(path, root)}
-    return restore.latest_valid(sorted(candidates.values(), key=_creation_time, reverse=True))[0]
+    runs: dict[Path, list[Path]] = {}  # which are not compared by their steps, but by the clock
+    for path in sorted(candidates.values(), key=_creation_time):
+        runs.setdefault(path.parent, []).append(path)
+    by_age = sorted(map(newest_first, runs.values()), key=lambda paths: _creation_time(paths[0]), reverse=True)
+    return restore.latest_valid(chain.from_iterable(by_age))[0]
 
 
 def _is_candidate(path: Path, root: Path) -> bool:

@@ -162,6 +162,7 @@ class ShrinkCallback(TrainerCallback):
         if names := collect_names({"model": kwargs.get("model"), **objects}):
             states[NAMES_KEY] = names
         extra = checkpoint_dirs.manifest_extra(directory, states)
+        self._checkpointer.keep = checkpoint_dirs.keep_of(args)
         self._checkpointer.save(directory, states, objects=objects, step=state.global_step, extra=extra)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

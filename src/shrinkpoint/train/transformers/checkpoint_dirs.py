@@ -17,13 +17,14 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import is_peft_available
 
 from shrinkpoint.errors import CorruptError, ShrinkpointError, StorageError, TruncatedError
 from shrinkpoint.storage import local_path
 from shrinkpoint.storage.zip_records import check_zip_records
-from shrinkpoint.store.directory import is_checkpoint, verify_directory
+from shrinkpoint.store import Keep
+from shrinkpoint.store.directory import is_checkpoint, newest_first, verify_directory
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.train import restore
 from shrinkpoint.train.checkpointer import wait_for_writes
@@ -97,11 +98,11 @@ def find_resume_checkpoint(output_dir: str | Path, *, optimizer: bool) -> str | 
 
 def _search_latest(output_dir: str | Path, *, deep: bool, optimizer: bool) -> tuple[str | None, list[Exception | None]]:
     """The newest valid checkpoint, and the errors of the newer ones."""
-    newest_first = [*reversed(numbered_dirs(local_path(output_dir, "output_dir"), _STEP_DIR))]
-    for _, path in newest_first:
+    paths = [path for _, path in numbered_dirs(local_path(output_dir, "output_dir"), _STEP_DIR)]
+    for path in paths:
         wait_for_writes(path)
     directory, skipped = restore.latest_valid(
-        [path for _, path in newest_first],
+        newest_first(paths),
         check=lambda path: validate_checkpoint(path, deep=deep, optimizer=optimizer),
     )
     return None if directory is None else str(directory), [checkpoint.error for checkpoint in skipped]
@@ -187,8 +188,20 @@ def remove_stale(directory: Path, saved: Collection[str]) -> None:
             path.unlink(missing_ok=True)
 
 
+def keep_of(args: Any) -> Keep | None:
+    """The rule by which the Trainer deletes checkpoints; None: it keeps all.
+
+    Args:
+        args: the `TrainingArguments`.
+    """
+    limit = args.save_total_limit
+    if limit is None or limit <= 0:
+        return None
+    return Keep(last=limit, best=1 if args.load_best_model_at_end or args.metric_for_best_model else None)
+
+
 def rotate(output_dir: str | Path, limit: int | None, keep: set[Path]) -> None:
-    """Delete the oldest checkpoint directories until `limit` remain, as the Trainer does.
+    """Delete the oldest checkpoint directories until `limit` remain; by the order of saving, and not by clocks.
 
     Args:
         limit: None or 0: delete nothing.
@@ -196,7 +209,7 @@ def rotate(output_dir: str | Path, limit: int | None, keep: set[Path]) -> None:
     """
     if limit is None or limit <= 0:
         return
-    directories = [Path(path) for path in sort_checkpoints(str(output_dir), use_mtime=True)]
+    directories = newest_first(path for _, path in numbered_dirs(Path(output_dir), _STEP_DIR))[::-1]
     surplus = len(directories) - max(limit, len(keep))
     for path in [path for path in directories if path not in keep][: max(surplus, 0)]:
         shutil.rmtree(path, ignore_errors=True)

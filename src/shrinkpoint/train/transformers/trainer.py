@@ -277,7 +277,9 @@ class ShrinkTrainer(Trainer):
         writes = self.args.should_save
         extra = checkpoint_dirs.manifest_extra(pending.directory, pending.state) if writes else None
         self._saver.note_terms()
-        self._saver.for_model().save(
+        checkpointer = self._saver.for_model()
+        checkpointer.keep = checkpoint_dirs.keep_of(self.args)
+        checkpointer.save(
             pending.directory,
             pending.state,
             objects=pending.objects,
