@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,6 +49,8 @@ class ConvertForm(str, Enum):
     DCP = "dcp"
 
 
+_MAX_LISTED = 3
+"""Number of files without a checksum that are named."""
 _TO_HELP = "What to write; else a store from what is not ours, and what it was from what is."
 _ONLY_HELP = 'Only checkpoints of a run that are named so, e.g. "*.ckpt"; may be given again.'
 _EVALUATE_HELP = "Gets a converted state, returns a loss; for schemes that search."
@@ -178,6 +181,7 @@ def _import(series: CheckpointSeries, options: _Options, scheme: Scheme) -> None
     _print_report(rows, options, seconds, exact)
     for name in dict.fromkeys(name for row in rows for name in row.opaque):
         print_note(f"{name}: taken along as it is, for it cannot be read without running code that it names")
+    _print_unchecked([row.unchecked for row in rows])
 
 
 def _export(series: CheckpointSeries, out: Path, options: _Options, form: str) -> None:
@@ -198,8 +202,19 @@ def _export(series: CheckpointSeries, out: Path, options: _Options, form: str) -
         if row["left_out"]:
             values = humanize.count(row["left_out"], "plain value")
             print_note(f"{row['out']}: {values} left out: safetensors holds tensors only (--to torch has all)")
+    _print_unchecked([row["unchecked"] for row in rows])
     if options.verify:
         _print_verified(len(rows), options)
+
+
+def _print_unchecked(names: Iterable[Iterable[str]]) -> None:
+    """Names files that were read and have no checksum, in one line."""
+    files = [*dict.fromkeys(chain.from_iterable(names))]
+    if files:
+        listed = ", ".join(files[:_MAX_LISTED]) + (
+            f" and {len(files) - _MAX_LISTED} more" if files[_MAX_LISTED:] else ""
+        )
+        print_note(f"no checksum in {listed}: damage from before this conversion cannot be found there")
 
 
 def _export_checkpoint(
@@ -211,7 +226,7 @@ def _export_checkpoint(
     from shrinkpoint.convert.part import safe_join
 
     with show_progress(checkpoint.name):
-        state = checkpoint.read(opaque=options.opaque)
+        state, unchecked = checkpoint.read_with_unchecked(opaque=options.opaque)
         info = export.target_form(state, form, str(checkpoint.path))
         target, num_omitted = out, 0
         if used_names is not None:
@@ -234,7 +249,8 @@ def _export_checkpoint(
                 raise CorruptError(str(target), found=text, expected=f"what {checkpoint.name} holds", do="report this")
     files = [path for path in (target, *target.rglob("*")) if path.is_file()]
     row = {"step": checkpoint.step, "name": checkpoint.name, "out": str(target), "form": info["form"]}
-    return {**row, "bytes": sum(path.stat().st_size for path in files), "left_out": num_omitted, "done": done}
+    row |= {"bytes": sum(path.stat().st_size for path in files), "left_out": num_omitted, "done": done}
+    return row | {"unchecked": unchecked}
 
 
 def _open_store(source: Path, out: Path) -> Storage:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import io
 import math
 import mmap
-import pickle
-import pickletools
 import reprlib
 import warnings
 from collections.abc import Callable, Mapping
@@ -23,6 +21,7 @@ import torch
 
 from shrinkpoint import validate
 from shrinkpoint.convert import torch_file
+from shrinkpoint.convert.inert_pickle import InertUnpickler, Stub
 from shrinkpoint.convert.part import Part, read_bytes, safe_join, write_error
 from shrinkpoint.errors import CorruptError, NotFoundError, PolicyError, TruncatedError
 from shrinkpoint.sharding.boxes import check_disjoint
@@ -105,7 +104,8 @@ def read(directory: Path, metadata: ParsedMetadata) -> Part:
     """
     with closing(_MappedFiles(directory)) as files:
         values = {name: _read_item(name, item, files) for name, item in metadata.items.items()}
-    return Part("dcp", _build_nest(values, metadata.paths, str(directory)))
+    content = _build_nest(values, metadata.paths, str(directory))
+    return Part("dcp", content, unchecked=(METADATA_FILE, *sorted(files.unchecked)))
 
 
 def write(directory: Path, content: Any) -> None:
@@ -142,11 +142,7 @@ def parse_metadata(data: bytes, where: str) -> ParsedMetadata:
         CorruptError: it needs a class that DCP does not write, is damaged, or contradicts itself.
     """
     try:
-        for opcode, argument, _ in pickletools.genops(data):
-            if opcode.name not in _OPCODES or ("PUT" in opcode.name and int(argument or 0) > len(data)):
-                found = f"the opcode {opcode.name} {argument!r:.40}"
-                _raise_corrupt(where, found, "what pickling DCP's metadata writes")
-        return _Validator(_StubUnpickler(data, where).load(), where).validate()
+        return _Validator(_MetadataUnpickler(data, where).load(), where).validate()
     except CorruptError:
         raise
     except Exception as error:  # pickle raises errors of many types for damaged bytes
@@ -162,9 +158,7 @@ class _Validator:
 
     def validate(self) -> ParsedMetadata:
         names = self._dict("state_dict_metadata")
-        entries = {
-            self._index_key(index): self._storage_entry(info) for index, info in self._dict("storage_data").items()
-        }
+        entries = {index: self._storage_entry(info) for index, info in self._dict("storage_data").items()}
         items = {self._check_name(name): self._check_item(name, item, entries) for name, item in names.items()}
         return ParsedMetadata(items, self._nest_paths(items))
 
@@ -179,12 +173,6 @@ class _Validator:
             self._reject(f"the name {_short_repr(name)}", "text")
         return name
 
-    def _index_key(self, index: Any) -> tuple[str, Any]:
-        if not isinstance(index, StubIndex):
-            self._reject(f"the index {_short_repr(index)}", "a MetadataIndex")
-        offset = index.get("offset")
-        return self._check_name(index.get("fqn")), None if offset is None else self._check_sizes(offset)
-
     def _storage_entry(self, info: Any) -> StorageEntry:
         values = [info.get(name) for name in ("relative_path", "offset", "length")] if isinstance(info, Stub) else []
         if len(values) != 3 or type(values[0]) is not str or not all(_is_count(value) for value in values[1:]):
@@ -196,7 +184,7 @@ class _Validator:
         return StorageEntry(*values)
 
     def _check_item(
-        self, name: str, item_metadata: Any, entries: Mapping[tuple[str, Any], StorageEntry]
+        self, name: str, item_metadata: Any, entries: Mapping[tuple[str, str], StorageEntry]
     ) -> TensorEntry | StorageEntry:
         if isinstance(item_metadata, StubBytesMetadata):
             return self._find_entry(name, None, entries)
@@ -218,8 +206,8 @@ class _Validator:
         self._check_coverage(name, tensor)
         return tensor
 
-    def _find_entry(self, name: str, offset: Any, entries: Mapping[tuple[str, Any], StorageEntry]) -> StorageEntry:
-        entry = entries.get((name, offset))
+    def _find_entry(self, name: str, offset: Any, entries: Mapping[tuple[str, str], StorageEntry]) -> StorageEntry:
+        entry = entries.get(_entry_key(name, offset))
         if entry is None:
             self._reject(f"no place for {name!r:.80} at {offset}", "one for every chunk")
         return entry
@@ -248,7 +236,7 @@ class _Validator:
         out: dict[str, NestPath] = {}
         for name in items:
             path = paths.get(name, (name,))
-            is_path = isinstance(path, tuple) and all(type(key) in (str, int) for key in path)
+            is_path = isinstance(path, tuple) and all(type(key) is str or _is_count(key) for key in path)
             if not is_path or not 0 < len(path) <= _MAX_PATH_KEYS:
                 self._reject(f"the place {_short_repr(path)} of {name!r:.80} in the nest", "keys and indices")
             out[name] = path
@@ -277,31 +265,8 @@ def _raise_corrupt(where: str, found: str, expected: str, cause: Exception | Non
     raise CorruptError(where, found=found, expected=expected, do=do) from cause
 
 
-class Stub:
-    """Stands for a class of DCP in a pickle; keeps the state that the pickle gives it.
-
-    Attributes:
-        state: any nest of plain values and stubs.
-    """
-
-    state: Any = None  # a pickle makes objects without calling __init__
-
-    def __init__(self, *args: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def get(self, name: str) -> Any:
-        return self.state.get(name) if isinstance(self.state, dict) else None
-
-
 class StubIndex(Stub):
-    """Stands for MetadataIndex, the keys of `storage_data`; a pickle sets their state before they are hashed."""
-
-    def __hash__(self) -> int:
-        name = self.get("fqn")
-        return hash(name) if type(name) is str else 0
+    """Stands for MetadataIndex, the keys of `storage_data`."""
 
 
 class StubTensorMetadata(Stub):
@@ -329,26 +294,22 @@ _STUB_CLASSES: dict[tuple[str, str], Callable[..., Any]] = {
     (_METADATA_MODULE, "MetadataIndex"): StubIndex,
     (_METADATA_MODULE, "TensorStorageMetadata"): StubTensorMetadata,
     (_METADATA_MODULE, "BytesStorageMetadata"): StubBytesMetadata,
-    ("torch", "Size"): tuple,
+    ("torch", "Size"): lambda values: (*values,),
     ("collections", "OrderedDict"): dict,
 }
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
 
-_OPCODE_NAMES = """
-    PROTO FRAME STOP MARK POP POP_MARK MEMOIZE NONE NEWTRUE NEWFALSE INT LONG BININT BININT1 BININT2 LONG1
-    LONG4 FLOAT BINFLOAT UNICODE BINUNICODE BINUNICODE8 SHORT_BINUNICODE EMPTY_DICT EMPTY_LIST EMPTY_TUPLE
-    DICT LIST TUPLE TUPLE1 TUPLE2 TUPLE3 APPEND APPENDS SETITEM SETITEMS GLOBAL STACK_GLOBAL REDUCE NEWOBJ
-    BUILD GET BINGET LONG_BINGET PUT BINPUT LONG_BINPUT
-"""
-_OPCODES = frozenset(_OPCODE_NAMES.split())
-"""Opcodes that pickling DCP's metadata writes."""
+
+def _entry_key(name: str, offset: tuple[int, ...] | None) -> tuple[str, str]:
+    """The key of an entry; texts, since hashes of numbers and tuples are known and can be made to collide."""
+    return name, repr(offset)
 
 
-class _StubUnpickler(pickle.Unpickler):
-    """Unpickles the classes of DCP as stubs, and the dtypes of torch; refuses any other name."""
+class _MetadataUnpickler(InertUnpickler):
+    """Unpickles the classes of DCP as stubs, and the dtypes of torch; refuses any other name, and other keys."""
 
     def __init__(self, data: bytes, where: str) -> None:
-        super().__init__(io.BytesIO(data))
+        super().__init__(io.BytesIO(data), len(data))
         self._where = where
 
     def find_class(self, module: str, name: str) -> Any:
@@ -359,13 +320,27 @@ class _StubUnpickler(pickle.Unpickler):
             _raise_corrupt(self._where, found, "the classes of torch.distributed.checkpoint, and no others")
         return _STUB_CLASSES[module, name]
 
+    def check_key(self, target: Any, key: Any) -> Any:
+        if type(key) is str:
+            return key
+        name, offset = (key.get("fqn"), key.get("offset")) if isinstance(key, StubIndex) else (None, None)
+        is_offset = offset is None or (isinstance(offset, tuple) and all(map(_is_count, offset)))
+        if type(name) is not str or not is_offset:
+            _raise_corrupt(self._where, f"the key {_short_repr(key)}", "text, or a MetadataIndex")
+        return _entry_key(name, offset)
+
 
 class _MappedFiles:
-    """Maps the files of a directory when they are first read."""
+    """Maps the files of a directory when they are first read.
+
+    Attributes:
+        unchecked: names of files with entries that have no checksum.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._maps: dict[str, mmap.mmap] = {}
+        self.unchecked: set[str] = set()
 
     def close(self) -> None:
         for mapped in self._maps.values():
@@ -382,7 +357,11 @@ class _MappedFiles:
         return data[entry.offset : entry.offset + entry.length]
 
     def load_entry(self, name: str, entry: StorageEntry) -> Any:
-        return torch_file.load_plain(io.BytesIO(self.read_entry(entry)), f"{self._directory / entry.file}: {name}")
+        where = f"{self._directory / entry.file}: {name:.120}"
+        value, has_checksums = torch_file.load_checked(io.BytesIO(self.read_entry(entry)), where)
+        if not has_checksums:
+            self.unchecked.add(entry.file)
+        return value
 
 
 def _map_file(path: Path) -> mmap.mmap:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from shrinkpoint.convert import dcp, safetensors_file, sharded_index, torch_file
@@ -106,7 +106,9 @@ def read(directory: Path, *, opaque: bool = False) -> Part:
 def folder_part(parts: Mapping[str, Part], empty_directories: Sequence[str] = ()) -> Part:
     """One part of several, by their relative paths."""
     info = {"parts": {name: part.description for name, part in parts.items()}, "folders": [*empty_directories]}
-    return Part("folder", {name: part.content for name, part in parts.items()}, info)
+    content = {name: part.content for name, part in parts.items()}
+    unchecked = [str(PurePosixPath(name).parent / file) for name, part in parts.items() for file in part.unchecked]
+    return Part("folder", content, info, unchecked=tuple(unchecked))
 
 
 def read_framework_parts(directory: Path, *, opaque: bool = False) -> dict[str, Part]:
@@ -208,7 +210,7 @@ def _read_part(path: Path, form: str, opaque: bool = False) -> Part:
     if form == "safetensors":
         return safetensors_file.read(path)
     if form == "bytes":
-        return Part("bytes", read_bytes(path))
+        return Part("bytes", read_bytes(path), unchecked=(path.name,))
     try:
         part = torch_file.read(path)
         flatten(part.content)
@@ -220,4 +222,4 @@ def _read_part(path: Path, form: str, opaque: bool = False) -> Part:
             do = error.do or "convert it first, or take it along as it is with --opaque"
             raise StateError(where, found=error.found, expected=error.expected, do=do) from error
         _LOG.info("%s: taken along as its %d bytes (%s)", path, size, error.found)
-        return Part("bytes", read_bytes(path), {"opaque": True})
+        return Part("bytes", read_bytes(path), {"opaque": True}, unchecked=(path.name,))

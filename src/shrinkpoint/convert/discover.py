@@ -88,8 +88,17 @@ class SourceCheckpoint:
             FormatError: a file is damaged.
             StorageError: reading failed.
         """
-        part = directory.read(self.path, opaque=opaque) if self.path.is_dir() else _read_file(self.path)
-        return part.to_state(self.name)
+        return self._read_part(opaque).to_state(self.name)
+
+    def read_with_unchecked(self, *, opaque: bool = False) -> tuple[Any, tuple[str, ...]]:
+        """The checkpoint as `read` returns it, and the names of its files that have no checksum; raises as `read`."""
+        if self.is_ours:
+            return self.read(opaque=opaque), ()
+        part = self._read_part(opaque)
+        return part.to_state(self.name), part.unchecked
+
+    def _read_part(self, opaque: bool) -> Part:
+        return directory.read(self.path, opaque=opaque) if self.path.is_dir() else _read_file(self.path)
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,7 @@ class BrokenCheckpoint(SourceCheckpoint):
 
     error: ShrinkpointError
 
-    def read(self, *, opaque: bool = False) -> Any:
+    def _read_part(self, opaque: bool) -> Part:
         raise self.error
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from shrinkpoint.container import FileReader
 from shrinkpoint.convert.discover import SourceCheckpoint
 from shrinkpoint.convert.part import origin_info
-from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError
+from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError, StateError
 from shrinkpoint.schemes.base import Resumable, Scheme
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.storage import Storage
@@ -41,6 +41,7 @@ class ImportRow:
         seconds: time to read, compress and write it.
         done: it was in the store already, from a conversion that was interrupted.
         opaque: files kept as their bytes, since they cannot be read without running them.
+        unchecked: files whose format has no checksum, so that damage from before the conversion is not found.
     """
 
     step: int
@@ -52,6 +53,7 @@ class ImportRow:
     seconds: float
     done: bool = False
     opaque: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
 
 
 class Importer:
@@ -93,7 +95,7 @@ class Importer:
             StateError, FormatError, NotFoundError, StorageError: the checkpoint cannot be read, or not be written.
         """
         began = time.perf_counter()
-        state, opaque = read_flat(checkpoint, self._opaque)
+        state, opaque, unchecked = read_flat(checkpoint, self._opaque)
         manifest = self._store.scan().visible.get(checkpoint.step)
         done = manifest is not None and self._is_stored(checkpoint, state, manifest)
         if manifest is None or not done:
@@ -112,6 +114,7 @@ class Importer:
             seconds=time.perf_counter() - began,
             done=done,
             opaque=opaque,
+            unchecked=unchecked,
         )
 
     def _is_stored(self, checkpoint: SourceCheckpoint, state: FlatState, manifest: Manifest) -> bool:
@@ -171,7 +174,7 @@ def import_to_file(checkpoint: SourceCheckpoint, out: Path, scheme: Scheme, *, o
         StateError, FormatError, NotFoundError, StorageError: the checkpoint cannot be read, or not be written.
     """
     began = time.perf_counter()
-    state, opaque_names = read_flat(checkpoint, opaque)
+    state, opaque_names, unchecked = read_flat(checkpoint, opaque)
     place, quantized = place_file(out), scheme.quantize(state, None)
     written = write_file(place.storage, place.key, quantized, scheme=scheme, reference=None, parent=None)
     if verify:
@@ -188,6 +191,7 @@ def import_to_file(checkpoint: SourceCheckpoint, out: Path, scheme: Scheme, *, o
         keyframe=True,
         seconds=time.perf_counter() - began,
         opaque=opaque_names,
+        unchecked=unchecked,
     )
 
 
@@ -205,7 +209,7 @@ def verify_import(
     sources = {checkpoint.step: checkpoint for checkpoint in checkpoints}
     for manifest, decoded in iter_checkpoints(storage, Store(storage).list(), steps=sources):
         source = sources[manifest.step]
-        state, _ = read_flat(source, opaque)
+        state, _, _ = read_flat(source, opaque)
         is_exact = manifest.scheme == Lossless.id
         if is_exact:
             difference = describe_difference(state, decoded)
@@ -234,16 +238,21 @@ def describe_difference(source: FlatState, decoded: DecodedFile) -> str:
     return ""
 
 
-def read_flat(checkpoint: SourceCheckpoint, opaque: bool) -> tuple[FlatState, tuple[str, ...]]:
-    """Reads and flattens a checkpoint; also returns the names of files that were kept as their bytes.
+def read_flat(checkpoint: SourceCheckpoint, opaque: bool) -> tuple[FlatState, tuple[str, ...], tuple[str, ...]]:
+    """Reads and flattens a checkpoint; also returns the names of files that were kept as their bytes, and of those
+    that have no checksum.
 
     Errors name the file of a value that cannot be stored.
     """
     gc.collect()  # torch.load leaves its maps in reference cycles, those of the previous checkpoint among them
     try:
-        state = checkpoint.read(opaque=opaque)
+        state, unchecked = checkpoint.read_with_unchecked(opaque=opaque)
         parts = (origin_info(state) or {}).get("parts", {})
-        return flatten(state), tuple(name for name, description in parts.items() if description.get("opaque"))
+        names = tuple(name for name, description in parts.items() if description.get("opaque"))
+        return flatten(state), names, unchecked
+    except MemoryError as error:
+        do = "convert it where there is more memory"
+        raise StateError(str(checkpoint.path), found="a state that takes more memory than there is", do=do) from error
     except ShrinkpointError as error:
         if str(checkpoint.path) in error.where:
             raise

@@ -34,11 +34,13 @@ class Part:
         form: "torch", "safetensors", "sharded", "dcp", "bytes" or "folder"; docs/convert.md explains each.
         content: any nest that a state may hold.
         info: plain data that goes with the form, such as the metadata of a safetensors file.
+        unchecked: names of its files whose format has no checksum, so that damage in them is not found.
     """
 
     form: str
     content: Any = field(repr=False)
     info: dict[str, Any] = field(default_factory=dict)
+    unchecked: tuple[str, ...] = ()
 
     @property
     def description(self) -> dict[str, Any]:

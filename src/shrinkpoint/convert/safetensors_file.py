@@ -33,7 +33,8 @@ def read(path: Path) -> Part:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             names = sorted(file.keys(), key=natural_key)
-            return Part("safetensors", {name: file.get_tensor(name) for name in names}, {"metadata": file.metadata()})
+            tensors = {name: file.get_tensor(name) for name in names}
+            return Part("safetensors", tensors, {"metadata": file.metadata()}, unchecked=(path.name,))
     except OSError as error:
         raise storage_error(str(path), "reading", error) from error
     except (SafetensorError, RuntimeError, ValueError, TypeError, AttributeError) as error:

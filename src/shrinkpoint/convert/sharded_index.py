@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from shrinkpoint.container.strict_json import load_json
 from shrinkpoint.convert import safetensors_file, torch_file
 from shrinkpoint.convert.part import Part, read_bytes, safe_join
 from shrinkpoint.errors import CorruptError, NotFoundError, StateError
@@ -42,6 +42,7 @@ def read(path: Path) -> Part:
     weight_map = _weight_map(path)
     content: dict[str, Any] = {}
     files: dict[str, Any] = {}
+    unchecked = [path.name]
     form = "safetensors" if path.name.endswith(".safetensors" + INDEX_SUFFIX) else "torch"
     for shard in shard_files(path):
         part = _read_shard(path, shard, form)
@@ -49,11 +50,15 @@ def read(path: Path) -> Part:
             if name in content:
                 raise _index_error(path, f"the tensor {name!r:.120} in two shards", "each in one")
         content.update(part.content)
-        files[shard.relative_to(path.parent).as_posix()] = {**part.info, "names": list(part.content)}
+        file = shard.relative_to(path.parent).as_posix()
+        files[file] = {**part.info, "names": list(part.content)}
+        unchecked += [file] if part.unchecked else []
+    names = {file: set(info["names"]) for file, info in files.items()}
     for name, shard_name in weight_map.items():
-        if name not in files[shard_name]["names"]:
+        if name not in names[shard_name]:
             raise _index_error(path, f"no tensor {name!r:.120} in {shard_name}", "what the index says")
-    return Part("sharded", content, {"of": form, "files": files, "index": read_bytes(path)})
+    info = {"of": form, "files": files, "index": read_bytes(path)}
+    return Part("sharded", content, info, unchecked=tuple(unchecked))
 
 
 def write(path: Path, content: dict[str, Any], info: dict[str, Any]) -> None:
@@ -85,10 +90,7 @@ def _read_shard(path: Path, shard: Path, form: str) -> Part:
 def _weight_map(path: Path) -> dict[str, str]:
     if path.stat().st_size > _MAX_INDEX_BYTES:
         raise _index_error(path, f"{path.stat().st_size} bytes", f"an index of at most {_MAX_INDEX_BYTES}")
-    try:
-        document = json.loads(read_bytes(path))
-    except (ValueError, RecursionError) as error:
-        raise _index_error(path, f"no JSON ({error})", "an index") from error
+    document = load_json(read_bytes(path), str(path), "an index")
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     is_map = isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
     if not weight_map or not is_map:

@@ -7,17 +7,21 @@ checks its arguments, so that no state of an array or a dtype from a file reache
 from __future__ import annotations
 
 import errno
+import io
 import math
 import os
 import re
 import warnings
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import torch
 
+from shrinkpoint.convert.inert_pickle import HostilePickleError, InertUnpickler
 from shrinkpoint.convert.part import Part, write_error
 from shrinkpoint.errors import CorruptError, FormatError, StateError, TruncatedError
 from shrinkpoint.storage import storage_error
@@ -26,6 +30,8 @@ from shrinkpoint.tensors.dtypes import numpy_to_torch_dtype
 
 _MAX_EXTRA_VALUES = 1 << 20
 """Values that a file may have beyond one for each of its bytes: it may refer to a small list many times."""
+_MIN_SCANNED_BYTES = 1 << 15
+"""Bytes from which a pickle is scanned before it is loaded: a smaller one costs seconds at worst."""
 _ZIP_MAGIC = b"PK\x03\x04"
 _LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _GLOBAL_PATTERN = re.compile(r"(?:GLOBAL|instance of class|class) `?([\w.]+)")
@@ -38,13 +44,21 @@ _ADVICE = (
 
 
 def is_torch_file(path: Path) -> bool:
-    """Whether a file begins like one of `torch.save`: a zip file, or the format from before torch 1.6."""
+    """Whether a file is one of `torch.save`: a zip file with a pickle, or the format from before torch 1.6.
+
+    One whose beginning is damaged is still known by the directory at its end.
+    """
     try:
         with path.open("rb") as file:
             head = file.read(256)
-    except OSError:
+        if head.startswith(_LEGACY_MAGIC) or (head.startswith(_ZIP_MAGIC) and b"/data.pkl" in head):
+            return True
+        if not zipfile.is_zipfile(path):
+            return False
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith("/data.pkl") for name in archive.namelist())
+    except (OSError, zipfile.BadZipFile, EOFError, RuntimeError, ValueError):
         return False
-    return b"/data.pkl" in head if head.startswith(_ZIP_MAGIC) else head.startswith(_LEGACY_MAGIC)
 
 
 def read(path: Path) -> Part:
@@ -55,24 +69,82 @@ def read(path: Path) -> Part:
         FormatError: it is cut, damaged, or no file of `torch.save`.
         StorageError: reading failed.
     """
-    content = load_plain(path, str(path))
-    _check_records(path)
-    return Part("torch", content)
+    content, has_checksums = load_checked(path, str(path))
+    return Part("torch", content, unchecked=() if has_checksums else (path.name,))
 
 
-def _check_records(path: Path) -> None:
-    """Raise `CorruptError` for a record of a zip file whose bytes have another CRC-32; torch itself compares none."""
+def load_checked(file: Path | IO[bytes], where: str) -> tuple[Any, bool]:
+    """Loads a torch file whose CRC-32s are right, without running anything that is in it.
+
+    Returns:
+        The content, and whether each byte of it has a checksum.
+
+    Raises:
+        StateError, FormatError, StorageError: as `read`.
+    """
+    has_checksums = _check_records(file, where)
+    _check_pickles(file, where)
+    return _load_plain(file, where), has_checksums
+
+
+def _check_records(file: Path | IO[bytes], where: str) -> bool:
+    """Compares the CRC-32s of a zip file, which torch itself does not; False if the file has none."""
     try:
-        if zipfile.is_zipfile(path):  # which raises what its reader does, for some damages
-            check_zip_records(path)
-    except OSError as error:
-        raise storage_error(str(path), "reading", error) from error
-    except (zipfile.BadZipFile, EOFError, RuntimeError, ValueError) as error:
+        if zipfile.is_zipfile(file):  # which raises what its reader does, for some damages
+            return check_zip_records(file)
+        with _opened(file) as stream:
+            if stream.read(4) == _ZIP_MAGIC:
+                raise TruncatedError(where, found="a torch file that is cut", expected="all of it", do="fetch it again")
+        return False
+    except (zipfile.BadZipFile, EOFError, RuntimeError, ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # that of a negative offset
+            raise storage_error(where, "reading", error) from error
         found, expected = f"a damaged record ({error})", "the bytes that were written"
-        raise CorruptError(str(path), found=found, expected=expected, do="fetch it again") from error
+        do = "fetch it again; if it was compressed, load it with torch and save it again"
+        raise CorruptError(where, found=found, expected=expected, do=do) from error
 
 
-def load_plain(file: Path | IO[bytes], where: str) -> Any:
+def _check_pickles(file: Path | IO[bytes], where: str) -> None:
+    """Raises `StateError` for a pickle on which `torch.load` would spend far more time or memory than its size."""
+    try:
+        with _opened(file) as stream:
+            size = stream.seek(0, os.SEEK_END)
+            if size <= _MIN_SCANNED_BYTES:
+                return
+            if not zipfile.is_zipfile(stream):
+                stream.seek(0)
+                for _ in range(4):  # the magic, the version, the system, the content
+                    InertUnpickler(stream, size).load()
+                return
+            with zipfile.ZipFile(stream) as archive:
+                names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+                for data in map(archive.read, names):
+                    if len(data) > _MIN_SCANNED_BYTES:
+                        InertUnpickler(io.BytesIO(data), len(data)).load()
+    except OSError as error:
+        raise storage_error(where, "reading", error) from error
+    except HostilePickleError as error:
+        raise StateError(where, found=f"{error}", expected=_EXPECTED, do=_ADVICE) from error
+    except Exception as error:  # pickle raises errors of many types for damaged bytes
+        found = f"no torch file that can be read ({type(error).__name__}: {error!s:.120})"
+        raise CorruptError(where, found=found, expected="a file of torch.save", do="fetch it again") from error
+
+
+@contextmanager
+def _opened(file: Path | IO[bytes]) -> Iterator[IO[bytes]]:
+    """The file from its beginning on; one that was given opened is at its beginning again at the end, too."""
+    if isinstance(file, Path):
+        with file.open("rb") as stream:
+            yield stream
+        return
+    file.seek(0)
+    try:
+        yield file
+    finally:
+        file.seek(0)
+
+
+def _load_plain(file: Path | IO[bytes], where: str) -> Any:
     """Calls `torch.load(weights_only=True)`, which here also takes numpy values; raises as `read` does."""
     try:
         is_mapped = False
@@ -83,7 +155,7 @@ def load_plain(file: Path | IO[bytes], where: str) -> Any:
             warnings.simplefilter("ignore")  # of complex32, of files of old releases
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_mapped)
         size = file.stat().st_size if isinstance(file, Path) else file.seek(0, os.SEEK_END)
-        return _StubReplacer(_MAX_EXTRA_VALUES + size).replace(content, frozenset())
+        return _StubReplacer(size).replace(content, frozenset())
     except Exception as error:  # torch raises errors of many types for damaged bytes
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise storage_error(where, "reading", error) from error
@@ -217,19 +289,22 @@ class _StubReplacer:
     """Replaces the stubs in a nest by their arrays; a container without stubs stays the same object.
 
     Args:
-        max_values: values that the nest may have. A list of references to one list, nested several times, is small in a
-            file and takes exponential time to walk through.
+        size: bytes of the file. The nest may have about as many values, and its tensors no more bytes: a list of
+            references to one list, nested several times, is small in a file and takes exponential time to walk through.
     """
 
-    def __init__(self, max_values: int) -> None:
-        self._remaining = max_values
+    def __init__(self, size: int) -> None:
+        self._max_values, self._max_bytes = _MAX_EXTRA_VALUES + size, size
+        self._storages: set[int] = set()
 
     def replace(self, value: Any, ancestor_ids: frozenset[int]) -> Any:
-        self._remaining -= 1
-        if self._remaining < 0:
+        self._max_values -= 1
+        if self._max_values < 0:
             raise TooManyValuesError("a nest of more values than its file has bytes")
         if isinstance(value, NumpyArrayStub):
             return value.value
+        if isinstance(value, torch.Tensor):
+            self._count_storage(value)
         if id(value) in ancestor_ids:  # a nest that contains itself: `flatten` refuses it with a message
             return value
         if isinstance(value, dict | list):
@@ -243,3 +318,14 @@ class _StubReplacer:
             if any(new is not old for new, old in zip(items, value, strict=True)):
                 return tuple(items)
         return value
+
+    def _count_storage(self, tensor: torch.Tensor) -> None:
+        """Raises `TooManyValuesError` once tensors have more bytes than the file: a pickle may call for new ones."""
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+            return
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._storages:
+            self._storages.add(storage.data_ptr())
+            self._max_bytes -= storage.nbytes()
+        if self._max_bytes < 0:
+            raise TooManyValuesError("tensors of more bytes than their file")

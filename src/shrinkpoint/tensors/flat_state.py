@@ -174,6 +174,7 @@ def flatten(state: Any) -> FlatState:
         encoder = TreeEncoder()
         tree = encoder.encode(state)
         tensors = deduplicate(encoder.leaves)
+        encoder.count_references()
         inferred = infer_roles(encoder.leaves, encoder.optimizers)
         infos = {
             name: TensorInfo(name, tuple(tensor.shape), dtype_name(tensor.dtype), inferred.roles.get(name, Role.OTHER))

@@ -18,6 +18,8 @@ _DECIMAL = 10**4300
 """Smallest whole number that is not written in decimal."""
 _DIGITS = 600
 """Digits per block; Python always converts at least 640, whatever its settings."""
+_MAX_KEY_CHARS = 120
+"""Characters of a key in a message."""
 _ESCAPED = re.compile("[%\x00-\x1f\x7f\ud800-\udfff]")
 _UNSAFE = re.compile("[/%\x00-\x1f\x7f\ud800-\udfff]")
 
@@ -87,7 +89,13 @@ def format_path(path: StatePath) -> str:
     >>> format_path(("optimizer", "state", 0, "exp_avg"))
     "state['optimizer']['state'][0]['exp_avg']"
     """
-    return "state" + "".join(f"[{repr(key) if isinstance(key, str) else format_key(key)}]" for key in path)
+    return "state" + "".join(f"[{_show_key(key)}]" for key in path)
+
+
+def _show_key(key: Any) -> str:
+    if not isinstance(key, str):
+        return format_key(key)
+    return repr(key) if len(key) <= _MAX_KEY_CHARS else f"{key[:_MAX_KEY_CHARS]!r}..."
 
 
 def short_repr(value: Any, max_chars: int = 40) -> str:

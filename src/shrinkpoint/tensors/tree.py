@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 import math
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from json.encoder import encode_basestring_ascii
 from typing import Any, NoReturn
 
 import numpy as np
@@ -48,6 +50,13 @@ allows 248."""
 MAX_INLINE_BYTES = 256
 """Longest bytes value stored in the tree; longer ones become U8 tensors."""
 
+MAX_TREE_CHARS = 100_000_000
+"""Largest number of characters of the plain values of a state as JSON, and of the names of its tensors: a file has no
+more (`container.index`)."""
+MIN_NEST_BYTES = 8
+"""Fewest characters per list or dict in a state with more than `_MAX_NESTS` of them, as in `container.strict_json`."""
+_MAX_NESTS = 1 << 21
+
 _STORABLE = "tensors, numpy values, None, bool, int, float, str, bytes, or dicts, lists and tuples of these"
 _DEFAULT_META = {"version": 1}
 
@@ -64,6 +73,9 @@ class TreeEncoder:
         self.leaves: list[Leaf] = []
         self.optimizers: list[tuple[StatePath, dict[Any, Any]]] = []
         self._open_ids: set[int] = set()
+        self._num_chars = self._num_nests = self._name_chars = 0  # as far as the state has been encoded
+        self._byte_rows: dict[bytes, torch.Tensor] = {}
+        self._array_copies: dict[int, tuple[np.ndarray[Any, Any], torch.Tensor]] = {}  # by id; the array must live on
         self._value_encoders: dict[type, Callable[[Any, StatePath], JSON]] = {
             type(None): _unchanged,
             bool: _unchanged,
@@ -91,8 +103,11 @@ class TreeEncoder:
             StateError: a value cannot be stored; `where` is its path.
         """
         if type(value) in self._value_encoders:
-            return self._value_encoders[type(value)](value, path)
+            tree = self._value_encoders[type(value)](value, path)
+            self._count(tree, path)
+            return tree
         if isinstance(value, np.generic):
+            self._num_chars += 2 * value.itemsize
             return _numpy_scalar(value, path)
         if type(value) not in self._nest_encoders:
             raise _type_error(value, path)
@@ -101,11 +116,35 @@ class TreeEncoder:
             raise StateError(format_path(path), found="a nest that contains itself", expected=_STORABLE, do=do)
         if len(path) >= MAX_DEPTH:
             raise _depth_error(path)
+        self._count([], path)
         self._open_ids.add(id(value))
         try:
             return self._nest_encoders[type(value)](value, path)
         finally:
             self._open_ids.remove(id(value))
+
+    def _count(self, tree: JSON, path: StatePath) -> None:
+        """Count the JSON of a value; it may be part of a state in many places, and is text in each of them.
+
+        Raises:
+            StateError: no file could hold what was counted.
+        """
+        text = next(iter(tree.values())) if type(tree) is dict else tree
+        self._num_chars += len(encode_basestring_ascii(text)) if type(text) is str else 2
+        self._num_nests += (type(tree) is dict) + (type(text) is list)
+        max_nests = max(_MAX_NESTS, self._num_chars // MIN_NEST_BYTES)
+        if self._num_chars <= MAX_TREE_CHARS and self._num_nests <= max_nests and self._name_chars <= MAX_TREE_CHARS:
+            return
+        found = f"more than {self._num_chars:,} characters and {self._num_nests:,} lists and dicts in plain values"
+        found = f"names of {self._name_chars:,} characters" if self._name_chars > MAX_TREE_CHARS else found
+        expected = f"at most {MAX_TREE_CHARS:,} characters and {max_nests:,} lists and dicts, repeated values included"
+        do = "save long texts as bytes, many small values as one tensor, or the state in several files"
+        raise StateError(format_path(path), found=found, expected=expected, do=do)
+
+    def count_references(self) -> None:
+        """Count the references, once they are filled in: each has the name of a tensor. Raises as `encode` does."""
+        for leaf in self.leaves:
+            self._count(leaf.reference[0] if leaf.reference else None, leaf.path)
 
     def _items(self, values: list[Any] | tuple[Any, ...], path: StatePath) -> JSON:
         return [self.encode(value, (*path, index)) for index, value in enumerate(values)]
@@ -113,6 +152,7 @@ class TreeEncoder:
     def _dict(self, value: dict[Any, Any], path: StatePath) -> JSON:
         if is_optimizer_state(value):
             self.optimizers.append((path, value))
+        self._num_chars += sum(len(encode_basestring_ascii(key)) if type(key) is str else 8 for key in value)
         if _are_plain(value):
             return {key: self.encode(item, (*path, key)) for key, item in value.items()}
         return {"$d": [[self._key(key, path), self.encode(item, (*path, key))] for key, item in value.items()]}
@@ -141,7 +181,9 @@ class TreeEncoder:
     def _bytes(self, value: bytes, path: StatePath) -> JSON:
         if len(value) <= MAX_INLINE_BYTES:
             return {"$b": base64.b64encode(value).decode()}
-        return {"$B": self._add_leaf(torch.frombuffer(bytearray(value), dtype=torch.uint8), path)}
+        if value not in self._byte_rows:
+            self._byte_rows[value] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+        return {"$B": self._add_leaf(self._byte_rows[value], path)}
 
     def _tensor(self, value: torch.Tensor, path: StatePath) -> JSON:
         return {"$t": self._add_leaf(_plain_tensor(value, path), path)}
@@ -151,15 +193,23 @@ class TreeEncoder:
 
     def _array(self, value: np.ndarray[Any, Any], path: StatePath) -> JSON:
         _check_numpy_dtype("array", value.dtype, path)
+        if id(value) not in self._array_copies:
+            self._array_copies[id(value)] = value, torch.from_numpy(self._native_array(value))
+        return {"$n": [value.dtype.str, self._add_leaf(self._array_copies[id(value)][1], path)]}
+
+    @staticmethod
+    def _native_array(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The array if torch can share its memory, else a copy that it can share."""
         native = value.astype(value.dtype.newbyteorder("="), copy=False)
         flags, size = native.flags, native.itemsize
         ordered = flags.c_contiguous or flags.f_contiguous
         standard = all(stride >= 0 and stride % size == 0 for stride in native.strides)  # sizes of 1 may have any
         if not (ordered and standard and flags.writeable):  # torch would raise or warn
             native = native.copy(order="C")
-        return {"$n": [value.dtype.str, self._add_leaf(torch.from_numpy(native), path)]}
+        return native
 
     def _add_leaf(self, tensor: torch.Tensor, path: StatePath) -> list[JSON]:
+        self._name_chars += sum(len(key) if type(key) is str else 1 for key in path)
         leaf = Leaf(path, tensor)
         self.leaves.append(leaf)
         return leaf.reference
@@ -273,6 +323,7 @@ class TreeDecoder:
     ) -> None:
         self._tensors, self._tie, self._where = tensors, tie, where
         self._remaining = max_bytes
+        self._copies: dict[str, Any] = {}
         self._used_names: set[str] = set()
 
     def decode(self, tree: JSON, path: StatePath = ()) -> Any:
@@ -370,8 +421,9 @@ class TreeDecoder:
         tensor = self._stored_tensor(body, path)
         if tensor.dtype != torch.uint8 or tensor.dim() != 1:
             self._raise_corrupt(path, f"bytes kept as {tensor.dtype} of shape {list(tensor.shape)}", "a row of uint8")
-        self._spend(tensor.nbytes, path)
-        return tensor.cpu().numpy().tobytes()
+        return self._share(
+            ["bytes", *(body or [tensor_name(path)])], lambda: tensor.cpu().numpy().tobytes(), tensor, path
+        )
 
     def _numpy_scalar(self, body: JSON, path: StatePath) -> np.generic:
         dtype, digits = self._numpy_pair(body, path)
@@ -384,9 +436,21 @@ class TreeDecoder:
         expected = numpy_to_torch_dtype(dtype)
         if tensor.dtype != expected:
             self._raise_corrupt(path, f"a numpy array of {dtype.str} kept as {tensor.dtype}", f"{expected}")
-        self._spend(tensor.nbytes, path)
-        native: np.ndarray[Any, Any] = tensor.cpu().contiguous().numpy()
-        return native.astype(dtype)  # a copy: an array's memory is its own
+
+        def copy() -> np.ndarray[Any, Any]:
+            native: np.ndarray[Any, Any] = tensor.cpu().contiguous().numpy()
+            return native.astype(dtype)  # a copy: an array's memory is its own
+
+        key = [dtype.str, *(reference or [tensor_name(path)])] if self._tie else [len(self._copies)]
+        return self._share(key, copy, tensor, path)
+
+    def _share(self, key: JSON, copy: Callable[[], Any], tensor: torch.Tensor, path: StatePath) -> Any:
+        """The copy of a stored tensor under `key`, made now if there is none: a state may repeat a value."""
+        text = json.dumps(key)
+        if text not in self._copies:
+            self._spend(tensor.nbytes, path)
+            self._copies[text] = copy()
+        return self._copies[text]
 
     def _numpy_pair(self, body: JSON, path: StatePath) -> tuple[np.dtype[np.generic], JSON]:
         is_pair = type(body) is list and len(body) == 2 and type(body[0]) is str
