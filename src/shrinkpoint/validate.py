@@ -145,6 +145,10 @@ def as_floats(metrics: Mapping[str, Any] | None) -> dict[str, float]:
         raise PolicyError("metrics", found=found[:200], expected="a number for each name", do="pass floats") from error
 
 
+MAX_BYTES_VARIABLE = "SHRINKPOINT_MAX_BYTES"
+"""The environment variable that limits what a file may decode to where a caller gives no limit."""
+
+
 def read_byte_variable(name: str) -> int | None:
     """The number of bytes that an environment variable says; None if it is empty or not set.
 

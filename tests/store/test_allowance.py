@@ -212,6 +212,7 @@ def test_the_default_limit_follows_the_bytes_of_the_whole_chain(tmp_path, monkey
 
     monkeypatch.setattr(checkpoint_file, "MIN_LIMIT", 1)
     monkeypatch.setattr(checkpoint_file, "MAX_EXPANSION", 3)
+    monkeypatch.setattr(checkpoint_file, "available_bytes", lambda: 0)
     state = {"w": torch.randn(20_000)}
     sp.save(state, tmp_path / "a")
     sp.save({**state, "step": 1}, tmp_path / "b", base=tmp_path / "a")

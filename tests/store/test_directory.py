@@ -25,7 +25,7 @@ from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.schemes.plan_shards import plan_shards
 from shrinkpoint.sharding.collectives import LocalCollectives
 from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec
-from shrinkpoint.store import delta_base, directory
+from shrinkpoint.store import chain_limit, directory
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.delta_writer import DeltaWriter
 from shrinkpoint.store.manifest import (
@@ -135,8 +135,8 @@ def test_a_chain_ends_where_it_was_told_to(tmp_path):
 
 
 def test_a_chain_ends_where_its_files_are_several_times_the_state(tmp_path, monkeypatch):
-    monkeypatch.setattr(delta_base, "MIN_CHAIN_BYTES", 0)
-    monkeypatch.setattr(delta_base, "MAX_CHAIN_STATES", 0)  # one file is enough
+    monkeypatch.setattr(chain_limit, "MIN_CHAIN_BYTES", 0)
+    monkeypatch.setattr(chain_limit, "MAX_CHAIN_STATES", 0)  # one file is enough
     chain(tmp_path / "a", 3)
     chain(tmp_path / "b", 3, keyframe_every=None)
     depths = [directory.read_directory_manifest(tmp_path / name).depth for name in ("a/c2", "a/c3", "b/c2", "b/c3")]

@@ -28,7 +28,7 @@ from shrinkpoint.errors import (
     StorageError,
 )
 from shrinkpoint.storage import LocalStorage, Storage
-from shrinkpoint.store import Keep, Store, decode, delta_base
+from shrinkpoint.store import Keep, Store, chain_limit, decode
 from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, MAX_NOTE
 from shrinkpoint.tensors.flat_state import flatten, snapshot
 
@@ -66,7 +66,7 @@ def test_every_checkpoint_of_a_chain_comes_back(storage: Storage) -> None:
 def test_a_chain_ends_where_a_restore_would_read_four_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keyframe_every: int | None, is_bounded: bool
 ) -> None:
-    monkeypatch.setattr(delta_base, "MIN_CHAIN_BYTES", 0)
+    monkeypatch.setattr(chain_limit, "MIN_CHAIN_BYTES", 0)
     store = Store(tmp_path, keyframe_every=keyframe_every)
     for step in range(12):
         store.save(step, {"w": torch.randn(20_000, generator=torch.Generator().manual_seed(step))})

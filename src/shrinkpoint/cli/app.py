@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -17,9 +18,11 @@ from shrinkpoint.cli import bench, compact, convert, demo, diff, export, forget,
 from shrinkpoint.cli.console import ExitCode, close_pipe, exit_code_of, print_note, turn_pager_off
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.storage import is_object_url, local_path
+from shrinkpoint.validate import MAX_BYTES_VARIABLE
 
 _TRACEBACK_VARIABLE = "SHRINKPOINT_TRACEBACK"
 _NO_PAGER = "--no-pager"
+_MAX_BYTES = "--max-bytes"
 _EPILOG = (
     "Exit codes: 0 fine, 1 findings or differences, 2 usage, 3 not found, 4 corrupt or broken chain, "
     "5 locked, 6 storage, 7 other."
@@ -35,11 +38,17 @@ class ErrorHandlingGroup(TyperGroup):
             ctx.meta[_TRACEBACK_VARIABLE] = True
         if _NO_PAGER in args:
             turn_pager_off()
-        return super().parse_args(ctx, [arg for arg in args if arg not in ("--traceback", _NO_PAGER)])
+        args = [arg for arg in args if arg not in ("--traceback", _NO_PAGER)]
+        args = [part for arg in args for part in (arg.split("=", 1) if arg.startswith(f"{_MAX_BYTES}=") else [arg])]
+        if _MAX_BYTES in args and len(args) > (at := args.index(_MAX_BYTES)) + 1:
+            ctx.meta[_MAX_BYTES] = args[at + 1]
+            args = args[:at] + args[at + 2 :]
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with _memory_limit(ctx.meta.get(_MAX_BYTES)):
+                return super().invoke(ctx)
         except BrokenPipeError:
             close_pipe()
             raise typer.Exit(ExitCode.BROKEN_PIPE) from None
@@ -50,6 +59,20 @@ class ErrorHandlingGroup(TyperGroup):
                 traceback.print_exc()
             print_note(_error_line(error), "error", "bold red")
             raise typer.Exit(exit_code_of(error)) from None
+
+
+@contextmanager
+def _memory_limit(max_bytes: str | None) -> Iterator[None]:
+    """Sets the environment variable for the time of a command, where the command line gives a limit."""
+    before = os.environ.get(MAX_BYTES_VARIABLE)
+    if max_bytes is not None:
+        os.environ[MAX_BYTES_VARIABLE] = max_bytes
+    try:
+        yield
+    finally:
+        if max_bytes is not None:
+            os.environ.pop(MAX_BYTES_VARIABLE)
+            os.environ.update({} if before is None else {MAX_BYTES_VARIABLE: before})
 
 
 def _error_line(error: ShrinkpointError | OSError) -> str:
@@ -91,6 +114,14 @@ def _options(
     no_pager: Annotated[
         bool, typer.Option(_NO_PAGER, help="Print long tables as they are (anywhere on the line; or set PAGER=cat).")
     ] = False,
+    max_bytes: Annotated[
+        int | None,
+        typer.Option(
+            _MAX_BYTES,
+            metavar="N",
+            help=f"Memory that the tensors of one file may take (anywhere on the line; or set {MAX_BYTES_VARIABLE}).",
+        ),
+    ] = None,
 ) -> None:
     pass
 

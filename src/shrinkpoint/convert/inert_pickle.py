@@ -29,6 +29,10 @@ _OPCODE_NAMES = """
 """
 
 
+_PythonUnpickler: Any = pickle._Unpickler
+"""The unpickler in Python, of which each opcode can be replaced; that in C has none of this."""
+
+
 class HostilePickleError(ValueError):
     """Reading a pickle would take far more time or memory than its size."""
 
@@ -57,7 +61,7 @@ class Stub:
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
-class InertUnpickler(pickle._Unpickler):
+class InertUnpickler(_PythonUnpickler):  # type: ignore[misc]
     """Unpickles plain values, and a `Stub` in the place of everything else.
 
     Args:
@@ -68,7 +72,7 @@ class InertUnpickler(pickle._Unpickler):
         Exception: the pickle is damaged, has opcodes that torch does not write, or would take far more than its size.
     """
 
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    dispatch: ClassVar[dict[int, Any]] = dict(_PythonUnpickler.dispatch)
     for _info in pickletools.opcodes:
         if _info.name not in _OPCODE_NAMES.split():
             dispatch.pop(ord(_info.code), None)

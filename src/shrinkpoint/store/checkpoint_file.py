@@ -26,19 +26,19 @@ from shrinkpoint.storage import Source, Storage
 from shrinkpoint.store.save_report import RoleBytes, SaveReport
 from shrinkpoint.tensors.flat_state import copy_tensors, unflatten
 from shrinkpoint.tensors.info import JSON, EncodedRecord, Role, TensorInfo
+from shrinkpoint.tensors.memory import available_bytes
 
 MIN_LIMIT = 1 << 30
-"""Bytes of tensors that any file may hold, however small it is."""
+"""Bytes of tensors that any file may hold, however small it is and however little memory is free."""
 MAX_EXPANSION = 1000
 """Bytes of tensors that each stored byte of a chain may decode to, beyond that."""
-ENV_VARIABLE = "SHRINKPOINT_MAX_BYTES"
-"""The environment variable that is used where a caller gives no limit, for frameworks and the command line."""
+ENV_VARIABLE = validate.MAX_BYTES_VARIABLE
 
 _MANY_TENSORS, _MAX_MEAN_BYTES = 1000, 1024
 """From this number of tensors on, and up to this many bytes of each, a save or load is short and makes very many
 objects."""
 
-_DO = "if you trust it, pass max_bytes=, or set " + ENV_VARIABLE
+_DO = f"if you trust it, pass max_bytes= (--max-bytes on the command line), or set {ENV_VARIABLE}"
 
 
 Device: TypeAlias = str | torch.device | None
@@ -162,8 +162,9 @@ class Allowance:
 
     Args:
         max_bytes: limit on the bytes of tensors in any one file, copies in its tree included; None: the value of the
-            environment variable `SHRINKPOINT_MAX_BYTES`, else 1 GiB, or 1000 times the bytes of the files so far if
-            that is more.
+            environment variable `SHRINKPOINT_MAX_BYTES`, else the largest of 1 GiB, 1000 times the bytes of the files
+            so far, and three quarters of the free memory.
+        minimum: bytes that the limit has at least if no caller gives one.
 
     Attributes:
         max_copy_bytes: bytes of the limit that the last file's tensors leave for copies in its tree.
@@ -172,10 +173,10 @@ class Allowance:
         PolicyError: the limit is not a whole number above 0.
     """
 
-    def __init__(self, max_bytes: int | None = None) -> None:
+    def __init__(self, max_bytes: int | None = None, *, minimum: int = 0) -> None:
         limit = validate.check_optional_int("max_bytes", max_bytes, none_meaning=f"for {ENV_VARIABLE} or 1 GiB")
         self._limit = validate.read_byte_variable(ENV_VARIABLE) if limit is None else limit
-        self._stored = 0
+        self._stored, self._minimum = 0, minimum
         self.max_copy_bytes = self._limit or MIN_LIMIT
 
     def admit(self, where: str, stored: int, raw: int) -> None:
@@ -190,7 +191,9 @@ class Allowance:
             CorruptError: the tensors exceed the limit.
         """
         self._stored += stored
-        limit = self._limit or max(MIN_LIMIT, MAX_EXPANSION * self._stored)
+        limit = self._limit or max(MIN_LIMIT, MAX_EXPANSION * self._stored, self._minimum)
+        if self._limit is None and 2 * raw > limit:  # copies in the tree may take as much again
+            limit = max(limit, available_bytes() * 3 // 4)
         if raw > limit:
             found = f"{raw} bytes of tensors in a chain of {self._stored} bytes"
             raise CorruptError(where, found=found, expected=f"at most {limit}", do=_DO)

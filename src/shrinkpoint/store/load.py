@@ -67,8 +67,9 @@ def load(
         device: of its tensors; None: the CPU.
         tie: tensors that shared memory share it again.
         threads: native threads; None: every core.
-        max_bytes: how much memory the tensors of one file may take; None: 1 GiB, or 1000 times the bytes of the file
-            and its bases if that is more (`SHRINKPOINT_MAX_BYTES` in the environment says otherwise).
+        max_bytes: how much memory the tensors of one file may take; None: the largest of 1 GiB, 1000 times the
+            bytes of the file and its bases, and three quarters of the free memory (`SHRINKPOINT_MAX_BYTES` in the
+            environment says otherwise).
         cache: of a URL: a directory on this machine for what is read, which is not fetched again, or an `ObjectCache`;
             None: that of the environment variable `SHRINKPOINT_CACHE`, if it is set.
 

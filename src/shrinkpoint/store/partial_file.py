@@ -69,7 +69,7 @@ class PartialFile:
         self._source.close()
 
 
-def open_chain(paths: Sequence[AnyPlace]) -> list[PartialFile]:
+def open_chain(paths: Sequence[AnyPlace], max_bytes: int | None = None) -> list[PartialFile]:
     """Open the files of a chain, keyframe first, and verify that each was made against the one before.
 
     Raises:
@@ -82,7 +82,7 @@ def open_chain(paths: Sequence[AnyPlace]) -> list[PartialFile]:
     if not paths:
         raise PolicyError("chain", found="no file", expected="at least one", do="name the payload, its bases before it")
     files: list[PartialFile] = []
-    allowance = Allowance()
+    allowance = Allowance(max_bytes)
     try:
         for path in paths:
             files.append(_open_file(place_file(path), files[-1] if files else None, last=path is paths[-1]))

@@ -39,6 +39,7 @@ class PartialReader:
     Args:
         chain: the files, paths or URLs, keyframe first, the payload last.
         threads: native threads; None: every core.
+        max_bytes: how much memory the tensors of one file may take; None: as for `shrinkpoint.load`.
         cache: bytes of decoded chunks to keep.
 
     Attributes:
@@ -53,8 +54,15 @@ class PartialReader:
         StorageError: reading failed.
     """
 
-    def __init__(self, chain: Sequence[AnyPlace], threads: int | None = None, *, cache: int = CACHE_BYTES) -> None:
-        self._chain = open_chain(chain)
+    def __init__(
+        self,
+        chain: Sequence[AnyPlace],
+        threads: int | None = None,
+        *,
+        cache: int = CACHE_BYTES,
+        max_bytes: int | None = None,
+    ) -> None:
+        self._chain = open_chain(chain, max_bytes)
         self._threads, self._cache = default_threads(threads), Cache(cache)
         self._lock = threading.Lock()
         self._is_open = True

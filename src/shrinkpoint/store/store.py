@@ -361,8 +361,8 @@ class Store:
             device: of its tensors; None: the CPU.
             tie: tensors that shared memory share it again.
             keep: the next save is a delta against this checkpoint; False takes less memory.
-            max_bytes: how much memory the tensors of one checkpoint may take; None: 1 GiB, or 1000 times the bytes of
-                its chain if that is more (`SHRINKPOINT_MAX_BYTES` in the environment says otherwise).
+            max_bytes: how much memory the tensors of one checkpoint may take; None: as for
+                `shrinkpoint.load`.
 
         Raises:
             NotFoundError: there is no such checkpoint, or it is forgotten.

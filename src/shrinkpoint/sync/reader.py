@@ -11,7 +11,7 @@ from shrinkpoint.codec.reference import Reference
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import ChainError, CorruptError, FormatError, NotFoundError, ShrinkpointError
 from shrinkpoint.storage import Source, Storage
-from shrinkpoint.store.checkpoint_file import MAX_EXPANSION, MIN_LIMIT, Allowance, DecodedFile, decode_records
+from shrinkpoint.store.checkpoint_file import Allowance, DecodedFile, decode_records
 from shrinkpoint.sync.published import KEY, MAX_BYTES, Published, VersionFile
 from shrinkpoint.tensors.info import JSON
 
@@ -43,8 +43,8 @@ class VersionReader:
     Args:
         storage: where.
         threads: native threads for decoding; None: every core.
-        max_bytes: limit on the bytes of the tensors of one version; None: 1 GiB, 1000 times the bytes of the files, or
-            twice what is held, whichever is most.
+        max_bytes: limit on the bytes of the tensors of one version; None: as of `shrinkpoint.load`, and at least twice
+            what is held.
     """
 
     def __init__(self, storage: Storage, *, threads: int | None = None, max_bytes: int | None = None) -> None:
@@ -97,19 +97,14 @@ class VersionReader:
         is_delta = not route or not route[0].is_keyframe
         reference = base.reference if is_delta and base is not None else None
         nbytes = sum(file.size for file in route)
-        allowance = Allowance(self._max_bytes or self._limit(nbytes, base))
+        held = 0 if base is None else as_decoded(base.reference.tensors).nbytes
+        allowance = Allowance(self._max_bytes, minimum=2 * held)  # a small delta of a large model is no attack
         tree = None if base is None else base.tree
         for file in route:
             decoded = self._read_file(file, partial(self._decode_file, reference=reference, allowance=allowance))
             tree, reference = decoded.tree, decoded.reference
         assert reference is not None
         return HeldVersion(published.id, published.version, tree, reference, nbytes)
-
-    def _limit(self, stored: int, base: HeldVersion | None) -> int | None:
-        """A limit that lets a small delta of a large model pass; None: that of a file alone."""
-        if base is None:
-            return None
-        return max(MIN_LIMIT, MAX_EXPANSION * stored, 2 * as_decoded(base.reference.tensors).nbytes)
 
     def _read_file(self, file: VersionFile, decode: partial[DecodedFile]) -> DecodedFile:
         where = self.storage.describe(file.key)

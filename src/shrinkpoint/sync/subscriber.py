@@ -64,8 +64,8 @@ class Subscriber:
             one calls `publish`, and waits for it.
         poll: seconds between two looks while `update` and `follow` wait.
         threads: native threads for decoding; None: every core.
-        max_bytes: limit on the bytes of a version's tensors; None: 1 GiB, 1000 times the bytes of its files, or twice
-            what is held, whichever is most.
+        max_bytes: limit on the bytes of a version's tensors; None: as of `shrinkpoint.load`, or twice what is
+            held if that is more.
 
     Attributes:
         version: of the model that was updated last; None before the first update.

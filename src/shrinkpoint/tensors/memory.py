@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 
@@ -12,7 +16,33 @@ _ALIGN = 64
 _HEADER = 64
 """Bytes that the native pool puts before a block; the two together fill whole pages."""
 _MIN_BLOCK, _MAX_BLOCK = 1 << 20, 1 << 25
+_CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+"""Limit and usage of a control group, versions 2 and 1, where a container sees its own."""
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+def available_bytes() -> int:
+    """Bytes of memory that this process can still take, as far as the system says so; 0 if it does not."""
+    limits: list[int] = []
+    with suppress(OSError, ValueError, IndexError):
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        limits.append(int(fields["MemAvailable"].split()[0]) << 10)
+    for limit, usage in _CGROUP_FILES:
+        with suppress(OSError, ValueError):  # "max" is no number
+            limits.append(int(Path(limit).read_text()) - int(Path(usage).read_text()))
+    if not limits and hasattr(os, "sysconf"):
+        with suppress(OSError, ValueError):
+            limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
+    if sys.platform == "linux":
+        import resource
+
+        soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if soft != resource.RLIM_INFINITY:
+            limits.append(soft - int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE"))
+    return max(0, min(limits, default=0))
 
 
 class Arena:

@@ -421,9 +421,9 @@ class TreeDecoder:
         tensor = self._stored_tensor(body, path)
         if tensor.dtype != torch.uint8 or tensor.dim() != 1:
             self._raise_corrupt(path, f"bytes kept as {tensor.dtype} of shape {list(tensor.shape)}", "a row of uint8")
-        return self._share(
-            ["bytes", *(body or [tensor_name(path)])], lambda: tensor.cpu().numpy().tobytes(), tensor, path
-        )
+        key = ["bytes", *(body or [tensor_name(path)])]
+        value: bytes = self._share(key, lambda: tensor.cpu().numpy().tobytes(), tensor, path)
+        return value
 
     def _numpy_scalar(self, body: JSON, path: StatePath) -> np.generic:
         dtype, digits = self._numpy_pair(body, path)
@@ -442,7 +442,8 @@ class TreeDecoder:
             return native.astype(dtype)  # a copy: an array's memory is its own
 
         key = [dtype.str, *(reference or [tensor_name(path)])] if self._tie else [len(self._copies)]
-        return self._share(key, copy, tensor, path)
+        array: np.ndarray[Any, Any] = self._share(key, copy, tensor, path)
+        return array
 
     def _share(self, key: JSON, copy: Callable[[], Any], tensor: torch.Tensor, path: StatePath) -> Any:
         """The copy of a stored tensor under `key`, made now if there is none: a state may repeat a value."""

@@ -269,6 +269,7 @@ class CheckpointManager(BackgroundSaver):
         rng: bool = True,
         strict: bool = True,
         only: partial_restore.RestoreSelection | None = None,
+        max_bytes: int | None = None,
         **more: Any,
     ) -> RestoreResult[int] | None:
         """Load a checkpoint into the objects of the loop.
@@ -290,6 +291,7 @@ class CheckpointManager(BackgroundSaver):
                 the same parameters are restored at the same indices; a value that exists once per parameter (its step
                 count) only with all of the parameter. After a failure that lost a part of a model this loses less
                 than restoring all of it (arXiv 1810.07354, partial recovery).
+            max_bytes: how much memory the tensors of one checkpoint may take; None: as for `shrinkpoint.load`.
 
         Returns:
             Where training resumes; None if the store is empty.
@@ -308,8 +310,9 @@ class CheckpointManager(BackgroundSaver):
         self.join()
         objects = _check_names({"model": model, "optimizer": optimizer, "scheduler": scheduler, **more})
         selection = None if only is None else partial_restore.select_parts(objects, only)
+        weights_only = not state_dicts.has_optimizer(objects)
         line = replace(self.store.line)
-        checkpoint = self._load_checkpoint(step, weights_only=not state_dicts.has_optimizer(objects))
+        checkpoint = self._load_checkpoint(step, weights_only=weights_only, max_bytes=max_bytes)
         self.store.line = line  # until all of it is restored
         if checkpoint is None:
             return None
@@ -372,14 +375,14 @@ class CheckpointManager(BackgroundSaver):
                 text = f"{error.found}: no checkpoint is deleted. Pass metrics={{{self._keep.metric!r}: ...}} to save"
                 warn_user(f"{NO_METRIC}: {text}", UserWarning)
 
-    def _load_checkpoint(self, step: int | None, *, weights_only: bool) -> StoreRestore | None:
+    def _load_checkpoint(self, step: int | None, *, weights_only: bool, max_bytes: int | None) -> StoreRestore | None:
         """The checkpoint of a step, or the newest that loads; None if there is none.
 
         Args:
             weights_only: one without moments will do.
         """
         if step is not None:
-            return self._load_step(step, weights_only)
+            return self._load_step(step, weights_only, max_bytes)
         stores, exists = [self.store], self.store.has_checkpoint()
         if self.mirror is not None:
             try:
@@ -389,25 +392,27 @@ class CheckpointManager(BackgroundSaver):
                 if not exists:
                     raise
                 warn_user(f"the mirror may have a newer checkpoint, and cannot be read: {error}", UserWarning)
-        return restore_newest(stores, keep=self.store, weights_only=weights_only) if exists else None
+        if not exists:
+            return None
+        return restore_newest(stores, keep=self.store, weights_only=weights_only, max_bytes=max_bytes)
 
-    def _load_step(self, step: int, weights_only: bool) -> StoreRestore:
+    def _load_step(self, step: int, weights_only: bool, max_bytes: int | None) -> StoreRestore:
         """The checkpoint of a step; where the store has none that loads, that in the mirror."""
         try:
-            return self._load_from(self.store, step, weights_only)
+            return self._load_from(self.store, step, weights_only, max_bytes)
         except (NotFoundError, FormatError, ChainError, StorageError, MismatchError) as error:
             if self.mirror is None or step in self.store.scan().forgotten:
                 raise
             try:
-                return self._load_from(self.mirror, step, weights_only)
+                return self._load_from(self.mirror, step, weights_only, max_bytes)
             except (NotFoundError, MismatchError):
                 raise error from None
 
-    def _load_from(self, store: Store, step: int, weights_only: bool) -> StoreRestore:
+    def _load_from(self, store: Store, step: int, weights_only: bool, max_bytes: int | None) -> StoreRestore:
         def load(manifest: Manifest) -> StoreRestore:
             if manifest.weights_only and not weights_only:
                 raise store.weights_only_error(manifest)
-            state = store._load(manifest, None, True, store is self.store, None)
+            state = store._load(manifest, None, True, store is self.store, max_bytes)
             return StoreRestore(step, state, manifest, where=store.storage.describe())
 
         return use_current(lambda: store.manifest(step), load, manifest_identity)

@@ -83,6 +83,8 @@ class Checkpointer(BackgroundSaver):
         background: `save` returns as soon as the state is copied, and the copy is written beside the loop; a save
             waits for the previous one.
         threads: native threads for coding; None: every core.
+        max_bytes: how much memory the tensors of one checkpoint may take when it is loaded; None: as for
+            `shrinkpoint.load`.
         model: name of the object that a scheme evaluates.
         on_save: called with the report of every checkpoint that is committed; see `CheckpointManager`.
 
@@ -101,11 +103,13 @@ class Checkpointer(BackgroundSaver):
         keyframe_every: int | None = 20,
         background: bool = False,
         threads: int | None = None,
+        max_bytes: int | None = None,
         model: str = "model",
         on_save: OnSave | None = None,
     ) -> None:
         super().__init__(scheme, background=background, on_save=on_save)
         self._model, self._threads = validate.check_str("model", model), validate.check_threads(threads)
+        self._max_bytes = validate.check_optional_int("max_bytes", max_bytes, none_meaning="for the default")
         self._delta_writer = DeltaWriter(keyframe_every=keyframe_every, threads=threads)
         self._restored: tuple[Path | ObjectUrl, DirectoryManifest] | None = None  # which the next save goes on from
         self._root: Path | ObjectUrl | None = None  # the directory of the run that is saved
@@ -223,7 +227,7 @@ class Checkpointer(BackgroundSaver):
             found, do = f"the payloads of {len(manifest.payloads)} ranks", "read it with shrinkpoint.train.dcp"
             raise MismatchError(str(directory), found=found, expected="the payload of one process", do=do)
         self._delta_writer.drop()  # otherwise three states would be in memory
-        return decode_payload(directory, manifest.payloads[0], threads=self._threads)
+        return decode_payload(directory, manifest.payloads[0], threads=self._threads, max_bytes=self._max_bytes)
 
     def discard(self, directory: AnyDirectory) -> None:
         """Delete a directory with all its files, once nothing is being written into it; a missing one is no error.

@@ -71,6 +71,8 @@ class AcceleratorCheckpointer:
             files have four times the bytes of the state. None: no limit.
         background: `save_state` returns once the state is copied, and the copy is written while training continues.
         threads: native threads for coding; None: all cores.
+        max_bytes: how much memory the tensors of one checkpoint may take when it is loaded; None: as for
+            `shrinkpoint.load`.
         on_save: called with the report of every checkpoint that is committed, on the process that commits it; see
             `CheckpointManager`.
         loss: for "fisher": called with the model and a batch; returns the loss. None: the model returns it, as those of
@@ -88,6 +90,7 @@ class AcceleratorCheckpointer:
         keyframe_every: int | None = 20,
         background: bool = False,
         threads: int | None = None,
+        max_bytes: int | None = None,
         on_save: OnSave | None = None,
         loss: LossOfBatch | None = None,
     ) -> None:
@@ -104,8 +107,8 @@ class AcceleratorCheckpointer:
         self._scheme, self._counts_terms = scheme, isinstance(scheme, CountsTerms)
         settings: dict[str, Any] = {"scheme": scheme, "keyframe_every": keyframe_every, "threads": threads}
         settings["on_save"] = check_on_save(on_save)
-        self._whole = _WholeCheckpointer(accelerator, background=background, **settings)
-        self._sharded = ShardedCheckpointer(accelerator, **settings)
+        self._whole = _WholeCheckpointer(accelerator, background=background, max_bytes=max_bytes, **settings)
+        self._sharded = ShardedCheckpointer(accelerator, max_bytes=max_bytes, **settings)
         self.has_saved = False
         """Whether anything was saved."""
 
@@ -374,7 +377,7 @@ class _WholeCheckpointer(Checkpointer):
             state = self.load(directory).state
             self.loaded_dir = directory
             return state
-        decoded = decode_directory(directory, threads=self._threads)
+        decoded = decode_directory(directory, threads=self._threads, max_bytes=self._max_bytes)
         tensors, max_bytes = decoded.reference.tensors, decoded.max_copy_bytes
         return unflatten(decoded.tree, tensors, where=str(directory), max_bytes=max_bytes)
 
@@ -429,6 +432,7 @@ def save_state(
     keyframe_every: int | None = UNSET,
     background: bool = UNSET,
     threads: int | None = UNSET,
+    max_bytes: int | None = UNSET,
     on_save: OnSave | None = UNSET,
     loss: LossOfBatch | None = UNSET,
 ) -> SaveReport | None:
@@ -436,8 +440,8 @@ def save_state(
 
     Args:
         output_dir, step, metrics, note, keyframe: of `AcceleratorCheckpointer.save_state`.
-        scheme, keyframe_every, background, threads, on_save, loss: of `AcceleratorCheckpointer`. Give them in the first
-            call only, or the same ones in every call; make a scheme once, before the loop.
+        scheme, keyframe_every, background, threads, max_bytes, on_save, loss: of `AcceleratorCheckpointer`. Give them
+            in the first call only, or the same ones in every call; make a scheme once, before the loop.
 
     Raises:
         PolicyError: the settings differ from those of an earlier call, or one is out of range.
@@ -448,6 +452,7 @@ def save_state(
         keyframe_every=keyframe_every,
         background=background,
         threads=threads,
+        max_bytes=max_bytes,
         on_save=on_save,
         loss=loss,
     )
@@ -465,6 +470,7 @@ def load_state(
     keyframe_every: int | None = UNSET,
     background: bool = UNSET,
     threads: int | None = UNSET,
+    max_bytes: int | None = UNSET,
     on_save: OnSave | None = UNSET,
     loss: LossOfBatch | None = UNSET,
 ) -> RestoreResult[int | None]:
@@ -472,7 +478,7 @@ def load_state(
 
     Args:
         input_dir, strict: of `AcceleratorCheckpointer.load_state`.
-        scheme, keyframe_every, background, threads, on_save, loss: as for `save_state`.
+        scheme, keyframe_every, background, threads, max_bytes, on_save, loss: as for `save_state`.
 
     Raises:
         PolicyError: the settings differ from those of an earlier call, or one is out of range.
@@ -483,6 +489,7 @@ def load_state(
         keyframe_every=keyframe_every,
         background=background,
         threads=threads,
+        max_bytes=max_bytes,
         on_save=on_save,
         loss=loss,
     )

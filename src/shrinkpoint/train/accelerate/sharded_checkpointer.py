@@ -50,11 +50,12 @@ class ShardedCheckpointer:
 
     Args:
         accelerator: whose models are sharded.
+        max_bytes: of `Reader`.
         settings: of `Writer`.
     """
 
-    def __init__(self, accelerator: Accelerator, **settings: Any) -> None:
-        self._accelerator, self._settings = accelerator, settings
+    def __init__(self, accelerator: Accelerator, *, max_bytes: int | None = None, **settings: Any) -> None:
+        self._accelerator, self._settings, self._max_bytes = accelerator, settings, max_bytes
         self._chain = f"accelerate {next(_CHAIN_NUMBERS)}"
         self._group: dist.ProcessGroup | None = None
         self._save_future: Future[Any] | None = None
@@ -127,7 +128,7 @@ class ShardedCheckpointer:
         gather_or_raise(lambda: prepared_state.check_prepared(self._accelerator, auxiliary, [], where, strict=True))
         gather_or_raise(lambda: prepared_state.load_registered(self._accelerator, auxiliary, where, strict=True))
         state = _sharded_state(self._accelerator)
-        _load_in_place(state, Reader(directory, threads=self._settings.get("threads")))
+        _load_in_place(state, Reader(directory, threads=self._settings.get("threads"), max_bytes=self._max_bytes))
         models, optimizers = self._accelerator._models, self._accelerator._optimizers
         for index, model in enumerate(models):
             set_model_state_dict(prepared_state.unwrap_model(model), state[_state_key("model", index)])
@@ -149,7 +150,7 @@ class ShardedCheckpointer:
                 packed[key] = torch.empty(entry.size, dtype=torch.uint8)
         if _SHARED_KEY not in packed:
             raise prepared_state.not_ours(str(directory))
-        _load_in_place(dict(packed), Reader(directory))
+        _load_in_place(dict(packed), Reader(directory, max_bytes=self._max_bytes))
         states = {key: _unpack(data, str(directory)) for key, data in packed.items()}
         shared: dict[str, Any] = states[_SHARED_KEY]
         rank_states: list[Any] = [None] * sum(name.startswith(_RANK_KEY.format("")) for name in entries)

@@ -126,11 +126,14 @@ class Manager:
         self._delete_old()
         return self.last_report
 
-    def restore(self, step: int | None = None, **objects: Any) -> RestoreResult[int] | None:
+    def restore(
+        self, step: int | None = None, *, max_bytes: int | None = None, **objects: Any
+    ) -> RestoreResult[int] | None:
         """Load a checkpoint into objects, on any number of ranks; modules in place.
 
         Args:
             step: None: the newest checkpoint that is valid on all ranks. A number: that checkpoint or an error.
+            max_bytes: how much memory the tensors of one file may take; None: as for `shrinkpoint.load`.
             objects: what was passed to `save`; objects that are left out are not changed.
 
         Returns:
@@ -155,7 +158,8 @@ class Manager:
 
         gather_or_raise(prepare, self._group)
         with _own_errors():
-            load(flat, storage_reader=Reader(directory, threads=self._threads), process_group=self._group)
+            reader = Reader(directory, threads=self._threads, max_bytes=max_bytes)
+            load(flat, storage_reader=reader, process_group=self._group)
         manifest, metadata = open_checkpoint(directory)
         state = _by_number(objects, unflatten(flat, metadata.entries))
         aligned = align_state(objects, state, str(directory), strict=True)

@@ -44,6 +44,7 @@ class PayloadReader:
         payload_index: index of the payload in the manifest.
         threads: native threads for decoding; None: every core.
         whole: decode all of it at once, and hold it in memory; False: decode only the boxes that are read.
+        max_bytes: how much memory the tensors of one file may take; None: as for `shrinkpoint.load`.
 
     Raises:
         ChainError, FormatError, StorageError: as `verify_directory`.
@@ -57,16 +58,17 @@ class PayloadReader:
         threads: int | None,
         *,
         whole: bool,
+        max_bytes: int | None = None,
     ) -> None:
         payload = manifest.payloads[payload_index]
         self._where = str(directory / payload.name)
         self._tensors: _DecodedTensors | PartialReader
         if whole:
-            decoded = decode_payload(directory, payload, threads=threads)
+            decoded = decode_payload(directory, payload, threads=threads, max_bytes=max_bytes)
             self._tree, self._tensors = decoded.tree, _DecodedTensors(decoded.reference.tensors)
         else:
             self._tree = _verify_header(directory, payload).tree
-            self._tensors = PartialReader(chain_places(directory, payload), threads)
+            self._tensors = PartialReader(chain_places(directory, payload), threads, max_bytes=max_bytes)
 
     def __enter__(self) -> PayloadReader:
         return self

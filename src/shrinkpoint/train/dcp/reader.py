@@ -62,6 +62,7 @@ class Reader(CheckpointDirectory, StorageReader):
         path: directory of the checkpoint, or a URL such as "s3://bucket/run/step-100"; None: it is passed to
             `dcp.load`.
         threads: native threads for decoding; None: every core, shared with the other ranks on this machine.
+        max_bytes: how much memory the tensors of one file may take; None: as for `shrinkpoint.load`.
 
     Attributes:
         load_id: id of the current load, or of the last one.
@@ -70,8 +71,11 @@ class Reader(CheckpointDirectory, StorageReader):
         PolicyError: a URL of something else than object storage, or a number out of range.
     """
 
-    def __init__(self, path: AnyDirectory | None = None, *, threads: int | None = None) -> None:
+    def __init__(
+        self, path: AnyDirectory | None = None, *, threads: int | None = None, max_bytes: int | None = None
+    ) -> None:
         super().__init__(path, threads)
+        self._max_bytes = validate.check_optional_int("max_bytes", max_bytes, none_meaning="for the default")
         self._manifest: DirectoryManifest | None = None
         self._metadata = CheckpointMetadata({})
         self.load_id = secrets.token_hex(8)
@@ -159,7 +163,8 @@ class Reader(CheckpointDirectory, StorageReader):
         for index, items in sorted(items_by_payload.items()):
             requested = sum(self._item_nbytes(item) for item in items)
             whole = 2 * requested >= manifest.payloads[index].raw_bytes  # then this is faster than box after box
-            with PayloadReader(self._directory, manifest, index, self._threads, whole=whole) as payload:
+            limits: dict[str, Any] = {"whole": whole, "max_bytes": self._max_bytes}
+            with PayloadReader(self._directory, manifest, index, self._threads, **limits) as payload:
                 for item in items:
                     self._read_item(item, payload, planner)
 
@@ -215,7 +220,12 @@ def _copy_values(target: Tensor, values: Tensor) -> None:
 
 @torch.no_grad()
 def load(
-    directory: AnyDirectory, *, only: str | Sequence[str] | None = None, nested: bool = True, threads: int | None = None
+    directory: AnyDirectory,
+    *,
+    only: str | Sequence[str] | None = None,
+    nested: bool = True,
+    threads: int | None = None,
+    max_bytes: int | None = None,
 ) -> dict[str, Any]:
     """The state dict that was saved, or a part of it, with every global tensor on the CPU.
 
@@ -225,6 +235,7 @@ def load(
         only: a pattern of names, or several, such as `"model.*"`, as of `shrinkpoint.load`; None: all.
         nested: False: values by fully qualified name, as torch stores them.
         threads: native threads for decoding; None: every core.
+        max_bytes: how much memory the tensors of one file may take; None: as for `shrinkpoint.load`.
 
     Raises:
         NotFoundError: there is no checkpoint of ours; nothing matches `only`.
@@ -236,7 +247,7 @@ def load(
     root = resolve_directory(directory)
     return use_current(
         lambda: open_checkpoint(root),
-        lambda opened: _load(root, *opened, only=only, nested=nested, threads=threads),
+        lambda opened: _load(root, *opened, only=only, nested=nested, threads=threads, max_bytes=max_bytes),
         lambda opened: manifest_identity(opened[0]),
     )
 
@@ -249,6 +260,7 @@ def _load(
     only: str | Sequence[str] | None,
     nested: bool,
     threads: int | None,
+    max_bytes: int | None,
 ) -> dict[str, Any]:
     entries = [*metadata.entries.values()] if only is None else _select_entries(metadata, only, str(root))
     chunks_by_payload: dict[int, list[tuple[EntryMetadata, ChunkMetadata]]] = {}
@@ -261,7 +273,7 @@ def _load(
     for index, chunks in sorted(chunks_by_payload.items()):
         requested = sum(entry.nbytes(chunk.sizes) for entry, chunk in chunks if entry.is_tensor)
         whole = only is None or 2 * requested >= manifest.payloads[index].raw_bytes
-        with PayloadReader(root, manifest, index, threads, whole=whole) as payload:
+        with PayloadReader(root, manifest, index, threads, whole=whole, max_bytes=max_bytes) as payload:
             for entry, chunk in chunks:
                 if not entry.is_tensor:
                     state[entry.fqn] = payload.load_object(entry.fqn)

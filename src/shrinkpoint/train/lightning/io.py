@@ -71,6 +71,8 @@ class ShrinkIO(CheckpointIO):
             write has succeeded, and kept if it failed. A save outside of training is waited for, and so is one on
             another thread than the training loop's, such as that of `AsyncCheckpointIO`.
         threads: native threads for coding; None: all cores.
+        max_bytes: how much memory the tensors of one checkpoint may take when it is loaded; None: as for
+            `shrinkpoint.load`.
         model: the key of the model in what is saved: for a Trainer the default; for Fabric, the key in `fabric.save`.
         on_save: called with the report of every checkpoint that is committed; see `CheckpointManager`. A Trainer's
             loggers get the numbers with `ShrinkIOCallback(log_saves=True)`.
@@ -86,10 +88,11 @@ class ShrinkIO(CheckpointIO):
         keyframe_every: int | None = 20,
         background: bool = False,
         threads: int | None = None,
+        max_bytes: int | None = None,
         model: str = "state_dict",
         on_save: OnSave | None = None,
     ) -> None:
-        self._background, self._model, self._threads = background, model, threads
+        self._background, self._model, self._threads, self._max_bytes = background, model, threads, max_bytes
         self.stall_seconds = 0.0
         """Seconds for which the last save blocked training."""
         self._counter = TermCounter()
@@ -98,6 +101,7 @@ class ShrinkIO(CheckpointIO):
             keyframe_every=keyframe_every,
             background=background,
             threads=threads,
+            max_bytes=max_bytes,
             model=model,
             on_save=self._note_saved,
         )
@@ -190,7 +194,9 @@ class ShrinkIO(CheckpointIO):
             stock: dict[str, Any] = self._stock_io.load_checkpoint(path, **options, weights_only=weights_only)
             return stock
         is_writer = getattr(rank_zero_only, "rank", 0) == 0  # other ranks never save: they keep no reference
-        checkpointer = self._checkpointer if is_writer else Checkpointer(threads=self._threads)
+        checkpointer = self._checkpointer
+        if not is_writer:
+            checkpointer = Checkpointer(threads=self._threads, max_bytes=self._max_bytes)
         with self._lock:
             self._removals.clear_unwritten()
             checkpoint = load_checkpoint_dict(checkpointer, directory, map_location)
@@ -443,7 +449,8 @@ def load_checkpoint_dict(
         state: dict[str, Any] = from_plain(checkpointer.load(directory, device=_target_device(map_location)).state)
     except (NotFoundError, ChainError, FormatError) as error:
         advice = "resume from another one: ckpt_path=latest_valid(directory), of shrinkpoint.train.lightning"
-        raise type(error)(error.where, found=error.found, expected=error.expected, do=advice) from error
+        do = f"{advice}; or {error.do}" if "max_bytes" in error.do else advice
+        raise type(error)(error.where, found=error.found, expected=error.expected, do=do) from error
     return keep_slot_dtypes(state)
 
 

@@ -44,6 +44,8 @@ class ShrinkCallback(TrainerCallback):
             files have four times the bytes of the state. None: no limit.
         background: write checkpoints while training continues.
         threads: native threads for coding; None: all cores.
+        max_bytes: how much memory the tensors of one checkpoint may take when it is loaded; None: as for
+            `shrinkpoint.load`.
         resume_from_checkpoint: directory to resume from, if it is not inside `output_dir`.
         on_save: called with the report of every checkpoint that is committed; see `CheckpointManager`.
 
@@ -58,12 +60,18 @@ class ShrinkCallback(TrainerCallback):
         keyframe_every: int | None = 20,
         background: bool = False,
         threads: int | None = None,
+        max_bytes: int | None = None,
         resume_from_checkpoint: str | Path | None = None,
         on_save: OnSave | None = None,
     ) -> None:
         self._on_save = check_on_save(on_save)
         self._checkpointer = Checkpointer(
-            scheme=scheme, keyframe_every=keyframe_every, background=background, threads=threads, on_save=self._saved
+            scheme=scheme,
+            keyframe_every=keyframe_every,
+            background=background,
+            threads=threads,
+            max_bytes=max_bytes,
+            on_save=self._saved,
         )
         require_single_process(self._checkpointer.scheme, "ShrinkCallback")
         if resume_from_checkpoint is not None:

@@ -56,6 +56,8 @@ class ShrinkConfig:
         background: write checkpoints while training continues, one at a time: a save that comes too early waits.
             Older checkpoints are deleted only once the new one is complete.
         threads: native threads for coding; None: all cores.
+        max_bytes: how much memory the tensors of one checkpoint may take when it is loaded; None: as for
+            `shrinkpoint.load`.
         on_save: called with the report of every checkpoint that is committed; see `CheckpointManager`.
         log_saves: send the numbers of every checkpoint to the Trainer's loggers (`report_to`), as "checkpoint/bytes"
             and so on; with `background`, when the Trainer next waits for it.
@@ -71,6 +73,7 @@ class ShrinkConfig:
     keyframe_every: int | None = 20
     background: bool = False
     threads: int | None = None
+    max_bytes: int | None = None
     on_save: OnSave | None = None
     log_saves: bool = False
 
@@ -140,6 +143,7 @@ class ShrinkConfig:
             keyframe_every=self.keyframe_every,
             background=self.background,
             threads=self.threads,
+            max_bytes=self.max_bytes,
             on_save=self.on_save,
         )
 

@@ -398,7 +398,10 @@ class _ModelCheckpointer:
 
     def load(self, directory: str) -> dict[str, Any]:
         """The state in a directory; a process that never saves keeps no reference for a next delta."""
-        checkpointer = self.for_model() if self.participates else Checkpointer(threads=self._trainer.shrink.threads)
+        if self.participates:
+            checkpointer = self.for_model()
+        else:
+            checkpointer = Checkpointer(threads=self._trainer.shrink.threads, max_bytes=self._trainer.shrink.max_bytes)
         state: dict[str, Any] = checkpointer.load(directory).state
         return state
 

@@ -113,7 +113,9 @@ def load_weights(
         directory = find_directory(path, step)
         directories = [*dict.fromkeys((directory, *directories, directory.parent))]
         if len(read_directory_manifest(directory).payloads) != 1 or _is_dcp(directory):
-            return PretrainedWeights(str(where), _load_distributed(directory, key, threads), tuple(directories))
+            return PretrainedWeights(
+                str(where), _load_distributed(directory, key, threads, max_bytes), tuple(directories)
+            )
     return _decode_weights(where, step, key, tuple(directories), threads, max_bytes)
 
 
@@ -191,7 +193,9 @@ def _is_dcp(directory: Path) -> bool:
     return isinstance(extra, dict) and DCP_KEY in extra
 
 
-def _load_distributed(directory: Path, key: str | Sequence[str | int] | None, threads: int | None) -> dict[str, Tensor]:
+def _load_distributed(
+    directory: Path, key: str | Sequence[str | int] | None, threads: int | None, max_bytes: int | None
+) -> dict[str, Tensor]:
     """The weights of a checkpoint of torch.distributed.checkpoint; only what they are made of is decoded."""
     from shrinkpoint.train.dcp.reader import load, open_checkpoint
 
@@ -200,12 +204,12 @@ def _load_distributed(directory: Path, key: str | Sequence[str | int] | None, th
     requested = _as_path(key)
     for prefix in _PATHS if requested is None else (requested,):
         if any(path[: len(prefix)] == prefix and len(path) > len(prefix) for path in paths):
-            value: Any = load(directory, only=escape(tensor_name(prefix)), threads=threads)
+            value: Any = load(directory, only=escape(tensor_name(prefix)), threads=threads, max_bytes=max_bytes)
             for part in prefix:
                 value = value[part]
             return _check_tensors(value, str(directory), prefix)
     if requested is None and all(len(path) == 1 for path in paths):
-        return _check_tensors(load(directory, threads=threads), str(directory), ())
+        return _check_tensors(load(directory, threads=threads, max_bytes=max_bytes), str(directory), ())
     raise _no_weights_error(str(directory), [tensor_name(path) for path in paths], [directory])
 
 
