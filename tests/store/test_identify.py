@@ -82,7 +82,7 @@ def test_a_store_its_checkpoint_and_a_frameworks_say_how_they_are_loaded(tmp_pat
     Checkpointer().save(tmp_path / "run" / "step-1", STATE)
     for path, what, do in (
         (tmp_path / "store", "a store", "shrinkpoint.load("),
-        (tmp_path / "store" / "step-000000007", "a store's checkpoint", "step=7)"),
+        (tmp_path / "store" / "step-000000007", "a store's checkpoint", "step-000000007')"),
         (tmp_path / "run", "a framework's run", "step-1"),
         (tmp_path / "run" / "step-1", "a framework's checkpoint", "shrinkpoint.load("),
     ):

@@ -24,6 +24,7 @@ from shrinkpoint.store.file_place import FilePlace, place_file
 from shrinkpoint.store.identify import EMPTY_DIRECTORY, Identification, identify
 from shrinkpoint.store.listing import Listing, list_steps, scan
 from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.step_storage import find_store
 
 if TYPE_CHECKING:
     from shrinkpoint.store.checkpoint_file import DecodedFile
@@ -211,6 +212,7 @@ def open_store(text: str, *, allow_run: bool = False) -> tuple[Storage, Listing]
     """
     if is_object_url(text):
         storage = resolve_storage(text)
+        storage = find_store(storage) or storage
         listing = scan(storage)
         if not (listing.keys or allow_run):
             raise NotFoundError(text, found="no checkpoint", expected="a store", do="check the URL")
@@ -220,7 +222,7 @@ def open_store(text: str, *, allow_run: bool = False) -> tuple[Storage, Listing]
         raise NotFoundError(text, found="a file", expected=expected, do=f"see `shrinkpoint show {shlex.quote(text)}`")
     if not path.exists():
         raise NotFoundError(text, found="no such directory", expected=expected, do="check the path")
-    storage = LocalStorage(path)
+    storage = find_store(LocalStorage(path)) or LocalStorage(path)
     listing = scan(storage)
     if not (listing.keys or listing.manifests or listing.broken):
         identity = identify(path)

@@ -13,13 +13,15 @@ from typing import Any, ClassVar
 from shrinkpoint.convert import dcp, directory, framework_layouts, safetensors_file, torch_file
 from shrinkpoint.convert.part import TENSOR_SUFFIXES, Part, tensor_suffix
 from shrinkpoint.errors import NotFoundError, PolicyError, ShrinkpointError
-from shrinkpoint.storage import what_is_at
+from shrinkpoint.storage import LocalStorage, Storage, what_is_at
 from shrinkpoint.storage.base import RESERVED
 from shrinkpoint.store import Store, layout
 from shrinkpoint.store.checkpoint_file import build_state
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.directory import find_checkpoints, read_directory_manifest
+from shrinkpoint.store.listing import scan
 from shrinkpoint.store.load import load
+from shrinkpoint.store.step_storage import StepStorage, find_store
 
 _STEP_PATTERN = re.compile(
     r"(?:^|[^a-z])(?:global[-_]?)?(step|checkpoint|ckpt|iteration|iter|it|update|epoch|ep)s?[-_=.]?0*(\d{1,15})(?!\d)",
@@ -234,7 +236,9 @@ def _discover_at(path: Path) -> CheckpointSeries:
     if native is not None or path.is_file():
         return single
     if is_store(path):
-        return CheckpointSeries([*_store_checkpoints(path)], find_checkpoints(path), is_run_dir=True)
+        return CheckpointSeries(
+            [*_store_checkpoints(path, LocalStorage(path))], find_checkpoints(path), is_run_dir=True
+        )
     if (path / dcp.METADATA_FILE).is_file():
         return single
     run = _series_in(path)
@@ -293,6 +297,8 @@ def _native_checkpoint(path: Path) -> SourceCheckpoint | None:
         is_native = path.suffix == ".safetensors" and safetensors_file.is_ours(path)
         return NativeFile(step, path) if is_native else None
     try:
+        if isinstance(store := find_store(LocalStorage(path)), StepStorage):
+            return next(_store_checkpoints(path, store))
         if not directory.is_ours(path):
             return None
         recorded_step = read_directory_manifest(path).step
@@ -318,9 +324,9 @@ def is_new_store(path: Path) -> bool:
     )
 
 
-def _store_checkpoints(path: Path) -> Iterator[SourceCheckpoint]:
+def _store_checkpoints(path: Path, storage: Storage) -> Iterator[SourceCheckpoint]:
     """Yields the checkpoints of a store, also those whose manifest cannot be read; `NotFoundError` if there is none."""
-    listing = Store(path).scan()
+    listing = scan(storage)
     if not listing.visible and not listing.broken:
         raise NotFoundError(str(path), found="no checkpoint", expected="a store with some", do="save one first")
     yield from (StoreCheckpoint(step, path) for step in listing.visible)

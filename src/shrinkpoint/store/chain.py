@@ -84,6 +84,7 @@ class ChainFile:
         step, id: the checkpoint of a store that it belongs to; None and "" elsewhere.
         header: of this very file, if it has been read and verified already.
         source: this very file, open: `read` uses and closes it.
+        advice: what to do where it is missing.
     """
 
     digest: str
@@ -96,6 +97,7 @@ class ChainFile:
     id: str = ""
     header: FileReader | None = None
     source: Source | None = None
+    advice: str = _DO
 
     def open_ahead(self) -> ChainFile:
         """This file, open and with its header; raises as `read`."""
@@ -155,7 +157,7 @@ class ChainFile:
         error_class, expected = ChainError, f"{self.expected}, with header digest {self.digest}"
         if self.is_payload:
             error_class, expected = CorruptError, "the payload its manifest names"
-        raise error_class(where, found="no such file", expected=expected, do=_DO)
+        raise error_class(where, found="no such file", expected=expected, do=self.advice)
 
     def verify(self, source: Source, where: str) -> FileReader:
         """The header of an open file, once it is known to be the one of this chain.
@@ -216,13 +218,14 @@ def candidate_keys(manifest: Manifest, link: ChainLink) -> tuple[str, ...]:
 
 def store_chain(storage: Storage, manifest: Manifest) -> tuple[ChainFile, ...]:
     """The files that a checkpoint of a store is decoded from: its own hard links first, then its siblings' files."""
-    files = []
+    files, advice = [], getattr(storage, "missing_base_advice", _DO)
     for link in chain_links(manifest):
         is_payload, keys = link.step == manifest.step, candidate_keys(manifest, link)
         expected = f"the base of step {manifest.step}: the file of step {link.step}"
         if is_payload:
             expected = "which its manifest records"
         file = ChainFile(link.digest, storage, keys, expected, is_payload=is_payload, step=link.step, id=link.id)
+        file = file if is_payload else replace(file, advice=advice)
         files.append(file)
     return tuple(files)
 
@@ -274,7 +277,10 @@ def directory_chain(directory: AnyDirectory, payload: Payload) -> tuple[ChainFil
     own = ChainFile(payload.digest, storage, (payload.name,), expected, payload.size, is_payload=True)
     if payload.bases and not isinstance(storage, LocalStorage):
         return _bucket_chain(own, payload)
-    bases = (ChainFile(base, storage, (layout.base_name(base),), expected, size) for base, size in payload.bases)
+    do = f"copy the directory with its folder `{layout.BASES}`, or restore another checkpoint"
+    bases = (
+        ChainFile(base, storage, (layout.base_name(base),), expected, size, advice=do) for base, size in payload.bases
+    )
     return (*bases, own)
 
 

@@ -105,10 +105,11 @@ def _identify_directory(path: Path) -> Identification:
     if any(layout.step_of_dir(name) is not None for name in names):
         do = f"load it with shrinkpoint.load({str(path)!r}), or with a CheckpointManager"
         return Identification("a store", do, is_foreign=False)
-    step = layout.step_of_dir(path.name)
-    if step is not None and any(layout.step_of(f"{path.name}/{name}") is not None for name in names):
-        do = f"load it with shrinkpoint.load({str(path.parent)!r}, step={step})"
-        return Identification("the directory of a store's checkpoint", do, is_foreign=False)
+    if any(layout.PAYLOAD.fullmatch(name) for name in names):
+        what, do = "the directory of a store's checkpoint", f"load it with shrinkpoint.load({str(path)!r})"
+        if layout.MANIFEST not in names:
+            what, do = f"{what} without {layout.MANIFEST}", "copy all its files, or load another step: its save was cut"
+        return Identification(what, do, is_foreign=False)
     if checkpoints := find_checkpoints(path):
         do = f"name one checkpoint, such as {checkpoints[-1]}, and load it with the framework that saved it"
         return Identification("a framework's run", do, is_foreign=False)

@@ -28,7 +28,7 @@ from shrinkpoint.store.decode import SelectLeaves, decode_chain
 from shrinkpoint.store.directory import find_checkpoints, read_directory_manifest
 from shrinkpoint.store.file_place import FilePlace, place_file
 from shrinkpoint.store.identify import identify
-from shrinkpoint.store.listing import list_steps
+from shrinkpoint.store.step_storage import find_store
 from shrinkpoint.store.store import Store
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.tensors.tree_selection import SelectedLeaves, match_patterns, select_leaves
@@ -56,8 +56,9 @@ def load(
     strides. `load_state_dict` copies them into the strides of the module.
 
     Args:
-        where: a file that `save` wrote, or a payload; a store, as a directory or a storage; a URL of either, such as
-            "s3://bucket/run"; a checkpoint directory of a framework, or its run.
+        where: a file that `save` wrote, or a payload; a store, as a directory or a storage; one step's directory of a
+            store, or a copy of it; a URL of any of these, such as "s3://bucket/run"; a checkpoint directory of a
+            framework, or its run.
         step: of a store or run: which checkpoint; None: the newest.
         only: a pattern of names, or several, such as `"model.*"`: load what matches, and decode only what that needs.
             Keys are joined by "." or, as `inspect` shows them, by "/"; `*` matches any of these, too. A pattern
@@ -164,10 +165,9 @@ def find_chain(
     """
     step = None if step is None else layout.as_step(step)
     if is_object_url(where):
-        storage = resolve_storage(where, cache=cache)
-        if list_steps(storage):
+        if (store := find_store(resolve_storage(where, cache=cache))) is not None:
             _check_absent("base", base, str(where), "a checkpoint of a store names its own")
-            return _store_chain(storage, step)
+            return _store_chain(store, step)
         url = parse_object_url(where)
         if find_checkpoints(url):
             _check_absent("base", base, str(url), "a checkpoint in a directory names its own")
@@ -175,15 +175,15 @@ def find_chain(
         _check_absent("step", step, str(where), "a file has none: name the store")
         return chains.file_chain(place_file(where, cache=cache), base)
     if not isinstance(where, str | Path):
-        return _store_chain(resolve_storage(where, cache=cache), step)
+        storage = resolve_storage(where, cache=cache)
+        return _store_chain(find_store(storage) or storage, step)
     path = local_path(where).absolute()
     if what_is_at(path) != "a directory":
         _check_absent("step", step, str(where), "a file has none: name the store")
         return chains.file_chain(path, base)
     _check_absent("base", base, str(where), "a checkpoint in a directory names its own")
-    storage = LocalStorage(path)
-    if list_steps(storage):
-        return _store_chain(storage, step)
+    if (store := find_store(LocalStorage(path))) is not None:
+        return _store_chain(store, step)
     return _directory_chain(find_directory(path, step))
 
 

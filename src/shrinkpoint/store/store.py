@@ -21,7 +21,7 @@ from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import ChainError, FormatError, MismatchError, NotFoundError, PolicyError, StorageError
 from shrinkpoint.schemes.base import PlanningScheme, Scheme
 from shrinkpoint.schemes.registry import get_scheme
-from shrinkpoint.storage import ObjectCache, Storage, map_requests, resolve_storage
+from shrinkpoint.storage import LocalStorage, ObjectCache, Storage, map_requests, resolve_storage
 from shrinkpoint.store import chain, layout
 from shrinkpoint.store.chain_limit import ChainBytes, ChainLimit
 from shrinkpoint.store.checkpoint_file import Device, build_state
@@ -49,6 +49,7 @@ from shrinkpoint.store.manifest import Manifest, check_lossy_restores, check_not
 from shrinkpoint.store.prune import prune
 from shrinkpoint.store.retention import Keep, PrunePlan, check_keep
 from shrinkpoint.store.save_report import SaveReport
+from shrinkpoint.store.step_storage import find_store
 from shrinkpoint.store.store_html import store_html
 from shrinkpoint.store.transaction import (
     CheckpointTransaction,
@@ -76,7 +77,8 @@ class Store:
     held: the next save decodes them again.
 
     Args:
-        where: a directory or a URL such as "s3://bucket/run", which need not exist yet, or a storage.
+        where: a directory or a URL such as "s3://bucket/run", which need not exist yet, or a storage. A copy of one
+            step's directory is read as a store with that step, and nothing can be saved there.
         keyframe_every: greatest number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
             files have four times the bytes of the state. None: no limit.
         threads: native threads for coding; None: every core.
@@ -102,7 +104,9 @@ class Store:
         cache: str | Path | ObjectCache | None = None,
     ) -> None:
         keyframe_every, threads = validate.check_keyframe_every(keyframe_every), validate.check_threads(threads)
-        self.storage = resolve_storage(where, "the directory of a store", cache=cache)
+        storage = resolve_storage(where, "the directory of a store", cache=cache)
+        copied = find_store(storage) if isinstance(storage, LocalStorage) else None
+        self.storage = storage if copied is None else copied
         self.chain_limit, self._threads = ChainLimit(keyframe_every), threads
         self._reference_cache: ReferenceCache[Manifest] = ReferenceCache()
         self._mutex = threading.RLock()
@@ -159,8 +163,9 @@ class Store:
             PolicyError: the step is no whole number.
         """
         if step is None:
-            entries = (entry for entry, _ in iter_newest([self._lister]) if entry.is_visible and entry.error is None)
-            entry = next(entries, None)
+            whole = (entry for entry, _ in iter_newest([self._lister]) if entry.is_visible and entry.error is None)
+            broken = (entry for entry, _ in iter_newest([self._lister]) if entry.is_visible)
+            entry = next(whole, None) or next(broken, None)
         else:
             step = layout.as_step(step)
             entry = self._lister.scan_steps((step,)).directories.get(step)

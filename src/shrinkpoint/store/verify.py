@@ -13,6 +13,7 @@ from shrinkpoint.store.chain import ChainFile
 from shrinkpoint.store.listing import Listing, read_step, scan
 from shrinkpoint.store.manifest import ChainLink, Manifest
 from shrinkpoint.store.retention import inode_key
+from shrinkpoint.store.step_storage import StepStorage
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ def verify(storage: Storage, *, deep: bool = False, threads: int | None = None) 
         for manifest in listing.visible.values():
             findings += checker.current_findings(manifest)
             task.advance(manifest.stored_bytes)
-    findings += _missing_bases(storage, listing)
+    if not isinstance(storage, StepStorage):
+        findings += _missing_bases(storage, listing)
     if deep:
         failed_steps = {finding.step for finding in findings if not finding.loads}
         findings += _decode_failures(storage, listing, failed_steps, threads)

@@ -21,8 +21,8 @@ from shrinkpoint.store.chain import chain_identity, use_current
 from shrinkpoint.store.checkpoint_file import build_state
 from shrinkpoint.store.decode import decode_chain
 from shrinkpoint.store.directory import is_checkpoint, read_directory_manifest
-from shrinkpoint.store.listing import list_steps
 from shrinkpoint.store.load import find_chain, find_directory, list_names
+from shrinkpoint.store.step_storage import find_store
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.tensors.names import StatePath, tensor_name
 from shrinkpoint.tensors.tree_selection import SelectedLeaves, select_leaves
@@ -109,7 +109,7 @@ def load_weights(
     path = local_path(where).absolute()
     is_directory = what_is_at(path) == "a directory"
     directories = [path if is_directory else path.parent]
-    if is_directory and not list_steps(LocalStorage(path)):
+    if is_directory and find_store(LocalStorage(path)) is None:
         directory = find_directory(path, step)
         directories = [*dict.fromkeys((directory, *directories, directory.parent))]
         if len(read_directory_manifest(directory).payloads) != 1 or _is_dcp(directory):
