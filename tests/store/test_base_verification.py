@@ -51,14 +51,14 @@ class Stores:
 
 
 class Managers(Stores):
-    """A run in a store that is written beside the loop, and of which two are kept."""
+    """A run in a store that is written beside the loop."""
 
     def __init__(self, path):
         self.storage = LocalStorage(path / "store")
         self.manager = self._made()
 
     def _made(self):
-        return sp.CheckpointManager(self.storage, keyframe_every=None, background=True, keep=sp.Keep(last=2))
+        return sp.CheckpointManager(self.storage, keyframe_every=None, background=True)
 
     def save(self, step):
         self.manager.save(step, extra=state(step))

@@ -92,7 +92,7 @@ def test_files_of_a_chain_are_asked_for_at_once_and_opened_once(url, s3):
         act()
         assert s3.peak() >= 4
         names = [f"{method} {path}" for method, path, _ in s3.requests()]
-        assert sum(name.startswith("GET") for name in names) <= 12 + 4, names
+        assert sum(name.startswith("GET") for name in names) <= 12 + 5, names
 
 
 def test_chain_outlives_pruning_without_links(url):
