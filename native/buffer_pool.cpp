@@ -7,6 +7,8 @@
 #include <mutex>
 #include <new>
 
+#include <pthread.h>
+
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -21,6 +23,10 @@ struct alignas(64) Header {
 
 class Pool {
    public:
+    // A child that is forked while another thread holds the mutex would wait for it forever.
+    void hold() { mutex_.lock(); }
+    void release() { mutex_.unlock(); }
+
     void* take(size_t size) {
         const std::lock_guard lock(mutex_);
         for (auto it = free_.begin(); it != free_.end(); ++it) {
@@ -93,7 +99,10 @@ void* allocate(size_t size) {
 }
 
 Pool& pool() {
-    static Pool* const one = new Pool;  // never destroyed: blocks may come back while the process ends
+    static Pool* const one = [] {
+        pthread_atfork([] { pool().hold(); }, [] { pool().release(); }, [] { pool().release(); });
+        return new Pool;  // never destroyed: blocks may come back while the process ends
+    }();
     return *one;
 }
 

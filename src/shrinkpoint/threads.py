@@ -1,17 +1,63 @@
-"""Threads: work in a pool where threads may be refused, and an end before that of the interpreter."""
+"""Threads: a pool where threads may be refused, an end before that of the interpreter, and none in a forked child."""
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 T = TypeVar("T")
 P = ParamSpec("P")
 _JOIN_SECONDS = 2.0
 """How long the end of an owner waits for its thread, which may wait for a peer that died."""
+
+
+class ForkAware(Protocol):
+    """An object that depends on a thread, or on what another thread may hold while a process forks."""
+
+    def reset_after_fork(self) -> None:
+        """Let go of threads, locks and unfinished work, which are the parent's; called in a forked child."""
+        ...
+
+
+_FORK_AWARE: weakref.WeakSet[ForkAware] = weakref.WeakSet()
+
+
+def reset_in_children(owner: ForkAware) -> None:
+    """Call `owner.reset_after_fork` in every child that this process forks while the owner lives."""
+    _FORK_AWARE.add(owner)
+
+
+def _reset_all() -> None:
+    for owner in [*_FORK_AWARE]:
+        owner.reset_after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_all)
+
+
+class ForkSafeLock:
+    """A reentrant lock that is free in a forked child, where no thread could release it; pickled, it is a new one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        reset_in_children(self)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def reset_after_fork(self) -> None:
+        self._lock = threading.RLock()
+
+    def __reduce__(self) -> tuple[type[ForkSafeLock], tuple[()]]:
+        return (ForkSafeLock, ())
 
 
 def submit_or_run(pool: Executor, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from shrinkpoint.errors import StorageError
 from shrinkpoint.storage.base import Buffer, storage_error
 from shrinkpoint.storage.local import atomic_replace
 from shrinkpoint.storage.paths import open_regular
@@ -29,11 +30,11 @@ class AppendFile:
         size: in bytes.
 
     Raises:
-        StorageError: the file cannot be opened or cut.
+        StorageError: the file cannot be opened or cut; a forked child appends to its parent's file.
     """
 
     def __init__(self, path: Path, size: int) -> None:
-        self._path, self.size, self._fd = path, size, -1
+        self._path, self.size, self._fd, self._pid = path, size, -1, os.getpid()
         try:
             self._fd = open_regular(path, os.O_WRONLY | os.O_NOFOLLOW)
             os.ftruncate(self._fd, size)
@@ -60,6 +61,7 @@ class AppendFile:
         """
         rest = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
         end = self.size
+        self._check_own()
         try:
             while rest:
                 written = os.pwritev(self._fd, rest[:_MAX_BUFFERS], end)
@@ -82,6 +84,7 @@ class AppendFile:
         Raises:
             StorageError: the system refused it.
         """
+        self._check_own()
         self.size = size
         try:
             os.ftruncate(self._fd, size)
@@ -101,3 +104,9 @@ class AppendFile:
         if fd >= 0:
             with suppress(OSError):
                 os.close(fd)
+
+    def _check_own(self) -> None:
+        """Raise in a forked child, whose parent appends to the same file."""
+        if os.getpid() != self._pid:
+            found, do = f"a file that process {self._pid} appends to", "write it in the process that opened it"
+            raise StorageError(str(self._path), found=found, expected="one writer at a time", do=do)

@@ -164,8 +164,10 @@ class Lease:
 
     def release(self) -> None:
         """Free the lock object; one that another has taken is left alone, and so is one of a forked parent."""
+        if not self.is_own:
+            return
         self._released.set()
-        if not self.is_own or sys.is_finalizing():
+        if sys.is_finalizing():
             return
         with self._mutex, suppress(ShrinkpointError):  # else it ends by itself
             if self._error is None:

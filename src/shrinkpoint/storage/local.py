@@ -543,7 +543,7 @@ def hold_lock(path: Path, where: str) -> Iterator[None]:
     if os.path.lexists(path) and not is_regular(path):
         do = f"remove {path.name!r} if no process needs it"
         raise StorageError(where, found=f"{what_is_at(path)} named {path.name!r}", expected="a lock file", do=do)
-    hold, is_locked = object(), False
+    hold, is_locked, pid = object(), False, os.getpid()
     try:  # an interrupt may come at any line, and a descriptor that is never closed keeps the lock
         with _os_errors(where, "locking"):
             fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -558,7 +558,7 @@ def hold_lock(path: Path, where: str) -> Iterator[None]:
                 os.write(fd, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
         yield
     finally:
-        if hold in _lock_fds:  # not so in a forked child
+        if hold in _lock_fds and os.getpid() == pid:  # a forked child leaves the lock to its parent
             if is_locked:  # else the note is another holder's
                 with suppress(OSError):
                     os.ftruncate(_lock_fds[hold], 0)

@@ -17,7 +17,6 @@ import os
 import secrets
 import shutil
 import struct
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
@@ -30,6 +29,7 @@ from shrinkpoint.errors import CorruptError, ShrinkpointError, StorageError
 from shrinkpoint.storage.base import Buffer, Source, check_range
 from shrinkpoint.storage.local import LocalSource, is_being_written, try_lock
 from shrinkpoint.storage.paths import is_regular, local_path
+from shrinkpoint.threads import ForkSafeLock
 
 DIRECTORY_VARIABLE, BYTES_VARIABLE = "SHRINKPOINT_CACHE", "SHRINKPOINT_CACHE_BYTES"
 """Environment variables: the directory of the cache, and how much it may take."""
@@ -294,7 +294,7 @@ class CachedSource(Source):
 
     def __init__(self, copy: CachedFile, fetch: Callable[[], Source]) -> None:
         self._copy, self._fetch = copy, fetch
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._source: Source | None = None
 
     @property
@@ -387,7 +387,7 @@ class CacheWriter:
 
     def __init__(self, cache: ObjectCache, path: Path, version: ObjectVersion) -> None:
         self._cache, self._path, self._version = cache, path, version
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._digests: list[str] = [""] * -(-version.size // BLOCK_BYTES)
         self._ranges: list[tuple[int, int]] = []  # what has been written, in order, none touching another
         self._temporary = path.with_name(f"tmp-{secrets.token_hex(8)}")

@@ -43,6 +43,7 @@ from shrinkpoint.store.directory import free_payload_name
 from shrinkpoint.store.manifest import Payload
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.threads import reset_in_children
 
 _BASE_DIR_PREFIX = ".shrinkpoint.base-"
 """Prefix of the hidden directory that keeps the bases of the next delta when theirs is deleted; then a process id."""
@@ -78,6 +79,13 @@ class DeltaWriter:
         self._base_chain: tuple[StoredFile, ...] = ()  # in a bucket: these files, keyframe first, wherever they lie
         self._own_base_dir: Path | None = None  # the same, if it is a hidden one of ours
         self._uncommitted: _UncommittedPayload | None = None
+        reset_in_children(self)
+
+    def reset_after_fork(self) -> None:
+        """In a forked child: leave files to the parent; the next payload is a keyframe."""
+        self._uncommitted = self._own_base_dir = None
+        self._reference_cache, self._base_verifier = ReferenceCache(), BaseVerifier()
+        self._base_dir, self._base_chain = None, ()
 
     @property
     def reference(self) -> Reference | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shlex
-import threading
 import time
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -60,6 +59,7 @@ from shrinkpoint.store.transaction import (
 )
 from shrinkpoint.store.verify import Finding, verify
 from shrinkpoint.tensors.flat_state import FlatState, flatten
+from shrinkpoint.threads import ForkSafeLock, reset_in_children
 
 _log = logging.getLogger("shrinkpoint")
 _MAX_REASONS = 5
@@ -109,13 +109,14 @@ class Store:
         self.storage = storage if copied is None else copied
         self.chain_limit, self._threads = ChainLimit(keyframe_every), threads
         self._reference_cache: ReferenceCache[Manifest] = ReferenceCache()
-        self._mutex = threading.RLock()
+        self._mutex = ForkSafeLock()
         self._lister = Lister(self.storage)
         self._store_lock = StoreLock(self.storage, self._lister, self._mutex)
         self._base_verifier = BaseVerifier()
         self._transaction: weakref.ref[CheckpointTransaction] | None = None
         self.line = Line()
         self._settled: set[str] = set()  # checkpoints that a prune with `defer` has found nothing to delete of
+        reset_in_children(self)
 
     def __repr__(self) -> str:
         return f"Store({self.storage.describe()!r})"
@@ -129,6 +130,11 @@ class Store:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def reset_after_fork(self) -> None:
+        """In a forked child: leave the lock, and what is being written, to the parent; the next save is a keyframe."""
+        self._store_lock.leave_to_parent()
+        self._reference_cache, self._base_verifier, self._transaction = ReferenceCache(), BaseVerifier(), None
 
     def close(self) -> None:
         """Let other processes save here, and free the memory of the reference. A later save opens the store again."""

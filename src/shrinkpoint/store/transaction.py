@@ -72,6 +72,10 @@ class StoreLock:
         finally:
             self._storage_lock, self._is_clean = None, False
 
+    def leave_to_parent(self) -> None:
+        """In a forked child: the lock is the parent's, and the next `acquire` asks for it."""
+        self._storage_lock, self._is_clean = None, False
+
     @contextmanager
     def for_writing(self) -> Iterator[None]:
         """Hold the lock for this block; keep it afterwards if it was held before."""

@@ -21,6 +21,7 @@ from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.flat_state import FlatState, allocate_like
 from shrinkpoint.tensors.side_streams import SideStreams
+from shrinkpoint.threads import reset_in_children
 from shrinkpoint.train.planning import SavePlan
 from shrinkpoint.train.state_copy import StateCopy
 
@@ -63,6 +64,12 @@ class BackgroundSaver:
         self._lossy_restores = 0  # behind the state that is being trained
         self._held_copies: dict[str, torch.Tensor] = {}  # which the writer holds as its reference
         self._free_copies: dict[str, torch.Tensor] = {}  # whose memory is free
+        reset_in_children(self)
+
+    def reset_after_fork(self) -> None:
+        """In a forked child: a save that was running is the parent's, and so are its copies."""
+        self._worker, self._stalls_since = BackgroundWorker(), None
+        self._drop_snapshots()
 
     def __enter__(self) -> Self:
         return self

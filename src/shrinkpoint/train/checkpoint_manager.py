@@ -336,6 +336,10 @@ class CheckpointManager(BackgroundSaver):
     def _last_reference(self) -> Reference | None:
         return self.store.reference
 
+    def reset_after_fork(self) -> None:
+        super().reset_after_fork()
+        self._is_locked = False
+
     def _release(self) -> None:
         self._is_locked = False
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -35,6 +34,7 @@ from shrinkpoint.store.delta_writer import DeltaWriter
 from shrinkpoint.store.manifest import DirectoryManifest, check_note
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import JSON
+from shrinkpoint.threads import ForkSafeLock
 from shrinkpoint.train.background import BackgroundSaver, OnSave
 from shrinkpoint.train.planning import make_save_plan
 from shrinkpoint.train.restore import RestoreResult
@@ -292,7 +292,7 @@ class Checkpointer(BackgroundSaver):
         return report
 
 
-_WRITERS_LOCK = threading.RLock()
+_WRITERS_LOCK = ForkSafeLock()
 _WRITERS: WeakSet[Checkpointer] = WeakSet()
 """The checkpointers of this process that have written something."""
 

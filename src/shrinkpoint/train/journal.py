@@ -23,6 +23,7 @@ from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store import SaveReport, layout
 from shrinkpoint.tensors.dtypes import tensor_bytes
+from shrinkpoint.threads import reset_in_children
 from shrinkpoint.train.journal_segments import ChainPlace, JournalDirectory
 from shrinkpoint.train.journal_state import JournalState
 from shrinkpoint.train.journal_writer import SegmentWriter
@@ -157,6 +158,11 @@ class Journal:
         self._num_bytes = 0  # of the records since the last save, the same on all ranks
         self._has_stopped = self._is_clean = False
         self._old_report = manager.last_report  # of a save whose older segments are deleted
+        reset_in_children(self)
+
+    def reset_after_fork(self) -> None:
+        """In a forked child: the open segment and its lock are the parent's."""
+        self._writer, self._step, self._lock, self._is_locked = None, None, ExitStack(), False
 
     def __repr__(self) -> str:
         return f"Journal({str(self._directory.path)!r})"

@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 from shrinkpoint.errors import LockedError, StorageError, UserLine, find_user_line, warn_at, warn_user
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.mirror import Mirror
+from shrinkpoint.threads import ForkSafeLock, reset_in_children
 
 _log = logging.getLogger("shrinkpoint")
 _MAX_PAUSE = 60.0  # seconds between two attempts
@@ -31,7 +32,7 @@ class MirrorUploader:
     def __init__(self, mirror: Mirror) -> None:
         self.lag = 0
         self._mirror = mirror
-        self._mutex = threading.Lock()  # of what follows
+        self._mutex = ForkSafeLock()  # of what follows
         self._thread: threading.Thread | None = None
         self._is_due = False  # there may be something to copy
         self._num_commits = 0  # so far
@@ -42,6 +43,14 @@ class MirrorUploader:
         self._user_line: UserLine | None = None  # of the last `start`; None: there was none
         self._lock = ExitStack()  # the mirror's, while it is held
         self._is_locked = False
+        reset_in_children(self)
+
+    def reset_after_fork(self) -> None:
+        """In a forked child: the thread and the mirror's lock are the parent's."""
+        self.lag = self._num_waiting = 0
+        self._thread = self._error = self._user_line = None
+        self._is_due = self._is_locked = False
+        self._wake, self._lock = threading.Event(), ExitStack()
 
     @property
     def where(self) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from shrinkpoint.store.manifest import DirectoryManifest, Payload
 from shrinkpoint.tensors.dtypes import dtype_name
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON
+from shrinkpoint.threads import ForkSafeLock
 
 MAX_CHAINS = 8
 """Chains whose state a process keeps, each one copy of what this rank writes; the least recently used goes first."""
@@ -74,7 +74,7 @@ class ChainState:
     writer_options: tuple[int | None, int | None]
     scheme: Scheme | None = None
     scheme_config: Mapping[str, object] = field(default_factory=dict)
-    lock: threading.RLock = field(default_factory=threading.RLock)
+    lock: ForkSafeLock = field(default_factory=ForkSafeLock)
     unconfirmed: tuple[str, Payload] | None = None
     origin: RestoreOrigin | None = None
     superseded_origin: RestoreOrigin | None = None
@@ -143,7 +143,7 @@ class ChainState:
             _log.warning("the next checkpoint is a keyframe, as the one that was loaded has changed since: %s", error)
 
 
-_REGISTRY_LOCK = threading.RLock()
+_REGISTRY_LOCK = ForkSafeLock()
 _CHAINS: OrderedDict[tuple[str, int], ChainState] = OrderedDict()
 _ORIGINS: OrderedDict[str, RestoreOrigin] = OrderedDict()
 

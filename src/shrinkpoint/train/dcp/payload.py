@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -25,6 +24,7 @@ from shrinkpoint.store.partial_reader import PartialReader
 from shrinkpoint.tensors.dtypes import dtype_name
 from shrinkpoint.tensors.info import JSON, TensorInfo
 from shrinkpoint.tensors.tree import TreeDecoder, map_nest
+from shrinkpoint.threads import ForkSafeLock
 from shrinkpoint.train.dcp.checkpoint_metadata import ChunkMetadata, EntryMetadata, Offsets, box_slices, chunk_name
 
 _ADVICE = "restore another checkpoint"
@@ -32,7 +32,7 @@ _NUMPY_GLOBALS = [np._core.multiarray._reconstruct, np._core.multiarray.scalar, 
 _NUMPY_GLOBALS += [type(np.dtype(code)) for code in "?bBhHiIlLqQefdFD"]
 _BUFFER_KEY = "shrinkpoint:buffer"
 """The only key of a dict that represents a BytesIO; a user's dict with this key gets a colon at its end."""
-_LOCK = threading.Lock()  # `safe_globals` is one list for the whole process
+_LOCK = ForkSafeLock()  # `safe_globals` is one list for the whole process
 
 
 class PayloadReader:

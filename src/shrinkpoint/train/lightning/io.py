@@ -28,6 +28,7 @@ from shrinkpoint.storage import ObjectUrl, hide_credentials, is_object_url, is_u
 from shrinkpoint.store import Keep, SaveReport
 from shrinkpoint.store.directory import is_checkpoint
 from shrinkpoint.tensors.wrappers import match_state_keys
+from shrinkpoint.threads import ForkSafeLock
 from shrinkpoint.train.background import OnSave, check_on_save
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.default_evaluation import add_evaluation
@@ -112,7 +113,7 @@ class ShrinkIO(CheckpointIO):
         self._module: nn.Module | None = None
         self._has_retention = False
         self._writing_dir: Path | ObjectUrl | None = None  # the directory of a background save that was not waited for
-        self._removals, self._lock = PendingRemovals(), PicklableRLock()
+        self._removals, self._lock = PendingRemovals(), ForkSafeLock()
         self._loop_thread: int | None = threading.get_ident()
         self._is_torn_down = False  # and nothing was saved since
         self._final_step: object = None  # the step of the first save since then
@@ -359,7 +360,7 @@ class PendingRemovals:
     """Directories that Lightning wants removed, and that must be kept for now. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = PicklableRLock()
+        self._lock = ForkSafeLock()
         self._is_other_thread = False  # whether the last save was on another thread than the training loop's
         self._directory: Path | ObjectUrl | None = None  # of the last save, complete or not
         self._step = 0
@@ -419,22 +420,6 @@ class PendingRemovals:
         """Forget directories that were to be removed before they were written: no save is queued any more."""
         with self._lock:
             self._unwritten.clear()
-
-
-class PicklableRLock:
-    """A reentrant lock; unpickled in another process, it is a new one."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-    def __reduce__(self) -> tuple[type[PicklableRLock], tuple[()]]:
-        return (PicklableRLock, ())
 
 
 def load_checkpoint_dict(
