@@ -15,7 +15,7 @@ from torch import nn
 
 import shrinkpoint as sp
 from shrinkpoint.codec.lattice import as_matrix
-from shrinkpoint.errors import MismatchError, PolicyError, StateError
+from shrinkpoint.errors import LossWarning, MismatchError, PolicyError, StateError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.evaluate import ShardedModelEvaluator
 from shrinkpoint.schemes.fisher.curvature import Curvature
@@ -279,7 +279,7 @@ def test_what_goes_wrong_on_one_rank_is_raised_by_all(name):
     assert all(isinstance(one, StateError) and "up.weight" in str(one) for one in Ranks(3).run(work))
 
 
-def test_an_evaluate_that_raises_on_one_rank_is_raised_by_all():
+def test_an_evaluate_that_raises_on_one_rank_makes_all_exact():
     parts = cut(copy.deepcopy(run()[0]), 2)
 
     def work(rank, collectives):
@@ -292,9 +292,27 @@ def test_an_evaluate_that_raises_on_one_rank_is_raised_by_all():
         target = ShardedModelEvaluator(mine.flat, evaluate, Parts(mine.flat))
         return plan_shards(sp.Fisher(evaluate=bowl), mine.flat, None, ShardLayout(mine.places, collectives), target)
 
-    first, second = Ranks(2).run(work)
-    assert isinstance(first, PolicyError) and isinstance(second, PolicyError)
-    assert "rank 1" in str(first) and "batch 7" in str(first) and "batch 7" in str(second)
+    with pytest.warns(LossWarning, match="batch 7"):
+        plans = Ranks(2).run(work)
+    assert all(plan.loss["exact"].endswith("ZeroDivisionError: batch 7") and not plan.quantized for plan in plans)
+
+
+def test_a_rank_without_memory_to_plan_makes_all_exact():
+    parts = cut(run()[0], 3)
+
+    def work(rank, collectives):
+        scheme, mine = sp.Fisher(relative_error=0.3), parts[rank]
+
+        def fail(*_):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        if rank == 1:
+            scheme._quantize_weights = fail
+        return plan_shards(scheme, mine.flat, None, ShardLayout(mine.places, collectives))
+
+    with pytest.warns(LossWarning, match="no memory to plan"):
+        plans = Ranks(3).run(work)
+    assert all("CUDA out of memory" in plan.loss["exact"] and not plan.quantized for plan in plans)
 
 
 # what crosses

@@ -16,12 +16,9 @@ from torch import Tensor
 
 from shrinkpoint.codec.lattice import dither
 from shrinkpoint.errors import UnmeasuredLossWarning, warn_user
-from shrinkpoint.schemes.evaluate import DegradationMetric, Reading, TrialValues, scale_of
+from shrinkpoint.schemes.evaluate import MEASURE_ADVICE, DegradationMetric, Reading, TrialValues, scale_of
 from shrinkpoint.schemes.select import TensorSelection
 from shrinkpoint.tensors.flat_state import FlatState
-
-MEASURE_ADVICE = 'Pass evaluate= to a scheme that measures, such as Fisher(budget="1%", evaluate=...)'
-
 
 MakeValues = Callable[[], TrialValues]
 ComputeOnAll = Callable[[Callable[[], Any]], list[Any]]
@@ -125,9 +122,8 @@ class Calibration:
 
         values = [value for answers in compute_on_all(ask) for value in answers]
         broken = next((value for value in values if not math.isfinite(value)), None)
-        failure = next((reading.failure for reading in readings if reading.failure), "")
-        if failure:
-            return EvaluateProblem(f"the loss could not be measured: {failure}", MEASURE_ADVICE)
+        if failure := find_failure(metric, compute_on_all):
+            return failure
         if broken is not None:
             observation = f"evaluate returned {broken} for the state itself"
             return EvaluateProblem(observation, "see whether training has diverged")
@@ -139,8 +135,11 @@ class Calibration:
         limit = math.inf if max_rise is None else max_rise(metric.scale)
         if 0 < limit <= self.noise:
             return EvaluateProblem(f"{self.noise_text}, and only {limit:.2%} may be lost", NOISE_ADVICE)
-        self.has_reacted = self.has_reacted or self._reacts_to(metric, perturbations, compute_on_all)
-        if self.has_reacted:
+        has_reacted = self.has_reacted or self._reacts_to(metric, perturbations, compute_on_all)
+        if failure := find_failure(metric, compute_on_all):
+            return failure
+        self.has_reacted = has_reacted
+        if has_reacted:
             return None
         observation = f"evaluate returns {metric.baseline.value:g} for clearly different weights as well"
         advice = "let it measure the model, or the state, that it is given, each time anew, on enough examples"
@@ -196,11 +195,21 @@ class Calibration:
 
         def differs(make: MakeValues) -> bool:
             reading = metric.evaluate(make())
+            if reading.failure:
+                return False
             if not reading.is_finite or min_difference <= 0:
                 return not (reading.is_finite and reading.equals(metric.baseline))
             return abs(reading.value - metric.baseline.value) > min_difference
 
         return any(all(compute_on_all(partial(differs, make))) for make in perturbations)
+
+
+def find_failure(
+    metric: DegradationMetric, compute_on_all: ComputeOnAll = lambda compute: [compute()]
+) -> EvaluateProblem | None:
+    """The first evaluation that failed on any process, as a problem; None if none did."""
+    failed = next(filter(None, compute_on_all(lambda: metric.failure)), None)
+    return failed and EvaluateProblem(f"the loss could not be measured: {failed.failure}", failed.advice)
 
 
 def make_perturbations(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,10 +15,15 @@ from torch import Tensor, nn
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.progress import Task
 from shrinkpoint.quantize.layer_types import layer_types_of_model
+from shrinkpoint.schemes.confidence_interval import paired_mean_interval
 from shrinkpoint.sharding.global_tensors import GlobalTensors, matches_parameter, recorder_values
 from shrinkpoint.tensors.dtypes import as_bits
 from shrinkpoint.tensors.flat_state import FlatState, unflatten
+from shrinkpoint.tensors.memory import is_out_of_memory
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
+
+_log = logging.getLogger("shrinkpoint")
+MEMORY_ADVICE = "free memory, or evaluate on fewer examples at once"
 
 
 class ModelStateGuard:
@@ -70,6 +76,7 @@ def _rebind(current: dict[str, Any], saved: dict[str, Any]) -> None:
 
 
 TrialValues = Mapping[str, Tensor]
+MEASURE_ADVICE = 'Pass evaluate= to a scheme that measures, such as Fisher(budget="1%", evaluate=...)'
 
 
 @dataclass(frozen=True)
@@ -81,11 +88,13 @@ class Reading:
         examples: the loss or the score of each example, or batch of equal size; float64 [n], n >= 2, on the CPU. None
             if unknown.
         failure: why nothing could be measured, where `value` is nan for that; "" otherwise.
+        advice: what the user can do about the failure.
     """
 
     value: float
     examples: Tensor | None = field(default=None, repr=False)
     failure: str = ""
+    advice: str = MEASURE_ADVICE
 
     @classmethod
     def from_answer(cls, answer: Any) -> Reading:
@@ -144,6 +153,7 @@ class DegradationMetric:
 
     Attributes:
         baseline: the reading of the unchanged weights; the caller sets it before the first comparison.
+        failure: the first reading that failed; nothing is evaluated after it. None: none has failed.
     """
 
     def __init__(
@@ -151,10 +161,15 @@ class DegradationMetric:
     ) -> None:
         self._evaluate, self._higher_is_better, self._task = evaluate, higher_is_better, task
         self.baseline = Reading(math.nan)
+        self.failure: Reading | None = None
 
     def evaluate(self, values: TrialValues) -> Reading:
-        """The reading for these values."""
+        """The reading for these values; once a reading has failed, that one."""
+        if self.failure is not None:
+            return self.failure
         reading = self._evaluate(values)
+        if reading.failure:
+            self.failure = reading
         if self._task is not None:
             self._task.advance()
         return reading
@@ -218,7 +233,11 @@ class TrialEvaluator:
         self._guard: ModelStateGuard | None = None
 
     def __enter__(self) -> TrialEvaluator:
-        self._guard = self._make_guard()
+        try:
+            self._guard = self._make_guard()
+        except Exception as error:
+            if not is_out_of_memory(error):  # then `evaluate` has no memory for a guard either, and says so
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -230,19 +249,27 @@ class TrialEvaluator:
     def evaluate(self, values: Mapping[str, Tensor]) -> Reading:
         """Evaluate the state with these values in place of its own.
 
+        An `evaluate` that raises, returns no number, or runs out of memory does not end the run that saves: its error
+        is the failure of the reading.
+
         Args:
             values: by name of a tensor of the state, of its shape and dtype.
-
-        Raises:
-            PolicyError: `evaluate` raised, or returned no number.
         """
-        guard = self._guard or self._make_guard()
-        with torch.no_grad():
-            try:
-                guard.clear_gradients()
-                return call_evaluate(self._evaluate, self._argument(values))
-            finally:
-                guard.restore()
+        try:
+            guard = self._guard or self._make_guard()
+            with torch.no_grad():
+                try:
+                    guard.clear_gradients()
+                    return call_evaluate(self._evaluate, self._argument(values))
+                finally:
+                    guard.restore()
+        except PolicyError as error:
+            _log.info("evaluate failed", exc_info=True)
+            return Reading(math.nan, failure=error.found, advice=error.do)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return Reading(math.nan, failure=f"{type(error).__name__}: {error}", advice=MEMORY_ADVICE)
 
     def recorder_values(self, recordings: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A gradient recorder's values by name in the state, given those by name in the model; none without a model."""
@@ -344,8 +371,8 @@ class ShardedModelEvaluator(TrialEvaluator):
     """Evaluates a model whose parameters are sharded over ranks (FSDP2, tensor parallelism), or copied on all of them.
 
     `evaluate` is called on all ranks at the same time, so it may use collectives, as a forward pass of such a model
-    does. Its results are averaged over ranks: each may measure its own batches. An `evaluate` that raises on one rank
-    alone leaves the others waiting in the collective that they have begun.
+    does. Its results are averaged over ranks: each may measure its own batches. If it raises on one rank, the reading
+    of all ranks has failed; but a rank that waits for that one in a collective of a forward pass goes on waiting.
 
     Args:
         state: this rank's tensors, which share memory with its part of the model.
@@ -415,24 +442,19 @@ class ShardedModelEvaluator(TrialEvaluator):
     def evaluate(self, values: Mapping[str, Tensor]) -> Reading:
         """Evaluate the model with these values, as `TrialEvaluator.evaluate`; a collective that averages over ranks."""
         assert self._global_tensors is not None
-        guard = self._guard or self._make_guard()
-        with torch.no_grad():
-            try:
-                guard.clear_gradients()
-                for name, value in values.items():
-                    if self.quantizable is not None and name in self.quantizable:
-                        self._state.tensors[name].copy_(value)
-                self._reshard()
-                reading = call_evaluate(self._evaluate, self._model)
-            finally:
-                self._reshard()
-                guard.restore()
-        return _mean(self._global_tensors.all_gather(reading))
+        return _mean(self._global_tensors.all_gather(super().evaluate(values)))
+
+    def _argument(self, values: Mapping[str, Tensor]) -> Any:
+        for name, value in values.items():
+            if self.quantizable is not None and name in self.quantizable:
+                self._state.tensors[name].copy_(value)
+        self._reshard()
+        return self._model
 
     def _make_guard(self) -> ModelStateGuard:
         buffers = {x.data_ptr(): x for module in self._modules for x in map(_local, module.buffers())}
         weights = {self._state.tensors[name].data_ptr(): self._state.tensors[name] for name in self.quantizable or ()}
-        return _ShardedModelGuard((buffers | weights).values(), self._modules)
+        return _ShardedModelGuard((buffers | weights).values(), self._modules, self._reshard)
 
     def _reshard(self) -> None:
         """Drop the gathered weights of a forward pass, which the next one would use instead of the shards."""
@@ -450,10 +472,15 @@ class ShardedModelEvaluator(TrialEvaluator):
 
 
 class _ShardedModelGuard(ModelStateGuard):
-    """A guard that leaves the memory of parameters alone: a sharded parameter has none of its own."""
+    """A guard that leaves the memory of parameters alone: a sharded parameter has none of its own.
 
-    def __init__(self, tensors: Any, modules: list[nn.Module]) -> None:
+    Args:
+        reshard: drops gathered weights, before anything is restored.
+    """
+
+    def __init__(self, tensors: Any, modules: list[nn.Module], reshard: Callable[[], None]) -> None:
         super().__init__(tensors, ())
+        self._reshard = reshard
         self._modes = [(part, part.training) for module in modules for part in module.modules()]
         self._gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
 
@@ -463,6 +490,7 @@ class _ShardedModelGuard(ModelStateGuard):
             parameter.grad = None
 
     def restore(self) -> None:
+        self._reshard()
         for part, training in self._modes:
             part.training = training
         for parameter, gradient in self._gradients:
@@ -487,8 +515,8 @@ def _mean(readings: list[Reading]) -> Reading:
     examples = [reading.examples for reading in readings if reading.examples is not None]
     are_equal = len(examples) == len(readings) and len({example.numel() for example in examples}) == 1
     mean = math.fsum(reading.value for reading in readings) / len(readings)
-    failure = next((reading.failure for reading in readings if reading.failure), "")
-    return Reading(mean, torch.cat(examples) if are_equal else None, failure)
+    failed = next((reading for reading in readings if reading.failure), None)
+    return failed or Reading(mean, torch.cat(examples) if are_equal else None)
 
 
 def call_evaluate(evaluate: Evaluate, argument: Any) -> Reading:
@@ -503,6 +531,7 @@ def call_evaluate(evaluate: Evaluate, argument: Any) -> Reading:
         found = f"{type(error).__name__}: {error}"
         expected = "a number, or a 1-D tensor of the examples' losses"
         do = "make it take what is saved (a model, or a state) and return a loss or a score"
+        do = MEMORY_ADVICE if is_out_of_memory(error) else do
         raise PolicyError("evaluate", found=found, expected=expected, do=do) from error
 
 
@@ -527,43 +556,3 @@ def strip_wrapper_prefix(name: str) -> str:
 
 def never_called(_: Any) -> float:
     raise AssertionError("a fixed setting is not measured")
-
-
-_STUDENT_T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Quantiles of Student's t at .975, for 1 to 9 degrees of freedom."""
-_NORMAL_QUANTILE = 1.959964
-
-
-def paired_mean_interval(reference: Tensor, trial: Tensor) -> tuple[float, float]:
-    """The 95 % confidence interval of the mean of `trial - reference`, over the examples of both.
-
-    It is Student's interval of the mean difference. If all values are 0 or 1 (right or wrong), it is that of two paired
-    proportions with half a count added to each cell (Agresti and Min 2005), which is not empty if no example changed.
-
-    Args:
-        reference, trial: float64 [n], n >= 2, in the same order.
-
-    Returns:
-        The ends; infinite if a difference is not finite.
-    """
-    difference = trial - reference
-    count = difference.numel()
-    if not bool(difference.isfinite().all()):
-        return -math.inf, math.inf
-    if bool(torch.stack([reference, trial]).square().eq(torch.stack([reference, trial])).all()):
-        up, down = (float((difference == sign).sum()) + 0.5 for sign in (1, -1))
-        mean = (up - down) / (count + 2)
-        error = _NORMAL_QUANTILE * math.sqrt(up + down - (up - down) ** 2 / (count + 2)) / (count + 2)
-        return mean - error, mean + error
-    mean = float(difference.mean())
-    error = student_t_quantile(count - 1) * float(difference.std()) / math.sqrt(count)
-    return mean - error, mean + error
-
-
-def student_t_quantile(degrees_of_freedom: int) -> float:
-    """The quantile of Student's t at .975, to a thousandth; `degrees_of_freedom` from 1."""
-    if degrees_of_freedom <= len(_STUDENT_T_QUANTILES):
-        return _STUDENT_T_QUANTILES[degrees_of_freedom - 1]
-    z, n = _NORMAL_QUANTILE, float(degrees_of_freedom)
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
-    return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n * n) + third

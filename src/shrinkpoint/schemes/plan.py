@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,14 +14,19 @@ from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.decoded_tensors import CastSource, DecodedTensors, LatticeSource, TensorSource
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.reference import QuantizedTensor, Reference, RowSample, to_host
+from shrinkpoint.errors import warn_user
 from shrinkpoint.schemes import optimizer_state
-from shrinkpoint.schemes.base import QuantizedState
+from shrinkpoint.schemes.base import QuantizedState, Scheme
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
 from shrinkpoint.schemes.select import exact_reasons
 from shrinkpoint.sharding.global_stats import GlobalStats
-from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.tensors.flat_state import FlatState, snapshot
 from shrinkpoint.tensors.info import JSON, Role
+from shrinkpoint.tensors.memory import is_out_of_memory
 from shrinkpoint.tensors.side_streams import wait_for_devices
+
+_log = logging.getLogger("shrinkpoint")
+_FREE_MEMORY = "free memory, or save less often"
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,51 @@ class QuantizationPlan(RecordEncodingMixin):
         loss = self.loss if isinstance(self.loss, dict) else {}
         reasons = dict.fromkeys(loss.get("left_out") or (), "not finite")
         return reasons | dict.fromkeys(loss.get("out_of_reach") or (), "out of reach of its steps")
+
+
+def plan_within_memory(
+    plan: Callable[[FlatState], Scheme], state: FlatState, scheme: Scheme, *, use_host: bool = True
+) -> Scheme:
+    """Plan a state. If a device has no memory for that, plan a copy in host memory; if that fails too, lose nothing.
+
+    A save that runs out of memory does not end the run: training may need less, or have freed more, a step later.
+
+    Args:
+        plan: plans the state, or a copy of it.
+        scheme: the one that plans.
+        use_host: False: do not try in host memory.
+    """
+    try:
+        return plan(state)
+    except Exception as error:  # it holds the frames, and so the memory, of what has failed: not beyond this block
+        shortage = _memory_shortage(error)
+    if use_host and not state.is_on_cpu:
+        try:
+            made = plan(snapshot(state))
+        except Exception as error:
+            shortage = _memory_shortage(error)
+        else:
+            warn_user(f"{shortage}, so this checkpoint is planned in host memory: {_FREE_MEMORY}")
+            return made
+    warn_user(f"{shortage}, so this checkpoint is exact, weights and moments: {_FREE_MEMORY}")
+    return exact_plan(scheme, shortage)
+
+
+def exact_plan(scheme: Scheme, reason: str) -> QuantizationPlan:
+    """A plan by which a scheme loses nothing.
+
+    Args:
+        reason: why, for the manifest.
+    """
+    return QuantizationPlan(scheme.id, {}, loss={"scheme": scheme.id, "chosen": None, "exact": reason})
+
+
+def _memory_shortage(error: Exception) -> str:
+    """Describe an error of a device or a host without memory; any other error is raised again."""
+    if not is_out_of_memory(error):
+        raise error
+    _log.info("no memory to plan", exc_info=error)
+    return f"there is no memory to plan what is saved ({type(error).__name__}: {error})"
 
 
 def _parent_values(codebook_tensor: CodebookTensor, name: str, reference: Reference | None) -> Tensor | None:

@@ -11,7 +11,7 @@ from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.evaluate import ShardedModelEvaluator
 from shrinkpoint.schemes.fisher import Fisher
 from shrinkpoint.schemes.lossless import Lossless
-from shrinkpoint.schemes.plan import QuantizationPlan
+from shrinkpoint.schemes.plan import QuantizationPlan, plan_within_memory
 from shrinkpoint.schemes.residual import ResidualScheme
 from shrinkpoint.schemes.search.scheme import SearchScheme
 from shrinkpoint.sharding.global_tensors import GlobalTensors
@@ -50,7 +50,11 @@ def plan_shards(
     if isinstance(scheme, Lossless):
         return scheme
     check_shardable(scheme, measures=evaluator is not None)
-    return layout.collectives.run_all_or_raise(lambda: _plan(scheme, state, reference, layout, evaluator))
+
+    def plan(state: FlatState) -> Scheme:
+        return layout.collectives.run_all_or_raise(lambda: _plan(scheme, state, reference, layout, evaluator))
+
+    return plan_within_memory(plan, state, scheme, use_host=False)
 
 
 def check_shardable(scheme: Scheme, *, measures: bool = False) -> None:

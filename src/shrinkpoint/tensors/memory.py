@@ -1,8 +1,9 @@
-"""Memory for many tensors, in a few large blocks."""
+"""Memory for many tensors, in a few large blocks, and the errors of a device or a host that has none left."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 from contextlib import suppress
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from shrinkpoint import _native
+from shrinkpoint.errors import PolicyError
 
 _ALIGN = 64
 _HEADER = 64
@@ -22,6 +24,14 @@ _CGROUP_FILES = (
 )
 """Limit and usage of a control group, versions 2 and 1, where a container sees its own."""
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+_OUT_OF_MEMORY = re.compile("OutOfMemoryError|MemoryError|out of memory|can't allocate memory|not enough memory")
+"""torch raises an OutOfMemoryError for some devices, and a RuntimeError for others and for the host."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """True if an error says that a device or the host has no memory left; also one that another rank sent as text."""
+    kinds = (MemoryError, RuntimeError, PolicyError)
+    return isinstance(error, kinds) and _OUT_OF_MEMORY.search(f"{type(error).__name__}: {error}") is not None
 
 
 def available_bytes() -> int:

@@ -16,10 +16,12 @@ from shrinkpoint import validate
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import PolicyError, StorageError, find_user_line, warn_at, warn_user
 from shrinkpoint.schemes.base import Resumable, Scheme
+from shrinkpoint.schemes.plan import QuantizationPlan, exact_plan
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.flat_state import FlatState, allocate_like
+from shrinkpoint.tensors.memory import is_out_of_memory
 from shrinkpoint.tensors.side_streams import SideStreams
 from shrinkpoint.threads import reset_in_children
 from shrinkpoint.train.planning import SavePlan
@@ -152,7 +154,14 @@ class BackgroundSaver:
         if not self._background and state.is_on_cpu:
             return self._write_state(lambda: (state, plan.scheme_for(state)), write, after, adopt=False)
         reuse, self._free_copies = self._free_copies, {}
-        copy = StateCopy(state, plan, reuse, self._streams, background=self._background)
+        try:
+            copy = StateCopy(state, plan, reuse, self._streams, background=self._background)
+        except Exception as error:
+            if not (state.is_on_cpu and is_out_of_memory(error)):
+                raise
+            text = "there is no memory to copy what is saved, so the loop waits until this checkpoint is written"
+            warn_user(f"{text}: free memory, or save without background=True", UserWarning)
+            return self._write_state(lambda: (state, plan.scheme_for(state)), write, after, adopt=False)
         del reuse  # what was not reused
         if not self._background:
             return self._write_state(copy.finish, write, after, adopt=True)
@@ -203,7 +212,19 @@ class BackgroundSaver:
         # If writing fails, either copy may be the writer's reference: neither is reused then.
         previous, self._held_copies = self._held_copies, {}
         state, scheme = finish()
-        report = write(state, scheme, adopt)
+        report, shortage = None, ""
+        try:
+            report = write(state, scheme, adopt)
+        except Exception as error:  # it holds the frames, and so the memory, of what has failed: not beyond this block
+            if not is_out_of_memory(error):
+                raise
+            shortage = f"there is no memory to write what is saved ({type(error).__name__}: {error})"
+        if report is None:
+            previous = {}
+            if isinstance(scheme, QuantizationPlan) and not scheme.replaced_names:
+                scheme = exact_plan(scheme, shortage)
+            warn_user(f"{shortage}, so it is written once more: free memory, or save less often", UserWarning)
+            report = write(state, scheme, adopt)
         if adopt:
             reference = self._last_reference()
             held = set() if reference is None else reference.data_addresses()

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.base import Deferrable, PlanningScheme, Scheme
 from shrinkpoint.schemes.evaluate import ModelEvaluator, iter_modules
-from shrinkpoint.schemes.plan import QuantizationPlan
+from shrinkpoint.schemes.plan import QuantizationPlan, plan_within_memory
 from shrinkpoint.schemes.search.scheme import SearchScheme
 from shrinkpoint.tensors.flat_state import FlatState, can_copy_on_devices
 from shrinkpoint.train.default_evaluation import DefaultEvaluation
@@ -92,18 +93,26 @@ def make_save_plan(
     if defer and isinstance(scheme, Deferrable) and not scheme.needs_live_model and can_copy_on_devices(state):
         if evaluator is not None:
             evaluator.recordings = scheme.recordings()
-        return SavePlan(scheme, lambda copy: _with_samples(scheme.plan(copy, reference, evaluator), copy))
-    plan = scheme.plan(state, reference, evaluator)
-    if not scheme.is_writer:
-        return None
-    if isinstance(plan, QuantizationPlan) and (defer or not state.is_on_cpu):
-        plan = plan.with_samples(state)
-    return SavePlan(plan)
+        return SavePlan(scheme, partial(_plan, scheme, reference, evaluator, stays_on_cpu=True))
+    plan = _plan(scheme, reference, evaluator, state, stays_on_cpu=not defer)
+    return SavePlan(plan) if scheme.is_writer else None
 
 
-def _with_samples(plan: Scheme, copy: FlatState) -> Scheme:
-    """The plan for a copy, with the rows that are needed of it where it does not stay."""
-    return plan if copy.is_on_cpu or not isinstance(plan, QuantizationPlan) else plan.with_samples(copy)
+def _plan(
+    scheme: Any, reference: Reference | None, evaluator: ModelEvaluator | None, state: FlatState, *, stays_on_cpu: bool
+) -> Scheme:
+    """Plan a state, with the sampled rows that the writer needs after the state has changed or its copy is freed.
+
+    Args:
+        stays_on_cpu: a state in host memory is the one that is written.
+    """
+
+    def plan(values: FlatState) -> Scheme:
+        made: Scheme = scheme.plan(values, reference, evaluator)
+        stays = state.is_on_cpu and stays_on_cpu
+        return made if stays or not isinstance(made, QuantizationPlan) else made.with_samples(values)
+
+    return plan_within_memory(plan, state, scheme)
 
 
 class AttributeSnapshot:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import time
@@ -19,7 +20,13 @@ from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, QuantizedTensor, Ref
 from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.progress import Task
 from shrinkpoint.schemes.base import QuantizedState, SpecMixin, check_recorder, check_seed, finite_or_text
-from shrinkpoint.schemes.calibration import Calibration, EvaluateProblem, UnmeasuredLossNotice, make_perturbations
+from shrinkpoint.schemes.calibration import (
+    Calibration,
+    EvaluateProblem,
+    UnmeasuredLossNotice,
+    find_failure,
+    make_perturbations,
+)
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
 from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, ModelStateGuard, TrialEvaluator, scale_of
 from shrinkpoint.schemes.fisher.activations import (
@@ -236,8 +243,8 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             evaluator: what to measure on; None: copies of the state.
             global_tensors: the tensors of all ranks; None: this process has all of every tensor.
 
-        Raises:
-            PolicyError: `evaluate` raised, or returned no number.
+        Returns:
+            A plan that loses nothing, with a warning, if `evaluate` failed or cannot be believed.
         """
         start = time.perf_counter()
         tensors = GlobalTensors.from_state(state) if global_tensors is None else global_tensors
@@ -248,12 +255,17 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         choice = StepChoice(None)
         is_idle = not selection.global_names
         measures = self.needs_live_model and not is_idle
+        memory, group_curvatures = copy.deepcopy(self._memory), self._group_curvatures
+        moments: dict[str, QuantizedTensor] = {}
         with self._evaluation(state, selection, evaluator, tensors, measures=measures) as (metric, problem):
             if problem is None:
-                points |= self._quantize_moments(state, reference, statistics, tensors)
+                moments = self._quantize_moments(state, reference, statistics, tensors)
             if problem is None and not is_idle:
                 weights = GlobalWeights(tensors, selection.tensors, selection.global_names, selection.sums)
-                choice = self._quantize_weights(weights, state, selection, base, evaluator, points, metric, statistics)
+                others = points | moments
+                choice = self._quantize_weights(weights, state, selection, base, evaluator, others, metric, statistics)
+                if metric is not None and (problem := find_failure(metric)) is not None:
+                    choice = StepChoice(None, choice.trials)
         if choice.left_out:
             left_out = humanize.names(choice.left_out)
             text = f"weights that no points of these steps reach are kept as they are: {left_out}"
@@ -261,6 +273,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         self._num_saves += 1
         if problem is not None:
             warn_user(f"{problem.observation}, so this checkpoint is exact, weights and moments: {problem.advice}")
+            self._memory, self._group_curvatures = memory, group_curvatures  # failed trials have taught nothing
             self._memory.log_step = None
             self._measured_loss = None  # the next save measures again
             record = self._loss_record(choice, selection, metric, start, is_idle=is_idle)
@@ -268,6 +281,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             casts: dict[str, str] = {}
             mode: Mode = "exact"
         else:
+            points |= moments
             if choice.weights is not None:
                 points = {**choice.weights.points, **points}
             if metric is not None:
@@ -493,6 +507,8 @@ class Fisher(SpecMixin, RecordEncodingMixin):
     def _warn_of_choice(
         self, choice: StepChoice, candidates: StepCandidates, objective: Objective, metric: DegradationMetric | None
     ) -> None:
+        if metric is not None and metric.failure:
+            return
         if choice.interval is not None and metric is not None and isinstance(objective, LossBudget):
             scale = metric.scale
             interval = choice.interval[0] / scale, choice.interval[1] / scale

@@ -21,7 +21,13 @@ from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.progress import Task
 from shrinkpoint.schemes import optimizer_state
 from shrinkpoint.schemes.base import QuantizedState, SpecMixin, check_seed, finite_or_text
-from shrinkpoint.schemes.calibration import Calibration, UnmeasuredLossNotice, make_perturbations
+from shrinkpoint.schemes.calibration import (
+    Calibration,
+    EvaluateProblem,
+    UnmeasuredLossNotice,
+    find_failure,
+    make_perturbations,
+)
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
 from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, TrialEvaluator, never_called
 from shrinkpoint.schemes.plan import QuantizationPlan
@@ -228,8 +234,8 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
             evaluator: measures trials; None measures them on copies of the state.
             global_tensors: the tensors of all ranks; None: this process has all of every tensor.
 
-        Raises:
-            PolicyError: `evaluate` raised, or returned no number.
+        Returns:
+            A plan that loses nothing, with a warning, if `evaluate` failed or cannot be believed.
         """
         start = time.perf_counter()
         tensors = GlobalTensors.from_state(state) if global_tensors is None else global_tensors
@@ -305,16 +311,15 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
                 "searches": [],
             }
             if problem is not None:
-                warn_user(
-                    f"{problem.observation}, so this checkpoint is lossless, weights and moments: {problem.advice}"
-                )
-                return _Choice(record=record | {"exact": problem.observation, "fallback": "lossless"}, lossless=True)
+                return _lossless_choice(problem, record)
             if warning := self._calibration.noise_warning(self._threshold):
                 warn_user(warning)
             max_degradation = max(self._threshold - (self._calibration.noise or 0.0), 0.0)
             variants = self.variants(evaluator, stats)
             results = [*self._search_results(own, max_degradation, variants, task)]
             record["searches"] = [result.to_json(own.space) for result in results]
+            if problem := find_failure(metric, own.trials.run_on_all_ranks):
+                return _lossless_choice(problem, record)
             chosen = results[-1].chosen
             if chosen is not None:
                 self._last_choice = chosen.point
@@ -324,6 +329,8 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
                 other = evaluation(*alternative)
                 result = other.full_search(max_degradation, self._progress_callback(other, max_degradation, task))
                 record["searches"].append(result.to_json(other.space) | {"space": other.name})
+                if problem := find_failure(metric, own.trials.run_on_all_ranks):
+                    return _lossless_choice(problem, record)
                 if result.chosen is not None:
                     return self._warn_interval(other.choice(result.chosen, record | {"space": other.name}))
             return self._apply_fallback(own, results, record, self.space.safest(variants[0]))
@@ -418,6 +425,12 @@ class _Choice:
     interval: tuple[float, float] | None = None
 
 
+def _lossless_choice(problem: EvaluateProblem, record: dict[str, Any]) -> _Choice:
+    """Nothing is lost, since `evaluate` failed or cannot be believed; warns."""
+    warn_user(f"{problem.observation}, so this checkpoint is lossless, weights and moments: {problem.advice}")
+    return _Choice(record=record | {"exact": problem.observation, "fallback": "lossless"}, lossless=True)
+
+
 class _SpaceEvaluation:
     """A space for the weights of one state, and how its points are measured.
 
@@ -456,6 +469,8 @@ class _SpaceEvaluation:
         return _Choice(self.candidates.quantize(trial.point), record, interval=interval)
 
     def _degradation_at(self, point: Point) -> float:
+        if self._metric.failure is not None:
+            return math.nan
         codebooks = self.candidates.quantize(point)
         values = {name: codes.dequantize(self._selection.tensors[name].dtype) for name, codes in codebooks.items()}
         change, scale = self._metric.degradation(self._selection.with_casts(values, self._state)), self._metric.scale
