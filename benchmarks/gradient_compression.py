@@ -40,7 +40,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from shrinkpoint.comm import compress_ddp, compress_fsdp
+from shrinkpoint.comm import ErrorFeedback, compress_ddp, compress_fsdp, parse
 
 SIZES = (64, 512, 512, 64)
 BATCH = 32
@@ -48,6 +48,7 @@ WARM = 5
 """Steps before bytes are counted: groups meet, and DDP orders its buckets anew."""
 HEADS, WIDTHS = ("ledger", "kernel", "ratio", "loss", "+-", "ms"), (9, 9, 8, 9, 8, 8)
 TOP, BOTH = "top10:bf16", ", both hops"
+"""Names of feedback without `BOTH` are of runs that have it on the first hop alone."""
 OURS = (
     *("q8:64", "q4", "q4:64", "ef(q4:64)", "n3:64", "q3:64", "ef(q3:64)", "q2:64", "ef(q2:64)", f"ef(q2:64){BOTH}"),
     *("lowrank4", "lowrank4(q8:64)", "lowrank4(q4:64)", "lowrank8(q8:64)", "lowrank16(q8:64)", "lowrank16(q4:64)"),
@@ -102,7 +103,10 @@ def replicas(name: str, seed: int) -> tuple[nn.Module, dict[str, Any] | None]:
         one.register_comm_hook(PowerSGDState(None, rank, start_powerSGD_iter=2), powerSGD_hook)
     elif name != "none":
         how, both = name.removesuffix(BOTH), name.endswith(BOTH)
-        return one, dict(compress_ddp(one, how, average_compressor=how if both else None).link_stats)
+        parsed = parse(how)
+        is_first_alone = isinstance(parsed, ErrorFeedback) and not both
+        average = parsed.compressor if is_first_alone else None
+        return one, dict(compress_ddp(one, how, average_compressor=average).link_stats)
     return one, None
 
 

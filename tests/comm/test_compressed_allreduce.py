@@ -9,7 +9,7 @@ from shrinkpoint.comm.compressed_allreduce import as_feedback
 from shrinkpoint.errors import PolicyError
 
 RANKS = """
-    import torch, math
+    import torch, math, warnings
     import torch.distributed as dist
     import torch.nn.functional as F
     from helpers.replica_search import caught, digest, drawn, join, leave
@@ -73,15 +73,21 @@ RANKS = """
                         after = hops.average_(drawn(1000, seed=rank), group)
                     reports["finite"].append(bool(after.isfinite().all()))
 
-        # what the first hop loses comes later
+        # what both hops lose comes later
         mean = sum(drawn(1000, seed=of) for of in range(width)) / width
         for spec in ("top10", "ef(top10)", "efmixed(top10)", "ef21(top10)"):
-            hops = CompressedAllReduce(spec, "exact", name="g")
+            hops = CompressedAllReduce(spec, name="g")
             steps = [hops.average_(drawn(1000, seed=rank), group) for _ in range(60)]
             reports[spec] = [float((sum(steps) / 60 - mean).norm() / mean.norm()), float((steps[-1] - mean).norm())]
-        hops = CompressedAllReduce("exact", "ef(top10)", name="g")  # and what the second does
-        steps = [hops.average_(drawn(1000, seed=0), group) for _ in range(60)]
-        reports["second"] = float((sum(steps) / 60 - drawn(1000, seed=0)).norm() / drawn(1000, seed=0).norm())
+        # a state of a version whose second hop had no feedback
+        old, hops = CompressedAllReduce("ef(top10)", "top10", name="g"), CompressedAllReduce("ef(top10)", name="g")
+        old.average_(drawn(1000, seed=rank), group)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            hops.load_state_dict(old.state_dict())
+        reports["old state"] = [str(one.message) for one in warned]
+        first, second = (hop.state_dict()[""]["out"]["residual"] for hop in hops.hops)
+        reports["old state"] += [len(first), len(second)]
 
         # a state, and layouts
         for spec in ("ef(q2:64:dither)", "ef21(q2:64)"):
@@ -152,7 +158,12 @@ def test_feedback_sends_later_what_a_message_lost(reports):
     for spec in ("ef(top10)", "efmixed(top10)"):
         assert reports[0][spec][0] < plain / 2.5
     assert reports[0]["ef21(top10)"][1] < 1e-4
-    assert reports[0]["second"] < plain / 2.5
+
+
+def test_a_state_without_feedback_of_averages_is_loaded_and_says_what_starts_anew(reports):
+    for report in reports:
+        text, *buffers = report["old state"]
+        assert "no feedback of averages" in text and buffers == [2, 0]
 
 
 @pytest.mark.parametrize("spec", ["ef(q2:64:dither)", "ef21(q2:64)"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.comm_links import batches, cross, ends, same
+from helpers.processes import ranks
 
 from shrinkpoint.comm import Link, MessageContext, parse
 
@@ -152,3 +153,113 @@ def test_the_halves_of_random_indices_differ():
     cross(sender, receiver, torch.ones(1, 200))
     places = receiver.indices()
     assert places is not None and 20 < places.numel() < 40
+
+
+WAYS = """
+    import torch
+    import torch.distributed as dist
+    from contracts.compressor import mean_errors
+    from helpers.replica_search import drawn, join, leave
+    from shrinkpoint.comm import Accordion, LocalSteps, OuterSGD, background_allreduce, compress_ddp, compress_fsdp
+    from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce
+    from shrinkpoint.comm.sparse_allreduce import SparseAllReduce
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    SPECS = ("top25", "ef(top25)", "ef21(top25)", "ef(q2:64)")
+    COUNTS = 12, 48
+
+    class Sum(torch.nn.Module):
+        "Its gradient is what it is called with."
+
+        def __init__(self, dtype=torch.float32):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(8, 128, dtype=dtype))
+
+        def forward(self, gradient):
+            return (self.weight * gradient).sum()
+
+    def of_rank(rank, width, folder):
+        reports, group = join(rank, width, folder), dist.group.WORLD
+        gradients = [drawn(8, 128, seed=of) for of in range(width)]
+        own, mean = gradients[rank], sum(gradients) / width
+        meshes = init_device_mesh("cpu", (width,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
+
+        def backward(model, dtype=torch.float32):
+            def arrived(step):
+                model.zero_grad()
+                model(own.to(dtype)).backward()
+                grad = next(model.parameters()).grad
+                return grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+            return arrived
+
+        def ddp(spec, dtype=torch.float32, **options):
+            model = DDP(Sum(dtype))
+            compress_ddp(model, spec, segment_numel=400, **options)
+            return backward(model, dtype)
+
+        def inline(spec):
+            "As on a GPU: without threads."
+            is_gloo, background_allreduce.is_gloo = background_allreduce.is_gloo, lambda *_: False
+            arrived = ddp(spec)
+            arrived(0)  # makes what averages
+            background_allreduce.is_gloo = is_gloo
+            return arrived
+
+        def fsdp(mesh, scatter, all_reduce):
+            model = Sum()
+            fully_shard(model, mesh=mesh)
+            compress_fsdp(model, None, scatter, all_reduce=all_reduce)
+            return backward(model)
+
+        def hops(average):
+            return lambda step: average.average_(own.clone().view(-1), group).view_as(own)
+
+        def local_steps(spec):
+            model = Sum()
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            local = LocalSteps(model, optimizer, 2, outer=OuterSGD(lr=1.0, momentum=0.0), compressor=spec)
+
+            def arrived(step):
+                before = model.weight.detach().clone()
+                for _ in range(2):
+                    optimizer.zero_grad()
+                    model(own / 2).backward()
+                    local.step()
+                return before - model.weight.detach()
+            return arrived
+
+        ways = {
+            "two hops": lambda spec: hops(CompressedAllReduce(spec, name="g")),
+            "all-gather": lambda spec: hops(SparseAllReduce(spec, name="g")),
+            "ddp": ddp,
+            "ddp, inline": inline,
+            "ddp, nodes": lambda spec: ddp(spec, ranks_per_node=2),
+            "ddp, bfloat16": lambda spec: ddp(spec, torch.bfloat16),
+            "ddp, accordion": lambda spec: ddp(spec, accordion=Accordion(spec, spec)),
+            "fsdp": lambda spec: fsdp(meshes[0], spec, None),
+            "fsdp, replicas": lambda spec: fsdp(meshes[1], None, spec),
+            "fsdp, both levels": lambda spec: fsdp(meshes[1], spec, spec),
+            "local steps": local_steps,
+        }
+        for way, make in ways.items():
+            reports[way] = {spec: mean_errors(make(spec), mean, COUNTS) for spec in SPECS}
+        leave(reports, rank, folder)
+"""
+
+
+@pytest.fixture(scope="module")
+def mean_errors_by_way(tmp_path_factory):
+    return ranks(WAYS, 4, tmp_path_factory.mktemp("ways"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("spec", ["ef(top25)", "ef21(top25)", "ef(q2:64)"])
+def test_the_mean_of_averages_becomes_the_mean_of_gradients_whatever_averages_them(mean_errors_by_way, spec):
+    for report in mean_errors_by_way:
+        for way, errors in report.items():
+            early, late = errors[spec]
+            assert late < 0.06 and late < early / 2, (way, errors)
+            if spec == "ef(top25)":
+                assert errors["top25"][1] > 0.2, (way, errors)  # what is lost without feedback

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shrinkpoint import _native
+from shrinkpoint.comm import EF, EF21, EFMixed
 from shrinkpoint.comm.compressors.base import Compressor, CompressorContext
-from shrinkpoint.errors import MismatchError
+from shrinkpoint.comm.error_feedback import MessageInfo
+from shrinkpoint.errors import MismatchError, PolicyError
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SHAPES = (
@@ -51,6 +54,21 @@ FORMS = {
 """Tensors that lie in memory otherwise than row by row, or that autograd watches."""
 
 
+def mean_errors(arrived: Callable[[int], Tensor], sent: Tensor, counts: Sequence[int]) -> list[float]:
+    """The error of the mean of what has arrived after each count of messages, relative to the mean that was sent.
+
+    Args:
+        arrived: sends the message of this index, and returns what has arrived.
+        sent: the mean of what is sent.
+    """
+    total, errors = torch.zeros_like(sent, dtype=torch.float64), []
+    for index in range(max(counts)):
+        total += arrived(index)
+        if index + 1 in counts:
+            errors.append(float((total / (index + 1) - sent).norm() / sent.norm()))
+    return errors
+
+
 class CompressorContract:
     """The tests; a subclass overrides what is here.
 
@@ -60,12 +78,14 @@ class CompressorContract:
             `_decode_torch(wire, out, context)`, or the suite overrides what calls them.
         exact: whether what is decoded is what was encoded.
         dense: whether every position crosses.
+        feeds_back: whether feedback makes up for what is lost.
     """
 
     compressors: tuple[Compressor, ...] = ()
     native = True
     exact = False
     dense = True
+    feeds_back = True
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -223,6 +243,27 @@ class CompressorContract:
                         x.view(-1)[place] = bad
                         context = self.context(x, compressor)
                         assert not compressor.proves_finite(compressor.encode(x, context), x.shape, dtype, context)
+
+    @pytest.mark.parametrize("kind", [EF, EF21, EFMixed])
+    def test_with_feedback_the_mean_of_what_arrives_becomes_the_mean_of_what_was_sent(self, kind):
+        x = noise((2, 256))
+        for compressor in self.compressors if self.feeds_back else ():
+            is_unfit = kind is EFMixed and not hasattr(compressor, "share")
+            if is_unfit or getattr(compressor, "scaled", False):
+                with pytest.raises(PolicyError):
+                    kind(compressor)
+                continue
+            context, out = self.context(x, compressor), torch.empty_like(x)
+            if (self.round_trip(compressor, x) - x).norm() >= x.norm():
+                continue  # one bit between the ends of a range: no feedback makes up for that
+            sender, receiver = (kind(compressor).new_state() for _ in range(2))
+
+            def arrived(index, sender=sender, receiver=receiver, out=out, context=context):
+                info = MessageInfo(index=index, context=replace(context, key=index + 1))
+                return receiver.unpack(sender.pack(x, info).wire, out, info)
+
+            early, late = mean_errors(arrived, x, (100, 400))
+            assert late < max(early * 0.75, 1e-3), (kind, compressor)
 
     def test_finite_values_stay_finite_in_narrow_dtypes(self):
         for compressor in self.compressors:

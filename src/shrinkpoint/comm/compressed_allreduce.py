@@ -20,7 +20,7 @@ from shrinkpoint.comm.link import CompressorLike, NonfinitePolicy, check_nonfini
 from shrinkpoint.comm.spec import as_compressor
 from shrinkpoint.comm.state_check import check_entries, check_mapping, part_error
 from shrinkpoint.comm.stats import LinkStats
-from shrinkpoint.errors import MismatchError, PolicyError
+from shrinkpoint.errors import MismatchError, PolicyError, warn_user
 
 SHARE_MULTIPLE = 64
 """The size of a rank's share of a tensor is a multiple of this, so that groups of a power of two start with a share."""
@@ -226,6 +226,12 @@ class CompressedCollective:
             layouts[layout].receiver.load_state_dict(saved_state["into"])
         self._layouts = layouts
 
+    def with_memory(self, saved_state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The saved state of a layout, with empty memories in place of none if this has feedback."""
+        if self.feedback.is_stateless or saved_state["out"] or saved_state["into"]:
+            return saved_state
+        return _LayoutState(self.feedback, saved_state["count"]).state_dict()
+
     def counts(self) -> dict[str, int]:
         """The number of collectives so far, by layout."""
         return {layout: state.count for layout, state in self._layouts.items()}
@@ -406,8 +412,11 @@ class CompressedAllGather(CompressedCollective):
             self.on_decode(encoded.layout, encoded.count, messages)
 
     def decode_again(self, layout: str, count: int, messages: Sequence[Tensor], rows: Tensor) -> None:
-        """Decode messages of an earlier collective, without feedback, into the rows; no state changes."""
-        state = _LayoutState(NoFeedback(self.feedback.compressor))
+        """Decode messages of an earlier collective into the rows; no state changes.
+
+        The feedback is one whose receiver remembers nothing.
+        """
+        state = _LayoutState(self.feedback)
         for source, message in enumerate(messages):
             self._unpack(message, rows[source], state, self._message_info(layout, count, source, len(messages), source))
 
@@ -443,7 +452,7 @@ class CompressedAllReduce:
 
     Args:
         compressor: for the tensors.
-        average_compressor: for their average; None for `compressor` without its feedback.
+        average_compressor: for their average; None for `compressor`, with feedback of its own if that has one.
         name: of the tensors; part of the seed of noise.
         link_stats: where to add statistics; None for new ones.
 
@@ -497,20 +506,30 @@ class CompressedAllReduce:
         return {"first": self.reduce_scatter.state_dict(), "second": self.all_gather.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` of the same rank returned; a MismatchError if it is another kind of state."""
+        """Restore what `state_dict` of the same rank returned; a MismatchError if it is another kind of state.
+
+        In a state of an earlier version the second hop may have no feedback: there it starts with empty memories.
+        """
         check_hops("two hops", state)
+        second = {layout: self.all_gather.with_memory(saved) for layout, saved in state["second"].items()}
         self.reduce_scatter.load_state_dict(state["first"])
-        self.all_gather.load_state_dict(state["second"])
+        self.all_gather.load_state_dict(second)
+        if any(second[layout] is not saved for layout, saved in state["second"].items()):
+            text = f"the state has no feedback of averages: that of {self.all_gather.feedback} starts empty"
+            warn_user(f"{self.all_gather.name} hop: {text}", UserWarning)
 
     def residuals(self) -> dict[str, Tensor]:
         """What messages of this rank have lost and the next ones would make up for, as flat tensors by layout.
 
-        They may be shorter or longer than the tensors that were averaged: a rank's own share is not sent, and loses
-        nothing.
+        They may be shorter or longer than the tensors that were averaged. In the first hop a rank's own share is not
+        sent, and loses nothing. In the second hop it loses some of the average, which is the sum of so many tensors.
         """
         residuals = {}
+        averages = self.all_gather.residuals()
         for layout, rows in self.reduce_scatter.residuals().items():
             if rows:
+                world_size = len(rows) + 1
+                rows |= {rank: row * world_size for rank, row in averages.get(layout, {}).items()}
                 share = next(iter(rows.values())).numel()
                 flat = residuals[layout] = next(iter(rows.values())).new_zeros(share * (max(rows) + 1))
                 for slot, row in rows.items():
@@ -527,9 +546,7 @@ def _feedback_pair(
     compressor: CompressorLike, average_compressor: CompressorLike
 ) -> tuple[ErrorFeedback, ErrorFeedback]:
     feedback = as_feedback(compressor)
-    if average_compressor is None:
-        return feedback, NoFeedback(feedback.compressor)
-    return feedback, as_feedback(average_compressor)
+    return feedback, feedback if average_compressor is None else as_feedback(average_compressor)
 
 
 def all_reduce_sum(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:

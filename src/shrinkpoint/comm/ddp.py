@@ -75,8 +75,9 @@ def compress_ddp(
         compressor: for gradients. Groups and shares are those of a segment, in which the gradients of many parameters
             are concatenated: "row" and "channel" are not meaningful. `LowRank`, such as "lowrank4(q8:64)", sends
             matrices as factors.
-        average_compressor: for their average; None for `compressor` without its feedback. With `LowRank` for the
-            average of factors, and of what is not sent as factors.
+        average_compressor: for their average; None for `compressor`, with feedback of its own if that has one: what
+            either hop loses is sent later. With `LowRank` for the average of factors, and of what is not sent as
+            factors.
         accordion: switches between two compressors; then `compressor` is not used.
         before: called with each bucket of this rank before its gradients are taken, since DDP has one hook a model: it
             changes `bucket.buffer()` in place, or returns its values or a future of them, which is waited for. A hook
@@ -275,7 +276,7 @@ class DDPCompression(RecordHolder[AverageRecord]):
     @property
     def has_feedback(self) -> bool:
         """Whether ranks remember what their messages to each other have lost."""
-        return not self._all_reduce.reduce_scatter.feedback.is_stateless
+        return not all(hop.feedback.is_stateless for hop in self._all_reduce.hops)
 
     def counts(self) -> int:
         """The number of steps whose gradients were sent; 0 on a group of one rank."""
@@ -304,8 +305,9 @@ class DDPCompression(RecordHolder[AverageRecord]):
             problem, advice = "averages of which each rank decodes a share", "leave out ranks_per_node"
         elif self._accordion is not None:
             problem, advice = "an Accordion, whose choice is not on the wire", "use one compressor"
-        elif not self._all_reduce.all_gather.feedback.is_stateless:
-            problem, advice = "feedback on the second hop", "leave average_compressor out, or without feedback"
+        elif not (last := self._all_reduce.all_gather.feedback).has_stateless_receiver:
+            problem = f"{last} on the second hop, where each rank remembers what it has received"
+            advice = f'compress with "ef({last.compressor})", or set average_compressor="{last.compressor}"'
         elif self.model.find_unused_parameters:
             problem, advice = "find_unused_parameters=True: which have no gradient is not on the wire", "use them all"
         elif getattr(self.model, "mixed_precision", None) is not None:

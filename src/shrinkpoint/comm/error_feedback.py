@@ -122,15 +122,22 @@ class ErrorFeedback(ABC):
         compressor: encodes the messages; in evaluation it is used alone.
         needs_ids: whether messages carry the ids of samples.
         is_stateless: whether nothing makes up later for what a message loses.
+        has_stateless_receiver: whether a message decodes to the same values without the messages before it.
     """
 
     compressor: Compressor
 
     needs_ids: ClassVar[bool] = False
     is_stateless: ClassVar[bool] = False
+    has_stateless_receiver: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_compressor(type(self).__name__, self.compressor)
+        if not self.is_stateless and getattr(self.compressor, "scaled", False):
+            # scaled values exceed those sent, so that the residual grows with each message
+            where, problem = type(self).__name__, f"{self.compressor.spec}, with which a memory grows without bound"
+            advice = "leave out scaled: feedback sends later what is left out"
+            raise PolicyError(where, found=problem, expected="a compressor that scales nothing", do=advice)
 
     @property
     @abstractmethod
@@ -154,6 +161,7 @@ class NoFeedback(ErrorFeedback):
     """A compressor without feedback."""
 
     is_stateless: ClassVar[bool] = True
+    has_stateless_receiver: ClassVar[bool] = True
 
     @property
     def spec(self) -> str:
@@ -256,6 +264,8 @@ class EF(ErrorFeedback):
 
     decay: float = 1.0
 
+    has_stateless_receiver: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         validate.check_float("EF, decay", self.decay, maximum=1.0, exclusive=False, do="give 1, or .95")
@@ -345,6 +355,8 @@ class EFMixed(ErrorFeedback):
     """
 
     share: float = 0.5
+
+    has_stateless_receiver: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

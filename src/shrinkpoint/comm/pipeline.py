@@ -110,7 +110,8 @@ class CompressedPipeline:
 
     Attributes:
         inference: whether to compress in `schedule.eval()` too; a model that was trained with TopK or Random-K needs
-            it. Set it to the same value on every rank, between two steps.
+            it. Set it to the same value on every rank, between two steps. `link_stats` has no messages of an
+            evaluation that is not compressed.
     """
 
     inference = CompressionSwitch("evaluation is not compressed")

@@ -290,13 +290,13 @@ class CompressedStage:
     def _compressed_ops(
         self, ops: list[Any], slot: int, transfers: _Transfers, boundary: Boundary, *, backward: bool
     ) -> Iterator[tuple[Any, Link, MessageContext]]:
-        """Yield the messages over a boundary that are compressed; count the others."""
+        """Yield the messages over a boundary that are compressed; count others unless compression is off."""
         direction = boundary.backward if backward else boundary.forward
         link, is_compressed = direction.link, self._host.compresses(self.stage.has_backward)
         for op, number in zip(ops, _tensor_numbers(transfers, boundary.neighbour, len(ops)), strict=True):
-            if number is None:
+            if number is None or not is_compressed:
                 continue
-            if link is not None and is_compressed and link.is_compressible(op.tensor):
+            if link is not None and link.is_compressible(op.tensor):
                 yield op, link, self._message_context(boundary, slot, number, backward=backward)
             else:
                 direction.stats.add_uncompressed(op.tensor)

@@ -26,7 +26,7 @@ class SparseAllReduce:
     """Averages tensors over the ranks of a group, to the same bits on every rank: all decode the same bytes.
 
     Every rank sends its message to all others. The mean of sparse tensors has more values than each of them: to send it
-    in messages of the same size, as a second hop would, loses most of it, and nothing makes up for that.
+    in messages of the same size, as a second hop would, loses most of it at first, and without feedback for good.
 
     Args:
         compressor: for the tensors.

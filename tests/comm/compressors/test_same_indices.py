@@ -21,6 +21,7 @@ from shrinkpoint.errors import MismatchError, PolicyError
 class TestSameIndices(CompressorContract):
     compressors = (SameIndices(), SameIndices("bf16"), SameIndices(Uniform(4, 64)))
     dense = False
+    feeds_back = False  # the indices are the forward message's
 
     def context(self, x: Tensor, compressor: Compressor) -> CompressorContext:
         return CompressorContext(key=3, indices=torch.arange(x.numel(), device=x.device)[::5])
