@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.huggingface import WEIGHTS, ended, made, steps, whole
+from helpers.huggingface import WEIGHTS, Until, ended, made, steps, whole
 from helpers.strategies import same
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
 
@@ -139,5 +140,43 @@ def test_a_run_that_ended_in_its_first_save_starts_anew_and_later_ones_go_on(tmp
 
 
 def test_a_callback_says_what_it_cannot_serve(tmp_path):
-    with pytest.raises(PolicyError, match="save_only_model"):
-        made(Trainer, tmp_path, trainer_callbacks=[ShrinkCallback()]).train()
+    with pytest.raises(PolicyError, match="enable_jit_checkpoint"):
+        made(Trainer, tmp_path, enable_jit_checkpoint=True, trainer_callbacks=[ShrinkCallback()]).train()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_beside_a_trainer_with_default_arguments_its_files_replace_the_trainers(tmp_path, background):
+    def trainer(*more: TrainerCallback) -> Trainer:
+        callbacks = [ShrinkCallback(background=background), *more]
+        return made(Trainer, tmp_path, save_total_limit=1, trainer_callbacks=callbacks)
+
+    first = trainer(Until(4))
+    first.train()
+    assert steps(tmp_path) == [4] and not first.args.save_only_model
+    folder = tmp_path / "checkpoint-4"
+    assert {path.name for path in folder.iterdir()} & {*WEIGHTS} == {"model.safetensors"}
+    assert latest_valid(tmp_path) == str(folder)
+    assert same(ended(trainer(), folder), whole())
+    assert not [*tmp_path.rglob("optimizer-is-incomplete.txt")]
+
+
+def test_a_run_that_ended_before_the_callback_saved_resumes_from_the_trainers_files(tmp_path):
+    with pytest.raises(RuntimeError, match="the end"):
+        made(Trainer, tmp_path, trainer_callbacks=[Ends(2), ShrinkCallback()]).train()
+    assert latest_valid(tmp_path) == str(tmp_path / "checkpoint-2")
+    assert same(ended(made(Trainer, tmp_path, trainer_callbacks=[ShrinkCallback()]), latest_valid(tmp_path)), whole())
+
+
+def test_a_run_resumes_from_another_one_and_from_a_copy_of_any_name(tmp_path):
+    called(tmp_path / "old", ShrinkCallback(), Until(4)).train()
+    shutil.copytree(tmp_path / "old" / "checkpoint-4", tmp_path / "best")
+    called(tmp_path / "new", ShrinkCallback(), Until(4), learning_rate=1e-4).train()  # which has that step, too
+    for run, place in (("new", tmp_path / "old" / "checkpoint-4"), ("third", tmp_path / "best")):
+        assert same(ended(called(tmp_path / run, ShrinkCallback()), place), whole())
+
+
+def test_a_part_that_is_missing_is_missing_where_training_resumes(tmp_path):
+    called(tmp_path / "old", ShrinkCallback(), Until(2)).train()
+    (tmp_path / "old" / "checkpoint-2" / "shrinkpoint.json").unlink()
+    with pytest.raises(NotFoundError, match="old/checkpoint-2: no optimizer"):
+        called(tmp_path / "new", ShrinkCallback()).train(resume_from_checkpoint=str(tmp_path / "old" / "checkpoint-2"))

@@ -4,13 +4,14 @@ weights, one calls a gradient recorder at every optimizer step."""
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from shrinkpoint.errors import MismatchError, PolicyError
@@ -34,9 +35,10 @@ _log = logging.getLogger("shrinkpoint")
 class ShrinkCallback(TrainerCallback):
     """Saves optimizer, scheduler and random generators with the Trainer's checkpoints of weights, and restores them.
 
-    For a Trainer that cannot be subclassed. It needs `save_only_model=True`, and a `save_total_limit` of at least 2:
-    the Trainer deletes older checkpoints before it calls `on_save` of a callback. Resuming from a broken checkpoint is
-    an error; `resume_from_checkpoint=latest_valid(output_dir)` skips broken ones.
+    For a Trainer that cannot be subclassed. With `save_only_model=True` the Trainer does not write these itself;
+    without it, the callback deletes the Trainer's files once its own are complete. With `save_only_model=True`, pass a
+    `save_total_limit` of at least 2: the Trainer deletes older checkpoints before it calls `on_save` of a callback.
+    Resuming from a broken checkpoint is an error; `resume_from_checkpoint=latest_valid(output_dir)` skips broken ones.
 
     Args:
         scheme: for the optimizer state: "lossless", or a scheme that needs no model and no process group.
@@ -46,7 +48,7 @@ class ShrinkCallback(TrainerCallback):
         threads: native threads for coding; None: all cores.
         max_bytes: how much memory the tensors of one checkpoint may take when it is loaded; None: as for
             `shrinkpoint.load`.
-        resume_from_checkpoint: directory to resume from, if it is not inside `output_dir`.
+        resume_from_checkpoint: directory to restore from; None: the one that the Trainer resumes from.
         on_save: called with the report of every checkpoint that is committed; see `CheckpointManager`.
 
     Raises:
@@ -154,7 +156,7 @@ class ShrinkCallback(TrainerCallback):
         """
         if control.should_save or control.should_evaluate:  # save_strategy="best" decides after an evaluation
             self._checkpointer.wait()
-        if control.should_save and args.should_save:
+        if control.should_save and args.should_save and args.save_only_model:
             checkpoint_dirs.mark_first_save(args.output_dir, state.global_step)
 
     on_epoch_end = on_step_end
@@ -184,9 +186,9 @@ class ShrinkCallback(TrainerCallback):
     def _resume_dir(self, args: Any, state: Any) -> Path | None:
         """The directory that training resumes from; None if the Trainer has restored everything itself."""
         default = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        requested = self._resume_from if self._resume_from is not None else args.resume_from_checkpoint
-        is_directory = isinstance(requested, str | Path) and Path(requested).is_dir()
-        directory = Path(requested) if is_directory else default
+        candidates = (self._resume_from, _trainers_resume_dir(), args.resume_from_checkpoint)
+        named = [Path(place) for place in candidates if isinstance(place, str | Path) and Path(place).is_dir()]
+        directory = named[0] if named else default
         if is_checkpoint(directory):
             return directory
         if (directory / "optimizer.pt").is_file():
@@ -199,6 +201,20 @@ class ShrinkCallback(TrainerCallback):
         rng_states, self._rng_states = self._rng_states, None
         if rng_states is not None:
             set_rng_state(rng_states)
+
+
+def _trainers_resume_dir() -> str | Path | None:
+    """The directory that the Trainer which calls this resumes from; None if it is not found.
+
+    A Trainer does not tell its callbacks: the directory is an argument of its methods alone.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        resume = frame.f_locals.get("resume_from_checkpoint")
+        if isinstance(frame.f_locals.get("self"), Trainer) and isinstance(resume, str | Path):
+            return resume
+        frame = frame.f_back
+    return None
 
 
 class GradientCallback(TrainerCallback):
@@ -234,7 +250,6 @@ class GradientCallback(TrainerCallback):
 
 def _check_arguments(args: Any, state: Any) -> None:
     for name, is_unsupported, advice in (
-        ("save_only_model", not args.save_only_model, "pass save_only_model=True, or optimizers are saved twice"),
         ("enable_jit_checkpoint", args.enable_jit_checkpoint, "use ShrinkTrainer: callbacks are not called for those"),
         ("hyperparameter_search", state.is_hyper_param_search, "use ShrinkTrainer: each trial has its own directory"),
         ("fsdp or deepspeed", bool(args.fsdp or args.deepspeed), "use shrinkpoint.train.dcp.install"),
@@ -242,7 +257,9 @@ def _check_arguments(args: Any, state: Any) -> None:
         if is_unsupported:
             found = "a setting that ShrinkCallback does not support"
             raise PolicyError(name, found=found, expected="another setting", do=advice)
-    if args.save_total_limit == 1:
+    if not args.save_only_model:
+        _log.info("the Trainer writes its optimizer, too, which is then deleted: save_only_model=True saves this time")
+    elif args.save_total_limit == 1:
         _log.warning("save_total_limit=1: the Trainer deletes the only checkpoint before the next one is complete")
 
 

@@ -162,7 +162,7 @@ def manifest_extra(directory: Path, state: Mapping[str, Any]) -> JSON:
     weight_files = () if "model" in state else _iter_weight_files(directory)
     sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in weight_files}
     names: list[JSON] = [*sorted(state)]
-    state_digest = _digest(directory / STATE_FILE)
+    state_digest = _digest(directory / STATE_FILE) if (directory / STATE_FILE).is_file() else None
     return {"framework": "transformers", "state": state_digest, "weights": dict(sizes), "holds": names}
 
 
@@ -245,7 +245,8 @@ def _validate_own(root: Path, deep: bool) -> bool:
             raise _error(TruncatedError, root / name, found, f"{size} bytes")
         _validate_file(root / name, deep=deep)
     names = extra.get("holds")
-    return isinstance(names, list) and "optimizer" in names
+    has_optimizer = isinstance(names, list) and "optimizer" in names
+    return has_optimizer or (root / _REQUIRED_PAIR[0]).is_file()
 
 
 def _validate_stock(root: Path, deep: bool) -> bool:
@@ -308,8 +309,8 @@ def _error(kind: type[ErrorT], path: Path, found: str, expected: str) -> ErrorT:
 
 
 def _iter_weight_files(root: Path) -> Iterator[Path]:
-    """Yield the Trainer's weight files: of the model, and of adapters in subdirectories."""
-    for path in sorted([*root.glob("*"), *root.glob("*/adapter_model.*")]):
+    """Yield the Trainer's weight files: of the model, and of adapters and modules in subdirectories."""
+    for path in sorted([*root.glob("*"), *root.glob("*/*")]):
         if path.is_file() and WEIGHT_FILES.fullmatch(path.name):
             yield path
 

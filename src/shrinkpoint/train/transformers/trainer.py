@@ -36,6 +36,13 @@ from shrinkpoint.train.transformers.training_loss import TrainingLoss
 _log = logging.getLogger("shrinkpoint")
 _SPEED_SUFFIXES = ("_runtime", "_per_second", "_preparation_time")
 _ALTERNATIVE = "or begin anew from its weights alone"
+_METHODS = {
+    "model": ("_save", "_load_from_checkpoint", "_load_best_model"),
+    "optimizer": ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler"),
+    "scaler": ("_save_scaler", "_load_scaler"),
+    "rng": ("_save_rng_state", "_load_rng_state"),
+}
+"""Name of a part of a checkpoint -> the Trainer's methods that save and load it."""
 _CONSUMED = object()
 """Replaces a part of a loaded checkpoint that was handed to the Trainer, so that its memory is freed."""
 
@@ -72,6 +79,9 @@ class ShrinkTrainer(Trainer):
 
     `resume_from_checkpoint=True` resumes from the newest valid checkpoint, and logs a warning for each one that is
     skipped; a named checkpoint that is broken is an error. Checkpoints of the stock Trainer can be resumed from, too.
+
+    What a trainer behind this one in the method resolution order saves or loads by methods of its own, that is saved
+    and loaded by these, as `SentenceTransformerTrainer` does with the model; the payload holds the rest.
 
     Not changed: DeepSpeed, FSDP (`shrinkpoint.train.dcp.install` compresses its checkpoints), XLA, SageMaker, and the
     weights of PEFT models, which are adapters.
@@ -163,7 +173,7 @@ class ShrinkTrainer(Trainer):
             super()._save_checkpoint(model, trial)
         finally:
             self._pending_checkpoint, self.args.save_total_limit = None, pending.limit
-        if self._saver.participates:
+        if self._saver.participates and pending.state:
             self._write_checkpoint(pending)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
@@ -178,7 +188,7 @@ class ShrinkTrainer(Trainer):
                 self.args.save_total_limit = None
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self._pending_checkpoint is None:
+        if self._pending_checkpoint is None or self._is_own("optimizer"):
             super()._save_optimizer_and_scheduler(output_dir)
         elif self._saver.participates:
             self._pending_checkpoint.add("optimizer", self.optimizer.state_dict(), self.optimizer)
@@ -188,14 +198,15 @@ class ShrinkTrainer(Trainer):
                 self._pending_checkpoint.add(NAMES_KEY, names)
 
     def _save_scaler(self, output_dir: str) -> None:
-        if self._pending_checkpoint is None:
+        if self._pending_checkpoint is None or self._is_own("scaler"):
             super()._save_scaler(output_dir)
         elif self._saver.participates and self._scaler is not None:
             self._pending_checkpoint.add("scaler", self._scaler.state_dict())
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Gather the random generators of all processes, all of which call this."""
-        if self._pending_checkpoint is None or self.args.device.type not in ("cpu", "cuda"):
+        is_stock = self.args.device.type not in ("cpu", "cuda") or self._is_own("rng")
+        if self._pending_checkpoint is None or is_stock:
             super()._save_rng_state(output_dir)
         else:
             self._pending_checkpoint.add("rng", gather_object([get_rng_state()]))
@@ -205,7 +216,7 @@ class ShrinkTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         weights = self._pop_part(resume_from_checkpoint, "model")
         if weights is None:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            super()._load_from_checkpoint(resume_from_checkpoint, *(() if model is None else (model,)))
         else:
             self._load_weights(self._model if model is None else model, weights)
 
@@ -215,7 +226,7 @@ class ShrinkTrainer(Trainer):
             objects = {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
             load_aligned(objects, saved, str(checkpoint), model=self._model, alternative=_ALTERNATIVE)
             return
-        if self._loaded_parts:
+        if self._loaded_parts and not self._is_own("optimizer"):
             _log.warning("%s holds no optimizer: it starts afresh", checkpoint)
         super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -263,6 +274,12 @@ class ShrinkTrainer(Trainer):
             or is_sagemaker_mp_enabled()
             or is_torch_xla_available()
         )
+
+    def _is_own(self, part: str) -> bool:
+        """Whether a class behind this one saves or loads a part of a checkpoint by methods of its own."""
+        order = type(self).__mro__
+        behind = order[order.index(ShrinkTrainer) + 1 : order.index(Trainer)]
+        return any(method in vars(cls) for cls in behind for method in _METHODS[part])
 
     @property
     def _model(self) -> Any:
@@ -316,8 +333,9 @@ class ShrinkTrainer(Trainer):
         self._issue_warnings_after_load(model.load_state_dict(weights, strict=False))
 
     def _save_auxiliary(self, pending: _PendingCheckpoint, output_dir: str, state_dict: Any) -> None:
-        """Hand over the weights and write the small files; for adapters, let the Trainer write everything."""
-        if has_adapters(self.model):
+        """Hand over the weights and write the small files; for adapters and trainers with a `_save` of their own, let
+        the Trainer write everything."""
+        if has_adapters(self.model) or self._is_own("model"):
             super()._save(output_dir, state_dict)
             return
         model = self._model
@@ -441,7 +459,13 @@ def _check_settings(trainer: ShrinkTrainer) -> None:
             raise PolicyError("ShrinkConfig", found="sharded training", expected=expected, do=do)
         _log.warning("sharded training: checkpoints are those of the stock Trainer (or of dcp.install)")
         return
-    if args.push_to_hub and args.hub_strategy != HubStrategy.END and not has_adapters(trainer.model):
+    if own := [part for part in _METHODS if trainer._is_own(part)]:
+        text = (
+            "%s: a class behind ShrinkTrainer has methods of its own for %s: files of its own hold them, uncompressed"
+        )
+        _log.warning(text, type(trainer).__name__, " and ".join(own))
+    keeps_weights = has_adapters(trainer.model) or trainer._is_own("model")
+    if args.push_to_hub and args.hub_strategy != HubStrategy.END and not keeps_weights:
         found, expected = f"hub_strategy={args.hub_strategy.value!r}", "one that needs no weights in checkpoints"
         raise PolicyError("push_to_hub", found=found, expected=expected, do="push at the end: hub_strategy='end'")
     scheme = trainer._saver.for_model().scheme  # raises now, and not at the first save
