@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from accelerate.utils import gather_object
@@ -208,7 +209,7 @@ def _trainers_resume_dir() -> str | Path | None:
 
     A Trainer does not tell its callbacks: the directory is an argument of its methods alone.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         resume = frame.f_locals.get("resume_from_checkpoint")
         if isinstance(frame.f_locals.get("self"), Trainer) and isinstance(resume, str | Path):
