@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from glob import escape
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,11 @@ import shrinkpoint as sp
 from shrinkpoint.errors import CorruptError, NotFoundError, PolicyError, StorageError
 from shrinkpoint.storage import LocalStorage, MemoryStorage
 from shrinkpoint.store import decode
+from shrinkpoint.store.partial_reader import PartialReader
+from shrinkpoint.sync import Publisher, Subscriber
 from shrinkpoint.tensors.names import named_leaves
-from shrinkpoint.train import Checkpointer
+from shrinkpoint.tensors.nest import iter_tensors
+from shrinkpoint.train import Checkpointer, dcp
 
 
 def trained(storage: Any, saves: int = 3, scheme: str = "lossless") -> list[dict[str, Any]]:
@@ -182,3 +187,111 @@ def test_names_that_no_file_system_takes_are_errors_of_ours(tmp_path):
     for call in (lambda path: sp.save({}, path), sp.load, sp.CheckpointManager):
         with pytest.raises(PolicyError, match="the file system can write"):
             call("\ud800")
+
+
+def odd_state(seed: int) -> dict[str, Any]:
+    """Tensors of few bytes and sizes that are no multiples of 64 bytes, several of each kind, and an optimizer's."""
+    random = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(size, generator=random) for size in (3, 5, 1, 129, 70_001, 17)]
+    tensors += [tensor.to(torch.bfloat16) for tensor in tensors] + [tensors[3].clone(), torch.zeros(3), torch.zeros(5)]
+    tensors += [tensor.to(torch.uint8) for tensor in tensors[:6]] + [torch.arange(3), torch.arange(5)]
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.randn(4, 5, generator=random)).square().mean().backward()
+    optimizer.step()
+    trained = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    return {**trained, "tensors": {f"t{index}": tensor for index, tensor in enumerate(tensors)}}
+
+
+def read_store(path: Path, scheme: str) -> Any:
+    with sp.Store(path) as store:
+        for step in range(3):
+            store.save(step, odd_state(step), scheme=scheme)
+        return [store.load(step, tie=tie) for step in range(3) for tie in (True, False)]
+
+
+def read_parts(path: Path) -> Any:
+    read_store(path, "lossless")
+    names = [f"tensors.t{index}" for index in range(6)]
+    return [sp.load(path), sp.load(path, only="optimizer.*"), *(sp.load(path, only=name) for name in names)]
+
+
+def read_boxes(path: Path) -> Any:
+    sp.save(odd_state(0), path / "state.shrink")
+    with PartialReader([path / "state.shrink"]) as reader:
+        return [
+            reader.read(info.name, (0,) * len(info.shape), tuple(-(-size // 2) for size in info.shape))
+            for info in reader.infos.values()
+        ]
+
+
+def read_files(path: Path) -> Any:
+    sp.save(odd_state(0), path / "state.shrink")
+    sp.save(odd_state(1), path / "delta.shrink", base=path / "state.shrink")
+    return [sp.load(path / "state.shrink"), sp.load(path / "delta.shrink")]
+
+
+def read_directory(path: Path) -> Any:
+    checkpointer = Checkpointer()
+    for step in range(3):
+        checkpointer.save(path / f"step-{step}", odd_state(step))
+    return [checkpointer.load(path / "step-2"), sp.load(path / "step-2")]
+
+
+def read_dcp(path: Path) -> Any:
+    state = {**odd_state(0)["tensors"], "object": odd_state(0)["optimizer"]["state"]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one process
+        torch.distributed.checkpoint.save(state, storage_writer=dcp.Writer(path / "step-0"))
+    return dcp.load(path / "step-0")
+
+
+def read_restored(path: Path) -> Any:
+    def parts() -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+        return {"model": model, "optimizer": optimizer}
+
+    saved, restored = parts(), parts()
+
+    def closure() -> Any:
+        saved["optimizer"].zero_grad()
+        loss = saved["model"](torch.ones(2, 5)).square().mean()
+        loss.backward()
+        return loss
+
+    saved["optimizer"].step(closure)
+    manager = sp.CheckpointManager(path)
+    manager.save(1, **saved, extra=odd_state(0)["tensors"])
+    result = manager.restore(**restored)
+    return [result.extra, restored["model"].state_dict(), restored["optimizer"].state_dict()]
+
+
+def read_published(path: Path) -> Any:
+    target = {name: torch.zeros_like(tensor) for name, tensor in odd_state(0)["tensors"].items()}
+    with Publisher(path) as publisher:
+        for step in range(2):
+            publisher.publish(odd_state(step)["tensors"])
+    Subscriber(path).update(target)
+    return target
+
+
+READERS = {
+    "store": lambda path: read_store(path, "lossless"),
+    "lossy": lambda path: read_store(path, "fisher(relative_error=.3)"),
+    "parts": read_parts,
+    "boxes": read_boxes,
+    "files": read_files,
+    "directory": read_directory,
+    "dcp": read_dcp,
+    "manager": read_restored,
+    "subscriber": read_published,
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_every_tensor_starts_where_torch_would_allocate_it(tmp_path: Path, reader: str):
+    tensors = [*iter_tensors(READERS[reader](tmp_path))]
+    assert len(tensors) > 10
+    assert [tensor.data_ptr() % 64 for tensor in tensors if tensor.numel()] == [0] * len(tensors)

@@ -15,7 +15,7 @@ from shrinkpoint.guard import read_guard
 from shrinkpoint.store.decode_plan import Cache, DecodePlan
 from shrinkpoint.store.file_place import AnyPlace
 from shrinkpoint.store.partial_file import close_chain, open_chain
-from shrinkpoint.tensors.dtypes import tensor_from_bytes
+from shrinkpoint.tensors.dtypes import empty, tensor_bytes, torch_dtype
 from shrinkpoint.tensors.info import ITEMSIZE, TensorInfo
 
 CACHE_BYTES = 1 << 27
@@ -70,7 +70,7 @@ class PartialReader:
         self.numbers_decoded = 0
 
     def read(self, name: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-        """Read a box of a tensor into new, contiguous memory of the shape `sizes`.
+        """Read a box of a tensor into new, contiguous memory of the shape `sizes`, aligned to 64 bytes.
 
         Args:
             starts, sizes: first index and length on each axis; () for a tensor without axes.
@@ -89,9 +89,9 @@ class PartialReader:
             raise NotFoundError(where, found=f"no tensor {name!r}", expected=expected, do="look at `infos`")
         starts, sizes = tuple(starts), tuple(sizes)
         self._check(info, starts, sizes)
-        box = TensorInfo(name, sizes, info.dtype)
-        out = np.empty(box.nbytes, np.uint8)
-        if box.nbytes:
+        tensor = empty(sizes, torch_dtype(info.dtype))
+        out = tensor_bytes(tensor)
+        if out.nbytes:
             offsets, size = contiguous_ranges(info, starts, sizes)
             with self._lock:
                 if not self._is_open:
@@ -104,7 +104,7 @@ class PartialReader:
                     self.numbers_decoded += plan.numbers_decoded
             for start, data in decoded:
                 _copy(offsets, size, start, data, out)
-        return tensor_from_bytes(out, box)
+        return tensor
 
     def close(self) -> None:
         """Close the files and free the cache; later reads raise a PolicyError."""

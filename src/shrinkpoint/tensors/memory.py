@@ -14,7 +14,8 @@ import numpy as np
 from shrinkpoint import _native
 from shrinkpoint.errors import PolicyError
 
-_ALIGN = 64
+TENSOR_ALIGN = 64
+"""Tensors start at multiples of this number of bytes, as those that torch allocates."""
 _HEADER = 64
 """Bytes that the native pool puts before a block; the two together fill whole pages."""
 _MIN_BLOCK, _MAX_BLOCK = 1 << 20, 1 << 25
@@ -73,7 +74,7 @@ class Arena:
 
     def allocate(self, nbytes: int) -> Bytes:
         """Return an uninitialized uint8 array of exactly `nbytes`, aligned to 64 bytes."""
-        rounded = -(-nbytes // _ALIGN) * _ALIGN
+        rounded = -(-nbytes // TENSOR_ALIGN) * TENSOR_ALIGN
         if rounded > self._next_size // 2:
             return _native.empty(nbytes)
         with self._lock:

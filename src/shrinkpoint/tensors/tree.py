@@ -40,6 +40,7 @@ from shrinkpoint.tensors.dtypes import (
     numpy_to_torch_dtype,
 )
 from shrinkpoint.tensors.info import JSON
+from shrinkpoint.tensors.memory import TENSOR_ALIGN
 from shrinkpoint.tensors.names import StatePath, format_path, short_repr, tensor_name
 from shrinkpoint.tensors.shared_storage import Leaf, num_reached
 
@@ -312,7 +313,7 @@ class TreeDecoder:
     """Turns a tree into a nest.
 
     Args:
-        tensors: the stored tensors by name, contiguous; the nest refers to them without copying.
+        tensors: the stored tensors by name, contiguous; the nest refers to them, or to copies at aligned addresses.
         tie: whether leaves that shared memory share it again; otherwise each gets its own.
         where: the file, for messages.
         max_bytes: memory limit of copies: numpy arrays, bytes, tensors that are no longer shared.
@@ -325,6 +326,7 @@ class TreeDecoder:
         self._remaining = max_bytes
         self._copies: dict[str, Any] = {}
         self._used_names: set[str] = set()
+        self._moved: dict[str, torch.Tensor] = {}
 
     def decode(self, tree: JSON, path: StatePath = ()) -> Any:
         """Return the value of `tree`, which is at `path` of the state.
@@ -491,9 +493,14 @@ class TreeDecoder:
             expected = "[], [name] or [name, offset, shape, strides]"
             self._raise_corrupt(path, f"the reference {short_repr(reference, 60)}", expected)
         name = reference[0] if reference else tensor_name(path)
-        stored = self._tensors.get(name) if type(name) is str else None
+        stored = None
+        if type(name) is str:
+            stored = self._moved[name] if name in self._moved else self._tensors.get(name)
         if stored is None:
             self._raise_corrupt(path, f"a reference to {short_repr(name, 80)}", "the name of a tensor in this file")
+        if stored.is_cpu and stored.data_ptr() % TENSOR_ALIGN:  # a neighbour of others in its record
+            # kernels choose their vectors by the address, and sums depend on that: torch itself aligns what it loads
+            stored = self._moved[name] = as_bits(stored).clone().view(stored.dtype)
         return self._view(stored, reference, path) if len(reference) >= 4 else stored
 
     def _view(self, stored: torch.Tensor, reference: list[JSON], path: StatePath) -> torch.Tensor:
