@@ -73,12 +73,16 @@ docs: $(VENV)/.docs
 # An editable install: the Python sources are used where they stand, and the native core is built again when it changes.
 # torch comes first and pinned: what it would bring along by itself is gigabytes of CUDA.
 $(VENV)/.installed: pyproject.toml release/build-requirements.txt $(NATIVE)
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/pip install --quiet --requirement release/build-requirements.txt
-	$(BIN)/pip install --quiet --no-build-isolation --editable ".[dev]"
-	touch $@
+	@echo "1 of 4: an environment in $(VENV), with pip"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --upgrade pip
+	@echo "2 of 4: torch, the largest download"
+	@$(BIN)/pip install --progress-bar on torch==2.13.0
+	@echo "3 of 4: what builds the native core"
+	@$(BIN)/pip install --quiet --requirement release/build-requirements.txt
+	@echo "4 of 4: the native core, which is compiled, and what the tests need: some minutes"
+	@$(BIN)/pip install --progress-bar on --no-build-isolation --editable ".[dev]"
+	@touch $@
 
 $(VENV)/.release: $(VENV)/.installed release/requirements.txt
 	$(BIN)/pip install --quiet --requirement release/requirements.txt

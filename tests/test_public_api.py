@@ -238,9 +238,11 @@ def test_a_parent_of_a_hostile_name_is_an_error_of_our_tree(tmp_path, name):
 def test_what_is_no_file_of_ours_is_an_error_of_our_tree(tmp_path):
     (tmp_path / "text").write_text("hello, this is no checkpoint\n")
     (tmp_path / "empty").touch()
+    (tmp_path / "tree" / "below").mkdir(parents=True)
     cases = [
         (tmp_path, NotFoundError),
-        ("/", sp.ShrinkpointError),
+        (tmp_path / "tree", NotFoundError),
+        (tmp_path / "tree" / "below", NotFoundError),
         (tmp_path / "nothing", NotFoundError),
         (tmp_path / "no" / "thing", NotFoundError),
         (tmp_path / "text", FormatError),

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from selenium import webdriver
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-NO_CHROMIUM = "no Chromium (Debian: chromium, chromium-driver)"
+CHROMEDRIVER = shutil.which("chromedriver")
+NO_BROWSER = None if CHROMIUM and CHROMEDRIVER else "no Chromium with its driver (Debian: chromium, chromium-driver)"
+"""Why no page can be opened here; None if one can."""
 PATIENCE = 120  # seconds, on a busy machine
 _FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"),
@@ -25,7 +27,7 @@ def open_browser() -> Iterator[webdriver.Chrome]:
     for flag in _FLAGS:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(CHROMEDRIVER))
     driver.set_script_timeout(PATIENCE)
     try:
         yield driver

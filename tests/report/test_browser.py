@@ -9,13 +9,13 @@ import shrinkpoint as sp
 selenium = pytest.importorskip("selenium")
 
 from axe_core_python.selenium import Axe  # noqa: E402
-from helpers.browser import CHROMIUM, NO_CHROMIUM, PATIENCE, open_browser, read_log  # noqa: E402
+from helpers.browser import NO_BROWSER, PATIENCE, open_browser, read_log  # noqa: E402
 from report.test_page import make_store, report  # noqa: E402
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
+pytestmark = pytest.mark.skipif(NO_BROWSER is not None, reason=str(NO_BROWSER))
 
 
 @pytest.fixture(scope="module")

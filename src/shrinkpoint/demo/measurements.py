@@ -71,6 +71,7 @@ class Measurements:
         delta: the state encoded against the previous checkpoint.
         lossy: the same two checkpoints with `Fisher(budget=LOSS_BUDGET)`.
         torch_save: median seconds of `torch.save` to a file, without fsync.
+        torch_save_bytes: the size of that file.
         copy: median seconds to clone every tensor.
     """
 
@@ -78,6 +79,7 @@ class Measurements:
     delta: TimedRoundTrip
     lossy: LossyRoundTrip
     torch_save: float
+    torch_save_bytes: int
     copy: float
 
 
@@ -95,15 +97,17 @@ def measure_checkpoint(
     """
     flat_state, flat_parent = flatten(state), flatten(parent_state)
     path = directory / "torch-save.pt"
-    measurements = Measurements(
+    torch_save = _median_seconds(lambda: torch.save(state, path), repeat)
+    torch_save_bytes = path.stat().st_size
+    path.unlink()
+    return Measurements(
         keyframe=_time_round_trip(flat_state, None, repeat),
         delta=_time_round_trip(flat_state, flat_parent, repeat),
         lossy=_lossy_round_trip(parent_state, state, evaluate),
-        torch_save=_median_seconds(lambda: torch.save(state, path), repeat),
+        torch_save=torch_save,
+        torch_save_bytes=torch_save_bytes,
         copy=_median_seconds(lambda: snapshot(flat_state), repeat),
     )
-    path.unlink()
-    return measurements
 
 
 def _lossy_round_trip(parent_state: Any, state: Any, evaluate: Callable[[Any], float]) -> LossyRoundTrip:

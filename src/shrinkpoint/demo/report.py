@@ -1,4 +1,4 @@
-"""What `shrinkpoint demo` prints, on a terminal of 80 columns: the story in five parts, and the verdict."""
+"""What `shrinkpoint demo` prints, on a terminal of 80 columns: a summary, the story in five parts, and the verdict."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def print_introduction(console: Console, options: DemoOptions) -> None:
 
 
 def print_result(console: Console, result: DemoResult) -> None:
-    """Prints the kill, the losses, the comparison, bytes and seconds, and the verdict."""
+    """Prints a summary, the kill, the losses, the comparison, bytes and seconds, and the verdict."""
+    if result.measurements is not None:
+        console.print(_summary_table(result, result.measurements))
     _print_kill(console, result)
     console.print(_loss_table(result))
     if any(log.first_divergence(result.reference_log) for log in (result.killed_logs[-1], result.resumed_log)):
@@ -61,6 +63,21 @@ def format_mb(count: float) -> str:
 
 def _ratio(raw: int, stored: int) -> str:
     return f"{raw / stored:.2f}x" if stored else "-"
+
+
+def _summary_table(result: DemoResult, measurements: Measurements) -> Table:
+    """Bytes of the run beside those of torch.save, and what the resumed run is beside the one never killed."""
+    table = _table("Beside torch.save", "", "torch.save", "stored", "smaller", "after the kill")
+    raw, count = measurements.torch_save_bytes, len(result.manifests)
+    stored = sum(manifest.stored_bytes for manifest in result.manifests)
+    equal = "[green]every bit equal[/green]" if result.verdict.passed else "[red]not equal[/red]"
+    table.add_row(
+        f"{count} checkpoints, lossless", format_mb(count * raw), format_mb(stored), _ratio(count * raw, stored), equal
+    )
+    lossy = measurements.lossy
+    size, rise = lossy.delta.stored_bytes, f"{lossy.rise:+.2%} loss"
+    table.add_row(f"the last, Fisher({LOSS_BUDGET})", format_mb(raw), format_mb(size), _ratio(raw, size), rise)
+    return table
 
 
 def _print_kill(console: Console, result: DemoResult) -> None:
