@@ -28,6 +28,7 @@ from shrinkpoint.store.decode import iter_checkpoints
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.tensors.compare import SectionComparison, compare_sections
 from shrinkpoint.tensors.flat_state import unflatten
+from shrinkpoint.train.state_alignment import NAMES_KEY
 
 MAX_ATTEMPTS = 10
 STORE_SECTIONS = ("model", "optimizer", "scheduler")
@@ -308,6 +309,7 @@ def _check_checkpoint(store: Store, step: int, saved_states: dict[int, StateDige
 
 
 def _check_state(step: int, state: Any, saved_states: dict[int, StateDigests]) -> CheckpointCheck:
+    state.pop(NAMES_KEY, None)  # of parameters: they are stored with a state, and no part of it
     return CheckpointCheck(step, differing_names(saved_states.get(step, {}), state_digests(state)))
 
 

@@ -196,3 +196,15 @@ def test_a_forged_form_is_an_error_of_ours(form):
     ((name, body),) = form.items()
     with pytest.raises(FormatError):
         from_plain({f"shrinkpoint:{name}": body})
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_hyperparameters_of_omegaconf_come_back_as_plain_values(tmp_path: Path, background: bool) -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    config = omegaconf.OmegaConf.create({"lr": 0.1, "again": "${lr}", "sizes": [1, {"path": Path("a")}], "none": None})
+    model = Small(width=8, config=config)
+    trainer(tmp_path, ShrinkIO(background=background), epochs=1, callbacks=[every(tmp_path)]).fit(model, points(1))
+    [path] = tmp_path.glob("*.ckpt")
+    saved = ShrinkIO().load_checkpoint(path)["hyper_parameters"]["config"]
+    assert saved == {"lr": 0.1, "again": "${lr}", "sizes": [1, {"path": Path("a")}], "none": None}
+    assert type(saved) is dict and type(saved["sizes"]) is list

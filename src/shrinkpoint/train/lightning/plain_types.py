@@ -2,7 +2,7 @@
 
 A form is a dict with one key that begins with "shrinkpoint:"; a user's dict that looks like one gets a second colon.
 Reading forms builds only values of the types below: nothing is imported, and only members of enums and classes of
-callbacks are looked up in modules that are imported already.
+callbacks are looked up in modules that are imported already. Containers of OmegaConf become dicts and lists, for good.
 """
 
 from __future__ import annotations
@@ -63,6 +63,9 @@ def from_plain(value: Any) -> Any:
 
 
 def _to_plain(value: Any, depth: int) -> Any:
+    omegaconf = sys.modules.get("omegaconf")  # whoever has a config has imported it
+    if omegaconf is not None and omegaconf.OmegaConf.is_config(value):
+        return map_nest(omegaconf.OmegaConf.to_container(value, resolve=False), _to_plain, depth + 1)
     if type(value) in _NAME_BY_DICT_TYPE and any(_has_form(key) for key in value):  # the values are converted already
         pairs = [[map_nest(key, _to_plain, depth + 1), item] for key, item in value.items()]
         return {_PREFIX + _NAME_BY_DICT_TYPE[type(value)]: pairs}
