@@ -149,10 +149,11 @@ class Mirror:
 
 
 def select_missing(local: Listing, content: Listing, keep: Keep | None, now: datetime) -> list[Manifest]:
-    """The checkpoints that a mirror lacks and would keep, oldest first.
+    """The checkpoints that a mirror lacks and would keep, oldest first, and then those of steps that it has already.
 
-    Of two different ones of the same step, the store's is right, unless the mirror had it before: then another store
-    has replaced it there. Times of saving do not count: they are of several clocks.
+    A step that retention has made weights-only waits for the newer one that a run resumes from. Of two different ones
+    of the same step, the store's is right, unless the mirror had it before: then another store has replaced it there.
+    Times of saving do not count: they are of several clocks.
 
     Args:
         local: the store.
@@ -170,7 +171,9 @@ def select_missing(local: Listing, content: Listing, keep: Keep | None, now: dat
     forgotten = content.forgotten - missing.keys()
     visible = {step: manifest for step, manifest in both.items() if step not in forgotten}
     decision = apply_policy(both.values(), _effective_keep(keep, visible), now, forgotten=forgotten)
-    return [missing[step] for step in decision.keep if step in missing]
+    return sorted(
+        (missing[step] for step in decision.keep if step in missing), key=lambda m: m.step in content.manifests
+    )
 
 
 @dataclass(frozen=True)

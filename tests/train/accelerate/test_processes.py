@@ -236,7 +236,7 @@ def test_shards_go_on_bit_for_bit_when_older_checkpoints_are_gone(of_shards: tup
     for report in reports:
         assert report["left"] == ["checkpoint_2", "checkpoint_3"]
         assert (report["folder"], report["restored"], report["continued"]) == ("checkpoint_3", True, True)
-        assert report["deltas"] == [4, 4]
+        assert report["deltas"] == [1, 1]  # keyframes: small deltas with their bases would take more than is kept
         assert report["passed"] == ["checkpoint_4", ["checkpoint_5"], True]
         assert report["lossy"] == ["fisher", True, 6, {"loss": 1.5}, "checkpoint_6"] and 0 < report["near"] < 0.2
 

@@ -162,7 +162,7 @@ def test_a_scheme_that_evaluates_wants_the_callback(tmp_path):
 def test_validation_says_what_it_lacks(tmp_path):
     ours = ShrinkIO(sp.Fisher(evaluate=Validation()))
     run = trainer(tmp_path, ours, callbacks=[ShrinkIOCallback(), every(tmp_path / "all")])
-    with pytest.raises(PolicyError, match="`val_dataloader` must be implemented"):
+    with pytest.warns(UserWarning, match="`val_dataloader` must be implemented"):
         run.fit(small(), points())
     with pytest.raises(PolicyError, match="expected a whole number from 1"):
         Validation(0)
