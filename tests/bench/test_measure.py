@@ -97,12 +97,13 @@ def test_errors_are_those_of_the_definition():
     assert Distortion.measure(flat, {"weight": torch.full((2, 2), math.nan)}).weights != 0
 
 
-def test_a_scheme_that_fails_does_not_stop_the_others(recorded):
-    def broken(state):
-        raise ValueError("boom")
+def test_a_scheme_that_fails_does_not_stop_the_others(recorded, monkeypatch):
+    def broken(*_, **__):
+        raise PolicyError("qd", found="boom", do="stop")
 
+    monkeypatch.setattr(sp.QD, "plan", broken)
     with Silent():
-        found = measure(make_system("qd", evaluate=broken), open_series([recorded[1]]))
+        found = measure(make_system("qd", evaluate=lambda state: 1.0), open_series([recorded[1]]))
     assert not found.rows and "boom" in found.failure and found.to_json() == {"name": "qd", "failure": found.failure}
 
 

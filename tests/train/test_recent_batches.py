@@ -102,12 +102,12 @@ def test_what_makes_no_sense_is_refused(options: dict[str, Any]) -> None:
         sp.RecentBatches(**{"loss": loss, **options})
 
 
-def test_a_loss_that_is_none_is_refused() -> None:
+def test_a_loss_that_is_none_makes_an_exact_checkpoint() -> None:
     recent = sp.RecentBatches(lambda model, batch: None)
     recent.add(batch(0))
     manager = sp.CheckpointManager(MemoryStorage(), scheme=sp.Fisher(evaluate=recent))
-    with manager, pytest.raises(PolicyError, match="NoneType"):
-        manager.save(1, **Run(steps=1).parts)
+    with manager, pytest.warns(LossWarning, match="NoneType"):
+        assert not manager.save(1, **Run(steps=1).parts).loss_report["chosen"]
 
 
 SHARDED = """

@@ -1,24 +1,37 @@
-"""Checks whether `evaluate` can be trusted: its answer is finite, repeats itself and depends on the weights.
+"""Checks whether `evaluate` can be trusted: its answer is finite, repeats itself and depends on the weights, and which.
 
 Also warns, once in a run, where a scheme loses something and no `evaluate` measures it."""
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shrinkpoint import humanize
 from shrinkpoint.codec.lattice import dither
 from shrinkpoint.errors import UnmeasuredLossWarning, warn_user
-from shrinkpoint.schemes.evaluate import MEASURE_ADVICE, DegradationMetric, Reading, TrialValues, scale_of
+from shrinkpoint.schemes.evaluate import (
+    MEASURE_ADVICE,
+    DegradationMetric,
+    Reading,
+    ReadRecorder,
+    TrialEvaluator,
+    TrialValues,
+    scale_of,
+)
 from shrinkpoint.schemes.select import TensorSelection
+from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.tensors.info import JSON
 
 MakeValues = Callable[[], TrialValues]
 ComputeOnAll = Callable[[Callable[[], Any]], list[Any]]
@@ -38,6 +51,10 @@ that the interval around what it chooses always reaches a little beyond."""
 _NOISE_DECAY = 0.9
 """The share of earlier noise that remains where answers differ less now: a single bad moment must not make a whole run
 lossless."""
+MAX_ENTRIES = 8
+"""Entries of a state that are perturbed one by one: each costs an evaluation, once a run. Smaller ones count as one."""
+_ENTRY_DEVIATIONS = 4.0
+"""Standard deviations of the noise of a single entry, so that its effect is larger than the noise of `evaluate`."""
 _EXTRA_REPEATS = 3
 """Further answers for the same weights, the first time, where noise deserves a warning."""
 
@@ -72,21 +89,50 @@ class Calibration:
             unknown.
         has_reacted: whether clearly different weights had another answer.
         num_saves: number of saves that were measured.
+        is_measured: whether `evaluate` looks at a weight, by its global name; without an entry, it is not known.
+        is_tested: `is_measured` is what this process has found out, with this `evaluate`.
+
+    Args:
+        unmeasured: global names of weights that `evaluate` did not look at in the run that goes on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unmeasured: Iterable[str] = ()) -> None:
         self.noise: float | None = None
         self.has_reacted, self.num_saves = False, 0
+        self.is_measured, self.is_tested = dict.fromkeys(unmeasured, False), False
         self._num_examples, self._is_interval_warned = 0, False
 
     @property
-    def state(self) -> tuple[float | None, bool, int]:
-        """What processes compare and exchange."""
-        return self.noise, self.has_reacted, self.num_saves
+    def state(self) -> tuple[Any, ...]:
+        """What processes exchange."""
+        return self.noise, self.has_reacted, self.num_saves, self.is_measured, self.is_tested
 
-    def set_state(self, state: tuple[float | None, bool, int] | None) -> None:
-        """Take over the `state` of another process; None: nothing is known."""
-        self.noise, self.has_reacted, self.num_saves = state or (None, False, 0)
+    def set_state(self, state: tuple[Any, ...]) -> None:
+        """Take over the `state` of another process."""
+        self.noise, self.has_reacted, self.num_saves, self.is_measured, self.is_tested = state
+
+    def forget_differences(self, tensors: GlobalTensors) -> None:
+        """Forget everything unless all ranks remember the same; a collective."""
+        digest = zlib.crc32(repr(self.state).encode())
+        if tensors.value_if_equal(digest) is None:
+            self.set_state(Calibration().state)
+
+    @property
+    def unmeasured(self) -> list[str]:
+        """Global names of weights that `evaluate` does not look at, in order."""
+        return sorted(name for name, is_measured in self.is_measured.items() if not is_measured)
+
+    @property
+    def recorded(self) -> list[JSON] | None:
+        """The `unmeasured` names for a manifest; None if nothing is known yet."""
+        return [*self.unmeasured] if self.is_tested or self.is_measured else None
+
+    def measured_part(self, selection: TensorSelection, tensors: GlobalTensors) -> TensorSelection:
+        """The selection without the weights that `evaluate` does not look at, which stay exact; a collective."""
+        unmeasured = frozenset(self.unmeasured)
+        return selection.exclude(
+            [name for name in selection.tensors if tensors.global_name(name) in unmeasured], tensors
+        )
 
     @property
     def num_checks(self) -> int:
@@ -145,6 +191,63 @@ class Calibration:
         advice = "let it measure the model, or the state, that it is given, each time anew, on enough examples"
         return EvaluateProblem(observation, advice)
 
+    def test_entries(
+        self,
+        metric: DegradationMetric,
+        evaluator: TrialEvaluator,
+        selection: TensorSelection,
+        state: FlatState,
+        tensors: GlobalTensors,
+        compute_on_all: ComputeOnAll = lambda compute: [compute()],
+    ) -> EvaluateProblem | None:
+        """Find out at which weights `evaluate` looks: a budget says nothing of the others, which stay exact.
+
+        Called after `find_problem` has found none. The weights are perturbed entry by entry: by themselves and, if the
+        answer stays the same, together with all others (a weight behind a zero has no effect alone). Weights that the
+        evaluations so far have not read at all are perturbed together once more. A collective.
+
+        Args:
+            evaluator: has recorded reads.
+
+        Returns:
+            A problem if an evaluation failed.
+        """
+        reads, evaluator.reads = evaluator.reads, None
+        names = [name for name in selection.global_names if self._is_due(name)]
+        if not names:
+            return None
+        paths = tensors.reduce(
+            {source: tensors.global_name(cast) for cast, source in selection.cast_sources.items()},
+            lambda shards: shards[0],
+        )
+        entries = top_level_entries({name: paths.get(name, name) for name in names}, tensors.shapes)
+        test = _EntryTest(metric, selection, state, tensors, compute_on_all, self._differs)
+        unread = frozenset(names) - (test.read_names(reads) if reads is not None else frozenset(names))
+        is_only_one = len(entries) == 1 and len(names) == len(selection.global_names)
+        found = {entry: is_only_one or test.reacts(members, unread) for entry, members in entries.items()}
+        measured = frozenset(name for entry, members in entries.items() if found[entry] for name in members)
+        doubtful = measured & unread  # in a measured entry; or read in a way that is not seen
+        if doubtful and not test.reacts(doubtful, unread):
+            measured -= unread
+        if failure := find_failure(metric, compute_on_all):
+            return failure
+        news = [name for name in names if self.is_measured.get(name, True) and name not in measured]
+        self.is_measured |= {name: name in measured for name in names}
+        self.is_tested = True
+        if news and tensors.rank == 0:
+            _warn_unmeasured(entries, measured, news)
+        return None
+
+    def needs_test(self, names: Iterable[str]) -> bool:
+        """Whether `test_entries` would evaluate, or use recorded reads."""
+        return any(map(self._is_due, names))
+
+    def _is_due(self, name: str) -> bool:
+        """Whether it is not known that `evaluate` looks at a weight; what it did not look at is asked now and then."""
+        if not self.is_tested or name not in self.is_measured:
+            return True
+        return not self.is_measured[name] and self.num_saves % REPEAT_INTERVAL == 0
+
     @property
     def noise_text(self) -> str:
         """The noise in words."""
@@ -191,17 +294,121 @@ class Calibration:
         self, metric: DegradationMetric, perturbations: Sequence[MakeValues], compute_on_all: ComputeOnAll
     ) -> bool:
         """Whether `evaluate` answers something else, on every process, for one of several sets of other weights."""
-        min_difference = _MIN_NOISE_RATIO * (self.noise or 0.0) * metric.scale
 
         def differs(make: MakeValues) -> bool:
-            reading = metric.evaluate(make())
-            if reading.failure:
-                return False
-            if not reading.is_finite or min_difference <= 0:
-                return not (reading.is_finite and reading.equals(metric.baseline))
-            return abs(reading.value - metric.baseline.value) > min_difference
+            return self._differs(metric, metric.evaluate(make()), metric.baseline)
 
         return any(all(compute_on_all(partial(differs, make))) for make in perturbations)
+
+    def _differs(self, metric: DegradationMetric, reading: Reading, other: Reading) -> bool:
+        """Whether two readings differ by more than noise; False where one has failed."""
+        min_difference = _MIN_NOISE_RATIO * (self.noise or 0.0) * metric.scale
+        if reading.failure or other.failure:
+            return False
+        if not (reading.is_finite and other.is_finite):
+            return reading.is_finite != other.is_finite
+        if min_difference <= 0:
+            return not reading.equals(other)
+        return abs(reading.value - other.value) > min_difference
+
+
+class _EntryTest:
+    """Tests whether `evaluate` looks at some weights.
+
+    Args:
+        differs: whether two readings differ by more than noise.
+    """
+
+    def __init__(
+        self,
+        metric: DegradationMetric,
+        selection: TensorSelection,
+        state: FlatState,
+        tensors: GlobalTensors,
+        compute_on_all: ComputeOnAll,
+        differs: Callable[[DegradationMetric, Reading, Reading], bool],
+    ) -> None:
+        self._metric, self._selection, self._state, self._tensors = metric, selection, state, tensors
+        self._compute_on_all, self._differs = compute_on_all, differs
+        self._all: Reading | None = None  # of all weights with noise
+
+    def reacts(self, names: Iterable[str], unread: frozenset[str]) -> bool:
+        """Whether `evaluate` answers something else for other values of weights, on every process.
+
+        Args:
+            names: global names.
+            unread: names of weights that evaluations have not read: together with others they change nothing either.
+        """
+        names = frozenset(names)
+
+        def alone() -> bool:
+            reading = self._perturb(names, _ENTRY_DEVIATIONS)
+            return self._differs(self._metric, reading, self._metric.baseline)
+
+        def at_zero() -> bool:
+            return self._differs(self._metric, self._perturb(names, zero=True), self._metric.baseline)
+
+        def among_others() -> bool:
+            everything = frozenset(self._selection.global_names)
+            self._all = self._all or self._perturb(everything)
+            return self._differs(self._metric, self._perturb(everything - names), self._all)
+
+        tests = (alone,) if names <= unread else (alone, at_zero, among_others)
+        return any(all(self._compute_on_all(test)) for test in tests)
+
+    def read_names(self, reads: ReadRecorder) -> frozenset[str]:
+        """Global names of the weights that an evaluation has read, on any process."""
+        casts = dict[str, list[str]]()
+        for cast, source in self._selection.cast_sources.items():
+            casts.setdefault(source, []).append(cast)
+        own = [
+            name
+            for name in self._selection.tensors
+            if any(reads.has_read(self._state.tensors[alias]) for alias in (name, *casts.get(name, ())))
+        ]
+        read = self._tensors.union(own)
+        return frozenset().union(*self._compute_on_all(lambda: read))
+
+    def _perturb(self, names: frozenset[str], deviations: float = 1.0, *, zero: bool = False) -> Reading:
+        chosen = {n: x for n, x in self._selection.tensors.items() if self._tensors.global_name(n) in names}
+        selection, global_name = replace(self._selection, tensors=chosen), self._tensors.global_name
+        noise, zeros = make_perturbations(selection, self._state, global_name, deviations)
+        return self._metric.evaluate(zeros() if zero else noise())
+
+
+def top_level_entries(paths: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> dict[str, list[str]]:
+    """Names of weights by the top-level entry of the state or the model that they are in: where their paths branch.
+
+    Args:
+        paths: the path of each weight by its name.
+        shapes: by name; of more than `MAX_ENTRIES` entries the smallest are joined.
+
+    >>> paths = {name: name for name in ("model/net/0.weight", "model/net/2.weight", "model/ema/0.weight")}
+    >>> top_level_entries(paths, dict.fromkeys(paths, (2, 2)))
+    {'model/net': ['model/net/0.weight', 'model/net/2.weight'], 'model/ema': ['model/ema/0.weight']}
+    """
+    parts = {name: re.findall(r"[^/.]+[/.]?", path) for name, path in paths.items()}
+    modules = {name: split[:-1] or split for name, split in parts.items()}  # without the leaf
+    depth, shortest = 0, min(map(len, modules.values()))
+    while depth < shortest and len({split[depth] for split in modules.values()}) == 1:
+        depth += 1
+    entries: dict[str, list[str]] = {}
+    for name, split in modules.items():
+        entries.setdefault("".join(split[: depth + 1]).rstrip("/."), []).append(name)
+    if len(entries) <= MAX_ENTRIES:
+        return entries
+    by_size = sorted(entries, key=lambda entry: -sum(math.prod(shapes[name]) for name in entries[entry]))
+    rest = by_size[MAX_ENTRIES - 1 :]
+    joined = {entry: entries[entry] for entry in by_size[: MAX_ENTRIES - 1]}
+    return joined | {humanize.names(rest): [name for entry in rest for name in entries[entry]]}
+
+
+def _warn_unmeasured(entries: Mapping[str, Sequence[str]], measured: Collection[str], news: Collection[str]) -> None:
+    """Warn of weights that nothing measures: by their entry, or by name in an entry that is measured."""
+    unseen = {entry: members for entry, members in entries.items() if not any(name in measured for name in members)}
+    names = humanize.names([*unseen, *sorted({*news}.difference(*unseen.values()))])
+    text = f"evaluate returns the same whatever {names} holds, so that these weights stay exact"
+    warn_user(f"{text}: let it measure them as well, or save them beside what it is given")
 
 
 def find_failure(
@@ -213,16 +420,17 @@ def find_failure(
 
 
 def make_perturbations(
-    selection: TensorSelection, state: FlatState, global_name: Callable[[str], str] = str
+    selection: TensorSelection, state: FlatState, global_name: Callable[[str], str] = str, deviations: float = 1.0
 ) -> tuple[MakeValues, ...]:
-    """Makers of clearly different weights, for those selected: with noise of one standard deviation, and zeros.
+    """Makers of clearly different weights, for those selected: with noise of some standard deviations, and zeros.
 
     Args:
         global_name: of a local weight; shards and copies of one global tensor get noise of the same seed.
     """
 
     def noise() -> TrialValues:
-        return {name: _add_noise(x, zlib.crc32(global_name(name).encode())) for name, x in selection.tensors.items()}
+        seeds = {name: zlib.crc32(global_name(name).encode()) for name in selection.tensors}
+        return {name: _add_noise(x, seeds[name], deviations) for name, x in selection.tensors.items()}
 
     def zeros() -> TrialValues:
         return {name: torch.zeros_like(x) for name, x in selection.tensors.items()}
@@ -230,7 +438,7 @@ def make_perturbations(
     return lambda: selection.with_casts(noise(), state), lambda: selection.with_casts(zeros(), state)
 
 
-def _add_noise(x: Tensor, seed: int) -> Tensor:
+def _add_noise(x: Tensor, seed: int, deviations: float) -> Tensor:
     """Where all values are the same, noise is as large as they are; 1, where these are zero."""
     plain = x.detach().to(torch.float32)
     spread = float(plain.std(correction=0)) if x.numel() else 0.0
@@ -238,7 +446,7 @@ def _add_noise(x: Tensor, seed: int) -> Tensor:
         spread = abs(float(plain.reshape(-1)[0])) if x.numel() else 0.0
     width = math.sqrt(12.0) * spread if 0 < spread < math.inf else 1.0  # that of uniform noise with this deviation
     noise = dither(seed, (1, x.numel()), x.device).reshape(x.shape)
-    return (plain + width * noise).to(x.dtype)
+    return (plain + deviations * width * noise).to(x.dtype)
 
 
 def _median_reading(readings: Sequence[Reading], values: Sequence[float]) -> Reading:

@@ -6,11 +6,14 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.progress import Task
@@ -206,6 +209,27 @@ def scale_of(baseline: float) -> float:
 Evaluate = Callable[[Any], Any]
 
 
+class ReadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the memory that torch's operations read while it is entered.
+
+    What runs in other threads, or in compiled code, is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self._storages.add(_local(leaf).untyped_storage().data_ptr())
+        return func(*args, **(kwargs or {}))
+
+    def has_read(self, tensor: Tensor) -> bool:
+        """Whether an operation has read memory of a tensor."""
+        return tensor.untyped_storage().data_ptr() in self._storages
+
+
 class TrialEvaluator:
     """Evaluates a state without a live model: `evaluate` gets a nest like the one that is saved, with trial values.
 
@@ -223,10 +247,12 @@ class TrialEvaluator:
         quantizable: names of the tensors that trial values reach; None for all of the state.
         recordings: what a gradient recorder had when the state was saved, by name in the model; None: plan at once,
             with what it has then.
+        reads: records what `evaluate` reads; None: nothing does.
     """
 
     def __init__(self, state: FlatState, evaluate: Evaluate) -> None:
         self.recordings: Mapping[str, Tensor] | None = None
+        self.reads: ReadRecorder | None = None
         self.layer_types: dict[str, str] = {}
         self.quantizable: frozenset[str] | None = None
         self._state, self._evaluate = state, evaluate
@@ -260,7 +286,9 @@ class TrialEvaluator:
             with torch.no_grad():
                 try:
                     guard.clear_gradients()
-                    return call_evaluate(self._evaluate, self._argument(values))
+                    argument = self._argument(values)
+                    with self.reads or nullcontext():
+                        return call_evaluate(self._evaluate, argument)
                 finally:
                     guard.restore()
         except PolicyError as error:

@@ -114,6 +114,7 @@ class QuantizationPlan(RecordEncodingMixin):
         """Why weights that would have been quantized stay exact, by name, from what the manifest records."""
         loss = self.loss if isinstance(self.loss, dict) else {}
         reasons = dict.fromkeys(loss.get("left_out") or (), "not finite")
+        reasons |= dict.fromkeys(loss.get("unmeasured") or (), "not measured by evaluate")
         return reasons | dict.fromkeys(loss.get("out_of_reach") or (), "out of reach of its steps")
 
 

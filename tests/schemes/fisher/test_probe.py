@@ -105,4 +105,4 @@ def test_what_the_optimizer_knows_is_not_asked_for() -> None:
 
     how = sp.Fisher(relative_error=0.3, evaluate=evaluate)
     sp.Store(MemoryStorage()).save(1, adam(WEIGHTS, moment, moment), scheme=how)
-    assert len(asked) == 4  # the state itself, twice, other weights, and what is written
+    assert len(asked) == 6  # the state itself, twice, other weights, two entries, and what is written

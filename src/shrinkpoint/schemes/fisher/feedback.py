@@ -12,14 +12,41 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.codec.lattice import as_matrix
+from shrinkpoint.errors import PolicyError
 from shrinkpoint.quantize.error_feedback import feedback_factor
-from shrinkpoint.schemes.evaluate import strip_wrapper_prefix
-from shrinkpoint.schemes.fisher.activations import LayerStatistics
+from shrinkpoint.schemes.evaluate import ModelStateGuard, strip_wrapper_prefix
+from shrinkpoint.schemes.fisher.activations import Activations, Calibrate, LayerStatistics, record_calibration
 from shrinkpoint.schemes.fisher.curvature import Curvature
 from shrinkpoint.sharding.global_tensors import matches_parameter
+from shrinkpoint.tensors.flat_state import FlatState, unflatten
 
 MIN_FEEDBACK_COLUMNS = 2
 """With fewer columns there is none to feed an error back to."""
+
+
+def find_layers(
+    calibrate: Calibrate | None, activations: Activations | None, state: FlatState
+) -> dict[str, LayerStatistics]:
+    """What is known of the layers of a state's weights, by name in it.
+
+    Raises:
+        PolicyError: `calibrate` raised or ran another model, or the recorder has seen none of the weights.
+    """
+    if calibrate is not None:
+        guard = ModelStateGuard(state.tensors.values(), ())
+        try:
+            argument = unflatten(state.tree, state.tensors, where="a calibration")
+            layers = record_calibration(calibrate, argument, state.tensors)
+        finally:
+            guard.restore()
+        return {name: layer for name, layer in layers.items() if fits_weight(layer, state.tensors[name])}
+    if activations is None:
+        return {}
+    layers = layers_by_state_name(activations.layers, state.tensors)
+    if not layers:
+        expected, do = "one that has seen batches of the saved model", "make it before the loop, with the same model"
+        raise PolicyError("activations", found="a recorder of none of these weights", expected=expected, do=do)
+    return layers
 
 
 def layers_by_state_name(

@@ -28,16 +28,10 @@ from shrinkpoint.schemes.calibration import (
     make_perturbations,
 )
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
-from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, ModelStateGuard, TrialEvaluator, scale_of
-from shrinkpoint.schemes.fisher.activations import (
-    Activations,
-    Calibrate,
-    LayerStatistics,
-    check_activations,
-    record_calibration,
-)
+from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, ReadRecorder, TrialEvaluator, scale_of
+from shrinkpoint.schemes.fisher.activations import Activations, Calibrate, LayerStatistics, check_activations
 from shrinkpoint.schemes.fisher.curvature import Curvature, SquaredGradientSource, estimate_curvatures
-from shrinkpoint.schemes.fisher.feedback import FeedbackFactors, fits_weight, layer_curvatures, layers_by_state_name
+from shrinkpoint.schemes.fisher.feedback import FeedbackFactors, find_layers, layer_curvatures
 from shrinkpoint.schemes.fisher.global_weights import GlobalWeights, total_entropy_bits
 from shrinkpoint.schemes.fisher.measure import measure_with
 from shrinkpoint.schemes.fisher.moments import MIN_LATTICE_NUMEL, MomentPrecision, moments_to_lattices
@@ -59,7 +53,7 @@ from shrinkpoint.schemes.optimizer_state import Mode
 from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.schemes.select import TensorSelection, unchanged_tensors
 from shrinkpoint.sharding.global_tensors import GlobalTensors
-from shrinkpoint.tensors.flat_state import FlatState, unflatten
+from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON, Role
 
 _log = logging.getLogger("shrinkpoint")
@@ -217,7 +211,10 @@ class Fisher(SpecMixin, RecordEncodingMixin):
     def resume(self, loss: JSON, lossy_restores: int = 0) -> None:
         """Continue from a checkpoint: with its steps and what was learned by then, and another dither."""
         self._lossy_restores = lossy_restores
-        self._memory, self._group_curvatures, self._calibration = RunMemory(num_terms=self._terms), {}, Calibration()
+        unmeasured = loss.get("unmeasured") if isinstance(loss, dict) else None
+        names = [name for name in unmeasured if isinstance(name, str)] if isinstance(unmeasured, list) else []
+        self._calibration = Calibration(names)
+        self._memory, self._group_curvatures = RunMemory(num_terms=self._terms), {}
         self._measured_loss, self._unmeasured_saves = None, 0
         if not isinstance(loss, dict) or loss.get("scheme") != self.id:
             return
@@ -225,7 +222,8 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         if isinstance(probed, dict) and all(isinstance(x, float) and 0 < x < math.inf for x in probed.values()):
             self._group_curvatures = dict(probed)
         quality = loss.get("quality")
-        if isinstance(quality, float) and math.isfinite(quality) and self._memory.num_terms is not None:
+        is_known = self._memory.num_terms is not None and isinstance(unmeasured, list)
+        if isinstance(quality, float) and math.isfinite(quality) and is_known:
             self._measured_loss = quality
 
     @torch.no_grad()
@@ -260,7 +258,9 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         with self._evaluation(state, selection, evaluator, tensors, measures=measures) as (metric, problem):
             if problem is None:
                 moments = self._quantize_moments(state, reference, statistics, tensors)
-            if problem is None and not is_idle:
+            if self._evaluate is not None:
+                selection = self._calibration.measured_part(selection, tensors)
+            if problem is None and selection.global_names:
                 weights = GlobalWeights(tensors, selection.tensors, selection.global_names, selection.sums)
                 others = points | moments
                 choice = self._quantize_weights(weights, state, selection, base, evaluator, others, metric, statistics)
@@ -338,6 +338,8 @@ class Fisher(SpecMixin, RecordEncodingMixin):
                 record["measured_on"] = description
         elif self._measured_loss is not None:
             record["quality"] = self._measured_loss
+        if self._evaluate is not None:
+            record["unmeasured"] = self._calibration.recorded
         if choice.left_out:
             record["out_of_reach"] = [*choice.left_out]
         if choice.interval is not None:
@@ -361,7 +363,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         self._measured_loss = tensors.value_if_equal(self._measured_loss)
         self._unmeasured_saves = tensors.max_over_ranks(self._unmeasured_saves) or 0
         self._group_curvatures = tensors.value_if_equal(self._group_curvatures) or {}
-        self._calibration.set_state(tensors.value_if_equal(self._calibration.state))
+        self._calibration.forget_differences(tensors)
 
     def _chosen_json(self, lossy: bool) -> JSON:
         """The entry "chosen" of a manifest; None if nothing was lost."""
@@ -383,32 +385,11 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         Raises:
             PolicyError: `calibrate` raised or ran another model, or the recorder has seen none of the state's weights.
         """
-        self._layers = self._find_layers(state)
+        self._layers = find_layers(self._calibrate, self._activations, state)
         try:
             return self.quantize(state, None)
         finally:
             self._layers = {}
-
-    def _find_layers(self, state: FlatState) -> dict[str, LayerStatistics]:
-        """What is known of the layers of a state's weights, by name in it."""
-        if self._calibrate is not None:
-            guard = ModelStateGuard(state.tensors.values(), ())
-            try:
-                argument = unflatten(state.tree, state.tensors, where="a calibration")
-                layers = record_calibration(self._calibrate, argument, state.tensors)
-            finally:
-                guard.restore()
-            return {name: layer for name, layer in layers.items() if fits_weight(layer, state.tensors[name])}
-        if self._activations is None:
-            return {}
-        layers = layers_by_state_name(self._activations.layers, state.tensors)
-        if not layers:
-            expected, do = (
-                "one that has seen batches of the saved model",
-                "make it before the loop, with the same model",
-            )
-            raise PolicyError("activations", found="a recorder of none of these weights", expected=expected, do=do)
-        return layers
 
     def _quantize_moments(
         self, state: FlatState, reference: Reference | None, statistics: MomentStatistics, tensors: GlobalTensors
@@ -586,7 +567,10 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             metric = DegradationMetric(evaluator.evaluate, higher_is_better=self._higher_is_better, task=task)
             allowed = self._objective.relative_budget if isinstance(self._objective, LossBudget) else None
             perturbations = make_perturbations(selection, state, tensors.global_name)
-            yield metric, self._calibration.find_problem(metric, perturbations, allowed)
+            if self._calibration.needs_test(selection.global_names):
+                evaluator.reads = ReadRecorder()
+            problem = self._calibration.find_problem(metric, perturbations, allowed)
+            yield metric, problem or self._calibration.test_entries(metric, evaluator, selection, state, tensors)
 
     def _recorder_values(self, evaluator: TrialEvaluator | None, selection: TensorSelection) -> dict[str, Tensor]:
         """The recorder's mean squared gradients by name in the state, of masters as of their casts."""

@@ -8,7 +8,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from shrinkpoint.schemes.calibration import (
     make_perturbations,
 )
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
-from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, TrialEvaluator, never_called
+from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, ReadRecorder, TrialEvaluator, never_called
 from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.schemes.search.candidates import CachedCandidates, CandidateSet, PreviousCodes, common_previous_codes
 from shrinkpoint.schemes.search.progress import progress_printer
@@ -44,6 +44,7 @@ from shrinkpoint.tensors.info import JSON
 
 _log = logging.getLogger("shrinkpoint")
 Fallback = Literal["safest", "lossless"]
+T = TypeVar("T")
 
 
 class SearchScheme(SpecMixin, RecordEncodingMixin):
@@ -247,11 +248,9 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
         selection, choice = selection.exclude(unchanged, tensors), _Choice()
         stats = GlobalStats(tensors, selection.global_names)
         if stats.global_names:
-            codebooks = {} if reference is None else reference.codebook_tensors
-            previous = PreviousCodes.from_codebooks(codebooks, selection.tensors, self._lossy_restores)
-            previous = self._agree(previous, selection, stats)
+            self._agree(tensors)
             evaluator = TrialEvaluator(state, self._evaluate or never_called) if evaluator is None else evaluator
-            choice = self._choose(state, selection, previous, evaluator, stats)
+            choice = self._choose(state, selection, reference, evaluator, tensors)
         elif has_weights and (last := self._fixed_point or self._last_choice) is not None:  # nothing has moved
             degradation = {"degradation": 0.0} if self.needs_evaluation else {}
             settings = self.space.settings(last)
@@ -282,12 +281,14 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
         self,
         state: FlatState,
         selection: TensorSelection,
-        previous: PreviousCodes,
+        reference: Reference | None,
         evaluator: TrialEvaluator,
-        stats: GlobalStats,
+        tensors: GlobalTensors,
     ) -> _Choice:
-        candidates = self.candidates(selection.tensors, previous, evaluator, stats)
         if self._fixed_point is not None:
+            stats = GlobalStats(tensors, selection.global_names)
+            previous = self._previous_codes(reference, selection, stats)
+            candidates = self.candidates(selection.tensors, previous, evaluator, stats)
             self._unmeasured_notice.warn_once(self, quiet=self._is_quiet or not self.is_writer)
             record: dict[str, Any] = {"chosen": self.space.settings(self._fixed_point), "measured": False}
             return _Choice(candidates.quantize(self._fixed_point), record)
@@ -297,21 +298,22 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
             def evaluation(name: str, space: Space, candidates: CandidateSet) -> _SpaceEvaluation:
                 return _SpaceEvaluation(name, space, candidates, metric, selection, state, self._group, stats)
 
-            own = evaluation(self.id, self.space, candidates)
-            problem = self._calibration.find_problem(
-                metric,
-                make_perturbations(selection, state, stats.global_name),
-                lambda scale: self._threshold,
-                own.trials.run_on_all_ranks,
-            )
+            problem = self._check_evaluate(metric, evaluator, selection, state, tensors)
             record = {
                 "measured": True,
                 "quality": finite_or_text(metric.baseline.value),
                 "noise": self._calibration.noise,
+                "unmeasured": self._calibration.recorded,
                 "searches": [],
             }
             if problem is not None:
                 return _lossless_choice(problem, record)
+            selection = self._calibration.measured_part(selection, tensors)
+            stats = GlobalStats(tensors, selection.global_names)
+            if not stats.global_names:
+                return _Choice(record=record | {"chosen": None}, lossless=True)
+            previous = self._previous_codes(reference, selection, stats)
+            own = evaluation(self.id, self.space, self.candidates(selection.tensors, previous, evaluator, stats))
             if warning := self._calibration.noise_warning(self._threshold):
                 warn_user(warning)
             max_degradation = max(self._threshold - (self._calibration.noise or 0.0), 0.0)
@@ -334,6 +336,22 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
                 if result.chosen is not None:
                     return self._warn_interval(other.choice(result.chosen, record | {"space": other.name}))
             return self._apply_fallback(own, results, record, self.space.safest(variants[0]))
+
+    def _check_evaluate(
+        self,
+        metric: DegradationMetric,
+        evaluator: TrialEvaluator,
+        selection: TensorSelection,
+        state: FlatState,
+        tensors: GlobalTensors,
+    ) -> EvaluateProblem | None:
+        """Why nothing may be lost, if anything; finds out at which weights `evaluate` looks. A collective."""
+        compute_on_all = Trials(never_called, group=self._group).run_on_all_ranks
+        if self._calibration.needs_test(selection.global_names):
+            evaluator.reads = ReadRecorder()
+        perturbations = make_perturbations(selection, state, tensors.global_name)
+        problem = self._calibration.find_problem(metric, perturbations, lambda scale: self._threshold, compute_on_all)
+        return problem or self._calibration.test_entries(metric, evaluator, selection, state, tensors, compute_on_all)
 
     def _warn_interval(self, choice: _Choice) -> _Choice:
         """The same; warns once in a run if other examples may have a larger degradation than is allowed."""
@@ -403,16 +421,28 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
 
         return report
 
-    def _agree(self, previous: PreviousCodes, selection: TensorSelection, stats: GlobalStats) -> PreviousCodes:
+    def _agree(self, tensors: GlobalTensors) -> None:
         """Forget what ranks remember differently: replicas take what their first rank has; a collective."""
-        if self._group is not None:
-            objects = [(self._calibration.state, previous)]
-            torch.distributed.broadcast_object_list(objects, group=self._group, group_src=0)
-            state, previous = objects[0]
-            self._calibration.set_state(state)
-        self._last_choice = stats.global_tensors.value_if_equal(self._last_choice)
-        self._calibration.set_state(stats.global_tensors.value_if_equal(self._calibration.state))
-        self._lossy_restores = stats.global_tensors.value_if_equal(self._lossy_restores) or 0
+        self._calibration.set_state(self._value_of_leader(self._calibration.state))
+        self._last_choice = tensors.value_if_equal(self._last_choice)
+        self._calibration.forget_differences(tensors)
+        self._lossy_restores = tensors.value_if_equal(self._lossy_restores) or 0
+
+    def _value_of_leader(self, value: T) -> T:
+        """The value that the first of the replicas has; without replicas, the value itself."""
+        if self._group is None:
+            return value
+        objects = [value]
+        torch.distributed.broadcast_object_list(objects, group=self._group, group_src=0)
+        return objects[0]
+
+    def _previous_codes(
+        self, reference: Reference | None, selection: TensorSelection, stats: GlobalStats
+    ) -> PreviousCodes:
+        """What all ranks know of the codes of the previous checkpoint; a collective."""
+        codebooks = {} if reference is None else reference.codebook_tensors
+        previous = PreviousCodes.from_codebooks(codebooks, selection.tensors, self._lossy_restores)
+        previous = self._value_of_leader(previous)
         lossy_restores = stats.global_tensors.value_if_equal(previous.lossy_restores) or 0
         return replace(common_previous_codes(previous, selection.tensors, stats), lossy_restores=lossy_restores)
 

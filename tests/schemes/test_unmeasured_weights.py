@@ -1,0 +1,265 @@
+"""A budget says nothing of weights that `evaluate` does not look at: they stay exact, and a warning names them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.sharded_states import Ranks, cut
+from helpers.small_training import Silent
+from helpers.strategies import difference
+from torch import Tensor, nn
+
+import shrinkpoint as sp
+from shrinkpoint.errors import LossWarning
+from shrinkpoint.schemes.calibration import MAX_ENTRIES, top_level_entries
+from shrinkpoint.schemes.evaluate import ShardedModelEvaluator
+from shrinkpoint.schemes.plan_shards import plan_shards
+from shrinkpoint.sharding.shard_spec import ShardLayout
+from shrinkpoint.storage import MemoryStorage
+from shrinkpoint.tensors.flat_state import flatten
+from shrinkpoint.train.checkpointer import Checkpointer
+
+SCHEMES: dict[str, Callable[..., Any]] = {
+    "fisher": lambda **more: sp.Fisher(budget="1%", **more),
+    "fisher by error": lambda **more: sp.Fisher(relative_error=0.3, **more),
+    "inshrinkerator": lambda **more: sp.Inshrinkerator(threshold=0.05, **more),
+    "qd": lambda **more: sp.QD(threshold=0.05, **more),
+    "gobo": lambda **more: sp.GOBO(threshold=0.05, **more),
+}
+X = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+
+
+def loss(net: nn.Module) -> Tensor:
+    return (net(X) - X.roll(1, 1)).square().mean(1)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+
+
+class Pair(nn.Module):
+    """Two nets, and a weight of its own, as a Lightning module or a model with its reference has them."""
+
+    def __init__(self, net: nn.Module, ema: nn.Module) -> None:
+        super().__init__()
+        self.net, self.ema = net, ema
+        self.shift = nn.Parameter(torch.randn(64, 64))
+
+
+class Nets(nn.Module):
+    """Two nets in one list."""
+
+    def __init__(self, net: nn.Module, ema: nn.Module) -> None:
+        super().__init__()
+        self.nets = nn.ModuleList([net, ema])
+
+
+class Adapter(nn.Module):
+    """Two adapters, of which one is active."""
+
+    def __init__(self, net: nn.Module, ema: nn.Module) -> None:
+        super().__init__()
+        self.adapters = nn.ModuleDict({"active": net, "reference": ema})
+
+
+class Adapters(nn.Module):
+    """Layers with two adapters each: what nothing measures is no entry, and is spread over the model."""
+
+    def __init__(self, net: nn.Sequential, ema: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Adapter(net[0], ema[0]), Adapter(net[2], ema[2])])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (layer.adapters["active"] for layer in self.layers)
+        return second(nn.functional.gelu(first(x)))
+
+
+FORMS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Tensor], str]] = {
+    "dict": (lambda net, ema: {"net": net, "ema": ema}, lambda model: loss(model["net"]), "model/ema"),
+    "list": (lambda net, ema: [ema, net], lambda model: loss(model[1]), "model/0"),
+    "module": (Pair, lambda model: loss(model.net) + (X @ model.shift).mean(1).abs() / 99, "model/ema"),
+    "module list": (Nets, lambda model: loss(model.nets[0]), r"model/nets\.1"),
+    "adapters": (Adapters, loss, r"model/layers\.0\.adapters\.reference\.weight"),
+    "read and not counted": (
+        Pair,
+        lambda model: loss(model.net) + (X @ model.shift).mean(1).abs() / 99 + 0 * loss(model.ema),
+        "model/ema",
+    ),
+}
+"""How two nets are put together, what measures the first one, and what the warning names."""
+
+
+class Training:
+    """Two nets, of which the second follows the first one."""
+
+    def __init__(self, form: str = "dict") -> None:
+        torch.manual_seed(0)
+        self.net, self.ema = mlp(), mlp()
+        make, self.measure, self.named = FORMS[form]
+        self.model, self.calls = make(self.net, self.ema), 0
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=1e-3)
+
+    def steps(self, count: int) -> Training:
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            loss(self.net).mean().backward()
+            self.optimizer.step()
+            with torch.no_grad():
+                for slow, fast in zip(self.ema.parameters(), self.net.parameters(), strict=True):
+                    slow.lerp_(fast, 0.02)
+        return self
+
+    def evaluate(self, model: Any) -> Tensor:
+        self.calls += 1
+        return self.measure(model)
+
+    def assert_only_ema_is_exact(self, model: Any) -> None:
+        """Compare the nest of state dicts that was loaded with both nets, by values: forms have different names."""
+        loaded = [*flatten(model).tensors.values()]
+
+        def is_loaded(x: Tensor) -> bool:
+            return any(x.shape == y.shape and torch.equal(x, y) for y in loaded)
+
+        assert all(map(is_loaded, self.ema.state_dict().values()))
+        assert not any(is_loaded(x) for x in self.net.state_dict().values() if x.dim() > 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_weights_that_nothing_measures_stay_exact_in_keyframes_deltas_and_resumed_runs(name, form):
+    run, storage = Training(form).steps(20), MemoryStorage()
+    manager = sp.CheckpointManager(storage, scheme=SCHEMES[name](evaluate=run.evaluate), keyframe_every=2)
+    with pytest.warns(LossWarning, match=f"same whatever .*{run.named}.* stay exact"):
+        report = manager.save(1, model=run.model, optimizer=run.optimizer)
+    assert "not measured by evaluate" in report.exact.values() and report.loss_report["chosen"] is not None
+    run.assert_only_ema_is_exact(manager.store.load(1)["model"])
+    for step in (2, 3):
+        with Silent():
+            manager.save(step, model=run.steps(5).model, optimizer=run.optimizer)
+        run.assert_only_ema_is_exact(manager.store.load(step)["model"])
+    manager.close()
+    again = Training(form)
+    manager = sp.CheckpointManager(storage, scheme=SCHEMES[name](evaluate=again.evaluate))
+    manager.restore(model=again.model, optimizer=again.optimizer)
+    with Silent():
+        manager.save(4, model=again.steps(5).model, optimizer=again.optimizer)
+    again.assert_only_ema_is_exact(manager.store.load(4)["model"])
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_bare_state_is_exact_where_evaluate_does_not_look(tmp_path, name):
+    run = Training().steps(10)
+    state = {part: net.state_dict() for part, net in (("net", run.net), ("ema", run.ema))}
+    live, other = mlp(), mlp()
+
+    def evaluate(values: Any) -> Tensor:
+        live.load_state_dict(values["net"])
+        other.load_state_dict(values["ema"])
+        return loss(live)
+
+    with pytest.warns(LossWarning, match="same whatever ema holds"):
+        sp.save(state, tmp_path / "a", scheme=SCHEMES[name](evaluate=evaluate))
+    loaded = sp.load(tmp_path / "a")
+    assert difference(copy.deepcopy(state["ema"]), loaded["ema"]) is None
+    assert not torch.equal(loaded["net"]["0.weight"], state["net"]["0.weight"])
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_saves_that_measure_nothing_keep_the_finding(tmp_path, background):
+    run = Training().steps(20)
+    for first in (1, 3):  # the second time the finding is read from the manifest
+        scheme = sp.Fisher(budget="1%", evaluate=run.evaluate, evaluate_every=None)
+        with Checkpointer(scheme=scheme, background=background) as saver:
+            if first > 1:
+                saver.load(tmp_path / "2")
+            for step in (first, first + 1):
+                state = {"model": {"net": run.net.state_dict(), "ema": run.ema.state_dict()}}
+                state["optimizer"] = run.optimizer.state_dict()
+                with pytest.warns(LossWarning) if step == 1 else Silent():
+                    saver.save(tmp_path / str(step), state, objects={"model": run.model})
+                    report = saver.wait()
+                assert report.loss_report["measured"] is (step == 1) and report.loss_report["unmeasured"]
+                run.assert_only_ema_is_exact(sp.load(tmp_path / str(step))["model"])
+                run.steps(5)
+
+
+@pytest.mark.filterwarnings("ignore:evaluate returns the same")
+@pytest.mark.parametrize(
+    ("measure", "model", "entries"),
+    [
+        (lambda net: net(X).square().mean(1), lambda run: run.net[0], 0),
+        (loss, lambda run: run.net, 2),
+        (lambda model: loss(model["net"]) + loss(model["ema"]), lambda run: run.model, 2),
+        (lambda model: loss(model["net"]), lambda run: run.model, 2),
+    ],
+    ids=["one layer", "two layers", "two nets", "two nets, one measured"],
+)
+def test_each_entry_costs_one_evaluation_once_a_run(measure, model, entries):
+    run = Training().steps(20)
+    run.measure, costs = measure, []
+    with sp.CheckpointManager(MemoryStorage(), scheme=sp.Fisher(relative_error=0.3, evaluate=run.evaluate)) as manager:
+        for step in (1, 2, 3):
+            calls = run.calls
+            manager.save(step, model=model(run), optimizer=run.steps(1).optimizer)
+            costs.append(run.calls - calls)
+    assert costs == [2 + 1 + entries + 1, 2, 2]  # the state itself, clearly other weights, entries, the result
+
+
+def test_weight_behind_a_zero_is_measured():
+    run, gate = Training(), nn.Linear(64, 64)
+    nn.init.zeros_(gate.weight)
+    nn.init.zeros_(gate.bias)
+    run.model = {"net": run.net, "gate": gate}
+    run.measure = lambda model: (model["gate"](model["net"](X)) - X).square().mean(1)
+    scheme = sp.Fisher(budget="5%", evaluate=run.evaluate)
+    with sp.CheckpointManager(MemoryStorage(), scheme=scheme) as manager, Silent():
+        assert manager.save(1, model=run.model, optimizer=run.optimizer).loss_report["unmeasured"] == []
+
+
+def test_noise_of_evaluate_does_not_pass_for_a_look():
+    run, noise = Training().steps(20), torch.Generator().manual_seed(3)
+    run.measure = lambda model: loss(model["net"]).mean() * (1 + 1e-4 * torch.rand((), generator=noise))
+    scheme = sp.Fisher(budget="5%", evaluate=run.evaluate)
+    with sp.CheckpointManager(MemoryStorage(), scheme=scheme) as manager, pytest.warns(LossWarning, match="model/ema"):
+        report = manager.save(1, model=run.model, optimizer=run.optimizer)
+    assert len(report.loss_report["unmeasured"]) == 4
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_ranks_find_the_same_weights(name):
+    run = Training().steps(20)
+    state = {"model": {part: net.state_dict() for part, net in run.model.items()}}
+    parts = cut(flatten(state), 2)
+
+    class Parts(nn.Module):
+        def __init__(self, tensors: Any) -> None:
+            super().__init__()
+            for number, tensor in enumerate(tensors):
+                self.register_parameter(f"p{number}", nn.Parameter(tensor, requires_grad=False))
+
+    def work(rank: int, collectives: Any) -> Any:
+        mine = parts[rank]
+        net = {name: x for name, x in mine.flat.tensors.items() if "net" in name}
+        start = {name: x.clone() for name, x in net.items()}
+
+        def evaluate(model: Any) -> float:
+            return 1.0 + sum(float((x - start[name]).square().sum()) for name, x in net.items())
+
+        evaluator = ShardedModelEvaluator(mine.flat, evaluate, Parts(mine.flat.tensors.values()))
+        layout = ShardLayout(mine.places, collectives)
+        return plan_shards(SCHEMES[name](evaluate=evaluate), mine.flat, None, layout, evaluator)
+
+    with pytest.warns(LossWarning, match="model/ema"):
+        plans = Ranks(2).all(work)
+    assert plans[0].loss["unmeasured"] == plans[1].loss["unmeasured"] != []
+    assert all(plan.quantized and not any("ema" in name for name in plan.quantized) for plan in plans)
+
+
+def test_many_entries_are_joined():
+    paths = {f"model/{name}.weight": f"model/{name}.weight" for name in "abcdefghijkl"}
+    entries = top_level_entries(paths, {name: (size + 1, 2) for size, name in enumerate(paths)})
+    assert len(entries) == MAX_ENTRIES and sorted(name for names in entries.values() for name in names) == [*paths]
