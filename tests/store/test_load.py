@@ -14,8 +14,11 @@ import torch
 from helpers.strategies import difference, states
 from hypothesis import given, settings
 from torch import nn
+from typer.testing import CliRunner
 
 import shrinkpoint as sp
+from shrinkpoint.cli.app import app
+from shrinkpoint.cli.console import ExitCode
 from shrinkpoint.errors import CorruptError, NotFoundError, PolicyError, StorageError
 from shrinkpoint.storage import LocalStorage, MemoryStorage
 from shrinkpoint.store import decode
@@ -169,6 +172,48 @@ def test_a_store_a_run_and_a_checkpoint_directory_are_loaded_by_step(tmp_path):
         sp.save({}, tmp_path / "file")
         with pytest.raises(error, match=text):
             sp.load(where, **options)
+
+
+@pytest.mark.parametrize(
+    "name", ["checkpoint-5", "epoch=4-step=10.ckpt", "best", "global_step7", "checkpoints/step-3", "5"]
+)
+def test_a_run_is_found_by_the_names_of_its_checkpoints(tmp_path, name):
+    Checkpointer().save(tmp_path / name, {"at": 1}, step=1)
+    assert sp.load(tmp_path) == {"at": 1}
+
+
+@pytest.mark.parametrize("name", ["mine", "tmp5x/step-3", "gpt/checkpoint-5", "backstep5"])
+def test_a_directory_in_which_checkpoints_happen_to_be_is_no_run(tmp_path, name):
+    Checkpointer().save(tmp_path / name, {"at": 1}, step=1)
+    for options in ({}, {"step": 1}):
+        with pytest.raises(NotFoundError, match=f"such as {tmp_path / name}; expected .* Name one of them"):
+            sp.load(tmp_path, **options)
+    for command in ("show", "diff", "export"):
+        others = {"show": [], "diff": [str(tmp_path / name)], "export": [str(tmp_path / "out.pt")]}[command]
+        outcome = CliRunner().invoke(app, [command, str(tmp_path), *others], prog_name="shrinkpoint")
+        assert outcome.exit_code == ExitCode.NOT_FOUND and f"such as {tmp_path / name}" in outcome.stderr, outcome
+
+
+def test_the_newest_of_a_run_is_what_was_saved_last(tmp_path):
+    writer = Checkpointer()
+    for step in (1, 2, 3):
+        writer.save(tmp_path / f"step-{step}", {"at": step}, step=step)
+    again = Checkpointer()
+    again.load(tmp_path / "step-1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again.save(tmp_path / "step-2b", {"at": "again"}, step=2)
+    assert sp.load(tmp_path) == {"at": "again"}
+    assert sp.load(tmp_path, step=2) == {"at": "again"}
+
+
+@pytest.mark.parametrize("where", ["/", "/..", "sub/.."])
+def test_a_path_that_can_only_be_a_directory_is_said_to_be_one(tmp_path, monkeypatch, where):
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for call in (sp.inspect, lambda path: sp.save({}, path), lambda path: sp.load(tmp_path / "none", base=path)):
+        with pytest.raises(PolicyError, match=f"{where}: a directory; expected the name of a file"):
+            call(where)
 
 
 @pytest.mark.parametrize("step", ["1", 1.0, True, torch.tensor(1.5)])

@@ -19,7 +19,7 @@ from shrinkpoint.cli.console import print_note
 from shrinkpoint.errors import NotFoundError, PolicyError
 from shrinkpoint.storage import LocalStorage, Storage, directory_storage, is_object_url, resolve_storage
 from shrinkpoint.storage.object_url import ObjectUrl, parse_object_url
-from shrinkpoint.store.directory import find_checkpoints, newest_first, read_directory_manifest
+from shrinkpoint.store.directory import find_checkpoints, find_run, read_directory_manifest
 from shrinkpoint.store.file_place import FilePlace, place_file
 from shrinkpoint.store.identify import EMPTY_DIRECTORY, Identification, identify
 from shrinkpoint.store.listing import Listing, list_steps, scan
@@ -161,8 +161,7 @@ class Location:
         if self.step is not None:
             found, do = f"step {self.step}", f"name the directory of that checkpoint below {self.path}"
             raise PolicyError(str(self.path), found=found, expected="a checkpoint's own directory", do=do)
-        last = self.directories[-1]
-        return newest_first(other for other in self.directories if other.parent == last.parent)[0]
+        return find_run(self.path)[0]
 
     def __str__(self) -> str:
         return str(self.path) if self.step is None else f"{self.path}@{self.step}"

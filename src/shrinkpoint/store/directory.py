@@ -80,6 +80,12 @@ PlaceT = TypeVar("PlaceT", bound=Path | ObjectUrl)
 
 _LINES: defaultdict[str, Line] = defaultdict(Line)
 """The lines on which this process saves, by the directory of the run."""
+_CHECKPOINT_NAME = re.compile(
+    r"(|.*[^a-z])(checkpoint|ckpt|step|epoch|iter|version)[-_=]?\d.*|\d+|.*\.ckpt|checkpoint|ckpt|last|latest|best|final"
+)
+"""Names that frameworks and people give to the checkpoints of a run."""
+_RUN_FOLDER = re.compile(r"checkpoints?|ckpts?|lightning_logs|version_\d+")
+"""Directories of a run in which its checkpoints are."""
 _OWN_KEY = re.compile(f"{layout.PAYLOAD.pattern}|{layout.BASE.pattern}")
 
 
@@ -112,6 +118,39 @@ def find_checkpoints(root: str | Path | ObjectUrl) -> list[Path] | list[ObjectUr
     names = [file.parent.relative_to(path) for pattern in ("*", "*/*") for file in path.glob(f"{pattern}/{MANIFEST}")]
     visible = [name for name in names if not any(part.startswith(".") for part in name.parts)]
     return [path / name for name in sorted(visible, key=lambda name: natural_key(name.as_posix()))]
+
+
+@overload
+def find_run(root: Path) -> list[Path]: ...
+
+
+@overload
+def find_run(root: ObjectUrl) -> list[ObjectUrl]: ...
+
+
+def find_run(root: Path | ObjectUrl) -> Sequence[Path | ObjectUrl]:
+    """The checkpoints of a run, newest first: the directory itself, else those in it or in its `checkpoints`.
+
+    A directory in which somebody's checkpoints happen to be, such as `/tmp`, is no run: names tell.
+
+    Raises:
+        NotFoundError: the checkpoints in it have names that no run gives.
+    """
+    found: Sequence[Path | ObjectUrl] = find_checkpoints(root)
+    run = [place for place in found if is_of_run(root, place)]
+    if found and not run:
+        expected = "a checkpoint, or a run with checkpoints named step-100, checkpoint-100, epoch=1.ckpt, 100 or best"
+        what = f"a directory with checkpoints of other names, such as {found[-1]}"
+        raise NotFoundError(str(root), found=what, expected=expected, do="name one of them")
+    return newest_first(run)
+
+
+def is_of_run(root: Path | ObjectUrl, place: Path | ObjectUrl) -> bool:
+    """Whether a checkpoint below a directory has a name that says that it belongs to a run there."""
+    if place == root:
+        return True
+    *folders, name = str(place)[len(str(root)) :].strip("/").split("/")
+    return _CHECKPOINT_NAME.fullmatch(name.lower()) is not None and all(map(_RUN_FOLDER.fullmatch, folders))
 
 
 def newest_first(directories: Iterable[PlaceT]) -> list[PlaceT]:

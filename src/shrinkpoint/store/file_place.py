@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from shrinkpoint.errors import PolicyError
 from shrinkpoint.storage import (
     LocalStorage,
     ObjectCache,
@@ -88,9 +89,9 @@ class FilePlace:
         )
         places = []
         for path in dict.fromkeys(names):
-            if self.path is not None:
+            if self.path is not None and _can_be_file(Path(path)):
                 places.append(place_file(Path(path)))
-            elif not posixpath.isabs(name):
+            elif self.path is None and not posixpath.isabs(name):
                 places.append(FilePlace(self.storage, posixpath.normpath(path)))
         return [place for place in places if str(place) != str(self)]
 
@@ -100,6 +101,11 @@ class FilePlace:
 
 
 AnyPlace: TypeAlias = str | Path | FilePlace
+
+
+def _can_be_file(path: Path) -> bool:
+    """Whether a path ends with a name; "/" and "a/.." do not."""
+    return path.name not in ("", "..")
 
 
 def find_object(url: ObjectUrl) -> FilePlace | None:
@@ -116,7 +122,7 @@ def place_file(where: AnyPlace, argument: str = "path", *, cache: str | Path | O
     """The place that a path or a URL of object storage names.
 
     Raises:
-        PolicyError: neither a path of this machine nor such a URL.
+        PolicyError: neither a path of this machine nor such a URL, or one that can only be a directory.
         MissingExtraError: a URL, and what reaches it is not installed.
     """
     if isinstance(where, FilePlace):
@@ -125,4 +131,6 @@ def place_file(where: AnyPlace, argument: str = "path", *, cache: str | Path | O
         storage, key = split_object_url(where, argument, cache=cache)
         return FilePlace(storage, key)
     path = local_path(where, argument).absolute()
+    if not _can_be_file(path):
+        raise PolicyError(str(where), found="a directory", expected="the name of a file", do="name a file in it")
     return FilePlace(LocalStorage(path.parent), path.name, path)

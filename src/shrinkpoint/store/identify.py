@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shrinkpoint.container.header import MAX_HEADER_BYTES, PREFIX
 from shrinkpoint.store import layout
-from shrinkpoint.store.directory import find_checkpoints, is_checkpoint
+from shrinkpoint.store.directory import find_checkpoints, is_checkpoint, is_of_run
 
 EMPTY_DIRECTORY = "an empty directory"
 MAX_ENTRIES = 1000
@@ -112,7 +112,9 @@ def _identify_directory(path: Path) -> Identification:
         return Identification(what, do, is_foreign=False)
     if checkpoints := find_checkpoints(path):
         do = f"name one checkpoint, such as {checkpoints[-1]}, and load it with the framework that saved it"
-        return Identification("a framework's run", do, is_foreign=False)
+        is_run = any(is_of_run(path, checkpoint) for checkpoint in checkpoints)
+        what = "a framework's run" if is_run else "a directory with checkpoints in it"
+        return Identification(what, do, is_foreign=False)
     description = _identify_foreign_dir(path, {*names})
     if description is None:
         visible = [name for name in names if not name.startswith(".")]

@@ -25,7 +25,7 @@ from shrinkpoint.store import chain as chains
 from shrinkpoint.store import layout
 from shrinkpoint.store.checkpoint_file import Device, build_state
 from shrinkpoint.store.decode import SelectLeaves, decode_chain
-from shrinkpoint.store.directory import find_checkpoints, read_directory_manifest
+from shrinkpoint.store.directory import find_checkpoints, find_run, read_directory_manifest
 from shrinkpoint.store.file_place import FilePlace, place_file
 from shrinkpoint.store.identify import identify
 from shrinkpoint.store.step_storage import find_store
@@ -202,15 +202,15 @@ def find_directory(path: Path | ObjectUrl, step: int | None) -> Path | ObjectUrl
         NotFoundError: there is none.
         FormatError, StorageError: a manifest cannot be read.
     """
-    directories = find_checkpoints(path)
+    directories: Sequence[Path | ObjectUrl] = find_run(path)
     if not directories:
         identity = identify(path) if isinstance(path, Path) else None
         found, do = ("a directory", "check the path") if identity is None else (identity.description, identity.do)
         raise NotFoundError(str(path), found=found, expected="a file, a store or a checkpoint of shrinkpoint", do=do)
     if step is None:
-        return directories[-1]
+        return directories[0]
     steps: dict[int | None, Path | ObjectUrl] = {}
-    for directory in directories:
+    for directory in reversed(directories):  # of two with one step the newer
         steps[read_directory_manifest(directory).step] = directory
     if step not in steps:
         numbers = sorted(number for number in steps if number is not None)
