@@ -152,11 +152,11 @@ def test_header_that_lies_is_corrupt(change):
     assert_corrupt(DATA, change)
 
 
-@pytest.mark.parametrize("data", [DATA, file(RECORDS)], ids=["of format 1", "of format 2"])
+@pytest.mark.parametrize("data", [DATA, file(RECORDS)], ids=["of format 1", "of format 3"])
 def test_newer_version_is_told_as_such_whatever_else_it_changed(data):
     def change(entries, document):
         document.clear()
-        document.update(format=3, writer="shrinkpoint 9.1", novelty=[])
+        document.update(format=4, writer="shrinkpoint 9.1", novelty=[])
 
     with pytest.raises(VersionError, match=r"shrinkpoint 9\.1.*newer shrinkpoint"):
         reader(changed(data, change))

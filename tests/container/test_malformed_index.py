@@ -142,7 +142,7 @@ def test_index_that_lies_is_corrupt(change):
 
 def with_text(index):
     """The file of `DATA` with another index."""
-    return with_index(ENTRIES, {"format": 2, "writer": "x"}, index, PAYLOAD)
+    return with_index(ENTRIES, {"format": 3, "writer": "x"}, index, PAYLOAD)
 
 
 def index_of(document):
@@ -187,7 +187,7 @@ def test_entries_without_an_index_are_corrupt():
             reader(data.replace(b"~index", name.encode()))
     entries = {**ENTRIES, "z": entry("U8", [0], 22, 22)}
     with pytest.raises(CorruptError, match="entry"):
-        reader(with_index(entries, {"format": 2, "writer": "x"}, SOUND, PAYLOAD))
+        reader(with_index(entries, {"format": 3, "writer": "x"}, SOUND, PAYLOAD))
 
 
 @pytest.mark.parametrize("digest", [None, "0" * 32, "0" * 31, 1])

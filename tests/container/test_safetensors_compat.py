@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import safetensors.numpy
 import torch
 from helpers.malformed import coded, file, plain, some
 from safetensors import safe_open
-from safetensors.torch import load
+from safetensors.torch import load, load_file
+
+import shrinkpoint as sp
+from shrinkpoint.container.header import MARKER_ENTRY
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -53,7 +57,7 @@ def test_plain_tensors_of_every_shared_dtype_and_shape_are_read(tmp_path, spool)
 @pytest.mark.parametrize("expected", [None, ()])
 def test_parts_of_other_records_are_bytes(tmp_path, spool, expected):
     with opened(tmp_path, file(some(), spool=spool, expected=expected)) as stock:
-        assert sorted(stock.keys()) == ["half", "mask", "step", "w", "~index", "~parts/2", "~parts/4"]
+        assert sorted(stock.keys()) == ["half", "mask", "step", "w", "~index", MARKER_ENTRY, "~parts/2", "~parts/4"]
         assert raw(stock.get_tensor("~parts/2")) == bytes(5)  # a filler
         assert raw(stock.get_tensor("~parts/4")) == b"\1\2\3" + b"12345" + bytes(32)
         assert stock.metadata()["format"] == "pt"
@@ -66,12 +70,33 @@ def test_parts_of_other_records_are_bytes(tmp_path, spool, expected):
 )
 def test_any_tensor_name_makes_a_file_that_opens(tmp_path, name):
     data = file([plain(name), coded("__metadata__x", {}), plain("w", seed=1)])
-    assert len(load(data)) == 3  # and the index
     with opened(tmp_path, data) as stock:
+        assert len(stock.keys()) == 4  # and the marker, and the index
         assert raw(stock.get_tensor("w")) == plain("w", seed=1).parts["values"]
 
 
-def test_names_that_meet_make_a_file_that_opens():
+def test_names_that_meet_make_a_file_that_opens(tmp_path):
     records = [coded("a", {"b": b"1", "b/c": b"2"}), coded("a/b", {"c": b"3"}), plain("a/b/c", "U8", (1,))]
-    stock = load(file(records))
-    assert [bytes(raw(stock[name])) for name in ("~parts/0", "a/b/c")] == [b"123", b"\0"]
+    with opened(tmp_path, file(records)) as stock:
+        assert [bytes(raw(stock.get_tensor(name))) for name in ("~parts/0", "a/b/c")] == [b"123", b"\0"]
+
+
+@pytest.mark.parametrize("state", [{}, {"w": torch.ones(3)}, {"w": torch.zeros(1 << 16), "plain": torch.randn(3)}])
+def test_a_loader_of_whole_files_fails_instead_of_returning_a_part(tmp_path, state):
+    path = tmp_path / "a.safetensors"
+    sp.save(state, path)
+    stock_loaders = [load_file, torch.load, lambda path: load(path.read_bytes()), safetensors.numpy.load_file]
+    for stock in stock_loaders:
+        with pytest.raises((TypeError, ValueError, OverflowError, safetensors.SafetensorError, RuntimeError)):
+            stock(path)
+    with safe_open(path, framework="pt") as file:
+        assert any("shrinkpoint.load()" in name for name in [*file.keys()])
+    assert sp.load(path).keys() == state.keys()
+
+
+def test_the_names_of_every_payload_say_what_reads_it(tmp_path):
+    with sp.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, model=torch.nn.Linear(2, 2))
+    for path in (tmp_path / "run").rglob("*.safetensors"):
+        with pytest.raises(TypeError):
+            load_file(path)

@@ -1,7 +1,7 @@
 """Writes the golden files of this release: one for every feature that a reader must support for ever.
 
 Run by `make golden` when a release has added a feature; never by a test. It adds what is missing and refuses to change
-what is there. `v2` is for format 2; its folders hold files by kind of record, stores, and checkpoint directories.
+what is there. `v3` is for format 3; its folders hold files by kind of record, stores, and checkpoint directories.
 
 Into an empty folder it writes the same bytes again where training gives the same bits, but for two kinds of files.
 Manifests, `forgotten` and `.metadata` hold times and identifiers. `fisher_restored` was written when logarithms of

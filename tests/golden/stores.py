@@ -111,6 +111,22 @@ def write_weights_store(place: Path) -> dict[str, str]:
     return expected
 
 
+def write_returned_store(place: Path) -> dict[str, str]:
+    """A run that went back from step 4 to step 2, saved step 3 again, and left step 4 behind."""
+    expected, torch_model = {}, torch.nn.Linear(12, 8)
+    with sp.CheckpointManager(place, keyframe_every=3) as manager, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # step 3 is below step 4
+        for save, step in enumerate((1, 2, 3, 4, 3, 5)):
+            if save == 4:
+                manager.restore(2, model=torch_model)
+            torch_model.weight.data = torch_model.weight.data + 1e-3 * randn(8, 12, seed=save)
+            manager.save(step, model=torch_model, rng=False)
+            expected[str(step)] = fingerprint(manager.store.load(step))
+        assert manager.store.manifest(5).abandoned
+    (place / ".shrinkpoint-lock").unlink(missing_ok=True)
+    return expected
+
+
 def write_directories(place: Path) -> dict[str, dict[str, str]]:
     """A chain of three, of which the first has been deleted; fingerprints by folder."""
     expected, loop = {}, Loop(width=4)
@@ -158,6 +174,7 @@ STORES: dict[str, Callable[[Path], dict[str, str]]] = {
     "tracked_store": write_tracked_store,
     "fisher_store": write_fisher_store,
     "weights_store": write_weights_store,
+    "returned_store": write_returned_store,
 }
 RUNS: dict[str, Callable[[Path], dict[str, dict[str, str]]]] = {"folders": write_directories, "shards": write_shards}
 PUBLISHED: dict[str, Callable[[Path], dict[str, str]]] = {"weights": write_published}

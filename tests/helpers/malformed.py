@@ -12,7 +12,7 @@ import pytest
 
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.container import FileReader, FileWriter
-from shrinkpoint.container.header import PREFIX
+from shrinkpoint.container.header import MARKER_ENTRY, MARKER_SHAPE, PREFIX
 from shrinkpoint.errors import CorruptError
 from shrinkpoint.storage.base import MemorySource
 from shrinkpoint.tensors.info import EncodedRecord, Role, TensorInfo
@@ -104,10 +104,10 @@ def sealed(text, payload=b""):
 
 
 def unpacked(data):
-    """The entries, the document and the payload of a file of either format.
+    """The entries, the document and the payload of a file of any format.
 
-    Of format 2 the document is the index with the members of the header's own, and with `digests` in hex; neither
-    entries nor payload hold the index.
+    Of formats 2 and 3 the document is the index with the members of the header's own, and with `digests` in hex;
+    neither entries nor payload hold the index, and entries not the marker.
     """
     text, payload = split(data)
     entries = json.loads(text)
@@ -115,6 +115,7 @@ def unpacked(data):
     if document["format"] == 1:
         return entries, document, payload
     begin, _ = entries.pop("~index")["data_offsets"]
+    entries.pop(MARKER_ENTRY, None)
     inflater = zlib.decompressobj()
     index = json.loads(inflater.decompress(payload[begin:]))
     digests = [inflater.unused_data[i : i + 16].hex() for i in range(0, len(inflater.unused_data), 16)]
@@ -134,12 +135,14 @@ def repacked(entries, document, payload):
 
 
 def with_index(entries, outer, index, payload):
-    """A file of format 2 with this index; `outer` are the other members of the document in the header."""
+    """A file of format 2 or 3 with this index; `outer` are the other members of the document in the header."""
     metadata = {"format": "pt", "shrinkpoint.digest": "0" * 32}
     metadata["shrinkpoint"] = json.dumps({**outer, "index": xxh3_128(index)})
     begin = len(payload)
     entry = {"dtype": "U8", "shape": [len(index)], "data_offsets": [begin, begin + len(index)]}
-    return sealed(_json_bytes({"__metadata__": metadata, **entries, "~index": entry}), payload + index)
+    marker = {MARKER_ENTRY: {"dtype": "U8", "shape": MARKER_SHAPE, "data_offsets": [begin, begin]}}
+    marker = marker if outer.get("format") == 3 else {}
+    return sealed(_json_bytes({"__metadata__": metadata, **entries, **marker, "~index": entry}), payload + index)
 
 
 def _json_bytes(value):

@@ -147,3 +147,9 @@ def test_what_cannot_be_told_stays_the_error_of_its_bytes(tmp_path):
     path.write_bytes(bytes(range(256)) * 8)
     with pytest.raises(CorruptError, match="header"):
         sp.load(path)
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="needs /proc")
+def test_directories_that_vanish_are_passed_over():
+    with pytest.raises(NotFoundError):
+        sp.load("/proc")

@@ -28,6 +28,10 @@ SAFETENSORS_DTYPES = ITEMSIZE.keys() - {"F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0",
 PREFIX = b'{"__metadata__":{"format":"pt","shrinkpoint.digest":"'
 """The first bytes of every header, in this and all later versions of the format."""
 
+MARKER_ENTRY = "~parts/ of this file are read by shrinkpoint.load() only"
+"""Name of the entry at which `safetensors.torch.load_file` and `torch.load` fail. It has no bytes."""
+MARKER_SHAPE = (0, (1 << 64) - 1)
+"""Its shape: valid for safetensors, and more than a dimension of a tensor can be."""
 _BLANK_DIGEST = b"0" * 32
 _DIGEST_SLICE = slice(8 + len(PREFIX), 8 + len(PREFIX) + 32)
 _DIGEST_PATTERN = re.compile("[0-9a-f]{32}")
@@ -181,7 +185,8 @@ def _parse_slot(name: str, value: JSON, where: str) -> Slot:
     dtype = expect_type(fields["dtype"], str, where, f"the dtype of {what}")
     if dtype not in SAFETENSORS_DTYPES:
         raise corrupt_error(where, f"{what} of dtype {dtype!r}", "a dtype of safetensors that this format uses")
-    shape = shape_from_json(fields["shape"], where, f"the shape of {what}")
+    limit = 1 << 64 if name == MARKER_ENTRY else SIZE_LIMIT
+    shape = shape_from_json(fields["shape"], where, f"the shape of {what}", limit)
     offsets = shape_from_json(fields["data_offsets"], where, f"the offsets of {what}")
     size = nbytes_of(shape, ITEMSIZE[dtype])
     if len(offsets) != 2 or offsets[1] - offsets[0] != size:
@@ -189,11 +194,11 @@ def _parse_slot(name: str, value: JSON, where: str) -> Slot:
     return Slot(name, dtype, shape, offsets[0], offsets[1])
 
 
-def shape_from_json(value: JSON, where: str, what: str) -> tuple[int, ...]:
-    """Return `value` as a tuple if it is a list of whole numbers from 0 to 2^63 - 1; else raise a CorruptError."""
+def shape_from_json(value: JSON, where: str, what: str, limit: int = SIZE_LIMIT) -> tuple[int, ...]:
+    """Return `value` as a tuple if it is a list of whole numbers from 0 to `limit` - 1; else raise a CorruptError."""
     numbers = expect_type(value, list, where, what)
     for number in numbers:
-        if not 0 <= expect_type(number, int, where, what) < SIZE_LIMIT:
+        if not 0 <= expect_type(number, int, where, what) < limit:
             raise corrupt_error(where, f"{number} in {what}", "a number from 0 to 2^63 - 1")
     return tuple(numbers)
 

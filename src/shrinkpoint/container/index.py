@@ -1,4 +1,4 @@
-"""The index of a file of format 2: all that a reader needs to know of its records, compressed, at the end of the file.
+"""The index of a file of format 2 or 3: what a reader needs to know of its records, compressed, at the end of the file.
 
 A zlib stream of one JSON object, whose columns hold what records and tensors have in common once, and then the digests
 (docs/format.md).
@@ -187,14 +187,14 @@ def parse_index(header: Header, fields: Mapping[str, JSON], source: Readable, wh
     infos = _parse_tensors(document, max_description_size(len(data)), where)
     rows = _parse_rows(document, infos, digests, where)
     records, layout = _place_records(rows, header.start, where)
-    layout.end(len(data))
+    layout.end(len(data), marked=fields["format"] != 2)
     _check_slots(header.slots, layout.slots, where)
     return FileMetadata.from_json(document, fields["writer"], records, where)
 
 
 def _read_index(header: Header, fields: Mapping[str, JSON], source: Readable, where: str) -> bytes:
     if fields.keys() != {"format", "writer", "index"}:
-        raise corrupt_error(where, f"version 2 with the keys {sorted(fields)}", "format, writer and index")
+        raise corrupt_error(where, f"a document with the keys {sorted(fields)}", "format, writer and index")
     expected = check_hexdigest(fields["index"], where, "the digest of the index")
     slot = header.slots[-1] if header.slots else None
     if slot is None or slot.name != INDEX_ENTRY:

@@ -10,7 +10,7 @@ from shrinkpoint.container.header import ALIGN, SAFETENSORS_DTYPES
 from shrinkpoint.container.strict_json import corrupt_error, expect_type
 from shrinkpoint.tensors.info import ITEMSIZE, JSON, Role, TensorInfo
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """The version that is written; readers know all up to it."""
 FILLER_PREFIX = "~pad/"
 """Prefix of the filler entries of format 1, which align the next entry."""

@@ -1,8 +1,8 @@
-"""Where the parts of records lie in a file of format 2, and which safetensors entries cover them."""
+"""Where the parts of records lie in a file of format 2 or 3, and which safetensors entries cover them."""
 
 from __future__ import annotations
 
-from shrinkpoint.container.header import Slot
+from shrinkpoint.container.header import MARKER_ENTRY, MARKER_SHAPE, Slot
 from shrinkpoint.container.metadata import FILLER_PREFIX, RENAMED_PREFIX, filler_size
 from shrinkpoint.tensors.info import TensorInfo
 
@@ -47,9 +47,11 @@ class PayloadLayout:
         self._begin = self.size
         return pad, name
 
-    def end(self, index_size: int) -> None:
-        """Place the index."""
+    def end(self, index_size: int, *, marked: bool) -> None:
+        """Place the marker, which format 2 does not have, and the index."""
         self._cover_bytes()
+        if marked:
+            self.slots.append(Slot(MARKER_ENTRY, "U8", MARKER_SHAPE, self.size, self.size))
         self.slots.append(Slot(INDEX_ENTRY, "U8", (index_size,), self.size, self.size + index_size))
         self.size += index_size
 

@@ -157,7 +157,7 @@ def _parse_metadata(head: Header, source: Readable, where: str) -> FileMetadata:
         found = shorten(f"format version {version}, written by {fields.get('writer')!r}")
         expected, do = f"at most version {FORMAT_VERSION}", "install a newer shrinkpoint to read it"
         raise VersionError(where, found=found, expected=expected, do=do)
-    if version == FORMAT_VERSION:
+    if version in (2, FORMAT_VERSION):
         return parse_index(head, fields, source, where)
     if version == 1:
         return metadata_v1.parse_metadata(head, where)

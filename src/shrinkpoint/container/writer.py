@@ -130,7 +130,7 @@ class FileWriter:
             found = f"an index of {len(index)} bytes, from {len(text)} of JSON, for {len(self._tensors)} tensors"
             expected, do = f"at most {MAX_INDEX_BYTES} of each", "save the state in several files"
             raise PolicyError("container", found=found, expected=expected, do=do)
-        self._layout.end(len(index))
+        self._layout.end(len(index), marked=True)
         (self._sink if self._spooled is None else self._spooled).write(index)
         data, digest = header.encode_header(_metadata_json(index), self._layout.slots, self._reserved - 8)
         if len(data) - 8 > header.MAX_HEADER_BYTES:
