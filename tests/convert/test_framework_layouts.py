@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from shrinkpoint.convert.discover import discover
-from shrinkpoint.convert.export import target_form
+from shrinkpoint.convert.export import target_form, write_state
 from shrinkpoint.convert.part import origin_info
-from shrinkpoint.errors import PolicyError, StateError
+from shrinkpoint.errors import PolicyError
 from shrinkpoint.train.checkpointer import Checkpointer
 
 
@@ -30,10 +32,15 @@ def test_a_folder_of_no_framework_is_the_state_that_was_saved(tmp_path):
     assert target_form(state, "torch", "a")["form"] == "torch"
 
 
-def test_a_value_that_only_lightning_can_make_is_refused_by_its_place(tmp_path):
-    state = {"state_dict": {}, "hyper_parameters": {"root": {"shrinkpoint:path": "/data"}}}
-    with pytest.raises(StateError, match="hyper_parameters"):
-        _read(tmp_path / "a.ckpt", state, {"lightning": "2.6.6"})
+def test_hyperparameters_of_other_kinds_are_what_they_were(tmp_path):
+    state = {"state_dict": {"w": torch.ones(2)}, "hyper_parameters": {"root": Path("/data"), "kinds": {1, 2}}}
+    read = _read(tmp_path / "a.ckpt", state, {"lightning": "2.6.6"})["state"]
+    assert read["hyper_parameters"] == state["hyper_parameters"]
+    write_state(state, tmp_path / "b.ckpt", as_torch=True)
+    found = torch.load(tmp_path / "b.ckpt", weights_only=False)
+    assert found["hyper_parameters"] == state["hyper_parameters"] and torch.equal(
+        found["state_dict"]["w"], torch.ones(2)
+    )
 
 
 @pytest.mark.parametrize("framework", ["transformers", "accelerate"])

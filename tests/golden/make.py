@@ -14,9 +14,13 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections import Counter, OrderedDict
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import date, datetime, time, timedelta, timezone
+from http import HTTPStatus
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +131,30 @@ def plain_values() -> dict[Any, Any]:
     }
 
 
+def formed_values() -> dict[Any, Any]:
+    position = BytesIO(b"abc")
+    position.seek(2)
+    return {
+        "paths": [Path("runs/\u00e9")],
+        "torch": [torch.device("cuda", 1), torch.bfloat16],
+        "times": [
+            datetime(2026, 11, 28, 1, 2, 3, 4, timezone(timedelta(hours=-3))),
+            date(2026, 1, 2),
+            time(3, 4),
+            timedelta(-1, 5),
+        ],
+        "python": [1 - 2j, complex(float("inf"), -0.0), range(2, 9, 3), slice(1, None), {1}, frozenset(["a"])],
+        "enum": HTTPStatus.OK,
+        "texts": [np.array([["a", ""], ["\u00e9", "ab"]], "U3"), np.array([b"a"], "S2"), np.array([], "U1")],
+        "namespace": Namespace(rate=0.1, weight=torch.arange(3.0)),
+        "deques": [deque([1, torch.ones(2)]), deque([2], maxlen=3)],
+        "defaultdicts": [defaultdict(list, {1: [2]}), defaultdict(None, {})],
+        "buffers": [position, BytesIO(bytes(range(256)) * 2)],
+        Path("key"): 1,
+        (HTTPStatus.OK, date(2026, 1, 2)): 2,
+    }
+
+
 def half_state(step: int) -> dict[str, Any]:
     """16-bit weights under 32-bit moments."""
     moment = randn(30, 40, seed=step) * 1e-3
@@ -221,6 +249,7 @@ def whole_numbers() -> Iterator[tuple[str, Golden]]:
     yield "all_dtypes", Golden({name: values_of(name, 3) for name in TORCH_DTYPES if name not in NEWEST})
     yield "newest_dtypes", Golden({name: values_of(name, 300) for name in NEWEST})
     yield "tree", Golden(plain_values())
+    yield "forms", Golden(formed_values())
 
 
 def large_header() -> Iterator[tuple[str, Golden]]:

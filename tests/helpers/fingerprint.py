@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from argparse import Namespace
+from collections import deque
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +27,11 @@ def _lines(path: str, value: Any) -> Iterator[tuple[str, str]]:
         yield path, f"{kind} of {len(value)} {getattr(value, '_metadata', '')}".strip()
         for i, (key, item) in enumerate(value.items()):
             yield from _lines(f"{path}/{i}:{key!r}", item)
-    elif isinstance(value, list | tuple):
-        yield path, f"{kind} of {len(value)}"
+    elif isinstance(value, Namespace | BytesIO):
+        yield path, f"{kind} at {value.tell() if isinstance(value, BytesIO) else ''}"
+        yield from _lines(f"{path}/", vars(value) if isinstance(value, Namespace) else value.getvalue())
+    elif isinstance(value, list | tuple | deque):
+        yield path, f"{kind} of {len(value)}" + (f" {value.maxlen}" if isinstance(value, deque) else "")
         for i, item in enumerate(value):
             yield from _lines(f"{path}/{i}", item)
     else:

@@ -14,12 +14,10 @@ from torch import Tensor
 
 from shrinkpoint.convert import directory
 from shrinkpoint.convert.part import Part
-from shrinkpoint.errors import PolicyError, StateError
+from shrinkpoint.errors import PolicyError
 from shrinkpoint.store.manifest import DirectoryManifest
 
 _DCP_KEY = "torch.distributed.checkpoint"
-_LIGHTNING_PREFIX = "shrinkpoint:"
-"""Prefix of the keys under which the Lightning integration stores values that are not plain."""
 
 
 def framework_of(manifest: DirectoryManifest) -> str:
@@ -38,14 +36,12 @@ def to_framework_part(path: Path, manifest: DirectoryManifest, state: Any, *, op
         opaque: keep files that cannot be read without running them as their bytes, however large.
 
     Raises:
-        StateError: the state holds values that only the framework itself can restore.
         PolicyError: the state is not laid out as the integration does it.
     """
     framework = framework_of(manifest)
     if framework == "dcp":
         return Part("dcp", state)
     if framework == "lightning":
-        _check_plain(state, ())
         return Part("torch", state)
     if framework not in _LAYOUTS:
         return None
@@ -128,16 +124,6 @@ def _numpy_rng_state(rng_states: dict[str, Any]) -> tuple[Any, ...]:
     numpy = rng_states["numpy"]
     inner = numpy["state"]
     return numpy["bit_generator"], inner["key"], inner["pos"], numpy["has_gauss"], numpy["gauss"]
-
-
-def _check_plain(value: Any, path: tuple[Any, ...]) -> None:
-    if isinstance(value, dict | list | tuple):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            if isinstance(key, str) and key.startswith(_LIGHTNING_PREFIX):
-                where, found = "".join(f"[{key!r}]" for key in path), f"a value that needs Lightning ({key})"
-                do = "load it with the integration, and save it with Lightning's own CheckpointIO"
-                raise StateError(f"state{where}", found=found, expected="plain values", do=do)
-            _check_plain(item, (*path, key))
 
 
 def _layout_error(path: Path, framework: str) -> PolicyError:

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from shrinkpoint.tensors.info import JSON
+from shrinkpoint.tensors.info import JSON, is_nest_form
 
 _TENSOR_TAGS = {"$t", "$p", "$q", "$n", "$B"}
 _NEST_TAGS = {"$u", "$z", "$o", "$c"}
@@ -61,11 +61,22 @@ def _split_tag(tree: JSON) -> tuple[str, JSON]:
     return "", None
 
 
+def _split_or_whole(tree: JSON) -> tuple[str, JSON]:
+    tag, inner = _split_tag(tree)
+    return (tag, inner) if tag else ("", tree)
+
+
+def _is_nest_form(inner: JSON) -> bool:
+    return isinstance(inner, list) and len(inner) == 2 and isinstance(inner[0], str) and is_nest_form(inner[0])
+
+
 def _child_items(tag: str, inner: JSON) -> Iterator[tuple[str, JSON]]:
     if tag in _NEST_TAGS and isinstance(inner, dict | list):
         yield from _child_items("", inner)
     elif tag == "$m" and isinstance(inner, list) and inner:
         yield from _child_items("", inner[0])
+    elif tag == "$x" and isinstance(inner, list) and len(inner) == 2:
+        yield from _child_items(*_split_or_whole(inner[1]))
     elif tag == "$d" and isinstance(inner, list):
         yield from ((_format(pair[0], 0), pair[1]) for pair in inner if isinstance(pair, list) and len(pair) == 2)
     elif isinstance(inner, dict):
@@ -87,7 +98,11 @@ def _is_small(tree: JSON) -> bool:
     content = inner if tag in ("$u", "$z") else tree
     if isinstance(content, list):
         return len(content) <= 8 and all(not isinstance(item, list) and _is_small(item) for item in content)
-    return tag not in ("", "$o", "$c", "$d", "$m") or not isinstance(tree, dict) or not tree
+    return (
+        tag not in ("", "$o", "$c", "$d", "$m", *(["$x"] if _is_nest_form(inner) else []))
+        or not isinstance(tree, dict)
+        or not tree
+    )
 
 
 def _format(tree: JSON, depth: int) -> str:
@@ -100,6 +115,8 @@ def _format(tree: JSON, depth: int) -> str:
         return f"bytes in base64: {inner}"
     if tag == "$g":
         return _format_numpy_scalar(inner)
+    if tag == "$x" and isinstance(inner, list) and len(inner) == 2 and depth < _MAX_DEPTH:
+        return f"{inner[0]} {_format(inner[1], depth + 1)}"
     if tag in ("$u", "$z") and isinstance(inner, list) and depth < _MAX_DEPTH:
         items = ", ".join(_format(item, depth + 1) for item in inner)
         return f"({items},)" if len(inner) == 1 else f"({items})"

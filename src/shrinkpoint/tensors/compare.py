@@ -110,6 +110,8 @@ def differing_paths(left: Any, right: Any, path: str = "") -> Iterator[str]:
             yield path
         for index, (left_item, right_item) in enumerate(zip(left, right, strict=False)):
             yield from differing_paths(left_item, right_item, f"{path}/{index}")
+    elif (items := child_items(left)) is not None:  # a namespace, a deque, a buffer
+        yield from differing_paths(dict(items), dict(child_items(right) or ()), path)
     elif not _equal_leaves(left, right):
         yield path
 

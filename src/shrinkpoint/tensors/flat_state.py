@@ -20,7 +20,8 @@ from shrinkpoint.tensors.moment_kinds import MomentKind
 from shrinkpoint.tensors.roles import infer_roles
 from shrinkpoint.tensors.shared_storage import deduplicate
 from shrinkpoint.tensors.side_streams import wait_for_devices
-from shrinkpoint.tensors.tree import MAX_COPY_BYTES, TreeDecoder, TreeEncoder
+from shrinkpoint.tensors.tree import TreeEncoder
+from shrinkpoint.tensors.tree_decoder import MAX_COPY_BYTES, TreeDecoder
 
 _MIN_STREAMED_BYTES = 1 << 16
 """Bytes of a tensor from which it is copied past the caches: its copy is read later than they hold it."""

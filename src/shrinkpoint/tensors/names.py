@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shrinkpoint.tensors.plain_forms import form_items
+
 StatePath: TypeAlias = tuple[Any, ...]
 """Keys of dicts and indices of lists, outermost first."""
 
@@ -122,10 +124,10 @@ def named_leaves(state: Any) -> dict[str, Any]:
 
 
 def child_items(value: Any) -> Iterator[tuple[Any, Any]] | None:
-    """Return the (key, item) pairs of a dict, list or tuple; None for a leaf."""
+    """Return the (key, item) pairs of a dict, list, tuple, namespace, deque or buffer; None for a leaf."""
     if isinstance(value, dict):
         return iter(value.items())
-    return enumerate(value) if isinstance(value, list | tuple) else None
+    return enumerate(value) if isinstance(value, list | tuple) else form_items(value)
 
 
 def _iter_leaves(value: Any, path: StatePath) -> Iterator[tuple[StatePath, Any]]:
@@ -137,8 +139,8 @@ def _iter_leaves(value: Any, path: StatePath) -> Iterator[tuple[StatePath, Any]]
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is a tensor or an array."""
-    return isinstance(leaf, Tensor | np.ndarray)
+    """Whether a leaf is a tensor or an array of numbers."""
+    return isinstance(leaf, Tensor) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "US")
 
 
 def as_tensor(leaf: TensorOrArray) -> Tensor:

@@ -1,4 +1,4 @@
-"""Encodes a state as a JSON tree and a list of tensor leaves, and decodes such a tree, which is not trusted.
+"""Encodes a state as a JSON tree and a list of tensor leaves; `tree_decoder` decodes it.
 
 Plain values are stored unchanged; types that JSON lacks are an object with one key that begins with "$"::
 
@@ -10,6 +10,7 @@ Plain values are stored unchanged; types that JSON lacks are an object with one 
     {"$u": [..]}             tuple                         {"$d": [[k, v]..]}  dict with keys that are not plain text
     {"$z": [..]}             torch.Size                    {"$o": dict}        OrderedDict
     {"$c": dict}             Counter                       {"$m": [dict, meta]}  OrderedDict with `_metadata`
+    {"$x": [form, ..]}       what `plain_forms` knows: paths, sets, enums, namespaces
 
 `ref` is described in `shared_storage`. The order of the keys of a dict is that of its JSON object.
 """
@@ -17,32 +18,26 @@ Plain values are stored unchanged; types that JSON lacks are an object with one 
 from __future__ import annotations
 
 import base64
-import binascii
-import json
 import math
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from json.encoder import encode_basestring_ascii
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 
-from shrinkpoint.errors import CorruptError, StateError
+from shrinkpoint.errors import StateError
 from shrinkpoint.tensors.dtypes import (
     DTYPE_NAMES,
-    TORCH_DTYPES,
-    as_bits,
-    empty,
     materialize,
-    numpy_dtype,
     numpy_to_torch_dtype,
 )
-from shrinkpoint.tensors.info import JSON
-from shrinkpoint.tensors.memory import TENSOR_ALIGN
-from shrinkpoint.tensors.names import StatePath, format_path, short_repr, tensor_name
-from shrinkpoint.tensors.shared_storage import Leaf, num_reached
+from shrinkpoint.tensors.info import JSON, is_nest_form
+from shrinkpoint.tensors.names import StatePath, format_path
+from shrinkpoint.tensors.plain_forms import PlainForm, nest_form, ordinary_value, plain_form
+from shrinkpoint.tensors.shared_storage import Leaf
 
 MAX_DEPTH = 48
 """Largest nesting depth of dicts, lists and tuples. The JSON of one level has at most five levels, and the container
@@ -58,7 +53,10 @@ MIN_NEST_BYTES = 8
 """Fewest characters per list or dict in a state with more than `_MAX_NESTS` of them, as in `container.strict_json`."""
 _MAX_NESTS = 1 << 21
 
-_STORABLE = "tensors, numpy values, None, bool, int, float, str, bytes, or dicts, lists and tuples of these"
+_STORABLE = (
+    "tensors, numpy values, None, bool, int, float, str, bytes, or dicts, lists and tuples of these, or a value of"
+)
+_STORABLE += " pathlib, datetime, enum, set, deque, Namespace, dataclass, BytesIO, torch.device or torch.dtype"
 _DEFAULT_META = {"version": 1}
 
 
@@ -107,11 +105,11 @@ class TreeEncoder:
             tree = self._value_encoders[type(value)](value, path)
             self._count(tree, path)
             return tree
-        if isinstance(value, np.generic):
+        if isinstance(value, np.generic) and value.dtype.kind not in "US":
             self._num_chars += 2 * value.itemsize
             return _numpy_scalar(value, path)
         if type(value) not in self._nest_encoders:
-            raise _type_error(value, path)
+            return self._other(value, path)
         if id(value) in self._open_ids:
             do = "break the circle: save what it refers to once"
             raise StateError(format_path(path), found="a nest that contains itself", expected=_STORABLE, do=do)
@@ -123,6 +121,25 @@ class TreeEncoder:
             return self._nest_encoders[type(value)](value, path)
         finally:
             self._open_ids.remove(id(value))
+
+    def _other(self, value: Any, path: StatePath) -> JSON:
+        """The tree of a value that has a form, or in place of which an ordinary value is stored."""
+        form = nest_form(value) or plain_form(value)
+        if form is None:
+            ordinary = ordinary_value(value)
+            if ordinary is value:
+                raise _type_error(value, path)
+            return self.encode(ordinary, path)
+        return self._form(form, path)
+
+    def _form(self, form: PlainForm, path: StatePath) -> JSON:
+        (name, plain), num_leaves = form, len(self.leaves)
+        self._count([], path)
+        tree: JSON = {"$x": [name, self.encode(plain, path)]}
+        if len(self.leaves) > num_leaves and not is_nest_form(name):
+            found, do = f"a {name} with tensors, arrays or long bytes in it", "make it a list or a tuple"
+            raise StateError(format_path(path), found=found, expected=f"a {name} of plain values", do=do)
+        return tree
 
     def _count(self, tree: JSON, path: StatePath) -> None:
         """Count the JSON of a value; it may be part of a state in many places, and is text in each of them.
@@ -173,7 +190,11 @@ class TreeEncoder:
             return {"$u": [self._key(part, path, depth + 1) for part in key]}
         if type(key) in (type(None), bool, int, float, str):
             return self._value_encoders[type(key)](key, path)
-        expected = "str, int, float, bool, None or tuples of these"
+        if (form := plain_form(key)) is not None:
+            return self._form(form, path)
+        if (ordinary := ordinary_value(key)) is not key:
+            return self._key(ordinary, path, depth)
+        expected = "str, int, float, bool, None, paths, enums, dates, or tuples of these"
         do = "use such keys, e.g. str(key)"
         raise StateError(
             format_path(path), found=f"a dict with a key of type {_type_name(key)}", expected=expected, do=do
@@ -193,6 +214,8 @@ class TreeEncoder:
         return {"$p" if value.requires_grad else "$q": self._add_leaf(_plain_tensor(value, path), path)}
 
     def _array(self, value: np.ndarray[Any, Any], path: StatePath) -> JSON:
+        if value.dtype.kind in "US":
+            return self._other(value, path)
         _check_numpy_dtype("array", value.dtype, path)
         if id(value) not in self._array_copies:
             self._array_copies[id(value)] = value, torch.from_numpy(self._native_array(value))
@@ -301,305 +324,3 @@ def _depth_error(path: StatePath) -> StateError:
 
 def _type_name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-
-
-MAX_COPY_BYTES = 1 << 30
-"""Default limit of the bytes that copies in a tree may take."""
-MAX_SAME_HASH = 64
-"""Largest number of keys of one dict with equal hashes; each is compared with all others."""
-
-
-class TreeDecoder:
-    """Turns a tree into a nest.
-
-    Args:
-        tensors: the stored tensors by name, contiguous; the nest refers to them, or to copies at aligned addresses.
-        tie: whether leaves that shared memory share it again; otherwise each gets its own.
-        where: the file, for messages.
-        max_bytes: memory limit of copies: numpy arrays, bytes, tensors that are no longer shared.
-    """
-
-    def __init__(
-        self, tensors: Mapping[str, torch.Tensor], *, tie: bool, where: str, max_bytes: int = MAX_COPY_BYTES
-    ) -> None:
-        self._tensors, self._tie, self._where = tensors, tie, where
-        self._remaining = max_bytes
-        self._copies: dict[str, Any] = {}
-        self._used_names: set[str] = set()
-        self._moved: dict[str, torch.Tensor] = {}
-
-    def decode(self, tree: JSON, path: StatePath = ()) -> Any:
-        """Return the value of `tree`, which is at `path` of the state.
-
-        Raises:
-            CorruptError: no release writes such a tree, or a tensor that it names is missing or does not fit.
-        """
-        if len(path) > MAX_DEPTH:
-            self._raise_corrupt(path[:3], "a nest that is too deep", f"at most {MAX_DEPTH} levels")
-        if tree is None or type(tree) in (bool, str, int) or (type(tree) is float and math.isfinite(tree)):
-            return tree
-        if type(tree) is list:
-            return self._items(tree, path)
-        if type(tree) is dict:
-            return self._object(tree, path)
-        return self._raise_corrupt(path, f"{type(tree).__name__} {short_repr(tree)}", "plain JSON")
-
-    def _object(self, tree: dict[str, JSON], path: StatePath) -> Any:
-        tag = next(iter(tree), "")
-        if len(tree) != 1 or not tag.startswith("$"):
-            return self._dict(tree, path)
-        if tag not in _DECODERS:
-            self._raise_corrupt(path, f"the tag {short_repr(tag)}", "one of " + " ".join(_DECODERS))
-        return _DECODERS[tag](self, tree[tag], path)
-
-    def _items(self, body: JSON, path: StatePath) -> list[Any]:
-        if type(body) is not list:
-            self._raise_corrupt(path, short_repr(body), "a list")
-        return [self.decode(item, (*path, index)) for index, item in enumerate(body)]
-
-    def _dict(self, tree: JSON, path: StatePath) -> dict[Any, Any]:
-        if type(tree) is not dict:
-            self._raise_corrupt(path, f"{short_repr(tree)}", "an object")
-        if len(tree) == 1 and "$d" in tree:
-            return self._pairs(tree["$d"], path)
-        if any(key.startswith("$") for key in tree):
-            self._raise_corrupt(path, "a key that begins with '$'", "a tag alone in its object")
-        return {key: self.decode(item, (*path, key)) for key, item in tree.items()}
-
-    def _pairs(self, body: JSON, path: StatePath) -> dict[Any, Any]:
-        if type(body) is not list or not all(type(pair) is list and len(pair) == 2 for pair in body):
-            self._raise_corrupt(path, "keys and values", "a list of pairs")
-        keys = [self.decode_key(key, path) for key, _ in body]
-        if max(Counter(map(hash, keys)).values(), default=0) > MAX_SAME_HASH:
-            self._raise_corrupt(path, "keys made to collide", f"at most {MAX_SAME_HASH} of one hash")
-        items = {key: self.decode(item, (*path, key)) for key, (_, item) in zip(keys, body, strict=True)}
-        if len(items) != len(body):
-            self._raise_corrupt(path, "a key that occurs twice", "different keys")
-        return items
-
-    def decode_key(self, tree: JSON, path: StatePath, depth: int = 1) -> Any:
-        """Return the key `tree` of the dict at `path`; raises as `decode` does."""
-        if type(tree) is dict and list(tree) == ["$u"] and type(tree["$u"]) is list and len(path) + depth <= MAX_DEPTH:
-            return tuple(self.decode_key(part, path, depth + 1) for part in tree["$u"])
-        if type(tree) is not list and (type(tree) is not dict or list(tree) in (["$i"], ["$f"], ["$s"])):
-            return self.decode(tree, path)
-        return self._raise_corrupt(path, f"the key {short_repr(tree)}", "a plain value or a tuple of them")
-
-    def _with_metadata(self, body: JSON, path: StatePath) -> OrderedDict[Any, Any]:
-        if type(body) is not list or len(body) != 2:
-            self._raise_corrupt(path, "an OrderedDict", "a dict and its metadata")
-        value = OrderedDict(self._dict(body[0], path))
-        value._metadata = self._dict(body[1], (*path, "_metadata"))  # type: ignore[attr-defined]
-        return value
-
-    def _size(self, body: JSON, path: StatePath) -> torch.Size:
-        items = self._items(body, path)
-        if not _are_counts(items):
-            self._raise_corrupt(path, f"a torch.Size of {short_repr(items)}", "counts")
-        return torch.Size(items)
-
-    def _integer(self, body: JSON, path: StatePath) -> int:
-        try:
-            return int(self._string(body, path), 16)
-        except ValueError:
-            self._raise_corrupt(path, f"the integer {short_repr(body)}", "hex digits")
-
-    def _float(self, body: JSON, path: StatePath) -> float:
-        return float(struct.unpack(">d", self._hex(body, path, 8))[0])
-
-    def _text(self, body: JSON, path: StatePath) -> str:
-        try:
-            return self._hex(body, path).decode("utf-8", "surrogatepass")
-        except UnicodeDecodeError:
-            self._raise_corrupt(path, "text that is not UTF-8", "UTF-8 with surrogates")
-
-    def _short_bytes(self, body: JSON, path: StatePath) -> bytes:
-        try:
-            return base64.b64decode(self._string(body, path).encode(), validate=True)
-        except (binascii.Error, UnicodeEncodeError):
-            self._raise_corrupt(path, f"bytes as {short_repr(body)}", "base64")
-
-    def _long_bytes(self, body: JSON, path: StatePath) -> bytes:
-        tensor = self._stored_tensor(body, path)
-        if tensor.dtype != torch.uint8 or tensor.dim() != 1:
-            self._raise_corrupt(path, f"bytes kept as {tensor.dtype} of shape {list(tensor.shape)}", "a row of uint8")
-        key = ["bytes", *(body or [tensor_name(path)])]
-        value: bytes = self._share(key, lambda: tensor.cpu().numpy().tobytes(), tensor, path)
-        return value
-
-    def _numpy_scalar(self, body: JSON, path: StatePath) -> np.generic:
-        dtype, digits = self._numpy_pair(body, path)
-        value: np.generic = np.frombuffer(self._hex(digits, path, dtype.itemsize), dtype)[0]
-        return value
-
-    def _array(self, body: JSON, path: StatePath) -> np.ndarray[Any, Any]:
-        dtype, reference = self._numpy_pair(body, path)
-        tensor = self._stored_tensor(reference, path)
-        expected = numpy_to_torch_dtype(dtype)
-        if tensor.dtype != expected:
-            self._raise_corrupt(path, f"a numpy array of {dtype.str} kept as {tensor.dtype}", f"{expected}")
-
-        def copy() -> np.ndarray[Any, Any]:
-            native: np.ndarray[Any, Any] = tensor.cpu().contiguous().numpy()
-            return native.astype(dtype)  # a copy: an array's memory is its own
-
-        key = [dtype.str, *(reference or [tensor_name(path)])] if self._tie else [len(self._copies)]
-        array: np.ndarray[Any, Any] = self._share(key, copy, tensor, path)
-        return array
-
-    def _share(self, key: JSON, copy: Callable[[], Any], tensor: torch.Tensor, path: StatePath) -> Any:
-        """The copy of a stored tensor under `key`, made now if there is none: a state may repeat a value."""
-        text = json.dumps(key)
-        if text not in self._copies:
-            self._spend(tensor.nbytes, path)
-            self._copies[text] = copy()
-        return self._copies[text]
-
-    def _numpy_pair(self, body: JSON, path: StatePath) -> tuple[np.dtype[np.generic], JSON]:
-        is_pair = type(body) is list and len(body) == 2 and type(body[0]) is str
-        dtype = numpy_dtype(body[0]) if is_pair else None
-        if dtype is None:
-            self._raise_corrupt(path, f"the numpy value {short_repr(body)}", "a known dtype and a value")
-        return dtype, body[1]
-
-    def _parameter(self, body: JSON, path: StatePath, *, grad: bool) -> torch.nn.Parameter:
-        tensor = self._tensor(body, path)
-        if grad and not (tensor.is_floating_point() or tensor.is_complex()):
-            self._raise_corrupt(path, f"a trainable parameter of {tensor.dtype}", "a float or complex dtype")
-        return torch.nn.Parameter(tensor, requires_grad=grad)
-
-    def _tensor(self, body: JSON, path: StatePath) -> torch.Tensor:
-        tensor = self._stored_tensor(body, path)
-        if self._tie:
-            return tensor
-        name = body[0] if body else tensor_name(path)
-        if name not in self._used_names and len(body) < 4:
-            self._used_names.add(name)
-            return tensor
-        self._spend(min(tensor.nbytes, num_reached(tensor) * tensor.element_size()), path)
-        return _clone(tensor)
-
-    def _spend(self, nbytes: int, path: StatePath) -> None:
-        """Count memory that is about to be taken."""
-        self._remaining -= nbytes
-        if self._remaining < 0:
-            found = f"copies of tensors that take {-self._remaining} bytes too many"
-            do = "pass max_bytes= if you trust it"
-            raise CorruptError(f"{self._where}: {format_path(path)}", found=found, expected="fewer", do=do)
-
-    def _stored_tensor(self, reference: JSON, path: StatePath) -> torch.Tensor:
-        """The tensor a reference stands for, as a view of the stored one."""
-        if type(reference) is not list or len(reference) not in (0, 1, 4, 5):
-            expected = "[], [name] or [name, offset, shape, strides]"
-            self._raise_corrupt(path, f"the reference {short_repr(reference, 60)}", expected)
-        name = reference[0] if reference else tensor_name(path)
-        stored = None
-        if type(name) is str:
-            stored = self._moved[name] if name in self._moved else self._tensors.get(name)
-        if stored is None:
-            self._raise_corrupt(path, f"a reference to {short_repr(name, 80)}", "the name of a tensor in this file")
-        if stored.is_cpu and stored.data_ptr() % TENSOR_ALIGN:  # a neighbour of others in its record
-            # kernels choose their vectors by the address, and sums depend on that: torch itself aligns what it loads
-            stored = self._moved[name] = as_bits(stored).clone().view(stored.dtype)
-        return self._view(stored, reference, path) if len(reference) >= 4 else stored
-
-    def _view(self, stored: torch.Tensor, reference: list[JSON], path: StatePath) -> torch.Tensor:
-        _, offset, shape, strides, *rest = reference
-        row = stored.as_strided((stored.numel(),), (1,)) if stored.is_contiguous() else stored.reshape(-1)
-        if rest:
-            row = self._as_dtype(row, rest[0], path)
-        if not all(map(_are_counts, ([offset], shape, strides))) or not len(shape) == len(strides) <= 64:
-            self._raise_corrupt(path, f"a view {short_repr(reference, 80)}", "counts, as many strides as sizes")
-        if math.prod(size for size in shape if size) >= 2**60:  # of an empty one, too: torch counts on its way to the 0
-            self._raise_corrupt(path, f"a view of shape {short_repr(shape, 80)}", "fewer than 2^60 elements")
-        last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        if last >= row.numel() if math.prod(shape) else offset > row.numel():
-            expected = f"at most {row.numel() - 1} of {short_repr(reference[0], 80)}"
-            self._raise_corrupt(path, f"a view up to element {last}", expected)
-        return row.as_strided(shape, strides, row.storage_offset() + offset)
-
-    def _as_dtype(self, row: torch.Tensor, name: JSON, path: StatePath) -> torch.Tensor:
-        dtype = TORCH_DTYPES.get(name) if type(name) is str else None
-        if dtype is None:
-            self._raise_corrupt(path, f"the dtype {short_repr(name)}", "one that this torch has")
-        data = row.view(torch.uint8)
-        return data[: data.numel() - data.numel() % dtype.itemsize].view(dtype)
-
-    def _hex(self, body: JSON, path: StatePath, length: int | None = None) -> bytes:
-        try:
-            data = bytes.fromhex(self._string(body, path))
-        except ValueError:
-            self._raise_corrupt(path, f"{short_repr(body)}", "hex digits")
-        if length is not None and len(data) != length:
-            self._raise_corrupt(path, f"{len(data)} bytes", f"{length}")
-        return data
-
-    def _string(self, body: JSON, path: StatePath) -> str:
-        if type(body) is not str:
-            self._raise_corrupt(path, f"{short_repr(body)}", "a string")
-        return body
-
-    def _raise_corrupt(self, path: StatePath, found: str, expected: str) -> NoReturn:
-        do = "restore another checkpoint, or fetch an intact copy of this file"
-        raise CorruptError(f"{self._where}: {format_path(path)}", found=found, expected=expected, do=do)
-
-
-_DECODERS: dict[str, Callable[[TreeDecoder, JSON, StatePath], Any]] = {
-    "$t": TreeDecoder._tensor,
-    "$p": lambda self, body, path: self._parameter(body, path, grad=True),
-    "$q": lambda self, body, path: self._parameter(body, path, grad=False),
-    "$n": TreeDecoder._array,
-    "$g": TreeDecoder._numpy_scalar,
-    "$u": lambda self, body, path: tuple(self._items(body, path)),
-    "$z": TreeDecoder._size,
-    "$i": TreeDecoder._integer,
-    "$f": TreeDecoder._float,
-    "$s": TreeDecoder._text,
-    "$b": TreeDecoder._short_bytes,
-    "$B": TreeDecoder._long_bytes,
-    "$d": TreeDecoder._pairs,
-    "$o": lambda self, body, path: OrderedDict(self._dict(body, path)),
-    "$m": TreeDecoder._with_metadata,
-    "$c": lambda self, body, path: Counter(self._dict(body, path)),
-}
-"""By the tag of an object. No methods bound to a decoder: as a cycle with it they would hold the tensors of a state."""
-
-
-def _are_counts(values: JSON) -> bool:
-    return type(values) is list and all(type(value) is int and 0 <= value < 2**62 for value in values)
-
-
-def _clone(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in memory of its own: dense, or with its strides where it meets itself (expanded tensors)."""
-    reach = num_reached(tensor)
-    if tensor.numel() > reach:
-        row = tensor.as_strided((reach,), (1,), tensor.storage_offset())
-        return _clone(row).as_strided(tensor.shape, tensor.stride(), 0)
-    if tensor.device.type != "cpu":
-        return tensor.clone(memory_format=torch.contiguous_format)
-    fresh = empty(tuple(tensor.shape), tensor.dtype)
-    as_bits(fresh).copy_(as_bits(tensor))
-    return fresh
-
-
-def map_nest(value: Any, convert: Callable[[Any, int], Any], depth: int = 0) -> Any:
-    """A nest with converted values, innermost first; containers in which nothing changes are not copied.
-
-    Args:
-        convert: is called with every dict, once its values are converted, with every value that is no container, and
-            with its depth; not with lists and tuples.
-        depth: of `value`; what is nested too deeply to be stored, such as a cycle, is returned unchanged.
-    """
-    if depth > MAX_DEPTH:
-        return value
-    if type(value) in (list, tuple):
-        items = [map_nest(item, convert, depth + 1) for item in value]
-        return type(value)(items) if any(new is not old for new, old in zip(items, value, strict=True)) else value
-    if type(value) not in (dict, OrderedDict):
-        return convert(value, depth)
-    mapped = {key: map_nest(item, convert, depth + 1) for key, item in value.items()}
-    if any(mapped[key] is not item for key, item in value.items()):
-        original, value = value, type(value)(mapped)
-        if hasattr(original, "_metadata"):  # of a module's state_dict
-            value._metadata = original._metadata
-    return convert(value, depth)

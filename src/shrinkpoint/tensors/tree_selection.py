@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from fnmatch import translate
 from typing import Any, NamedTuple, TypeAlias
 
-from shrinkpoint.tensors.info import JSON
+from shrinkpoint.tensors.info import JSON, is_nest_form
 from shrinkpoint.tensors.names import StatePath, UniqueNames, format_key, tensor_name
-from shrinkpoint.tensors.tree import MAX_DEPTH, TreeDecoder
+from shrinkpoint.tensors.tree import MAX_DEPTH
+from shrinkpoint.tensors.tree_decoder import TreeDecoder
 
 MatchPath: TypeAlias = Callable[[StatePath], bool]
 _REFERENCE_TAGS = ("$t", "$p", "$q", "$B")
@@ -123,6 +124,11 @@ class _Selector:
             return _ABSENT if ordered is _ABSENT else {tag: [ordered, body[1]]}
         if tag in _ITEM_TAGS and type(body) is list:
             return _tagged(tag, self._items(body, path, is_chosen))
+        if tag == "$x" and type(body) is list and len(body) == 2 and type(body[0]) is str and is_nest_form(body[0]):
+            if body[0] == "buffer":  # all of it, or nothing
+                is_chosen = is_chosen or any(self._matches((*path, index)) for index in (0, 1))
+            selected = self.select(body[1], path, is_chosen)
+            return _ABSENT if selected is _ABSENT else {tag: [body[0], selected]}
         return self._leaf(tree, path, is_chosen, tag, body)
 
     def _leaf(self, tree: JSON, path: StatePath, is_chosen: bool, tag: str = "", body: JSON = None) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import traceback
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers.multi_rank_training import save
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from shrinkpoint import errors
 from shrinkpoint.store import directory as directories
-from shrinkpoint.tensors.flat_state import flatten, unflatten
 from shrinkpoint.train.dcp import Reader, Writer, load, reset_chains
-from shrinkpoint.train.dcp.payload import decode_buffers, encode_buffers
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -70,46 +65,18 @@ def test_a_bytesio_comes_back_with_its_bytes_and_its_position(tmp_path: Path, wr
         assert plain(load(tmp_path)) == plain(state())
 
 
-KEYS = st.sampled_from(["a", "shrinkpoint:buffer", "shrinkpoint:buffer:", "shrinkpoint:buffer::", "shrinkpoint:"])
-VALUES = st.recursive(
-    st.one_of(st.integers(0, 3), st.binary(max_size=3), st.builds(buffer, st.binary(max_size=300), st.integers(0, 9))),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=2),
-        st.tuples(inner),
-        st.dictionaries(KEYS, inner, max_size=2),
-        st.dictionaries(KEYS, inner, max_size=2).map(OrderedDict),
-    ),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=100, deadline=None)
-@given(VALUES)
-def test_no_dict_is_taken_for_a_buffer(value: Any) -> None:
-    flat = flatten({"it": encode_buffers(value)})
-    found = decode_buffers(unflatten(flat.tree, flat.tensors, where="test")["it"])
-    assert plain(found) == plain(value) and type(found) is type(value)
-
-
-@pytest.mark.parametrize("form", [3, [1], ["a", b""], [-1, b""], [2**63, b""], [True, b""], [0, "text"], None])
-def test_a_forged_buffer_is_an_error_of_ours(form: Any) -> None:
-    with pytest.raises(errors.CorruptError, match="BytesIO"):
-        decode_buffers({"a": [{"shrinkpoint:buffer": form}]})
-
-
 class Thing:
     """Something of the user's own."""
 
 
-@pytest.mark.parametrize("value", [Thing(), (Thing(),), print, {1, 2}, bytearray(b"x"), 1j, Path("x")])
+@pytest.mark.parametrize("value", [Thing(), (Thing(),), print, {Thing()}, bytearray(b"x")])
 def test_what_cannot_be_stored_raises_our_own_error(tmp_path: Path, value: Any) -> None:
     with pytest.raises(dcp.api.CheckpointException) as caught:
         dcp.save({"x": torch.ones(2), "odd": value}, storage_writer=Writer(tmp_path))
     ((error, _),) = caught.value.failures.values()
     results = str(error) + "".join(traceback.format_exception(error)) + str(caught.value)
     assert isinstance(error, errors.StateError) and "odd" in error.where
-    name = type(value[0] if isinstance(value, tuple) else value).__name__ if value is not print else "print"
-    assert name.removeprefix("Posix") in str(error)
+    assert type(value[0] if isinstance(value, tuple) else value).__name__ in str(error)
     assert not any(words in results for words in ("weights_only", "torch.load", "\x1b", "trust"))
 
 

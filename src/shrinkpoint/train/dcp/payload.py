@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,15 +22,13 @@ from shrinkpoint.store.manifest import DirectoryManifest, Payload
 from shrinkpoint.store.partial_reader import PartialReader
 from shrinkpoint.tensors.dtypes import dtype_name
 from shrinkpoint.tensors.info import JSON, TensorInfo
-from shrinkpoint.tensors.tree import TreeDecoder, map_nest
+from shrinkpoint.tensors.tree_decoder import TreeDecoder
 from shrinkpoint.threads import ForkSafeLock
 from shrinkpoint.train.dcp.checkpoint_metadata import ChunkMetadata, EntryMetadata, Offsets, box_slices, chunk_name
 
 _ADVICE = "restore another checkpoint"
 _NUMPY_GLOBALS = [np._core.multiarray._reconstruct, np._core.multiarray.scalar, np.ndarray, np.dtype]  # type: ignore[attr-defined]
 _NUMPY_GLOBALS += [type(np.dtype(code)) for code in "?bBhHiIlLqQefdFD"]
-_BUFFER_KEY = "shrinkpoint:buffer"
-"""The only key of a dict that represents a BytesIO; a user's dict with this key gets a colon at its end."""
 _LOCK = ForkSafeLock()  # `safe_globals` is one list for the whole process
 
 
@@ -99,7 +96,7 @@ class PayloadReader:
     def load_object(self, fqn: str) -> Any:
         """An entry that is not a tensor."""
         decoder = TreeDecoder(_TensorsByName(self._tensors), tie=True, where=self._where)
-        return decode_buffers(decoder.decode(_subtree(self._tree, fqn, self._where), (fqn,)))
+        return decoder.decode(_subtree(self._tree, fqn, self._where), (fqn,))
 
 
 def check_stored_tensors(
@@ -185,7 +182,7 @@ def _subtree(tree: JSON, fqn: str, where: str) -> JSON:
 
 
 def unpickle_plain(data: io.BytesIO, fqn: str) -> Any:
-    """Unpickle an object that consists of plain values, tensors, numpy arrays and buffers.
+    """Unpickle an object that a planner made bytes of: plain values, tensors, numpy arrays and buffers.
 
     Args:
         data: the bytes of `torch.save`.
@@ -200,14 +197,14 @@ def unpickle_plain(data: io.BytesIO, fqn: str) -> Any:
         added = [obj for obj in [*_NUMPY_GLOBALS, bytes, io.BytesIO] if obj not in allowed]
         with torch.serialization.safe_globals(added):
             try:
-                return encode_buffers(torch.load(data, map_location="cpu", weights_only=True))
-            except Exception as error:
+                return torch.load(data, map_location="cpu", weights_only=True)
+            except Exception:
                 raise StateError(
                     f"state[{fqn!r}]",
                     found=_describe_unsupported(data),
                     expected="tensors, numpy arrays, plain values and BytesIO, in dicts, lists and tuples",
                     do="convert it, or leave it out of the state dict",
-                ) from (error if isinstance(error, StateError) else None)  # torch's own message is about loading
+                ) from None  # torch's own message is about loading
 
 
 def _describe_unsupported(data: io.BytesIO) -> str:
@@ -226,48 +223,3 @@ def pickle_plain(value: Any) -> io.BytesIO:
     torch.save(value, data)
     data.seek(0)
     return data
-
-
-def encode_buffers(nest: Any) -> Any:
-    """The same nest with a plain value for every `io.BytesIO`: its position and its bytes."""
-
-    def convert(value: Any, _: int) -> Any:
-        if type(value) is io.BytesIO:
-            return {_BUFFER_KEY: [value.tell(), value.getvalue()]}
-        return type(value)({f"{key}:": item for key, item in value.items()}) if _has_buffer_key(value) else value
-
-    return map_nest(nest, convert)
-
-
-def decode_buffers(nest: Any) -> Any:
-    """The inverse of `encode_buffers`.
-
-    Raises:
-        CorruptError: a plain value that no release writes.
-    """
-
-    def convert(value: Any, _: int) -> Any:
-        if not _has_buffer_key(value):
-            return value
-        ((key, item),) = value.items()
-        return _decode_buffer(item) if key == _BUFFER_KEY else type(value)({key[:-1]: item})
-
-    return map_nest(nest, convert)
-
-
-def _has_buffer_key(value: Any) -> bool:
-    """Whether a value is a dict with one key, that of a buffer with any number of colons at its end."""
-    if type(value) not in (dict, OrderedDict) or len(value) != 1:
-        return False
-    (key,) = value
-    return type(key) is str and key.startswith(_BUFFER_KEY) and not key[len(_BUFFER_KEY) :].strip(":")
-
-
-def _decode_buffer(value: Any) -> io.BytesIO:
-    if type(value) is list and [type(part) for part in value] == [int, bytes] and 0 <= value[0] < 2**62:
-        buffer = io.BytesIO(value[1])
-        buffer.seek(value[0])
-        return buffer
-    raise CorruptError(
-        "state", found=f"{value!r:.80} as a BytesIO", expected="a position and bytes", do="restore another checkpoint"
-    )

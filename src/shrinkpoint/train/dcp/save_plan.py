@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
@@ -44,12 +45,12 @@ class CollectedState:
     Attributes:
         state: a tensor for each shard, named after its entry and its offsets; objects are in the tree.
         shards: by name in the state; without the tensors inside of objects.
-        item_nbytes: the size of every item in bytes.
+        indices: of every item.
     """
 
     state: FlatState
     shards: Mapping[str, ShardSpec] = field(repr=False)
-    item_nbytes: Mapping[MetadataIndex, int] = field(repr=False)
+    indices: Sequence[MetadataIndex] = field(repr=False)
 
 
 def collect_plan_items(plan: SavePlan, planner: SavePlanner) -> CollectedState:
@@ -61,15 +62,12 @@ def collect_plan_items(plan: SavePlan, planner: SavePlanner) -> CollectedState:
     nest: dict[str, Any] = {}
     shards: dict[str, ShardSpec] = {}
     tensors: dict[str, list[tuple[str, torch.Tensor]]] = {}
-    item_nbytes: dict[MetadataIndex, int] = {}
     for item in plan.items:
-        fqn, data = item.index.fqn, planner.resolve_data(item)
+        fqn = item.index.fqn
         if item.type == WriteItemType.BYTE_IO:
-            if not isinstance(data, io.BytesIO):
-                found = f"{validate.type_name(data)} where the planner promised bytes"
-                raise StateError(f"state[{fqn!r}]", found=found, expected="a BytesIO", do="look at the planner")
-            nest[fqn], item_nbytes[item.index] = unpickle_plain(data, fqn), data.getbuffer().nbytes
+            nest[fqn] = _planned_object(item, planner)
             continue
+        data = planner.resolve_data(item)
         shard, name, tensor = _planned_shard(item, data)
         if name == tensor_name((fqn,)):
             nest[fqn] = tensor
@@ -77,8 +75,21 @@ def collect_plan_items(plan: SavePlan, planner: SavePlanner) -> CollectedState:
             nest.setdefault(fqn, {})[offsets_key(shard.offsets)] = tensor
         shards[name] = shard
         tensors.setdefault(fqn, []).append((name, tensor))
-        item_nbytes[item.index] = tensor.numel() * tensor.element_size()
-    return CollectedState(_flat_state(nest, shards, tensors, planner), shards, item_nbytes)
+    indices = [*dict.fromkeys(item.index for item in plan.items)]
+    return CollectedState(_flat_state(nest, shards, tensors, planner), shards, indices)
+
+
+def _planned_object(item: WriteItem, planner: SavePlanner) -> Any:
+    """An object that is no tensor: itself, or what a planner of the caller's makes of it."""
+    kind, default = type(planner), DefaultSavePlanner
+    names = ("resolve_data", "transform_object")
+    if isinstance(planner, default) and all(getattr(kind, name) is getattr(default, name) for name in names):
+        return planner.lookup_object(item.index)
+    fqn, data = item.index.fqn, planner.resolve_data(item)
+    if not isinstance(data, io.BytesIO):
+        found = f"{validate.type_name(data)} where the planner promised bytes"
+        raise StateError(f"state[{fqn!r}]", found=found, expected="a BytesIO", do="look at the planner")
+    return unpickle_plain(data, fqn)
 
 
 def plan_signatures(plan: SavePlan) -> set[tuple[str, Offsets, str]]:

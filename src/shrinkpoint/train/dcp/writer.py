@@ -273,14 +273,14 @@ class Writer(CheckpointDirectory, StorageWriter):
                 collected = collect()
             else:
                 scheme, collected = self._plan_across_ranks(scheme, collect, chain, rank_info.world_size)
-            if not collected.item_nbytes and not self._is_coordinator:
+            if not collected.indices and not self._is_coordinator:
                 return []
             copy = None if collected.state.is_on_cpu else snapshot(collected.state)
             report = chain.delta_writer.write(
                 directory, copy or collected.state, scheme=scheme, rank=rank, adopt=copy is not None
             )
             payload = chain.record_write(directory)
-            entries, restores = report_entries(collected.item_nbytes), chain.lossy_restores
+            entries, restores = report_entries(collected.indices), chain.lossy_restores
             write = _WriteInfo(payload, entries, report.scheme, report.loss_report, restores, report.stats)
         return [WriteResult(MetadataIndex("~payload"), payload.size, write)]  # one for all entries: torch reads none
 

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from shrinkpoint import validate
 from shrinkpoint.errors import MismatchError, PolicyError
+from shrinkpoint.tensors.flat_state import flatten
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.lightning.io import ShrinkIO, require_place
 from shrinkpoint.train.state_alignment import NAMES_KEY, align_state, collect_names
@@ -78,7 +79,10 @@ class ShrinkIOCallback(pl.Callback):
 
         Raises:
             MismatchError: other optimizers, or optimizers over other parameters, were saved.
+            StateError: hyperparameters, or what callbacks keep, cannot be stored: now, and not after the first epoch.
         """
+        if isinstance(trainer.strategy.checkpoint_io, ShrinkIO) and trainer.is_global_zero:
+            flatten(_settings(trainer, pl_module))
         checkpoint, self._loaded = self._loaded, None
         objects = _live_objects(trainer, pl_module)
         if checkpoint is None or not objects or "optimizer_states" not in checkpoint:
@@ -131,6 +135,16 @@ class ShrinkIOCallback(pl.Callback):
         if _is_same_optimizer(optimizer, trainer.optimizers[0]):
             self._gradients.after_backward()
             self._gradients.before_zero_grad()
+
+
+def _settings(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+    """What checkpoints hold beside the state of training, under Lightning's names."""
+    owners: list[Any] = [owner for owner in (pl_module, getattr(trainer, "datamodule", None)) if owner is not None]
+    callbacks: list[Any] = trainer.callbacks
+    return {
+        **{owner.CHECKPOINT_HYPER_PARAMS_KEY: owner.hparams for owner in owners if owner.hparams},
+        "callbacks": {callback.state_key: callback.state_dict() for callback in callbacks},
+    }
 
 
 def _live_objects(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:

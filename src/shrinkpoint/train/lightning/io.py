@@ -32,7 +32,6 @@ from shrinkpoint.threads import ForkSafeLock
 from shrinkpoint.train.background import OnSave, check_on_save
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.default_evaluation import add_evaluation
-from shrinkpoint.train.lightning.plain_types import from_plain, to_plain
 from shrinkpoint.train.lightning.slot_tensors import keep_slot_dtypes
 from shrinkpoint.train.lightning.training_loss import TrainingLoss
 from shrinkpoint.train.loss_terms import TermCounter, note_terms
@@ -295,7 +294,7 @@ class ShrinkIO(CheckpointIO):
         try:
             self._checkpointer.save(
                 directory,
-                to_plain(checkpoint),
+                checkpoint,
                 objects=objects,
                 step=_global_step(checkpoint),
                 metrics=_monitored_metrics(checkpoint, path),
@@ -431,7 +430,7 @@ def load_checkpoint_dict(
         NotFoundError, ChainError, FormatError, StorageError: as `Checkpointer.load`.
     """
     try:
-        state: dict[str, Any] = from_plain(checkpointer.load(directory, device=_target_device(map_location)).state)
+        state: dict[str, Any] = checkpointer.load(directory, device=_target_device(map_location)).state
     except (NotFoundError, ChainError, FormatError) as error:
         advice = "resume from another one: ckpt_path=latest_valid(directory), of shrinkpoint.train.lightning"
         do = f"{advice}; or {error.do}" if "max_bytes" in error.do else advice
