@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from shrinkpoint import validate
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.tensors.compare import same_bits
-from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import Role
 from shrinkpoint.tensors.wrappers import match_state_keys
 from shrinkpoint.train.state_alignment import align_state, is_optimizer, iter_leaves, unwrap_optimizer
@@ -68,6 +68,15 @@ _LEGACY_KEYS = frozenset({"verbose"})
 
 
 # Saving: state dicts, roles
+
+
+def check_storable(objects: Mapping[str, Any]) -> None:
+    """Say when training starts, and not at its first save, that the state of an object cannot be stored.
+
+    Raises:
+        StateError: it holds something that no file can hold.
+    """
+    flatten({name: obj.state_dict() for name, obj in objects.items()})
 
 
 def collect_state_dicts(obj: Any, name: str) -> Any:

@@ -11,9 +11,9 @@ from helpers.huggingface import WEIGHTS, Until, ended, made, steps, whole
 from helpers.strategies import same
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
 
-from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError, StorageError
+from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError, StateError, StorageError
 from shrinkpoint.store.directory import verify_directory
-from shrinkpoint.train.transformers import ShrinkCallback, latest_valid
+from shrinkpoint.train.transformers import ShrinkCallback, ShrinkTrainer, latest_valid
 
 
 def called(folder: Path, *callbacks: ShrinkCallback, **settings) -> Trainer:
@@ -43,6 +43,21 @@ def test_with_a_callback_another_kind_of_optimizer_is_refused(tmp_path):
     trainer = called(tmp_path, ShrinkCallback(), optim="sgd")
     with pytest.raises(MismatchError, match=r"optimizer.*another kind"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+@pytest.mark.parametrize("kind", [Trainer, ShrinkTrainer])
+def test_a_state_that_cannot_be_stored_is_refused_when_training_starts(tmp_path, kind):
+    class Odd(kind):
+        def create_optimizer(self, *arguments, **settings):
+            optimizer = super().create_optimizer(*arguments, **settings)
+            optimizer.param_groups[0]["owner"] = self.model
+            return optimizer
+
+    callbacks = [ShrinkCallback()] if kind is Trainer else []
+    trainer = made(Odd, tmp_path, trainer_callbacks=callbacks, save_only_model=kind is Trainer)
+    with pytest.raises(StateError, match=r"optimizer.*owner"):
+        trainer.train()
+    assert trainer.state.global_step == 0
 
 
 def test_with_a_callback_a_resume_between_epochs_is_exact(tmp_path):

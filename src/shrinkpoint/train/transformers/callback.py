@@ -27,7 +27,7 @@ from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.planning import require_single_process
 from shrinkpoint.train.restore import NoCheckpointError
 from shrinkpoint.train.state_alignment import NAMES_KEY, collect_names
-from shrinkpoint.train.state_dicts import load_aligned
+from shrinkpoint.train.state_dicts import check_storable, load_aligned
 from shrinkpoint.train.transformers import checkpoint_dirs
 
 _log = logging.getLogger("shrinkpoint")
@@ -115,11 +115,14 @@ class ShrinkCallback(TrainerCallback):
         """Restore what the Trainer itself has not restored.
 
         Raises:
+            StateError: what is to be saved cannot be stored.
             NotFoundError: the checkpoint that training resumes from holds nothing that this callback saved.
             MismatchError: it was saved at another step.
             ChainError, FormatError, StorageError: it is broken.
         """
         _check_arguments(args, state)
+        if args.should_save:
+            check_storable(_stateful_objects(kwargs))
         with suppress(Exception):  # an error of an earlier training is in the log already
             self._checkpointer.close()
         self._rng_states = None
@@ -216,6 +219,20 @@ def _trainers_resume_dir() -> str | Path | None:
             return resume
         frame = frame.f_back
     return None
+
+
+class BeginCallback(TrainerCallback):
+    """Calls a function when training begins.
+
+    Args:
+        check: it may raise.
+    """
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._check()
 
 
 class GradientCallback(TrainerCallback):

@@ -26,9 +26,9 @@ from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.loss_terms import TermCounter, note_terms
 from shrinkpoint.train.state_alignment import NAMES_KEY, collect_names
-from shrinkpoint.train.state_dicts import load_aligned
+from shrinkpoint.train.state_dicts import check_storable, load_aligned
 from shrinkpoint.train.transformers import checkpoint_dirs
-from shrinkpoint.train.transformers.callback import GradientCallback
+from shrinkpoint.train.transformers.callback import BeginCallback, GradientCallback
 from shrinkpoint.train.transformers.checkpoint_dirs import has_adapters, save_auxiliary_files
 from shrinkpoint.train.transformers.config import Evaluation, ShrinkConfig, check_config
 from shrinkpoint.train.transformers.training_loss import TrainingLoss
@@ -107,6 +107,8 @@ class ShrinkTrainer(Trainer):
                 local_path(argument.output_dir, "output_dir")
         super().__init__(*args, **kwargs)
         _check_settings(self)
+        if self._has_full_state:
+            self.add_callback(BeginCallback(self._check_storable))
         if self.shrink.gradients and self._has_full_state:
             self.add_callback(GradientCallback(self._saver.get_recorder))
 
@@ -289,6 +291,14 @@ class ShrinkTrainer(Trainer):
     @property
     def _scaler(self) -> Any:
         return getattr(self.accelerator, "scaler", None)
+
+    def _check_storable(self) -> None:
+        """Check what this class saves, and not a class behind it or PEFT."""
+        objects = {} if self._is_own("model") or has_adapters(self._model) else {"model": self._model}
+        if not self._is_own("optimizer"):
+            objects |= {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
+        if self._saver.participates:
+            check_storable(objects)
 
     def _write_checkpoint(self, pending: _PendingCheckpoint) -> None:
         writes = self.args.should_save
