@@ -111,17 +111,17 @@ def collect_names(objects: Mapping[str, Any]) -> dict[str, Any]:
     """
     names: dict[int, str] = {}
     for path, name, parameter in _iter_parameters(objects):
-        names.setdefault(id(parameter), f"{_label(path)}/{name}")
+        names.setdefault(id(parameter), f"{label_of(path)}/{name}")
     leaves = list(iter_leaves(objects))
     optimizers = {
-        _label(path): [[names.get(id(parameter)) for parameter in group["params"]] for group in obj.param_groups]
+        label_of(path): [[names.get(id(parameter)) for parameter in group["params"]] for group in obj.param_groups]
         for path, obj in leaves
         if is_optimizer(obj)
     }
     if not any(name for groups in optimizers.values() for group in groups for name in group):
         return {}
-    labels = {id(unwrap_optimizer(obj)): _label(path) for path, obj in leaves if is_optimizer(obj)}
-    schedulers = {_label(path): labels.get(_optimizer_id(obj)) for path, obj in leaves if not is_optimizer(obj)}
+    labels = {id(unwrap_optimizer(obj)): label_of(path) for path, obj in leaves if is_optimizer(obj)}
+    schedulers = {label_of(path): labels.get(_optimizer_id(obj)) for path, obj in leaves if not is_optimizer(obj)}
     return {_OPTIMIZERS: optimizers, _SCHEDULERS: {label: name for label, name in schedulers.items() if name}}
 
 
@@ -152,7 +152,7 @@ def align_state(
     arrangements: dict[StatePath, Arrangement] = {}
     for path, (_, live_keys) in keys.items():
         saved, saved_keys = _value_at(state, sources[path]), keys[sources[path]][0]
-        place = f"{where}, {_label(path)}"
+        place = f"{where}, {label_of(path)}"
         arrangements[path] = arrange(
             saved, saved_keys, live[path], live_keys, place, strict=strict, alternative=alternative
         )
@@ -173,19 +173,19 @@ def _compare_modules(
         saved = _value_at(state, path)
         if not isinstance(obj, nn.Module) or not isinstance(saved, Mapping):
             continue
-        live, prefix = obj.state_dict(), "" if path == ("model",) else f"{_label(path)}/"
+        live, prefix = obj.state_dict(), "" if path == ("model",) else f"{label_of(path)}/"
         saved = match_state_keys(saved, live)
         missing += [f"{prefix}{key}" for key in live if key not in saved]
         unexpected += [f"{prefix}{key}" for key in saved if key not in live]
         if live and not live.keys() & saved.keys():
-            unmatched.append(_label(path))
+            unmatched.append(label_of(path))
         for name, parameter in obj.named_parameters(remove_duplicate=False):
             if isinstance(value := saved.get(name), Tensor):
                 dtypes[id(parameter)] = value.dtype
     missing += [name for name in objects if name not in state]
     for path, found in arrangements.items():
-        missing += [f"{_label(path)}/{key}" for key in found.missing]
-        unexpected += [f"{_label(path)}/{key}" for key in found.unexpected]
+        missing += [f"{label_of(path)}/{key}" for key in found.missing]
+        unexpected += [f"{label_of(path)}/{key}" for key in found.unexpected]
     return AlignedState(state, dtypes, tuple(missing), tuple(unexpected), tuple(unmatched))
 
 
@@ -274,7 +274,7 @@ def _match_keys(
     recorded = record.get(_OPTIMIZERS)
     saved: dict[StatePath, list[list[Any]]] = {}
     for path in live:
-        names: Any = recorded.get(_label(path)) if isinstance(recorded, Mapping) else None
+        names: Any = recorded.get(label_of(path)) if isinstance(recorded, Mapping) else None
         if _are_names(names, _value_at(state, path)):
             saved[path] = names
     owners = _live_names(objects, {name for groups in saved.values() for group in groups for name in group if name})
@@ -283,7 +283,7 @@ def _match_keys(
         groups = saved.get(path)
         live_names = [[owners.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
         if groups is not None and any(name for group in live_names for name in group):
-            labels = {_label(target) for target, obj in iter_leaves(objects) if isinstance(obj, nn.Module)}
+            labels = {label_of(target) for target, obj in iter_leaves(objects) if isinstance(obj, nn.Module)}
             known = [
                 [name if name and name.rpartition("/")[0] in labels else None for name in group] for group in groups
             ]
@@ -297,7 +297,7 @@ def _live_names(objects: Mapping[str, Any], saved: set[str]) -> dict[int, str]:
     """The name of every live parameter, as it was saved if it was; of tied names, the one that was saved."""
     by_label: dict[str, dict[str, Any]] = {}
     for path, name, parameter in _iter_parameters(objects):
-        by_label.setdefault(_label(path), {})[name] = parameter
+        by_label.setdefault(label_of(path), {})[name] = parameter
     names: dict[int, str] = {}
     saved_labels = {name.rpartition("/")[0] for name in saved}
     for label, parameters in by_label.items():
@@ -365,9 +365,9 @@ def _align_schedulers(
     saved = recorded if isinstance(recorded, Mapping) else {}
     for path, scheduler in schedulers.items():
         optimizer_path = paths[_optimizer_id(scheduler)]
-        label = _label(sources[optimizer_path])
+        label = label_of(sources[optimizer_path])
         candidates = [path, *schedulers]
-        source = next((other for other in candidates if saved.get(_label(other)) == label), path)
+        source = next((other for other in candidates if saved.get(label_of(other)) == label), path)
         groups = arrangements[optimizer_path].groups
         scheduler_state = _value_at(state, source)
         if groups != list(range(len(groups))) and isinstance(scheduler_state, Mapping):
@@ -411,7 +411,7 @@ def _iter_parameters(objects: Mapping[str, Any]) -> Iterator[tuple[StatePath, st
                 yield path, name, parameter
 
 
-def _label(path: StatePath) -> str:
+def label_of(path: StatePath) -> str:
     return "/".join(map(str, path))
 
 

@@ -127,6 +127,11 @@ OTHER_ORDER = """
             model["bb"] = torch.compile(model["bb"], backend="eager")
         return model, kind(groups)
 
+    def split(model, kind, *parts):
+        return [
+            kind([{"params": list(model[name].parameters()), "lr": len(name) / 10} for name in part]) for part in parts
+        ]
+
     def train(model, optimizer):
         for name, parameter in sorted(model.named_parameters()):
             parameter.grad = torch.full_like(parameter, len(name.replace("_orig_mod.", "")) / 3)
@@ -163,6 +168,15 @@ OTHER_ORDER = """
                 other, other_optimizer = loop(mesh, ("c", "aaa", "bb"), kind, compiled)
                 manager.restore(model=other, optimizer=other_optimizer)
                 said[f"{number} {name}"] = slots(model, optimizer) == slots(other, other_optimizer)
+            pair, manager = split(model, kind, ("aaa", "bb"), ("c",)), Manager(f"{folder}/{number} pair")
+            for one in pair:
+                train(model, one)
+            manager.save(1, models={"net": model}, optimizers=pair)
+            other, _ = loop(mesh, ("c", "aaa", "bb"), kind, True)
+            turned = split(other, kind, ("c",), ("bb", "aaa"))
+            manager.restore(models={"net": other}, optimizers=turned)
+            said[f"{number} pair"] = [slots(model, one) for one in pair] == [slots(other, one) for one in turned[::-1]]
+            manager = Manager(f"{folder}/{number}")
             fewer = kind(list(model["c"].parameters()))
             said[f"{number} fewer"] = caught(lambda: manager.restore(model=model, optimizer=fewer))
         leave(said, rank, folder)
@@ -173,7 +187,7 @@ OTHER_ORDER = """
 def test_shards_of_moments_follow_the_names_of_parameters_in_their_dtypes(tmp_path: Path, width: int):
     for report in ranks(OTHER_ORDER, width, tmp_path):
         for number in (0, 1):
-            assert report[f"{number} plain"] and report[f"{number} compiled"]
+            assert report[f"{number} plain"] and report[f"{number} compiled"] and report[f"{number} pair"]
             assert report[f"{number} fewer"][0] == "MismatchError"
 
 

@@ -25,13 +25,14 @@ from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store import Keep, SaveReport, layout
 from shrinkpoint.store.directory import is_checkpoint, newest_first
 from shrinkpoint.tensors.dtypes import torch_dtype
+from shrinkpoint.tensors.names import StatePath
 from shrinkpoint.tensors.wrappers import match_names
 from shrinkpoint.train.dcp.checkpoint_metadata import EntryMetadata
 from shrinkpoint.train.dcp.directory import latest_valid
 from shrinkpoint.train.dcp.reader import Reader, open_checkpoint, unflatten
 from shrinkpoint.train.dcp.writer import Writer
 from shrinkpoint.train.restore import RestoreResult
-from shrinkpoint.train.state_alignment import NAMES_KEY, align_state
+from shrinkpoint.train.state_alignment import NAMES_KEY, align_state, iter_leaves, label_of
 from shrinkpoint.train.state_dicts import check_state_dicts, check_tensor_fits, collect_state_dicts, load_state_dicts
 
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ class Manager:
         Args:
             step: number of the training step, at least 0.
             metrics: numbers, for people.
-            objects: modules, optimizers over their parameters, and others with `state_dict`, by name.
+            objects: modules, optimizers over their parameters, others with `state_dict`, and lists and dicts of these,
+                by name.
 
         Returns:
             The report, on the rank that coordinates.
@@ -194,7 +196,7 @@ class Manager:
 def _parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
     """The names of the parameters of all modules, by `id`."""
     names: dict[int, str] = {}
-    for obj in objects.values():
+    for _, obj in iter_leaves(objects):
         if isinstance(obj, nn.Module):
             for module in obj.modules():
                 if isinstance(module, FSDPModule):
@@ -214,7 +216,11 @@ def _keys(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
 
 
 def _state_of(obj: Any, name: str, names: Mapping[int, str]) -> Any:
-    """The state dict of an object; of an optimizer, by the names of parameters."""
+    """The state dict of an object, or of each in a nest; of an optimizer, by the names of parameters."""
+    if isinstance(obj, Mapping):
+        return {key: _state_of(member, f"{name}[{key!r}]", names) for key, member in obj.items()}
+    if isinstance(obj, list | tuple):
+        return [_state_of(member, f"{name}[{index}]", names) for index, member in enumerate(obj)]
     state = collect_state_dicts(obj, name)
     if not isinstance(obj, Optimizer):
         return state
@@ -224,28 +230,31 @@ def _state_of(obj: Any, name: str, names: Mapping[int, str]) -> Any:
 
 
 def _owners(objects: Mapping[str, Any], keys: Iterable[str]) -> dict[str, tuple[str, Tensor]]:
-    """Name of the module, and live parameter, of each key that a checkpoint has of an optimizer."""
+    """Label of the module, and live parameter, of each key that a checkpoint has of an optimizer."""
     keys, owners = list(keys), dict[str, tuple[str, Tensor]]()
-    for name, obj in objects.items():
+    for path, obj in iter_leaves(objects):
         if isinstance(obj, nn.Module):
             parameters = dict(obj.named_parameters(remove_duplicate=False))
             for live_key, key in match_names(keys, parameters).items():
-                owners.setdefault(key, (name, parameters[live_key]))
+                owners.setdefault(key, (label_of(path), parameters[live_key]))
     return owners
 
 
 def _by_number(objects: Mapping[str, Any], state: Any) -> dict[str, Any]:
     """A state whose optimizers number their parameters in the saved order, with names beside them."""
-    numbered: dict[str, Any] = {**state}
     names: dict[str, Any] = {}
-    module = next((name for name, obj in objects.items() if isinstance(obj, nn.Module)), "")
-    for name, obj in objects.items():
-        saved = state.get(name)
+    module = next((label_of(path) for path, obj in iter_leaves(objects) if isinstance(obj, nn.Module)), "")
+
+    def convert(obj: Any, saved: Any, path: StatePath) -> Any:
+        if isinstance(obj, Mapping) and isinstance(saved, Mapping):
+            return {key: convert(obj.get(key), member, (*path, key)) for key, member in saved.items()}
+        if isinstance(obj, list | tuple) and isinstance(saved, list | tuple) and len(obj) == len(saved):
+            return [convert(obj[index], member, (*path, index)) for index, member in enumerate(saved)]
         if not isinstance(obj, Optimizer) or not isinstance(saved, dict) or "param_groups" not in saved:
-            continue
+            return saved
         keys = [key for group in saved["param_groups"] for key in group["params"]]
         owners, numbers = _owners(objects, keys), {key: number for number, key in enumerate(keys)}
-        names[name] = [
+        names[label_of(path)] = [
             [
                 None if key not in owners and key.isdecimal() else f"{owners.get(key, (module,))[0]}/{key}"
                 for key in group["params"]
@@ -255,8 +264,9 @@ def _by_number(objects: Mapping[str, Any], state: Any) -> dict[str, Any]:
         groups = [{**group, "params": [numbers[key] for key in group["params"]]} for group in saved["param_groups"]]
         slots = {numbers[key]: value for key, value in saved.get("state", {}).items()}
         slots = dict(sorted(slots.items(), key=lambda slot: slot[0]))
-        numbered[name] = {**saved, "state": slots, "param_groups": groups}
-    return numbered | {NAMES_KEY: {"optimizers": names}}
+        return {**saved, "state": slots, "param_groups": groups}
+
+    return {**convert(objects, state, ()), NAMES_KEY: {"optimizers": names}}
 
 
 def _targets(entries: Mapping[str, EntryMetadata], objects: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -270,45 +280,52 @@ def _targets(entries: Mapping[str, EntryMetadata], objects: Mapping[str, Any], w
     for name in objects.keys() - {path[0] for path in paths.values()}:
         found = f"no {name!r}, only {', '.join(dict.fromkeys(repr(path[0]) for path in paths.values()))}"
         raise MismatchError(where, found=found, expected="all that is to be restored", do="leave it out")
-    live: dict[str, dict[str, Any]] = {}
-    loose: dict[str, dict[str, Tensor]] = {}
-    for name, obj in objects.items():
-        if isinstance(obj, nn.Module):
-            live[name] = _check_module(obj, name, entries, where)
-        elif isinstance(obj, Optimizer):
-            parameters = (parameter for group in obj.param_groups for parameter in group["params"])
-            loose[name] = dict(zip(_keys(obj, names), parameters, strict=True))
-    slots = {path[2] for path in paths.values() if len(path) > 2 and path[0] in loose and path[1] == "state"}
-    owners = _owners(objects, slots)
+    leaves = {tuple(map(str, path)): obj for path, obj in iter_leaves(objects)}
+    below: dict[StatePath, dict[str, StatePath]] = {path: {} for path in leaves}
+    """Of each object, its entries and their paths in it."""
     targets: dict[str, Any] = {}
-    for fqn, entry in entries.items():
-        name, *path = paths[fqn]
-        if name not in objects:
-            continue
-        owner = None
-        if name in loose and path[0] == "state":
-            owner = owners[path[1]][1] if path[1] in owners else loose[name].get(path[1])
-            if owner is None:
-                found, do = f"the state of {path[1]!r}", "build the optimizer over the same parameters"
-                raise MismatchError(f"{where}, {name}", found=found, expected="that of its parameters", do=do)
-        targets[fqn] = live[name].get(path[0]) if name in live else _empty(entry, owner)
+    for fqn, path in paths.items():
+        length = next((length for length in range(1, len(path) + 1) if path[:length] in leaves), 0)
+        if length:
+            below[path[:length]][fqn] = path[length:]
+        elif path[0] in objects:  # a nest without tensors
+            targets[fqn] = None
+    optimizers = [path for path, obj in leaves.items() if isinstance(obj, Optimizer)]
+    slots = {rest[1] for path in optimizers for rest in below[path].values() if len(rest) > 1 and rest[0] == "state"}
+    owners = _owners(objects, slots)
+    for path, obj in leaves.items():
+        place, rests = f"{where}, {label_of(path)}", below[path]
+        live = _check_module(obj, {rest[0]: entries[fqn] for fqn, rest in rests.items() if rest}, place)
+        loose = {}
+        if isinstance(obj, Optimizer):
+            parameters = (parameter for group in obj.param_groups for parameter in group["params"])
+            loose = dict(zip(_keys(obj, names), parameters, strict=True))
+        for fqn, rest in rests.items():
+            owner = None
+            if isinstance(obj, Optimizer) and len(rest) > 1 and rest[0] == "state":
+                owner = owners[rest[1]][1] if rest[1] in owners else loose.get(rest[1])
+                if owner is None:
+                    found, do = f"the state of {rest[1]!r}", "build the optimizer over the same parameters"
+                    raise MismatchError(place, found=found, expected="that of its parameters", do=do)
+            targets[fqn] = live.get(rest[0]) if rest and isinstance(obj, nn.Module) else _empty(entries[fqn], owner)
     return targets
 
 
-def _check_module(module: nn.Module, name: str, entries: Mapping[str, EntryMetadata], where: str) -> dict[str, Any]:
-    """The module's own values, by the keys that a checkpoint has of them."""
-    saved = {entry.path[1]: entry for entry in entries.values() if entry.path is not None and entry.path[0] == name}
-    live = module.state_dict()
+def _check_module(obj: Any, saved: Mapping[str, EntryMetadata], where: str) -> dict[str, Any]:
+    """A module's own values, by the keys that a checkpoint has of them; nothing of another object."""
+    if not isinstance(obj, nn.Module):
+        return {}
+    live = obj.state_dict()
     keys = {saved_key: key for key, saved_key in match_names(map(str, saved), live).items()}
     if saved.keys() != keys.keys() or len(live) != len(keys):
         key = next(iter([*(saved.keys() - keys.keys()), *(live.keys() - keys.values())]))
         found = f"{'a' if key in saved else 'no'} key {key!r} in the checkpoint"
-        raise MismatchError(f"{where}, {name}", found=found, expected="the same keys", do="build the model as it was")
+        raise MismatchError(where, found=found, expected="the same keys", do="build the model as it was")
     values = {saved_key: live[key] for saved_key, key in keys.items()}
     for key, value in values.items():
         if isinstance(value, Tensor) and saved[key].is_tensor:
             like = torch.empty(saved[key].size, dtype=torch_dtype(saved[key].dtype), device="meta")
-            check_tensor_fits(value, like, f"{where}, {name}, {key}", strict=True)
+            check_tensor_fits(value, like, f"{where}, {key}", strict=True)
     return values
 
 
