@@ -98,11 +98,8 @@ def _is_small(tree: JSON) -> bool:
     content = inner if tag in ("$u", "$z") else tree
     if isinstance(content, list):
         return len(content) <= 8 and all(not isinstance(item, list) and _is_small(item) for item in content)
-    return (
-        tag not in ("", "$o", "$c", "$d", "$m", *(["$x"] if _is_nest_form(inner) else []))
-        or not isinstance(tree, dict)
-        or not tree
-    )
+    is_nest = tag in ("", "$o", "$c", "$d", "$m") or (tag == "$x" and _is_nest_form(inner))
+    return not is_nest or not isinstance(tree, dict) or not tree
 
 
 def _format(tree: JSON, depth: int) -> str:

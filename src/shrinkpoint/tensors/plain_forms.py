@@ -134,39 +134,47 @@ def from_form(name: str, plain: Any, spend: Callable[[int], None]) -> Any:
         TypeError, ValueError, AttributeError, OverflowError, RuntimeError: what is stored is no such value.
     """
     kind, _, parameter = name.partition(":")
-    if name in _FORMS:
-        return _FORMS[name].from_plain(plain)
-    if name == "enum":
-        *path, stored = _typed(plain, (str, str, str, object))
-        member = _find_member(path)
-        return stored if member is None else member
-    if name == "callback":
-        module, qualified_name = _typed(plain, (str, str))
-        matches = [cls for cls in _subclasses(_find(*_CALLBACK)) if _class_path(cls) == (module, qualified_name)]
-        return matches[-1] if matches else f"{module}.{qualified_name}"  # the class that was defined last
-    if name == "config_type":
-        return _find(*_CONFIG_TYPES[_expect(str, plain)]) or plain
     if name == "texts":
-        kind, width, shape, texts = _typed(plain, (str, int, list, list))
-        return _texts(kind, width, shape, texts, spend)
-    if name == "buffer":
-        position, data = _typed(plain, (int, bytes))
-        buffer = BytesIO(data)
-        buffer.seek(position)
-        return buffer
+        return _texts(plain, spend)
+    if name in _READERS:
+        return _READERS[name](plain)
     if kind == "deque":
         items = deque(_expect(list, plain), int(parameter) if parameter else None)
         if len(items) != len(plain):
             raise ValueError("a deque with more items than it may have")
         return items
-    if kind in ("namespace", "defaultdict", *_LIGHTNING_DICTS):
-        items = _expect(dict, plain)
-        if kind == "namespace":
-            made = Namespace()
-            vars(made).update({_expect(str, key): item for key, item in items.items()})  # no attribute is set
-            return made
-        return defaultdict(_FACTORIES[parameter], items) if kind == "defaultdict" else (_find_dict(kind))(items)
-    raise LookupError(name)
+    if kind == "defaultdict":
+        return defaultdict(_FACTORIES[parameter], _expect(dict, plain))
+    return (_find(*_LIGHTNING_DICTS[name]) or dict)(_expect(dict, plain))
+
+
+def _enum(plain: Any) -> Any:
+    *path, stored = _typed(plain, (str, str, str, object))
+    member = _find_member(path)
+    return stored if member is None else member
+
+
+def _callback(plain: Any) -> type | str:
+    path = tuple(_typed(plain, (str, str)))
+    matches = [cls for cls in _subclasses(_find(*_CALLBACK)) if _class_path(cls) == path]
+    return matches[-1] if matches else ".".join(path)  # the class that was defined last
+
+
+def _config_type(plain: Any) -> type | str:
+    return _find(*_CONFIG_TYPES[_expect(str, plain)]) or str(plain)
+
+
+def _buffer(plain: Any) -> BytesIO:
+    position, data = _typed(plain, (int, bytes))
+    buffer = BytesIO(data)
+    buffer.seek(position)
+    return buffer
+
+
+def _namespace(plain: Any) -> Namespace:
+    made = Namespace()
+    vars(made).update({_expect(str, key): item for key, item in _expect(dict, plain).items()})  # no attribute is set
+    return made
 
 
 def form_items(value: Any) -> Iterator[tuple[Any, Any]] | None:
@@ -178,24 +186,14 @@ def form_items(value: Any) -> Iterator[tuple[Any, Any]] | None:
     return enumerate((value.tell(), value.getvalue())) if type(value) is BytesIO else None
 
 
-def _texts(
-    kind: str, width: int, shape: list[Any], texts: list[Any], spend: Callable[[int], None]
-) -> np.ndarray[Any, Any]:
+def _texts(plain: Any, spend: Callable[[int], None]) -> np.ndarray[Any, Any]:
+    kind, width, shape, texts = _typed(plain, (str, int, list, list))
     item_type, item_bytes = {"U": (str, 4), "S": (bytes, 1)}[kind]
-    if not all(type(text) is item_type for text in texts) or not 0 <= width <= max(
-        _MAX_TEXT_WIDTH, *map(len, texts), 0
-    ):
-        raise ValueError("texts that do not fit their width")
+    longest = max((len(_expect(item_type, text)) for text in texts), default=0)
+    if not 0 <= width <= max(_MAX_TEXT_WIDTH, longest) or any(_expect(int, size) < 0 for size in shape):
+        raise ValueError("a width that no text has, or a negative size")
     spend(len(texts) * width * item_bytes)
-    row = np.array(texts, f"{kind}{width}")
-    if any(_expect(int, size) < 0 for size in shape):
-        raise ValueError("a shape with a negative size")
-    return row.reshape(shape)
-
-
-def _find_dict(name: str) -> Callable[[dict[Any, Any]], Any]:
-    found: Any = _find(*_LIGHTNING_DICTS[name])
-    return dict if found is None else found
+    return np.array(texts, f"{kind}{width}").reshape(shape)
 
 
 def _find(module: str, qualified_name: str) -> type | None:
@@ -263,3 +261,14 @@ def _expect(kind: type, value: Any) -> Any:
     if type(value) is not kind:
         raise TypeError(f"{type(value).__name__} instead of {kind.__name__}")
     return value
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    **{name: form.from_plain for name, form in _FORMS.items()},
+    "enum": _enum,
+    "callback": _callback,
+    "config_type": _config_type,
+    "buffer": _buffer,
+    "namespace": _namespace,
+}
+"""By the name of a form without a parameter."""
