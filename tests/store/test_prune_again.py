@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ def pruned(store: Store, keep: Keep, **options: bool) -> PrunePlan:
     assert store.prune(keep, **options) == promised
     assert store.storage.list() == keys
     plan = store.prune(keep, dry_run=False, **options)
+    if getattr(store.storage, "lock_expires", False):  # names of files have random numbers, which compress by chance
+        assert abs(plan.bytes - promised.bytes) <= 8 * len(promised.rewrite + promised.weights_only)
+        promised = replace(promised, bytes=plan.bytes, written=plan.written)
     assert plan == promised
     if not store.storage.describe().startswith("memory:") or not any("/bases/" in key for key in keys):
         assert plan.bytes == before - stored_bytes(store.storage)

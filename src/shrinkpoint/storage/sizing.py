@@ -100,6 +100,7 @@ class DryRunStorage:
 
     def __init__(self, inner: Storage, *, has_links: bool) -> None:
         self._inner, self.has_links = inner, has_links
+        self.lock_expires: bool = getattr(inner, "lock_expires", False)
 
     def put(self, key: str, data: Buffer) -> None:
         check_key(key)

@@ -29,6 +29,8 @@ ROLLBACK = "rollback"
 BASES = "bases"
 PAYLOAD = re.compile(r"rank-[0-9]{5}(\.[1-9][0-9]{0,8})?\.safetensors")
 _STEP_DIR = re.compile(r"step-([0-9]{9}|[1-9][0-9]{9,14})")
+_DRY_NUMBER = 482910375
+"""Of the first payload in a dry run; digits that compress no better than random ones."""
 BASE = re.compile(r"bases/[0-9a-f]{32}\.safetensors")
 
 
@@ -59,11 +61,13 @@ def payload_names(storage: Storage, rank: int) -> Iterator[str]:
     """The names that a payload of a rank may have, without end: the first one that is free is taken.
 
     In a storage whose lock expires they have random numbers. A writer that stood still wakes when another one has
-    committed, and what it goes on to upload must not have the name of what is committed.
+    committed, and what it goes on to upload must not have the name of what is committed. Where nothing is written, as
+    in a dry run, the numbers are always the same.
     """
     if getattr(storage, "lock_expires", False):
-        while True:
-            yield f"rank-{rank:05d}.{10**8 + secrets.randbelow(9 * 10**8)}.safetensors"
+        is_dry = not getattr(storage, "keeps_payloads", True)
+        numbers = count(_DRY_NUMBER) if is_dry else iter(lambda: 10**8 + secrets.randbelow(9 * 10**8), 0)
+        yield from (f"rank-{rank:05d}.{number}.safetensors" for number in numbers)
     yield f"rank-{rank:05d}.safetensors"
     yield from (f"rank-{rank:05d}.{number}.safetensors" for number in count(2))
 
