@@ -109,7 +109,7 @@ def test_a_fresh_process_writes_a_keyframe_and_a_resumed_one_a_delta(storage: St
 def test_a_delta_needs_its_base(storage: Storage) -> None:
     """Else most tests of this folder would prove little."""
     store = saved(storage, 1, 2)
-    with storage.open("step-000000002/rank-00000.safetensors") as source:
+    with storage.open(payloads(storage, 2)[0]) as source:
         records = {info.name: head for head in FileReader(source, "here").records for info in head.infos}
     assert all(records[name].base for name in ("model/w", "model/frozen"))
     assert store.manifest(2).stored_bytes < store.manifest(1).stored_bytes
@@ -442,9 +442,9 @@ def test_a_base_that_was_exchanged_is_an_error_that_tells_both_digests() -> None
 def test_restore_walks_back_and_says_what_it_skipped(storage: Storage) -> None:
     saved(storage, 1, 2, 3, 4, 5, 6, keyframe_every=1).close()
     flip(storage, "step-000000006/manifest.json", 20)
-    flip(storage, "step-000000005/rank-00000.safetensors", -1)
-    flip(storage, "step-000000004/rank-00000.safetensors", 100)
-    storage.delete("step-000000003/rank-00000.safetensors")
+    flip(storage, payloads(storage, 5)[0], -1)
+    flip(storage, payloads(storage, 4)[0], 100)
+    storage.delete(payloads(storage, 3)[0])
     store = Store(storage)
     at = store.restore()
     assert at.step == at.manifest.step == 2
@@ -464,7 +464,7 @@ def test_restore_walks_back_and_says_what_it_skipped(storage: Storage) -> None:
 
 def test_a_delta_is_not_made_against_a_parent_that_was_damaged_or_deleted(storage: Storage) -> None:
     store = saved(storage, 1)
-    flip(storage, "step-000000001/rank-00000.safetensors", 100)
+    flip(storage, payloads(storage, 1)[0], 100)
     store.save(2, state(2))
     assert store.manifest(2).depth == 0
     remove(storage, 2)
