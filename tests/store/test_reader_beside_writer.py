@@ -8,7 +8,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,17 @@ def save_again(root: Path) -> None:
 def save_again_and_compact(root: Path) -> None:
     with Store(root, threads=1) as store:
         while True:
-            store.save(5, state(5))
             store.save(6, state(6))
             store.compact(6)
 
 
 def prune_moments(root: Path) -> None:
+    step = 6
     with Store(root, threads=1) as store:
         while True:
-            for step in (4, 5, 6):
-                store.save(step, state(step), keyframe=step == 4)
+            for keyframe in (True, False, False):
+                store.save(step, state(6), keyframe=keyframe)
+                step += 1
             store.prune(Keep(last=2, moments_last=1), dry_run=False)
 
 
@@ -162,9 +163,11 @@ def written_again(root: Path) -> Callable[[], bool]:
     """Whether a file below a directory is another one than before."""
 
     def inodes() -> set[int]:
-        return {path.stat().st_ino for path in root.rglob("*.json")} | {
-            path.stat().st_ino for path in root.glob("file.safetensors")
-        }
+        """Of what is there; nothing where a directory goes meanwhile."""
+        with suppress(FileNotFoundError):
+            found = [*root.rglob("*.json"), *root.glob("file.safetensors")]
+            return {path.stat().st_ino for path in found}
+        return set()
 
     before = inodes()
     return lambda: inodes() != before

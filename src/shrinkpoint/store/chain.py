@@ -66,8 +66,11 @@ def manifest_identity(manifest: Manifest[Any]) -> object:
 
 
 def chain_identity(files: Sequence[ChainFile]) -> object:
-    """What tells a chain from another one: digests and keys of its files."""
-    return tuple((file.digest, file.keys) for file in files)
+    """What tells a chain from another one: digests, keys and checkpoints of its files.
+
+    A step that is saved twice with the same values has its first digest and its first name again, and another id.
+    """
+    return tuple((file.digest, file.keys, file.id) for file in files)
 
 
 @dataclass(frozen=True)

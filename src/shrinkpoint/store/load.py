@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -220,11 +221,13 @@ def find_directory(path: Path | ObjectUrl, step: int | None) -> Path | ObjectUrl
 
 
 def _directory_chain(directory: Path | ObjectUrl) -> tuple[chains.ChainFile, ...]:
-    payloads = read_directory_manifest(directory).payloads
+    manifest = read_directory_manifest(directory)
+    payloads = manifest.payloads
     if len(payloads) != 1:
         found, do = f"the payloads of {len(payloads)} ranks", "read it with shrinkpoint.train.dcp.load"
         raise MismatchError(str(directory), found=found, expected="the payload of one process", do=do)
-    return chains.directory_chain(directory, payloads[0])
+    *bases, own = chains.directory_chain(directory, payloads[0])
+    return (*bases, replace(own, id=manifest.id))
 
 
 def _store_chain(storage: Storage, step: int | None) -> tuple[chains.ChainFile, ...]:
