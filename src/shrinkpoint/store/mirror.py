@@ -54,6 +54,8 @@ class Mirror:
         self._keep = keep
         self._lister = Lister(source)
         self._content = Listing({})  # of the target
+        self._has_begun = False
+        self._superseded: set[str] = set()  # ids of checkpoints that another writer has replaced in the target
         self._unreadable: set[str] = set()  # digests of checkpoints that cannot be copied
 
     def begin(self) -> None:
@@ -65,7 +67,22 @@ class Mirror:
         """
         content = scan(self.target)
         content.raise_unreadable()
-        self._content = content
+        if self._has_begun:
+            self._note_others(content)
+        self._content, self._has_begun = content, True
+
+    def _note_others(self, content: Listing) -> None:
+        """Leave steps as they are that another process has committed since the last look.
+
+        That process has taken the target's lock, so that this one has stood still since then: its checkpoint of the
+        same step, if there is one by now, is the older one.
+        """
+        for step, mine in self._lister.scan().visible.items():
+            before, now = (listing.manifests.get(step) for listing in (self._content, content))
+            if now is not None and now.id != mine.id and (before is None or now.id != before.id):
+                self._superseded.add(mine.id)
+                text = "%s: another process has saved step %d there while this one stood still: that one stays"
+                _log.warning(text, self.target.describe(), step)
 
     def missing(self) -> Sequence[Manifest]:
         """The checkpoints that are to be copied, oldest first.
@@ -75,7 +92,11 @@ class Mirror:
         """
         now = datetime.now(timezone.utc)
         manifests = select_missing(self._lister.scan(), self._content, self._keep, now)
-        return [manifest for manifest in manifests if manifest.digest not in self._unreadable]
+        return [
+            manifest
+            for manifest in manifests
+            if manifest.digest not in self._unreadable and manifest.id not in self._superseded
+        ]
 
     def copy(self, manifest: Manifest) -> bool:
         """Copy a checkpoint, with what it depends on.
