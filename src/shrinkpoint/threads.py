@@ -41,20 +41,21 @@ if hasattr(os, "register_at_fork"):
 
 
 class ForkSafeLock:
-    """A reentrant lock that is free in a forked child, where no thread could release it; pickled, it is a new one."""
+    """Has a reentrant lock that is free in a forked child, where no thread could release it; pickled, it is a new one.
+
+    It is used as `with self._mutex.lock:`. A `with` on a lock of Python itself releases it whenever an interrupt comes;
+    in an `__exit__` of ours one could come before the lock is released.
+
+    Attributes:
+        lock: the lock; another one in a child.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         reset_in_children(self)
 
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
     def reset_after_fork(self) -> None:
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
     def __reduce__(self) -> tuple[type[ForkSafeLock], tuple[()]]:
         return (ForkSafeLock, ())

@@ -312,7 +312,7 @@ class CachedSource(Source):
         return self._source.read(offset, length)
 
     def _open_object(self, error: Exception) -> None:
-        with self._lock:
+        with self._lock.lock:
             if self._source is None:
                 _log.warning("%s is damaged, its object is read again: %s", self._copy.path, error)
                 with suppress(OSError):
@@ -402,7 +402,7 @@ class CacheWriter:
             OSError: writing failed, also after other copies were deleted.
         """
         view = memoryview(data).cast("B")
-        with self._lock:
+        with self._lock.lock:
             if self._file is None or not view.nbytes:
                 return
             self._write_all(offset, view)
@@ -413,7 +413,7 @@ class CacheWriter:
 
     def gaps(self) -> list[tuple[int, int]]:
         """Offset and length of what has not been written; of a dropped copy all."""
-        with self._lock:
+        with self._lock.lock:
             if self._file is None:
                 return [(0, self._version.size)]
             ends = [0, *(end for _, end in self._ranges)]
@@ -428,7 +428,7 @@ class CacheWriter:
         """
         if self.gaps():
             return
-        with self._lock:
+        with self._lock.lock:
             assert self._file is not None
             for number, digest in enumerate(self._digests):
                 if not digest:  # it came in pieces
@@ -442,7 +442,7 @@ class CacheWriter:
 
     def drop(self) -> None:
         """Forget what is not committed; nothing happens after a commit."""
-        with self._lock:
+        with self._lock.lock:
             file, self._file = self._file, None
             if file is not None:
                 with suppress(OSError):

@@ -139,7 +139,7 @@ class Store:
 
     def close(self) -> None:
         """Let other processes save here, and free the memory of the reference. A later save opens the store again."""
-        with self._mutex:
+        with self._mutex.lock:
             self.line.step = None  # others may save now
             self._reference_cache.drop()
             self._store_lock.release()
@@ -219,14 +219,14 @@ class Store:
             PolicyError: a transaction is open.
             StorageError: orphaned files cannot be removed.
         """
-        with self._mutex:
+        with self._mutex.lock:
             self._check_idle()
             self._store_lock.acquire()
 
     def _begin(self, step: int, keyframe: bool, fill_in: bool = False) -> CheckpointTransaction:
         """As `begin`, for `save`, which ends the transaction itself even if it is interrupted."""
         step, keyframe = layout.check_step(step), validate.check_bool("keyframe", keyframe)
-        with self._mutex:
+        with self._mutex.lock:
             self.lock()
             reference_step = self._reference_cache.manifest.step if self._reference_cache.manifest else step
             place = Place(step) if fill_in else self.line.next_place(step, lambda: self._lister.scan().others(step))
@@ -284,7 +284,7 @@ class Store:
         note, fill_in = check_note(note), validate.check_bool("fill_in", fill_in)
         lossy_restores = check_lossy_restores(lossy_restores)
         flat_state = state if isinstance(state, FlatState) else flatten(state)
-        with self._mutex, self._store_lock.cleanup_on_error():
+        with self._mutex.lock, self._store_lock.cleanup_on_error():
             with ExitStack() as transactions:  # one that is open at the end is aborted
                 transaction = transactions.enter_context(self._begin(step, keyframe, fill_in))
                 report = self._add(transaction, flat_state, scheme)
@@ -435,7 +435,7 @@ class Store:
 
     def _load(self, manifest: Manifest, device: Device, tie: bool, keep: bool, max_bytes: int | None) -> Any:
         began = time.perf_counter()
-        with self._mutex:
+        with self._mutex.lock:
             if keep:
                 self._reference_cache.drop()  # else there would be three states in memory
             stamps = self._stamps(manifest) if keep else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Literal
 
@@ -23,6 +23,7 @@ from shrinkpoint.store.manifest import ChainLink, Manifest, Payload, encode_stor
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import JSON
+from shrinkpoint.threads import ForkSafeLock
 
 
 class StoreLock:
@@ -34,7 +35,7 @@ class StoreLock:
         mutex: held by threads of this process while they write.
     """
 
-    def __init__(self, storage: Storage, lister: Lister, mutex: AbstractContextManager[object]) -> None:
+    def __init__(self, storage: Storage, lister: Lister, mutex: ForkSafeLock) -> None:
         self._storage, self._lister, self._mutex = storage, lister, mutex
         self._storage_lock: Generator[None, None, None] | None = None
         self._is_clean = False
@@ -80,7 +81,7 @@ class StoreLock:
     def for_writing(self) -> Iterator[None]:
         """Hold the lock for this block; keep it afterwards if it was held before."""
         with (
-            self._mutex,
+            self._mutex.lock,
             self.cleanup_on_error(),
             nullcontext() if self._storage_lock is not None else self._storage.lock(),
         ):

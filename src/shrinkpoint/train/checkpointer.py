@@ -172,7 +172,7 @@ class Checkpointer(BackgroundSaver):
             )
             if plan is None:
                 return None
-            with _WRITERS_LOCK:  # `wait_for_writes` finds this writer by the directory
+            with _WRITERS_LOCK.lock:  # `wait_for_writes` finds this writer by the directory
                 self._pending_directory = _real_name(target)
                 _WRITERS.add(self)
 
@@ -300,7 +300,7 @@ _WRITERS: WeakSet[Checkpointer] = WeakSet()
 def wait_for_writes(directory: AnyDirectory) -> None:
     """Wait for what this process is writing into a directory; an error of it is raised where it was saved."""
     target = _real_name(resolve_directory(directory))
-    with _WRITERS_LOCK:
+    with _WRITERS_LOCK.lock:
         writers = [checkpointer for checkpointer in _WRITERS if checkpointer._pending_directory == target]
     for checkpointer in writers:
         checkpointer.join()

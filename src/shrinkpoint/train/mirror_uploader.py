@@ -63,7 +63,7 @@ class MirrorUploader:
         Args:
             committed: number of checkpoints that have been committed since the last call.
         """
-        with self._mutex:
+        with self._mutex.lock:
             self.lag += committed
             self._num_commits += committed
             self._is_due, self._user_line = True, find_user_line()
@@ -83,7 +83,7 @@ class MirrorUploader:
         Raises:
             StorageError: it has not; the next `start`, also of another process, goes on.
         """
-        with self._mutex:
+        with self._mutex.lock:
             self._num_waiting += 1
         try:
             self.start()
@@ -91,7 +91,7 @@ class MirrorUploader:
             while (thread := self._thread) is not None:
                 thread.join()
         finally:
-            with self._mutex:
+            with self._mutex.lock:
                 self._num_waiting -= 1
         if self._error is not None:
             error, source = self._error, self._mirror.source.describe()
@@ -121,7 +121,7 @@ class MirrorUploader:
             self._error = error
             _log.warning("%s: copying to the mirror stopped: %r", self.where, error)
         finally:
-            with self._mutex:
+            with self._mutex.lock:
                 if self._thread is threading.current_thread():
                     self._thread = None
 
@@ -143,7 +143,7 @@ class MirrorUploader:
 
     def _is_due_again(self) -> bool:
         """Whether another attempt is due, which begins now; else the thread has ended."""
-        with self._mutex:
+        with self._mutex.lock:
             is_due, self._is_due = self._is_due, False
             if not is_due:
                 self._thread = None
@@ -170,7 +170,7 @@ class MirrorUploader:
         """The checkpoints that are to be copied, and with those committed meanwhile the lag."""
         num_commits = self._num_commits
         missing = self._mirror.missing()
-        with self._mutex:
+        with self._mutex.lock:
             self.lag = len(missing) + self._num_commits - num_commits
         return missing
 

@@ -46,7 +46,7 @@ def of_rank(rank, width, folder):
             dcp.async_save(run.state(), storage_writer=writer,
                            async_checkpointer_type=AsyncCheckpointerType.PROCESS).result()
             results[kind].append(directories.read_directory_manifest(f"{folder}/{kind}/step-9").depth)
-            broken = run.state() | {"odd": {1, 2}}
+            broken = run.state() | {"odd": bytearray(2)}
             try:
                 dcp.async_save(broken, storage_writer=Writer(f"{folder}/{kind}/step-10"),
                                async_checkpointer_type=AsyncCheckpointerType.PROCESS).result()

@@ -64,7 +64,7 @@ class ChainState:
         writer_options: keyframe_every and threads of the delta writer.
         scheme: the scheme of the last save.
         scheme_config: what it was made with.
-        lock: held by the thread that saves.
+        mutex: held by the thread that saves.
         unconfirmed: directory and payload of the last write, until it is confirmed.
         origin: the checkpoint that was restored last.
         superseded_origin: the same, once a later save is committed: it is not the parent of the next save any more.
@@ -74,7 +74,7 @@ class ChainState:
     writer_options: tuple[int | None, int | None]
     scheme: Scheme | None = None
     scheme_config: Mapping[str, object] = field(default_factory=dict)
-    lock: ForkSafeLock = field(default_factory=ForkSafeLock)
+    mutex: ForkSafeLock = field(default_factory=ForkSafeLock)
     unconfirmed: tuple[str, Payload] | None = None
     origin: RestoreOrigin | None = None
     superseded_origin: RestoreOrigin | None = None
@@ -161,14 +161,14 @@ def default_name(directory: AnyDirectory) -> str:
 def acquire_chain(name: str, rank: int, *, keyframe_every: int | None, threads: int | None) -> Iterator[ChainState]:
     """The state of a chain on this rank, locked for the calling thread; a new one if its options have changed."""
     options, key = (keyframe_every, threads), (name, rank)
-    with _REGISTRY_LOCK:
+    with _REGISTRY_LOCK.lock:
         chain = _CHAINS.pop(key, None)
         if chain is None or chain.writer_options != options:
             chain = ChainState(DeltaWriter(keyframe_every=keyframe_every, threads=threads), options)
         _CHAINS[key] = chain
         while len(_CHAINS) > MAX_CHAINS:
             _CHAINS.popitem(last=False)
-    with chain.lock:
+    with chain.mutex.lock:
         yield chain
 
 
@@ -183,7 +183,7 @@ def record_restore(
     lossy_restores = manifest.lossy_restores + manifest.is_lossy
     path = str(resolve_directory(directory))
     note_restored(directory, manifest)
-    with _REGISTRY_LOCK:
+    with _REGISTRY_LOCK.lock:
         name = default_name(directory)
         _ORIGINS.pop(name, None)
         _ORIGINS[name] = RestoreOrigin(path, manifest.id, lossy_restores, manifest.loss, frozenset(signatures))
@@ -193,7 +193,7 @@ def record_restore(
 
 def restored_origins() -> dict[str, RestoreOrigin]:
     """The last checkpoint that was restored, by the default name of its chain, in the order of the restores."""
-    with _REGISTRY_LOCK:
+    with _REGISTRY_LOCK.lock:
         return dict(_ORIGINS)
 
 
@@ -215,7 +215,7 @@ def find_origin(
 
 def reset_chains() -> None:
     """Forget all chains and free their memory: the next save of each is a keyframe."""
-    with _REGISTRY_LOCK:
+    with _REGISTRY_LOCK.lock:
         _CHAINS.clear()
         _ORIGINS.clear()
 

@@ -192,7 +192,7 @@ def unpickle_plain(data: io.BytesIO, fqn: str) -> Any:
         StateError: it consists of anything else.
     """
     data.seek(0)
-    with _LOCK:
+    with _LOCK.lock:
         allowed = set(torch.serialization.get_safe_globals())
         added = [obj for obj in [*_NUMPY_GLOBALS, bytes, io.BytesIO] if obj not in allowed]
         with torch.serialization.safe_globals(added):

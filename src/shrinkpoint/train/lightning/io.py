@@ -159,7 +159,7 @@ class ShrinkIO(CheckpointIO):
             raise _OptionsError("ShrinkIO", found="storage_options", expected="none", do="configure ShrinkIO itself")
         start = time.perf_counter()
         try:
-            with self._lock:
+            with self._lock.lock:
                 self._save_under_lock(checkpoint, path)
         finally:
             self.stall_seconds = time.perf_counter() - start
@@ -197,7 +197,7 @@ class ShrinkIO(CheckpointIO):
         checkpointer = self._checkpointer
         if not is_writer:
             checkpointer = Checkpointer(threads=self._threads, max_bytes=self._max_bytes)
-        with self._lock:
+        with self._lock.lock:
             self._removals.clear_unwritten()
             checkpoint = load_checkpoint_dict(checkpointer, directory, map_location)
         weights = checkpoint.get(self._model)
@@ -218,7 +218,7 @@ class ShrinkIO(CheckpointIO):
         if directory is None:
             self._stock_io.remove_checkpoint(path)
         elif not self._removals.add_if_other_thread(directory):
-            with self._lock:
+            with self._lock.lock:
                 if self._writing_dir is None or self._writing_dir == directory:
                     self._remove(directory)
                 else:
@@ -233,7 +233,7 @@ class ShrinkIO(CheckpointIO):
         Raises:
             Exception: any error of a background save, once.
         """
-        with self._lock:
+        with self._lock.lock:
             writing_dir, self._writing_dir = self._writing_dir, None
             try:
                 report = self._checkpointer.wait()
@@ -251,7 +251,7 @@ class ShrinkIO(CheckpointIO):
         Raises:
             Exception: any error of a background save, once.
         """
-        with self._lock:
+        with self._lock.lock:
             self._is_torn_down = True
             try:
                 self.wait()
@@ -377,7 +377,7 @@ class PendingRemovals:
         Args:
             is_other_thread: the save is on another thread than the training loop's.
         """
-        with self._lock:
+        with self._lock.lock:
             self._is_other_thread, self._directory = is_other_thread, directory
             self._step, self._is_writing = step or 0, True
             self._to_remove.pop(directory, None)
@@ -386,17 +386,17 @@ class PendingRemovals:
         try:
             yield
         finally:
-            with self._lock:
+            with self._lock.lock:
                 self._is_writing = False
 
     def add(self, directory: Path | ObjectUrl) -> None:
         """Remove a directory once another checkpoint is written."""
-        with self._lock:
+        with self._lock.lock:
             self._to_remove[directory] = None
 
     def add_if_other_thread(self, directory: Path | ObjectUrl) -> bool:
         """If another thread saves: add what it is writing, wrote last, or may have queued; else return False."""
-        with self._lock:
+        with self._lock.lock:
             if not self._is_other_thread:
                 return False
             exists = os.path.lexists(directory) if isinstance(directory, Path) else is_checkpoint(directory)
@@ -410,14 +410,14 @@ class PendingRemovals:
 
     def pop_ready(self) -> list[Path | ObjectUrl]:
         """Return the directories to remove once a save is complete; its own directory stays pending."""
-        with self._lock:
+        with self._lock.lock:
             ready = [directory for directory in self._to_remove if directory != self._directory]
             self._to_remove = {directory: None for directory in self._to_remove if directory == self._directory}
             return ready
 
     def clear_unwritten(self) -> None:
         """Forget directories that were to be removed before they were written: no save is queued any more."""
-        with self._lock:
+        with self._lock.lock:
             self._unwritten.clear()
 
 
