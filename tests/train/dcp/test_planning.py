@@ -77,7 +77,7 @@ def of_rank(rank, width, folder):
     results["trains on"] = error_of(lambda: dcp.async_save(run.state(), process_group=group, storage_writer=Writer(
         f"{folder}/b", scheme=measuring(), group=group, model=run.model)).result())
 
-    odd = run.state() | ({"odd": {1, 2}} if rank == 1 else {"even": 1})
+    odd = run.state() | ({"odd": bytearray(2)} if rank == 1 else {"even": 1})
     results["odd"] = error_of(lambda: dcp.save(odd, storage_writer=Writer(f"{folder}/odd", scheme=fisher())))
     results["alone"] = error_of(lambda: dcp.save({f"x{rank}": torch.ones(9)}, no_dist=True,
                              storage_writer=Writer(f"{folder}/alone-{rank}", scheme=fisher())))
