@@ -120,7 +120,7 @@ def test_a_lossy_scheme_keeps_everything_but_the_values(run, tmp_path):
 
 
 def test_what_cannot_be_stored_is_named_with_its_file(tmp_path):
-    torch.save({"a": [torch.device("cpu")]}, tmp_path / "a.pt")
+    torch.save({"a": [torch.eye(2).to_sparse()]}, tmp_path / "a.pt")
     with pytest.raises(StateError, match=r"a\.pt: state\['state'\]\['a'\]\[0\]"):
         _converted(SizingStorage(), discover(tmp_path / "a.pt").checkpoints)
 

@@ -234,7 +234,7 @@ def test_keep_is_applied_after_each_save(tmp_path: Path) -> None:
     [
         ({"step": -1}, PolicyError),
         ({"model": 3}, PolicyError),
-        ({"extra": {1, 2}}, StateError),
+        ({"extra": bytearray(2)}, StateError),
         ({"metrics": {"loss": "low"}}, PolicyError),
     ],
 )

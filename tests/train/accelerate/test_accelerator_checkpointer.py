@@ -211,7 +211,7 @@ def test_hooks_are_called_and_may_take_models_out(tmp_path: Path) -> None:
 def test_what_cannot_be_stored_is_named(tmp_path: Path) -> None:
     class Stubborn(accelerate_runs.Counter):
         def state_dict(self) -> dict:
-            return {"a": [1, {2, 3}]}
+            return {"a": [1, bytearray(2)]}
 
     run = loop(tmp_path)
     run.accelerator.register_for_checkpointing(Stubborn())
