@@ -61,22 +61,14 @@ def _split_tag(tree: JSON) -> tuple[str, JSON]:
     return "", None
 
 
-def _split_or_whole(tree: JSON) -> tuple[str, JSON]:
-    tag, inner = _split_tag(tree)
-    return (tag, inner) if tag else ("", tree)
-
-
-def _is_nest_form(inner: JSON) -> bool:
-    return isinstance(inner, list) and len(inner) == 2 and isinstance(inner[0], str) and is_nest_form(inner[0])
-
-
 def _child_items(tag: str, inner: JSON) -> Iterator[tuple[str, JSON]]:
     if tag in _NEST_TAGS and isinstance(inner, dict | list):
         yield from _child_items("", inner)
     elif tag == "$m" and isinstance(inner, list) and inner:
         yield from _child_items("", inner[0])
     elif tag == "$x" and isinstance(inner, list) and len(inner) == 2:
-        yield from _child_items(*_split_or_whole(inner[1]))
+        tag, content = _split_tag(inner[1])
+        yield from _child_items(tag, content if tag else inner[1])
     elif tag == "$d" and isinstance(inner, list):
         yield from ((_format(pair[0], 0), pair[1]) for pair in inner if isinstance(pair, list) and len(pair) == 2)
     elif isinstance(inner, dict):
@@ -98,7 +90,7 @@ def _is_small(tree: JSON) -> bool:
     content = inner if tag in ("$u", "$z") else tree
     if isinstance(content, list):
         return len(content) <= 8 and all(not isinstance(item, list) and _is_small(item) for item in content)
-    is_nest = tag in ("", "$o", "$c", "$d", "$m") or (tag == "$x" and _is_nest_form(inner))
+    is_nest = tag in ("", "$o", "$c", "$d", "$m") or (tag == "$x" and is_nest_form(inner))
     return not is_nest or not isinstance(tree, dict) or not tree
 
 

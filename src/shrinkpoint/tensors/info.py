@@ -18,15 +18,18 @@ _NAMES_BY_ITEMSIZE = {
     8: "U64 I64 F64 C64",
     16: "C128",
 }
-_NEST_FORMS = frozenset({"namespace", "deque", "buffer", "defaultdict", "attributes", "parsed"})
 ITEMSIZE = {name: itemsize for itemsize, names in _NAMES_BY_ITEMSIZE.items() for name in names.split()}
 """Bytes per element of every dtype a checkpoint may hold, by its name in our files. The names safetensors knows are
 safetensors' own; `F4_X2` is two 4-bit floats in a byte (torch.float4_e2m1fn_x2), C32 a complex of two F16."""
 
 
-def is_nest_form(name: str) -> bool:
-    """Whether what a form of this name (`plain_forms`) holds may be anything that a state may hold."""
-    return name.partition(":")[0] in _NEST_FORMS
+_NEST_FORMS = frozenset({"namespace", "deque", "buffer", "defaultdict", "attributes", "parsed"})
+
+
+def is_nest_form(body: JSON) -> bool:
+    """Whether a form in a tree, `[name, value]` (`plain_forms`), may hold anything that a state may hold."""
+    is_form = type(body) is list and len(body) == 2 and type(body[0]) is str
+    return is_form and body[0].partition(":")[0] in _NEST_FORMS
 
 
 class Role(str, Enum):

@@ -136,7 +136,7 @@ class TreeEncoder:
         (name, plain), num_leaves = form, len(self.leaves)
         self._count([], path)
         tree: JSON = {"$x": [name, self.encode(plain, path)]}
-        if len(self.leaves) > num_leaves and not is_nest_form(name):
+        if len(self.leaves) > num_leaves and not is_nest_form(tree["$x"]):
             found, do = f"a {name} with tensors, arrays or long bytes in it", "make it a list or a tuple"
             raise StateError(format_path(path), found=found, expected=f"a {name} of plain values", do=do)
         return tree

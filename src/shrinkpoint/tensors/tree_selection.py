@@ -124,7 +124,7 @@ class _Selector:
             return _ABSENT if ordered is _ABSENT else {tag: [ordered, body[1]]}
         if tag in _ITEM_TAGS and type(body) is list:
             return _tagged(tag, self._items(body, path, is_chosen))
-        if tag == "$x" and type(body) is list and len(body) == 2 and type(body[0]) is str and is_nest_form(body[0]):
+        if tag == "$x" and is_nest_form(body):
             if body[0] == "buffer":  # all of it, or nothing
                 is_chosen = is_chosen or any(self._matches((*path, index)) for index in (0, 1))
             selected = self.select(body[1], path, is_chosen)

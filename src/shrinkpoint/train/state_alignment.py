@@ -412,6 +412,7 @@ def _iter_parameters(objects: Mapping[str, Any]) -> Iterator[tuple[StatePath, st
 
 
 def label_of(path: StatePath) -> str:
+    """How an object at a path of a nest is called in names and messages."""
     return "/".join(map(str, path))
 
 
