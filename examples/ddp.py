@@ -45,8 +45,8 @@ def main() -> None:
                 report = manager.save(step, model=model, optimizer=optimizer, rng=False)  # the model, not its wrapper
                 start = restored.step if restored else 0
                 print(f"step {step}: loss {loss:.6f}, {report.ratio:.1f} times smaller, from step {start}", flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()  # once the model is freed: a DDP model that outlives its gloo group can hang

@@ -73,8 +73,8 @@ def main() -> None:
                 ranks, start = dist.get_world_size(), "nothing" if newest is None else newest.name
                 print(f"step {step}: loss {loss:.4f}, {ranks} ranks, from {start}")
     dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()

@@ -70,8 +70,8 @@ def main() -> None:
     dist.barrier()
     for name, stats in wire.link_stats().items() if rank == 0 else ():
         print(f"link {name:10}: {stats.raw_bytes:,} bytes became {stats.wire_bytes:,}, {stats.ratio:.1f} times fewer")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()

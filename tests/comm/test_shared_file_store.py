@@ -325,7 +325,6 @@ GROUP = """
         dist.all_gather_object(gathered, f"rank {rank}")
         dist.barrier()
         Path(f"{folder}/{rank}.json").write_text(json.dumps([total.item(), gathered]))
-        dist.destroy_process_group()
 """
 
 

@@ -184,7 +184,6 @@ WIRE = """
         after = run_plain_blocks("docs/wire.md", setup)
         assert after["local"].round == 1
         assert after["compressed"].link_stats["forward"].messages > 0
-        dist.destroy_process_group()
 """
 
 

@@ -11,14 +11,16 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from functools import cache
 from pathlib import Path
 
+import pytest
 from helpers.paths import TESTS
 from helpers.timeouts import PATIENCE
 
 _SERVER = """
-import gc, json, os, sys, traceback
+import faulthandler, gc, json, os, signal, sys, traceback
 import torch._dynamo, torch.distributed.checkpoint.state_dict, torch.distributed.fsdp, torch.distributed.pipelining
 import shrinkpoint.train.dcp, shrinkpoint.comm.ddp, shrinkpoint.schemes.fisher
 from shrinkpoint.comm import compress_pipeline
@@ -31,15 +33,23 @@ def of_program(request):
     os.environ.update(environment)
     for path, mode, descriptor in (os.devnull, os.O_RDONLY, 0), (output, os.O_WRONLY, 1), (errors, os.O_WRONLY, 2):
         os.dup2(os.open(path, mode), descriptor)
+    faulthandler.register(signal.SIGUSR1, file=2)
     sys.argv = ["-c", *arguments]
     exec(compile(program, "<string>", "exec"), globals())
     children = []
     for rank in range(width):
         children.append(os.fork())
         if children[-1] == 0:
-            finish(lambda: of_rank(rank, width, *arguments))
+            finish(lambda: in_group(rank, width, arguments))
     if any([os.waitpid(child, 0)[1] for child in children]):
         os._exit(1)
+
+def in_group(rank, width, arguments):
+    # A DDP model must be freed before its gloo group. If it drops the last reference, it joins threads of gloo while
+    # it holds the GIL, and these wait for the GIL to free the context of a backward pass (torch 2.13).
+    of_rank(rank, width, *arguments)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 def finish(work):
     try:
@@ -112,7 +122,10 @@ def run_forked(program: str, *arguments: str, width: int = 0, timeout: float = P
         pid = int(server.stdout.readline())
         try:
             ended, _, _ = select.select([server.stdout], [], [], timeout)
-            assert ended, f"not at its end after {timeout} s\n{errors.read()}"
+            if not ended:
+                os.killpg(pid, signal.SIGUSR1)  # every process writes where its threads are
+                time.sleep(1.0)
+                pytest.fail(f"still running after {timeout} s\n{errors.read()}")
         except BaseException:
             os.killpg(pid, signal.SIGKILL)  # ranks that wait for each other would outlive the test
             server.stdout.readline()

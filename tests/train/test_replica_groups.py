@@ -71,7 +71,6 @@ RANKS = """
         with open(f"{folder}/{rank}.json", "w") as file:
             json.dump(results, file)
         dist.barrier()
-        dist.destroy_process_group()
 """
 
 

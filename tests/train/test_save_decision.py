@@ -205,7 +205,6 @@ RANKS = """
                 errors.append([type(error).__name__, str(error)])
         with open(f"{folder}/{rank}.json", "w") as file:
             json.dump({"answers": answers, "preempted": preempted, "errors": errors}, file)
-        dist.destroy_process_group()
 """
 
 

@@ -67,7 +67,6 @@ RANKS = """
         with open(f"{folder}/{rank}.json", "w") as file:
             json.dump(said, file)
         dist.barrier()
-        dist.destroy_process_group()
 """
 
 

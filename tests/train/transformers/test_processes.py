@@ -86,7 +86,6 @@ def of_rank(rank, width, folder):
     said = {"plain": plain, "found": found, "there": there, "together": together, "alone": alone}
     (folder / f"{rank}.json").write_text(json.dumps(said))
     dist.barrier()
-    dist.destroy_process_group()
 """
 
 
