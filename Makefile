@@ -30,6 +30,7 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python release/budgets.py
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/lossless_series.py
