@@ -154,7 +154,7 @@ class SaveReport:
         for name, role in self.roles.items():
             sizes = humanize.size(role.raw), humanize.size(role.stored), humanize.ratio(role.raw, role.stored)
             rows.append((name, f"{role.tensors:,}", *sizes))
-        return html.fragment(self.path, html.pairs(numbers), html.table(heads, rows, numbers=heads[1:]))
+        return html.fragment(self.path, numbers, heads, rows, aligned=heads[1:])
 
     @property
     def _kind(self) -> str:

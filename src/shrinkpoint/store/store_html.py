@@ -28,10 +28,11 @@ def store_html(where: str, manifests: Sequence[Manifest]) -> str:
         ("ratio", humanize.ratio(raw, stored)),
     ]
     newest = manifests[: -_MAX_ROWS - 1 : -1]
-    table = html.table(_HEADS, map(_row, newest), numbers=("step", "age", "state", "stored", "ratio", "loss rise"))
     earlier = len(manifests) - len(newest)
-    note = f"<p>and {humanize.count(earlier, 'earlier checkpoint')}</p>" if earlier else ""
-    return html.fragment(where, html.pairs(numbers), table if newest else "<p>no checkpoint yet</p>", note)
+    note = f"and {humanize.count(earlier, 'earlier checkpoint')}" if earlier else ""
+    note = note if newest else "no checkpoint yet"
+    aligned = ("step", "age", "state", "stored", "ratio", "loss rise")
+    return html.fragment(where, numbers, _HEADS, [*map(_row, newest)], aligned=aligned, note=note)
 
 
 def _row(manifest: Manifest) -> tuple[str, ...]:

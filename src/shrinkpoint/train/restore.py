@@ -46,7 +46,7 @@ class RestoreReport:
             ("lossy restores", str(self.lossy_restores or "")),
             ("seconds", f"{self.seconds:.2f}"),
         ]
-        return html.fragment("restored", html.pairs(numbers))
+        return html.fragment("restored", numbers)
 
 
 @dataclass(frozen=True)
