@@ -342,19 +342,6 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
 }
 
 
-def _said(wrong: Any) -> str:
-    """The same in every process: of what has tensors or an address in it, what it is."""
-    return f"{wrong!r:.40}" if "tensor(" not in repr(wrong) and " at 0x" not in repr(wrong) else type(wrong).__name__
-
-
-ROWS = [
-    pytest.param(entry, name, wrong, id=f"{title}({name}={_said(wrong)})")
-    for title, (entry, names) in TABLE.items()
-    for name, values in names.items()
-    for wrong in values
-]
-
-
 def refused(entry: Entry, name: str, wrong: Any) -> PolicyError:
     with pytest.raises(PolicyError) as caught:
         entry(**{name: wrong})
@@ -364,9 +351,12 @@ def refused(entry: Entry, name: str, wrong: Any) -> PolicyError:
     return caught.value
 
 
-@pytest.mark.parametrize(("entry", "name", "wrong"), ROWS)
-def test_a_wrong_argument_is_refused_and_named(entry, name, wrong):
-    refused(entry, name, wrong)
+@pytest.mark.parametrize("title", TABLE)
+def test_wrong_arguments_are_refused_and_named(title):
+    entry, names = TABLE[title]
+    for name, values in names.items():
+        for wrong in values:
+            refused(entry, name, wrong)
 
 
 def test_a_metric_that_python_itself_does_not_print_is_refused():

@@ -31,29 +31,29 @@ def test_both_ends_hold_the_same_reference(spec):
     assert sender.stats.raw_bytes == receiver.stats.raw_bytes
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("spec", ["q4:64", "top10", *STATEFUL])
-def test_every_dtype_crosses(spec, dtype):
-    sender, receiver = ends(spec, sample_every=1)
-    for x, context in batches(12, dtype=dtype):
-        kept = x.clone()
-        out = cross(sender, receiver, x, context)
-        assert out.dtype == dtype and out.isfinite().all() and same(x, kept)
-    assert sender.fingerprint() == receiver.fingerprint()
+def test_every_dtype_crosses(spec):
+    for dtype in [torch.bfloat16, torch.float16, torch.float64]:
+        sender, receiver = ends(spec, sample_every=1)
+        for x, context in batches(12, dtype=dtype):
+            kept = x.clone()
+            out = cross(sender, receiver, x, context)
+            assert out.dtype == dtype and out.isfinite().all() and same(x, kept)
+        assert sender.fingerprint() == receiver.fingerprint()
 
 
 @pytest.mark.parametrize("spec", ["q4:64", "ef(q4:64)", "ef21(top10)", "efmixed(top20)"])
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 1, 5), (2, 3, 4, 4)])
-def test_every_shape_and_stride_crosses(spec, shape):
-    sender, receiver = ends(spec)
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    other, twin = ends(spec)
-    for _ in range(3):
-        out = cross(sender, receiver, x)
-        turned = x.mT.contiguous().mT if x.dim() > 1 else x
-        if x.dim() == 4:
-            turned = x.contiguous(memory_format=torch.channels_last)
-        assert same(cross(other, twin, turned), out)
+def test_every_shape_and_stride_crosses(spec):
+    for shape in [(), (1,), (7,), (3, 1, 5), (2, 3, 4, 4)]:
+        sender, receiver = ends(spec)
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        other, twin = ends(spec)
+        for _ in range(3):
+            out = cross(sender, receiver, x)
+            turned = x.mT.contiguous().mT if x.dim() > 1 else x
+            if x.dim() == 4:
+                turned = x.contiguous(memory_format=torch.channels_last)
+            assert same(cross(other, twin, turned), out)
 
 
 @given(
@@ -117,16 +117,16 @@ def test_evaluation_changes_no_state_and_uses_the_compressor_alone(spec):
 # ---- what is not finite ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("spec", [*STATELESS, *STATEFUL])
-def test_what_is_not_finite_passes_and_is_then_forgotten(spec, bad):
-    sender, receiver = ends(spec)
-    for number, (x, context) in enumerate(batches(24)):
-        if number in (3, 4, 10):
-            x[0, 1] = bad
-        out = cross(sender, receiver, x, context)
-        assert bool(out.isfinite().all()) == (number not in (3, 4, 10))
-        assert sender.fingerprint() == receiver.fingerprint()
+def test_what_is_not_finite_passes_and_is_then_forgotten(spec):
+    for bad in [math.nan, math.inf, -math.inf]:
+        sender, receiver = ends(spec)
+        for number, (x, context) in enumerate(batches(24)):
+            if number in (3, 4, 10):
+                x[0, 1] = bad
+            out = cross(sender, receiver, x, context)
+            assert bool(out.isfinite().all()) == (number not in (3, 4, 10))
+            assert sender.fingerprint() == receiver.fingerprint()
 
 
 @pytest.mark.parametrize("spec", ["q4:64", "top10", "ef(top10)", "ef21(q4:64)", "aq(q2:64)"])

@@ -147,9 +147,9 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE.keys())
-def test_header_that_lies_is_corrupt(change):
-    assert_corrupt(DATA, change)
+def test_header_that_lies_is_corrupt():
+    for change in HOSTILE.values():
+        assert_corrupt(DATA, change)
 
 
 @pytest.mark.parametrize("data", [DATA, file(RECORDS)], ids=["of format 1", "of format 3"])
@@ -196,10 +196,10 @@ def read_or_refused(change):
     assert sum(head.stored for head in opened.records) == len(split(DATA)[1])
 
 
-@pytest.mark.parametrize("junk", JUNK, ids=lambda junk: repr(junk)[:12])
-def test_junk_anywhere_in_a_header_is_refused_or_harmless(junk):
-    for path in PATHS:
-        read_or_refused(lambda *found, path=path: at(path, *found).__setitem__(path[-1], junk))
+def test_junk_anywhere_in_a_header_is_refused_or_harmless():
+    for junk in JUNK:
+        for path in PATHS:
+            read_or_refused(lambda *found, path=path, junk=junk: at(path, *found).__setitem__(path[-1], junk))
 
 
 def test_gap_anywhere_in_a_header_is_refused_or_harmless():
@@ -241,12 +241,12 @@ NOT_JSON = {
 }
 
 
-@pytest.mark.parametrize("inside", NOT_JSON.values(), ids=NOT_JSON.keys())
-def test_text_that_is_not_our_json_is_corrupt(inside):
-    with pytest.raises(CorruptError) as caught:
-        reader(sealed(text(inside)))
-    assert "header digest" not in caught.value.found
-    assert len(str(caught.value)) < 1000
+def test_text_that_is_not_our_json_is_corrupt():
+    for inside in NOT_JSON.values():
+        with pytest.raises(CorruptError) as caught:
+            reader(sealed(text(inside)))
+        assert "header digest" not in caught.value.found
+        assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 48, 100_000_001, 100_000_008, 2**63, 2**64 - 1, 2**64 - 8])

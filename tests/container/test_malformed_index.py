@@ -135,9 +135,9 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE.keys())
-def test_index_that_lies_is_corrupt(change):
-    assert_corrupt(DATA, change)
+def test_index_that_lies_is_corrupt():
+    for change in HOSTILE.values():
+        assert_corrupt(DATA, change)
 
 
 def with_text(index):
@@ -172,12 +172,12 @@ STREAMS = {
 }
 
 
-@pytest.mark.parametrize("index", STREAMS.values(), ids=STREAMS.keys())
-def test_index_that_is_no_index_is_corrupt(index):
-    with pytest.raises(CorruptError) as caught:
-        reader(with_text(index))
-    assert all([caught.value.found, caught.value.expected, caught.value.do])
-    assert reader(with_text(SOUND)).records
+def test_index_that_is_no_index_is_corrupt():
+    for index in STREAMS.values():
+        with pytest.raises(CorruptError) as caught:
+            reader(with_text(index))
+        assert all([caught.value.found, caught.value.expected, caught.value.do])
+        assert reader(with_text(SOUND)).records
 
 
 def test_entries_without_an_index_are_corrupt():
@@ -273,12 +273,12 @@ def read_or_refused(data):
     assert sum(head.stored for head in opened.records) == len(PAYLOAD)
 
 
-@pytest.mark.parametrize("junk", JUNK, ids=lambda junk: repr(junk)[:12])
-def test_junk_anywhere_in_an_index_is_refused_or_harmless(junk):
-    whole = {"entries": ENTRIES, "document": DOCUMENT}
-    for path in everywhere(whole):
-        if len(path) > 1:
-            read_or_refused(changed(DATA, _put(path, junk)))
+def test_junk_anywhere_in_an_index_is_refused_or_harmless():
+    for junk in JUNK:
+        whole = {"entries": ENTRIES, "document": DOCUMENT}
+        for path in everywhere(whole):
+            if len(path) > 1:
+                read_or_refused(changed(DATA, _put(path, junk)))
 
 
 def _put(path, junk):

@@ -63,11 +63,11 @@ def test_any_records_come_back_equal_and_in_order(records, tree, report, parent,
     assert opened.writer.startswith("shrinkpoint ")
 
 
-@pytest.mark.parametrize("spool", [0, 1, 9, 50, 10_000, None])
 @pytest.mark.parametrize("expected", [None, ()], ids=["expected", "surprising"])
-def test_small_spilled_and_moved_files_hold_the_same(spool, expected):
-    data = file(some() + MANY, spool=spool, expected=expected, tree={"a": [1]})
-    assert contents(data) == [comparable(record) for record in some() + MANY]
+def test_small_spilled_and_moved_files_hold_the_same(expected):
+    for spool in [0, 1, 9, 50, 10_000, None]:
+        data = file(some() + MANY, spool=spool, expected=expected, tree={"a": [1]})
+        assert contents(data) == [comparable(record) for record in some() + MANY]
 
 
 @pytest.mark.parametrize("block", [1, 8, 1000, 1 << 20])

@@ -245,10 +245,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("why", "data"), REFUSED.values(), ids=REFUSED)
-def test_what_no_encoder_writes_is_corrupt(why: str, data: bytes) -> None:
-    with pytest.raises(Corrupt, match=why):
-        decode(Cyclic(4, False, True), data, None, 4)
+def test_what_no_encoder_writes_is_corrupt() -> None:
+    for why, data in REFUSED.values():
+        with pytest.raises(Corrupt, match=why):
+            decode(Cyclic(4, False, True), data, None, 4)
 
 
 def test_the_neighbours_of_what_no_encoder_writes_are_read() -> None:

@@ -169,15 +169,15 @@ HOSTILE: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("fields", HOSTILE, ids=str)
-def test_a_model_that_no_encoder_writes_is_corrupt(fields: dict[str, Any]) -> None:
-    values = np.zeros(64, np.uint8)
-    with pytest.raises(Corrupt):
-        _native.encode(model(**fields), values)
-    with pytest.raises(Corrupt):
-        _native.estimate_bits(model(**fields), values)
-    with pytest.raises(Corrupt):
-        _native.decode(model(**fields), b"", b"", values)
+def test_a_model_that_no_encoder_writes_is_corrupt() -> None:
+    for fields in HOSTILE:
+        values = np.zeros(64, np.uint8)
+        with pytest.raises(Corrupt):
+            _native.encode(model(**fields), values)
+        with pytest.raises(Corrupt):
+            _native.estimate_bits(model(**fields), values)
+        with pytest.raises(Corrupt):
+            _native.decode(model(**fields), b"", b"", values)
 
 
 @pytest.mark.parametrize("tokens", [Tokens.DELTA, Tokens.PLANES, Tokens.CODES])
@@ -231,10 +231,10 @@ WRONG: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
-def test_a_wrong_argument_is_refused(call: Callable[[], Any]) -> None:
-    with pytest.raises(ValueError):
-        call()
+def test_a_wrong_argument_is_refused() -> None:
+    for call in WRONG.values():
+        with pytest.raises(ValueError):
+            call()
 
 
 @pytest.mark.parametrize("count", [8, 15, 17, 4096])

@@ -158,7 +158,7 @@ WRONG: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
-def test_a_wrong_argument_is_refused(call: Callable[[], Any]) -> None:
-    with pytest.raises(ValueError):
-        call()
+def test_a_wrong_argument_is_refused() -> None:
+    for call in WRONG.values():
+        with pytest.raises(ValueError):
+            call()

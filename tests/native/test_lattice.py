@@ -346,10 +346,10 @@ WRONG: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
-def test_a_wrong_argument_is_refused(call: Callable[[], Any]) -> None:
-    with pytest.raises(ValueError):
-        call()
+def test_a_wrong_argument_is_refused() -> None:
+    for call in WRONG.values():
+        with pytest.raises(ValueError):
+            call()
 
 
 def test_what_is_written_shares_no_memory_with_what_is_read() -> None:

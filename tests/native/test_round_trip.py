@@ -36,9 +36,9 @@ def test_every_size_comes_back(run: Run) -> None:
 
 
 @each_run
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_number_comes_back(run: Run, kind: str) -> None:
-    round_trip(make(1, run, 5000, kind))
+def test_every_kind_of_number_comes_back(run: Run) -> None:
+    for kind in KINDS:
+        round_trip(make(1, run, 5000, kind))
 
 
 def test_a_chunk_of_the_largest_size_and_its_neighbours_come_back() -> None:
@@ -56,15 +56,15 @@ def test_threads_change_no_byte(run: Run) -> None:
 
 
 @each_run
-@pytest.mark.parametrize("kind", ["normal", "wild"])
-def test_instruction_sets_change_no_byte(run: Run, kind: str) -> None:
-    case = make(3, replace(run, chunk=33000), 70001, kind, moments=with_moments(run))
-    _native._use_simd(0)
-    plain = case.encode()
-    for most in (0, 1, 2):
-        _native._use_simd(most)
-        assert case.encode() == plain
-        np.testing.assert_array_equal(case.decode(*plain), case.values)
+def test_instruction_sets_change_no_byte(run: Run) -> None:
+    for kind in ["normal", "wild"]:
+        case = make(3, replace(run, chunk=33000), 70001, kind, moments=with_moments(run))
+        _native._use_simd(0)
+        plain = case.encode()
+        for most in (0, 1, 2):
+            _native._use_simd(most)
+            assert case.encode() == plain
+            np.testing.assert_array_equal(case.decode(*plain), case.values)
 
 
 @settings(deadline=None, max_examples=60)

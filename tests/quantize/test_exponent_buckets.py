@@ -117,12 +117,12 @@ def test_of_two_signs_the_fuller_is_kept_and_the_positive_where_they_are_equally
 
 
 @pytest.mark.parametrize("representative", REPRESENTATIVES)
-@pytest.mark.parametrize("x", range(1, 9))
-def test_x_bits_are_two_to_the_x_less_one_buckets(x, representative):
-    one = only(octaves(), x, representative)
-    used = one.codes.unique().numel()
-    assert used == 2**x and one.num_codes <= 256
-    assert one.first_code == (2 if x < 8 else 0)
+def test_x_bits_are_two_to_the_x_less_one_buckets(representative):
+    for x in range(1, 9):
+        one = only(octaves(), x, representative)
+        used = one.codes.unique().numel()
+        assert used == 2**x and one.num_codes <= 256
+        assert one.first_code == (2 if x < 8 else 0)
 
 
 def test_all_255_buckets_of_eight_bits_and_zero_are_told_apart():

@@ -16,9 +16,8 @@ from shrinkpoint.quantize.layer_types import (
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "dims", "kind"),
-    [
+def test_a_name_tells_the_kind():
+    for name, dims, kind in [
         ("transformer.wte.weight", 2, EMBEDDING),
         ("bert.embeddings.word_embeddings.weight", 2, EMBEDDING),
         ("model/embed_tokens.weight", 2, EMBEDDING),
@@ -35,10 +34,8 @@ from shrinkpoint.quantize.layer_types import (
         ("ahead.weight", 2, LINEAR),
         ("layer1.0.conv1.weight", 4, CONVOLUTION),
         ("attn.conv.weight", 3, CONVOLUTION),
-    ],
-)
-def test_a_name_tells_the_kind(name, dims, kind):
-    assert layer_type_from_name(name, dims) == kind
+    ]:
+        assert layer_type_from_name(name, dims) == kind
 
 
 class Model(nn.Module):

@@ -182,12 +182,12 @@ def test_nothing_is_counted_where_there_is_nothing():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_values_that_are_not_finite_are_refused_by_name(bad, dtype):
-    x = torch.randn(100_000).to(dtype)
-    x[77_777] = bad
-    with pytest.raises(StateError, match=r"model/head: the value -?(nan|inf)"):
-        LogHistogram.from_tensor(x, where="model/head")
+def test_values_that_are_not_finite_are_refused_by_name(bad):
+    for dtype in [torch.float32, torch.float64, torch.bfloat16, torch.float16]:
+        x = torch.randn(100_000).to(dtype)
+        x[77_777] = bad
+        with pytest.raises(StateError, match=r"model/head: the value -?(nan|inf)"):
+            LogHistogram.from_tensor(x, where="model/head")
 
 
 def test_values_beyond_float32_and_values_that_are_no_floats_are_refused():

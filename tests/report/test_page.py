@@ -196,9 +196,8 @@ def test_boxes_of_very_many_tensors_add_up_and_stay_few():
     assert nodes["/first moments/smaller tensors"].raw_bytes == 40
 
 
-@pytest.mark.parametrize(
-    ("recipe", "words"),
-    [
+def test_a_recipe_is_told_in_words_whatever_it_is():
+    for recipe, words in [
         ({"kind": "plain"}, "exact, as it is"),
         ({"kind": "coded", "runs": [{"tokens": "delta", "predictor": "adam"}]}, "exact, from the base by Adam's step"),
         ({"kind": "coded", "runs": [{"tokens": "level"}]}, "exact, coded alone"),
@@ -211,10 +210,8 @@ def test_boxes_of_very_many_tensors_add_up_and_stay_few():
         ),
         ("junk", "unknown"),
         (None, "unknown"),
-    ],
-)
-def test_a_recipe_is_told_in_words_whatever_it_is(recipe, words):
-    assert describe_recipe(recipe) == words or (words is None and describe_recipe(recipe))
+    ]:
+        assert describe_recipe(recipe) == words or (words is None and describe_recipe(recipe))
 
 
 def test_the_worst_rise_is_the_largest_that_was_measured():

@@ -15,9 +15,8 @@ def predicted(rise):
     return {"chosen": {"step_in_deviations": 1.0}, "rise": None, "measured": False, "tried": tried}
 
 
-@pytest.mark.parametrize(
-    ("loss", "text", "value"),
-    [
+def test_a_rise_is_told_relative_to_the_loss_with_its_interval():
+    for loss, text, value in [
         (None, "", None),
         ({}, "", None),
         ({"chosen": None, "exact": "evaluate returned nan"}, "", None),
@@ -38,11 +37,9 @@ def predicted(rise):
         ({"chosen": {}, "degradation": 0.01, "interval": [-0.005, 0.025]}, "+1 % (-0.5 % to +2.5 %)", 0.01),
         ({"chosen": {}, "rise": 0.04, "quality": 4, "interval": [0.0, 0.08]}, "+1 % (0 % to +2 %)", 0.01),
         ({"chosen": {}, "degradation": 0.01, "interval": ["-inf", "inf"]}, "+1 %", 0.01),
-    ],
-)
-def test_a_rise_is_told_relative_to_the_loss_with_its_interval(loss, text, value):
-    found = LossIncrease.from_loss(loss)
-    assert str(found) == text and found.value == (None if value is None else pytest.approx(value))
+    ]:
+        found = LossIncrease.from_loss(loss)
+        assert str(found) == text and found.value == (None if value is None else pytest.approx(value))
 
 
 JUNK = [None, True, "x", "nan", 10**400, math.nan, math.inf, -1, [], [1], [1, "a"], [[], {}], {}, {"a": 1}]

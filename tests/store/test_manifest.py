@@ -152,9 +152,8 @@ def test_weights_only_and_the_format_agree(change: dict[str, object]) -> None:
         decode_store_manifest(sealed({**document(), **change}), "here")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_a_hostile_document_under_a_right_digest_is_refused() -> None:
+    for change in [
         {"step": -1},
         {"step": True},
         {"step": 1.0},
@@ -176,11 +175,9 @@ def test_weights_only_and_the_format_agree(change: dict[str, object]) -> None:
         {"metrics": []},
         {"raw_bytes": None},
         {"note": None},
-    ],
-)
-def test_a_hostile_document_under_a_right_digest_is_refused(change: dict[str, object]) -> None:
-    with pytest.raises(CorruptError):
-        decode_store_manifest(sealed({**document(), **change}), "here")
+    ]:
+        with pytest.raises(CorruptError):
+            decode_store_manifest(sealed({**document(), **change}), "here")
 
 
 def test_a_missing_field_is_refused() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from typing import Any
 
 import pytest
@@ -26,9 +25,8 @@ def _nested(tag: str | None) -> Any:
     return tree
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [
+def test_a_forged_tree_is_refused() -> None:
+    for tree in [
         {"$": []},
         {"$x": 1},
         {"$t": [], "w": 1},
@@ -84,12 +82,9 @@ def _nested(tag: str | None) -> Any:
         _nested(None),
         _nested("$u"),
         {"$d": [[_nested("$u"), 1]]},
-    ],
-    ids=lambda tree: re.sub(" at 0x[0-9a-f]+", "", repr(tree)[:60])[:40],  # the same in every process
-)
-def test_a_forged_tree_is_refused(tree: Any) -> None:
-    with pytest.raises(CorruptError, match=r"file\.safetensors: state"):
-        unflatten(tree, TENSORS, where="file.safetensors")
+    ]:
+        with pytest.raises(CorruptError, match=r"file\.safetensors: state"):
+            unflatten(tree, TENSORS, where="file.safetensors")
 
 
 JSONS = st.recursive(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 
 from shrinkpoint.train.loss_terms import TermCounter, count_terms
@@ -14,9 +11,8 @@ PADDED = TOKENS.where(torch.arange(6) < 4, torch.tensor(-100))
 IMAGES = torch.randn(4, 3, 2, 2)
 
 
-@pytest.mark.parametrize(
-    ("batch", "terms"),
-    [
+def test_labels_that_count_are_a_term_each_and_else_examples_are() -> None:
+    for batch, terms in [
         ({"input_ids": TOKENS, "labels": TOKENS}, 24),
         ({"input_ids": TOKENS, "labels": PADDED}, 16),
         ({"input_ids": TOKENS, "labels": torch.arange(4)}, 4),
@@ -31,10 +27,8 @@ IMAGES = torch.randn(4, 3, 2, 2)
         (torch.tensor(1.0), 1),
         ({"name": "nothing"}, 0),
         (None, 0),
-    ],
-)
-def test_labels_that_count_are_a_term_each_and_else_examples_are(batch: Any, terms: int) -> None:
-    assert int(count_terms(batch)) == terms
+    ]:
+        assert int(count_terms(batch)) == terms
 
 
 def test_a_causal_language_model_has_no_term_for_the_first_token_of_a_row() -> None:

@@ -111,20 +111,18 @@ def _is_alike(ours: str, theirs: str, steps: int) -> bool:
 
 
 @pytest.mark.parametrize("ours", OPTIMIZERS)
-@pytest.mark.parametrize("steps", [0, 1])
-def test_the_state_of_another_kind_of_optimizer_is_refused(
-    saved: dict[str, CheckpointManager], ours: str, steps: int
-) -> None:
-    model, optimizer = stepped(ours, steps=steps)
-    before = photo(model, optimizer)
-    for theirs in (kind for kind in OPTIMIZERS if not _is_alike(ours, kind, steps)):
-        with pytest.raises(MismatchError, match=r"another kind of optimizer|no ") as caught:
-            saved[theirs].restore(model=model, optimizer=optimizer)
-        assert "strict=False" in str(caught.value) and "optimizer" in str(caught.value), (ours, theirs)
-    assert same(photo(model, optimizer), before)
-    for theirs in (kind for kind in OPTIMIZERS if _is_alike(ours, kind, steps)):
+def test_the_state_of_another_kind_of_optimizer_is_refused(saved: dict[str, CheckpointManager], ours: str) -> None:
+    for steps in [0, 1]:
         model, optimizer = stepped(ours, steps=steps)
-        saved[theirs].restore(model=model, optimizer=optimizer)
+        before = photo(model, optimizer)
+        for theirs in (kind for kind in OPTIMIZERS if not _is_alike(ours, kind, steps)):
+            with pytest.raises(MismatchError, match=r"another kind of optimizer|no ") as caught:
+                saved[theirs].restore(model=model, optimizer=optimizer)
+            assert "strict=False" in str(caught.value) and "optimizer" in str(caught.value), (ours, theirs)
+        assert same(photo(model, optimizer), before)
+        for theirs in (kind for kind in OPTIMIZERS if _is_alike(ours, kind, steps)):
+            model, optimizer = stepped(ours, steps=steps)
+            saved[theirs].restore(model=model, optimizer=optimizer)
 
 
 def test_an_optimizer_with_a_tensor_more_is_another_kind_for_those_that_lack_it(

@@ -23,13 +23,13 @@ def bound(raw: int, count: int = 1) -> float:
 
 
 @pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("count", [0, 1, 7, 500, 20_000, 70_001])
-def test_a_file_of_one_incompressible_tensor_is_hardly_larger_than_it(name, count):
-    x = noise(name, count)
-    before = write({"x.weight": x})
-    assert before.report.stored_bytes <= bound(x.nbytes)
-    other = noise(name, count + 1)[:-1]
-    assert write({"x.weight": other}, before).report.stored_bytes <= bound(x.nbytes)
+def test_a_file_of_one_incompressible_tensor_is_hardly_larger_than_it(name):
+    for count in [0, 1, 7, 500, 20_000, 70_001]:
+        x = noise(name, count)
+        before = write({"x.weight": x})
+        assert before.report.stored_bytes <= bound(x.nbytes)
+        other = noise(name, count + 1)[:-1]
+        assert write({"x.weight": other}, before).report.stored_bytes <= bound(x.nbytes)
 
 
 @settings(deadline=None, max_examples=60)

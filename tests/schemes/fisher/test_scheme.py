@@ -51,11 +51,11 @@ def errors(model: dict[str, torch.Tensor], weights: dict[str, torch.Tensor] = WE
 # what is asked for
 
 
-@pytest.mark.parametrize("name", ["nats", "ratio", "relative_error", "terms"])
-@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "0.1", True, [0.1]])
-def test_an_amount_is_a_number_above_zero(name, value):
-    with pytest.raises(PolicyError, match=name):
-        sp.Fisher(**{name: value})
+def test_an_amount_is_a_number_above_zero():
+    for name in ["nats", "ratio", "relative_error", "terms"]:
+        for value in [0, -1.0, math.nan, math.inf, "0.1", True, [0.1]]:
+            with pytest.raises(PolicyError, match=name):
+                sp.Fisher(**{name: value})
 
 
 @pytest.mark.parametrize("names", [("nats", "ratio"), ("ratio", "relative_error"), ("nats", "relative_error")])
@@ -174,13 +174,13 @@ def test_any_state_is_saved_and_all_but_its_weights_and_moments_come_back(state)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (15,), (3, 5)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_small_and_wide_weights_come_back_bit_for_bit(shape, dtype):
-    state = {"model": WEIGHTS | {"x.weight": normal(*shape).to(dtype), "wide.weight": normal(40, 40).double()}}
-    loaded, _ = saved(state)
-    assert same(loaded["model"]["x.weight"], state["model"]["x.weight"])
-    assert same(loaded["model"]["wide.weight"], state["model"]["wide.weight"])
-    assert not same(loaded["model"]["a.weight"], state["model"]["a.weight"])
+def test_small_and_wide_weights_come_back_bit_for_bit(shape):
+    for dtype in [torch.float32, torch.bfloat16, torch.float64]:
+        state = {"model": WEIGHTS | {"x.weight": normal(*shape).to(dtype), "wide.weight": normal(40, 40).double()}}
+        loaded, _ = saved(state)
+        assert same(loaded["model"]["x.weight"], state["model"]["x.weight"])
+        assert same(loaded["model"]["wide.weight"], state["model"]["wide.weight"])
+        assert not same(loaded["model"]["a.weight"], state["model"]["a.weight"])
 
 
 @pytest.mark.parametrize("layout", ["transposed", "channels last", "expanded", "sliced", "parameter"])

@@ -41,9 +41,8 @@ def test_settings_name_the_variant_where_there_is_one():
     assert Space(FIXED.axes, ("magnitude",)).settings(Point("magnitude", (0,)))["metric"] == "magnitude"
 
 
-@pytest.mark.parametrize(
-    ("changed", "index"),
-    [
+def test_settings_of_another_space_become_the_nearest_safer_point():
+    for changed, index in [
         ({"bins": 5}, (1, 3, 1)),  # more bins are safer
         ({"prune": 0.25}, (0, 3, 1)),  # less pruning is
         ({"bins": 2, "protect": 0.0001}, (0, 3, 0)),
@@ -56,11 +55,9 @@ def test_settings_name_the_variant_where_there_is_one():
         ({"bins": None}, None),
         ({"metric": "luck"}, None),
         ({"metric": ["magnitude"]}, None),
-    ],
-)
-def test_settings_of_another_space_become_the_nearest_safer_point(changed, index):
-    settings = {"bins": 4, "prune": 0.2, "protect": 0.005, "metric": "magnitude"}
-    assert PAPER.point(settings | changed) == (index and Point("magnitude", index))
+    ]:
+        settings = {"bins": 4, "prune": 0.2, "protect": 0.005, "metric": "magnitude"}
+        assert PAPER.point(settings | changed) == (index and Point("magnitude", index))
 
 
 def test_settings_without_an_axis_or_the_metric_are_no_point():
