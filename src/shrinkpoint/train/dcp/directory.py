@@ -86,14 +86,9 @@ class CheckpointDirectory:
         return self._path
 
 
-def is_path(value: Any) -> bool:
-    """Whether a value is a path, and no URL."""
-    return isinstance(value, str | os.PathLike) and not is_url(value) and bool(os.fspath(value))
-
-
 def is_place(value: Any) -> bool:
     """Whether a value is a path, or a URL of object storage."""
-    if is_path(value):
+    if isinstance(value, str | os.PathLike) and not is_url(value) and os.fspath(value):
         return True
     with suppress(PolicyError):
         return isinstance(value, ObjectUrl) or (is_object_url(value) and bool(parse_object_url(value)))
