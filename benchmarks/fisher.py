@@ -34,7 +34,7 @@ from summarize import commit
 from workloads import Course, Workload
 
 import shrinkpoint as sp
-from shrinkpoint.schemes.fisher import moments as coded
+from shrinkpoint.schemes.fisher import moment_lattices as coded
 from shrinkpoint.schemes.fisher import rounding, scheme, steps
 
 ROLES = ("parameter", "moment1", "moment2")
