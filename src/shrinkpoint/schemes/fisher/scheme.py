@@ -46,9 +46,10 @@ from shrinkpoint.schemes.fisher.objective import (
     make_objective,
 )
 from shrinkpoint.schemes.fisher.probe import MeasureLossIncrease, curvatures_from_probe, probe
+from shrinkpoint.schemes.fisher.rounding import MAX_HYSTERESIS
 from shrinkpoint.schemes.fisher.run_memory import UNKNOWN_ERROR, HeldRatios, RunMemory
 from shrinkpoint.schemes.fisher.selection import select_weights
-from shrinkpoint.schemes.fisher.steps import MAX_HYSTERESIS, StepCandidates, from_log_step, reference_curvature
+from shrinkpoint.schemes.fisher.steps import StepCandidates, from_log_step, reference_curvature
 from shrinkpoint.schemes.optimizer_modes import Mode
 from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.schemes.select import TensorSelection, unchanged_tensors
