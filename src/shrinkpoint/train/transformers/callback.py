@@ -24,8 +24,8 @@ from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.train.background import OnSave, check_on_save
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.gradients import GradientRecorder
+from shrinkpoint.train.newest_valid import NoCheckpointError
 from shrinkpoint.train.planning import require_single_process
-from shrinkpoint.train.restore import NoCheckpointError
 from shrinkpoint.train.state_alignment import NAMES_KEY, collect_names
 from shrinkpoint.train.state_dicts import check_storable, load_aligned
 from shrinkpoint.train.transformers import checkpoint_dirs
