@@ -34,7 +34,7 @@ from summarize import commit
 from workloads import Course, Workload
 
 import shrinkpoint as sp
-from shrinkpoint.schemes.fisher import moments as coded
+from shrinkpoint.schemes.fisher import moment_lattices as coded
 from shrinkpoint.schemes.fisher import rounding, scheme, steps
 
 ROLES = ("parameter", "moment1", "moment2")
@@ -87,9 +87,9 @@ PARTS = (
     Variant("steps alike in all tensors", PLAIN, ((steps, "TENSOR_EXPONENT", 0.0),)),
     Variant("neither", PLAIN, ((steps, "ROW_COL_EXPONENT", 0.0), (steps, "TENSOR_EXPONENT", 0.0))),
     Variant("steps without a cap", PLAIN, ((steps, "MAX_STEP_STD", 1e9),)),
-    Variant("to the nearest, nothing held", PLAIN, ((steps, "MAX_HYSTERESIS", 0.5),)),
-    Variant("held to a retention of .8", PLAIN, ((steps, "MIN_RETAINED", 0.8),)),
-    Variant("held to a retention of .97", PLAIN, ((steps, "MIN_RETAINED", 0.97),)),
+    Variant("to the nearest, nothing held", PLAIN, ((rounding, "MAX_HYSTERESIS", 0.5),)),
+    Variant("held to a retention of .8", PLAIN, ((rounding, "MIN_RETAINED", 0.8),)),
+    Variant("held to a retention of .97", PLAIN, ((rounding, "MIN_RETAINED", 0.97),)),
     Variant("held without gains", PLAIN, ((rounding, "_MAX_GAIN", 1.0),)),
 )
 ERRORS = (0.1, 0.15, 0.3, 0.34, 0.45, 0.6, 0.8)
@@ -336,7 +336,9 @@ def main() -> None:
     parser.add_argument("--interval", type=int, default=50, help="steps between checkpoints of the chain")
     parser.add_argument("--every", nargs="*", type=int, default=[5, 20, 50], help="steps between restores")
     parser.add_argument("--errors", nargs="*", type=float, default=ERRORS, help="of the part sizes")
-    parser.add_argument("--share", type=float, default=steps.MIN_RETAINED, help="of the movement, that values follow")
+    parser.add_argument(
+        "--share", type=float, default=rounding.MIN_RETAINED, help="of the movement, that values follow"
+    )
     parser.add_argument("--recordings", type=Path, help="a folder that keeps recorded trainings")
     parser.add_argument("--only", nargs="*", default=list(STUDIES))
     parser.add_argument("--threads", type=int, default=1)
@@ -344,7 +346,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     workloads.seed_everything(options.seed, options.threads)
-    steps.MIN_RETAINED = options.share
+    rounding.MIN_RETAINED = options.share
     workload = workloads.named(options.workload, options.data, quick=options.quick)
     document = {"machine": machine(), "commit": commit(), "date": date.today().isoformat()}
     document |= {"workload": options.workload, "seed": options.seed, "quick": options.quick}

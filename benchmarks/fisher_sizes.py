@@ -20,7 +20,7 @@ from typing import Any
 from lossless_report import table
 from summarize import RESULTS, rounded, text
 
-from shrinkpoint.schemes.fisher.steps import MIN_RETAINED
+from shrinkpoint.schemes.fisher.rounding import MIN_RETAINED
 
 ALLOWED_MEAN, ALLOWED_WORST = 0.1, 0.2
 """Per cent of the loss that a chain's deltas may raise it by in the mean, and at worst."""

@@ -38,7 +38,7 @@ from workloads import Stream
 
 import shrinkpoint as sp
 from shrinkpoint.demo.workload import GPT, GPTConfig
-from shrinkpoint.schemes.fisher import moments
+from shrinkpoint.schemes.fisher import moment_lattices
 from shrinkpoint.schemes.fisher import scheme as fisher
 from shrinkpoint.tensors.flat_state import flatten
 
@@ -293,12 +293,12 @@ def measure_grids(case: Case, size: Size, seeds: Sequence[int], data: Path) -> d
     out = {}
     for step in ("exact", "drop", *GRIDS[case.name]):
         scheme: dict[str, Any] = {"relative_error": RELATIVE_ERROR}
-        steps = moments.MOMENTUM_STEPS
+        steps = moment_lattices.MOMENTUM_STEPS
         if isinstance(step, str):
             scheme["moments"] = step
         else:
             steps = dict.fromkeys(steps, step)
-        with patch.object(fisher, "MomentPrecision", partial(moments.MomentPrecision, momentum_steps=steps)):
+        with patch.object(fisher, "MomentPrecision", partial(moment_lattices.MomentPrecision, momentum_steps=steps)):
             runs = [run(case, seed, size, data, scheme) for seed in seeds]
         rises = [one["loss"] / loss - 1 for one, loss in zip(runs, plain, strict=True)]
         bits = statistics.fmean(one["bits"].get("moment1", 0.0) for one in runs)

@@ -37,7 +37,7 @@ from shrinkpoint import comm
 from shrinkpoint.errors import LossWarning
 
 TASK_FILES = ("wire.py", "wire_task.py", "wire_image.py", "wire_text.py", "workload_image.py", "workload_text.py")
-CODE = ("compressors/*.py", "error_feedback.py", "aqsgd.py", "sample_cache.py", "link.py", "simulate.py")
+CODE = ("compressors/*.py", "error_feedback.py", "aqsgd.py", "sample_cache.py", "link.py", "boundary.py", "simulate.py")
 """What decides the values that cross, under src/shrinkpoint/comm; native/wire_* and hadamard.hpp as well."""
 WAYS = ("forward", "backward")
 

@@ -210,7 +210,6 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
     "Checkpointer": (Checkpointer, {**COMMON, "background": NO_FLAG, "model": [None, 3]}),
     "dcp.Writer": (dcp.Writer, {**COMMON, "step": [-1, "x", True], "note": [None, 3], "chain": [3]}),
     "dcp.Reader": (dcp.Reader, {"threads": NO_COUNT}),
-    "dcp.install": (dcp.install, COMMON),
     "dcp.Manager": (
         lambda **wrong: dcp.Manager("never", **wrong),
         {"keep": NO_COUNT, "keyframe_every": NO_COUNT, "threads": NO_COUNT},
@@ -484,4 +483,4 @@ def test_the_table_has_every_public_constructor_that_takes_settings():
         "ShrinkpointError",
     }
     known = {title.rpartition(".")[2] for title in TABLE} | returned
-    assert {entry.__name__ for entry in PUBLIC} - known <= {"reset_chains", "latest_valid", "load", "uninstall"}
+    assert {entry.__name__ for entry in PUBLIC} - known <= {"reset_chains", "latest_valid", "load"}

@@ -46,6 +46,16 @@ def test_a_directory_of_dcp_is_the_nest_that_was_saved(saved):
     assert same(_sorted(part.content), _sorted(state()))
 
 
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+def test_the_later_of_two_writers_owns_a_directory(tmp_path):
+    dcp.save(state(), storage_writer=Writer(tmp_path), no_dist=True)
+    assert directory.is_ours(tmp_path)
+    dcp.save(state(), checkpoint_id=tmp_path, no_dist=True)
+    assert not directory.is_ours(tmp_path)
+    dcp.save(state(), storage_writer=Writer(tmp_path), no_dist=True)
+    assert directory.is_ours(tmp_path)
+
+
 def test_what_is_written_back_is_what_dcp_loads(saved, tmp_path):
     dcp_format.write(tmp_path / "back", directory.read(saved).content)
     there = {

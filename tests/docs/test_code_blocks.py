@@ -22,7 +22,6 @@ from typer.testing import CliRunner
 import shrinkpoint as sp
 from shrinkpoint.cli.app import app
 from shrinkpoint.train import RankShard
-from shrinkpoint.train.dcp import uninstall
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of these sizes frameworks and schemes say much
 BLOCKS = all_blocks()
@@ -134,7 +133,6 @@ SETUPS: dict[str, Callable[[int], dict[str, Any]]] = {
 def lonely_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
-    uninstall()  # a block may have called `install`, which lasts
     dist.destroy_process_group()
 
 

@@ -25,7 +25,7 @@ SETUP = """
     from shrinkpoint.sharding.shard_spec import ShardSpec, ShardLayout
     from shrinkpoint.tensors.flat_state import FlatState
     from shrinkpoint.tensors.info import OptimizerInfo
-    from shrinkpoint.tensors.moment_kinds import MomentKind
+    from shrinkpoint.tensors.optimizers import MomentKind
 
     X = torch.arange(150)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers.strategies import DTYPES, bits, tensors
+from helpers.strategies import bits, tensors
 from hypothesis import given, settings
 
-from shrinkpoint.codec.coder import NUMBER_FORMATS
 from shrinkpoint.errors import CorruptError
 from shrinkpoint.tensors.dtypes import copy_to_host, dtype_name, materialize, tensor_bytes, tensor_from_bytes
-from shrinkpoint.tensors.info import ITEMSIZE, TensorInfo
+from shrinkpoint.tensors.info import TensorInfo
 
 
 @settings(deadline=None, max_examples=60)
@@ -57,9 +56,3 @@ def test_a_contiguous_tensor_is_not_copied():
 def test_bytes_of_the_wrong_number_are_refused():
     with pytest.raises(CorruptError, match="3 bytes; expected 8"):
         tensor_from_bytes(np.zeros(3, np.uint8), TensorInfo("x", (2,), "F32"))
-
-
-def test_every_dtype_of_a_record_has_numbers_that_fill_it():
-    assert NUMBER_FORMATS.keys() == ITEMSIZE.keys() and set(DTYPES) <= NUMBER_FORMATS.keys()
-    for name, number in NUMBER_FORMATS.items():
-        assert ITEMSIZE[name] == number.itemsize * (2 if name.startswith("C") else 1), name

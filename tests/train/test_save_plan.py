@@ -15,7 +15,7 @@ from helpers.small_training import Run
 from helpers.strategies import same
 
 import shrinkpoint as sp
-from shrinkpoint.schemes import optimizer_state, plan
+from shrinkpoint.schemes import optimizer_modes, plan
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.tensors import flat_state
 from shrinkpoint.tensors.flat_state import FlatState
@@ -164,10 +164,10 @@ def test_moments_are_quantized_beside_the_loop_where_a_search_measures_weights(t
 
     def quantize_moments(state, stats):
         threads.append(threading.current_thread())
-        return optimizer_state.quantize_moments(state, stats)
+        return optimizer_modes.quantize_moments(state, stats)
 
-    stand_in = SimpleNamespace(**vars(optimizer_state) | {"quantize_moments": quantize_moments})
-    monkeypatch.setattr(plan, "optimizer_state", stand_in)
+    stand_in = SimpleNamespace(**vars(optimizer_modes) | {"quantize_moments": quantize_moments})
+    monkeypatch.setattr(plan, "optimizer_modes", stand_in)
     payloads = []
     for in_background in (False, True):
         torch.manual_seed(0)

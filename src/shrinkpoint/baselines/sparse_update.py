@@ -13,7 +13,7 @@ from shrinkpoint import validate
 from shrinkpoint.codec.code_streams import CODERS
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.quantize.exponent_buckets import Representative, promote
-from shrinkpoint.schemes import optimizer_state
+from shrinkpoint.schemes import optimizer_modes
 from shrinkpoint.schemes.base import check_seed
 from shrinkpoint.schemes.residual import ResidualScheme
 from shrinkpoint.sharding.global_stats import GlobalStats
@@ -34,7 +34,7 @@ class SparseUpdate(ResidualScheme):
         optimizer: as of `ResidualScheme`.
     """
 
-    def __init__(self, *, fraction: float | str, optimizer: optimizer_state.Mode = "exact") -> None:
+    def __init__(self, *, fraction: float | str, optimizer: optimizer_modes.Mode = "exact") -> None:
         super().__init__(optimizer=optimizer)
         self._fraction = validate.check_fraction("fraction", fraction)
 
@@ -102,7 +102,7 @@ class SCAR(SparseUpdate):
         fraction: float | str = 1 / 8,
         order: Order = "largest",
         seed: int = 0,
-        optimizer: optimizer_state.Mode = "exact",
+        optimizer: optimizer_modes.Mode = "exact",
     ) -> None:
         super().__init__(fraction=fraction, optimizer=optimizer)
         self._order: Order = validate.check_choice("order", order, get_args(Order))
@@ -161,7 +161,7 @@ class TOPN(SparseUpdate):
 
     id: ClassVar[str] = "topn"
 
-    def __init__(self, *, fraction: float | str = 0.01, optimizer: optimizer_state.Mode = "exact") -> None:
+    def __init__(self, *, fraction: float | str = 0.01, optimizer: optimizer_modes.Mode = "exact") -> None:
         super().__init__(fraction=fraction, optimizer=optimizer)
 
     @property
@@ -203,7 +203,7 @@ class LCCheckpoint(ResidualScheme):
         scope: Scope | None = None,
         representative: Representative | None = None,
         paper: bool = False,
-        optimizer: optimizer_state.Mode = "exact",
+        optimizer: optimizer_modes.Mode = "exact",
     ) -> None:
         super().__init__(optimizer=optimizer)
         defaults: tuple[Scope, Representative] = ("model", "middle") if paper else ("tensor", "mean")

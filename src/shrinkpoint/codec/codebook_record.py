@@ -37,7 +37,7 @@ from shrinkpoint.codec.pack import digest_arrays
 from shrinkpoint.codec.recipe import CodebookRecipe
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.tensors.dtypes import tensor_bytes, torch_dtype
-from shrinkpoint.tensors.info import EncodedRecord, TensorInfo
+from shrinkpoint.tensors.info import DTYPES, ITEMSIZE, EncodedRecord, TensorInfo
 
 _SIDE_SIZE = struct.Struct("<I")  # bytes of the side data of a small array; its codes follow
 _LEVEL_MARGIN = 8
@@ -296,7 +296,7 @@ class CodebookDecoder(RecordDecoder):
 
     def __init__(self, view: RecordView, recipe: CodebookRecipe) -> None:
         infos = view.infos
-        if any(not info.dtype.startswith(("F", "BF")) or NUMBER_FORMATS[info.dtype].width < 16 for info in infos):
+        if any(DTYPES[info.dtype].kind != "float" or ITEMSIZE[info.dtype] < 2 for info in infos):
             raise ValueError("codebook tensors that are not floats")
         super().__init__(view, [info.numel for info in infos])
         self._recipe = recipe

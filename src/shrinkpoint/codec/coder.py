@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shrinkpoint import _native
 from shrinkpoint._native import Companion, Predictor, Tokens
-from shrinkpoint.tensors.info import JSON
+from shrinkpoint.tensors.info import DTYPES, JSON
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,8 @@ class NumberFormat:
 
 BYTE_FORMAT = NumberFormat(8)
 """The numbers of byte streams: codes, tokens, one-byte dtypes."""
-_DTYPES_BY_FORMAT = {
-    NumberFormat(64, 52): "F64 C128",
-    NumberFormat(32, 23): "F32 C64",
-    NumberFormat(16, 10): "F16 C32",
-    NumberFormat(16, 7): "BF16",
-    NumberFormat(64): "I64 U64",
-    NumberFormat(32): "I32 U32",
-    NumberFormat(16): "I16 U16",
-    BYTE_FORMAT: "I8 U8 BOOL F4_X2 F8_E4M3 F8_E5M2 F8_E4M3FNUZ F8_E5M2FNUZ F8_E8M0",
-}
-NUMBER_FORMATS = {dtype: number for number, dtypes in _DTYPES_BY_FORMAT.items() for dtype in dtypes.split()}
-"""The number format of every dtype in `tensors.info.ITEMSIZE`."""
+NUMBER_FORMATS = {name: NumberFormat(dtype.number_width, dtype.mantissa) for name, dtype in DTYPES.items()}
+"""The number format of every dtype in `tensors.info.DTYPES`."""
 
 
 Bytes: TypeAlias = NDArray[np.uint8]

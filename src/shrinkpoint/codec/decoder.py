@@ -30,7 +30,7 @@ from shrinkpoint.codec.reference import QuantizedTensor
 from shrinkpoint.errors import ChainError, CorruptError, ShrinkpointError, TruncatedError
 from shrinkpoint.guard import read_guard
 from shrinkpoint.tensors.dtypes import tensor_bytes, tensor_from_bytes, torch_dtype
-from shrinkpoint.tensors.info import ITEMSIZE, JSON, TensorInfo
+from shrinkpoint.tensors.info import DTYPES, ITEMSIZE, JSON, TensorInfo
 
 _ADVICE = "restore an older checkpoint; `shrinkpoint verify` names what else is hit"
 
@@ -386,4 +386,4 @@ def moment_pairs(view: RecordView, moments: Sequence[tuple[int, int]]) -> list[t
 
 
 def _is_codable_float(info: TensorInfo) -> bool:
-    return info.dtype.startswith(("F", "BF")) and info.dtype != "F4_X2"
+    return DTYPES[info.dtype].kind == "float"

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from shrinkpoint import validate
+from shrinkpoint.comm.boundary import CompressionSwitch, check_ids, find_sparse_spec, parse_directions, split_ids
 from shrinkpoint.comm.compressors.base import Compressor, Identity
 from shrinkpoint.comm.error_feedback import ErrorFeedback
 from shrinkpoint.comm.link import CompressorLike, Link, NonfinitePolicy, check_nonfinite
 from shrinkpoint.comm.pipeline_stage import Boundary, CompressedStage, Direction, check_stage_api
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, SampleIdBroadcast, StageConfigCheck
-from shrinkpoint.comm.simulate import CompressionSwitch, check_ids, find_sparse_spec, parse_directions, split_ids
 from shrinkpoint.comm.state_check import check_entries, check_mapping, part_error
 from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError

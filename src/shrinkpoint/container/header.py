@@ -16,13 +16,13 @@ from typing import Protocol
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.container.strict_json import corrupt_error, expect_type, load_json
 from shrinkpoint.errors import TruncatedError
-from shrinkpoint.tensors.info import ITEMSIZE, JSON
+from shrinkpoint.tensors.info import DTYPES, ITEMSIZE, JSON
 
 ALIGN = 8
 MAX_HEADER_BYTES = 100_000_000
 """Largest header in bytes; safetensors refuses longer ones, too."""
 
-SAFETENSORS_DTYPES = ITEMSIZE.keys() - {"F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0", "F4_X2", "C32", "C128"}
+SAFETENSORS_DTYPES = {name for name, dtype in DTYPES.items() if dtype.in_safetensors}
 """The dtypes that an entry may have; each means the same to safetensors."""
 
 PREFIX = b'{"__metadata__":{"format":"pt","shrinkpoint.digest":"'

@@ -15,7 +15,7 @@ from shrinkpoint.codec.decoded_tensors import CastSource, DecodedTensors, Lattic
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.reference import QuantizedTensor, Reference, RowSample, to_host
 from shrinkpoint.errors import warn_user
-from shrinkpoint.schemes import optimizer_state
+from shrinkpoint.schemes import optimizer_modes
 from shrinkpoint.schemes.base import QuantizedState, Scheme
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
 from shrinkpoint.schemes.select import exact_reasons
@@ -50,7 +50,7 @@ class QuantizationPlan(RecordEncodingMixin):
     id: str
     quantized: Mapping[str, QuantizedTensor] = field(repr=False)
     cast_sources: Mapping[str, str] = field(default_factory=dict)
-    optimizer: optimizer_state.Mode = "exact"
+    optimizer: optimizer_modes.Mode = "exact"
     coders: Sequence[str] = CODERS
     loss: JSON = None
     keyframe: bool = False
@@ -65,9 +65,9 @@ class QuantizationPlan(RecordEncodingMixin):
         quantized_tensors = to_host(self.quantized)
         wait_for_devices(tensor.codes for tensor in self.quantized.values())
         if self.optimizer == "reset":
-            changed.update(optimizer_state.zeroed_moments(state))
+            changed.update(optimizer_modes.zeroed_moments(state))
         elif self.optimizer == "lossy":
-            quantized_tensors |= optimizer_state.quantize_moments(state, GlobalStats.from_state(state))
+            quantized_tensors |= optimizer_modes.quantize_moments(state, GlobalStats.from_state(state))
         for name, quantized in quantized_tensors.items():
             dtype = state.tensors[name].dtype
             if isinstance(quantized, LatticeTensor):

@@ -20,7 +20,7 @@ from shrinkpoint.codec.code_streams import CODERS
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import warn_user
-from shrinkpoint.schemes import optimizer_state
+from shrinkpoint.schemes import optimizer_modes
 from shrinkpoint.schemes.base import QuantizedState, SpecMixin
 from shrinkpoint.schemes.calibration import UnmeasuredLossNotice
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
@@ -95,8 +95,8 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
     id: ClassVar[str]
     coders: Sequence[str] = CODERS
 
-    def __init__(self, *, optimizer: optimizer_state.Mode = "exact") -> None:
-        self._optimizer = optimizer_state.check_mode(optimizer)
+    def __init__(self, *, optimizer: optimizer_modes.Mode = "exact") -> None:
+        self._optimizer = optimizer_modes.check_mode(optimizer)
         self._unmeasured_notice = UnmeasuredLossNotice()
 
     # implemented by subclasses
@@ -170,7 +170,7 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
         num_residuals, num_moments = tensors.sum_over_ranks(len(residuals), len(moments))
         optimizer = self._optimizer
         if optimizer == "lossy" and global_tensors is not None:  # levels are of all ranks: now, while these take part
-            moments |= optimizer_state.quantize_moments(state, stats)
+            moments |= optimizer_modes.quantize_moments(state, stats)
             optimizer = "exact"
         loss: JSON = None
         if num_residuals or num_moments or self._optimizer != "exact":

@@ -24,7 +24,7 @@ from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.dtypes import as_bits
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON, OptimizerInfo, Role, TensorInfo
-from shrinkpoint.tensors.moment_kinds import MomentKind
+from shrinkpoint.tensors.optimizers import MomentKind
 
 MIN_WEIGHT_NUMEL = 4096
 """Weights with fewer values stay exact: little is to be gained, and they are the likelier to matter."""

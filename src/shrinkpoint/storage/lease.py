@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from shrinkpoint.errors import LockedError, NotFoundError, ShrinkpointError, StorageError
 from shrinkpoint.storage.base import RESERVED
 from shrinkpoint.storage.local import is_process_alive
-from shrinkpoint.storage.object_errors import ObjectConflictError, send_request
+from shrinkpoint.storage.object_requests import ObjectConflictError, send_request
 
 if TYPE_CHECKING:
     from obstore import PutMode, UpdateVersion

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shrinkpoint._native import empty
 from shrinkpoint.errors import StorageError
 from shrinkpoint.storage.base import Source, check_range
-from shrinkpoint.storage.object_errors import send_request
+from shrinkpoint.storage.object_requests import send_request
 from shrinkpoint.threads import submit_or_run
 
 if TYPE_CHECKING:

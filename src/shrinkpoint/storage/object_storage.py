@@ -19,7 +19,13 @@ from shrinkpoint.errors import LockedError, NotFoundError, StorageError
 from shrinkpoint.storage.base import RESERVED, Buffer, Keys, Source, check_key
 from shrinkpoint.storage.lease import Lease, version_condition
 from shrinkpoint.storage.object_cache import ObjectCache, ObjectVersion, resolve_cache
-from shrinkpoint.storage.object_errors import ObjectConflictError, check_not_forked, send_request
+from shrinkpoint.storage.object_requests import (
+    REQUEST_SECONDS,
+    ObjectConflictError,
+    check_not_forked,
+    connect,
+    send_request,
+)
 from shrinkpoint.storage.object_source import ObjectSource
 from shrinkpoint.storage.object_url import parse_object_url
 from shrinkpoint.storage.upload import SourceFile, UploadSink, upload_file
@@ -28,7 +34,6 @@ if TYPE_CHECKING:
     from obstore import PutMode
     from obstore.store import ObjectStore
 
-_REQUEST_SECONDS = 180.0  # that one request may take, with all its retries
 _PARALLEL_READS = 8
 _PARALLEL_REQUESTS = 16
 
@@ -69,17 +74,17 @@ class ObjectStorage:
         self.url, self._cache = parse_object_url(url), resolve_cache(cache)
         self._lease_seconds = validate.check_float("lease_seconds", lease_seconds, minimum=1.0)
         self._options = options
-        self._store = self.url.connect(options, seconds=_REQUEST_SECONDS)
+        self._store = connect(self.url, options, seconds=REQUEST_SECONDS)
         self._lease: Lease | None = None
 
     @cached_property
     def _lease_store(self) -> ObjectStore:
         """Writes under a lease, the manifest above all: what it sends arrives before the lease ends, or not at all."""
-        return self.url.connect(self._options, seconds=min(_REQUEST_SECONDS, self._lease_seconds / 3))
+        return connect(self.url, self._options, seconds=min(REQUEST_SECONDS, self._lease_seconds / 3))
 
     @cached_property
     def _deletion_store(self) -> ObjectStore:
-        return self.url.connect(self._options, seconds=min(_REQUEST_SECONDS, self._lease_seconds / 3), retries=False)
+        return connect(self.url, self._options, seconds=min(REQUEST_SECONDS, self._lease_seconds / 3), retries=False)
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:

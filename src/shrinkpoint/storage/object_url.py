@@ -1,27 +1,20 @@
-"""URLs of object storage, and the clients that reach them: S3 and what speaks its protocol, Google Cloud, Azure."""
+"""URLs of object storage: S3 and what speaks its protocol, Google Cloud, Azure."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TypeGuard
 from urllib.parse import urlsplit
 
-from shrinkpoint.errors import PolicyError, missing_extra
+from shrinkpoint.errors import PolicyError
 from shrinkpoint.storage.paths import hide_credentials
-
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore
 
 OBJECT_SCHEMES = ("s3", "gs", "az")
 """Schemes of the URLs of object storage: Amazon S3 and all that speaks its protocol, Google Cloud Storage, Azure."""
 _OBJECT_URL = re.compile(rf"({'|'.join(OBJECT_SCHEMES)}):/{{1,2}}(.*)", re.DOTALL)
-_VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
-_MAX_RETRIES = 10
 
 
 @dataclass(frozen=True)
@@ -58,39 +51,6 @@ class ObjectUrl:
     def parent(self) -> ObjectUrl:
         """The place that holds this one, as of a path; the whole bucket is its own parent."""
         return ObjectUrl(self.scheme, self.bucket, self.prefix.rpartition("/")[0])
-
-    def connect(self, options: Mapping[str, Any], *, seconds: float, retries: bool = True) -> ObjectStore:
-        """A client of obstore for this place. Every request ends, and is tried again at most until `seconds` are over.
-
-        Args:
-            retries: False: obstore sends no request twice.
-            options: further arguments of `obstore.store.from_url`, such as `config` and `credential_provider`.
-
-        Raises:
-            MissingExtraError: obstore is not installed.
-            PolicyError: the options, or what the environment says, do not make a client.
-        """
-        try:
-            from obstore.store import from_url
-        except ModuleNotFoundError as error:
-            raise missing_extra(error, "cloud") from error
-        limit = timedelta(seconds=seconds)
-        # Given here, options of the client are not taken from the environment any more.
-        is_plain = os.environ.get(f"{_VARIABLES[self.scheme]}ALLOW_HTTP", "").lower() in ("true", "1")
-        client = {"connect_timeout": min(limit, timedelta(seconds=10)), "timeout": limit, "allow_http": is_plain}
-        retry = {"max_retries": _MAX_RETRIES, "retry_timeout": limit}
-        if not retries:
-            options = {**options, "retry_config": {**retry, "max_retries": 0}}
-        options = {**options, "client_options": {**client, **options.get("client_options", {})}}
-        try:
-            return from_url(str(self), **{"retry_config": retry, **options})
-        except BaseException as error:  # a panic in obstore is no `Exception`
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                raise
-            # Their texts may hold what was configured, keys too.
-            found = f"settings of which obstore makes no client ({type(error).__name__})"
-            do = f"look at the options, and at the environment variables that begin with {_VARIABLES[self.scheme]}"
-            raise PolicyError(str(self), found=found, expected="settings of this service", do=do) from None
 
 
 def is_object_url(value: object) -> TypeGuard[str | Path]:

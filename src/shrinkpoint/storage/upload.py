@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.progress import Task
 from shrinkpoint.storage.base import Buffer, Sink, Source, storage_error
-from shrinkpoint.storage.object_errors import send_request
+from shrinkpoint.storage.object_requests import send_request
 
 if TYPE_CHECKING:
     from obstore import PutResult

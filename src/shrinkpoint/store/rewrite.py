@@ -21,8 +21,8 @@ from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.prune import RewriteTarget
 from shrinkpoint.store.transaction import CheckpointTransaction
 from shrinkpoint.tensors.dtypes import materialize
-from shrinkpoint.tensors.flat_state import flatten
-from shrinkpoint.tensors.optimizer_state import has_optimizer_state, without_optimizer_state
+from shrinkpoint.tensors.flat_state import flatten, without_optimizer_state
+from shrinkpoint.tensors.optimizers import has_optimizer_state
 
 
 class RewrittenCheckpoint(NamedTuple):

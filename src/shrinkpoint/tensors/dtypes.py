@@ -10,18 +10,10 @@ from torch import Tensor
 
 from shrinkpoint.errors import CorruptError, StateError
 from shrinkpoint.guard import no_gc
-from shrinkpoint.tensors.info import ITEMSIZE, TensorInfo
+from shrinkpoint.tensors.info import DTYPES, TensorInfo
 
-_TORCH_NAMES = (
-    "BOOL bool, U8 uint8, I8 int8, U16 uint16, I16 int16, U32 uint32, I32 int32, U64 uint64, I64 int64, F16 float16, "
-    "BF16 bfloat16, F32 float32, F64 float64, F8_E4M3 float8_e4m3fn, F8_E5M2 float8_e5m2, F8_E4M3FNUZ float8_e4m3fnuz, "
-    "F8_E5M2FNUZ float8_e5m2fnuz, F8_E8M0 float8_e8m0fnu, F4_X2 float4_e2m1fn_x2, C32 complex32, C64 complex64, "
-    "C128 complex128"
-)
 TORCH_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, attribute)
-    for name, attribute in (pair.split(" ") for pair in _TORCH_NAMES.split(", "))
-    if hasattr(torch, attribute)
+    name: getattr(torch, dtype.torch_name) for name, dtype in DTYPES.items() if hasattr(torch, dtype.torch_name)
 }
 """The dtypes of the installed torch by name; the newest float8 and float4 may be missing."""
 
@@ -39,7 +31,7 @@ _NUMPY_DTYPES = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a torch dtype, a key of `tensors.info.ITEMSIZE`.
+    """The name of a torch dtype, a key of `tensors.info.DTYPES`.
 
     Raises:
         StateError: the dtype is quantized, sub-byte or an untyped bit dtype.
@@ -57,7 +49,7 @@ def torch_dtype(name: str) -> torch.dtype:
         CorruptError: no release writes that name, or this torch lacks the dtype.
     """
     if name not in TORCH_DTYPES:
-        do = "install a newer torch" if name in ITEMSIZE else "restore another checkpoint"
+        do = "install a newer torch" if name in DTYPES else "restore another checkpoint"
         raise CorruptError("dtype", found=repr(name), expected="a dtype this torch has", do=do)
     return TORCH_DTYPES[name]
 

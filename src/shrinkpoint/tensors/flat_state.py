@@ -16,7 +16,7 @@ from shrinkpoint.guard import no_gc, read_guard
 from shrinkpoint.tensors.dtypes import as_bits, dtype_name, empty, tensor_bytes
 from shrinkpoint.tensors.info import JSON, OptimizerInfo, Role, TensorInfo
 from shrinkpoint.tensors.memory import Arena
-from shrinkpoint.tensors.moment_kinds import MomentKind
+from shrinkpoint.tensors.optimizers import MomentKind, drop_optimizer_state
 from shrinkpoint.tensors.roles import infer_roles
 from shrinkpoint.tensors.shared_storage import deduplicate
 from shrinkpoint.tensors.side_streams import wait_for_devices
@@ -182,6 +182,19 @@ def flatten(state: Any) -> FlatState:
             for name, tensor in tensors.items()
         }
         return FlatState(tree, tensors, infos, inferred.optimizer_info, inferred.moment_kinds)
+
+
+def without_optimizer_state(state: Any) -> FlatState:
+    """Flattens a state without what its optimizers keep for each parameter, except master weights.
+
+    Args:
+        state: dicts in it are changed.
+    """
+    roles = {name: info.role for name, info in flatten(state).infos.items()}  # moments tell parameters from others
+    drop_optimizer_state(state)
+    flat = flatten(state)
+    infos = {name: replace(info, role=roles.get(name, info.role)) for name, info in flat.infos.items()}
+    return replace(flat, infos=infos)
 
 
 def unflatten(

@@ -6,22 +6,68 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 JSON: TypeAlias = Any
 """Anything that `json.dumps` writes: None, bool, int, float, str, and lists and string-keyed dicts of these."""
 
-_NAMES_BY_ITEMSIZE = {
-    1: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E4M3FNUZ F8_E5M2FNUZ F8_E8M0 F4_X2",
-    2: "U16 I16 F16 BF16",
-    4: "U32 I32 F32 C32",
-    8: "U64 I64 F64 C64",
-    16: "C128",
-}
-ITEMSIZE = {name: itemsize for itemsize, names in _NAMES_BY_ITEMSIZE.items() for name in names.split()}
-"""Bytes per element of every dtype a checkpoint may hold, by its name in our files. The names safetensors knows are
-safetensors' own; `F4_X2` is two 4-bit floats in a byte (torch.float4_e2m1fn_x2), C32 a complex of two F16."""
 
+@dataclass(frozen=True)
+class Dtype:
+    """A dtype that a checkpoint may hold.
+
+    Attributes:
+        name: in our files; safetensors' own name where safetensors has the dtype.
+        torch_name: attribute of torch, which an older torch may lack.
+        itemsize: bytes of an element.
+        kind: "bool", "int", "float", "complex", or "packed": two 4-bit floats in a byte.
+        mantissa: explicit mantissa bits of a number whose exponent is coded separately; 0 for all other numbers.
+        in_safetensors: whether safetensors has the dtype; an entry of a file has no other.
+    """
+
+    name: str
+    torch_name: str
+    itemsize: int
+    kind: Literal["bool", "int", "float", "complex", "packed"]
+    mantissa: int = 0
+    in_safetensors: bool = True
+
+    @property
+    def number_width(self) -> int:
+        """Bits of one coded number; a complex value is two numbers."""
+        return self.itemsize * 8 // (2 if self.kind == "complex" else 1)
+
+
+# A new dtype is a row here, a row of the tables in docs/format.md, and a golden file.
+DTYPES = {
+    dtype.name: dtype
+    for dtype in (
+        Dtype("BOOL", "bool", 1, "bool"),
+        Dtype("U8", "uint8", 1, "int"),
+        Dtype("I8", "int8", 1, "int"),
+        Dtype("U16", "uint16", 2, "int"),
+        Dtype("I16", "int16", 2, "int"),
+        Dtype("U32", "uint32", 4, "int"),
+        Dtype("I32", "int32", 4, "int"),
+        Dtype("U64", "uint64", 8, "int"),
+        Dtype("I64", "int64", 8, "int"),
+        Dtype("F16", "float16", 2, "float", mantissa=10),
+        Dtype("BF16", "bfloat16", 2, "float", mantissa=7),
+        Dtype("F32", "float32", 4, "float", mantissa=23),
+        Dtype("F64", "float64", 8, "float", mantissa=52),
+        Dtype("F8_E4M3", "float8_e4m3fn", 1, "float"),
+        Dtype("F8_E5M2", "float8_e5m2", 1, "float"),
+        Dtype("F8_E4M3FNUZ", "float8_e4m3fnuz", 1, "float", in_safetensors=False),
+        Dtype("F8_E5M2FNUZ", "float8_e5m2fnuz", 1, "float", in_safetensors=False),
+        Dtype("F8_E8M0", "float8_e8m0fnu", 1, "float", in_safetensors=False),
+        Dtype("F4_X2", "float4_e2m1fn_x2", 1, "packed", in_safetensors=False),
+        Dtype("C32", "complex32", 4, "complex", mantissa=10, in_safetensors=False),
+        Dtype("C64", "complex64", 8, "complex", mantissa=23),
+        Dtype("C128", "complex128", 16, "complex", mantissa=52, in_safetensors=False),
+    )
+}
+"""Every dtype that a checkpoint may hold, by its name in our files."""
+ITEMSIZE = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 
 _NEST_FORMS = frozenset({"namespace", "deque", "buffer", "defaultdict", "attributes", "parsed"})
 
@@ -54,7 +100,7 @@ class TensorInfo:
     Attributes:
         name: unique in its file; the path inside the state, joined with "/".
         shape: of this tensor, or of this shard.
-        dtype: a key of `ITEMSIZE`.
+        dtype: a key of `DTYPES`.
         role: its purpose.
         offsets: offsets of a shard in its global tensor; None for a tensor that is not a shard.
     """

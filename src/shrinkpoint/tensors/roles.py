@@ -17,21 +17,22 @@ from typing import Any, NamedTuple
 import torch
 
 from shrinkpoint.tensors.info import OptimizerInfo, Role
-from shrinkpoint.tensors.moment_kinds import MomentKind, moment_kinds
 from shrinkpoint.tensors.names import StatePath, format_key
+from shrinkpoint.tensors.optimizers import (
+    CODES,
+    FACTORS,
+    FIRST_MOMENTS,
+    QUANTIZED_STATE,
+    SECOND_MOMENT_BLOCKS,
+    SECOND_MOMENTS,
+    SLOT_ROLES,
+    SQUARE_MEANS,
+    MomentKind,
+    is_master_key,
+    moment_kinds,
+)
 from shrinkpoint.tensors.shared_storage import Leaf
 
-_SLOT_ROLES = {
-    **dict.fromkeys(("exp_avg", "momentum_buffer", "grad_avg"), Role.MOMENT1),
-    **dict.fromkeys(("exp_avg_sq", "max_exp_avg_sq", "square_avg", "exp_inf", "sum", "acc_delta"), Role.MOMENT2),
-}
-_FACTORS = (("row_var", "col_var"), ("exp_avg_sq_row", "exp_avg_sq_col"))
-"""Names of Adafactor's row and column means in torch and in transformers."""
-_UNKNOWN = MomentKind.UNKNOWN
-_BNB_STATE = "__bnb_optimizer_quant_state__"
-_BNB_MOMENT2 = ("state2", "qmap2", "absmax2")
-"""Key of the quantized state of bitsandbytes, and the names of the second moment there."""
-_MASTER = re.compile("master|fp32")
 _BUFFER = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked|inv_freq|mask|\w+_(ids|mask|cached|cache))$")
 _CONSTANT = re.compile(r"(^|_)(freqs?|rope|rotary|sin|cos|anchors?|grid|mean|std|var|stats?|index|pe)($|_)")
 """Common names of buffers at the root of a module."""
@@ -78,8 +79,8 @@ def infer_roles(leaves: Sequence[Leaf], optimizers: Optimizers) -> InferredRoles
             kind = slot.kinds.get(key)
             if kind is not None and not is_master_key(key):
                 kinds.setdefault(_stored_name(leaf), kind)
-            if key in _SLOT_ROLES and leaf.tensor.is_floating_point():
-                roles.setdefault(_stored_name(leaf), _SLOT_ROLES[key])
+            if key in SLOT_ROLES and leaf.tensor.is_floating_point():
+                roles.setdefault(_stored_name(leaf), SLOT_ROLES[key])
     matched: set[int] = set()
     for slots in _slots_to_match(slot_lists):
         match = _best_match(slots, models, matched)
@@ -158,7 +159,7 @@ class OptimizerSlot:
     @property
     def factors(self) -> tuple[Leaf, Leaf] | None:
         """Row and column means that replace a second moment; None if there are none."""
-        for row, column in _FACTORS:
+        for row, column in FACTORS:
             if row in self.leaves and column in self.leaves:
                 pair = self.leaves[row], self.leaves[column]
                 if all(leaf.tensor.dim() for leaf in pair):
@@ -173,7 +174,7 @@ class OptimizerSlot:
             rows = tuple(row.tensor.shape)
             leading = rows[:-1] if row.tensor.dim() == column.tensor.dim() and rows[-1:] == (1,) else rows
             return (*leading, column.tensor.shape[-1])
-        for key in ("exp_avg", "momentum_buffer", "exp_avg_sq", "state1", *self.leaves):
+        for key in (*FIRST_MOMENTS, *SECOND_MOMENTS, *CODES, *self.leaves):
             if key in self.leaves and key != "step":
                 return tuple(self.leaves[key].tensor.shape)
         return None
@@ -193,9 +194,10 @@ def _slots(path: StatePath, state_dict: dict[Any, Any], leaves_by_path: dict[Sta
             values = state_dict["state"].get(key) if isinstance(key, int | str) else None
             slot = OptimizerSlot(name, number, group, values if isinstance(values, dict) else {})
             paths = {slot_key: (*path, "state", key, slot_key) for slot_key in slot.values if isinstance(slot_key, str)}
-            nested = slot.values.get(_BNB_STATE)
+            nested = slot.values.get(QUANTIZED_STATE)
             if isinstance(nested, dict):
-                paths |= {inner: (*path, "state", key, _BNB_STATE, inner) for inner in nested if isinstance(inner, str)}
+                names_within = (name for name in nested if isinstance(name, str))
+                paths |= {name: (*path, "state", key, QUANTIZED_STATE, name) for name in names_within}
             slot.leaves = {key: leaves_by_path[target] for key, target in paths.items() if target in leaves_by_path}
             slots.append(slot)
     return slots
@@ -207,19 +209,13 @@ def _stored_name(leaf: Leaf) -> str:
 
 
 def _optimizer_role(leaf: Leaf) -> Role:
-    """The role of a tensor of an optimizer that is in no slot of `_SLOT_ROLES`."""
+    """The role of a tensor of an optimizer that has no role of `SLOT_ROLES`."""
     return Role.MASTER if _names_master(leaf.path) and _is_weight(leaf) else Role.OTHER
 
 
 def _names_master(path: StatePath) -> bool:
     """Whether a key says that copies in full precision are below it."""
     return any(is_master_key(key) for key in path if isinstance(key, str))
-
-
-@lru_cache(maxsize=1024)
-def is_master_key(key: str) -> bool:
-    """Whether a key is one of weights in full precision beside those that the model has."""
-    return _MASTER.search(key) is not None
 
 
 @lru_cache(maxsize=1024)
@@ -373,8 +369,8 @@ def _group_settings(settings: dict[str, Any]) -> dict[str, Any]:
 def _optimizer_info(slot: OptimizerSlot, settings: dict[str, Any]) -> OptimizerInfo:
     step = _number(slot.values.get("step", slot.settings.get("step")))
     return OptimizerInfo(
-        moment1=_moment(slot, "exp_avg", "momentum_buffer"),
-        moment2=_moment(slot, "exp_avg_sq"),
+        moment1=_moment(slot, *FIRST_MOMENTS),
+        moment2=_moment(slot, *SECOND_MOMENTS),
         step=None if step is None else int(step),
         factors=_factors(slot),
         blocks=_blocks(slot),
@@ -391,15 +387,14 @@ def _factors(slot: OptimizerSlot) -> tuple[str, str] | None:
 
 
 def _squares(slot: OptimizerSlot) -> str | None:
-    known = (key for key in ("exp_avg_sq", "square_avg") if slot.kinds.get(key, _UNKNOWN) is not _UNKNOWN)
+    unknown = MomentKind.UNKNOWN
+    known = (key for key in SQUARE_MEANS if slot.kinds.get(key, unknown) is not unknown)
     return _moment(slot, *known)
 
 
 def _blocks(slot: OptimizerSlot) -> tuple[str, str, str] | None:
-    if _BNB_STATE not in slot.values and _BNB_MOMENT2[0] not in slot.leaves:
-        return None
-    leaves = [slot.leaves[key] for key in _BNB_MOMENT2 if key in slot.leaves and slot.leaves[key].name]
-    if len(leaves) < len(_BNB_MOMENT2) or leaves[0].tensor.dtype != torch.uint8:
+    leaves = [slot.leaves[key] for key in SECOND_MOMENT_BLOCKS if key in slot.leaves and slot.leaves[key].name]
+    if len(leaves) < len(SECOND_MOMENT_BLOCKS) or leaves[0].tensor.dtype != torch.uint8:
         return None
     codes, codebook, maxima = leaves
     return codes.name, codebook.name, maxima.name

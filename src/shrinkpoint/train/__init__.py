@@ -14,9 +14,10 @@ from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.journal import Journal, JournalRestore
 from shrinkpoint.train.loggers import TensorBoardHook
+from shrinkpoint.train.newest_valid import latest_valid
 from shrinkpoint.train.partial_restore import RankShard
 from shrinkpoint.train.recent_batches import RecentBatches
-from shrinkpoint.train.restore import RestoreReport, RestoreResult, latest_valid
+from shrinkpoint.train.restore_result import RestoreReport, RestoreResult
 from shrinkpoint.train.save_decision import (
     AnySavePolicy,
     BestMetricPolicy,

@@ -37,7 +37,7 @@ from shrinkpoint.train import partial_restore, state_dicts
 from shrinkpoint.train.background import BackgroundSaver, OnSave
 from shrinkpoint.train.mirror_uploader import MirrorUploader
 from shrinkpoint.train.planning import make_save_plan
-from shrinkpoint.train.restore import RestoreResult
+from shrinkpoint.train.restore_result import RestoreResult
 from shrinkpoint.train.save_decision import SaveDecisionPolicy, SaveSchedule
 from shrinkpoint.train.state_alignment import NAMES_KEY, AlignedState, align_state, collect_names, iter_leaves
 from shrinkpoint.train.state_dicts import mark_parameters

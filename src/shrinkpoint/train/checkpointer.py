@@ -37,7 +37,7 @@ from shrinkpoint.tensors.info import JSON
 from shrinkpoint.threads import ForkSafeLock
 from shrinkpoint.train.background import BackgroundSaver, OnSave
 from shrinkpoint.train.planning import make_save_plan
-from shrinkpoint.train.restore import RestoreResult
+from shrinkpoint.train.restore_result import RestoreResult
 from shrinkpoint.train.state_dicts import mark_parameters
 
 _log = logging.getLogger("shrinkpoint")

@@ -27,7 +27,7 @@ from shrinkpoint.threads import reset_in_children
 from shrinkpoint.train.journal_segments import ChainPlace, JournalDirectory
 from shrinkpoint.train.journal_state import JournalState
 from shrinkpoint.train.journal_writer import SegmentWriter
-from shrinkpoint.train.restore import RestoreResult
+from shrinkpoint.train.restore_result import RestoreResult
 
 _RECORD_OVERHEAD = 256
 """Bytes that a record has at most besides blobs, their names and the numbers of messages."""

@@ -20,47 +20,12 @@ from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.tensors.compare import same_bits
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import Role
+from shrinkpoint.tensors.optimizers import HYPERPARAMETERS, PARAMETER_SHAPED, TORCH_SLOTS
 from shrinkpoint.tensors.wrappers import match_state_keys
 from shrinkpoint.train.state_alignment import align_state, is_optimizer, iter_leaves, unwrap_optimizer
 
 NO_DTYPES: Mapping[int, torch.dtype] = MappingProxyType({})
 STRICT_HINT = "or pass strict=False"
-_TORCH_SLOTS: Mapping[str, frozenset[str]] = {
-    name: frozenset(slots.split())
-    for name, slots in {
-        "ASGD": "step eta mu ax",
-        "Adadelta": "step square_avg acc_delta",
-        "Adafactor": "step row_var col_var variance",
-        "Adagrad": "step sum",
-        "Adam": "step exp_avg exp_avg_sq max_exp_avg_sq",
-        "AdamW": "step exp_avg exp_avg_sq max_exp_avg_sq",
-        "Adamax": "step exp_avg exp_inf",
-        "Muon": "momentum_buffer",
-        "NAdam": "step exp_avg exp_avg_sq mu_product",
-        "RAdam": "step exp_avg exp_avg_sq",
-        "RMSprop": "step square_avg momentum_buffer grad_avg",
-        "Rprop": "step prev step_size",
-        "SGD": "momentum_buffer",
-        "SparseAdam": "step exp_avg exp_avg_sq",
-    }.items()
-}
-"""The tensors that torch's own optimizers keep for each parameter."""
-_PARAMETER_SHAPED_SLOTS = (
-    "exp_avg",
-    "exp_avg_sq",
-    "max_exp_avg_sq",
-    "momentum_buffer",
-    "exp_inf",
-    "square_avg",
-    "grad_avg",
-    "acc_delta",
-)
-"""Slots that have the shape of their parameter in torch's own optimizers."""
-_HYPERPARAMETERS = frozenset(
-    {"alpha", "beta2_decay", "betas", "d", "dampening", "eps", "etas", "lambd", "lr_decay"}
-    | {"momentum", "momentum_decay", "rho", "step_sizes", "t0"}
-)
-"""Hyperparameters that tell torch's own optimizers apart; no scheduler adds one of these to a group."""
 _STRUCTURE_KEYS = frozenset({"_schedulers", "lr_lambdas"})
 """Keys of schedulers that are composed of other schedulers or of functions."""
 _LEGACY_KEYS = frozenset({"verbose"})
@@ -382,7 +347,7 @@ def _check_optimizer_layout(optimizer: Optimizer, saved: dict[str, Any], where: 
         do = "leave the optimizer out: it starts anew"
         raise MismatchError(where, found="no state in the checkpoint", expected="the state_dict of an optimizer", do=do)
     for index, (parameter, slots) in enumerate(iter_slot_states(optimizer, saved)):
-        for slot in _PARAMETER_SHAPED_SLOTS:
+        for slot in PARAMETER_SHAPED:
             value = slots.get(slot)
             if not isinstance(value, Tensor) or value.shape == parameter.shape:
                 continue
@@ -508,7 +473,7 @@ def _with_saved_dtypes(live: Any, saved: Any, follows: Callable[[Tensor], bool])
 def _allowed_slots(optimizer: Optimizer, saved_slots: set[str]) -> set[str] | frozenset[str]:
     """The slots that an optimizer may have; any, if it is not torch's and has none yet."""
     if _is_torch_optimizer(optimizer):
-        return _TORCH_SLOTS[type(optimizer).__name__]
+        return TORCH_SLOTS[type(optimizer).__name__]
     slots = {str(slot) for state in optimizer.state.values() if isinstance(state, dict) for slot in state}
     return slots if slots - saved_slots else saved_slots
 
@@ -520,7 +485,7 @@ def _missing_hyperparameters(optimizer: Optimizer, saved: Mapping[str, Any]) -> 
     accepted = set(defaults).union(*optimizer.param_groups)
     groups = saved["param_groups"]
     not_saved = {name for group in groups for name in required - group.keys()}
-    return not_saved, {name for group in groups for name in (group.keys() & _HYPERPARAMETERS) - accepted}
+    return not_saved, {name for group in groups for name in (group.keys() & HYPERPARAMETERS) - accepted}
 
 
 def _describe_optimizer(optimizer: Optimizer) -> str:
@@ -531,7 +496,7 @@ def _describe_optimizer(optimizer: Optimizer) -> str:
 
 def _is_torch_optimizer(optimizer: Optimizer) -> bool:
     kind = type(optimizer)
-    return kind.__module__.startswith("torch.optim") and kind.__name__ in _TORCH_SLOTS
+    return kind.__module__.startswith("torch.optim") and kind.__name__ in TORCH_SLOTS
 
 
 def _defaults(optimizer: Optimizer) -> Mapping[str, Any]:

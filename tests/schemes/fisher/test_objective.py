@@ -23,8 +23,9 @@ from shrinkpoint.schemes.fisher.objective import (
     LossBudget,
     StateBits,
 )
+from shrinkpoint.schemes.fisher.rounding import MAX_HYSTERESIS
 from shrinkpoint.schemes.fisher.run_memory import RunMemory
-from shrinkpoint.schemes.fisher.steps import MAX_HYSTERESIS, QuantizedWeights, from_log_step
+from shrinkpoint.schemes.fisher.steps import QuantizedWeights, from_log_step
 from shrinkpoint.storage import MemoryStorage
 
 # a budget that is measured

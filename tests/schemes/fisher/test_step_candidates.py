@@ -15,7 +15,8 @@ from shrinkpoint.codec.lattice import STEPS_PER_OCTAVE
 from shrinkpoint.codec.reference import Reference, RowSample
 from shrinkpoint.quantize.statistics import entropy_bits
 from shrinkpoint.schemes.fisher.curvature import Curvature
-from shrinkpoint.schemes.fisher.steps import MAX_HYSTERESIS, MIN_RETAINED, StepCandidates, from_log_step, to_log_step
+from shrinkpoint.schemes.fisher.rounding import MAX_HYSTERESIS, MIN_RETAINED
+from shrinkpoint.schemes.fisher.steps import StepCandidates, from_log_step, to_log_step
 
 WEIGHTS = {"a": normal(64, 96, scale=0.02), "b": normal(96, 64, seed=1), "bias": normal(96, seed=2)}
 

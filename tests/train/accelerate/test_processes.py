@@ -108,7 +108,6 @@ SHARDS = (
     + """
     import shutil
     from shrinkpoint.schemes import Fisher
-    from shrinkpoint.train.dcp import install, uninstall
 
     def near(a, b):
         a, b = (torch.frombuffer(bytearray(x), dtype=torch.float32) for x in (a, b))
@@ -159,15 +158,11 @@ SHARDS = (
         if rank == 1:
             (places / "checkpoint_5").rmdir()
         dist.barrier()
-        install()
         saved = second.state()
         second.accelerator.save_state()
-        names = ("pytorch_model_fsdp_0", "optimizer_0")
-        kinds = [directories.is_checkpoint(places / "checkpoint_5" / name) for name in names]
         second.epoch()
         resumed = load_state(second.accelerator)
-        uninstall()
-        said["installed"] = [kinds, resumed.directory.name, second.state()[:-1] == saved[:-1]]
+        said["stock"] = [resumed.directory.name, second.state()[:-1] == saved[:-1]]
 
         lossy = AcceleratorCheckpointer(second.accelerator, scheme=Fisher(relative_error=0.1))
         lossy.save_state(metrics={"loss": 1.5})
@@ -241,9 +236,9 @@ def test_shards_go_on_bit_for_bit_when_older_checkpoints_are_gone(of_shards: tup
         assert report["lossy"] == ["fisher", True, 6, {"loss": 1.5}, "checkpoint_6"] and 0 < report["near"] < 0.2
 
 
-def test_what_accelerate_itself_shards_is_ours_once_installed(of_shards: tuple[list[dict], Path]) -> None:
+def test_shards_of_accelerate_itself_are_loaded(of_shards: tuple[list[dict], Path]) -> None:
     reports, _ = of_shards
-    assert [report["installed"] for report in reports] == [[[True, True], "checkpoint_5", True]] * 2
+    assert [report["stock"] for report in reports] == [["checkpoint_5", True]] * 2
 
 
 def test_an_error_on_one_process_with_shards_is_one_on_all(of_shards: tuple[list[dict], Path]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from helpers.processes import ranks
 
 BESIDE = """
@@ -13,7 +12,7 @@ from helpers import multi_rank_training as training
 import torch.distributed as dist, torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from shrinkpoint.store import directory as directories
-from shrinkpoint.train.dcp import Reader, Writer, install, uninstall
+from shrinkpoint.train.dcp import Reader, Writer
 
 def of_rank(rank, width, folder):
     training.start(rank, width, folder)
@@ -24,11 +23,9 @@ def of_rank(rank, width, folder):
         for step in range(3):
             run.train(2)
             want.append(training.digest(run.state()))
-            how = {} if kind.startswith("installed") else {"storage_writer": Writer()}
-            install() if kind.startswith("installed") else None
-            how |= {"process_group": group, "async_checkpointer_type": AsyncCheckpointerType[kind.split()[-1].upper()]}
+            how = {"storage_writer": Writer(), "process_group": group}
+            how["async_checkpointer_type"] = AsyncCheckpointerType[kind.upper()]
             future = dcp.async_save(run.state(), checkpoint_id=f"{folder}/{kind}/step-{step}", **how)
-            uninstall()
             run.train(2)  # while it is written
             future.result()
         other = training.Run(mesh, seed=3)
@@ -62,10 +59,4 @@ def run(kinds: list[str], folder: Path) -> list[dict[str, list[object]]]:
 
 def test_what_a_thread_or_another_process_writes_is_the_state_of_the_call_and_a_delta(tmp_path: Path) -> None:
     expected = {"thread": [True, [0, 1, 2]], "process": [True, [0, 1, 2], 3, True]}
-    assert run([*expected], tmp_path) == [expected] * 2
-
-
-@pytest.mark.nightly
-def test_it_is_so_where_only_a_path_is_given(tmp_path: Path) -> None:
-    expected = {"installed thread": [True, [0, 1, 2]], "installed process": [True, [0, 1, 2], 3, True]}
     assert run([*expected], tmp_path) == [expected] * 2

@@ -1,8 +1,6 @@
-"""Two real processes: FSDP2, which saves through torch.distributed.checkpoint and so `dcp.install()`, and replicas."""
+"""Two real processes: FSDP2, saved by a `Manager` in a callback, and replicas."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 from helpers.processes import ranks
@@ -17,10 +15,10 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from helpers.lightning_runs import Small, every, names, points, trainer
+from helpers.lightning_runs import Small, every, points, trainer
 from torch.distributed.fsdp import fully_shard
 
-from shrinkpoint.train import dcp
+from shrinkpoint.train.dcp import Manager
 from shrinkpoint.train.lightning import ShrinkIO
 
 STORE = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that is free
@@ -40,19 +38,36 @@ class Reseeded(pl.Callback):
         torch.manual_seed(trainer.global_step)
 
 
-def fit(root, epochs, ckpt_path=None, **options):
+class SaveShards(pl.Callback):
+    def __init__(self, root):
+        self.manager, self.sums = Manager(root), []
+
+    def on_train_start(self, trainer, module):
+        objects = {"model": module, "optimizer": trainer.optimizers[0]}
+        self.resumed = self.manager.restore(**objects) is not None
+        self.sums.append(sums(module))
+
+    def on_train_epoch_end(self, trainer, module):
+        self.manager.save(trainer.global_step, model=module, optimizer=trainer.optimizers[0])
+        self.sums.append(sums(module))
+
+
+def sums(model):
+    whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value
+             for name, value in model.state_dict().items()}
+    return {name: value.double().sum().item() for name, value in whole.items()}
+
+
+def fit(root, epochs):
     torch.manual_seed(0)
     model = ShardedSmall(width=64)
     model.sharded = False
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
-    run = trainer(
-        root, epochs=epochs, callbacks=[Reseeded(), every(root, **options)], strategy=strategy, devices=2,
-        use_distributed_sampler=False,
-    )
-    run.fit(model, points(4), ckpt_path=ckpt_path)
-    whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value
-             for name, value in model.state_dict().items()}
-    return {"losses": model.losses, "sums": {name: value.double().sum().item() for name, value in whole.items()}}
+    shards = SaveShards(root / "shards")
+    run = trainer(root, epochs=epochs, callbacks=[Reseeded(), shards], strategy=strategy, devices=2,
+                  use_distributed_sampler=False)
+    run.fit(model, points(4))
+    return [shards.resumed, shards.sums]
 
 
 def replicas(root, epochs, ckpt_path=None):
@@ -74,16 +89,10 @@ def of_rank(rank, width, folder):
         TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0",
     )
     folder = Path(folder)
-    found = {"stock": fit(folder / "stock", 3)}
-    dcp.install()
-    found["ours"] = fit(folder / "ours", 2, save_top_k=1)
-    found["resumed"] = fit(folder / "ours", 3, ckpt_path=folder / "ours/epoch=1.ckpt", save_top_k=1)
-    found["from stock"] = fit(folder / "more", 3, ckpt_path=folder / "stock/epoch=1.ckpt")
-    dcp.uninstall()
+    found = {"shards": [fit(folder / "sharded", 2), fit(folder / "sharded", 1)]}
     found["replicas"] = replicas(folder / "whole", 3)
     replicas(folder / "replicas", 2)
     found["replicas resumed"] = replicas(folder / "replicas", 3, ckpt_path=folder / "replicas/epoch=1.ckpt")
-    found["names"] = names(folder / "ours")
     (folder / f"{rank}.json").write_text(json.dumps(found))
 """
 
@@ -94,26 +103,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple:
     return folder, ranks(PROGRAM, 2, folder)
 
 
-def test_a_sharded_run_goes_on_from_a_delta_as_if_nothing_had_been(found):
+def test_shards_saved_in_a_callback_are_restored(found):
     for report in found[1]:
-        assert report["resumed"]["sums"] == report["stock"]["sums"]
-        assert (
-            report["resumed"]["losses"] == report["stock"]["losses"][8:]
-            and report["ours"]["losses"] == report["stock"]["losses"][:8]
-        )
-
-
-def test_what_lightning_keeps_is_whole_without_what_it_deleted(found):
-    folder, results = found
-    (name,) = [name for name in results[0]["names"] if name != "epoch=1.ckpt"]  # what a run went on from is kept
-    manifest = verify_directory(folder / "ours" / name, deep=True)
-    assert name == "epoch=2.ckpt" and len(manifest.payloads) == 2 and manifest.depth == 2
-    assert not list((folder / "ours" / name).glob("*.distcp")) and json.dumps(manifest.extra)
-
-
-def test_a_sharded_run_of_the_stock_plugin_goes_on(found):
-    for report in found[1]:
-        assert report["from stock"]["sums"] == report["stock"]["sums"]
+        (resumed, saved), (resumed_again, restored) = report["shards"]
+        assert (resumed, resumed_again) == (False, True)
+        assert restored[0] == saved[-1] != saved[0]
 
 
 def test_replicas_go_on_from_what_the_first_of_them_wrote(found):

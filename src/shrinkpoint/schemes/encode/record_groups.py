@@ -11,7 +11,6 @@ from torch import Tensor
 
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
-from shrinkpoint.codec.coder import NUMBER_FORMATS
 from shrinkpoint.codec.decoded_tensors import lattice_source, tensor_layout, tensor_rows
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.pack import is_codable_float, num_numbers, num_taps
@@ -21,7 +20,7 @@ from shrinkpoint.guard import no_gc
 from shrinkpoint.tensors.compare import same_bits
 from shrinkpoint.tensors.dtypes import as_bits, joined_bytes, materialize, tensor_bytes, torch_dtype
 from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.info import OptimizerInfo, Role, TensorInfo
+from shrinkpoint.tensors.info import DTYPES, OptimizerInfo, Role, TensorInfo
 
 MAX_SHARED_NUMEL = 1 << 16
 """Number of values below which a tensor shares a record: its own entropy-coding tables would cost more."""
@@ -435,9 +434,8 @@ def _lattice_groups(
 def _group_taps(info: TensorInfo) -> int:
     if len(info.shape) < 3:
         return 1
-    taps = num_taps(info)
-    is_float = NUMBER_FORMATS[info.dtype].is_float and not info.dtype.startswith("C")
-    return taps if 1 < taps <= MAX_TAPS and is_float else 1
+    taps, dtype = num_taps(info), DTYPES[info.dtype]
+    return taps if 1 < taps <= MAX_TAPS and dtype.kind == "float" and dtype.mantissa else 1
 
 
 def _context_names(infos: list[TensorInfo], quantized: Mapping[str, QuantizedTensor]) -> tuple[str, ...]:

@@ -23,9 +23,9 @@ from torch import Tensor
 from shrinkpoint.codec.lattice import LatticeTensor, as_matrix
 from shrinkpoint.quantize.lattice import ErrorSums, ErrorWeights, quantization_error_sums
 from shrinkpoint.quantize.second_moment import MatrixSums, second_moment_sums
-from shrinkpoint.schemes.fisher import optimizer_moments
+from shrinkpoint.schemes.fisher import moment_statistics
 from shrinkpoint.schemes.fisher.global_weights import GlobalWeights
-from shrinkpoint.schemes.fisher.optimizer_moments import (
+from shrinkpoint.schemes.fisher.moment_statistics import (
     MomentStatistics,
     adafactor_moment,
     bias_factor,
@@ -255,7 +255,7 @@ def estimate_curvatures(
         for name, summary in summaries.items()
         if not summary.is_known or summary.relative_only or not math.isfinite(summary.mean)
     ]
-    remote = optimizer_moments.remote_marginals(weights.tensors, state, weak) if weak else {}
+    remote = moment_statistics.remote_marginals(weights.tensors, state, weak) if weak else {}
     for name, sums in remote.items():
         if math.isfinite(sums.mean):
             summaries[name] = _Summary(sums.mean, True, marginals=sums, is_remote=True)
@@ -300,6 +300,6 @@ def _combine(name: str, local: Curvature, summary: _Summary, weights: GlobalWeig
         return Curvature(first=local.first, first_factor=local.first_factor)
     if summary.is_remote and summary.marginals is not None:
         shard = weights.tensors.local_shards[name]
-        squares = optimizer_moments.rank_one_squares(summary.marginals, shard, weights.local[name].device)
+        squares = moment_statistics.rank_one_squares(summary.marginals, shard, weights.local[name].device)
         return Curvature(squares, local.first, marginals=summary.marginals, first_factor=local.first_factor)
     return replace(local, marginals=summary.marginals)

@@ -25,6 +25,12 @@ from shrinkpoint.schemes.fisher.global_weights import GlobalWeights
 from shrinkpoint.schemes.select import equal_elements
 from shrinkpoint.tensors.dtypes import copy_to_host
 
+MIN_RETAINED = 0.93
+"""The share of the weights' movement since the parent checkpoint that values must follow, with their gains.
+
+At an equal rise of the loss 0.8 with smaller steps takes as many bits, and its worst rises are larger."""
+MAX_HYSTERESIS = 0.6
+"""The largest hysteresis, in steps, of a save without other reasons for less (`RunMemory.max_hysteresis`)."""
 _HYSTERESIS_LEVELS = 64
 _MIN_TOP = 0.51  # of the thresholds that are compared, in steps
 _MAX_GAIN = 2.0

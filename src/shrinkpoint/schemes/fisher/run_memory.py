@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from shrinkpoint.schemes.evaluate import Degradation
-from shrinkpoint.schemes.fisher.steps import MAX_HYSTERESIS, QuantizedWeights
+from shrinkpoint.schemes.fisher.rounding import MAX_HYSTERESIS
+from shrinkpoint.schemes.fisher.steps import QuantizedWeights
 from shrinkpoint.tensors.info import JSON
 
 UNKNOWN_ERROR = 1.0

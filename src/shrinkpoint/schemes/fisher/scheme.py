@@ -34,7 +34,8 @@ from shrinkpoint.schemes.fisher.curvature import Curvature, SquaredGradientSourc
 from shrinkpoint.schemes.fisher.feedback import FeedbackFactors, find_layers, layer_curvatures
 from shrinkpoint.schemes.fisher.global_weights import GlobalWeights, total_entropy_bits
 from shrinkpoint.schemes.fisher.measure import measure_with
-from shrinkpoint.schemes.fisher.moments import MIN_LATTICE_NUMEL, MomentPrecision, moments_to_lattices
+from shrinkpoint.schemes.fisher.moment_lattices import MIN_LATTICE_NUMEL, MomentPrecision, moments_to_lattices
+from shrinkpoint.schemes.fisher.moment_statistics import MomentStatistics
 from shrinkpoint.schemes.fisher.objective import (
     MAX_TRIALS,
     LossBudget,
@@ -44,12 +45,12 @@ from shrinkpoint.schemes.fisher.objective import (
     StepChoice,
     make_objective,
 )
-from shrinkpoint.schemes.fisher.optimizer_moments import MomentStatistics
 from shrinkpoint.schemes.fisher.probe import MeasureLossIncrease, curvatures_from_probe, probe
+from shrinkpoint.schemes.fisher.rounding import MAX_HYSTERESIS
 from shrinkpoint.schemes.fisher.run_memory import UNKNOWN_ERROR, HeldRatios, RunMemory
 from shrinkpoint.schemes.fisher.selection import select_weights
-from shrinkpoint.schemes.fisher.steps import MAX_HYSTERESIS, StepCandidates, from_log_step, reference_curvature
-from shrinkpoint.schemes.optimizer_state import Mode
+from shrinkpoint.schemes.fisher.steps import StepCandidates, from_log_step, reference_curvature
+from shrinkpoint.schemes.optimizer_modes import Mode
 from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.schemes.select import TensorSelection, unchanged_tensors
 from shrinkpoint.sharding.global_tensors import GlobalTensors

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.schemes.evaluate import TrialEvaluator
-from shrinkpoint.schemes.fisher.moments import MIN_LATTICE_NUMEL
+from shrinkpoint.schemes.fisher.moment_lattices import MIN_LATTICE_NUMEL
 from shrinkpoint.schemes.select import TensorSelection, select_tensors, unchanged_tensors
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.moment_kinds import MomentKind
+from shrinkpoint.tensors.optimizers import MomentKind
 
 
 def select_weights(

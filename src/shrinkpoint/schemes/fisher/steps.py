@@ -23,6 +23,7 @@ from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, Reference, RowSample
 from shrinkpoint.quantize.error_feedback import quantize_with_feedback
 from shrinkpoint.quantize.layer_types import EMBEDDING, HEAD, layer_type_from_name
 from shrinkpoint.quantize.map_tensors import map_tensors
+from shrinkpoint.schemes.fisher import rounding
 from shrinkpoint.schemes.fisher.curvature import Curvature
 from shrinkpoint.schemes.fisher.feedback import FeedbackFactors
 from shrinkpoint.schemes.fisher.global_weights import GlobalWeights, total_entropy_bits
@@ -30,7 +31,6 @@ from shrinkpoint.schemes.fisher.rounding import (
     Hysteresis,
     PreviousPoints,
     choose_stochastic_rounding,
-    fit_hysteresis,
     points_in_range,
     quantize_weight,
 )
@@ -153,11 +153,6 @@ def rescale(lattice: Lattice, log_step: int, max_step: float = math.inf) -> Latt
     return replace(lattice, rows=rows)
 
 
-MIN_RETAINED = 0.93
-"""The share of the weights' movement since the parent checkpoint that values must follow, with their gains. At an equal
-rise of the loss .8 with smaller steps takes as many bits, and its worst rises are larger."""
-MAX_HYSTERESIS = 0.6
-"""The largest hysteresis, in steps."""
 MAX_STEP_EXCESS = STEPS_PER_OCTAVE
 """By how many eighths of an octave inherited steps may exceed those that a weight would get now. They exceed them more
 if it has shrunk since, or was saved while it was far too large; then they would round it away."""
@@ -301,15 +296,15 @@ class StepCandidates:
 
         Args:
             with_curvature: compute the curvature term; on all ranks or on none.
-            max_hysteresis: in steps, at least 1/2, which is rounding to the nearest; never more than `MAX_HYSTERESIS`.
+            max_hysteresis: in steps, from 1/2 (rounding to the nearest) to `rounding.MAX_HYSTERESIS`.
         """
         tensors = self._global.tensors
         lattices = {name: self._lattice_at(name, log_step) for name in self.unit_lattices}
         previous_points = {name: self._previous_points(name, lattice) for name, lattice in lattices.items()}
         comparable = {name: previous for name, previous in previous_points.items() if previous is not None}
         lattices |= {name: previous.points.lattice for name, previous in comparable.items()}  # equal, with their forms
-        largest = min(max_hysteresis, MAX_HYSTERESIS)
-        hysteresis = fit_hysteresis(self._global, lattices, comparable, MIN_RETAINED, largest)
+        largest = min(max_hysteresis, rounding.MAX_HYSTERESIS)
+        hysteresis = rounding.fit_hysteresis(self._global, lattices, comparable, rounding.MIN_RETAINED, largest)
         results = map_tensors(
             lambda name, threads: self._quantize_weight(
                 name, lattices[name], previous_points[name], hysteresis, threads, with_curvature=with_curvature

@@ -18,7 +18,7 @@ from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.quantize import codebook
 from shrinkpoint.quantize.layer_types import EMBEDDING
 from shrinkpoint.quantize.statistics import LogHistogram
-from shrinkpoint.schemes import optimizer_state
+from shrinkpoint.schemes import optimizer_modes
 from shrinkpoint.schemes.base import check_recorder
 from shrinkpoint.schemes.evaluate import Evaluate, TrialEvaluator
 from shrinkpoint.schemes.inshrinkerator.partition import (
@@ -91,7 +91,7 @@ class Inshrinkerator(SearchScheme):
         evaluate: Evaluate | None = None,
         higher_is_better: bool = False,
         config: Mapping[str, Any] | None = None,
-        optimizer: optimizer_state.Mode = "exact",
+        optimizer: optimizer_modes.Mode = "exact",
         fallback: Fallback = "lossless",
         coarser: bool = False,
         group: Any = None,

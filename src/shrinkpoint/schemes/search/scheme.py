@@ -19,7 +19,7 @@ from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.progress import Task
-from shrinkpoint.schemes import optimizer_state
+from shrinkpoint.schemes import optimizer_modes
 from shrinkpoint.schemes.base import QuantizedState, SpecMixin, check_seed, finite_or_text
 from shrinkpoint.schemes.calibration import (
     Calibration,
@@ -86,7 +86,7 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
         evaluate: Evaluate | None = None,
         higher_is_better: bool = False,
         config: Mapping[str, Any] | None = None,
-        optimizer: optimizer_state.Mode = "exact",
+        optimizer: optimizer_modes.Mode = "exact",
         fallback: Fallback = "lossless",
         coarser: bool = False,
         group: Any = None,
@@ -97,7 +97,7 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
         self._higher_is_better = validate.check_bool("higher_is_better", higher_is_better)
         self._threshold = validate.check_fraction("threshold", threshold, allow_zero=True)
         self._fixed_point = None if config is None else self.space.point_from_config(config)
-        self._optimizer = optimizer_state.check_mode(optimizer)
+        self._optimizer = optimizer_modes.check_mode(optimizer)
         self._fallback: Fallback = validate.check_choice("fallback", fallback, get_args(Fallback))
         if isinstance(group, str | int | float | type):
             do = "pass what torch.distributed.new_group returned"
@@ -265,11 +265,11 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
         }
         _log.debug("%s decides: %s", self.id, record)
         selection.warn_nonfinite()
-        optimizer: optimizer_state.Mode = "exact" if choice.lossless else self._optimizer
+        optimizer: optimizer_modes.Mode = "exact" if choice.lossless else self._optimizer
         quantized: dict[str, QuantizedTensor] = {**unchanged}
         quantized |= {name: tensor.cpu() for name, tensor in choice.quantized.items()}
         if optimizer == "lossy" and global_tensors is not None:  # levels are of all ranks: now, while these take part
-            quantized |= optimizer_state.quantize_moments(state, stats)
+            quantized |= optimizer_modes.quantize_moments(state, stats)
             optimizer = "exact"
         # a single rank cannot tell why a shard stays exact
         min_size = (MIN_WEIGHT_NUMEL, 2) if tensors.is_complete else None

@@ -10,7 +10,7 @@ try:
         save_state,
         wait,
     )
-    from shrinkpoint.train.restore import RestoreResult
+    from shrinkpoint.train.restore_result import RestoreResult
 except ModuleNotFoundError as error:
     raise missing_extra(error, "accelerate") from None
 

@@ -40,8 +40,9 @@ from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
 from shrinkpoint.train.default_evaluation import add_evaluation
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.loss_terms import note_terms
+from shrinkpoint.train.newest_valid import NoCheckpointError
 from shrinkpoint.train.recent_batches import LossOfBatch
-from shrinkpoint.train.restore import NoCheckpointError, RestoreReport, RestoreResult
+from shrinkpoint.train.restore_result import RestoreReport, RestoreResult
 from shrinkpoint.train.state_alignment import AlignedState
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from shrinkpoint.storage import AnyDirectory, ObjectUrl, is_object_url, local_pa
 from shrinkpoint.store import Keep
 from shrinkpoint.store.directory import is_checkpoint, newest_first
 from shrinkpoint.train.checkpointer import wait_for_writes
-from shrinkpoint.train.restore import NoCheckpointError, numbered_dirs
+from shrinkpoint.train.newest_valid import NoCheckpointError, numbered_dirs
 
 _NUMBERED_DIR = re.compile(r"checkpoint_(\d{1,18})")
 _NUMBERING = "ProjectConfiguration(automatic_checkpoint_naming=True)"

@@ -10,8 +10,7 @@ dcp.load(state, storage_reader=Reader(f"runs/gpt/step-{step}"))
 from shrinkpoint.train.dcp.chain_registry import reset_chains
 from shrinkpoint.train.dcp.directory import latest_valid
 from shrinkpoint.train.dcp.manager import Manager
-from shrinkpoint.train.dcp.patch import install, uninstall
 from shrinkpoint.train.dcp.reader import Reader, load
 from shrinkpoint.train.dcp.writer import Writer
 
-__all__ = ["Manager", "Reader", "Writer", "install", "latest_valid", "load", "reset_chains", "uninstall"]
+__all__ = ["Manager", "Reader", "Writer", "latest_valid", "load", "reset_chains"]

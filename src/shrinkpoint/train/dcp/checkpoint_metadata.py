@@ -70,7 +70,7 @@ class EntryMetadata:
     Attributes:
         fqn: its fully qualified name.
         path: keys and indices in the nested state dict; None if the state dict was not nested.
-        dtype: a key of `ITEMSIZE`; "" if the entry is not a tensor.
+        dtype: a key of `DTYPES`; "" if the entry is not a tensor.
         size: shape of the global tensor.
         chunks: its chunks; if the entry is not a tensor, one that names its payload.
     """

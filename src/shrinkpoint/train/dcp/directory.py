@@ -28,7 +28,7 @@ from shrinkpoint.storage import (
 from shrinkpoint.storage.object_url import parse_object_url
 from shrinkpoint.store.directory import MANIFEST, find_place, is_checkpoint
 from shrinkpoint.store.history import Place, oldest_first
-from shrinkpoint.train import restore
+from shrinkpoint.train import newest_valid
 
 
 class CheckpointDirectory:
@@ -86,14 +86,9 @@ class CheckpointDirectory:
         return self._path
 
 
-def is_path(value: Any) -> bool:
-    """Whether a value is a path, and no URL."""
-    return isinstance(value, str | os.PathLike) and not is_url(value) and bool(os.fspath(value))
-
-
 def is_place(value: Any) -> bool:
     """Whether a value is a path, or a URL of object storage."""
-    if is_path(value):
+    if isinstance(value, str | os.PathLike) and not is_url(value) and os.fspath(value):
         return True
     with suppress(PolicyError):
         return isinstance(value, ObjectUrl) or (is_object_url(value) and bool(parse_object_url(value)))
@@ -130,7 +125,7 @@ def latest_valid(
     places: dict[str, Place] = {name: place for rank in gathered for name, place in rank.items()}
     newest_first = oldest_first(rising, places.__getitem__)[::-1]
     candidates, share = [path / name for name in newest_first], partial(file_share, collectives=collectives)
-    return restore.latest_valid(candidates, deep=deep, gather=collectives.all_gather, share=share)[0]
+    return newest_valid.latest_valid(candidates, deep=deep, gather=collectives.all_gather, share=share)[0]
 
 
 def file_share(directory: Path | ObjectUrl, collectives: Collectives) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from shrinkpoint.train.dcp.checkpoint_metadata import EntryMetadata
 from shrinkpoint.train.dcp.directory import latest_valid
 from shrinkpoint.train.dcp.reader import Reader, open_checkpoint, unflatten
 from shrinkpoint.train.dcp.writer import Writer
-from shrinkpoint.train.restore import RestoreResult
+from shrinkpoint.train.restore_result import RestoreResult
 from shrinkpoint.train.state_alignment import NAMES_KEY, align_state, iter_leaves, label_of
 from shrinkpoint.train.state_dicts import check_state_dicts, check_tensor_fits, collect_state_dicts, load_state_dicts
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from shrinkpoint.errors import PolicyError, ShrinkpointError
 from shrinkpoint.store.directory import is_checkpoint, newest_first, read_directory_manifest
 from shrinkpoint.tensors.wrappers import match_state_keys
-from shrinkpoint.train import restore
+from shrinkpoint.train import newest_valid
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.lightning.io import (
     is_own_directory,
@@ -120,7 +120,7 @@ def latest_valid(directory: _PATH) -> Path | None:
     for path in sorted(candidates.values(), key=_creation_time):
         runs.setdefault(path.parent, []).append(path)
     by_age = sorted(map(newest_first, runs.values()), key=lambda paths: _creation_time(paths[0]), reverse=True)
-    return restore.latest_valid(chain.from_iterable(by_age))[0]
+    return newest_valid.latest_valid(chain.from_iterable(by_age))[0]
 
 
 def _is_candidate(path: Path, root: Path) -> bool:

@@ -24,8 +24,8 @@ from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.train.background import OnSave, check_on_save
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.gradients import GradientRecorder
+from shrinkpoint.train.newest_valid import NoCheckpointError
 from shrinkpoint.train.planning import require_single_process
-from shrinkpoint.train.restore import NoCheckpointError
 from shrinkpoint.train.state_alignment import NAMES_KEY, collect_names
 from shrinkpoint.train.state_dicts import check_storable, load_aligned
 from shrinkpoint.train.transformers import checkpoint_dirs
@@ -270,7 +270,11 @@ def _check_arguments(args: Any, state: Any) -> None:
     for name, is_unsupported, advice in (
         ("enable_jit_checkpoint", args.enable_jit_checkpoint, "use ShrinkTrainer: callbacks are not called for those"),
         ("hyperparameter_search", state.is_hyper_param_search, "use ShrinkTrainer: each trial has its own directory"),
-        ("fsdp or deepspeed", bool(args.fsdp or args.deepspeed), "use shrinkpoint.train.dcp.install"),
+        (
+            "fsdp or deepspeed",
+            bool(args.fsdp or args.deepspeed),
+            "save shards with shrinkpoint.train.dcp.Manager",
+        ),
     ):
         if is_unsupported:
             found = "a setting that ShrinkCallback does not support"

@@ -26,9 +26,9 @@ from shrinkpoint.storage.zip_records import check_zip_records
 from shrinkpoint.store import Keep
 from shrinkpoint.store.directory import is_checkpoint, newest_first, verify_directory
 from shrinkpoint.tensors.info import JSON
-from shrinkpoint.train import restore
+from shrinkpoint.train import newest_valid
 from shrinkpoint.train.checkpointer import wait_for_writes
-from shrinkpoint.train.restore import NoCheckpointError, numbered_dirs
+from shrinkpoint.train.newest_valid import NoCheckpointError, numbered_dirs
 
 STATE_FILE = "trainer_state.json"
 SENTINEL = "checkpoint-is-incomplete.txt"
@@ -101,7 +101,7 @@ def _search_latest(output_dir: str | Path, *, deep: bool, optimizer: bool) -> tu
     paths = [path for _, path in numbered_dirs(local_path(output_dir, "output_dir"), _STEP_DIR)]
     for path in paths:
         wait_for_writes(path)
-    directory, skipped = restore.latest_valid(
+    directory, skipped = newest_valid.latest_valid(
         newest_first(paths),
         check=lambda path: validate_checkpoint(path, deep=deep, optimizer=optimizer),
     )

@@ -83,7 +83,7 @@ class ShrinkTrainer(Trainer):
     What a trainer behind this one in the method resolution order saves or loads by methods of its own, that is saved
     and loaded by these, as `SentenceTransformerTrainer` does with the model; the payload holds the rest.
 
-    Not changed: DeepSpeed, FSDP (`shrinkpoint.train.dcp.install` compresses its checkpoints), XLA, SageMaker, and the
+    Not changed: DeepSpeed, FSDP, XLA, SageMaker, and the
     weights of PEFT models, which are adapters.
 
     Args:
@@ -465,9 +465,9 @@ def _check_settings(trainer: ShrinkTrainer) -> None:
     args = trainer.args
     if not trainer._has_full_state:
         if not trainer.shrink.is_default:
-            expected, do = "the whole state in one process", "use shrinkpoint.train.dcp.install"
+            expected, do = "the whole state in one process", "save shards with shrinkpoint.train.dcp.Manager"
             raise PolicyError("ShrinkConfig", found="sharded training", expected=expected, do=do)
-        _log.warning("sharded training: checkpoints are those of the stock Trainer (or of dcp.install)")
+        _log.warning("sharded training: checkpoints are those of the stock Trainer")
         return
     if own := [part for part in _METHODS if trainer._is_own(part)]:
         text = (

@@ -1,17 +1,27 @@
-"""Requests to an object storage, and the errors of this library for what it answers."""
+"""Requests to an object storage: clients, retries, and the errors of this library for what the service answers."""
 
 from __future__ import annotations
 
 import os
 import re
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from shrinkpoint.errors import NotFoundError, ShrinkpointError, StorageError
+from shrinkpoint.errors import NotFoundError, PolicyError, ShrinkpointError, StorageError, missing_extra
+from shrinkpoint.storage.object_url import ObjectUrl
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
 
 T = TypeVar("T")
-_PAUSES = (0.1, 0.4, 1.6)  # seconds before a request is sent again whose answer broke off
+# Two layers retry: obstore itself, with its own back-off, and `send_request` where obstore gives up.
+REQUEST_SECONDS = 180.0
+"""Longest time in seconds of one request with all of obstore's retries."""
+_MAX_RETRIES = 10  # by obstore
+_PAUSES = (0.1, 0.4, 1.6)  # seconds before `send_request` sends a request again whose answer broke off
+_VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 _sender = 0  # the process in which obstore's threads run
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,80})</Code>")
 _STATUS = re.compile(r"status code: ([0-9]{3}[A-Za-z ]{0,40})")
@@ -23,6 +33,41 @@ _DO = "the service or the way to it failed: save or load again; committed checkp
 
 class ObjectConflictError(StorageError):
     """A condition of a write does not hold: the object is another than it was, or is there already."""
+
+
+def connect(url: ObjectUrl, options: Mapping[str, Any], *, seconds: float, retries: bool = True) -> ObjectStore:
+    """Makes a client of obstore for a place in a bucket.
+
+    Args:
+        options: further arguments of `obstore.store.from_url`, such as `config` and `credential_provider`.
+        seconds: after which a request ends, with all its retries.
+        retries: False: obstore sends no request twice.
+
+    Raises:
+        MissingExtraError: obstore is not installed.
+        PolicyError: the options, or what the environment says, do not make a client.
+    """
+    try:
+        from obstore.store import from_url
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, "cloud") from error
+    limit = timedelta(seconds=seconds)
+    # Given here, options of the client are not taken from the environment any more.
+    is_plain = os.environ.get(f"{_VARIABLES[url.scheme]}ALLOW_HTTP", "").lower() in ("true", "1")
+    client = {"connect_timeout": min(limit, timedelta(seconds=10)), "timeout": limit, "allow_http": is_plain}
+    retry = {"max_retries": _MAX_RETRIES, "retry_timeout": limit}
+    if not retries:
+        options = {**options, "retry_config": {**retry, "max_retries": 0}}
+    options = {**options, "client_options": {**client, **options.get("client_options", {})}}
+    try:
+        return from_url(str(url), **{"retry_config": retry, **options})
+    except BaseException as error:  # a panic in obstore is no `Exception`
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        # Their texts may hold what was configured, keys too.
+        found = f"settings of which obstore makes no client ({type(error).__name__})"
+        do = f"look at the options, and at the environment variables that begin with {_VARIABLES[url.scheme]}"
+        raise PolicyError(str(url), found=found, expected="settings of this service", do=do) from None
 
 
 def send_request(where: str, operation: str, call: Callable[[], T]) -> T:

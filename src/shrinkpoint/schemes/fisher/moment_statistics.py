@@ -19,6 +19,7 @@ from shrinkpoint.sharding.global_tensors import GlobalTensors, Marginals, Tensor
 from shrinkpoint.tensors.dtypes import as_native_float
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import Role
+from shrinkpoint.tensors.optimizers import SECOND_MOMENTS
 
 
 class MomentStatistics:
@@ -115,9 +116,6 @@ def bias_factor(beta: float | None, step: int | None) -> float:
     return 1.0 if weight > 1 - 1e-6 else 1 / weight
 
 
-_SECOND_MOMENT_SLOT = "exp_avg_sq"
-
-
 def remote_owners(global_tensors: GlobalTensors, weights: Collection[str]) -> dict[str, str]:
     """Global names of second moments, and of the weights of the same shape that they are named after.
 
@@ -127,7 +125,7 @@ def remote_owners(global_tensors: GlobalTensors, weights: Collection[str]) -> di
     owners = {}
     for moment, shape in global_tensors.shapes.items():
         *parts, slot = _name_parts(moment)
-        if global_tensors.roles[moment] is Role.MOMENT2 and slot == _SECOND_MOMENT_SLOT:
+        if global_tensors.roles[moment] is Role.MOMENT2 and slot in SECOND_MOMENTS:
             matches = [
                 weight
                 for weight in weights

@@ -9,7 +9,7 @@ from helpers.strategies import difference, same
 
 import shrinkpoint as sp
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.schemes.optimizer_state import quantize_moments, zeroed_moments
+from shrinkpoint.schemes.optimizer_modes import quantize_moments, zeroed_moments
 from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.store import SaveReport
 from shrinkpoint.tensors.flat_state import flatten

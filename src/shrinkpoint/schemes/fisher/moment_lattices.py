@@ -35,10 +35,10 @@ from shrinkpoint.quantize.second_moment import (
     relative_squares,
     square_sums,
 )
-from shrinkpoint.schemes.fisher.optimizer_moments import MomentStatistics
+from shrinkpoint.schemes.fisher.moment_statistics import MomentStatistics
 from shrinkpoint.sharding.global_tensors import GlobalTensors, Marginals
 from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.moment_kinds import MomentKind
+from shrinkpoint.tensors.optimizers import MomentKind
 
 MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 MIN_LATTICE_NUMEL = 16

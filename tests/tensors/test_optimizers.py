@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from shrinkpoint.tensors.flat_state import FlatState, flatten
-from shrinkpoint.tensors.moment_kinds import MomentKind, moment_kinds
+from shrinkpoint.tensors.optimizers import MomentKind, moment_kinds
 from shrinkpoint.train.dcp.save_plan import collect_plan_items
 
 MEAN, SQUARES, SUM = MomentKind.GRADIENT_MEAN, MomentKind.SQUARE_MEAN, MomentKind.ACCUMULATOR

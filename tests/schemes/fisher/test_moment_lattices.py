@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import shrinkpoint as sp
 from shrinkpoint.codec.lattice import Lattice, LatticeTensor, as_matrix
 from shrinkpoint.quantize.second_moment import quantize_second_moment, relative_squares, second_moment_sums
-from shrinkpoint.schemes.fisher.moments import (
+from shrinkpoint.schemes.fisher.moment_lattices import (
     MIN_LATTICE_NUMEL,
     MomentPrecision,
     first_row_exponents,
@@ -30,7 +30,7 @@ from shrinkpoint.schemes.fisher.moments import (
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flat_state import flatten, unflatten
 from shrinkpoint.tensors.info import Role
-from shrinkpoint.tensors.moment_kinds import MomentKind
+from shrinkpoint.tensors.optimizers import MomentKind
 
 STEPS = MomentPrecision()
 MOMENTUM_STEP = STEPS.momentum_steps[MomentKind.MOMENTUM]
