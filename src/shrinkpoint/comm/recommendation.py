@@ -186,7 +186,7 @@ class _Bucket:
 
     def gradients(self) -> list[Tensor]:
         sizes = [parameter.numel() for parameter in self._parameters]
-        return [x.view(p.shape) for x, p in zip(self.values.split(sizes), self._parameters, strict=True)]
+        return [x.view(p.shape) for x, p in zip(torch.split(self.values, sizes), self._parameters, strict=True)]
 
     def index(self) -> int:
         return self._index
