@@ -22,6 +22,7 @@ import wire_task
 import workloads
 from lossless_report import table
 from lossless_speed import machine
+from shrinkpoint_lab.forecast.bit_allocation import allocate_bits
 from torch import nn
 
 from shrinkpoint import comm
@@ -81,7 +82,7 @@ def main() -> None:
     drawn = task.build(1).stream.draw()
     base, rows = task.test(model), []
     for ratio, spec in ASKED.items():
-        found = comm.allocate_bits(
+        found = allocate_bits(
             model, list(task.after), lambda one: float(task.loss(one, drawn)), ratio=ratio, candidates=CANDIDATES
         )
         ways = {

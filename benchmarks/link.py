@@ -23,9 +23,8 @@ import link_net
 import link_speed
 import link_tables
 import torch
-
-from shrinkpoint.comm.message_cost import measure_cost
-from shrinkpoint.comm.step_model import CandidateCost, MessageCost, Schedule, Workload
+from shrinkpoint_lab.forecast.message_cost import measure_cost
+from shrinkpoint_lab.forecast.step_model import CandidateCost, MessageCost, Schedule, Workload
 
 RATES = (0, 10000, 1000, 100)
 """Mbit/s; 0 is without a limit, and goes first: its uncompressed step is what predictions start from."""

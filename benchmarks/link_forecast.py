@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 from link_tables import PAYLOAD
-
-from shrinkpoint.comm.average_cost import TORCH_BF16_HOOK
-from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL
-from shrinkpoint.comm.message_cost import measure_cost
-from shrinkpoint.comm.recommendation import (
+from shrinkpoint_lab.forecast.average_cost import TORCH_BF16_HOOK
+from shrinkpoint_lab.forecast.message_cost import measure_cost
+from shrinkpoint_lab.forecast.recommendation import (
     DDP_CANDIDATES,
     DEFAULT_CANDIDATES,
     NO_COMPRESSION,
     measure_ddp,
     rank_candidates,
 )
-from shrinkpoint.comm.step_model import CandidateCost, MessageCost, Workload
+from shrinkpoint_lab.forecast.step_model import CandidateCost, MessageCost, Workload
+
+from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL
 
 FREE = "0:0"
 """The link without a limit, whose uncompressed step predictions start from."""

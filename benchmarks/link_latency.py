@@ -9,8 +9,8 @@ Real gloo processes in network namespaces (link_net.py, which takes root). Repli
 backward pass takes about as long as a message; a step without any communication is timed as well. With `--per-node 2`
 two ranks share a host, between which nothing is limited, and the link is that between hosts. Pipelines train link.py's
 GPT. Cases take turns in every round, and the figures are medians over all steps. Beside them stands what the
-model behind `recommend` predicts (link_forecast.py). Results go to results/link_latency.json; links that are not
-measured again stay.
+model of shrinkpoint_lab.forecast predicts (link_forecast.py). Results go to results/link_latency.json; links that are
+not measured again stay.
 """
 
 from __future__ import annotations

@@ -318,25 +318,9 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
         lambda **wrong: comm.compress_pipeline([], **wrong),
         {**SIZES, "timeout": NO_NUMBER},
     ),
-    "comm.allocate_bits": (
-        lambda **wrong: comm.allocate_bits(**{"model": MODEL, "after": ["0"], "evaluate": len, **wrong}),
-        {"model": [None, 3], "evaluate": NO_FUNCTION, "ratio": [1, 0.5, *NO_NUMBER], "higher_is_better": NO_FLAG},
-    ),
     "comm.recommend": (
-        lambda **wrong: comm.recommend(**{"shape": (4,), "mbps": 100.0, **wrong}),
-        {
-            "mbps": [0, *NO_NUMBER],
-            "parallelism": NO_CHOICE,
-            "world_size": [1, *NO_COUNT],
-            "micro_batches": NO_COUNT,
-            "overlap": NO_FLAG,
-            "schedule": NO_CHOICE,
-            "duplex": NO_FLAG,
-            "max_error": ["x", -1.0],
-            "repeats": NO_COUNT,
-            "candidates": ["q4", 3],
-            "dtype": ["int8", 3],
-        },
+        lambda **wrong: comm.recommend(**{"model": MODEL, **wrong}),
+        {"model": [None, 3], "candidates": ["q4", 3], "max_error": ["x", -1.0], "seconds": [0, *NO_NUMBER]},
     ),
 }
 

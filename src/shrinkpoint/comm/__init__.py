@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shrinkpoint.comm.accordion import Accordion as Accordion
     from shrinkpoint.comm.aqsgd import AQSGD as AQSGD
-    from shrinkpoint.comm.bit_allocation import BitAllocation as BitAllocation
-    from shrinkpoint.comm.bit_allocation import allocate_bits as allocate_bits
     from shrinkpoint.comm.compressors.base import Cast as Cast
     from shrinkpoint.comm.compressors.base import Compressor as Compressor
     from shrinkpoint.comm.compressors.base import CompressorContext as CompressorContext
@@ -55,7 +53,6 @@ if TYPE_CHECKING:
 _NAMES = {
     "accordion": "Accordion",
     "aqsgd": "AQSGD",
-    "bit_allocation": "allocate_bits BitAllocation",
     "compressors.base": "Cast Compressor CompressorContext Identity",
     "compressors.hadamard": "Hadamard",
     "compressors.quantizers": "BlockFloat NormalFloat Uniform",

@@ -156,7 +156,7 @@ class DDPCompression(RecordHolder[AverageRecord]):
         self._all_reduce = CompressedAllReduce(plain_compressor, average_compressor, name="ddp")
         self._exact_all_reduce = CompressedAllReduce(None, name="ddp", link_stats=self._all_reduce.link_stats)
         self.link_stats: dict[str, LinkStats] = self._all_reduce.link_stats
-        parameters = _reduced_parameters(model)
+        parameters = reduced_parameters(model)
         self._node_all_reduce: CompressedAllReduce | None = None
         if ranks_per_node > 1:
             self._node_all_reduce = CompressedAllReduce(None, name="ddp node")
@@ -268,7 +268,7 @@ class DDPCompression(RecordHolder[AverageRecord]):
         if compressor is not None:
             found, advice = f"shard_compressor={compressor}", "leave it out: DDP keeps what it has sent"
             raise PolicyError("journal", found=found, expected="None", do=advice)
-        parameters = [parameter for _, parameter in _reduced_parameters(self.model)]
+        parameters = [parameter for _, parameter in reduced_parameters(self.model)]
         hops = self._all_reduce.all_gather, self._exact_all_reduce.all_gather
         self._record = AverageRecord(self._layout, parameters, self._group, *hops)
         return self._record
@@ -422,7 +422,7 @@ def _split_low_rank(compressor: CompressorLike | LowRank) -> tuple[CompressorLik
     return (parsed.compressor, parsed) if isinstance(parsed, LowRank) else (parsed, None)
 
 
-def _reduced_parameters(model: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:
+def reduced_parameters(model: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:
     """The parameters whose gradients DDP averages, with their names."""
     named_parameters = model.module.named_parameters()
     return [(name, p) for name, p in named_parameters if p.requires_grad and name not in model.parameters_to_ignore]

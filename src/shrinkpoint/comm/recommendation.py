@@ -1,53 +1,55 @@
-"""Recommendation of a compressor: costs of messages, measured on this machine, and a model of a step on a link."""
+"""Recommends a compressor for the gradients of replicas: measures each candidate on the process group of the model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias, cast
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TypeAlias
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from shrinkpoint import validate
-from shrinkpoint.comm.average_cost import TORCH_BF16_HOOK, measure_average, measure_torch_hook, send_window
-from shrinkpoint.comm.compressors.layout import DTYPE_BY_NAME
+from shrinkpoint.comm.compressors.base import Compressor
+from shrinkpoint.comm.ddp import DDPCompression, reduced_parameters
+from shrinkpoint.comm.error_feedback import ErrorFeedback
 from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL
 from shrinkpoint.comm.low_rank import LowRank
-from shrinkpoint.comm.message_cost import CandidateLike, measure_candidate
-from shrinkpoint.comm.spec import parse
-from shrinkpoint.comm.step_model import CandidateCost, Parallelism, Schedule, Workload
+from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT
 from shrinkpoint.errors import PolicyError
 
 NO_COMPRESSION = "off"
+TORCH_BF16_HOOK = "torch bf16 hook"
+"""torch's own all-reduce of gradients in bfloat16 (`bf16_compress_hook`)."""
 MIN_GAIN = 0.05
-"""The relative gain from which a candidate is preferred: measured errors of the model were of this size."""
+"""A less accurate candidate is preferred only if it is faster by this share, by which measurements differ, too."""
+_MIN_ROUNDS = 3
+
+Candidate: TypeAlias = Compressor | ErrorFeedback | LowRank | str
+DEFAULT_CANDIDATES: tuple[Candidate, ...] = (TORCH_BF16_HOOK, "bf16", "q8:64", "q4:64")
+"""The most accurate first. None of them changed what models learned in our measurements."""
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """The predicted step of one candidate.
+class Measurement:
+    """The average of all gradients with one candidate.
 
     Attributes:
-        name: the spec of the candidate.
-        nbytes: bytes of a step; in a pipeline over one boundary, in ddp from each rank.
-        ratio: bytes without compression over `nbytes`.
-        error: the larger relative error of both directions.
-        codec: seconds of a step spent on encoding and decoding.
-        seconds: of a step.
-        gain: seconds without compression over `seconds`.
-        break_even: rate in Mbit/s below which it pays without overlap.
+        name: spec of the candidate, "torch bf16 hook", or "off" for torch's all-reduce.
+        seconds: median time of the slowest rank to encode, exchange and decode, without a backward pass beside it.
+        nbytes: bytes that a rank sends.
+        error: norm of the difference to the exact average, relative to the norm of the exact average.
     """
 
     name: str
-    nbytes: float
-    ratio: float
-    error: float
-    codec: float
     seconds: float
-    gain: float
-    break_even: float
+    nbytes: int
+    error: float
 
 
 @dataclass(frozen=True)
@@ -55,313 +57,259 @@ class Recommendation:
     """The result of `recommend`, which prints as a table.
 
     Attributes:
-        best: the spec of a compressor, of a pair of them ("forward / backward"), or "off".
-        estimates: of all candidates and of "off", the fastest first.
-        workload: that the estimates are for.
-        description: of the tensors.
+        best: spec for `compress_ddp`, "torch bf16 hook", or "off".
+        measurements: of all candidates and of "off", the fastest first.
     """
 
     best: str
-    estimates: tuple[Estimate, ...]
-    workload: Workload
-    description: str = ""
-
-    def estimate(self, name: str) -> Estimate:
-        """Return the estimate of a candidate; KeyError if there is none of this name."""
-        return {row.name: row for row in self.estimates}[name]
+    measurements: tuple[Measurement, ...]
 
     @property
     def pays(self) -> bool:
         return self.best != NO_COMPRESSION
 
-    def table(self) -> str:
-        """The estimates as an aligned text table with a header."""
-        head = ("compressor", "MB a step", "ratio", "error", "codec s", "step s", "gain", "pays below Mbit/s")
-        cells = [head, *(_format_cells(row) for row in self.estimates)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-        lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in cells]
-        return "\n".join("  ".join(line) for line in lines)
-
     def __str__(self) -> str:
-        return "\n".join((self._headline(), self.table(), self._verdict()))
-
-    def _headline(self) -> str:
-        workload, is_pipeline = self.workload, self.workload.parallelism == "pipeline"
-        size = f"{workload.world_size} {'stages' if is_pipeline else 'ranks'}"
-        batches = f"{workload.micro_batches} micro-batches" if is_pipeline else ""
-        rate, compute = f"{workload.mbps:g} Mbit/s", f"{workload.compute:.4g} s of computing"
-        rate += f" and {1000 * workload.latency:g} ms" if workload.latency else ""
-        return ", ".join(filter(None, (self.description, workload.parallelism, size, batches, rate, compute)))
-
-    def _verdict(self) -> str:
-        if not self.pays:
-            seconds = self.estimate(NO_COMPRESSION).seconds
-            return f"best: off. Nothing is {MIN_GAIN:.0%} faster than a step of {seconds:.4g} s without"
-        row = self.estimate(self.best)
-        return f"best: {row.name}, {row.gain:.2f} times as fast as without"
-
-
-def rank_candidates(
-    workload: Workload,
-    candidates: Sequence[CandidateCost],
-    *,
-    uncompressed: tuple[int, int],
-    max_error: float | None = None,
-    description: str = "",
-) -> Recommendation:
-    """Predict the step of each candidate, and recommend one of them or "off".
-
-    A later candidate is recommended instead of an earlier one, and the first instead of "off", only if it makes the
-    step 5 % faster: fewer bytes alone do not count.
-
-    Args:
-        candidates: the most accurate first.
-        uncompressed: bytes of one uncompressed message of each direction.
-        max_error: a candidate with a larger error, or nan, is listed and never recommended.
-        description: of the tensors.
-    """
-    nbytes, seconds = workload.nbytes(*uncompressed), workload.uncompressed_seconds(*uncompressed)
-    off = Estimate(NO_COMPRESSION, nbytes, 1.0, 0.0, 0.0, seconds, 1.0, math.inf)
-    rows = [_make_estimate(workload, candidate, off) for candidate in candidates]
-    best = off
-    for row in rows:
-        is_allowed = max_error is None or row.error <= max_error
-        if is_allowed and row.seconds < best.seconds * (1 - MIN_GAIN):
-            best = row
-    return Recommendation(best.name, tuple(sorted([off, *rows], key=lambda row: row.seconds)), workload, description)
-
-
-def _make_estimate(workload: Workload, candidate: CandidateCost, off: Estimate) -> Estimate:
-    nbytes = workload.nbytes(candidate.forward.wire, candidate.backward.wire)
-    codec, seconds = workload.codec_seconds(candidate), workload.step_seconds(candidate)
-    errors = [side.error for side in candidate.pair]
-    error = math.nan if any(map(math.isnan, errors)) else max(errors)
-    ratio = off.nbytes / nbytes if nbytes else 1.0
-    gain = off.seconds / seconds if seconds else 1.0
-    return Estimate(candidate.name, nbytes, ratio, error, codec, seconds, gain, workload.break_even(candidate))
-
-
-def _format_cells(row: Estimate) -> tuple[str, ...]:
-    limit = "" if row.name == NO_COMPRESSION else f"{row.break_even:.0f}"
-    figures = (f"{row.nbytes / 1e6:.3f}", f"{row.ratio:.2f}", f"{row.error:.4f}", f"{row.codec:.4f}")
-    return (row.name, *figures, f"{row.seconds:.4f}", f"{row.gain:.2f}", limit)
-
-
-Shape: TypeAlias = Sequence[int]
-
-DEFAULT_CANDIDATES: tuple[CandidateLike, ...] = ("bf16", "q8:64", "q4:64")
-"""The most accurate first; none of them changed what models learned in our measurements."""
-DDP_CANDIDATES: tuple[CandidateLike, ...] = (TORCH_BF16_HOOK, *DEFAULT_CANDIDATES)
-"""The same of gradients, which torch's own hook averages in bfloat16, too."""
+        seconds = {row.name: row.seconds for row in self.measurements}
+        cells = [("compressor", "MB sent", "error", "ms", "gain")]
+        for row in self.measurements:
+            gain = seconds[NO_COMPRESSION] / row.seconds if row.seconds else 1.0
+            figures = f"{row.nbytes / 1e6:.3f}", f"{row.error:.4f}", f"{1000 * row.seconds:.2f}", f"{gain:.2f}"
+            cells.append((row.name, *figures))
+        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
+        return "\n".join([*lines, f"best: {self.best}"])
 
 
 def recommend(
-    shape: Shape | Sequence[Shape] | None = None,
+    model: DistributedDataParallel,
+    candidates: Sequence[Candidate] = DEFAULT_CANDIDATES,
     *,
-    mbps: float,
-    dtype: str | torch.dtype = "fp32",
-    like: Tensor | Sequence[Tensor] | None = None,
-    step_seconds: float | None = None,
-    candidates: Sequence[CandidateLike] | None = None,
-    parallelism: Parallelism = "pipeline",
-    world_size: int = 2,
-    micro_batches: int = 1,
-    overlap: bool = False,
-    schedule: Schedule = "1F1B",
-    duplex: bool = False,
-    latency_ms: float = 0.0,
-    bucket_mb: float = 25,
     max_error: float | None = None,
-    repeats: int = 7,
-    device: torch.device | str = "cpu",
+    seconds: float = 5.0,
 ) -> Recommendation:
-    """Measure candidates on this machine and recommend the one, if any, that makes a step on a link faster.
+    """Average the gradients of a model with each candidate, and name the fastest that is accurate enough.
 
-    One process measures, on one tensor: run it where the training runs, with the threads of a rank, on an idle machine.
-    "off" is a common answer ("On the Utility of Gradient Compression in Distributed Training Systems", MLSys 2022).
+    All ranks of the model call it, where the training will run and beside what will run there. It uses the `grad` of
+    each parameter, and normal noise where there is none; only real gradients give meaningful errors:
+
+        with model.no_sync():
+            loss_of(model, batch).backward()
+        advice = recommend(model, max_error=0.1)
+        if advice.pays:
+            compress_ddp(model, advice.best)
+
+    Gradients, model and feedback stay as they are. The call takes three times the memory of the gradients. Every rank
+    gets the same result. A backward pass hides a part of each exchange, so "off" is right wherever its exchange is
+    already hidden.
 
     Args:
-        shape: of the activation of one micro-batch; for ddp, of all gradients together, `(n,)`, or a list of the shapes
-            of all parameters, which a low rank needs.
-        dtype: "fp32", "fp16", "bf16", "fp64", or a torch dtype.
-        mbps: rate of a rank's link, in Mbit/s.
-        like: real values, instead of normal noise of `shape`, `dtype` and `device`: an activation, or a pair of an
-            activation and its gradient; for ddp gradients of one dtype. Only with them the errors are meaningful for
-            the model.
-        step_seconds: seconds of a step of all ranks on links that cost nothing, such as inside one machine. Without it
-            the estimates are for a step without computation: the largest possible gain.
-        candidates: compressors, feedbacks or their specs, or pairs of one for each direction; the most accurate first.
-            A later one is recommended instead of an earlier one only if it makes the step 5 % faster. For ddp also a
-            low rank, "lowrank16(q8:64)", and "torch bf16 hook": torch's all-reduce in bfloat16. None: "bf16", "q8:64"
-            and "q4:64", for ddp torch's hook before them.
-        parallelism: "pipeline" or "ddp".
-        world_size: the number of stages, or of ranks.
-        micro_batches: of a step, in a pipeline.
-        overlap: whether a stage computes while it sends. Otherwise computing, encoding and sending are added up, as
-            measured with torch's pipelines. In ddp gradients are always sent beside the backward pass.
-        schedule: of the pipeline, the closer one of "1F1B" and "GPipe".
-        duplex: whether the activation and the gradient that neighbours exchange cross at the same time if they are
-            uncompressed. On gloo they do not; compressed ones do.
-        latency_ms: milliseconds that a packet takes from one rank to another: half of what `ping` says.
-        bucket_mb: mebibytes of a bucket of DDP, as its `bucket_cap_mb`.
-        max_error: the largest relative error of a recommended candidate.
-        repeats: timed messages of each candidate and direction.
-        device: of the noise.
+        model: without a communication hook.
+        candidates: compressors, feedbacks, low ranks or their specs, and "torch bf16 hook"; the most accurate first.
+            A later one is named instead of an earlier one, and the first instead of "off", only if it is 5% faster.
+        max_error: largest relative error of the candidate that is named. The error of feedback and low ranks is that
+            of their first step, before they have sent what it lost.
+        seconds: time for all measurements together; each candidate is measured three times at least.
 
     Raises:
-        PolicyError: neither `shape` nor `like` is given, or another argument is out of range.
+        PolicyError: another kind of model, a wrong argument, or a candidate that `compress_ddp` refuses.
     """
-    _check_numbers(repeats, latency_ms, bucket_mb, step_seconds=step_seconds, max_error=max_error)
-    workload = Workload(
-        parallelism,
-        mbps,
-        compute=0.0 if step_seconds is None else step_seconds,
-        world_size=world_size,
-        micro_batches=micro_batches,
-        overlap=overlap,
-        schedule=schedule,
-        duplex=duplex,
-        latency=latency_ms / 1000,
-    )
-    if candidates is None:
-        candidates = DDP_CANDIDATES if parallelism == "ddp" else DEFAULT_CANDIDATES
-    _check_candidates(candidates, parallelism)
-    tensors = [_noise_tensor(one, dtype, device) for one in _shapes(shape)] if like is None else _tensors(like)
-    _check_tensors(tensors, parallelism)
-    description = " and ".join(dict.fromkeys(_describe_tensor(x) for x in tensors))
-    if parallelism == "ddp":
-        workload, costs = measure_ddp(workload, candidates, tensors, bucket_mb * 2**20, repeats)
-        numel, nbytes = sum(x.numel() for x in tensors), sum(x.nbytes for x in tensors)
-        sizes = nbytes, nbytes
-        description = description if len(tensors) == 1 else f"{numel} values of {len(tensors)} gradients"
-    else:
-        pair = tensors[0], tensors[-1]
-        costs = [measure_candidate(candidate, pair, repeats) for candidate in candidates]
-        sizes = pair[0].nbytes, pair[1].nbytes
-    return rank_candidates(workload, costs, uncompressed=sizes, max_error=max_error, description=description)
-
-
-def _check_numbers(repeats: int, latency_ms: float, bucket_mb: float, **optional: float | None) -> None:
-    validate.check_int("recommend(repeats=...)", repeats)
-    validate.check_float("recommend(latency_ms=...)", latency_ms, exclusive=False, do="give half of what ping says")
-    validate.check_float("recommend(bucket_mb=...)", bucket_mb, do="give the bucket_cap_mb of DDP")
-    for name, value in optional.items():
-        if value is not None:
-            validate.check_float(f"recommend({name}=...)", value, exclusive=False, do="leave it out")
-
-
-def _check_candidates(candidates: Sequence[CandidateLike], parallelism: Parallelism) -> None:
-    where = "recommend(candidates=...)"
+    validate.check_float("recommend, seconds", seconds, do="say how long it may measure")
+    if max_error is not None:
+        validate.check_float("recommend, max_error", max_error, exclusive=False, do="leave it out for any error")
     if isinstance(candidates, str) or not isinstance(candidates, Sequence):
-        is_one = isinstance(candidates, str) or not isinstance(candidates, Iterable)
-        do = f"write [{candidates!r}]" if is_one else "make a list of them, the most accurate first"
-        raise validate.argument_error(where, candidates, "a list of compressors", do)
-    for candidate in candidates:
-        if isinstance(candidate, tuple) and len(candidate) != 2:
-            found, do = f"a tuple of {len(candidate)}", "give one for the activation and one for its gradient"
-            raise PolicyError(where, found=found, expected="compressors, or pairs of them", do=do)
-    if parallelism != "ddp" and TORCH_BF16_HOOK in candidates:
-        raise PolicyError(where, found=TORCH_BF16_HOOK, expected="compressors of a pipeline", do='use "bf16"')
+        advice = "make a list of them, the most accurate first"
+        raise validate.argument_error("recommend, candidates", candidates, "a list of compressors", advice)
+    expected, advice = "a DistributedDataParallel model", "wrap the model first"
+    validate.check_instance("recommend, model", model, DistributedDataParallel, expected=expected, do=advice)
+    group: dist.ProcessGroup = model.process_group
+    buckets = _make_buckets(model, group.rank())
+    device = buckets[0].values.device
+    exchanges = {NO_COMPRESSION: _TorchExchange(group, None)} | {
+        str(candidate): _make_exchange(candidate, model, group) for candidate in candidates
+    }
+
+    exact: list[Tensor] = []
+    errors = dict.fromkeys(exchanges, 0.0)
+    for name, exchange in exchanges.items():  # the first exchange of each also warms up
+        _fill(buckets)
+        exchange.run(buckets)
+        if name == NO_COMPRESSION:
+            exact = [bucket.values.clone() for bucket in buckets]
+        errors[name] = _relative_error(exact, buckets)
+    times: dict[str, list[float]] = {name: [] for name in exchanges}
+    end = time.monotonic() + seconds
+    for rounds in range(1, 1 << 30):
+        for name, exchange in exchanges.items():
+            _fill(buckets)
+            times[name].append(_timed(exchange, buckets, group, device))
+        is_over = rounds >= _MIN_ROUNDS and time.monotonic() > end
+        if _maxima([float(is_over)], group, device)[0]:  # all ranks end in the same round
+            break
+
+    # A round takes as long as its slowest rank. Ranks may see different errors only of values that are not finite.
+    slowest = _maxima([second for row in times.values() for second in row], group, device)
+    worst = _maxima([*errors.values()], group, device)
+    rows = []
+    for index, (name, exchange) in enumerate(exchanges.items()):
+        typical = median(slowest[index * rounds : (index + 1) * rounds])
+        rows.append(Measurement(name, typical, exchange.sent_bytes(buckets), worst[index]))
+    return Recommendation(choose(rows, max_error), tuple(sorted(rows, key=lambda row: row.seconds)))
 
 
-def _shapes(shape: Shape | Sequence[Shape] | None) -> list[Shape]:
-    """One shape, or those of several gradients."""
-    if shape is None:
-        raise PolicyError("recommend()", found="no shape", do="give the shape of what is sent, or tensors as like=...")
-    where, expected, do = "recommend(shape=...)", "the sizes of a tensor, or a list of such", "give (n,) for n values"
-    if not isinstance(shape, Sequence) or isinstance(shape, str):
-        raise validate.argument_error(where, shape, expected, do)
-    several = [one for one in shape if isinstance(one, Sequence)]
-    if several and len(several) < len(shape):
-        raise PolicyError(where, found="sizes beside lists of sizes", expected=expected, do=do)
-    shapes = several if several else [cast(Shape, shape)]
-    return [[validate.check_int(where, size, minimum=0, do=do) for size in one] for one in shapes]
-
-
-def _tensors(like: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    tensors = list(like) if isinstance(like, Sequence) else [like]
-    for tensor in tensors:
-        where, do = "recommend(like=...)", "give an activation, a gradient, or a list of them"
-        validate.check_instance(where, tensor, Tensor, expected="tensors", do=do)
-        if tensor.layout != torch.strided or not (tensor.is_floating_point() or tensor.is_complex()):
-            found = f"{tensor.layout} of {tensor.dtype}".replace("torch.", "")
-            raise PolicyError(where, found=found, expected="dense values of a floating-point dtype", do=do)
-    return tensors
-
-
-def _check_tensors(tensors: list[Tensor], parallelism: Parallelism) -> None:
-    if any(x.is_meta for x in tensors):
-        do = "name the device that the training has, or leave it out"
-        raise PolicyError("recommend()", found="tensors on the meta device", expected="tensors with values", do=do)
-    if parallelism != "ddp" and any(x.is_complex() for x in tensors):
-        found, do = "complex values, which pipelines send uncompressed", "give what has a real dtype"
-        raise PolicyError("recommend()", found=found, expected="values of a floating-point dtype", do=do)
-    if parallelism == "ddp":
-        kinds = {(x.dtype, x.device) for x in tensors}
-        problem, expected = f"{len(kinds)} dtypes and devices", "gradients of one dtype and device"
-        is_wrong = len(kinds) != 1
-    else:
-        problem, expected = f"{len(tensors)} tensors", "an activation, or a pair of one and its gradient"
-        is_wrong = not 1 <= len(tensors) <= 2
-    if is_wrong:
-        raise PolicyError("recommend()", found=problem, expected=expected, do="ask for each of them")
-
-
-def measure_ddp(
-    workload: Workload, candidates: Sequence[CandidateLike], gradients: list[Tensor], bucket_bytes: float, repeats: int
-) -> tuple[Workload, list[CandidateCost]]:
-    """Measure the costs of candidates that average gradients, and complete the workload by what they share.
+def choose(rows: Sequence[Measurement], max_error: float | None) -> str:
+    """Name of the fastest of those that are accurate enough.
 
     Args:
-        workload: of ddp, without `buckets`, `segments`, `all_reduce_seconds` and `window`.
-        gradients: of one dtype and device; they are not changed.
-        bucket_bytes: bytes of a bucket of DDP.
-        repeats: timed steps of each candidate.
+        rows: "off", and then the most accurate first.
     """
-    numel, nbytes, world_size = sum(x.numel() for x in gradients), sum(x.nbytes for x in gradients), workload.world_size
-    gradients = [x.detach().contiguous() for x in gradients]
-    bucket_numel = max(1, int(bucket_bytes / gradients[0].itemsize))
-    all_reduce_seconds, hook_cost = measure_torch_hook(gradients, bucket_numel, repeats=repeats)
-    workload = replace(
-        workload,
-        buckets=max(1, math.ceil(nbytes / bucket_bytes)),
-        segments=max(1, math.ceil(numel / SEGMENT_NUMEL)),
-        all_reduce_seconds=all_reduce_seconds,
-        window=send_window(gradients[0].device),
+    best = rows[0]
+    for row in rows[1:]:
+        is_accurate = max_error is None or row.error <= max_error
+        if is_accurate and row.seconds < best.seconds * (1 - MIN_GAIN):
+            best = row
+    return best.name
+
+
+class _Bucket:
+    """A bucket of gradients as DDP gives it to a communication hook."""
+
+    def __init__(self, parameters: list[nn.Parameter], gradients: list[Tensor], index: int, is_last: bool) -> None:
+        self._parameters, self._index, self._is_last = parameters, index, is_last
+        self.original = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        self.values = torch.empty_like(self.original)
+
+    def buffer(self) -> Tensor:
+        return self.values
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self._parameters
+
+    def gradients(self) -> list[Tensor]:
+        sizes = [parameter.numel() for parameter in self._parameters]
+        return [x.view(p.shape) for x, p in zip(torch.split(self.values, sizes), self._parameters, strict=True)]
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+
+def _fill(buckets: Sequence[_Bucket]) -> None:
+    for bucket in buckets:
+        bucket.values.copy_(bucket.original)
+
+
+class _TorchExchange:
+    """torch's all-reduce of buckets, as they are or in another dtype."""
+
+    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype | None) -> None:
+        self._group, self._dtype = group, dtype
+
+    def run(self, buckets: Sequence[_Bucket]) -> None:
+        pending = []
+        for bucket in buckets:
+            sent = bucket.values.to(self._dtype or bucket.values.dtype).div_(self._group.size())
+            pending.append((bucket, sent, dist.all_reduce(sent, group=self._group, async_op=True)))
+        for bucket, sent, work in pending:
+            assert work is not None
+            work.wait()
+            bucket.values.copy_(sent)
+
+    def sent_bytes(self, buckets: Sequence[_Bucket]) -> int:
+        """Bytes that a rank of a ring sends."""
+        nbytes = sum(x.values.numel() * (self._dtype or x.values.dtype).itemsize for x in buckets)
+        return round(2 * nbytes * (self._group.size() - 1) / self._group.size())
+
+
+class _CompressedExchange:
+    """The two hops of `compress_ddp`."""
+
+    def __init__(self, replicas: DDPCompression) -> None:
+        self._replicas, self._count = replicas, 0
+
+    def run(self, buckets: Sequence[_Bucket]) -> None:
+        self._count += 1
+        for bucket in buckets:
+            self._replicas.reduce(bucket)  # the last one waits for all
+
+    def sent_bytes(self, buckets: Sequence[_Bucket]) -> int:
+        return sum(stats.wire_bytes for stats in self._replicas.link_stats.values()) // self._count
+
+
+_Exchange: TypeAlias = _TorchExchange | _CompressedExchange
+
+
+def _make_exchange(candidate: Candidate, model: DistributedDataParallel, group: dist.ProcessGroup) -> _Exchange:
+    if candidate == TORCH_BF16_HOOK:
+        return _TorchExchange(group, torch.bfloat16)
+    return _CompressedExchange(
+        DDPCompression(model, candidate, None, None, None, 1, 0, SEGMENT_NUMEL, "pass", CONFIG_TIMEOUT)
     )
-    costs = []
-    for candidate in candidates:
-        compressor = candidate[0] if isinstance(candidate, tuple) else candidate
-        if compressor == TORCH_BF16_HOOK:
-            costs.append(hook_cost)
-            continue
-        parsed = parse(compressor) if isinstance(compressor, str) else compressor
-        if isinstance(parsed, LowRank):
-            _check_matrices(parsed, gradients)
-        costs.append(measure_average(parsed, gradients, world_size, repeats=repeats))
-    return workload, costs
 
 
-def _check_matrices(low_rank: LowRank, gradients: Sequence[Tensor]) -> None:
-    if not any(x.dim() > 1 and low_rank.fits(x.shape[0], x.numel() // max(1, x.shape[0])) for x in gradients):
-        problem, advice = f"{low_rank} and no matrix that it fits", "give the shapes of all parameters as shape=[...]"
-        raise PolicyError("recommend(candidates=...)", found=problem, expected="shapes of gradients", do=advice)
+def _make_buckets(model: DistributedDataParallel, rank: int) -> list[_Bucket]:
+    """The gradients from the last parameter to the first, in buckets of one dtype and device up to DDP's size."""
+    generator = torch.Generator().manual_seed(rank)
+    runs: list[list[tuple[nn.Parameter, Tensor]]] = []
+    nbytes = 0
+    for name, parameter in reversed(reduced_parameters(model)):
+        gradient = parameter.grad
+        if gradient is None:
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            gradient = noise.to(parameter.device, parameter.dtype)
+        if gradient.is_sparse:
+            advice = "give the embedding sparse=False"
+            raise PolicyError(f"recommend, gradient of {name}", found="a sparse one", expected="dense", do=advice)
+        last = runs[-1][-1][1] if runs else None
+        is_like = last is not None and (last.dtype, last.device) == (gradient.dtype, gradient.device)
+        if not is_like or nbytes + gradient.nbytes > model.bucket_bytes_cap:
+            runs.append([])
+            nbytes = 0
+        runs[-1].append((parameter, gradient))
+        nbytes += gradient.nbytes
+    if not runs:
+        advice = "compress a model that trains"
+        raise PolicyError("recommend, model", found="no parameter that requires a gradient", do=advice)
+    last_run = len(runs) - 1
+    return [
+        _Bucket([p for p, _ in run], [gradient.detach() for _, gradient in run], index, index == last_run)
+        for index, run in enumerate(runs)
+    ]
 
 
-def _noise_tensor(shape: Shape, dtype: str | torch.dtype, device: torch.device | str) -> Tensor:
-    resolved = DTYPE_BY_NAME.get(dtype) if isinstance(dtype, str) else dtype
-    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
-        do = "name the dtype of what is sent"
-        raise PolicyError("recommend(dtype=...)", found=str(dtype), expected=", ".join(DTYPE_BY_NAME), do=do)
-    generator = torch.Generator().manual_seed(0)
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, TypeError) as error:  # no such device, or not in this build of torch
-        found, do = f"{device!r:.60} ({str(error).splitlines()[0]:.80})", "leave it out: the CPU is the default"
-        raise PolicyError("recommend(device=...)", found=found, expected="a device of this machine", do=do) from error
-    return torch.randn(tuple(shape), generator=generator).to(device, resolved)
+def _timed(exchange: _Exchange, buckets: Sequence[_Bucket], group: dist.ProcessGroup, device: torch.device) -> float:
+    _maxima([0.0], group, device)  # ranks start together
+    start = _synchronized_time(device)
+    exchange.run(buckets)
+    return _synchronized_time(device) - start
 
 
-def _describe_tensor(tensor: Tensor) -> str:
-    names = {dtype: name for name, dtype in DTYPE_BY_NAME.items()}
-    return f"{' x '.join(map(str, tensor.shape)) or 'one number'} {names.get(tensor.dtype, tensor.dtype)}"
+def _synchronized_time(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _relative_error(exact: Sequence[Tensor], buckets: Sequence[_Bucket]) -> float:
+    """The error of all gradients together; infinite where a value is not finite."""
+
+    def norm(tensors: Iterator[Tensor]) -> float:
+        return math.hypot(*(float(torch.linalg.vector_norm(x, dtype=_wide(x))) for x in tensors))
+
+    size = norm(iter(exact))
+    distance = norm(bucket.values - x for bucket, x in zip(buckets, exact, strict=True))
+    error = distance / size if size else (math.inf if distance else 0.0)
+    return error if math.isfinite(error) else math.inf
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64
+
+
+def _maxima(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """The largest of each number over all ranks."""
+    largest = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    result: list[float] = largest.tolist()
+    return result

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shrinkpoint_lab.forecast.bit_allocation import allocate_bits, greedy_allocate
 from torch import Tensor, nn
 
-from shrinkpoint.comm.bit_allocation import allocate_bits, greedy_allocate
 from shrinkpoint.comm.simulate import insert_compression
 from shrinkpoint.errors import PolicyError
 

@@ -18,7 +18,7 @@ from shrinkpoint.comm.error_feedback import ErrorFeedback
 from shrinkpoint.comm.link import Link, MessageContext
 from shrinkpoint.comm.low_rank import LowRank
 from shrinkpoint.comm.spec import as_compressor
-from shrinkpoint.comm.step_model import CandidateCost, MessageCost
+from shrinkpoint_lab.forecast.step_model import CandidateCost, MessageCost
 
 CompressorOrSpec: TypeAlias = Compressor | ErrorFeedback | LowRank | str
 CandidateLike: TypeAlias = CompressorOrSpec | tuple[CompressorOrSpec, CompressorOrSpec]

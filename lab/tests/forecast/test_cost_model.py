@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from shrinkpoint_lab.forecast.recommendation import NO_COMPRESSION, rank_candidates
+from shrinkpoint_lab.forecast.step_model import CandidateCost, MessageCost, Workload
 
-from shrinkpoint.comm.recommendation import NO_COMPRESSION, rank_candidates
-from shrinkpoint.comm.step_model import CandidateCost, MessageCost, Workload
 from shrinkpoint.errors import PolicyError
 
 MB = 1_000_000

@@ -26,12 +26,12 @@ from shrinkpoint.comm.gradient_layout import (
     SegmentValues,
 )
 from shrinkpoint.comm.link import CompressorLike
-from shrinkpoint.comm.loopback_group import LoopbackGroup
 from shrinkpoint.comm.low_rank import LowRank
 from shrinkpoint.comm.low_rank_allreduce import LowRankAllReduce, LowRankState
 from shrinkpoint.comm.matrix_layout import MatrixLayout
-from shrinkpoint.comm.message_cost import relative_error, synchronized_time
-from shrinkpoint.comm.step_model import CandidateCost, MessageCost
+from shrinkpoint_lab.forecast.loopback_group import LoopbackGroup
+from shrinkpoint_lab.forecast.message_cost import relative_error, synchronized_time
+from shrinkpoint_lab.forecast.step_model import CandidateCost, MessageCost
 
 TORCH_BF16_HOOK = "torch bf16 hook"
 """Torch's own all-reduce of gradients in bfloat16 (`bf16_compress_hook`), as a candidate of `recommend`."""

@@ -1,0 +1,1 @@
+"""The laboratory: baselines, demo, benchmarks and forecasts. Not part of the wheel."""
