@@ -1,6 +1,6 @@
-#include "cases.hpp"
+#include "fuzz/cases.hpp"
 
-#include "tokens.hpp"
+#include "entropy/tokens.hpp"
 
 namespace shrinkpoint {
 

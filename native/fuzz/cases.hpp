@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "record_codec.hpp"
-#include "context_clustering.hpp"
-#include "model.hpp"
+#include "entropy/context_clustering.hpp"
+#include "entropy/model.hpp"
+#include "entropy/record_codec.hpp"
 
 namespace shrinkpoint {
 

@@ -2,8 +2,8 @@
 #pragma once
 #include <functional>
 
-#include "cases.hpp"
-#include "error.hpp"
+#include "base/error.hpp"
+#include "fuzz/cases.hpp"
 
 namespace shrinkpoint {
 

@@ -3,16 +3,16 @@
 #include <memory>
 #include <vector>
 
-#include "bit_pack.hpp"
-#include "cases.hpp"
-#include "checks.hpp"
-#include "record_codec.hpp"
-#include "context_clustering.hpp"
-#include "error.hpp"
-#include "predict.hpp"
-#include "rans.hpp"
-#include "simd.hpp"
-#include "tokens.hpp"
+#include "base/bit_pack.hpp"
+#include "base/error.hpp"
+#include "base/simd.hpp"
+#include "entropy/context_clustering.hpp"
+#include "entropy/predict.hpp"
+#include "entropy/rans.hpp"
+#include "entropy/record_codec.hpp"
+#include "entropy/tokens.hpp"
+#include "fuzz/cases.hpp"
+#include "fuzz/checks.hpp"
 
 namespace shrinkpoint {
 

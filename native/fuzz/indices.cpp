@@ -3,8 +3,8 @@
 #include <numeric>
 #include <vector>
 
-#include "checks.hpp"
-#include "wire_sparse.hpp"
+#include "fuzz/checks.hpp"
+#include "wire/sparse.hpp"
 
 namespace shrinkpoint {
 

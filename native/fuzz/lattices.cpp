@@ -7,10 +7,10 @@
 #include <stdexcept>
 #include <vector>
 
-#include "checks.hpp"
-#include "lattice_grid.hpp"
-#include "lattice_codec.hpp"
-#include "lattice_quantize.hpp"
+#include "fuzz/checks.hpp"
+#include "lattice/codec.hpp"
+#include "lattice/grid.hpp"
+#include "lattice/quantize.hpp"
 
 namespace shrinkpoint {
 

@@ -17,9 +17,9 @@
 #define SHRINKPOINT_SANITIZER 1
 #endif
 
-#include "cases.hpp"
-#include "checks.hpp"
-#include "simd.hpp"
+#include "base/simd.hpp"
+#include "fuzz/cases.hpp"
+#include "fuzz/checks.hpp"
 
 namespace shrinkpoint {
 

@@ -3,11 +3,11 @@
 #include <cmath>
 #include <vector>
 
-#include "bit_reader.hpp"
-#include "checks.hpp"
-#include "cyclic_delta.hpp"
-#include "huffman.hpp"
-#include "kmeans.hpp"
+#include "base/bit_reader.hpp"
+#include "entropy/cyclic_delta.hpp"
+#include "entropy/huffman.hpp"
+#include "fuzz/checks.hpp"
+#include "lattice/kmeans.hpp"
 
 namespace shrinkpoint {
 

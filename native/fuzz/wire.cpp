@@ -4,9 +4,9 @@
 #include <limits>
 #include <vector>
 
-#include "checks.hpp"
-#include "wire_blocks.hpp"
-#include "wire_uniform.hpp"
+#include "fuzz/checks.hpp"
+#include "wire/blocks.hpp"
+#include "wire/uniform.hpp"
 
 namespace shrinkpoint {
 
