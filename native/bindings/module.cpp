@@ -1,4 +1,4 @@
-// What of the core Python sees: checks arguments, releases the GIL, calls.
+// The Python module: checks arguments, releases the GIL, calls.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -41,7 +41,7 @@ Factors laid_out(const Shapes& shapes, uint64_t count) {
     return out;
 }
 
-// `factors` again, once it is sure that they belong to `count` values.
+// Returns `factors` after checking that they belong to `count` values.
 const Factors* checked(const Factors* factors, uint64_t count) {
     if (factors == nullptr) return nullptr;
     const Segment* last = factors->segments.empty() ? nullptr : &factors->segments.back();
@@ -50,7 +50,7 @@ const Factors* checked(const Factors* factors, uint64_t count) {
     return factors;
 }
 
-// The buffers of one record, borrowed.
+// Borrowed buffers of one record.
 class Record {
    public:
     Record(const Model& model, uint64_t count, nb::handle base, nb::handle moment1, nb::handle moment2,
@@ -141,7 +141,7 @@ NB_MODULE(_native, m) {
         "empty", [](size_t size) { return array_of(Buffer(size)); }, "size"_a);
     m.def(
         "fit_factors",
-        [](const Model& model, nb::handle values, const Shapes& shapes) {
+        [](const Model& model, Input values, const Shapes& shapes) {
             const Bytes bytes(values);
             const uint64_t count = count_of(model, bytes);
             Model bare = model;  // what a context needs besides is not there yet
@@ -155,7 +155,7 @@ NB_MODULE(_native, m) {
         "model"_a, "values"_a, "shapes"_a);
     m.def(
         "difference_classes",
-        [](const Model& model, nb::handle values, nb::handle others) {
+        [](const Model& model, Input values, Input others) {
             const Bytes a(values), b(others);
             const uint64_t count = count_of(model, a);
             const uint8_t* other = b.checked(a.size(), model.width / 8, "others");
@@ -169,8 +169,8 @@ NB_MODULE(_native, m) {
         "model"_a, "values"_a, "others"_a);
     m.def(
         "estimate_bits",
-        [](const Model& model, nb::handle values, nb::handle base, nb::handle moment1, nb::handle moment2,
-           nb::handle moment1_base, nb::handle hint, const Factors* factors, unsigned stride, unsigned threads) {
+        [](const Model& model, Input values, Input base, Input moment1, Input moment2,
+           Input moment1_base, Input hint, const Factors* factors, unsigned stride, unsigned threads) {
             const Bytes bytes(values);
             const uint64_t count = count_of(model, bytes);
             Record record(model, count, base, moment1, moment2, moment1_base, hint);
@@ -186,8 +186,8 @@ NB_MODULE(_native, m) {
         "stride"_a = 1, "threads"_a = 1);
     m.def(
         "encode",
-        [](const Model& model, nb::handle values, nb::handle base, nb::handle moment1, nb::handle moment2,
-           nb::handle moment1_base, nb::handle hint, const Factors* factors, size_t chunk, unsigned threads) {
+        [](const Model& model, Input values, Input base, Input moment1, Input moment2,
+           Input moment1_base, Input hint, const Factors* factors, size_t chunk, unsigned threads) {
             const Bytes bytes(values);
             const uint64_t count = count_of(model, bytes);
             Record record(model, count, base, moment1, moment2, moment1_base, hint);
@@ -207,8 +207,8 @@ NB_MODULE(_native, m) {
         "chunk"_a = kChunk, "threads"_a = 1);
     m.def(
         "decode",
-        [](const Model& model, nb::handle side, nb::handle codes, nb::handle out, nb::handle base, nb::handle moment1,
-           nb::handle moment2, nb::handle moment1_base, nb::handle hint, const std::optional<Shapes>& shapes,
+        [](const Model& model, Input side, Input codes, Output out, Input base, Input moment1,
+           Input moment2, Input moment1_base, Input hint, const std::optional<Shapes>& shapes,
            size_t chunk, unsigned threads) {
             const Bytes side_bytes(side), code_bytes(codes), values(out, PyBUF_WRITABLE);
             const uint64_t count = count_of(model, values);
@@ -227,8 +227,8 @@ NB_MODULE(_native, m) {
 
     m.def(
         "decode_chunks",
-        [](const Model& model, nb::handle side, nb::handle codes, nb::handle out, uint64_t count, size_t first,
-           nb::handle base, nb::handle moment1, nb::handle moment2, nb::handle moment1_base, nb::handle hint,
+        [](const Model& model, Input side, Input codes, Output out, uint64_t count, size_t first,
+           Input base, Input moment1, Input moment2, Input moment1_base, Input hint,
            const std::optional<Shapes>& shapes, size_t chunk, unsigned threads) {
             const Bytes side_bytes(side), code_bytes(codes), values(out, PyBUF_WRITABLE);
             const uint64_t here = count_of(model, values);
@@ -251,7 +251,7 @@ NB_MODULE(_native, m) {
     bind_wire_blocks(m);
     bind_wire_sparse(m);
 
-    // For tests only: nothing wider than this (0 none, 1 AVX2, 2 AVX-512) from now on; returns what is used.
+    // For tests only: uses nothing wider than this (0 none, 1 AVX2, 2 AVX-512) from now on. Returns what is used.
     m.def(
         "_use_simd",
         [](int most) {
@@ -261,7 +261,7 @@ NB_MODULE(_native, m) {
         "most"_a);
     m.def(
         "xxh3_128",
-        [](nb::handle data) {
+        [](Input data) {
             const Bytes bytes(data);
             nb::gil_scoped_release release;
             return hex(xxh3_128(bytes.data(), bytes.size()));
@@ -281,7 +281,7 @@ NB_MODULE(_native, m) {
         "codes"_a, "bits"_a);
     m.def(
         "unpack_bits",
-        [](nb::handle data, size_t count, unsigned bits) {
+        [](Input data, size_t count, unsigned bits) {
             const Bytes bytes(data);
             if (bits < 1 || bits > 32) throw nb::value_error("bits: expected 1 to 32");
             if (count > (SIZE_MAX - 7) / 32 || bytes.size() != packed_size(count, bits))
@@ -297,7 +297,7 @@ NB_MODULE(_native, m) {
         "data"_a, "count"_a, "bits"_a);
     m.def(
         "split_planes",
-        [](nb::handle values, unsigned width) {
+        [](Input values, unsigned width) {
             const Bytes bytes(values);
             if (width < 1 || width > 8 || bytes.size() % width != 0) throw nb::value_error("width: expected 1 to 8");
             Buffer out(bytes.size());
@@ -310,7 +310,7 @@ NB_MODULE(_native, m) {
         "values"_a, "width"_a);
     m.def(
         "join_planes",
-        [](nb::handle planes, unsigned width) {
+        [](Input planes, unsigned width) {
             const Bytes bytes(planes);
             if (width < 1 || width > 8 || bytes.size() % width != 0) throw nb::value_error("width: expected 1 to 8");
             Buffer out(bytes.size());
@@ -323,7 +323,7 @@ NB_MODULE(_native, m) {
         "planes"_a, "width"_a);
     m.def(
         "stream_copy",
-        [](const std::vector<nb::object>& sources, const std::vector<nb::object>& targets, unsigned threads) {
+        [](const std::vector<Input>& sources, const std::vector<Output>& targets, unsigned threads) {
             if (sources.size() != targets.size()) throw nb::value_error("as many targets as sources are needed");
             std::deque<Bytes> held;
             std::vector<Copy> copies;
@@ -339,7 +339,7 @@ NB_MODULE(_native, m) {
     nb::class_<Hasher>(m, "Hasher")
         .def(nb::init<>())
         .def("update",
-             [](Hasher& hasher, nb::handle data) {
+             [](Hasher& hasher, Input data) {
                  const Bytes bytes(data);
                  nb::gil_scoped_release release;
                  hasher.update(bytes.data(), bytes.size());

@@ -1,4 +1,4 @@
-// What the bindings share: buffers of Python borrowed, and vectors handed over to it.
+// Helpers of the bindings: borrowed Python buffers, vectors given to Python, and the types in _native.pyi.
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -14,7 +14,7 @@ namespace shrinkpoint {
 
 namespace nb = nanobind;
 
-// Any contiguous buffer, borrowed for the length of a call; None is an empty one.
+// A contiguous buffer, borrowed while a call lasts. None is an empty buffer.
 class Bytes {
    public:
     explicit Bytes(nb::handle object, int flags = PyBUF_SIMPLE) {
@@ -30,7 +30,8 @@ class Bytes {
     uint8_t* data() const { return held_ ? static_cast<uint8_t*>(view_.buf) : nullptr; }
     size_t size() const { return held_ ? static_cast<size_t>(view_.len) : 0; }
 
-    // The data, checked to be `size` bytes that may be read as words of `align`; null for None.
+    // Returns the data after checking that it has `size` bytes and can be read as words of `align` bytes; null for
+    // None.
     uint8_t* checked(size_t size, size_t align, const char* name) const {
         if (!held_) return nullptr;
         if (this->size() != size) throw nb::value_error((std::string(name) + ": wrong number of bytes").c_str());
@@ -46,21 +47,42 @@ class Bytes {
 
 using Array = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;
 
-// Hands a vector over to Python without copying it.
+// Gives a vector to Python without copying it.
 inline Array array_of(Buffer&& data) {
     auto* owned = new Buffer(std::move(data));
     const nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<Buffer*>(p); });
     return Array(owned->data(), {owned->size()}, owner);
 }
 
+// Types of arguments and results in _native.pyi, which nanobind's stubgen writes from the built module;
+// stub_patterns.txt defines their names. Every object passes here, None as well: Bytes rejects objects without a
+// buffer, or with one that cannot be written.
+inline bool is_any(PyObject*) { return true; }
+
+class Input : public nb::object {
+    NB_OBJECT(Input, nb::object, "Buffer", is_any)
+};
+class Output : public nb::object {
+    NB_OBJECT(Output, nb::object, "Bytes", is_any)
+};
+class LatticeInput : public nb::object {
+    NB_OBJECT(LatticeInput, nb::object, "LatticeValues", is_any)
+};
+class LatticeParts : public nb::list {
+    NB_OBJECT(LatticeParts, nb::list, "list[LatticePart]", PyList_Check)
+};
+template <typename... Types>
+using Tuple = nb::typed<nb::tuple, Types...>;
+
 struct ChunkRange;
 
-// The chunks from `first` on that `here` values of `count` fill: whole ones, but for the last of all.
+// Returns the chunks that `here` values fill, from chunk `first` of `count` values on. All but the last of all must be
+// whole.
 ChunkRange chunk_range_of(uint64_t count, size_t chunk, size_t first, uint64_t here);
 
-// Adds cyclic_encode, cyclic_decode, kmeans, kmeans_plus_plus, Lattice and what takes one.
+// Binds cyclic differences, k-means, lattices and statistics.
 void bind_quantizers(nb::module_& m);
-// What crosses a wire: ranges, blocks, indices.
+// Bind the messages of the wire: grids, blocks, indices.
 void bind_wire_uniform(nb::module_& m);
 void bind_wire_blocks(nb::module_& m);
 void bind_wire_sparse(nb::module_& m);

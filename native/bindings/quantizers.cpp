@@ -1,4 +1,4 @@
-// What quantizers use of the core: checks arguments, releases the GIL, calls.
+// Bindings of quantizers: checks arguments, releases the GIL, calls.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
 
@@ -25,7 +25,9 @@ constexpr uint64_t kMaxValues = uint64_t{1} << 56;  // so that bytes of them can
 
 using Doubles = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-nb::ndarray<nb::numpy, double, nb::ndim<1>> array_of(std::vector<double>&& data) {
+using DoubleArray = nb::ndarray<nb::numpy, double, nb::ndim<1>>;
+
+DoubleArray array_of(std::vector<double>&& data) {
     auto* owned = new std::vector<double>(std::move(data));
     const nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<double>*>(p); });
     return {owned->data(), {owned->size()}, owner};
@@ -44,10 +46,10 @@ bool overlap(const Bytes& a, const Bytes& b) {
 void bind_cyclic(nb::module_& m) {
     m.def(
         "cyclic_encode",
-        [](nb::handle codes, nb::handle previous, unsigned modulus, bool rearranged, bool runs) {
+        [](Input codes, Input previous, unsigned modulus, bool rearranged, bool runs) {
             const Bytes values(codes), previous_codes(previous);
             previous_codes.checked(values.size(), 1, "previous");
-            // An empty buffer may have no address: there is nothing previous either way.
+            // An empty buffer may have no address; nothing precedes it either way.
             const uint8_t* previous_data = previous.is_none() ? nullptr : previous_codes.data();
             Buffer out;
             {
@@ -59,7 +61,7 @@ void bind_cyclic(nb::module_& m) {
         "codes"_a, "previous"_a.none(), nb::kw_only(), "modulus"_a, "rearranged"_a, "runs"_a);
     m.def(
         "cyclic_decode",
-        [](nb::handle data, nb::handle previous, unsigned modulus, bool rearranged, bool runs, nb::handle out) {
+        [](Input data, Input previous, unsigned modulus, bool rearranged, bool runs, Output out) {
             const Bytes coded(data), previous_codes(previous), values(out, PyBUF_WRITABLE);
             previous_codes.checked(values.size(), 1, "previous");
             if (overlap(values, coded) || overlap(values, previous_codes))
@@ -106,7 +108,7 @@ std::vector<int16_t> exponents_of(nb::handle object, const char* name) {
     return {first, first + bytes.size() / 2};
 }
 
-// An array of `count` elements; null if there is none.
+// Returns an array of `count` elements; null for None.
 template <typename T>
 T* optional_array(uint64_t count, const Bytes& bytes, const char* name) {
     return reinterpret_cast<T*>(bytes.checked(count * sizeof(T), sizeof(T), name));
@@ -125,20 +127,20 @@ Floats floats_of(uint64_t count, const Bytes& bytes, const char* name) {
     return {reinterpret_cast<const uint8_t*>(optional_array<const float>(count, bytes, name)), 4};
 }
 
-// Codes of one byte or of two, by the size of the array; none if there is no array.
+// Returns codes of one byte or of two, by the size of the array; none for None.
 Codes codes_of(uint64_t count, const Bytes& bytes, const char* name) {
     if (bytes.size() == count)
         return {reinterpret_cast<const uint8_t*>(optional_array<const int8_t>(count, bytes, name)), 1};
     return {reinterpret_cast<const uint8_t*>(optional_array<const int16_t>(count, bytes, name)), 2};
 }
 
-// The same where there must be an array.
+// Same, but None is an error.
 Codes required_codes(uint64_t count, const Bytes& bytes) {
     if (bytes.size() != count && bytes.size() != 2 * count) throw nb::value_error("codes: wrong number of bytes");
     return codes_of(count, bytes, "codes");
 }
 
-// A matrix of floats that must be there.
+// Returns a matrix of floats; None is an error.
 Floats matrix_of(uint64_t rows, uint64_t columns, const Bytes& bytes, const char* name) {
     if (columns != 0 && rows > kMaxValues / columns) throw nb::value_error("rows and columns: too many");
     const Floats floats = floats_of(rows * columns, bytes, name);
@@ -147,7 +149,7 @@ Floats matrix_of(uint64_t rows, uint64_t columns, const Bytes& bytes, const char
     return floats;
 }
 
-// Positions of a lattice's tensor: as many as arrays are made for, from `first` on.
+// Returns the positions that arrays of `count` elements hold, from `first` on.
 Positions positions_of(const Lattice& lattice, std::optional<uint64_t> first, uint64_t count) {
     if (!first) return {0, lattice.count()};
     if (*first > lattice.count() || count > lattice.count() - *first)
@@ -155,14 +157,14 @@ Positions positions_of(const Lattice& lattice, std::optional<uint64_t> first, ui
     return {*first, count};
 }
 
-// Float32 values as Python gives them: an array, a lattice and codes on it, or None.
+// Float32 values as Python passes them: an array, a lattice and codes on it, or None.
 class ValuesArgument {
    public:
     explicit ValuesArgument(nb::handle object)
         : lattice_(nb::isinstance<nb::tuple>(object) ? nb::cast<const Lattice*>(object[0]) : nullptr),
           bytes(lattice_ != nullptr ? nb::object(object[1]) : nb::borrow(object)) {}
 
-    // Those of `count` positions of a tensor of this lattice's size.
+    // Returns values for `count` positions of a tensor of this lattice's size.
     Values checked(const Lattice& lattice, uint64_t count, const char* name) const {
         Values out;
         if (lattice_ == nullptr) {
@@ -174,7 +176,7 @@ class ValuesArgument {
         out.lattice = lattice_, out.codes = required_codes(count, bytes);
         return out;
     }
-    // The same without bfloat16, which no second moment has.
+    // Same without bfloat16, which second moments never have.
     Values checked_squares(const Lattice& lattice, uint64_t count) const {
         const Values out = checked(lattice, count, "squares");
         if (count != 0 && out.floats.bytes != 4) throw nb::value_error("squares: wrong number of bytes");
@@ -188,14 +190,14 @@ class ValuesArgument {
     const Bytes bytes;
 };
 
-// Throws if an output shares memory with one of the other arrays of a call.
+// Throws if an output shares memory with another array of the call.
 void check_overlap(const Bytes& output, std::initializer_list<const Bytes*> arrays) {
     for (const Bytes* array : arrays)
         if (overlap(output, *array)) throw nb::value_error("an array that is written shares memory with another one");
 }
 
-void predict_lattice(const Lattice& lattice, nb::handle guesses, nb::handle contexts, nb::handle parent,
-                     nb::handle squares, Hasher* base, std::optional<uint64_t> first, unsigned threads) {
+void predict_lattice(const Lattice& lattice, Output guesses, Output contexts, LatticeInput parent, LatticeInput squares,
+                     Hasher* base, std::optional<uint64_t> first, unsigned threads) {
     const ValuesArgument parent_values(parent), square_values(squares);
     const Bytes guess_bytes(guesses, PyBUF_WRITABLE), context_bytes(contexts, PyBUF_WRITABLE);
     check_overlap(guess_bytes, {&parent_values.bytes, &square_values.bytes, &context_bytes});
@@ -209,9 +211,9 @@ void predict_lattice(const Lattice& lattice, nb::handle guesses, nb::handle cont
     lattice_predict(lattice, known, base, guess_data, context_data, positions, threads);
 }
 
-nb::tuple encode_lattice(const Lattice& lattice, nb::handle codes, nb::handle contexts, nb::handle tokens,
-                         nb::handle parent, nb::handle squares, nb::handle expected, Hasher* digest, Hasher* base,
-                         unsigned threads) {
+Tuple<Array, int, bool, bool> encode_lattice(const Lattice& lattice, Input codes, Output contexts, Output tokens,
+                                             LatticeInput parent, LatticeInput squares, Input expected, Hasher* digest,
+                                             Hasher* base, unsigned threads) {
     const ValuesArgument parent_values(parent), square_values(squares);
     const Bytes code_bytes(codes), expected_bytes(expected);
     const Bytes context_bytes(contexts, PyBUF_WRITABLE), token_bytes(tokens, PyBUF_WRITABLE);
@@ -237,9 +239,9 @@ nb::tuple encode_lattice(const Lattice& lattice, nb::handle codes, nb::handle co
                           differences.in_range, differences.same);
 }
 
-nb::tuple decode_lattice(const Lattice& lattice, nb::handle tokens, nb::handle contexts, nb::handle escapes,
-                         nb::handle guesses, nb::handle values, nb::handle codes, nb::handle squares, Hasher* digest,
-                         std::optional<uint64_t> first, unsigned threads) {
+Tuple<int, bool> decode_lattice(const Lattice& lattice, Input tokens, Input contexts, Input escapes, Output guesses,
+                                Output values, Output codes, LatticeInput squares, Hasher* digest,
+                                std::optional<uint64_t> first, unsigned threads) {
     const ValuesArgument square_values(squares);
     const Bytes token_bytes(tokens), context_bytes(contexts), escape_bytes(escapes);
     const int writable = PyBUF_WRITABLE;
@@ -268,7 +270,7 @@ nb::tuple decode_lattice(const Lattice& lattice, nb::handle tokens, nb::handle c
     return nb::make_tuple(result.escapes, result.narrow);
 }
 
-// A part as Python gives it: a lattice, the first of its positions, room for codes of a byte, parent and squares.
+// A part as Python passes it: a lattice, its first position, room for codes of a byte, parent and squares.
 class PartArgument {
    public:
     explicit PartArgument(nb::handle object)
@@ -298,8 +300,10 @@ class PartArgument {
     const Bytes codes;
 };
 
-// Codes of one byte, and in their place those of two, some of which do not fit; in pieces of the pool's memory.
-nb::list widened(const std::vector<CodedPart>& parts, const std::vector<WideCodes>& pieces) {
+using WideCodesList = nb::typed<nb::list, std::optional<Array>>;
+
+// Returns two-byte codes for the parts that need them and None for the others; in memory of the pool.
+WideCodesList widened(const std::vector<CodedPart>& parts, const std::vector<WideCodes>& pieces) {
     std::vector<Buffer> wide(parts.size());
     {
         nb::gil_scoped_release release;
@@ -323,8 +327,8 @@ nb::list widened(const std::vector<CodedPart>& parts, const std::vector<WideCode
     return out;
 }
 
-nb::list decode_lattice_codes(const Model& model, nb::handle side, nb::handle coded, uint64_t count, size_t first,
-                              nb::list parts, size_t chunk, unsigned threads) {
+WideCodesList decode_lattice_codes(const Model& model, Input side, Input coded, uint64_t count, size_t first,
+                                   LatticeParts parts, size_t chunk, unsigned threads) {
     const Bytes side_bytes(side), coded_bytes(coded);
     std::vector<std::unique_ptr<PartArgument>> arguments;
     std::vector<CodedPart> checked;
@@ -351,7 +355,7 @@ nb::list decode_lattice_codes(const Model& model, nb::handle side, nb::handle co
     return widened(checked, wide);
 }
 
-void decode_values(const Lattice& lattice, nb::handle codes, nb::handle values, nb::handle squares, Hasher* digest,
+void decode_values(const Lattice& lattice, Input codes, Output values, LatticeInput squares, Hasher* digest,
                    std::optional<uint64_t> first, unsigned threads) {
     const ValuesArgument square_values(squares);
     const Bytes code_bytes(codes), value_bytes(values, PyBUF_WRITABLE);
@@ -364,7 +368,7 @@ void decode_values(const Lattice& lattice, nb::handle codes, nb::handle values, 
     lattice_values(lattice, code_data, square_data, value_data, digest, positions, threads);
 }
 
-// Runs of positions that lie in a lattice's tensor.
+// Returns runs after checking that they lie in the lattice's tensor.
 Runs runs_of(const Lattice& lattice, uint64_t first, uint64_t length, uint64_t stride, uint64_t count) {
     const uint64_t size = lattice.count();
     const bool begins = length != 0 && length <= size && first <= size - length;
@@ -374,7 +378,7 @@ Runs runs_of(const Lattice& lattice, uint64_t first, uint64_t length, uint64_t s
     return {first, length, stride, count};
 }
 
-void decode_run_values(const Lattice& lattice, nb::handle codes, nb::handle values, nb::handle squares, uint64_t first,
+void decode_run_values(const Lattice& lattice, Input codes, Output values, Input squares, uint64_t first,
                        uint64_t length, uint64_t stride, uint64_t count) {
     const Bytes code_bytes(codes), square_bytes(squares), value_bytes(values, PyBUF_WRITABLE);
     check_overlap(value_bytes, {&code_bytes, &square_bytes});
@@ -391,8 +395,8 @@ ErrorWeights error_weights_of(uint64_t count, const Bytes& slopes, const Bytes& 
     return {floats_of(count, slopes, "slopes"), floats_of(count, squares, "squares")};
 }
 
-unsigned quantize_lattice(const Lattice& lattice, nb::handle values, nb::handle codes, const Lattice* seconds,
-                          nb::handle second_codes, nb::handle previous, float hysteresis, unsigned threads) {
+unsigned quantize_lattice(const Lattice& lattice, Input values, Output codes, const Lattice* seconds,
+                          Input second_codes, Input previous, float hysteresis, unsigned threads) {
     const Bytes input_bytes(values), second_bytes(second_codes), previous_bytes(previous),
         code_bytes(codes, PyBUF_WRITABLE);
     check_overlap(code_bytes, {&input_bytes, &second_bytes, &previous_bytes});
@@ -411,8 +415,9 @@ unsigned quantize_lattice(const Lattice& lattice, nb::handle values, nb::handle 
                             threads);
 }
 
-nb::tuple quantize_with_errors(const Lattice& lattice, nb::handle values, nb::handle codes, nb::handle slopes,
-                               nb::handle squares, nb::handle previous, float hysteresis, unsigned threads) {
+Tuple<int, Tuple<double, double, double>> quantize_with_errors(const Lattice& lattice, Input values, Output codes,
+                                                               Input slopes, Input squares, Input previous,
+                                                               float hysteresis, unsigned threads) {
     const Bytes input_bytes(values), slope_bytes(slopes), square_bytes(squares), previous_bytes(previous),
         code_bytes(codes, PyBUF_WRITABLE);
     check_overlap(code_bytes, {&input_bytes, &slope_bytes, &square_bytes, &previous_bytes});
@@ -430,8 +435,7 @@ nb::tuple quantize_with_errors(const Lattice& lattice, nb::handle values, nb::ha
     return nb::make_tuple(bytes, nb::make_tuple(sums.slope, sums.curvature, sums.squares));
 }
 
-bool quantize_feedback(const Lattice& lattice, nb::handle values, nb::handle factor, nb::handle codes,
-                       unsigned threads) {
+bool quantize_feedback(const Lattice& lattice, Input values, Input factor, Output codes, unsigned threads) {
     const Bytes input_bytes(values), factor_bytes(factor), code_bytes(codes, PyBUF_WRITABLE);
     check_overlap(code_bytes, {&input_bytes, &factor_bytes});
     const Floats floats = matrix_of(lattice.rows, lattice.columns, input_bytes, "values");
@@ -442,8 +446,8 @@ bool quantize_feedback(const Lattice& lattice, nb::handle values, nb::handle fac
     return quantize_with_feedback(lattice, floats, reinterpret_cast<const float*>(factors.data), out, threads);
 }
 
-nb::tuple sum_errors(const Lattice& lattice, nb::handle codes, nb::handle values, nb::handle slopes, nb::handle squares,
-                     unsigned threads) {
+Tuple<double, double, double> sum_errors(const Lattice& lattice, Input codes, Input values, Input slopes, Input squares,
+                                         unsigned threads) {
     const Bytes code_bytes(codes), value_bytes(values), slope_bytes(slopes), square_bytes(squares);
     const Codes code_data = required_codes(lattice.count(), code_bytes);
     const Floats value_floats = matrix_of(lattice.rows, lattice.columns, value_bytes, "values");
@@ -456,9 +460,9 @@ nb::tuple sum_errors(const Lattice& lattice, nb::handle codes, nb::handle values
     return nb::make_tuple(sums.slope, sums.curvature, sums.squares);
 }
 
-nb::tuple sum_hysteresis(const Lattice& lattice, nb::handle weight, nb::handle decoded, nb::handle original,
-                         float max_hysteresis, size_t levels, uint64_t first, uint64_t length, uint64_t stride,
-                         uint64_t count) {
+Tuple<double, DoubleArray> sum_hysteresis(const Lattice& lattice, Input weight, Input decoded, Input original,
+                                          float max_hysteresis, size_t levels, uint64_t first, uint64_t length,
+                                          uint64_t stride, uint64_t count) {
     const Bytes weight_bytes(weight), decoded_bytes(decoded), original_bytes(original);
     const Runs runs = runs_of(lattice, first, length, stride, count);
     const Floats weight_floats = matrix_of(count, length, weight_bytes, "weight");
@@ -476,7 +480,7 @@ void bind_lattice(nb::module_& m) {
     nb::class_<Lattice>(m, "Lattice")
         .def(
             "__init__",
-            [](Lattice* self, nb::handle rows, nb::handle columns, uint64_t height, uint64_t width, bool powers,
+            [](Lattice* self, Input rows, Input columns, uint64_t height, uint64_t width, bool powers,
                int32_t step, uint32_t seed) {
                 new (self) Lattice(powers, exponents_of(rows, "rows"), exponents_of(columns, "columns"), height, width,
                                    step, seed);
@@ -485,7 +489,7 @@ void bind_lattice(nb::module_& m) {
             "seed"_a = 0)
         .def(
             "with_gain",
-            [](const Lattice& lattice, nb::handle origin, float gain) {
+            [](const Lattice& lattice, Input origin, float gain) {
                 const Bytes origin_bytes(origin);
                 return lattice.with_gain(required_codes(lattice.count(), origin_bytes), gain);
             },
@@ -523,8 +527,8 @@ void bind_lattice(nb::module_& m) {
 void bind_progress(nb::module_& m) {
     m.def(
         "progress_sums",
-        [](nb::handle weight, nb::handle parent_weight, nb::handle stored, nb::handle parent_stored, uint64_t count,
-           unsigned threads) {
+        [](Input weight, Input parent_weight, Input stored, Input parent_stored, uint64_t count,
+           unsigned threads) -> Tuple<double, double, double, double> {
             const Bytes weight_bytes(weight), parent_weight_bytes(parent_weight);
             const Bytes stored_bytes(stored), parent_stored_bytes(parent_stored);
             const Floats arrays[] = {
@@ -540,8 +544,8 @@ void bind_progress(nb::module_& m) {
         "weight"_a, "parent_weight"_a, "stored"_a, "parent_stored"_a, "count"_a, nb::kw_only(), "threads"_a = 1);
 }
 
-nb::tuple sum_second_moments(nb::handle seconds, uint64_t rows, uint64_t columns, nb::handle firsts, bool by_column,
-                             unsigned threads) {
+Tuple<bool, bool, DoubleArray> sum_second_moments(Input seconds, uint64_t rows, uint64_t columns, Input firsts,
+                                                  bool by_column, unsigned threads) {
     const Bytes second_bytes(seconds), first_bytes(firsts);
     const Floats second_floats = matrix_of(rows, columns, second_bytes, "seconds");
     const Floats first_floats = floats_of(rows * columns, first_bytes, "firsts");
@@ -559,10 +563,9 @@ nb::tuple sum_second_moments(nb::handle seconds, uint64_t rows, uint64_t columns
     return nb::make_tuple(finite, negative, array_of(std::move(all)));
 }
 
-nb::ndarray<nb::numpy, double, nb::ndim<1>> quantize_seconds(nb::handle seconds, uint64_t rows, uint64_t columns,
-                                                             nb::handle row_exponents, nb::handle column_exponents,
-                                                             nb::handle codes, nb::handle firsts, int32_t step,
-                                                             float dead_zone, unsigned threads) {
+DoubleArray quantize_seconds(Input seconds, uint64_t rows, uint64_t columns, Input row_exponents,
+                             Input column_exponents, Output codes, Input firsts, int32_t step, float dead_zone,
+                             unsigned threads) {
     const Bytes second_bytes(seconds), first_bytes(firsts), code_bytes(codes, PyBUF_WRITABLE);
     check_overlap(code_bytes, {&second_bytes, &first_bytes});
     const Floats second_floats = matrix_of(rows, columns, second_bytes, "seconds");
@@ -589,7 +592,7 @@ void bind_statistics(nb::module_& m) {
           "threads"_a = 1);
     m.def(
         "value_sums",
-        [](nb::handle values, uint64_t count, unsigned threads) {
+        [](Input values, uint64_t count, unsigned threads) -> Tuple<double, double, double> {
             const Bytes value_bytes(values);
             const Floats floats = matrix_of(1, count, value_bytes, "values");
             ValueSums sums;

@@ -1,4 +1,4 @@
-// What comm/operators/{normal,blockfloat,rotated}.py use of the core: checks arguments, releases the GIL, calls.
+// Bindings of levels, blocks of small floats and rotations, for comm/compressors/quantizers.py and hadamard.py.
 #include "bindings/python.hpp"
 #include "wire/blocks.hpp"
 
@@ -8,7 +8,7 @@ namespace shrinkpoint {
 
 namespace {
 
-// A buffer of so many floats.
+// Checks that a buffer has `count` floats.
 float* floats(const Bytes& bytes, size_t count, const char* name) {
     if (bytes.size() != 4 * count) throw nb::value_error((std::string(name) + ": wrong number of bytes").c_str());
     return reinterpret_cast<float*>(bytes.checked(4 * count, 4, name));
@@ -16,7 +16,7 @@ float* floats(const Bytes& bytes, size_t count, const char* name) {
 
 size_t width_of(bool bfloat16) { return bfloat16 ? 2 : 4; }
 
-// A buffer of so many values.
+// Checks that a buffer has `count` values.
 uint8_t* checked_values(const Bytes& bytes, size_t count, bool bfloat16) {
     const size_t width = width_of(bfloat16);
     if (bytes.size() != width * count) throw nb::value_error("values: wrong number of bytes");
@@ -31,7 +31,7 @@ WireTarget target_of(const Bytes& bytes, size_t count, bool bfloat16) {
     return {checked_values(bytes, count, bfloat16), bfloat16};
 }
 
-// A message of so many bytes.
+// Checks that a message has `size` bytes.
 uint8_t* message(const Bytes& bytes, size_t size) {
     if (bytes.size() != size) throw nb::value_error("wire: wrong number of bytes");
     return bytes.data();
@@ -53,7 +53,7 @@ Rotation rotation_of(const Bytes& values, bool bfloat16, const Bytes& signs, flo
     return {values.size() / width_of(bfloat16), block, floats(signs, block, "signs"), limit};
 }
 
-// A byte for each block; none, if they were not given.
+// Returns the flags, a byte for each block, or null if they were not given.
 uint8_t* flags_of(const Bytes& flags, nb::handle given, const Rotation& layout) {
     if (!given.is_none() && flags.size() != layout.blocks()) throw nb::value_error("flags: wrong number of bytes");
     return given.is_none() ? nullptr : flags.data();
@@ -64,7 +64,7 @@ uint8_t* flags_of(const Bytes& flags, nb::handle given, const Rotation& layout) 
 void bind_wire_blocks(nb::module_& m) {
     m.def(
         "normal_encode",
-        [](nb::handle values, nb::handle centers, nb::handle wire, size_t group, unsigned bits, bool bfloat16,
+        [](Input values, Input centers, Output wire, size_t group, unsigned bits, bool bfloat16,
            unsigned threads) {
             const Bytes from(values), levels(centers), to(wire, PyBUF_WRITABLE);
             const NormalWire layout = normal_of(from, bfloat16, levels, group, bits);
@@ -76,7 +76,7 @@ void bind_wire_blocks(nb::module_& m) {
         "values"_a, "centers"_a, "wire"_a, nb::kw_only(), "group"_a, "bits"_a, "bfloat16"_a = false, "threads"_a = 1);
     m.def(
         "normal_decode",
-        [](nb::handle wire, nb::handle centers, nb::handle values, size_t group, unsigned bits, bool bfloat16,
+        [](Input wire, Input centers, Output values, size_t group, unsigned bits, bool bfloat16,
            unsigned threads) {
             const Bytes from(wire), levels(centers), to(values, PyBUF_WRITABLE);
             const NormalWire layout = normal_of(to, bfloat16, levels, group, bits);
@@ -88,7 +88,7 @@ void bind_wire_blocks(nb::module_& m) {
         "wire"_a, "centers"_a, "values"_a, nb::kw_only(), "group"_a, "bits"_a, "bfloat16"_a = false, "threads"_a = 1);
     m.def(
         "blockfloat_encode",
-        [](nb::handle values, nb::handle wire, size_t block, unsigned bits, bool bfloat16, unsigned threads) {
+        [](Input values, Output wire, size_t block, unsigned bits, bool bfloat16, unsigned threads) {
             const Bytes from(values), to(wire, PyBUF_WRITABLE);
             const BlockWire layout = block_of(from, bfloat16, block, bits);
             const WireSource first = source_of(from, layout.count, bfloat16);
@@ -99,7 +99,7 @@ void bind_wire_blocks(nb::module_& m) {
         "values"_a, "wire"_a, nb::kw_only(), "block"_a, "bits"_a, "bfloat16"_a = false, "threads"_a = 1);
     m.def(
         "blockfloat_decode",
-        [](nb::handle wire, nb::handle values, size_t block, unsigned bits, bool bfloat16, unsigned threads) {
+        [](Input wire, Output values, size_t block, unsigned bits, bool bfloat16, unsigned threads) {
             const Bytes from(wire), to(values, PyBUF_WRITABLE);
             const BlockWire layout = block_of(to, bfloat16, block, bits);
             const WireTarget out = target_of(to, layout.count, bfloat16);
@@ -110,7 +110,7 @@ void bind_wire_blocks(nb::module_& m) {
         "wire"_a, "values"_a, nb::kw_only(), "block"_a, "bits"_a, "bfloat16"_a = false, "threads"_a = 1);
     m.def(
         "rotate",
-        [](nb::handle values, nb::handle signs, nb::handle turned, nb::handle flags, float limit, bool bfloat16,
+        [](Input values, Input signs, Output turned, Output flags, float limit, bool bfloat16,
            unsigned threads) {
             const Bytes from(values), diagonal(signs), to(turned, PyBUF_WRITABLE), flag_bytes(flags, PyBUF_WRITABLE);
             const Rotation layout = rotation_of(from, bfloat16, diagonal, limit);
@@ -124,7 +124,7 @@ void bind_wire_blocks(nb::module_& m) {
         "bfloat16"_a = false, "threads"_a = 1);
     m.def(
         "rotate_back",
-        [](nb::handle turned, nb::handle signs, nb::handle values, nb::handle flags, bool bfloat16, unsigned threads) {
+        [](Input turned, Input signs, Output values, Input flags, bool bfloat16, unsigned threads) {
             const Bytes from(turned), diagonal(signs), flag_bytes(flags), to(values, PyBUF_WRITABLE);
             const Rotation layout = rotation_of(to, bfloat16, diagonal, 0.0f);
             const WireTarget out = target_of(to, layout.count, bfloat16);

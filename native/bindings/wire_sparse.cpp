@@ -1,4 +1,4 @@
-// What operators that send some values of many use of the core: checks arguments, releases the GIL, calls.
+// Bindings of sparse messages, for comm/compressors/sparse.py and index_coding.py.
 #include <nanobind/stl/string.h>
 
 #include <limits>
@@ -24,7 +24,7 @@ IndexForm form_of(const std::string& name) {
     throw nb::value_error("form: expected all, bitmap, packed or split");
 }
 
-// As many words of `width` bytes as there are.
+// Returns the number of words in a buffer.
 template <typename Word>
 size_t count_of(const Bytes& bytes, const char* name) {
     if (bytes.size() % sizeof(Word) != 0) throw nb::value_error(name);
@@ -44,7 +44,7 @@ IndexCode code_of(const std::string& form, uint64_t n, unsigned width, uint64_t 
 void bind_wire_sparse(nb::module_& m) {
     m.def(
         "indices_encode",
-        [](const std::string& form, uint64_t n, unsigned width, nb::handle indices, nb::handle out) {
+        [](const std::string& form, uint64_t n, unsigned width, Input indices, Output out) {
             const Bytes from(indices), into(out, PyBUF_WRITABLE);
             const IndexCode code = code_of(form, n, width, count_of<int64_t>(from, "indices"), into);
             nb::gil_scoped_release release;
@@ -53,7 +53,7 @@ void bind_wire_sparse(nb::module_& m) {
         "form"_a, "n"_a, "width"_a, "indices"_a, "out"_a);
     m.def(
         "indices_decode",
-        [](const std::string& form, uint64_t n, unsigned width, nb::handle data, nb::handle indices) {
+        [](const std::string& form, uint64_t n, unsigned width, Input data, Output indices) {
             const Bytes from(data), into(indices, PyBUF_WRITABLE);
             const IndexCode code = code_of(form, n, width, count_of<int64_t>(into, "indices"), from);
             nb::gil_scoped_release release;
@@ -62,8 +62,8 @@ void bind_wire_sparse(nb::module_& m) {
         "form"_a, "n"_a, "width"_a, "data"_a, "indices"_a);
     m.def(
         "sparse_encode",
-        [](const std::string& form, unsigned width, nb::handle values, size_t columns, size_t kept, nb::handle out,
-           nb::handle chosen, unsigned threads) {
+        [](const std::string& form, unsigned width, Input values, size_t columns, size_t kept, Output out,
+           Output chosen, unsigned threads) {
             const Bytes from(values), into(out, PyBUF_WRITABLE), what(chosen, PyBUF_WRITABLE);
             const size_t n = count_of<float>(from, "values"), k = what.size() / 4;
             const IndexCode code = code_of(form, n, width, k, into);
@@ -77,7 +77,7 @@ void bind_wire_sparse(nb::module_& m) {
         "form"_a, "width"_a, "values"_a, "columns"_a, "kept"_a, "out"_a, "chosen"_a, nb::kw_only(), "threads"_a = 1);
     m.def(
         "sparse_decode",
-        [](const std::string& form, unsigned width, nb::handle data, nb::handle chosen, nb::handle out, size_t item) {
+        [](const std::string& form, unsigned width, Input data, Input chosen, Output out, size_t item) {
             const Bytes from(data), what(chosen), into(out, PyBUF_WRITABLE);
             if ((item != 2 && item != 4 && item != 8) || what.size() % item != 0 || into.size() % item != 0)
                 throw nb::value_error("item: expected 2, 4 or 8, and a whole number of values");
@@ -88,7 +88,7 @@ void bind_wire_sparse(nb::module_& m) {
         "form"_a, "width"_a, "data"_a, "chosen"_a, "out"_a, "item"_a);
     m.def(
         "sparse_gather",
-        [](nb::handle values, nb::handle indices, nb::handle chosen) {
+        [](Input values, Input indices, Output chosen) {
             const Bytes from(values), where(indices), what(chosen, PyBUF_WRITABLE);
             const size_t count = count_of<float>(from, "values"), k = count_of<int64_t>(where, "indices");
             what.checked(k * 4, 4, "chosen");
@@ -105,7 +105,7 @@ void bind_wire_sparse(nb::module_& m) {
         "values"_a, "indices"_a, "chosen"_a);
     m.def(
         "sparse_random",
-        [](size_t n, uint32_t seed, nb::handle indices) {
+        [](size_t n, uint32_t seed, Output indices) {
             const Bytes where(indices, PyBUF_WRITABLE);
             const size_t k = count_of<int64_t>(where, "indices");
             if (k == 0 || k > n || n > kMaxColumns) throw nb::value_error("indices: expected some of fewer than 2^32");

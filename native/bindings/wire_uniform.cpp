@@ -1,4 +1,4 @@
-// Uniform grids and planes of bits, as Python sees them.
+// Bindings of uniform grids and planes of bits.
 #include <nanobind/stl/optional.h>
 
 #include <optional>
@@ -23,7 +23,7 @@ UniformWire laid_out(size_t bytes, size_t width, size_t size, unsigned bits, std
     return {bytes / width, size, checked_bits(bits), brief, seed.has_value(), seed.value_or(0)};
 }
 
-void encode(nb::handle values, size_t size, unsigned bits, nb::handle wire, std::optional<uint32_t> seed, bool brief,
+void encode(Input values, size_t size, unsigned bits, Output wire, std::optional<uint32_t> seed, bool brief,
             bool bfloat16, unsigned threads) {
     const Bytes from(values), to(wire, PyBUF_WRITABLE);
     const size_t width = bfloat16 ? 2 : 4;
@@ -34,7 +34,7 @@ void encode(nb::handle values, size_t size, unsigned bits, nb::handle wire, std:
     uniform_encode(layout, data, out, threads);
 }
 
-void decode(nb::handle wire, size_t size, unsigned bits, nb::handle values, std::optional<uint32_t> seed, bool brief,
+void decode(Input wire, size_t size, unsigned bits, Output values, std::optional<uint32_t> seed, bool brief,
             bool bfloat16, unsigned threads) {
     const Bytes from(wire), to(values, PyBUF_WRITABLE);
     const size_t width = bfloat16 ? 2 : 4;
@@ -45,21 +45,21 @@ void decode(nb::handle wire, size_t size, unsigned bits, nb::handle values, std:
     uniform_decode(layout, data, out, threads);
 }
 
-void pack(nb::handle codes, unsigned bits, nb::handle planes) {
+void pack(Input codes, unsigned bits, Output planes) {
     const Bytes from(codes), to(planes, PyBUF_WRITABLE);
     uint8_t* out = to.checked(wire_plane_bytes(from.size(), checked_bits(bits)), 1, "planes");
     const nb::gil_scoped_release unlocked;
     pack_planes(from.data(), from.size(), bits, out);
 }
 
-void unpack(nb::handle planes, unsigned bits, nb::handle codes) {
+void unpack(Input planes, unsigned bits, Output codes) {
     const Bytes from(planes), to(codes, PyBUF_WRITABLE);
     const uint8_t* data = from.checked(wire_plane_bytes(to.size(), checked_bits(bits)), 1, "planes");
     const nb::gil_scoped_release unlocked;
     unpack_planes(data, to.size(), bits, to.data());
 }
 
-size_t count_masked(nb::handle values, size_t width, uint32_t mask) {
+size_t count_masked(Input values, size_t width, uint32_t mask) {
     const Bytes from(values);
     if ((width != 2 && width != 4) || from.size() % width != 0)
         throw nb::value_error("width: expected 2 or 4, and a whole number of values");
@@ -75,14 +75,14 @@ size_t count_masked(nb::handle values, size_t width, uint32_t mask) {
 void bind_wire_uniform(nb::module_& m) {
     m.def("uniform_encode", encode, "values"_a, "size"_a, "bits"_a, "wire"_a, nb::kw_only(), "seed"_a = nb::none(),
           "brief"_a = true, "bfloat16"_a = false, "threads"_a = 1,
-          "Float32 or bfloat16 values as ranges of runs of `size` and codes; ranges are bfloat16 where `brief`, and "
-          "codes dithered where there is a seed.");
+          "Writes float32 or bfloat16 values as ranges of runs of `size` and codes. Ranges are bfloat16 if `brief`; codes "
+          "are dithered if there is a seed.");
     m.def("uniform_decode", decode, "wire"_a, "size"_a, "bits"_a, "values"_a, nb::kw_only(), "seed"_a = nb::none(),
-          "brief"_a = true, "bfloat16"_a = false, "threads"_a = 1, "What uniform_encode made, as float32 or bfloat16.");
-    m.def("pack_planes", pack, "codes"_a, "bits"_a, "planes"_a, "Codes below 2^bits as planes of 4, 2 and 1 bits.");
+          "brief"_a = true, "bfloat16"_a = false, "threads"_a = 1, "Decodes a message of uniform_encode.");
+    m.def("pack_planes", pack, "codes"_a, "bits"_a, "planes"_a, "Packs codes below 2^bits in planes of 4, 2 and 1 bits.");
     m.def("count_masked", count_masked, "values"_a, "width"_a, "mask"_a,
-          "How many values of 2 or 4 bytes have all bits of the mask.");
-    m.def("unpack_planes", unpack, "planes"_a, "bits"_a, "codes"_a, "What pack_planes made, as codes.");
+          "Counts values of 2 or 4 bytes that have all bits of the mask.");
+    m.def("unpack_planes", unpack, "planes"_a, "bits"_a, "codes"_a, "Unpacks codes of pack_planes.");
 }
 
 }  // namespace shrinkpoint
