@@ -1,4 +1,4 @@
-// Bits taken from the front of a span, least significant first; behind its end there are zeros, and that is noticed.
+// Takes bits from the front of a span, least significant first. Bits behind the end read as zeros, and check() notices.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -13,12 +13,12 @@ class BitSource {
    public:
     BitSource(const uint8_t* data, size_t size) : next_(data), end_(data + size) {}
 
-    // At least 56 bits are at hand afterwards.
+    // Leaves at least 56 bits in the buffer.
     void refill() {
         if (end_ - next_ < 8) return refill_slowly();
         uint64_t word;
         std::memcpy(&word, next_, 8);
-        buffer_ |= word << filled_;  // what is above the bits that count is what will be put there again
+        buffer_ |= word << filled_;  // bits above `filled_` are the bits that the next refill puts there
         next_ += (63 - filled_) >> 3;
         filled_ |= 56;
     }
@@ -30,7 +30,7 @@ class BitSource {
         filled_ -= bits;
     }
 
-    // At most 56 bits.
+    // Takes at most 56 bits.
     uint64_t take(unsigned bits) {
         refill();
         const uint64_t out = peek(bits);
@@ -43,7 +43,7 @@ class BitSource {
         if (8 * uint64_t{beyond_} > filled_) throw Truncated("a bit stream ends too early");
     }
 
-    // Throws unless all is taken but the zeros that fill up the last byte.
+    // Throws unless everything was taken but the zeros that pad the last byte.
     void finish() {
         check();
         refill();
@@ -65,7 +65,7 @@ class BitSource {
     const uint8_t* end_;
     uint64_t buffer_ = 0;
     unsigned filled_ = 0;
-    size_t beyond_ = 0;  // bytes taken behind the end
+    size_t beyond_ = 0;  // bytes taken from behind the end
 };
 
 }  // namespace shrinkpoint

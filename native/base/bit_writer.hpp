@@ -8,7 +8,7 @@ namespace shrinkpoint {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "bit streams are loaded and stored as little-endian words");
 
-// Bytes past the last field that a reader may load (never use).
+// Bytes past the last field that a reader may load. It never uses them.
 constexpr size_t kBitSlack = 8;
 
 class BitWriter {
@@ -16,7 +16,7 @@ class BitWriter {
     // `out` must have space for every field plus kBitSlack bytes.
     explicit BitWriter(uint8_t* out) : start_(out), out_(out) {}
 
-    // Fields of at most 56 bits.
+    // Appends a field of at most 56 bits.
     void put(uint64_t field, unsigned bits) {
         buffer_ |= field << filled_;
         filled_ += bits;
@@ -44,7 +44,7 @@ class BitWriter {
         return static_cast<size_t>(out_ - start_) + kBitSlack;
     }
 
-    // Whole groups of eight 32-bit fields of one width, 4 to 28 bits; defined where the machine has the instructions.
+    // Appends groups of eight 32-bit fields of one width, 4 to 28 bits. Defined where the machine has the instructions.
     void put_groups(const uint32_t* fields, size_t groups, unsigned bits);
 
    private:

@@ -1,4 +1,4 @@
-// The 32 bits of a float as a number, and back. An inline function of a kernel is compiled for the kernel's instruction set.
+// Converts a float to its bit pattern and back. Inlined into kernels, so compiled for their instruction set.
 #pragma once
 #include <cstdint>
 #include <cstring>

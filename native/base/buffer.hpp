@@ -1,4 +1,4 @@
-// Bytes that are written before they are read: a vector that does not clear what it allocates, and takes large blocks
+// A vector for bytes that are written before they are read: it does not clear what it allocates, and takes large blocks
 // from the pool.
 #pragma once
 #include <cstddef>

@@ -23,7 +23,7 @@ struct alignas(64) Header {
 
 class Pool {
    public:
-    // A child that is forked while another thread holds the mutex would wait for it forever.
+    // A child forked while another thread holds the mutex would wait for it forever.
     void hold() { mutex_.lock(); }
     void release() { mutex_.unlock(); }
 
@@ -39,7 +39,7 @@ class Pool {
         return nullptr;
     }
 
-    // Keeps a block; true unless the caller must free it.
+    // Keeps a block and returns true, or returns false: then the caller must free the block.
     bool give(Header* header) {
         const std::lock_guard lock(mutex_);
         if (header->size > kMaxPooled) return false;
@@ -59,7 +59,7 @@ class Pool {
     size_t kept_ = 0;
 };
 
-// A multiple of `unit` bytes, aligned to it.
+// Allocates a multiple of `unit` bytes, aligned to `unit`.
 void* allocate_in(size_t unit, size_t size) { return std::aligned_alloc(unit, (size + unit - 1) / unit * unit); }
 
 #if defined(__linux__)
@@ -67,11 +67,11 @@ constexpr size_t kLargePage = size_t{1} << 21;
 constexpr auto kSlowPage = std::chrono::milliseconds(1);  // a large page is cleared in a fourth of that
 constexpr int kSmallPageBlocks = 64;
 
-std::atomic<int> small_page_blocks{0};  // so many blocks more get small pages
+std::atomic<int> small_page_blocks{0};  // number of blocks that still get small pages
 
-// Asks for large pages, a wish that may not be granted, if the first one comes fast. A hypervisor that has taken free
-// memory back gives it again with a fault for every 4 KiB: then large pages, which the kernel takes from memory that
-// was free for long, cost many times what small ones do, which it takes from memory that was in use a moment ago.
+// Asks for large pages if the first one is fast; the kernel may refuse. A hypervisor that reclaimed free memory returns
+// it with a fault for every 4 KiB. Large pages come from memory that was free for long and then cost many times what
+// small pages cost, which come from memory that was in use a moment ago.
 void advise_large_pages(void* block, size_t size) {
     if (small_page_blocks.load(std::memory_order_relaxed) > 0) {
         small_page_blocks.fetch_sub(1, std::memory_order_relaxed);

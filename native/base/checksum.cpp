@@ -24,7 +24,8 @@ XXH3_state_t* cast(void* state) { return static_cast<XXH3_state_t*>(state); }
 
 #if defined(SHRINKPOINT_X86)
 
-// The long inputs of xxhash.h under wider instructions, as its own dispatching file has them; the digests are the same.
+// Compiles xxhash.h's loop for long inputs under wider instruction sets, as xxHash's own dispatching file does. Digests
+// are the same.
 constexpr size_t kLong = 1024;
 
 SHRINKPOINT_AVX2 XXH128_hash_t hash_avx2(const uint8_t* data, size_t size) {

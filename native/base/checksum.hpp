@@ -11,7 +11,7 @@ struct Digest128 {
 
 Digest128 xxh3_128(const uint8_t* data, size_t size);
 
-// A digest over bytes that arrive in pieces; equal to xxh3_128 of their concatenation.
+// A digest of bytes that arrive in pieces. Equals xxh3_128 of their concatenation.
 class Hasher {
    public:
     Hasher();

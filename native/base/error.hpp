@@ -1,4 +1,4 @@
-// The ways in which bytes can be wrong; the binding maps them to errors of the same names.
+// The ways in which bytes can be wrong. The bindings raise exceptions of the same names.
 #pragma once
 #include <stdexcept>
 #include <string>
@@ -13,7 +13,7 @@ struct Truncated : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// Not of bytes: a model does not fit the values that are to be encoded.
+// A model does not fit the values to encode: decoding would lose bits.
 struct DropsBits : std::invalid_argument {
     using std::invalid_argument::invalid_argument;
 };

@@ -1,4 +1,4 @@
-// Sums side by side: in every instruction set as many, so that all of them add in the same order.
+// Sums side by side, with the same number of lanes in every instruction set, so that all add in the same order.
 #pragma once
 #include <cstddef>
 
@@ -6,7 +6,7 @@
 
 namespace shrinkpoint {
 
-// add(i, lane) for every i below `count`; lanes take turns.
+// Calls add(i, lane) for every i below `count`; lanes take turns. With 3 lanes, lane 0 adds x[0], x[3], x[6], ...
 template <size_t kCount, typename Add>
 SHRINKPOINT_INLINE void by_lanes(size_t count, Add add) {
     size_t i = 0;

@@ -1,4 +1,5 @@
-// Work in chunks 0..count-1, shared out among threads; the first exception is passed on.
+// Runs work over chunks 0..count-1 on several threads and passes on the first exception. Threads are started by each
+// call.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -19,7 +20,7 @@ struct Span {
     size_t count;
 };
 
-// At most `length` positions from the start of the index-th chunk.
+// The positions of chunk `index`: `length` of them, or fewer at the end of `count`.
 inline Span span_of(size_t index, uint64_t count, size_t chunk, size_t length) {
     const uint64_t start = static_cast<uint64_t>(index) * chunk;
     return {start, static_cast<size_t>(std::min<uint64_t>(length, count - start))};
@@ -40,7 +41,8 @@ class WorkQueue {
     std::atomic<size_t> next_{0};
 };
 
-// Runs `work(indices)` once on each thread; it takes indices until none is left, and may keep buffers meanwhile.
+// Runs `work(indices)` once on each thread. The work takes indices until none is left, so it can keep its buffers for
+// all of them.
 template <typename Work>
 void parallel(size_t count, unsigned threads, Work work) {
     WorkQueue indices(count);
@@ -61,7 +63,7 @@ void parallel(size_t count, unsigned threads, Work work) {
     for (size_t t = 1; t < others; ++t) {
         try {
             pool.emplace_back(run);
-        } catch (const std::system_error&) {  // the system gives no more: those that run do all of it
+        } catch (const std::system_error&) {  // no more threads: those that run do all the work
             break;
         }
     }

@@ -13,14 +13,15 @@ namespace {
 #if defined(SHRINKPOINT_X86)
 bool all_of(unsigned bits, unsigned of) { return (bits & of) == of; }
 
-// The parts of a register state that the operating system saves for a process (XCR0).
+// The register states that the operating system saves for a process (XCR0).
 unsigned saved_states() {
     unsigned low, high;
     __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     return low;
 }
 
-// The processor is asked, not __builtin_cpu_supports: that answers no to everything where a compiler's runtime leaves it empty (zig's).
+// Asks the processor instead of __builtin_cpu_supports, which answers no to everything where a compiler's runtime
+// leaves its table empty (zig's).
 int widest() {
     unsigned a, b, c, d;
     constexpr unsigned fma = 1u << 12, popcnt = 1u << 23, osxsave = 1u << 27, avx = 1u << 28;

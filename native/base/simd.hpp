@@ -1,4 +1,4 @@
-// One source, several instruction sets: which of them this machine can run is found out once, at run time.
+// Compiles one source for several instruction sets and picks one at run time, by what the processor has.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -22,16 +22,18 @@ namespace shrinkpoint {
 
 enum class Simd : int { None = 0, Avx2 = 1, Avx512 = 2 };
 
-// The widest instruction set to use. All of them give the same bytes; a test compares them.
+// The widest instruction set to use. All of them give the same bytes; tests/native/test_simd.py and `make fuzz` compare
+// them.
 Simd simd();
 
-// From now on nothing wider than `most` is used, in all threads.
+// Uses nothing wider than `most` from now on, in all threads. For tests.
 void limit_simd(Simd most);
 
 }  // namespace shrinkpoint
 
-// A function that is compiled once for each instruction set and picks one when called:
-//   SHRINKPOINT_KERNEL(void, scale, (float* x, size_t n), (x, n)) { for (...) ... }
+// Defines a function that is compiled once for each instruction set and picks one when called:
+//    SHRINKPOINT_KERNEL(void, scale, (float* x, size_t n), (x, n)) { for (...) ... }
+// The last argument repeats the names of the parameters. native/README.md, "Kernels", says what a kernel may not do.
 #if defined(SHRINKPOINT_X86)
 #define SHRINKPOINT_KERNEL(result, name, parameters, arguments)                                 \
     SHRINKPOINT_INLINE result name##_body parameters;                                           \

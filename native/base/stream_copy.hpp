@@ -1,4 +1,4 @@
-// Copies into memory that nobody reads soon.
+// Copies into memory that will not be read soon.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -12,7 +12,7 @@ struct Copy {
     uint8_t* target;
 };
 
-// Copies past the caches: the targets' lines are not read before they are written, and drop nothing else.
+// Copies past the caches: the targets' cache lines are not read first, and evict nothing.
 void stream_copy(const std::vector<Copy>& copies, unsigned threads);
 
 }  // namespace shrinkpoint

@@ -1,4 +1,4 @@
-// A digest over pieces that several threads make: each is added in its turn.
+// Orders what several threads do with pieces that they make in parallel, such as updating one digest.
 #pragma once
 #include <condition_variable>
 #include <cstddef>
@@ -6,10 +6,11 @@
 
 namespace shrinkpoint {
 
-// Threads that take pieces in their order, and each do one thing in that order, too. One that fails lets all others go.
+// Each thread takes pieces in ascending order and waits for the turn of each. When one thread fails, all others
+// continue without waiting.
 class Turns {
  public:
-    // Calls `work` once all pieces before this one have had their turn; not at all once one has failed.
+    // Calls `work` after all earlier pieces have had their turn. Skips it once a piece has failed.
     template <typename Work>
     void take(size_t piece, Work work) {
         std::unique_lock lock(mutex_);

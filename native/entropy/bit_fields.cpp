@@ -12,16 +12,17 @@ namespace shrinkpoint {
 
 namespace {
 
-// Eight fields of one width end where they began within a byte, so a group of eight is a whole number of bytes and the
+// Eight fields of one width end at the bit of a byte where they began. So a group of eight fills whole bytes, and the
 // places within it are loop constants.
 constexpr size_t kGroup = 8;
 
 #if defined(SHRINKPOINT_X86)
 
-// Four fields and the bits before them fit in 16 bytes up to this width, each with them in four.
+// Up to this width four fields and the bits before them fit in 16 bytes, each field with its leading bits in four.
 constexpr unsigned kShuffledBits = 25;
 
-// The shuffle and the shifts that spread four fields, the first at bit `place` of 16 bytes, over four 32-bit words.
+// The shuffle and the shifts that spread four fields over four 32-bit words, the first field at bit `place` of 16
+// bytes.
 struct Spread {
     alignas(16) uint8_t bytes[16];
     alignas(16) uint32_t shifts[4];
@@ -38,7 +39,7 @@ SHRINKPOINT_AVX2 SHRINKPOINT_INLINE __m256i pair(const void* a, const void* b) {
     return _mm256_loadu2_m128i(static_cast<const __m128i*>(b), static_cast<const __m128i*>(a));
 }
 
-// Loads whole groups as far as 16 bytes from the start of a half group can be read; returns the fields loaded.
+// Loads groups as long as 16 bytes can be read from the start of a half group. Returns the fields loaded.
 SHRINKPOINT_AVX2 size_t load_groups(const BitSpan& span, uint64_t position, unsigned width, size_t count,
                                     uint32_t* fields) {
     const auto place = static_cast<unsigned>(position & 7);
@@ -79,7 +80,7 @@ SHRINKPOINT_KERNEL(void, load_mixed,
     uint8_t widest = 0;
     for (size_t i = 0; i < count; ++i) widest = widths[i] > widest ? widths[i] : widest;
     size_t i = 0;
-    // Two fields from one word where any two fit beside the bits before them.
+    // Two fields from one word if any two fit beside the bits before them.
     for (; widest <= 28 && i + 2 <= count; i += 2) {
         const unsigned first = widths[i], second = widths[i + 1];
         uint64_t word;
@@ -101,7 +102,7 @@ SHRINKPOINT_KERNEL(void, store_mixed,
                    (fields, widths, count, writer)) {
     BitWriter bits = writer;  // a copy whose address is not taken stays in registers
     size_t i = 0;
-    // Two fields at once where both fit: the writer's state is a chain of dependent steps.
+    // Two fields at once if both fit: the writer's state is a chain of dependent steps.
     for (; i + 2 <= count; i += 2) {
         const unsigned first = widths[i], both = first + widths[i + 1];
         if (both <= 56) {
@@ -144,7 +145,7 @@ SHRINKPOINT_AVX2 void BitWriter::put_groups(const uint32_t* fields, size_t group
     const __m256i back = _mm256_sub_epi64(_mm256_set1_epi64x(2 * bits), shift);
     const __m128i width = _mm_cvtsi32_si128(static_cast<int>(bits));
     const __m256i even = _mm256_set1_epi64x(0xffffffff);
-    // The pair before each pair: its last bits go where the first byte is not the pair's own.
+    // The pair before each pair: its last bits go where the first byte is shared.
     __m256i last = _mm256_set1_epi64x(static_cast<int64_t>(buffer_ << (2 * bits - filled_)));
     uint8_t* out = out_;
     for (size_t g = 0; g < groups; ++g, fields += kGroup, out += bits) {

@@ -12,10 +12,10 @@ namespace {
 
 constexpr unsigned kMaxAdamRatios = 32, kFewestPushes = 8;
 
-// How the contexts are shared out between the parent's byte, and how far and where Adam pushes.
+// How contexts are divided among the parent's byte and the size and direction of Adam's step.
 struct Layout {
-    unsigned largest;  // byte that contexts tell apart: what is never used would still cost a bit of the map
-    unsigned pushes;   // for each of them; 1 without moments
+    unsigned largest;  // largest byte with a context of its own: unused contexts would cost a bit of the map
+    unsigned pushes;   // contexts for each byte; 1 without moments
 };
 
 Layout layout_of(const Model& model, const Arrays& arrays) {
@@ -56,8 +56,8 @@ const uint8_t* prediction_of(const Tile& tile) { return static_cast<const uint8_
 
 }  // namespace
 
-// Differences modulo 256, taken as signed: 0, -1, 1, -2, ... are the symbols 0, 1, 2, 3, ... Contexts of neighbouring
-// codes then have like symbols and share a table, of which there are fewer than codes.
+// Differences modulo 256, folded: 0, -1, 1, -2, 2 become the symbols 0, 1, 2, 3, 4. Contexts of neighbouring codes then
+// have similar symbols and share a table; there are fewer tables than codes.
 SHRINKPOINT_KERNEL(void, fold_codes, (const uint8_t* values, const uint8_t* base, size_t count, uint8_t* symbols),
                    (values, base, count, symbols)) {
     for (size_t i = 0; i < count; ++i) {

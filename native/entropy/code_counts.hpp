@@ -1,4 +1,4 @@
-// How often each symbol occurs under each byte of the parent: the counts of Tokens::Codes.
+// Counts how often each symbol occurs under each byte of the parent, for Tokens::Codes.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -8,15 +8,15 @@
 
 namespace shrinkpoint {
 
-// Most codes are the parent's, under one of few contexts: these pairs are counted by vector comparisons, and only what
-// is beside them by increments.
+// Most codes equal the parent's, under few contexts. These pairs are counted by vector comparisons, and only the rest
+// by increments.
 class CodeCounts {
    public:
-    // The contexts are the parent's bytes, at most `largest`.
+    // Contexts are the parent's bytes, at most `largest`.
     explicit CodeCounts(unsigned largest) : largest_(static_cast<uint8_t>(largest)) {}
 
-    // Adds values[0, count), count <= kTile, to `counts`, which has 256 for each context; false, and nothing is done,
-    // where vectors are no help: there are none, or the pairs differ too much.
+    // Adds values[0, count), count <= kTile, to `counts`, which has 256 counts for each context. Returns false and adds
+    // nothing where vectors do not help: the machine has none, or the pairs differ too much.
     bool add(const uint8_t* values, const uint8_t* base, size_t count, uint32_t* counts);
 
    private:

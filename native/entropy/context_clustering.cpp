@@ -11,7 +11,7 @@ namespace shrinkpoint {
 
 namespace {
 
-constexpr unsigned kTableCountBits = 4;  // holds the number of tables less one
+constexpr unsigned kTableCountBits = 4;  // of the number of tables minus 1
 
 struct Context {
     unsigned index;
@@ -20,7 +20,7 @@ struct Context {
     double self_bits;
 };
 
-using Prices = std::array<float, 256>;  // bits of each symbol
+using Prices = std::array<float, 256>;  // cost of each symbol in bits
 
 double entropy_bits(const Histogram& histogram) {
     uint64_t total = 0;
@@ -32,7 +32,7 @@ double entropy_bits(const Histogram& histogram) {
     return total > 0 ? bits + static_cast<double>(total) * std::log2(static_cast<double>(total)) : 0;
 }
 
-unsigned gamma_bits(unsigned value) {  // of value + 1
+unsigned gamma_bits(unsigned value) {  // bits of the gamma code of value + 1
     unsigned log = 31 - static_cast<unsigned>(__builtin_clz(value + 1));
     return 2 * log + 1;
 }
@@ -97,7 +97,7 @@ double price(const Context& context, const Prices& prices) {
     return bits;
 }
 
-// Farthest-first seeds: the next centre is the context that the centres so far serve worst.
+// Farthest-first seeds: the next centre is the context whose cost under the present centres is worst.
 std::vector<Histogram> seeds(const std::vector<Context>& contexts) {
     std::vector<double> excess(contexts.size(), std::numeric_limits<double>::infinity());
     const auto largest = std::max_element(contexts.begin(), contexts.end(),
@@ -136,7 +136,7 @@ std::vector<unsigned> assign(const std::vector<Context>& contexts, std::vector<H
     return out;
 }
 
-// What a table costs, and its symbols under it.
+// The cost of a table, and of its symbols under it.
 struct Costs {
     explicit Costs(const Histogram& histogram) : symbols(entropy_bits(histogram)), table(table_bits(histogram)) {}
 
@@ -152,7 +152,7 @@ bool empty(const Histogram& histogram) {
     return std::all_of(histogram.begin(), histogram.end(), [](uint64_t n) { return n == 0; });
 }
 
-// Joins two tables as long as that saves more of table than it costs in symbols.
+// Joins two tables while that saves more table bits than it costs in symbols.
 void merge(std::vector<Histogram>& centres, std::vector<unsigned>& assignment) {
     std::vector<Costs> costs(centres.begin(), centres.end());
     const auto gain_of = [&](size_t a, size_t b) {
@@ -160,7 +160,7 @@ void merge(std::vector<Histogram>& centres, std::vector<unsigned>& assignment) {
         const Costs both(centres[a] + centres[b]);
         return costs[a].symbols + costs[b].symbols - both.symbols + costs[a].table + costs[b].table - both.table;
     };
-    std::array<std::array<double, kMaxTables>, kMaxTables> gains;  // of a < b
+    std::array<std::array<double, kMaxTables>, kMaxTables> gains;  // for a < b
     for (size_t a = 0; a < centres.size(); ++a)
         for (size_t b = a + 1; b < centres.size(); ++b) gains[a][b] = gain_of(a, b);
     while (true) {
@@ -181,7 +181,7 @@ void merge(std::vector<Histogram>& centres, std::vector<unsigned>& assignment) {
     }
 }
 
-// A symbol that the sample lacks counts as a fraction of one that it has once.
+// A symbol that the sample lacks counts as a fraction of a symbol seen once.
 Histogram covering(Histogram histogram, const SymbolRange* cover) {
     if (cover == nullptr) return histogram;
     for (uint64_t& n : histogram) n *= 16;
@@ -215,7 +215,7 @@ ContextTables cluster_contexts(const ContextCounts& counts, const SymbolRange* c
         }
         out.map[contexts[i].index] = static_cast<uint8_t>(table);
     }
-    // A context that never occurs takes its neighbour's table: the map is written as changes.
+    // A context that never occurs takes its neighbour's table, because the map is written as changes.
     size_t at = 0;
     uint8_t last = out.map[contexts[0].index];
     for (unsigned c = 0; c < out.map.size(); ++c) {

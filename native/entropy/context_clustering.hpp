@@ -1,4 +1,4 @@
-// Which contexts share a table.
+// Groups contexts that share a table.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -24,16 +24,16 @@ struct SymbolRange {
     unsigned first, last;
 };
 
-// Groups contexts so that the symbols' cost plus the tables' own cost is small. Of counts of a sample: every table has a
-// frequency for each symbol of `cover`, and for the escape of levels.
+// Groups contexts so that the cost of the symbols plus the cost of the tables is small. If the counts are from a
+// sample, every table has a frequency for each symbol of `cover` and for the escape of levels.
 ContextTables cluster_contexts(const ContextCounts& counts, const SymbolRange* cover = nullptr);
 
-// Bits that `counts` cost under `tables`, the tables' own bits included.
+// Bits that `counts` cost under `tables`, plus the bits of the tables.
 double cost(const ContextCounts& counts, const ContextTables& tables);
 
-// Serialised tables: see docs/format.md, "ContextTables".
+// Writes the tables: docs/format.md, "ContextTables".
 std::vector<uint8_t> write_tables(const ContextTables& tables);
-// Throws Corrupt or Truncated. `contexts` is what the model asks for.
+// Reads the tables. Throws Corrupt or Truncated. `contexts` is the number that the model needs.
 ContextTables read_tables(const uint8_t* data, size_t size, unsigned contexts);
 
 }  // namespace shrinkpoint

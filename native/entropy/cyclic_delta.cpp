@@ -20,7 +20,7 @@ constexpr unsigned kMaxCodes = 256;
 
 unsigned log2_of(uint64_t n) { return 63 - static_cast<unsigned>(__builtin_clzll(n)); }
 
-// Values, and behind them the classes of runs: class j, from 1 on, is of 2^j to 2^(j+1) - 1 values.
+// Values, then the classes of runs: class j >= 1 stands for 2^j to 2^(j+1) - 1 values.
 size_t alphabet_of(const CyclicDelta& form, size_t count) { return form.modulus + (form.runs ? log2_of(count) : 0); }
 
 SHRINKPOINT_KERNEL(uint8_t, largest, (const uint8_t* codes, size_t count), (codes, count)) {
@@ -29,7 +29,7 @@ SHRINKPOINT_KERNEL(uint8_t, largest, (const uint8_t* codes, size_t count), (code
     return out;
 }
 
-// (a - b) mod modulus, of numbers below the modulus.
+// (a - b) mod modulus, for numbers below the modulus.
 SHRINKPOINT_INLINE uint8_t cyclic_difference(unsigned a, unsigned b, unsigned modulus) {
     const unsigned difference = a - b;
     return static_cast<uint8_t>(difference + (modulus & (0u - static_cast<unsigned>(a < b))));
@@ -57,7 +57,7 @@ class Groups {
             starts_ = {0, count};
             return;
         }
-        // Neighbours often are the same: counted apart, one increment does not wait for the one before.
+        // Neighbours are often equal. Counted apart, an increment does not wait for the one before.
         std::array<std::array<size_t, kMaxCodes>, 4> counts{};
         for (size_t i = 0; i < count; ++i) ++counts[i & 3][previous[i]];
         starts_.assign(1, 0);
@@ -66,17 +66,17 @@ class Groups {
         several_ = true;
     }
 
-    // Whether positions are moved at all.
+    // True if positions are moved at all.
     bool several() const { return several_; }
 
-    // Where the next position of each group stands.
+    // The place of each group's next position.
     std::array<size_t, kMaxCodes> cursors() const {
         std::array<size_t, kMaxCodes> out;
         std::copy_n(starts_.begin(), kMaxCodes, out.begin());
         return out;
     }
 
-    // Calls `use(start, count)` for each group that is not empty.
+    // Calls `use(start, count)` for each group that has positions.
     template <typename Use>
     void each(Use use) const {
         for (size_t g = 0; g + 1 < starts_.size(); ++g)
@@ -90,7 +90,7 @@ class Groups {
 
 // ---- encoding ----------------------------------------------------------------------------------------------------
 
-// How often the first value stands at the front.
+// Length of the run at the front.
 size_t run_length(const uint8_t* values, size_t count) {
     const uint64_t same = values[0] * 0x0101010101010101u;
     size_t i = 1;
@@ -184,7 +184,7 @@ class GroupEncoder {
     uint64_t bits_ = 0;
 };
 
-// The differences, one group behind the other.
+// Returns the differences, one group after the other.
 Buffer differences(const CyclicDelta& form, const uint8_t* codes, const uint8_t* previous, size_t count,
                    const Groups& groups) {
     Buffer out(count);
@@ -242,7 +242,7 @@ void read_values(const HuffmanDecoder& decoder, BitSource& bits, uint8_t* values
 }
 
 void read_runs(const HuffmanDecoder& decoder, unsigned modulus, BitSource& bits, uint8_t* values, size_t count) {
-    bool repeats = false;  // whether a value stands before that was not repeated yet
+    bool repeats = false;  // true if the previous value can still be repeated
     for (size_t i = 0; i < count;) {
         bits.refill();
         const unsigned symbol = decoder.next(bits);

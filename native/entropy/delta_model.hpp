@@ -1,4 +1,5 @@
-// Tokens::Delta: the symbol is sign and size of the difference to a predicted value. Included by tokens.cpp only.
+// Tokens::Delta: the symbol is the sign and size class of the difference to a predicted value. Included by tokens.cpp
+// only.
 #pragma once
 #include <algorithm>
 
@@ -10,7 +11,7 @@ namespace shrinkpoint {
 
 constexpr unsigned kDirect = 8;  // differences below this are symbols of their own
 
-// How bit patterns map to integers in the order of the values they stand for; -0 stays apart from 0.
+// Maps bit patterns to integers in the order of their values; -0 stays apart from 0.
 template <typename U>
 struct Order {
     explicit Order(const Model& model)
@@ -18,7 +19,7 @@ struct Order {
           mask(static_cast<Extra<U>>(static_cast<U>(~U{0}) >> model.shift)),
           sign(model.mantissa == 0 ? 0 : mask ^ mask >> 1) {}
 
-    // Masks instead of choices: a loop of these has no control flow and becomes vector instructions.
+    // Masks instead of conditions: a loop without control flow becomes vector instructions.
     Extra<U> ordered(U u) const {
         const Extra<U> x = static_cast<Extra<U>>(static_cast<Extra<U>>(u) >> shift);
         return x ^ (sign | (negative(x) & mask));
@@ -35,13 +36,13 @@ struct Order {
     Extra<U> mask, sign;
 };
 
-// 2 floor(log2(n)) + the second leading bit, for 2 <= n.
+// 2 floor(log2(n)) + the second leading bit, for n >= 2. For n = 2, 3, 4, 6, 8: 2, 3, 4, 5, 6.
 SHRINKPOINT_INLINE uint32_t half_octaves(uint64_t n) {
     const auto log = 63 - static_cast<uint32_t>(__builtin_clzll(n | 1));
     return 2 * log + static_cast<uint32_t>(n >> (log - 1) & 1);
 }
-// For n < 2^31. Through a float, because vectors of integers have no leading-zero count before AVX-512; the low bits
-// of large numbers are cleared so that nothing is rounded.
+// The same for n < 2^31, through a float: before AVX-512 vectors of integers have no leading-zero count. The low bits
+// of large numbers are cleared first so that nothing is rounded.
 SHRINKPOINT_INLINE uint32_t half_octaves(uint32_t n) {
     const uint32_t exact = n & ~((0u - static_cast<uint32_t>(n >= 1u << 24)) & 0xff);
     return (bits_of(static_cast<float>(static_cast<int32_t>(exact))) >> 22) - 2 * 127;
@@ -90,7 +91,7 @@ SHRINKPOINT_INLINE void square_contexts(size_t count, Tile& tile) {
     }
 }
 
-// Where all differences are small there are no extra bits at all.
+// Notes that a tile has no extra bits, if all its differences are small.
 SHRINKPOINT_INLINE void note_widths(size_t count, Tile& tile) {
     uint8_t any = 0;
     for (size_t i = 0; i < count; ++i) any = static_cast<uint8_t>(any | tile.extra_bits[i]);
@@ -108,12 +109,12 @@ SHRINKPOINT_INLINE void delta_tokens(const Model& model, const uint8_t* all, uin
     const Order<U> order(model);
     const unsigned unused = 8 * sizeof(Word) - (width_of<U> - model.shift);
     for (size_t i = 0; i < count; ++i) {
-        // Wrapped to the width, so that any value can follow any prediction.
+        // Wraps around at the width, so that any value can follow any prediction.
         const Word difference = order.ordered(values[i]) - order.ordered(predicted[i]);
         const auto d = static_cast<std::make_signed_t<Word>>(difference << unused) >> unused;
         const Word negative = static_cast<Word>(d) >> (8 * sizeof(Word) - 1);
         const Word n = static_cast<Word>(d) ^ (Word{0} - negative);
-        // 64-bit words need the guard; of narrow ones small n give a number that is not used.
+        // 64-bit words need the guard. For narrower words a small n gives a number that is not used.
         const uint32_t octaves = half_octaves(sizeof(Word) == 8 ? static_cast<Word>(n | 2) : n);
         const uint32_t large = 0u - static_cast<uint32_t>(n >= kDirect);
         const uint32_t width = ((octaves >> 1) - 1) & large;

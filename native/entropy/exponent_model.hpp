@@ -1,4 +1,4 @@
-// Tokens::Level: the symbol is the logarithm of the magnitude less a predicted one. Included by tokens.cpp only.
+// Tokens::Level: the symbol is the logarithm of the magnitude minus a predicted logarithm. Included by tokens.cpp only.
 #pragma once
 #include <algorithm>
 
@@ -14,7 +14,7 @@ constexpr unsigned kCompanionZero = kResidualContexts, kDeadContext = kResidualC
 constexpr unsigned kLevelContexts = kResidualContexts + 2;
 constexpr int kZeroSymbol = 0, kEscapeSymbol = 255;
 
-// A level that would not fit counts as one that no prediction comes near.
+// A level out of range counts as one that no prediction comes near.
 template <typename U>
 SHRINKPOINT_INLINE uint32_t held_level(U level) {
     if constexpr (sizeof(U) < 4)
@@ -23,13 +23,13 @@ SHRINKPOINT_INLINE uint32_t held_level(U level) {
         return static_cast<uint32_t>(std::min<U>(level, U{1} << 30));
 }
 
-// Wraps around: where a factor is dead the difference is any number, and is not used.
+// Wraps around. Where a factor is dead the difference can be any number and is not used.
 SHRINKPOINT_INLINE int32_t less(uint32_t level, int32_t predicted) {
     return static_cast<int32_t>(level - static_cast<uint32_t>(predicted));
 }
 
-// Contexts from the companion's residuals; a dead factor has a context of its own, and the bias for its level. Masks
-// instead of choices, which would become branches around the stores.
+// Contexts from the companion's residuals. A dead factor has a context of its own, and the bias is its level. Masks
+// instead of conditions, which would become branches around the stores.
 template <typename Residual>
 SHRINKPOINT_INLINE void residual_contexts(const Model& model, size_t count, Tile& tile, Residual context_of) {
     int32_t* __restrict levels = tile.levels;
@@ -77,7 +77,7 @@ SHRINKPOINT_INLINE void level_contexts(const Model& model, const Arrays& arrays,
     }
 }
 
-// Sets what is known of the widths from the symbols: in most tiles there is neither a zero nor an escape.
+// Sets the widths that follow from the symbols alone: most tiles have neither a zero nor an escape.
 SHRINKPOINT_INLINE void level_widths(const Model& model, size_t count, Tile& tile) {
     const auto normal = static_cast<uint8_t>(model.mantissa - model.fine - model.shift + model.has_sign);
     const uint8_t* __restrict symbols = tile.symbols;

@@ -1,4 +1,4 @@
-// How often each symbol occurs in each context: what tables are made from.
+// Counts how often each symbol occurs in each context. Tables are made from these counts.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -56,8 +56,8 @@ class TileHistogram {
     uint64_t positions() const { return positions_; }
 
    private:
-    // Neighbours often hold the same symbol: counting them in different tables keeps one increment from waiting for
-    // the one before.
+    // Neighbours often hold the same symbol. Counting them in different tables keeps an increment from waiting for the
+    // one before.
     void count_symbols(size_t count) {
         uint32_t* const counts = counts_.data();
         const uint8_t* symbols = tile_.symbols;
@@ -98,7 +98,7 @@ class TileHistogram {
     Tile tile_;
 };
 
-// The survey of every `stride`-th tile.
+// Counts every `stride`-th tile.
 std::unique_ptr<TileHistogram> build_histogram(const Model& model, const Arrays& arrays, const uint8_t* values, uint64_t count,
                                    unsigned stride, unsigned threads);
 

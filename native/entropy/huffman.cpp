@@ -8,9 +8,9 @@ namespace shrinkpoint {
 
 namespace {
 
-constexpr unsigned kTableBits = 12;    // longer codes are rare: they are looked for bit by bit
+constexpr unsigned kTableBits = 12;    // longer codes are rare and searched bit by bit
 constexpr unsigned kLengthBits = 4;
-constexpr uint32_t kWhole = 1u << kMaxCodeBits;  // what the codes of a whole code take together
+constexpr uint32_t kWhole = 1u << kMaxCodeBits;  // total share of a complete code
 
 uint32_t room_of(unsigned length) { return kWhole >> length; }
 
@@ -32,7 +32,7 @@ void count_symbols(const std::vector<Level>& levels, size_t level, const Package
         count_symbols(levels, level - 1, levels[level - 1][i], lengths);
 }
 
-// Pairs of the level below among the single symbols, both in the order of their weights.
+// Merges pairs of the level below with the single symbols, both in ascending order of weight.
 Level next_level(const Level& below, const Level& singles) {
     Level pairs, out;
     for (uint32_t i = 0; i + 1 < below.size(); i += 2)
@@ -78,8 +78,8 @@ std::vector<HuffmanCode> huffman_codes(const std::vector<uint8_t>& lengths) {
 
 namespace {
 
-// Calls `use(gap, length)` for each used symbol. A symbol that is alone has the length 0 here: where the others end is
-// seen from their lengths, and one of 1 bit would not end there.
+// Calls `use(gap, length)` for each used symbol. A single symbol has length 0 here: readers see from the lengths where
+// a table ends, and a single length of 1 bit would not end it.
 template <typename Use>
 void each_used(const std::vector<uint8_t>& lengths, Use use) {
     const auto used = lengths.size() - static_cast<size_t>(std::count(lengths.begin(), lengths.end(), 0));
@@ -118,7 +118,7 @@ std::vector<uint8_t> read_lengths(BitSource& bits, size_t alphabet) {
     for (size_t symbol = 0; used < kWhole; ++symbol) {
         unsigned log = 0;
         while (bits.take(1) == 0) {
-            bits.check();  // zeros behind the end would go on for ever
+            bits.check();  // zeros behind the end would never end
             if (++log > kMaxCodeBits) throw Corrupt("a Huffman code has a symbol beyond its alphabet");
         }
         symbol += (size_t{1} << log | bits.take(log)) - 1;
@@ -153,7 +153,7 @@ HuffmanDecoder::HuffmanDecoder(const std::vector<uint8_t>& lengths) {
 
 unsigned HuffmanDecoder::next_long(BitSource& bits) const {
     const uint64_t ahead = bits.peek(kMaxCodeBits);
-    unsigned code = 0, first = 0, shorter = 0;  // the first code of a length, and how many codes are shorter
+    unsigned code = 0, first = 0, shorter = 0;  // first code of a length, number of shorter codes
     for (unsigned length = 1; length <= kMaxCodeBits; ++length) {
         code = code << 1 | static_cast<unsigned>(ahead >> (length - 1) & 1);
         if (code - first < counts_[length]) {

@@ -1,4 +1,4 @@
-// What the token kernels share: the integer types and small functions on bit patterns.
+// Integer types and bit-pattern functions that the token kernels share.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -10,7 +10,7 @@ namespace shrinkpoint {
 template <typename U>
 constexpr unsigned width_of = 8 * sizeof(U);
 
-// The type in which a value's extra bits are handled: 32 bits where they suffice, for twice the lanes.
+// The type of a value's extra bits: 32 bits where these are enough, for twice the lanes.
 template <typename U>
 using Extra = std::conditional_t<sizeof(U) == 8, uint64_t, uint32_t>;
 
@@ -19,7 +19,7 @@ constexpr U magnitude_mask = static_cast<U>(static_cast<U>(~U{0}) >> 1);
 
 inline int32_t clamp_int(int32_t x, int32_t low, int32_t high) { return x < low ? low : (x > high ? high : x); }
 
-// How far Adam pushes: log2(|m| / sqrt(v)) in half octaves, 0 to 15, from the bit patterns alone and so the same on
+// Class of Adam's step size: log2(|m| / sqrt(v)) in half octaves, 0 to 15. From the bit patterns alone, so the same on
 // every machine.
 SHRINKPOINT_INLINE int32_t adam_ratio_class(uint32_t m, uint32_t v) {
     const int32_t ratio = static_cast<int32_t>((m & 0x7fffffffu) >> 22) -

@@ -1,4 +1,4 @@
-// What a record's values are turned into: (table, symbol, extra bits) for every position. docs/format.md, "EncodedRecord".
+// Describes how values become tokens: (table, symbol, extra bits) for every position. docs/format.md, "EncodedRecord".
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -7,10 +7,10 @@
 namespace shrinkpoint {
 
 enum class Tokens : uint8_t {
-    Level = 0,   // the symbol is the logarithm of the magnitude, less a predicted one
+    Level = 0,   // the symbol is the logarithm of the magnitude minus a predicted one
     Delta = 1,   // the symbol is sign and size of the difference to a predicted value
     Planes = 2,  // the symbols are the value's bytes, each byte position under a table of its own
-    Codes = 3,   // the symbol is the byte less the parent's, which is the context too; without one the byte itself
+    Codes = 3,   // the symbol is the byte minus the parent's, which is also the context; without a parent the byte
 };
 
 enum class Predictor : uint8_t {
@@ -35,45 +35,46 @@ struct Model {
     unsigned fine = 0;       // Level: mantissa bits that belong to the symbol
     unsigned shift = 0;      // low bits that are zero in every value
     bool has_sign = true;    // Level: some value has its sign bit set
-    int32_t bias = 0;        // Level: the level of symbol 128 where no factors predict one
+    int32_t bias = 0;        // Level: the level of symbol 128 without factors
     int32_t top = 0;         // Delta: the largest biased exponent of the base; Codes: the largest byte that
                              // contexts tell apart, 0 for all
     float parameters[4] = {0, 0, 0, 0};  // Adam: decay, -step size, sqrt(1 - beta2^t), eps; Square: beta1, beta2
 };
 
-// A run of values that is one matrix: its factors stand at rows[row_offset..] and columns[column_offset..].
+// A run of values that is one matrix. Its factors stand at rows[row_offset..] and columns[column_offset..].
 struct Segment {
     uint64_t start, rows, columns, row_offset, column_offset;
 };
 
 constexpr int8_t kZeroRow = -128;         // a row or column in which every value is zero
 constexpr int kFactorSteps = 2;        // factors count halves of a level
-constexpr int32_t kMaxCenter = 1 << 20;  // of a segment
+constexpr int32_t kMaxCenter = 1 << 20;  // largest center of a segment
 constexpr unsigned kMaxContexts = 512;
 constexpr unsigned kMaxPlanes = 8;
 
-// Level factors: level(i) is about (center + row + column) / kFactorSteps.
+// Level factors: level(i) is about (center + row + column) / kFactorSteps. With two steps a level, center 240, row 3
+// and column -1 predict level 121.
 struct Factors {
     std::vector<Segment> segments;
     std::vector<int32_t> centers;  // one a segment
     std::vector<int8_t> rows, columns;
-    uint64_t origin = 0;  // of the values at hand among those that the segments divide
+    uint64_t origin = 0;  // position of the first value within the segments
     bool empty() const { return segments.empty(); }
 };
 
-// Everything a position's context may depend on besides the values themselves; null where the record has none.
+// All arrays that a position's context may depend on besides the values; null if the record has none.
 struct Arrays {
     const uint8_t* base = nullptr;          // as wide as the values
     bool in_place = false;                   // values are decoded over the base
     const float* moment1 = nullptr;
     const float* moment2 = nullptr;
     const float* moment1_base = nullptr;
-    const uint8_t* hint = nullptr;           // Delta: 5 bits of context a position; takes the place of the moments
+    const uint8_t* hint = nullptr;           // Delta: 5 bits of context a position, in place of the moments
     const Factors* factors = nullptr;
     bool moments() const { return moment1 != nullptr && moment2 != nullptr; }
 };
 
-// Throws Corrupt for a model that no encoder writes, or one that needs arrays which are not there.
+// Throws Corrupt for a model that no encoder writes, and for one that needs missing arrays.
 void check(const Model& model, const Arrays& arrays, bool factors);
 
 }  // namespace shrinkpoint

@@ -106,7 +106,7 @@ struct LevelSums {
     std::vector<int64_t> row_sums, row_counts, column_sums, column_counts;
 };
 
-// Adds the levels of one row to those of its columns; returns their sum, and how many are not of a zero.
+// Adds the levels of one row to the sums of its columns. Returns their sum and the number that are not zero.
 template <typename U>
 SHRINKPOINT_INLINE uint64_t add_row_of(const U* __restrict values, uint64_t columns, unsigned drop,
                                        uint32_t* __restrict column_sums, uint32_t* __restrict column_counts) {
@@ -145,7 +145,7 @@ uint64_t add_row(const uint32_t* values, uint64_t columns, unsigned drop, uint32
     return add_row_32(values, columns, drop, sums, counts);
 }
 
-// One block of at most kPiece rows and kPiece columns, summed in 32 bits.
+// Sums a block of at most kPiece rows and kPiece columns in 32 bits.
 template <typename U>
 void add_block(const U* values, const Segment& segment, uint64_t row, uint64_t column, unsigned drop, LevelSums& sums) {
     const uint64_t rows = std::min(kPiece, segment.rows - row), columns = std::min(kPiece, segment.columns - column);

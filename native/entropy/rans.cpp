@@ -28,7 +28,7 @@ Frequencies normalise(const Histogram& histogram) {
         out[s] = static_cast<uint16_t>(std::max(1.0, std::floor(share + 0.5)));
         left -= out[s];
     }
-    // Rounding rarely hits the sum: hand out or take back one at a time where it changes the cost least.
+    // Rounding rarely hits the sum. Add or remove one at a time where that changes the cost least.
     while (left != 0) {
         const int step = left > 0 ? 1 : -1;
         unsigned best = 256;
@@ -124,8 +124,8 @@ RansDecoder::RansDecoder(const uint8_t* data, size_t size, size_t count, const D
     next_ = data + 4 * lanes_;
 }
 
-// Copies the last bytes, too few for a round, to where zeros follow them: rounds go on there as long as the stream is
-// valid, and a stream of few bits a symbol has many rounds in them. Returns whether there is more to read now.
+// Copies the last bytes, too few for a round, to where zeros follow them. A stream of few bits a symbol has many rounds
+// left in its last bytes, and rounds are faster than single symbols. Returns true if there is more to read now.
 bool RansDecoder::enter_tail() {
     const auto rest = static_cast<size_t>(end_ - next_);
     if (limit_ != end_ || rest >= kRoundReach) return false;

@@ -11,7 +11,7 @@ namespace shrinkpoint {
 
 namespace {
 
-// base[index] of four 16-bit indices.
+// Loads base[index] for four 16-bit indices.
 SHRINKPOINT_INLINE512 __m128i load4(uint64_t indices, const uint32_t* base) {
     __m128i out = _mm_cvtsi32_si128(static_cast<int>(base[indices & 0xffff]));
     out = _mm_insert_epi32(out, static_cast<int>(base[indices >> 16 & 0xffff]), 1);
@@ -19,8 +19,8 @@ SHRINKPOINT_INLINE512 __m128i load4(uint64_t indices, const uint32_t* base) {
     return _mm_insert_epi32(out, static_cast<int>(base[indices >> 48]), 3);
 }
 
-// base[index] of sixteen indices below 2^16. Plain loads: the gather instruction is slower than they are on most
-// machines (it is microcode on some, and slowed down against side channels on others).
+// Loads base[index] for sixteen indices below 2^16. Plain loads: on most machines the gather instruction is slower
+// (microcode on some, slowed down against side channels on others).
 SHRINKPOINT_INLINE512 __m512i load16(__m512i indices, const uint32_t* base) {
     const __m256i narrow = _mm512_cvtepi32_epi16(indices);
     const __m128i low = _mm256_castsi256_si128(narrow), high = _mm256_extracti128_si256(narrow, 1);
@@ -35,18 +35,18 @@ SHRINKPOINT_INLINE512 __m512i bytes16(const uint8_t* bytes) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
 }
 
-// Where there are no tables there is no place among them either: arithmetic on a null pointer is undefined.
+// Without tables no place is computed: arithmetic on a null pointer is undefined.
 template <bool ContextTables>
 SHRINKPOINT_INLINE512 const uint8_t* from(const uint8_t* tables, size_t i) {
     return ContextTables ? tables + i : nullptr;
 }
 
-// What sixteen slots say: the frequencies of their symbols, and how far behind the first slots of these they are.
+// For sixteen slots: the frequencies of their symbols, and how far each slot is behind its symbol's first.
 struct Step {
     __m512i frequency, place;
 };
 
-// Sixteen states, each renormalised after a symbol.
+// Renormalises sixteen states after a symbol.
 SHRINKPOINT_INLINE512 __m512i advanced(__m512i states, const Step& step, const uint8_t*& next) {
     const __m512i high = _mm512_srli_epi32(states, kProbabilityBits);
     const __m512i x = _mm512_add_epi32(_mm512_mullo_epi32(step.frequency, high), step.place);
@@ -77,7 +77,7 @@ class BySlot {
     const uint32_t* entries_;
 };
 
-// Compares slots with the ends of those of the first symbols, and looks all up where one of sixteen is of another.
+// Compares slots with the ends of the first symbols' slots. Looks all sixteen up if one of them is of another symbol.
 class ByEnds {
    public:
     SHRINKPOINT_INLINE512 explicit ByEnds(const DecoderTables& tables) : by_slot_(tables) {
@@ -112,7 +112,7 @@ class ByEnds {
     size_t misses_ = 0;
 };
 
-// One symbol of each of sixteen lanes.
+// Decodes one symbol of each of sixteen lanes.
 template <bool ContextTables, typename Tables>
 SHRINKPOINT_INLINE512 __m512i get16(__m512i states, Tables& all, const uint8_t* tables, uint8_t* symbols,
                                     const uint8_t*& next) {
@@ -164,7 +164,7 @@ SHRINKPOINT_AVX512 size_t decode_two(DecodeRun& a, DecodeRun& b, size_t count, c
 
 constexpr unsigned kTurnsBySlot = 63;
 
-// decode(by_ends, misses): by the ends of the first symbols, if these are what most steps have; else by slots.
+// Calls decode(by_ends, misses) by the ends of the first symbols if most steps have these symbols, otherwise by slots.
 template <typename Decode>
 size_t by_ends_or_slots(size_t streams, const DecoderTables& tables, unsigned& turns_by_slot, Decode decode) {
     size_t misses = 0;
@@ -173,18 +173,19 @@ size_t by_ends_or_slots(size_t streams, const DecoderTables& tables, unsigned& t
         return decode(std::false_type(), misses);
     }
     const size_t done = decode(std::true_type(), misses);
-    if (misses > streams * done / kMaxLanes) turns_by_slot = kTurnsBySlot;  // half of the steps, of sixteen lanes each
+    if (misses > streams * done / kMaxLanes) turns_by_slot = kTurnsBySlot;  // half of the steps of sixteen lanes
     return done;
 }
 
-constexpr size_t kRegisterEntries = 64;  // of an encoder's tables that are looked up without memory
+constexpr size_t kRegisterEntries = 64;  // entries of an encoder's tables that fit in registers
 
-// Lane k's number.
+// The number k in lane k.
 SHRINKPOINT_INLINE512 __m256i iota16() {
     return _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
 }
 
-// What an encoder needs of sixteen symbols. The reciprocal is at most 1 / frequency and less by 2^-21 of it at most.
+// What an encoder needs for sixteen symbols. A reciprocal is at most 1 / frequency, and below it by at most 2^-21 of
+// it.
 struct Entries {
     __m512i frequency, cumulative;
     __m512 reciprocal;
@@ -194,7 +195,7 @@ SHRINKPOINT_INLINE512 Entries unpacked(__m512i entry, __m512 reciprocal) {
     return {_mm512_and_si512(entry, _mm512_set1_epi32(0xffff)), _mm512_srli_epi32(entry, 16), reciprocal};
 }
 
-// Tables of at most kRegisterEntries entries, all of them in registers.
+// Tables of at most kRegisterEntries entries, held in registers.
 class EntriesInRegisters {
    public:
     SHRINKPOINT_INLINE512 explicit EntriesInRegisters(const PackedTables& tables)
@@ -235,7 +236,7 @@ class EntriesInMemory {
         if (ContextTables) index = _mm512_or_si512(_mm512_slli_epi32(bytes16(tables), 8), index);
         Entries out = unpacked(load16(index, entries_), _mm512_setzero_ps());
         const __m512 divisor = _mm512_cvtepi32_ps(out.frequency), rough = _mm512_rcp14_ps(divisor);
-        const __m512 below_two = _mm512_set1_ps(2 - 0x1p-22f);  // by more than what is rounded here
+        const __m512 below_two = _mm512_set1_ps(2 - 0x1p-22f);  // below 2 by more than the rounding error
         out.reciprocal = _mm512_mul_ps(rough, _mm512_fnmadd_ps(rough, divisor, below_two));
         return out;
     }
@@ -244,16 +245,17 @@ class EntriesInMemory {
     const uint32_t* entries_;
 };
 
-// Sixteen lanes take one symbol each; the words they emit go in front of `next`.
+// Encodes one symbol in each of sixteen lanes. The words that the lanes emit go in front of `next`.
 SHRINKPOINT_INLINE512 __m512i put16(__m512i states, const Entries& symbols, uint8_t*& next) {
     const __mmask16 emit = _mm512_cmpge_epu32_mask(_mm512_srli_epi32(states, 20), symbols.frequency);
     const auto emitted = static_cast<unsigned>(__builtin_popcount(emit));
-    // The words are turned to the end of the register, so that a whole one can be stored: masked stores are slow.
+    // The words are rotated to the end of the register so that a whole register can be stored: masked stores are slow.
     const __m256i words = _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(emit, states));
     const __m256i turn = _mm256_add_epi16(iota16(), _mm256_set1_epi16(static_cast<int16_t>(emitted)));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(next - 32), _mm256_permutexvar_epi16(turn, words));
     next -= 2 * emitted;
-    // The quotient is less than 2^20. All roundings are down, so it is right or too small by one; the rest tells.
+    // The quotient is below 2^20. All roundings are down, so it is right or too small by 1, and the remainder tells
+    // which.
     constexpr int kDown = _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC;
     const __m512i x = _mm512_mask_srli_epi32(states, emit, states, 16);
     const __m512 rounded = _mm512_cvt_roundepu32_ps(x, kDown);

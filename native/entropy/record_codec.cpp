@@ -29,7 +29,7 @@ namespace {
 
 // ---- what a chunk's encoder checks ---------------------------------------------------------------------------------
 
-// Whether a model leaves out bits that a value might have.
+// True if a model drops bits that a value might have.
 bool may_drop_bits(const Model& model) {
     return model.shift > 0 || (model.tokens == Tokens::Level && !model.has_sign);
 }
@@ -44,7 +44,7 @@ SHRINKPOINT_KERNEL(uint64_t, union_of, (const uint8_t* values, size_t words), (v
     return all;
 }
 
-// Throws DropsBits where a value of the span has a bit that the model does not store.
+// Throws DropsBits if a value of the span has a bit that the model does not store.
 void check_bits(const Model& model, const uint8_t* values, Span span) {
     const unsigned bytes = bytes_of(model);
     const uint8_t* const data = values + span.start * bytes;
@@ -59,16 +59,16 @@ void check_bits(const Model& model, const uint8_t* values, Span span) {
         throw DropsBits("a run that drops bits which some number has");
 }
 
-// Of a delta: a symbol for which the tables, made from a sample, have no frequency.
+// Thrown for a symbol of a delta for which tables made from a sample have no frequency.
 struct Uncovered {};
 
 // ---- one chunk: u32 size of the symbol stream, the symbol stream, the extra bits ---------------------------------
 
-// Gives each chunk its place behind the one before it; threads that come early wait.
+// Gives each chunk its place behind the previous chunk. Threads that come early wait.
 class Places {
    public:
-    // The place of chunk `index`, of `size` bytes. Where another thread has failed, it throws the error of that one:
-    // whichever thread is the first to tell, it tells the same.
+    // Returns the place of chunk `index`, of `size` bytes. If another thread has failed, throws that thread's error, so
+    // that the error does not depend on which thread comes first.
     size_t take(size_t index, size_t size) {
         std::unique_lock lock(mutex_);
         ready_.wait(lock, [&] { return next_ == index || error_; });
@@ -95,7 +95,7 @@ class Places {
     std::exception_ptr error_;
 };
 
-// Codes one chunk after the other, each to its place.
+// Encodes one chunk after the other, each to its place.
 class ChunkEncoder {
    public:
     ChunkEncoder(const Model& model, const Arrays& arrays, const ContextTables& tables, const SymbolRange& cover,
@@ -107,7 +107,7 @@ class ChunkEncoder {
           rans_(rans),
           parent_(is_under_parent(model, arrays) ? arrays.base : nullptr) {}
 
-    // Returns the size of the chunk. Throws Uncovered, and DropsBits.
+    // Encodes a chunk and returns its size. Throws Uncovered and DropsBits.
     uint32_t encode(const uint8_t* values, Span span, size_t index, Places& places, uint8_t* out) {
         const size_t count = span.count * (model_.tokens == Tokens::Planes ? bytes_of(model_) : 1);
         if (may_drop_bits(model_)) check_bits(model_, values, span);
@@ -169,12 +169,12 @@ class ChunkEncoder {
     const ContextTables& tables_;
     const SymbolRange cover_;
     const RansEncoder& rans_;
-    const uint8_t* const parent_;  // of codes under nothing but the parent's
+    const uint8_t* const parent_;  // codes whose only context is the parent's code
     Buffer symbols_, table_of_, extra_, stream_;
     Tile tile_;
 };
 
-// One chunk being decoded: piece by piece, so that two can be decoded side by side.
+// Decodes a chunk in pieces, so that two chunks can be decoded side by side.
 class ChunkDecoder {
    public:
     ChunkDecoder(const Model& model, const Arrays& arrays, const ContextTables& tables, const DecoderTables& decoder_tables,
@@ -200,7 +200,7 @@ class ChunkDecoder {
 
     bool more() const { return done_ < span_.count; }
 
-    // Symbols that the next piece has.
+    // Number of symbols in the next piece.
     size_t piece() const {
         return planes() ? span_.count * bytes_of(model_) : std::min<size_t>(kTile, span_.count - done_);
     }
@@ -211,7 +211,7 @@ class ChunkDecoder {
         take();
     }
 
-    // The next pieces of two chunks, which must have as many symbols.
+    // Decodes the next pieces of two chunks, which must have the same number of symbols.
     static void decode_pieces(ChunkDecoder& a, ChunkDecoder& b) {
         a.prepare(), b.prepare();
         RansDecoder::decode_two(*a.stream_, a.table_of_, a.symbols_, *b.stream_, b.table_of_, b.symbols_, a.piece());
@@ -249,7 +249,8 @@ class ChunkDecoder {
             std::fill_n(tables_buffer_.data() + p * span_.count, span_.count, tables_.map[p]);
     }
 
-    // Finds what is predicted, and the contexts: of a byte each, or in the tile, where null is returned.
+    // Finds the prediction and the contexts. Contexts of a byte each are returned; others are in the tile, and null is
+    // returned.
     const uint8_t* fill_contexts(uint64_t start, size_t count) {
         if (tiles_ != nullptr) {
             tiles_->fill_contexts(start, count, code_contexts_);
@@ -263,7 +264,7 @@ class ChunkDecoder {
         return parent_ + start;
     }
 
-    // Copies what is predicted, if it is the base itself, to where no value is written.
+    // Copies the prediction to where no value is written, if the prediction is the base itself.
     void hold_prediction(size_t count) {
         std::memcpy(tile_.predicted, tile_.prediction, count * bytes_of(model_));
         tile_.prediction = tile_.predicted;
@@ -295,8 +296,8 @@ class ChunkDecoder {
     const ContextTables& tables_;
     const DecoderTables& decoder_tables_;
     uint8_t* values_;
-    const std::unique_ptr<CodeTiles> tiles_;  // of codes that no arrays are at hand for
-    const uint8_t* const parent_;  // of codes under nothing but the parent's
+    const std::unique_ptr<CodeTiles> tiles_;  // contexts of codes without arrays
+    const uint8_t* const parent_;  // codes whose only context is the parent's code
     const bool in_place_;
     std::optional<RansDecoder> stream_;
     BitSpan extra_{};
@@ -365,20 +366,21 @@ Buffer write_side(const ContextTables& tables, const Factors* factors, const std
     return out;
 }
 
-// Tables, and the symbols that all of them have.
+// Tables, and the range of symbols that all of them can code.
 struct SampledTables {
     ContextTables tables;
     SymbolRange cover;
 };
 
-// The stride between the tiles from which tables are made. Few values are counted all, as are tokens of one byte.
+// Stride between the tiles from which tables are made. Records of few values, and tokens of one byte, are counted
+// completely.
 unsigned sample_stride(const Model& model, uint64_t count) {
     if (model.tokens != Tokens::Level && model.tokens != Tokens::Delta) return 1;
     return static_cast<unsigned>(std::clamp<uint64_t>(count / kSampleSize, 1, kMaxStride));
 }
 
-// Whether most numbers are the parent's. A frequency for every symbol that the sample lacks, in every table, then costs
-// more bits than it spares, as do changes that the sample has too few of: counting all numbers takes a tenth off.
+// True if most numbers equal the parent's. Then a frequency for every symbol that the sample lacks costs more bits than
+// it saves, in every table, and so do the changes that are rare in a sample. Counting all numbers saves 10%.
 bool is_sparse(const Model& model, const ContextCounts& counts) {
     if (model.tokens != Tokens::Delta || model.predictor != Predictor::Base) return false;
     uint64_t total = 0, unchanged = 0;
@@ -403,7 +405,7 @@ EncodedRecord encode_with(const SampledTables& sampled, const Model& model, cons
     const ContextTables& tables = sampled.tables;
     const RansEncoder rans(tables.frequencies);
     const size_t chunks = chunk_count(count, chunk), per_value = model.tokens == Tokens::Planes ? bytes_of(model) : 1;
-    // What is not used of it is never touched.
+    // Memory that is not used is never touched.
     Buffer codes(rans_bound(count * per_value) + count * bytes_of(model) + chunks * (rans_bound(0) + 4 * kBitSlack));
     std::vector<uint32_t> sizes(chunks);
     Places places;
@@ -422,7 +424,7 @@ EncodedRecord encode_with(const SampledTables& sampled, const Model& model, cons
     return {write_side(tables, arrays.factors, sizes), std::move(codes)};
 }
 
-// Decodes two chunks side by side as far as their pieces are of one size.
+// Decodes two chunks side by side while their pieces have one size.
 void decode_both(ChunkDecoder& a, ChunkDecoder& b) {
     while (a.more() && b.more() && a.piece() == b.piece()) ChunkDecoder::decode_pieces(a, b);
     while (a.more()) a.decode_piece();
@@ -430,7 +432,7 @@ void decode_both(ChunkDecoder& a, ChunkDecoder& b) {
     a.finish(), b.finish();
 }
 
-// Decodes chunks two by two, as far as there are two.
+// Decodes chunks in pairs, and the last one alone if their number is odd.
 void decode_with(const Model& model, const Arrays& arrays, const ContextTables& tables, SideReader sizes_reader,
                  const uint8_t* codes, size_t codes_size, uint8_t* values, const ChunkRange& range,
                  const MakeTiles& make_tiles, unsigned threads) {
@@ -473,7 +475,7 @@ EncodedRecord encode(const Model& model, const Arrays& arrays, const uint8_t* va
         try {
             return encode_with(sampled_tables(model, arrays, values, count, stride, threads), model, arrays, values,
                                count, chunk, threads);
-        } catch (const Uncovered&) {  // differences beyond all of the sample: the tables are made from all values
+        } catch (const Uncovered&) {  // a difference out of the sample's range: make the tables from all values
         }
     }
     return encode_with(sampled_tables(model, arrays, values, count, 1, threads), model, arrays, values, count, chunk,

@@ -8,7 +8,7 @@ namespace shrinkpoint {
 
 namespace {
 
-constexpr uint8_t kEscape = 255;  // of levels; deltas have fewer symbols
+constexpr uint8_t kEscape = 255;  // symbol of a level out of range; deltas have fewer symbols
 
 SHRINKPOINT_KERNEL(bool, all_in_range, (const SymbolRange& range, const uint8_t* symbols, size_t count),
                    (range, symbols, count)) {

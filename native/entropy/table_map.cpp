@@ -15,20 +15,20 @@ namespace shrinkpoint {
 #if defined(SHRINKPOINT_X86)
 namespace {
 
-// The words at `indices` (modulo 64) of the first two registers, or of the last two where `second`.
+// The words at `indices` (modulo 64) of the first two registers, or of the last two if `second`.
 SHRINKPOINT_INLINE512 __m512i pick_words(const __m512i* registers, __m512i indices, __mmask32 second) {
     const __m512i first = _mm512_permutex2var_epi16(registers[0], indices, registers[1]);
     return _mm512_mask_blend_epi16(second, first, _mm512_permutex2var_epi16(registers[2], indices, registers[3]));
 }
 
-// Of the two entries in each word, the one of the context: the upper where it is odd.
+// Picks the context's entry of the two in each word: the upper if the context is odd.
 SHRINKPOINT_INLINE512 void store_entries(__m512i words, __m512i contexts, uint8_t* out) {
     const __mmask32 odd = _mm512_test_epi16_mask(contexts, _mm512_set1_epi16(1));
     const __m512i entries = _mm512_mask_srli_epi16(words, odd, words, 8);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtepi16_epi8(entries));
 }
 
-// The whole map in eight registers, two entries a 16-bit word. Returns the positions done.
+// Holds the whole map in eight registers, two entries a 16-bit word. Returns the positions done.
 SHRINKPOINT_AVX512 size_t look_up_avx512(const uint8_t* map, const uint16_t* contexts, size_t count,
                                          uint8_t* tables) {
     __m512i words[8];
@@ -45,7 +45,7 @@ SHRINKPOINT_AVX512 size_t look_up_avx512(const uint8_t* map, const uint16_t* con
     return i;
 }
 
-// A map of 256 entries in four registers.
+// Holds a map of 256 entries in four registers.
 SHRINKPOINT_AVX512 size_t look_up_bytes_avx512(const uint8_t* map, const uint8_t* contexts, size_t count,
                                                uint8_t* tables) {
     __m512i words[4];

@@ -1,4 +1,4 @@
-// The tiles in which a record is worked through, and their contexts.
+// Tiles of a record and their contexts.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -10,8 +10,8 @@ namespace shrinkpoint {
 
 inline unsigned bytes_of(const Model& model) { return model.width / 8; }
 
-// The contexts of tile after tile. Where they are the same everywhere (a level without factors and companion), the
-// first whole tile's serve all others.
+// Contexts of tile after tile. If they are the same everywhere (levels without factors and companion), the contexts of
+// the first whole tile serve all others.
 class Contexts {
    public:
     Contexts(const Model& model, const Arrays& arrays)
@@ -20,7 +20,7 @@ class Contexts {
           vary_(model.tokens == Tokens::Delta || arrays.factors != nullptr || model.companion != Companion::None ||
                 (model.tokens == Tokens::Codes && context_count(model, arrays) > 1)) {}
 
-    // Whether positions differ in their contexts.
+    // True if contexts differ between positions.
     bool vary() const { return vary_; }
 
     void fill(uint64_t start, size_t count, Tile& tile) {

@@ -22,7 +22,7 @@ namespace shrinkpoint {
 namespace {
 
 constexpr int32_t kEscape = -128;
-constexpr uint16_t kEscapeSymbol = 255;  // of this difference
+constexpr uint16_t kEscapeSymbol = 255;  // symbol of this difference
 
 SHRINKPOINT_KERNEL(bool, same_when_narrow, (const float* values, const uint16_t* expected, size_t count),
                    (values, expected, count)) {
@@ -35,8 +35,8 @@ SHRINKPOINT_KERNEL(bool, same_when_narrow, (const float* values, const uint16_t*
     return differing_bits == 0;
 }
 
-// Whether no difference is an escape and all codes are small: then these are the tokens. In arithmetic of 16 bits, which
-// may wrap where that is not so.
+// Computes tokens for the usual tile: small codes and no escapes. Returns false otherwise, because its 16-bit
+// arithmetic may have wrapped; then subtract_large computes them again.
 SHRINKPOINT_KERNEL(bool, subtract_small,
                    (const int16_t* codes, const int16_t* guesses, const uint8_t* contexts, size_t count,
                     uint8_t* tokens),
@@ -60,7 +60,7 @@ SHRINKPOINT_KERNEL(uint8_t, largest_of, (const uint8_t* bytes, size_t count), (b
     return out;
 }
 
-// Returns how many differences are escapes, and 2^31 where a code is out of range.
+// Returns the number of escapes, with bit 31 set if a code is out of range.
 SHRINKPOINT_KERNEL(uint32_t, subtract_large,
                    (const int16_t* codes, const int16_t* guesses, const uint8_t* contexts, size_t count,
                     uint8_t* tokens),
@@ -77,12 +77,12 @@ SHRINKPOINT_KERNEL(uint32_t, subtract_large,
 }
 
 struct Sums {
-    uint16_t escapes = 0;  // how many there are
+    uint16_t escapes = 0;  // number of escapes
     bool in_range = true, narrow = true;
 };
 
-// Codes as differences are added to their guesses, all in 16 bits, where the sum of two of one sign that has the other
-// is out of range. The codes go to `narrow` as well, as far as they fit.
+// Adds differences to guesses in 16 bits. A sum of two numbers of one sign that has the other sign is out of range.
+// Codes also go to `narrow`, as far as they fit.
 struct CodeSums {
     uint16_t escapes = 0, out_of_range = 0, lost = 0;
 
@@ -99,7 +99,7 @@ struct CodeSums {
     Sums all() const { return {escapes, (out_of_range & 0x8000) == 0, lost == 0}; }
 };
 
-// Adds differences to the guesses of up to kTile codes; what escapes are is not added yet.
+// Adds differences to the guesses of up to kTile codes. Escapes are added later.
 SHRINKPOINT_KERNEL(Sums, add,
                    (const uint8_t* tokens, const uint8_t* contexts, size_t count, int16_t* codes, int8_t* narrow),
                    (tokens, contexts, count, codes, narrow)) {
@@ -113,7 +113,7 @@ SHRINKPOINT_KERNEL(Sums, add,
     return sums.all();
 }
 
-// Adds differences, folded to symbols, to the guesses of up to kTile codes.
+// Adds folded differences to the guesses of up to kTile codes.
 SHRINKPOINT_KERNEL(Sums, add_folded, (const uint8_t* symbols, size_t count, int16_t* codes, int8_t* narrow),
                    (symbols, count, codes, narrow)) {
     CodeSums sums;
@@ -133,11 +133,11 @@ SHRINKPOINT_KERNEL(size_t, count_escapes, (const uint8_t* tokens, const uint8_t*
     return escapes;
 }
 
-// Positions whose values one thread makes before their digest, and, where there are several threads, takes at a time.
+// Positions that a thread takes at a time if there are several threads; values are made before they enter the digest.
 constexpr size_t kTurn = 16 * kTile;
-constexpr size_t kBlock = kTile / 4;  // positions of which all scratch memory is in the nearest cache
+constexpr size_t kBlock = kTile / 4;  // positions whose scratch memory fits in the nearest cache
 
-// What one thread works with; nothing but dithers is cleared, as many tensors are small.
+// Memory of one thread. Only dithers are cleared, since many tensors are small.
 struct Scratch {
     Scratch() {
         for (Cells* all : {&cells, &parent_cells, &square_cells}) std::fill_n(all->dithers, kTile, 0.0f);
@@ -148,14 +148,14 @@ struct Scratch {
     float values[kTurn], parent[kTurn];
 };
 
-// work(piece, start, count, scratch, place in the piece) for every block, and then turn(span, scratch) for every piece,
-// in the order of pieces.
+// Calls work(piece, start, count, scratch, place in the piece) for every block, then turn(span, scratch) for every
+// piece, in the order of pieces.
 template <typename Work, typename Turn>
 void by_turns(uint64_t count, unsigned threads, Work work, Turn turn) {
     Turns turns;
     parallel(chunk_count(count, kTurn), threads, [&](WorkQueue& indices) {
         const ScopedFpEnvironment floats;
-        std::vector<Scratch, UninitializedAllocator<Scratch>> memory(1);  // of the pool: its pages have been touched
+        std::vector<Scratch, UninitializedAllocator<Scratch>> memory(1);  // from the pool: its pages have been touched
         Scratch* const scratch = memory.data();
         for (size_t index; indices.take(index);) {
             try {
@@ -171,7 +171,7 @@ void by_turns(uint64_t count, unsigned threads, Work work, Turn turn) {
     });
 }
 
-// `count` values from `start` on of those at hand, which begin at `first` of the tensor: where they lie, or in `out`.
+// Returns `count` values from `start` on, in place or in `out`; the source begins at position `first` of the tensor.
 const float* read_values(const Values& source, uint64_t first, uint64_t start, size_t count, Cells& cells, float* out) {
     if (source.lattice == nullptr) return read_floats(source.floats, start, count, out);
     fill_cells(*source.lattice, nullptr, first + start, count, cells);
@@ -180,7 +180,7 @@ const float* read_values(const Values& source, uint64_t first, uint64_t start, s
     return out;
 }
 
-// The roots of as many second moments; null if there are none.
+// Returns the roots of second moments; null if there are none.
 const float* read_roots(const Values& squares, uint64_t first, uint64_t start, size_t count, Scratch& scratch) {
     if (squares.none()) return nullptr;
     float* const roots = scratch.roots;
@@ -197,8 +197,8 @@ int32_t largest(const std::vector<int16_t>& exponents) {
     return out;
 }
 
-// Whether the parent's points are those of this lattice, so that the nearest one to each of its values is its own: it is
-// missed by two roundings, of 1/64 at most where no value is denormal or infinite.
+// True if the parent has the same points, so that the nearest point to each of its values is its own. The two roundings
+// between them are at most 1/64 of a step if no value is denormal or infinite.
 bool is_same_lattice(const Lattice& lattice, const Known& known) {
     const Lattice* parent = known.parent.lattice;
     if (parent == nullptr || lattice.powers || parent->powers || !known.squares.none()) return false;
@@ -209,7 +209,7 @@ bool is_same_lattice(const Lattice& lattice, const Known& known) {
     return same && largest(lattice.row_exponents) + largest(lattice.column_exponents) <= 100 * kStepsPerOctave;
 }
 
-// Whether guess_powers_of_bytes serves for these.
+// True if guess_powers_of_bytes can be used.
 bool are_short_powers(const Lattice& lattice, const Values& parent) {
     const auto is_short = [](const Lattice& powers) {
         return powers.powers && largest(powers.row_exponents) + largest(powers.column_exponents) <= kMaxShortExponent;
@@ -220,7 +220,7 @@ bool are_short_powers(const Lattice& lattice, const Values& parent) {
     return are_steps_short && is_short(lattice) && is_short(*parent.lattice);
 }
 
-// Guesses and contexts of one tile, given its cells.
+// Makes guesses and contexts of one tile, given its cells.
 class PointPredictor {
  public:
     PointPredictor(const Lattice& lattice, const Known& known)
@@ -229,13 +229,14 @@ class PointPredictor {
           is_same_(is_same_lattice(lattice, known)),
           is_short_(are_short_powers(lattice, known.parent)) {}
 
-    // Whether `predict` looks at the cells, if nobody asks for the parent's values.
+    // True if `predict` reads the cells when the parent's values are not asked for.
     bool needs_cells() const { return !is_same_ && !is_short_; }
 
-    // Whether `predict` looks at the steps of the cells; where not, their dithers or exponents are enough.
+    // True if `predict` reads the steps of the cells. Otherwise their dithers or exponents are enough.
     bool needs_steps(bool all) const { return is_same_ ? all : !known_.parent.none(); }
 
-    // `values` has room for the parent's, which are made where they are needed or `all` of them are asked for.
+    // `values` has room for the parent's values, which are computed if they are needed or if `all` of them are asked
+    // for.
     void predict(uint64_t first, uint64_t start, size_t count, bool all, Scratch& scratch, float* values,
                  int16_t* guesses, uint8_t* contexts) const {
         Cells& cells = scratch.cells;
@@ -296,7 +297,7 @@ bool is_same(const float* values, Floats expected, uint64_t start, size_t count)
     return same_when_narrow(values, reinterpret_cast<const uint16_t*>(expected_values), count);
 }
 
-// One part of several, whose codes lie from `begin` of all on.
+// One of several parts. Its codes begin at `begin` of all codes.
 struct PartDecoder {
     const CodedPart& part;
     PointPredictor predictor;
@@ -311,7 +312,7 @@ struct WideList {
     std::vector<WideCodes> all;
 };
 
-// Predicts tiles of several parts, and adds the differences to what was predicted.
+// Predicts tiles of several parts and adds the differences.
 class LatticeTiles : public CodeTiles {
  public:
     LatticeTiles(const std::vector<PartDecoder>& parts, WideList& wide) : parts_(parts), wide_(wide), memory_(1) {}
@@ -359,11 +360,11 @@ class LatticeTiles : public CodeTiles {
 
     const std::vector<PartDecoder>& parts_;
     WideList& wide_;
-    std::vector<Scratch, UninitializedAllocator<Scratch>> memory_;  // of the pool: its pages have been touched
+    std::vector<Scratch, UninitializedAllocator<Scratch>> memory_;  // from the pool: its pages have been touched
     int16_t codes_[kTile];  // predicted, and then decoded
 };
 
-// Where the escapes of every piece start, and how many there are.
+// The first escape of every piece, and their number.
 std::vector<size_t> escapes_before(const uint8_t* tokens, const uint8_t* contexts, uint64_t count, unsigned threads) {
     std::vector<size_t> out(chunk_count(count, kTurn) + 1);
     parallel(chunk_count(count, kTurn), threads, [&](WorkQueue& indices) {
@@ -376,7 +377,7 @@ std::vector<size_t> escapes_before(const uint8_t* tokens, const uint8_t* context
     return out;
 }
 
-// Adds what escapes are; returns whether all codes are in range.
+// Adds the escaped differences. Returns true if all codes are in range.
 bool add_escapes(const uint8_t* tokens, const uint8_t* contexts, size_t count, const int32_t* escapes, int16_t* codes) {
     bool in_range = true;
     for (size_t i = 0; i < count; ++i) {

@@ -1,4 +1,4 @@
-// Codes of a lattice <-> the bytes that are coded.
+// Turns codes of a lattice into the bytes that are entropy-coded, and back.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -17,8 +17,8 @@ struct Positions {
     uint64_t first, count;
 };
 
-// Float32 values: an array, or codes that are decoded tile by tile; neither for none. `lattice` is that of the whole
-// tensor; arrays hold one element for each position at hand.
+// Float32 values: an array, codes that are decoded tile by tile, or none. `lattice` is the whole tensor's; arrays hold
+// only the positions in question.
 struct Values {
     Floats floats;
     const Lattice* lattice = nullptr;
@@ -27,55 +27,58 @@ struct Values {
     bool none() const { return floats.data == nullptr && lattice == nullptr; }
 };
 
-// What the points of a tensor are predicted from and decoded with. Steps are multiplied by the roots of `squares`,
-// rounded as IEEE 754 says, as those of no library need be.
+// The data that points are predicted from and decoded with. Steps are multiplied by the square roots of `squares`,
+// rounded as IEEE 754 says; library roots may differ.
 struct Known {
-    Values parent;   // none: the points are predicted from 0
-    Values squares;  // of multiples only
+    Values parent;   // without: points are predicted from 0
+    Values squares;  // for lattices of multiples only
 };
 
-// Digests that go on with the values of all positions, in their order; null for those that nobody asks for.
+// Digests to update with the values of all positions, in order; null if not needed.
 struct ValueDigests {
-    Hasher* values = nullptr;  // of the tensor
-    Hasher* base = nullptr;    // of the parent
+    Hasher* values = nullptr;  // of the tensor's values
+    Hasher* base = nullptr;    // of the parent's values
 };
 
-// What a parent says of the points: those nearest to its values, and under what to code the difference to them.
+// Predicts points from their parent: the points nearest to its values, and the contexts to code differences under.
 void lattice_predict(const Lattice& lattice, const Known& known, Hasher* base, int16_t* guesses, uint8_t* contexts,
                      Positions positions, unsigned threads);
 
 struct Differences {
-    std::vector<int32_t> escapes;  // too large for a byte
+    std::vector<int32_t> escapes;  // differences too large for a byte
     uint8_t largest_context = 0;
-    bool in_range = true;          // every code is one that a reader takes
-    bool same = true;              // and stands for the value that was expected; a nan of 16 bits never does
+    bool in_range = true;          // readers accept every code
+    bool same = true;              // every decoded value is the expected one; a 16-bit nan never is
 };
 
-// As lattice_predict of all positions, but what it leaves is the bytes to be coded; `expected` may be none.
+// Same as lattice_predict for all positions, but produces the bytes to code. `expected` may be none.
+//
+// A token is context + (code - guess) modulo 256: code 3 with guess 4 in context 36 is the byte 35. A difference that
+// does not fit in [-127, 127] is the escape -128, and the difference itself goes to `escapes`.
 Differences lattice_encode(const Lattice& lattice, Codes codes, const Known& known, Floats expected,
                            ValueDigests digests, uint8_t* contexts, uint8_t* tokens, unsigned threads);
 
-// Where decoded codes and values go.
+// Destinations of decoded codes and values.
 struct Decoded {
-    uint8_t* codes;            // null where nobody asks for them but in the place of the guesses
+    uint8_t* codes;            // null if codes are only needed in place of the guesses
     unsigned code_bytes = 2;   // 1 or 2
-    float* values = nullptr;   // null where nobody asks for them
-    Hasher* digest = nullptr;  // goes on with the values
+    float* values = nullptr;   // null if not needed
+    Hasher* digest = nullptr;  // updated with the values; or null
 };
 
 struct DecodeResult {
-    size_t escapes = 0;  // that were used
-    bool narrow = true;  // every code fits into a byte; where not, the codes of one byte are of no use
+    size_t escapes = 0;  // number of escapes used
+    bool narrow = true;  // every code fits in a byte; otherwise one-byte codes are not valid
 };
 
-// Codes, in the place of the guesses, and their values. Throws std::invalid_argument for tokens that need more escapes
-// than there are, and for a code that no writer has.
+// Decodes codes, in place of the guesses, and their values. Throws std::invalid_argument for tokens that need more
+// escapes than there are, and for a code that no writer produces.
 DecodeResult lattice_decode(const Lattice& lattice, const uint8_t* tokens, const uint8_t* contexts,
                             const int32_t* escapes, size_t escape_count, const Values& squares, int16_t* guesses,
                             const Decoded& out, Positions positions, unsigned threads);
 
-// A part of a tensor whose codes are decoded: what they are predicted from, and where they go. `codes` may be the
-// parent's, if these have one byte and nobody needs them any more.
+// A part of a tensor to decode: its prediction and its destination. `codes` may be the parent's codes if these have one
+// byte and are not needed any more.
 struct CodedPart {
     const Lattice* lattice;
     Known known;
@@ -83,24 +86,24 @@ struct CodedPart {
     int8_t* codes;
 };
 
-// Codes of a part that do not all fit into bytes, from `start` of the part on; others of the part have their byte.
+// Codes that do not all fit in bytes, from `start` of the part on. Other codes of the part are bytes.
 struct WideCodes {
     size_t part;
     uint64_t start;
     std::vector<int16_t> codes;
 };
 
-// The chunks of parts that lie one behind the other, which have no escapes, tile by tile: nothing between the coded
-// bytes and the codes leaves the nearest cache. Throws std::invalid_argument for an escape, and for a code that no
-// writer has; and what decode_tiles throws.
+// Decodes chunks of consecutive parts without escapes, tile by tile: nothing between the coded bytes and the codes
+// leaves the nearest cache. Throws std::invalid_argument for an escape and for a code that no writer produces, and
+// everything that decode_tiles throws.
 std::vector<WideCodes> lattice_decode_codes(const std::vector<CodedPart>& parts, const Model& model,
                                             const uint8_t* side, size_t side_size, const uint8_t* coded,
                                             size_t coded_size, const ChunkRange& range, unsigned threads);
 
-// The values of runs of positions; `codes` holds those of the whole tensor, `squares` and `values` those of the runs.
+// Decodes runs of positions. `codes` holds the whole tensor, `squares` and `values` only the runs.
 void lattice_run_values(const Lattice& lattice, Codes codes, Floats squares, Runs runs, float* values);
 
-// The values of some positions; `codes` and `squares` hold those of these alone. `digest` goes on with them; or null.
+// Decodes some positions. `codes` and `squares` hold only these. `digest` is updated with the values, or null.
 void lattice_values(const Lattice& lattice, Codes codes, const Values& squares, float* values, Hasher* digest,
                     Positions positions, unsigned threads);
 

@@ -1,4 +1,4 @@
-// Codes of the points of a lattice: integers of one byte or of two, which are widened tile by tile.
+// Codes of lattice points: integers of one byte, which are widened tile by tile, or of two.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -9,10 +9,10 @@ namespace shrinkpoint {
 
 void widen_codes(const int8_t* codes, size_t count, int16_t* out);
 
-// Returns whether all codes fit.
+// Returns true if all codes fit.
 bool narrow_codes(const int16_t* codes, size_t count, int8_t* out);
 
-// `count` codes from `start` on: where they lie, or widened into `buffer`.
+// Returns `count` codes from `start` on, in place or widened into `buffer`.
 inline const int16_t* read_codes(Codes codes, uint64_t start, size_t count, int16_t* buffer) {
     const uint8_t* const data = codes.data + codes.bytes * start;
     const uint8_t* const next = data + codes.bytes * count;  // a short block is over before the machine sees it coming
@@ -22,7 +22,7 @@ inline const int16_t* read_codes(Codes codes, uint64_t start, size_t count, int1
     return buffer;
 }
 
-// Second moments as a reader decodes them: by codes on a lattice of powers.
+// Second moments as a reader decodes them: codes on a lattice of powers.
 struct CodedMoments {
     const Lattice* lattice = nullptr;
     Codes codes;

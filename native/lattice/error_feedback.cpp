@@ -16,8 +16,8 @@ namespace shrinkpoint {
 
 namespace {
 
-constexpr size_t kRows = 32;    // that are worked through side by side
-constexpr size_t kColumns = 4;  // whose sums are computed together, so that each error is loaded once for all of them
+constexpr size_t kRows = 32;    // rows worked through side by side
+constexpr size_t kColumns = 4;  // columns summed together, so that each error is loaded once
 
 template <size_t kBytes>
 struct Register;  // compilers pass over a vector_size that depends on a parameter
@@ -34,8 +34,8 @@ struct Register<64> {
     using Lanes = float __attribute__((vector_size(64)));
 };
 
-// sums[c * kRows + r] += the sum over j < count of factors[c * width + j] * errors[j * kRows + r], in the order of j:
-// every element by itself, so that it does not matter how many of them are in a register.
+// Adds to sums[c * kRows + r] the sum over j < count of factors[c * width + j] * errors[j * kRows + r], in the order of
+// j. Every element is summed by itself, so the number of elements in a register does not matter.
 template <size_t kBytes>
 SHRINKPOINT_INLINE void add_in_registers(const float* errors, const float* factors, size_t width, size_t count,
                                          float* sums) {
@@ -80,7 +80,7 @@ SHRINKPOINT_AVX512 void add_errors_avx512(const float* errors, const float* fact
 }
 #endif
 
-// For `kColumns` columns at once.
+// Does this for `kColumns` columns at once.
 void add_errors(const float* errors, const float* factors, size_t width, size_t count, float* sums) {
 #if defined(SHRINKPOINT_X86)
     if (simd() == Simd::Avx512) return add_errors_avx512(errors, factors, width, count, sums);
@@ -91,10 +91,10 @@ void add_errors(const float* errors, const float* factors, size_t width, size_t 
 
 struct Column {
     const float *values, *dithers, *row_steps;
-    float step, diagonal;  // of the column: its step, and its element on the diagonal of the factor
+    float step, diagonal;  // step of the column, and its diagonal element of the factor
 };
 
-// The codes of a column, given the sums of errors that are fed back to it, and its errors.
+// Computes the codes of a column from the errors fed back to it, and its own errors.
 SHRINKPOINT_KERNEL(bool, round_column, (const Column& column, const float* sums, int16_t* codes, float* errors),
                    (column, sums, codes, errors)) {
     const float scale = 1.0f / column.diagonal;
@@ -109,13 +109,13 @@ SHRINKPOINT_KERNEL(bool, round_column, (const Column& column, const float* sums,
     return out_of_range == 0;
 }
 
-// Adds what the error of one column feeds back to another.
+// Adds the feedback of one column's error to another column.
 SHRINKPOINT_KERNEL(void, add_feedback, (const float* errors, float factor, float* sums), (errors, factor, sums)) {
     for (size_t r = 0; r < kRows; ++r) sums[r] += errors[r] * factor;
 }
 
-// Some rows of a matrix, column by column. Position i is that of column `width - 1 - i`: the factor is of columns in
-// reverse order, so the last position comes first, and each gets the errors of those after it.
+// Some rows of a matrix, column by column. Position i is column `width - 1 - i`, since the factor has its columns in
+// reverse order. So the last position comes first, and each gets the errors of the positions after it.
 class Panel {
    public:
     Panel(const Lattice& lattice, const float* factor)
@@ -151,7 +151,7 @@ class Panel {
         }
     }
 
-    // The positions of a group that ends here.
+    // Positions of a group that ends here.
     bool quantize_group(size_t end) {
         const size_t begin = end - std::min(kColumns, end);
         float sums[kColumns * kRows] = {};

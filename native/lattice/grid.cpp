@@ -1,8 +1,9 @@
 #include "lattice/grid.hpp"
 
-#include <cstring>
 #include <stdexcept>
 #include <utility>
+
+#include "base/bits.hpp"
 
 namespace shrinkpoint {
 
@@ -16,12 +17,7 @@ constexpr uint64_t kMaxIndices = uint64_t{1} << 56;  // so that bytes of them ca
 std::vector<float> steps_of(const std::vector<int16_t>& exponents) {
     std::vector<float> out;
     out.reserve(exponents.size());
-    for (const int16_t exponent : exponents) {
-        const uint32_t bits = power(exponent);
-        float step;
-        std::memcpy(&step, &bits, 4);
-        out.push_back(step);
-    }
+    for (const int16_t exponent : exponents) out.push_back(float_of(power(exponent)));
     return out;
 }
 
@@ -36,7 +32,7 @@ std::vector<int32_t> classes_of(const std::vector<int16_t>& exponents) {
     return out;
 }
 
-// make(row, column, place, run) for the parts of rows in [start, start + count).
+// Calls make(row, column, place, run) for the parts of rows in [start, start + count).
 template <typename Make>
 SHRINKPOINT_INLINE void by_rows(const Lattice& lattice, uint64_t start, size_t count, Make make) {
     uint64_t row = start / lattice.columns, column = start % lattice.columns;
@@ -47,7 +43,7 @@ SHRINKPOINT_INLINE void by_rows(const Lattice& lattice, uint64_t start, size_t c
     }
 }
 
-// out = make(of its row, of its column), where there may be one of the second for all.
+// Sets each out to make(value of its row, value of its column); there may be one column value for all.
 template <typename Row, typename Column, typename Out, typename Make>
 SHRINKPOINT_INLINE void spread(const Lattice& lattice, const std::vector<Row>& rows, const std::vector<Column>& columns,
                                uint64_t start, size_t count, Out* out, Make make) {

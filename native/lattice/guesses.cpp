@@ -14,9 +14,9 @@ namespace {
 constexpr int32_t kOffsets = 16, kQuarters = 12;
 constexpr float kNear = 1.0f / 64;
 
-// Quarters of a step that `distance` eighths of an octave are, rounded down; `inverse` is that of a step's eighths.
+// Quarters of a step in `distance` eighths of an octave, rounded down. `inverse` is 1 / (eighths in a step).
 SHRINKPOINT_INLINE int32_t quarters_of(int32_t distance, float inverse) {
-    // Never near a whole number, by what is added: so the product is on the same side of it as the quotient.
+    // The 0.5 keeps the quotient away from whole numbers, so that the product is on the same side of them.
     float quotient = (static_cast<float>(4 * distance) + 0.5f) * inverse;
     quotient = std::min(std::max(quotient, -kQuarters - 1.0f), kQuarters + 1.0f);
     int32_t quarters = static_cast<int32_t>(quotient);
@@ -24,7 +24,7 @@ SHRINKPOINT_INLINE int32_t quarters_of(int32_t distance, float inverse) {
     return std::min(std::max(quarters, -kQuarters), kQuarters - 1) + kQuarters;
 }
 
-// The guess and the context of a power: those of zero, or of the point that `quarters` tells from its parent's.
+// Stores guess and context of a power: those of zero, or of the point that lies `quarters` from its parent's.
 SHRINKPOINT_INLINE void put_power(bool zero, int32_t quarters, int16_t& guess, uint8_t& context) {
     guess = static_cast<int16_t>(chosen(zero, kZeroCode, 0));
     context = static_cast<uint8_t>(chosen(zero, 2 * kQuarters, quarters));
@@ -99,7 +99,7 @@ SHRINKPOINT_KERNEL(void, guess_powers_of_bytes,
                    (const int8_t* codes, const int16_t* code_exponents, int16_t code_step, const int16_t* exponents,
                     int16_t step, size_t count, int16_t* guesses, uint8_t* contexts),
                    (codes, code_exponents, code_step, exponents, step, count, guesses, contexts)) {
-    // Of 0 to 32 steps, the quotient is exact: what the reciprocal is too large by adds less than 1 / step to it.
+    // The quotient is exact for 0 to 32 steps: the reciprocal is too large, which adds less than 1 / step to it.
     const auto reciprocal = static_cast<uint16_t>(0x10000 / step + 1);
     const auto most = static_cast<int16_t>(4 * step);
     for (size_t i = 0; i < count; ++i) {

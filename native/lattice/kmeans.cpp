@@ -37,7 +37,7 @@ double mean_of(const WeightedSamples& points) {
     return weight > 0 ? sum / weight : 0;
 }
 
-// Sums over the first i points, for all i. Values count from the mean of all: squares then cancel less.
+// Sums over the first i points, for all i. Values are relative to the mean of all: squares then cancel less.
 class Sums {
    public:
     explicit Sums(const WeightedSamples& points) : points_(points), middle_(mean_of(points)) {
@@ -52,20 +52,20 @@ class Sums {
                 "values or weights: their squares do not fit a float");
     }
 
-    // The first point beyond `border`.
+    // Index of the first point beyond `border`.
     size_t place(double border) const {
         return static_cast<size_t>(std::upper_bound(points_.values, points_.values + points_.count, border) -
                                    points_.values);
     }
 
-    // Of the points [begin, end): what they cost under `center`; `center` becomes their mean if they weigh anything.
+    // Returns the cost of the points [begin, end) under `center`, and moves `center` to their mean if they have weight.
     double take(size_t begin, size_t end, double& center) const {
         const double weight = weights_[end] - weights_[begin];
         if (begin == end || weight <= 0) return 0;
         const double first = firsts_[end] - firsts_[begin], square = squares_[end] - squares_[begin];
         const double offset = center - middle_;
         const double cost = square - 2 * offset * first + offset * offset * weight;
-        // Rounding must not carry a mean out of its cell: the centers would not ascend.
+        // Rounding must not move a mean out of its cell: the centers would no longer ascend.
         center = std::clamp(first / weight + middle_, points_.values[begin], points_.values[end - 1]);
         return std::max(cost, 0.0);
     }
@@ -76,13 +76,13 @@ class Sums {
     std::vector<double> weights_, firsts_, squares_;
 };
 
-// One iteration; returns what the points cost under the centers as they were.
+// Does one iteration. Returns the cost of the points under the old centers.
 double improve(const Sums& sums, size_t count, std::vector<double>& centers) {
     double cost = 0;
     size_t begin = 0;
     for (size_t c = 0; c < centers.size(); ++c) {
         const bool last = c + 1 == centers.size();
-        // From centers that are still the old ones: this one and the next.
+        // Reads this center and the next while they are still the old ones.
         const size_t end = last ? count : std::max(begin, sums.place(0.5 * centers[c] + 0.5 * centers[c + 1]));
         cost += sums.take(begin, end, centers[c]);
         begin = end;
@@ -93,7 +93,7 @@ double improve(const Sums& sums, size_t count, std::vector<double>& centers) {
 class Generator {  // splitmix64
    public:
     explicit Generator(uint64_t seed) : state_(seed) {}
-    // From 0 up to, not including, 1.
+    // A number in [0, 1).
     double next() {
         uint64_t z = state_ += 0x9e3779b97f4a7c15u;
         z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
@@ -105,7 +105,7 @@ class Generator {  // splitmix64
     uint64_t state_;
 };
 
-// An index drawn in proportion to `masses`; their count if all are 0.
+// Draws an index in proportion to `masses`; returns their count if all are 0.
 size_t draw(const std::vector<double>& masses, Generator& generator) {
     double total = 0;
     for (const double mass : masses) total += mass;

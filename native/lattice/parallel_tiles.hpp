@@ -1,4 +1,4 @@
-// An array that threads share out in pieces, and work through in tiles.
+// Divides an array among threads in pieces and works through each piece in tiles.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -13,8 +13,8 @@ namespace shrinkpoint {
 
 constexpr size_t kPiece = size_t{1} << 17;  // positions that a thread takes at a time
 
-// work(piece, start, count, buffers) for every tile of `count` positions. Buffers begin as zeros, one for each thread;
-// results depend neither on the caller's rounding mode nor on what its thread does with denormals.
+// Calls work(piece, start, count, buffers) for every tile of `count` positions. Each thread has its own buffers, which
+// start as zeros. Results depend neither on the caller's rounding mode nor on its treatment of denormals.
 template <typename Buffers, typename Work>
 void by_tiles(uint64_t count, unsigned threads, Work work) {
     parallel(chunk_count(count, kPiece), threads, [&](WorkQueue& indices) {

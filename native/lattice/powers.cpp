@@ -34,15 +34,15 @@ Bits16 eighths_twice() {
     return out;
 }
 
-// The bits of the roots of 2^(k / 8) for k below 8, and then of twice these: of a power of two with an even exponent
-// times one of them the root is exactly its own root times one of these.
+// The bits of the roots of 2^(k / 8) for k below 8, then of twice these. The root of a power of two with an even
+// exponent times one of them is exactly the power's own root times one of these.
 Bits16 roots_of_two_octaves() {
     Bits16 out;
     for (size_t k = 0; k < 16; ++k) out[k] = bits_of(std::sqrt(float_of(kEighths[k % 8]) * (k < 8 ? 1.0f : 2.0f)));
     return out;
 }
 
-// The same, or its root, with a look-up for the eighths of octaves. Returns the positions done.
+// Same with a look-up for the eighths of octaves, or its root. Returns the positions done.
 template <bool kRoot>
 SHRINKPOINT_AVX512 size_t make_powers_avx512(const int16_t* codes, const int32_t* exponents, int32_t step, size_t count,
                                              float* values) {
@@ -54,7 +54,7 @@ SHRINKPOINT_AVX512 size_t make_powers_avx512(const int16_t* codes, const int32_t
     size_t i = 0;
     for (; i + 16 <= count; i += 16) {
         const __m512i code = _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + i)));
-        // A product of 16-bit halves, the upper ones with 0: steps are below 2^15.
+        // Multiplies 16-bit halves, the upper halves by 0: steps are below 2^15.
         const __m512i exponent = _mm512_add_epi32(_mm512_loadu_si512(exponents + i), _mm512_madd_epi16(code, steps));
         const __m512i octave = _mm512_min_epi32(_mm512_max_epi32(_mm512_srai_epi32(exponent, 3), least), most);
         const __mmask16 is_power = _mm512_cmpneq_epi32_mask(code, zero_code);
@@ -78,7 +78,7 @@ SHRINKPOINT_KERNEL(void, take_roots, (const float* squares, size_t count, float*
 
 namespace {
 
-// Returns how many of the values are roots already.
+// Returns the number of values whose roots are done.
 template <bool kRoot>
 size_t make_with(const int16_t* codes, const int32_t* exponents, int32_t step, size_t count, float* values) {
     size_t done = 0;

@@ -1,4 +1,4 @@
-// How much of a weight's movement a checkpoint holds: sums over four arrays, read once.
+// Measures how much of a weight's movement a checkpoint holds: sums over four arrays, read once.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace shrinkpoint {
 
-// Of weights w and what a checkpoint stores of them s, now and at the parent checkpoint: with the movement
-// d = w_now - w_parent and the stored movement e = s_now - s_parent, each rounded to float32.
+// For weights w and their stored values s, now and at the parent checkpoint, with the movement d = w_now - w_parent and
+// the stored movement e = s_now - s_parent, each rounded to float32.
 struct ProgressSums {
     double movement = 0;         // sum of d * d
     double stored_movement = 0;  // sum of d * e
@@ -16,7 +16,7 @@ struct ProgressSums {
     double stored_weight = 0;    // sum of w_now * s_now
 };
 
-// Products are exact, sums are those of doubles in an order that depends neither on threads nor on the instruction set.
+// Products are exact. Sums are sums of doubles in an order that depends neither on threads nor on the instruction set.
 ProgressSums progress_sums(Floats weight, Floats parent_weight, Floats stored, Floats parent_stored,
                            uint64_t count, unsigned threads);
 

@@ -38,7 +38,7 @@ SHRINKPOINT_KERNEL(void, apply_hysteresis,
     }
 }
 
-constexpr size_t kLanes = 8;  // sums side by side, in every instruction set as many
+constexpr size_t kLanes = 8;  // sums side by side, the same number in every instruction set
 
 struct Lanes {
     double slope[kLanes] = {}, curvature[kLanes] = {}, squares[kLanes] = {};
@@ -71,7 +71,7 @@ SHRINKPOINT_KERNEL(void, add_errors,
     add_weighted<false>(values, decoded, slopes, nullptr, count, lanes);
 }
 
-// Sums of errors, by pieces of an array that several threads take.
+// Sums errors by pieces of an array that several threads take.
 class ErrorPieces {
  public:
     ErrorPieces(const ErrorWeights& weights, uint64_t count) : weights_(weights), pieces_(chunk_count(count, kPiece)) {}
@@ -101,8 +101,8 @@ class ErrorPieces {
     std::vector<Lanes> pieces_;
 };
 
-// Offsets from the previous points in steps, what of the movement since the parent is written where codes follow them,
-// and the sum of the squared movement.
+// Computes offsets from the previous points in steps, and the movement since the parent that is written if codes follow
+// the offsets. Returns the sum of squared movement.
 SHRINKPOINT_KERNEL(double, measure_movement,
                    (const float* values, const float* decoded, const float* originals, const float* steps, size_t count,
                     float* offsets, float* written),

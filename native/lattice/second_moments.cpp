@@ -27,8 +27,8 @@ constexpr int32_t kSmallest = (127 - 120) << 23;  // the bits of 2^-120
 constexpr int32_t kInfinity = 0x7f800000;
 constexpr int32_t kMinCode = -126, kMaxPowerCode = 127, kMaxPowerStep = 64;
 
-// log2 of a normal float in units of 2^-12, to within 2 of them: of its mantissa 1 + f, f and f (1 - f) times a
-// polynomial, which is log2(1 + f) to within 1.2e-4.
+// log2 of a normal float in units of 2^-12, with an error of at most 2 units. The mantissa 1 + f gives f plus f (1 - f)
+// times a polynomial, which is log2(1 + f) to within 1.2e-4.
 SHRINKPOINT_INLINE int32_t log2_units(int32_t bits) {
     const int32_t f = bits >> 8 & 0x7fff, g = (f * (0x8000 - f)) >> 15;
     const int32_t slope = 14376 + (((-7833 + ((2691 * f) >> 15)) * f) >> 15);
@@ -52,7 +52,7 @@ SHRINKPOINT_INLINE double sum_of(const float* values, size_t count) {
     return sum_lanes(lanes);
 }
 
-// Adds up to kBlockColumns values of a row; returns 1 for a value that is not finite, and 2 for one below zero.
+// Adds up to kBlockColumns values of a row. Returns 1 if a value is not finite and 2 if one is below zero.
 template <bool kByColumn>
 SHRINKPOINT_INLINE int32_t add_values_of_row(const float* seconds, const float* firsts, size_t count,
                                              ColumnSums& columns, RowSums& row) {
@@ -85,7 +85,7 @@ SHRINKPOINT_KERNEL(int32_t, add_row_without_columns,
     return add_values_of_row<false>(seconds, firsts, count, columns, row);
 }
 
-// Codes, of one byte and of two, and the exponents of code 0.
+// Codes of one byte and of two, and the exponents of code 0.
 SHRINKPOINT_KERNEL(void, quantize_row,
                    (const float* seconds, const float* firsts, size_t count, int32_t row_exponent,
                     const int32_t* column_exponents, int32_t step, float dead_zone, int8_t* codes, int16_t* wide_codes,
@@ -126,15 +126,15 @@ struct Buffers {
     ColumnSums columns;
 };
 
-// A block of a matrix: rows [first_row, end_row), `count` columns from `column` on.
+// A block of a matrix: rows [first_row, end_row) and `count` columns from `column` on.
 struct Block {
-    size_t index;    // of its rows
-    size_t segment;  // of its columns
+    size_t index;    // index of its rows
+    size_t segment;  // index of its columns
     uint64_t first_row, end_row, column;
     size_t count;
 };
 
-// work(block, buffers) for all blocks of a matrix.
+// Calls work(block, buffers) for all blocks of a matrix.
 template <typename Work>
 void by_blocks(uint64_t rows, uint64_t columns, unsigned threads, Work work) {
     const size_t segments = chunk_count(columns, kBlockColumns);
@@ -151,7 +151,7 @@ void by_blocks(uint64_t rows, uint64_t columns, unsigned threads, Work work) {
     });
 }
 
-// Without first moments the second ones take their place: these say nothing more of what is present.
+// Without first moments the second moments take their place: they say nothing more about what is present.
 Floats firsts_or(Floats firsts, Floats seconds) { return firsts.data == nullptr ? seconds : firsts; }
 
 }  // namespace

@@ -24,7 +24,7 @@ struct Buffer {
     float values[kTile];
 };
 
-// Sums are of the distances from `origin`, so that nothing is lost where the mean is far from zero.
+// Sums distances from `origin`, so that nothing is lost if the mean is far from zero.
 SHRINKPOINT_KERNEL(void, add_values, (const float* values, size_t count, double origin, Lanes& lanes),
                    (values, count, origin, lanes)) {
     int32_t max_bits = lanes.max_bits;

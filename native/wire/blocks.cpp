@@ -19,7 +19,7 @@ namespace {
 constexpr size_t kSpan = 4096;  // values that are worked on at a time: whole groups, whole tiles
 static_assert(kSpan % kMaxGroup == 0 && kSpan % kWireTile == 0);
 
-// work(first, count, buffer) for all spans of `count` values.
+// Calls work(first, count, buffer) for all spans of `count` values.
 template <typename Work>
 void by_spans(size_t count, unsigned threads, Work work) {
     const size_t spans = (count + kSpan - 1) / kSpan;
@@ -29,7 +29,7 @@ void by_spans(size_t count, unsigned threads, Work work) {
     });
 }
 
-// work(first, count, values) for all spans of a tensor.
+// Calls work(first, count, values) for all spans of a tensor.
 template <typename Work>
 void by_spans_of(const WireSource& values, size_t count, unsigned threads, Work work) {
     by_spans(count, threads, [&](size_t first, size_t here, float* buffer) {
@@ -37,7 +37,7 @@ void by_spans_of(const WireSource& values, size_t count, unsigned threads, Work 
     });
 }
 
-// work(first, count, values) that fills all spans of a tensor.
+// Calls work(first, count, values), which fills all spans of a tensor.
 template <typename Work>
 void by_spans_of(const WireTarget& values, size_t count, unsigned threads, Work work) {
     by_spans(count, threads, [&](size_t first, size_t here, float* buffer) {
@@ -52,7 +52,7 @@ void by_spans_of(const WireTarget& values, size_t count, unsigned threads, Work 
 
 namespace {
 
-// apply(levels) for the levels of so many bits.
+// Calls apply(levels) with the levels of `bits` bits.
 template <typename Apply>
 SHRINKPOINT_INLINE void with_levels(const NormalWire& layout, Apply apply) {
     if (layout.bits == 1) apply(Levels<1>(layout.centers));
@@ -87,7 +87,7 @@ SHRINKPOINT_KERNEL(void, decode_normal_span,
 
 #if defined(SHRINKPOINT_X86)
 
-// Whole groups of 64.
+// Encodes whole groups of 64.
 SHRINKPOINT_AVX512 void encode_usual_span(const NormalWire& layout, const LevelCells& cells, const float* values,
                                           size_t first, size_t count, uint8_t* wire) {
     alignas(64) uint8_t codes[kSpan];
@@ -144,7 +144,7 @@ struct Mantissas {
         return exponent == 0 ? 0.0f : float_of((exponent - (bits - 2)) << 23);
     }
 
-    // The nearest integer that is not out of reach, plus kRounder.
+    // The nearest integer within reach, plus kRounder.
     SHRINKPOINT_INLINE float near(float at) const {
         at = at < -most ? -most : at;
         return (at > most ? most : at) + kRounder;

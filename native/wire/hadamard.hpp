@@ -1,11 +1,11 @@
-// Values times Hadamard's matrix, in place, by the order of comm/compressors/hadamard.py. For kernels.
+// Multiplies values by Hadamard's matrix in place, in the order of comm/compressors/hadamard.py. For kernels.
 #pragma once
 #include "base/bits.hpp"
 #include "wire/reductions.hpp"
 
 namespace shrinkpoint {
 
-// Sums and differences of neighbours that lie `apart` < 8 places apart, in 8 values.
+// Sums and differences of neighbours `apart` < 8 places apart, in 8 values.
 #if defined(__GNUC__)
 using Eight = float __attribute__((vector_size(32)));
 using Words = int32_t __attribute__((vector_size(32)));
@@ -41,7 +41,7 @@ SHRINKPOINT_INLINE void near_step(float* x) {
 }
 #endif
 
-// Times Hadamard's matrix over sqrt(n).
+// Multiplies by Hadamard's matrix over sqrt(n).
 template <size_t size>
 SHRINKPOINT_INLINE void hadamard_transform(float* x) {
     constexpr float scale = size == 16 ? 0.25f : size == 64 ? 0.125f : 0.0625f;

@@ -24,7 +24,7 @@ struct Levels {
         for (unsigned i = 0; i + 1 < levels; ++i) thresholds[i] = (centers[i] + centers[i + 1]) * 0.5f;
     }
 
-    // The sum of squared errors of magnitudes, in units of `scale`. `scratch` has as many places.
+    // The sum of squared errors of magnitudes, in units of `scale`. `scratch` has room for as many.
     SHRINKPOINT_INLINE float error(const float* sizes, size_t count, float scale, float* __restrict buffer) const {
         const float inverse = 1 / scale;
         for (size_t i = 0; i < count; ++i) {
@@ -48,7 +48,7 @@ struct Levels {
         }
     }
 
-    // The best of four scales; `first`, that of the mean magnitude, is neither zero nor infinite.
+    // The best of four scales. `first`, the scale of the mean magnitude, is neither zero nor infinite.
     SHRINKPOINT_INLINE float best(const float* sizes, size_t count, float mean, float first, float* buffer) const {
         if (levels == 1) return first;
         const float most = float_of(largest(sizes, count)) * (1 / centers[levels - 1]);
@@ -64,7 +64,8 @@ struct Levels {
         return best;
     }
 
-    // Codes of one group of `count` values of which `real` are not padding, and the bits of its scale.
+    // Writes the codes of a group of `count` values, of which `real` are not padding, and returns the bits of its
+    // scale.
     SHRINKPOINT_INLINE uint16_t encode(const float* values, size_t count, size_t real, uint8_t* out) const {
         float sizes[kMaxGroup], buffer[kMaxGroup];
         const auto factor = static_cast<float>(kRootHalfPi / static_cast<double>(real));
@@ -87,7 +88,7 @@ struct Levels {
         }
     }
 
-    // The bits of the center that the low bits of a code say, of `many` from the first on: without a look-up.
+    // The bits of the center for the low bits of a code, out of `many` from the first on, without a look-up.
     template <unsigned many>
     SHRINKPOINT_INLINE uint32_t chosen(uint32_t code, unsigned first) const {
         if constexpr (many == 1) {

@@ -1,4 +1,4 @@
-// Levels of a normal distribution by look-up, 16 values at a time: the bits of wire_normal_float.hpp for groups of 64.
+// Levels of a normal distribution by look-up, 16 values at a time. Gives the bits of normal_float.hpp for groups of 64.
 #pragma once
 #include <algorithm>
 
@@ -10,13 +10,13 @@
 
 namespace shrinkpoint {
 
-// Cells of a quarter each, of which the last goes on for ever. Where none has two thresholds, a value's level is one of
-// two that its cell says.
+// Cells of a quarter each; the last one has no end. If no cell has two thresholds, a cell leaves two levels to choose
+// from.
 struct LevelCells {
     static constexpr unsigned kCells = 16, kCellsPerUnit = 4;
     alignas(64) float thresholds[kCells], low[kCells], high[kCells];
-    alignas(64) int32_t codes[kCells];  // of `low`; that of `high` is the next
-    float largest;                      // of the levels
+    alignas(64) int32_t codes[kCells];  // code of `low`; the code of `high` is the next
+    float largest;                      // largest level
     int32_t levels;
     bool usable = true;
 
@@ -49,7 +49,7 @@ class LevelLookup {
           high_(_mm512_load_ps(cells.high)), codes_(_mm512_load_si512(cells.codes)), largest_(cells.largest),
           sign_(_mm512_set1_epi32(cells.levels)) {}
 
-    // Codes of 64 values, and the bits of their scale.
+    // Writes the codes of 64 values and returns the bits of their scale.
     SHRINKPOINT_INLINE512 uint16_t encode(const float* values, uint8_t* out) const {
         const __m512 factor = _mm512_set1_ps(static_cast<float>(kRootHalfPi / kUsualGroup));
         __m512 sizes[4], parts[4];
@@ -80,7 +80,7 @@ class LevelLookup {
     float largest_;
     __m512i sign_;
 
-    // Of a magnitude; times four is exact, wherever it comes.
+    // The cell of a magnitude. Multiplying by four is exact.
     SHRINKPOINT_INLINE512 static __m512i cell_of(__m512 size, __m512 inverse) {
         const __m512 place = _mm512_mul_ps(size, _mm512_mul_ps(inverse, _mm512_set1_ps(LevelCells::kCellsPerUnit)));
         return _mm512_cvttps_epi32(_mm512_min_ps(place, _mm512_set1_ps(LevelCells::kCells - 1)));
@@ -90,7 +90,7 @@ class LevelLookup {
         return _mm512_cmp_ps_mask(scaled, _mm512_permutexvar_ps(cell, thresholds_), _CMP_GT_OQ);
     }
 
-    // The sum of 64 by adding halves, as halved() does, but for the last four.
+    // Sums 64 values by adding halves as halved() does, except the last four.
     SHRINKPOINT_INLINE512 static __m128 four_sums(const __m512* x) {
         const __m512 all = _mm512_add_ps(_mm512_add_ps(x[0], x[2]), _mm512_add_ps(x[1], x[3]));
         const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
@@ -115,14 +115,14 @@ class LevelLookup {
         return four_sums(squares);
     }
 
-    // As nearest_brief.
+    // Same as nearest_brief.
     SHRINKPOINT_INLINE512 static __m128 nearest_briefs(__m128 x) {
         const __m128i word = _mm_castps_si128(x), odd = _mm_and_si128(_mm_srli_epi32(word, 16), _mm_set1_epi32(1));
         const __m128i rounded = _mm_add_epi32(_mm_add_epi32(word, _mm_set1_epi32(0x7FFF)), odd);
         return _mm_castsi128_ps(_mm_and_si128(rounded, _mm_set1_epi32(static_cast<int>(0xFFFF0000u))));
     }
 
-    // As Levels::best, all four scales side by side.
+    // Same as Levels::best, with the four scales side by side.
     SHRINKPOINT_INLINE512 float best(const __m512* sizes, float mean, float first) const {
         const __m512 largest = _mm512_max_ps(_mm512_max_ps(sizes[0], sizes[1]), _mm512_max_ps(sizes[2], sizes[3]));
         const float most = _mm512_reduce_max_ps(largest) * (1 / largest_), spread = most - mean;
@@ -134,7 +134,7 @@ class LevelLookup {
         _MM_TRANSPOSE4_PS(a, b, c, d);
         const __m128 parts = _mm_mul_ps(scales, _mm_set1_ps(1 / first));
         const __m128 sums = _mm_mul_ps(_mm_add_ps(_mm_add_ps(a, c), _mm_add_ps(b, d)), _mm_mul_ps(parts, parts));
-        // The first of the least: without a branch, which would be wrong as often as not.
+        // The first of the least, without a branch: it would be wrong half of the time.
         const __m128 pairs = _mm_min_ps(sums, _mm_movehl_ps(sums, sums));
         const __m128 least = _mm_min_ps(pairs, _mm_shuffle_ps(pairs, pairs, 1));
         const int equal = _mm_movemask_ps(_mm_cmpeq_ps(sums, _mm_broadcastss_ps(least)));

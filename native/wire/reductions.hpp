@@ -1,4 +1,4 @@
-// What messages of groups share: sums in one order, the largest magnitude, rounding. For kernels.
+// Functions for kernels of messages of groups: sums in one order, the largest magnitude, rounding.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -10,13 +10,13 @@
 
 namespace shrinkpoint {
 
-// A positive number to the nearest bfloat16, halves to even.
+// Rounds a positive number to the nearest bfloat16, half to even.
 SHRINKPOINT_INLINE float nearest_brief(float x) {
     const uint32_t word = bits_of(x);
     return float_of((word + 0x7FFF + (word >> 16 & 1)) & 0xFFFF0000);
 }
 
-// The sum of 16 values by adding halves. As vectors where there are some: compilers take such loops apart.
+// Sums 16 values by adding halves, in vectors if there are any: compilers take such loops apart.
 SHRINKPOINT_INLINE float halved_lanes(const float* x) {
 #if defined(__GNUC__)
     using Four = float __attribute__((vector_size(16)));
@@ -31,7 +31,8 @@ SHRINKPOINT_INLINE float halved_lanes(const float* x) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-// The sum of a power of two of values, 16 or more, by adding halves until one is left. They are overwritten.
+// Sums a power of two of values, 16 or more, by adding halves until one is left. Overwrites them. The order is the same
+// for every instruction set and for torch: (x0 + x2) + (x1 + x3) for the last four.
 SHRINKPOINT_INLINE float halved(float* x, size_t count) {
     constexpr size_t lanes = 16;
     for (size_t half = count / 2; half >= lanes; half /= 2)
@@ -43,14 +44,14 @@ SHRINKPOINT_INLINE float halved(float* x, size_t count) {
     return halved_lanes(x);
 }
 
-// The largest of magnitudes, as bits: those of finite numbers are in the order of the numbers.
+// The largest magnitude as bits. Bits of finite magnitudes have the order of the numbers.
 SHRINKPOINT_INLINE uint32_t largest(const float* x, size_t count) {
     int32_t most = 0;
     for (size_t i = 0; i < count; ++i) most = std::max(most, static_cast<int32_t>(bits_of(x[i]) & 0x7FFFFFFF));
     return static_cast<uint32_t>(most);
 }
 
-// `count` values and zeros up to a whole number of units: where they lie, or a copy.
+// Returns `count` values padded with zeros to whole units: in place, or a copy.
 SHRINKPOINT_INLINE const float* filled_up(const float* values, size_t count, size_t unit, float* copy) {
     if (count % unit == 0) return values;
     std::memcpy(copy, values, 4 * count);

@@ -39,13 +39,13 @@ unsigned trailing_zeros(uint64_t x) {
 #endif
 }
 
-// All magnitudes from `least` on are at least as many as wanted; `exact`: as many.
+// A threshold that at least as many magnitudes reach as are wanted; `exact` if exactly as many.
 struct Threshold {
     uint32_t least;
     bool exact;
 };
 
-// The largest threshold between `start` and what `bits` more bits add to it that at least k of n values reach.
+// The largest threshold between `start` and `start` plus `bits` more bits that at least k of n values reach.
 SHRINKPOINT_KERNEL(Threshold, search, (const uint32_t* x, size_t n, size_t k, uint32_t start, unsigned bits),
                    (x, n, k, start, bits)) {
     uint32_t least = start;
@@ -60,7 +60,7 @@ SHRINKPOINT_KERNEL(Threshold, search, (const uint32_t* x, size_t n, size_t k, ui
     return {least, false};
 }
 
-// A bit for each of `count` values, at most 64: whether its magnitude is `least` or more.
+// A bit for each of at most 64 values: 1 if its magnitude is `least` or more.
 SHRINKPOINT_INLINE uint64_t reached(const uint32_t* x, size_t count, uint32_t least) {
     uint64_t bits = 0;
     for (size_t i = 0; i < count; ++i) bits |= static_cast<uint64_t>((x[i] & kMagnitude) >= least) << i;
@@ -73,7 +73,7 @@ struct Taken {
     size_t left;      // how many more fit
 };
 
-// Appends what is `least` or more in [start, end) of a row whose first place is `base`.
+// Appends the values of `least` or more in [start, end) of a row whose first place is `base`.
 SHRINKPOINT_KERNEL(void, take,
                    (const uint32_t* x, size_t start, size_t end, uint32_t least, int64_t base, Taken& out),
                    (x, start, end, least, base, out)) {
@@ -101,7 +101,7 @@ void count_buckets(const uint32_t* x, size_t n, std::array<uint32_t, kBuckets>& 
     for (size_t b = 0; b < kBuckets; ++b) out[b] = counts[0][b] + counts[1][b] + counts[2][b] + counts[3][b];
 }
 
-// Appends those of one bucket to `out`, which has space for as many as there were; returns how many there are.
+// Appends the indices of one bucket to `out`, which has room for them. Returns their number.
 SHRINKPOINT_KERNEL(size_t, collect, (const uint32_t* x, size_t n, uint32_t bucket, uint32_t* out, size_t capacity),
                    (x, n, bucket, out, capacity)) {
     size_t found = 0;
@@ -135,7 +135,7 @@ void choose(const uint32_t* x, size_t n, size_t k, int64_t base, int64_t* indice
     const Threshold threshold = threshold_of(x, n, k);
     Taken out{indices, chosen, k};
     if (threshold.exact) return take(x, 0, n, threshold.least, base, out);
-    // Of equals the first are kept: as many are dropped from the end as there are above what is wanted.
+    // Keeps the first of equals: drops from the end as many as are too many.
     size_t surplus = 0;
     for (size_t i = 0; i < n; ++i) surplus += (x[i] & kMagnitude) >= threshold.least;
     surplus -= std::min(surplus, k);
@@ -147,7 +147,7 @@ void choose(const uint32_t* x, size_t n, size_t k, int64_t base, int64_t* indice
 
 // ---- indices as bytes
 
-// Sets the bits place(0), place(1), ... place(k - 1), which ascend, of `size` bytes.
+// Sets the bits place(0), place(1), ... place(k - 1), in ascending order, of `size` bytes.
 template <typename Place>
 void set_bits(uint8_t* bitmap, size_t size, uint64_t k, Place place) {
     uint64_t at = 0, word = 0;  // what will be written there: neighbours often share a word
@@ -182,7 +182,7 @@ uint64_t field(const uint8_t* data, size_t size, unsigned width, uint64_t i) {
     return word >> (first & 7) & ((uint64_t{1} << width) - 1);
 }
 
-// use(place) for each bit that is set, while it says so.
+// Calls use(place) for each set bit while it returns true.
 template <typename Use>
 bool each_bit(const uint8_t* bitmap, size_t size, Use use) {
     for (size_t start = 0; start < size; start += 8) {

@@ -20,8 +20,8 @@ constexpr size_t kLargePiece = size_t{1} << 16;  // values that a thread takes w
 constexpr float kLeastStep = 0x1p-120f;
 constexpr uint32_t kLowHalf = 0xffff;
 
-// Integers in the order of floats, which vectors have a minimum of whatever the values are; nan lies beyond infinity,
-// of either sign. Its own inverse.
+// Maps float bits to integers in the order of the floats, for which vectors have a minimum whatever the values are. A
+// nan is beyond infinity, of either sign. Its own inverse.
 SHRINKPOINT_INLINE int32_t ordered(int32_t bits) { return bits ^ (bits >> 31 & 0x7fffffff); }
 
 SHRINKPOINT_INLINE float number_of(int32_t key) { return float_of(static_cast<uint32_t>(ordered(key))); }
@@ -48,14 +48,14 @@ SHRINKPOINT_INLINE Extent extent_of(const float* values, size_t count) {
 
 SHRINKPOINT_INLINE bool finite(float value) { return std::fabs(value) <= std::numeric_limits<float>::max(); }
 
-// To bfloat16, towards minus infinity.
+// Rounds to bfloat16 towards minus infinity.
 SHRINKPOINT_INLINE float rounded_down(float value) {
     const uint32_t bits = bits_of(value);
     const uint32_t away = bits >> 31 & static_cast<uint32_t>((bits & kLowHalf) != 0);
     return float_of((bits & ~kLowHalf) + (away << 16));
 }
 
-// To bfloat16, away from zero.
+// Rounds to bfloat16 away from zero.
 SHRINKPOINT_INLINE float rounded_up(float value) {
     return float_of((bits_of(value) + kLowHalf) & ~kLowHalf);
 }
@@ -72,7 +72,7 @@ SHRINKPOINT_INLINE Range range_of(const UniformWire& layout, const Extent& exten
     return {std::numeric_limits<float>::quiet_NaN(), 0.0f};
 }
 
-// A number of a range, as float32 or as bfloat16, which is its upper half.
+// Stores a number of a range as float32, or as bfloat16, its upper half.
 SHRINKPOINT_INLINE void put_number(bool brief, float value, size_t place, uint8_t* data) {
     if (brief) {
         const auto half = static_cast<uint16_t>(bits_of(value) >> 16);
@@ -104,7 +104,7 @@ SHRINKPOINT_INLINE Range range_at(const UniformWire& layout, const uint8_t* wire
     return {number_at(layout.brief, wire, run), number_at(layout.brief, wire, runs + run)};
 }
 
-// Ranges of the runs [first, last), the values of which begin at `values`.
+// Writes the ranges of the runs [first, last), whose values begin at `values`.
 template <bool sixty_four>
 SHRINKPOINT_INLINE void put_ranges_of(const UniformWire& layout, const float* values, size_t first, size_t last,
                                       uint8_t* wire) {
@@ -128,7 +128,7 @@ SHRINKPOINT_KERNEL(Extent, extent, (const float* values, size_t count), (values,
     return extent_of(values, count);
 }
 
-// visit(run, place, count) for the parts of runs in [start, start + count).
+// Calls visit(run, place, count) for the parts of runs in [start, start + count).
 template <typename Visit>
 SHRINKPOINT_INLINE void by_runs(size_t size, size_t start, size_t count, Visit visit) {
     size_t run = start / size, inside = start % size;
@@ -153,7 +153,8 @@ SHRINKPOINT_INLINE void codes_of(const float* values, size_t count, const Range&
     }
 }
 
-// Codes of [start, start + count), a block of these values, `start` at a tile's beginning; zeros up to a whole tile.
+// Writes the codes of a block [start, start + count), padded with zeros to a whole tile; `start` is the first position
+// of a tile.
 SHRINKPOINT_KERNEL(void, put_block,
                    (const UniformWire& layout, const float* values, size_t start, size_t count, const float* noise,
                     uint8_t* wire),
@@ -200,7 +201,7 @@ SHRINKPOINT_KERNEL(void, take_block,
     });
 }
 
-// work(start, count, noise) for the blocks of [first, last).
+// Calls work(start, count, noise) for the blocks of [first, last).
 template <typename Work>
 void by_blocks(const UniformWire& layout, size_t first, size_t last, Work work) {
     alignas(64) float noise[kBlock];
@@ -211,14 +212,14 @@ void by_blocks(const UniformWire& layout, size_t first, size_t last, Work work) 
     }
 }
 
-// Codes of [first, last), which begin at `values`.
+// Writes the codes of [first, last), whose values begin at `values`.
 void put_codes(const UniformWire& layout, const float* values, size_t first, size_t last, uint8_t* wire) {
     by_blocks(layout, first, last, [&](size_t start, size_t count, const float* noise) {
         put_block(layout, values + (start - first), start, count, noise, wire);
     });
 }
 
-// Runs each of which is read by several threads.
+// Writes the ranges of long runs, each of which several threads read.
 void put_long_ranges(const UniformWire& layout, const WireSource& values, uint8_t* wire, unsigned threads) {
     const size_t size = std::min(layout.size, layout.count), pieces = (size + kLargePiece - 1) / kLargePiece;
     const size_t runs = layout.runs();
@@ -239,7 +240,7 @@ void put_long_ranges(const UniformWire& layout, const WireSource& values, uint8_
     }
 }
 
-// Values that are whole runs and whole tiles, about `wanted` of them; 0: there is no such piece that is small.
+// Returns a number of values near `wanted` that is whole runs and whole tiles; 0 if there is none that is small.
 size_t whole_piece(size_t size, size_t wanted) {
     if (size > kLargePiece) return 0;
     const size_t least = std::lcm(size, kWireTile);

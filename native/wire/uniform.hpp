@@ -1,5 +1,10 @@
-// Values on uniform grids, one for each run of them, and codes as planes of bits: messages of
+// Values on a uniform grid for each run of them, and codes as planes of bits: messages of
 // comm/compressors/quantizers.py and layout.py.
+//
+// Example: one run of 4 values 0, 0.25, 0.5, 1 with 2 bits. The lowest value is 0; the step (1 - 0) / 3 is rounded away
+// from zero to the bfloat16 0.333984375 = 0x3eab. The codes are floor(value / step + 0.5) = 0, 1, 1, 3 and decode to 0,
+// 0.33398438, 0.33398438, 1.0019531. The message is 00 00 (lowest), ab 3e (step), then one tile of the plane of 2 bits:
+// 00 01 01 03 and 12 zero bytes.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -10,15 +15,19 @@
 
 namespace shrinkpoint {
 
-constexpr size_t kWireTile = 64;  // codes that are packed together
+constexpr size_t kWireTile = 64;  // codes packed together
 
 inline size_t wire_tiles(size_t count) { return (count + kWireTile - 1) / kWireTile; }
 inline size_t wire_plane_bytes(size_t count, unsigned bits) { return wire_tiles(count) * (kWireTile / 8) * bits; }
 
-constexpr uint64_t kLowBits = 0x0101010101010101;  // of the bytes of a word
+constexpr uint64_t kLowBits = 0x0101010101010101;  // lowest bit of each byte
 
-// One plane of one tile, and back: byte j holds the codes j, j + 8 width, ... from its low bits up. Eight bytes are one
-// word: what a shift brings over from the next byte is masked.
+// Packs one plane of a tile of 64 codes, and back. Byte j holds the codes j, j + 8 width, j + 16 width, ... from its
+// low bits up. Eight bytes are handled as one word: bits that a shift brings over from the next byte are masked.
+//
+// Example: codes 0, 16, 32 and 48 of a tile are 5, 2, 7 and 1, the others 0, with 3 bits. The plane of the low 2 bits
+// has 1 | 2 << 2 | 3 << 4 | 1 << 6 = 0x79 in byte 0. The plane of the third bit has codes 0, 8, 16, ... 56 in byte 0:
+// bit 0 for code 0 and bit 4 for code 32, 0x11.
 template <unsigned width>
 SHRINKPOINT_INLINE void pack_plane(const uint8_t* codes, unsigned shift, uint8_t* out) {
     constexpr uint64_t mask = kLowBits * ((1u << width) - 1);
@@ -54,8 +63,8 @@ SHRINKPOINT_INLINE void unpack_plane_of_tiles(const uint8_t* data, unsigned shif
     for (size_t t = 0; t < tiles; ++t) unpack_plane<width>(data + t * 8 * width, shift, codes + t * kWireTile);
 }
 
-// `tiles` tiles of codes, the first of them being tile `first` of `all` of a message whose planes start at `planes`.
-// To be called from kernels: it is compiled for the instruction set of the caller.
+// Packs `tiles` tiles of codes. The first is tile `first` of `all` tiles of a message whose planes start at `planes`.
+// For kernels: compiled for the caller's instruction set.
 SHRINKPOINT_INLINE void pack_tiles(const uint8_t* codes, size_t tiles, unsigned bits, uint8_t* planes, size_t first,
                                    size_t all) {
     if (bits == 8) {
@@ -82,24 +91,24 @@ SHRINKPOINT_INLINE void unpack_tiles(const uint8_t* planes, size_t first, size_t
     if (bits & 1) unpack_plane_of_tiles<1>(planes + first * 8, bits & 6, codes, tiles);
 }
 
-// All codes of a message; `planes` has wire_plane_bytes(count, bits) bytes. bits is 1..8.
+// Packs all codes of a message. `planes` has wire_plane_bytes(count, bits) bytes; `bits` is 1 to 8.
 void pack_planes(const uint8_t* codes, size_t count, unsigned bits, uint8_t* planes);
 void unpack_planes(const uint8_t* planes, size_t count, unsigned bits, uint8_t* codes);
 
 struct UniformWire {
     size_t count;   // values
-    size_t size;    // of a run; at least 1
-    unsigned bits;  // of a code: 1..8
-    bool brief;     // whether ranges are bfloat16, else float32
+    size_t size;    // values of a run; at least 1
+    unsigned bits;  // bits of a code: 1 to 8
+    bool brief;     // true for bfloat16 ranges, false for float32
     bool dithered;
-    uint32_t seed;  // of the dither
+    uint32_t seed;  // seed of the dither
 
     size_t runs() const { return count / size + (count % size != 0); }
     size_t head() const { return runs() * (brief ? 4 : 8); }
     size_t bytes() const { return head() + wire_plane_bytes(count, bits); }
 };
 
-// `wire` has how.bytes() bytes, of any alignment.
+// `wire` has layout.bytes() bytes at any address.
 void uniform_encode(const UniformWire& layout, const WireSource& values, uint8_t* wire, unsigned threads);
 void uniform_decode(const UniformWire& layout, const uint8_t* wire, const WireTarget& values, unsigned threads);
 

@@ -14,7 +14,7 @@ constexpr uint32_t kMagnitude = 0x7FFFFFFF, kBriefNan = 0x7FC0;
 constexpr size_t kCountBlock = 1 << 14;
 constexpr int32_t kInfiniteBits = 0x7F800000, kMostBrief = 0x7F7F0000;
 
-// All bits, if `number` is above `limit`, else none. Both are not negative. Compilers make no branch of it.
+// All bits set if `number` is above `limit`, else 0. Neither is negative. Compilers make no branch of it.
 SHRINKPOINT_INLINE uint32_t above(int32_t number, int32_t limit) {
     return static_cast<uint32_t>((limit - number) >> 31);
 }

@@ -1,5 +1,5 @@
-// The values of a tensor as kernels of messages take and give them: float32, which lies where it is, or bfloat16, which
-// is widened and rounded by pieces that stay in the first caches.
+// Gives kernels of messages the values of a tensor and takes them back: float32 in place, or bfloat16, which is widened
+// and rounded in pieces that stay in the first caches.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -10,9 +10,10 @@
 
 namespace shrinkpoint {
 
-// To the nearest, halves to even; finite numbers stay finite: those beyond the range become the largest one.
+// Rounds to the nearest bfloat16, half to even. Finite numbers stay finite: those out of range become the largest
+// bfloat16.
 void round_to_brief(const float* from, size_t count, uint16_t* to);
-// How many values are nan or infinite: those whose bits contain all of the mask, that of an exponent.
+// Counts the values that are nan or infinite: all bits of the mask, an exponent's, are set.
 size_t count_masked32(const uint32_t* values, size_t count, uint32_t mask);
 size_t count_masked16(const uint16_t* values, size_t count, uint16_t mask);
 
@@ -24,7 +25,7 @@ class WireSource {
     WireSource(const void* data, bool brief) : data_(data), brief_(brief) {}
     bool brief() const { return brief_; }
 
-    // `count` values from `first` on: where they lie, or in `buffer`, which holds as many.
+    // Returns `count` values from `first` on, in place or in `buffer`, which has room for them.
     const float* piece(size_t first, size_t count, float* buffer) const {
         if (!brief_) return static_cast<const float*>(data_) + first;
         widen_bfloat16(static_cast<const uint16_t*>(data_) + first, count, buffer);
@@ -41,7 +42,7 @@ class WireTarget {
     WireTarget(float* data) : data_(data), brief_(false) {}  // NOLINT: floats are a target as they are
     WireTarget(void* data, bool brief) : data_(data), brief_(brief) {}
 
-    // Where to write values from `first` on: their place, or `buffer`, from which `put` takes them.
+    // Returns where to write values from `first` on: in place, or into `buffer`, from which `put` takes them.
     float* piece(size_t first, float* buffer) const { return brief_ ? buffer : static_cast<float*>(data_) + first; }
     void put(size_t first, size_t count, const float* buffer) const {
         if (brief_) round_to_brief(buffer, count, static_cast<uint16_t*>(data_) + first);
