@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-NATIVE := CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
+NATIVE := CMakeLists.txt $(wildcard native/*/*.[ch]pp native/bindings/*.txt)
 
 # Compiled modules are stored even where the environment forbids it: hundreds of processes of the tests read them.
 export PYTHONDONTWRITEBYTECODE :=
@@ -101,11 +101,10 @@ $(VENV)/.bench: $(VENV)/.installed
 SECONDS ?= 60
 SEED ?= 1
 FUZZ := build/fuzz
-FUZZ_FLAGS := -std=gnu++17 -O1 -g -ffp-contract=off -Wall -Wextra -Wno-maybe-uninitialized -pthread -Inative -Inative/fuzz -Inative/third_party \
+FUZZ_FLAGS := -std=gnu++17 -O1 -g -ffp-contract=off -Wall -Wextra -Wno-maybe-uninitialized -pthread -Inative \
   -fsanitize=address,undefined -fno-sanitize-recover=all
-FUZZ_OBJECTS := $(patsubst %.cpp,$(FUZZ)/%.o,$(notdir $(filter-out %/bindings.cpp %/bindings_quantizers.cpp %/bindings_wire_uniform.cpp %/bindings_wire_blocks.cpp %/bindings_wire_sparse.cpp %/buffer_pool.cpp,\
-  $(wildcard native/*.cpp)) $(wildcard native/fuzz/*.cpp)))
-vpath %.cpp native native/fuzz
+FUZZ_SOURCES := $(filter-out native/bindings/% %/buffer_pool.cpp,$(wildcard native/*/*.cpp))
+FUZZ_OBJECTS := $(FUZZ_SOURCES:native/%.cpp=$(FUZZ)/objects/%.o)
 
 fuzz: $(FUZZ)/fuzz
 	$(FUZZ)/fuzz $(SECONDS) $(SEED)
@@ -113,8 +112,8 @@ fuzz: $(FUZZ)/fuzz
 $(FUZZ)/fuzz: $(FUZZ_OBJECTS)
 	$(CXX) $(FUZZ_FLAGS) $^ -o $@
 
-$(FUZZ)/%.o: %.cpp $(wildcard native/*.hpp native/fuzz/*.hpp)
-	@mkdir -p $(FUZZ)
+$(FUZZ)/objects/%.o: native/%.cpp $(wildcard native/*/*.hpp)
+	@mkdir -p $(@D)
 	$(CXX) $(FUZZ_FLAGS) -c $< -o $@
 
 # The same under libFuzzer, which finds its way by what the core does with an input: make libfuzzer TARGET=chunks SECONDS=600
@@ -124,7 +123,7 @@ CLANG ?= $(firstword $(foreach one,clang++ $(foreach n,22 21 20 19 18 17 16 15 1
 TARGET ?= chunks
 LIBFUZZER := build/libfuzzer
 CORPUS ?= $(LIBFUZZER)/corpus/$(TARGET)
-LIBFUZZER_FLAGS := -std=gnu++17 -O1 -g -ffp-contract=off -Wall -Wextra -pthread -Inative -Inative/fuzz -Inative/third_party \
+LIBFUZZER_FLAGS := -std=gnu++17 -O1 -g -ffp-contract=off -Wall -Wextra -pthread -Inative \
   -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -DSHRINKPOINT_LIBFUZZER
 LIBFUZZER_OBJECTS := $(patsubst $(FUZZ)/%,$(LIBFUZZER)/%,$(FUZZ_OBJECTS))
 
@@ -141,8 +140,8 @@ endif
 $(LIBFUZZER)/fuzz: $(LIBFUZZER_OBJECTS)
 	$(CLANG) $(LIBFUZZER_FLAGS) $^ -o $@
 
-$(LIBFUZZER)/%.o: %.cpp $(wildcard native/*.hpp native/fuzz/*.hpp)
-	@mkdir -p $(LIBFUZZER)
+$(LIBFUZZER)/objects/%.o: native/%.cpp $(wildcard native/*/*.hpp)
+	@mkdir -p $(@D)
 	$(CLANG) $(LIBFUZZER_FLAGS) -c $< -o $@
 
 clean:

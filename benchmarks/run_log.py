@@ -81,7 +81,7 @@ def version(*files: str, core: bool = True) -> str:
     paths = [REPO / "benchmarks" / name for name in files]
     if core:
         roots = [REPO / "src" / "shrinkpoint" / room for room in CORE]
-        paths += [path for root in roots for path in root.rglob("*.py")] + [*(REPO / "native").glob("*.[ch]pp")]
+        paths += [path for root in roots for path in root.rglob("*.py")] + [*(REPO / "native").rglob("*.[ch]pp")]
     return _digest(sorted(paths))
 
 

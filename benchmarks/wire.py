@@ -38,7 +38,7 @@ from shrinkpoint.errors import LossWarning
 
 TASK_FILES = ("wire.py", "wire_task.py", "wire_image.py", "wire_text.py", "workload_image.py", "workload_text.py")
 CODE = ("compressors/*.py", "error_feedback.py", "aqsgd.py", "sample_cache.py", "link.py", "boundary.py", "simulate.py")
-"""What decides the values that cross, under src/shrinkpoint/comm; native/wire_* and hadamard.hpp as well."""
+"""What decides the values that cross, under src/shrinkpoint/comm; native/wire as well."""
 WAYS = ("forward", "backward")
 
 
@@ -131,10 +131,8 @@ def play(job: Job, data: Path, cache: Path) -> dict[str, Any]:
 
 
 def code() -> str:
-    roots = workloads.REPO / "src" / "shrinkpoint" / "comm", workloads.REPO / "native"
-    paths = [path for pattern in CODE for path in roots[0].glob(pattern)] + [
-        path for pattern in ("wire_*.[ch]pp", "hadamard.hpp") for path in roots[1].glob(pattern)
-    ]
+    roots = workloads.REPO / "src" / "shrinkpoint" / "comm", workloads.REPO / "native" / "wire"
+    paths = [path for pattern in CODE for path in roots[0].glob(pattern)] + [*roots[1].glob("*.[ch]pp")]
     return version(*TASK_FILES, *(os.path.relpath(path, workloads.REPO / "benchmarks") for path in paths), core=False)
 
 

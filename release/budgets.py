@@ -21,11 +21,10 @@ PACKAGE = ROOT / "src" / "shrinkpoint"
 def lines_by_package() -> tuple[Counter[str], int]:
     """Lines of Python of each package ("top" for modules beside them), and the number of files."""
     lines, files = Counter[str](), 0
-    for path in PACKAGE.rglob("*.py*"):
-        if path.suffix in {".py", ".pyi"}:
-            inside = path.relative_to(PACKAGE).parts
-            lines[inside[0] if len(inside) > 1 else "top"] += len(path.read_text().splitlines())
-            files += 1
+    for path in PACKAGE.rglob("*.py"):
+        inside = path.relative_to(PACKAGE).parts
+        lines[inside[0] if len(inside) > 1 else "top"] += len(path.read_text().splitlines())
+        files += 1
     return lines, files
 
 

@@ -1,6 +1,6 @@
-#include "cases.hpp"
+#include "fuzz/cases.hpp"
 
-#include "tokens.hpp"
+#include "entropy/tokens.hpp"
 
 namespace shrinkpoint {
 
@@ -63,7 +63,7 @@ void choose_codes(Choices& choose, Model& model) {
 
 enum class Flavour { Noise, Floats, Sparse, Constant, Count };
 
-// Bit patterns of `kind`: noise, floats of similar size with a few of any, mostly zeros, or all the same.
+// Bit patterns of `kind`: noise, floats of similar size with a few others, mostly zeros, or all equal.
 std::vector<uint64_t> patterns(Choices& choose, Kind kind, uint64_t count) {
     const auto flavour = static_cast<Flavour>(choose.below(static_cast<unsigned>(Flavour::Count)));
     const uint64_t constant = choose.word();
@@ -148,7 +148,7 @@ void move_border(Choices& choose, Case& c) {
     std::memcpy(at, two, 8);
 }
 
-// Other codes of any length, and a last size that fits them.
+// Replaces the codes by others of any length, with a last size that fits.
 void resize_last(Choices& choose, Case& c) {
     if (c.side.size() < 4) return;
     uint32_t last;
@@ -166,7 +166,7 @@ void resize_last(Choices& choose, Case& c) {
     std::memcpy(c.side.data() + c.side.size() - 4, &last, 4);
 }
 
-// Other tables that are in order: the symbols then are any, and ask for any number of extra bits.
+// Replaces the tables by others that are valid: symbols then are arbitrary and ask for any number of extra bits.
 void replace_tables(Choices& choose, Case& c) {
     uint32_t size;
     if (c.side.size() < 4) return;
@@ -182,7 +182,7 @@ void replace_tables(Choices& choose, Case& c) {
     std::memcpy(c.side.data(), &written, 4);
 }
 
-// The word before a chunk's symbol stream.
+// Changes the word before a chunk's symbol stream.
 void set_stream_size(Choices& choose, Case& c) {
     const uint64_t chunks = chunks_of(c);
     if (c.side.size() < 4 * chunks) return;

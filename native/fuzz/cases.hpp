@@ -1,4 +1,4 @@
-// What the fuzzer feeds the core: choices, cases and their mutants.
+// The fuzzer's choices, cases and mutants.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -11,16 +11,16 @@
 #include <utility>
 #include <vector>
 
-#include "record_codec.hpp"
-#include "context_clustering.hpp"
-#include "model.hpp"
+#include "entropy/context_clustering.hpp"
+#include "entropy/model.hpp"
+#include "entropy/record_codec.hpp"
 
 namespace shrinkpoint {
 
 using Bytes = std::vector<uint8_t>;
 using Shapes = std::vector<std::pair<uint64_t, uint64_t>>;
 
-// Reproducible choices: from given bytes as long as they last, then from a generator (splitmix64) that they seed.
+// Reproducible choices: from given bytes while they last, then from a generator (splitmix64) seeded by them.
 class Choices {
    public:
     Choices(uint64_t seed, uint64_t number) : state_(seed * 0x9e3779b97f4a7c15u ^ number * 0xd1b54a32d192ed03u) {}
@@ -42,7 +42,7 @@ class Choices {
         return two % n;
     }
     bool one_in(unsigned n) { return below(n) == 0; }
-    // As they are given, so that what guides a fuzzer finds its way into streams; then from the generator.
+    // Bytes as given, so that a guided fuzzer reaches streams; then from the generator.
     Bytes bytes(size_t size) {
         Bytes out(size);
         const size_t given = std::min(size, left());
@@ -50,7 +50,7 @@ class Choices {
         for (size_t i = given; i < size; ++i) out[i] = static_cast<uint8_t>(word() >> 56);
         return out;
     }
-    // Given bytes that nothing was made of yet.
+    // Given bytes that have not been used yet.
     size_t left() const { return static_cast<size_t>(end_ - next_); }
 
    private:
@@ -58,13 +58,13 @@ class Choices {
     const uint8_t *next_ = nullptr, *end_ = nullptr;
 };
 
-// A heap block of exactly this size, so that a read behind it is an error.
+// A heap block of exactly this size: reading behind it is an error.
 class Exact {
    public:
     explicit Exact(const Bytes& bytes) : Exact(bytes, bytes.size()) {}
-    // The first `size` bytes, repeated if there are too few.
+    // The first `size` bytes, repeated if there are fewer.
     Exact(const Bytes& bytes, size_t size) {
-        // An empty block is the end of another one: of an allocation of nothing one byte could be read.
+        // An empty block is the end of another block: of an empty allocation one byte could be read.
         block_ = static_cast<uint8_t*>(std::malloc(size > 0 ? size : 8));
         if (block_ == nullptr) throw std::bad_alloc();
         data_ = size > 0 ? block_ : block_ + 8;
@@ -85,7 +85,7 @@ class Exact {
     uint8_t *block_, *data_;
 };
 
-// The same, but at any address: for bytes that are not read as words.
+// Same at any address, for bytes that are not read as words.
 class Unaligned {
    public:
     Unaligned(size_t shift, const Bytes& bytes) : shift_(shift), block_(moved(shift, bytes)) {}
@@ -101,7 +101,7 @@ class Unaligned {
     Exact block_;
 };
 
-// The elements of an array of bytes, and such an array.
+// Converts between arrays of elements and bytes.
 template <typename T>
 std::vector<T> elements(const Bytes& bytes) {
     std::vector<T> out(bytes.size() / sizeof(T));
@@ -115,7 +115,7 @@ Bytes bytes_of_all(const std::vector<T>& all) {
     return Bytes(first, first + all.size() * sizeof(T));
 }
 
-// All that the binding hands to decode; an empty array stands for none.
+// All arguments of decode; an empty array stands for none.
 struct Case {
     Model model;
     uint64_t count = 0;
@@ -125,22 +125,22 @@ struct Case {
     Bytes base, moment1, moment2, moment1_base, hint, side, codes;
 };
 
-// As the binding does it; false where it would raise.
+// Lays out segments as the binding does. Returns false where the binding would raise.
 bool lay_out(const Shapes& shapes, uint64_t count, Factors& out);
 
-// A model that `check` mostly accepts, for values of any kind.
+// A model that `check` usually accepts, for values of any kind.
 Model make_model(Choices& choose, bool factors);
 ContextTables make_tables(Choices& choose, unsigned contexts);
-// Everything but side and codes; `values` are such that the model loses nothing.
+// Fills everything but side and codes; the model loses no bits of `values`.
 Case make_case(Choices& choose, Bytes& values);
 
-// How many values a tensor has: few, whole tiles or not, rarely so many that threads share them.
+// Number of values of a tensor: few, whole tiles or not, rarely so many that threads share them.
 size_t make_count(Choices& choose);
-// float32 of any kind: alike, mostly zeros, noise, of similar size, or on a grid; a few that are not finite.
+// float32 of any kind: equal, mostly zeros, noise, of similar size, or on a grid; a few are not finite.
 Bytes make_floats(Choices& choose, size_t count);
 
 void mutate(Choices& choose, Bytes& bytes, const Bytes& other);
-// A mutant of so many bytes.
+// A mutant of `size` bytes.
 Bytes mutant_of(Choices& choose, const Bytes& message, size_t size);
 void mutate(Choices& choose, Case& c);
 

@@ -1,16 +1,16 @@
-// What the fuzzer's parts share: how a case fails, and the parts themselves.
+// Checks that the parts of the fuzzer share, and the parts.
 #pragma once
 #include <functional>
 
-#include "cases.hpp"
-#include "error.hpp"
+#include "base/error.hpp"
+#include "fuzz/cases.hpp"
 
 namespace shrinkpoint {
 
-// Ends the program and names the case unless it `holds`.
+// Ends the program and names the case unless `holds`.
 void expect(bool holds, const char* message);
 
-// Runs `work`; whether it ended without one of the errors that bytes may cause.
+// Runs `work`. Returns true unless it threw one of the errors that bytes may cause.
 template <typename Work>
 bool passes(Work work) {
     try {
@@ -23,10 +23,10 @@ bool passes(Work work) {
     return true;
 }
 
-// What `make(threads)` makes: expected to be the same with every instruction set and number of threads.
+// Returns what `make(threads)` makes. Expects it to be the same with every instruction set and number of threads.
 Bytes same_everywhere(const std::function<Bytes(unsigned)>& make);
 
-// What became of mutants so far.
+// Outcomes of mutants so far.
 struct Tally {
     uint64_t accepted = 0, refused = 0, impossible = 0;
 };

@@ -1,18 +1,18 @@
-// Records, their tables and their streams: as the encoder writes them, and malformed.
+// Fuzzes records, their tables and their streams: as the encoder writes them, and malformed.
 #include <cstdio>
 #include <memory>
 #include <vector>
 
-#include "bit_pack.hpp"
-#include "cases.hpp"
-#include "checks.hpp"
-#include "record_codec.hpp"
-#include "context_clustering.hpp"
-#include "error.hpp"
-#include "predict.hpp"
-#include "rans.hpp"
-#include "simd.hpp"
-#include "tokens.hpp"
+#include "base/bit_pack.hpp"
+#include "base/error.hpp"
+#include "base/simd.hpp"
+#include "entropy/context_clustering.hpp"
+#include "entropy/predict.hpp"
+#include "entropy/rans.hpp"
+#include "entropy/record_codec.hpp"
+#include "entropy/tokens.hpp"
+#include "fuzz/cases.hpp"
+#include "fuzz/checks.hpp"
 
 namespace shrinkpoint {
 
@@ -22,7 +22,7 @@ namespace {
 
 enum class Outcome { Impossible, Refused, Decoded };
 
-// What the binding does, with every buffer of exactly its size.
+// Does what the binding does, with every buffer of exactly its size.
 Outcome decode_exactly(const Case& c, unsigned threads, Bytes& values) {
     const size_t bytes = c.model.width / 8;
     const auto part = [&](const Bytes& all, size_t size) { return Exact(all, size * c.count); };
@@ -46,7 +46,7 @@ Outcome decode_exactly(const Case& c, unsigned threads, Bytes& values) {
     return decoded ? Outcome::Decoded : Outcome::Refused;
 }
 
-// The chunks [first, last) of a case alone, of their own codes.
+// Decodes the chunks [first, last) of a case alone, from their own codes.
 Outcome decode_chunks(const Case& c, size_t first, size_t last, const Bytes& own, unsigned threads, Bytes& values) {
     const size_t bytes = c.model.width / 8;
     const ChunkRange range{c.count, c.chunk, first, last};
@@ -75,7 +75,7 @@ Outcome decode_chunks(const Case& c, size_t first, size_t last, const Bytes& own
     return decoded ? Outcome::Decoded : Outcome::Refused;
 }
 
-// Encodes the case and checks that it comes back; false where the model cannot code it.
+// Encodes the case and checks that it decodes to the same. Returns false if the model cannot code it.
 bool encode_exactly(Choices& choose, Case& c, const Bytes& wanted) {
     const Exact values(wanted), base(c.base), moment1(c.moment1), moment2(c.moment2), moment1_base(c.moment1_base);
     const Exact hint(c.hint);
@@ -101,7 +101,7 @@ bool encode_exactly(Choices& choose, Case& c, const Bytes& wanted) {
     return true;
 }
 
-// Everything that a failure depends on besides the bytes.
+// Prints everything besides the bytes that a failure depends on.
 void print(const Case& c) {
     const Model& m = c.model;
     std::fprintf(stderr, "tokens %d predictor %d companion %d width %u mantissa %u fine %u shift %u sign %d bias %d top %d "
@@ -115,7 +115,7 @@ void print(const Case& c) {
 
 void limit(unsigned level) { limit_simd(static_cast<Simd>(level)); }
 
-// Whatever is decoded is the same with every instruction set.
+// Checks that results are the same with every instruction set.
 void decode_mutant(Choices& choose, const Case& c) {
     Bytes values, again;
     const Outcome outcome = decode_exactly(c, 1 + (choose.one_in(16) ? 2 : 0), values);
@@ -129,7 +129,7 @@ void decode_mutant(Choices& choose, const Case& c) {
     limit_simd(before);
 }
 
-// Any range of a valid record is what it is in the whole one; of a mutant it is anything, or refused.
+// Checks that any range of a valid record equals that part of the whole. A range of a mutant is anything, or refused.
 void fuzz_range(Choices& choose, const Case& c, const Bytes& values) {
     const size_t chunks = static_cast<size_t>((c.count + c.chunk - 1) / c.chunk), bytes = c.model.width / 8;
     const size_t first = choose.below(static_cast<unsigned>(chunks));
@@ -242,7 +242,7 @@ Stream make_stream(Choices& choose, const std::vector<Frequencies>& frequencies,
     return out;
 }
 
-// Decodes one stream in pieces, or two at once; true where neither is refused.
+// Decodes one stream in pieces, or two at once. Returns true if neither is refused.
 bool decode_streams(Choices& choose, const Stream& a, const Stream* b, const DecoderTables& tables, const Exact& out_a,
                     const Exact& out_b) {
     const size_t count = a.symbols.size();

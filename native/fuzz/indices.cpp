@@ -1,10 +1,10 @@
-// IndexVector of some values of many: chosen, written, read, and bytes that say no indices.
+// Fuzzes sparse messages: chosen, written and read, and bytes that hold no indices.
 #include <algorithm>
 #include <numeric>
 #include <vector>
 
-#include "checks.hpp"
-#include "wire_sparse.hpp"
+#include "fuzz/checks.hpp"
+#include "wire/sparse.hpp"
 
 namespace shrinkpoint {
 
@@ -18,7 +18,7 @@ unsigned bits_for(uint64_t n) {
     return out;
 }
 
-// k of n indices, evenly or in runs.
+// Draws k of n indices, evenly or in runs.
 std::vector<int64_t> make_indices(Choices& choose, uint64_t n, uint64_t k) {
     std::vector<int64_t> out;
     const bool first = choose.one_in(8);
@@ -27,7 +27,7 @@ std::vector<int64_t> make_indices(Choices& choose, uint64_t n, uint64_t k) {
     return out;
 }
 
-// k of so many indices that no array has as many elements.
+// Draws k indices below an n that no array reaches.
 std::vector<int64_t> make_far_indices(Choices& choose, uint64_t n, uint64_t k) {
     std::vector<int64_t> out;
     for (uint64_t i = 0; i < k; ++i) out.push_back(static_cast<int64_t>(choose.word() % n));
@@ -36,7 +36,7 @@ std::vector<int64_t> make_far_indices(Choices& choose, uint64_t n, uint64_t k) {
     return out;
 }
 
-// A code that loses no indices, however long it is.
+// A code that holds all indices, whatever its size.
 IndexCode make_code(Choices& choose, uint64_t n, uint64_t k) {
     const unsigned full = bits_for(n), least = full > 16 ? full - 16 : 0;
     if (k == n && choose.one_in(2)) return {IndexForm::All, n, k, 0};
@@ -45,7 +45,7 @@ IndexCode make_code(Choices& choose, uint64_t n, uint64_t k) {
     return {IndexForm::Split, n, k, std::min(least + choose.below(full - least + 3), kMaxIndexBits)};
 }
 
-// As the binding takes them; the bitmap of such a message is not too long to be made.
+// Changes a code to any that the binding accepts and whose bitmap is small enough to be made.
 void change(Choices& choose, IndexCode& code) {
     code.form = static_cast<IndexForm>(choose.below(4));
     code.width = choose.below(kMaxIndexBits + 1);
@@ -83,7 +83,8 @@ bool are_indices(const std::vector<int64_t>& indices, uint64_t n) {
     return true;
 }
 
-// Values where the message says, zeros elsewhere; nothing where it says no indices.
+// Checks that values are where the message says, with zeros elsewhere, and that nothing is written if it holds no
+// indices.
 void check_spread(Choices& choose, const IndexCode& code, const Bytes& message, const Read& known) {
     if (code.n > 1 << 18) return;
     const size_t width = size_t{2} << choose.below(3), size = code.n * width;
@@ -115,7 +116,7 @@ void read_mutants(Choices& choose, const IndexCode& code, const Bytes& message) 
     }
 }
 
-// What is refused: as many indices, but not in order, or not below n.
+// Checks that indices out of order, or not below n, are refused.
 void write_wrong(Choices& choose, const IndexCode& code, std::vector<int64_t> indices) {
     if (indices.empty()) return;
     int64_t& one = indices[choose.below(static_cast<unsigned>(indices.size()))];
@@ -128,7 +129,7 @@ void write_wrong(Choices& choose, const IndexCode& code, std::vector<int64_t> in
     expect(write(code, bytes_of_all(indices), 0).fine == are_indices(indices, code.n), "wrong indices are written");
 }
 
-// Of each row the largest magnitudes, of equals the first, k in all: by sorting.
+// Chooses the largest magnitudes of each row by sorting, the first of equals, k in all.
 std::vector<int64_t> largest_by_sorting(const std::vector<uint32_t>& values, Rows rows, size_t total) {
     std::vector<int64_t> out;
     for (size_t start = 0; start < values.size(); start += rows.columns) {

@@ -1,4 +1,4 @@
-// Points of a lattice: there and back, the nearest ones, and random tokens.
+// Fuzzes lattices: round trips, nearest points, and random tokens.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -7,10 +7,10 @@
 #include <stdexcept>
 #include <vector>
 
-#include "checks.hpp"
-#include "lattice_grid.hpp"
-#include "lattice_codec.hpp"
-#include "lattice_quantize.hpp"
+#include "fuzz/checks.hpp"
+#include "lattice/codec.hpp"
+#include "lattice/grid.hpp"
+#include "lattice/quantize.hpp"
 
 namespace shrinkpoint {
 
@@ -19,7 +19,7 @@ namespace {
 constexpr int32_t kMaxCode = (1 << 15) - 2;
 constexpr int16_t kNothing = -127;
 
-// A lattice, and what lies beside its points; an empty array is missing.
+// A lattice and the arrays beside its points; an empty array is missing.
 struct Grid {
     Lattice lattice;
     bool tame = false;  // no step is 0 or not finite
@@ -57,7 +57,7 @@ Bytes make_squares(Choices& choose, size_t count, bool tame) {
     return bytes_of_all(out);
 }
 
-// Codes near 0 or anywhere, some of them beyond the last one where there is no `limit`.
+// Codes near 0 or anywhere; some are out of range without a `limit`.
 Bytes make_codes(Choices& choose, size_t count, bool limit) {
     const int most = choose.one_in(2) ? 3 : choose.one_in(2) ? 300 : kMaxCode;
     std::vector<int16_t> out(count);
@@ -69,9 +69,7 @@ Bytes make_codes(Choices& choose, size_t count, bool limit) {
     return bytes_of_all(out);
 }
 
-// Null for an array that is missing; none of an empty lattice is.
-const float* floats_or_null(const Bytes& bytes, const Exact& exact) { return bytes.empty() ? nullptr : exact.floats(); }
-
+// Null for a missing array; arrays of an empty lattice are never missing.
 Floats known(const Bytes& bytes, const Exact& exact, unsigned width) {
     return {bytes.empty() ? nullptr : exact.data(), width};
 }
@@ -94,7 +92,7 @@ Bytes joined(const Exact& a, size_t size_a, const Exact& b, size_t size_b) {
     return out;
 }
 
-// The bytes of a code: 1 where one byte is enough for all of them, else 2.
+// Bytes of a code: 1 if one byte is enough for all codes, else 2.
 unsigned code_width(const Bytes& codes) {
     const std::vector<int16_t> all = elements<int16_t>(codes);
     return std::all_of(all.begin(), all.end(), [](int16_t code) { return -128 <= code && code <= 127; }) ? 1 : 2;
@@ -119,7 +117,7 @@ Bytes values_of(const Grid& grid, const Bytes& codes) {
     });
 }
 
-// The upper halves: bfloat16, rounded towards zero.
+// Rounds to bfloat16 towards zero: the upper halves.
 Bytes narrowed(const Bytes& floats) {
     std::vector<uint16_t> out;
     for (const uint32_t bits : elements<uint32_t>(floats)) out.push_back(static_cast<uint16_t>(bits >> 16));
@@ -139,7 +137,7 @@ Grid make_grid(Choices& choose) {
     return grid;
 }
 
-// Guesses, and what to code differences under.
+// Guesses and contexts.
 void guess(const Grid& grid, Stream& out) {
     const size_t count = grid.count();
     const Exact squares(grid.squares), parent(grid.parent);
@@ -153,7 +151,7 @@ void guess(const Grid& grid, Stream& out) {
     out.contexts.assign(both.begin() + static_cast<ptrdiff_t>(2 * count), both.end());
 }
 
-// Tokens and escapes of codes; returns whether all are in range.
+// Tokens and escapes of codes. Returns true if all codes are in range.
 bool write(const Grid& grid, const Bytes& codes, const Bytes& expected, Stream& out) {
     const size_t count = grid.count();
     const unsigned width = code_width(codes);
@@ -176,7 +174,7 @@ bool write(const Grid& grid, const Bytes& codes, const Bytes& expected, Stream& 
     return found.in_range;
 }
 
-// Codes, then values; nothing where the tokens are refused.
+// Decodes codes, then values; nothing if the tokens are refused.
 std::optional<Bytes> read(const Grid& grid, const Stream& c, unsigned threads) {
     const size_t count = grid.count();
     const Exact guesses(c.guesses), tokens(c.tokens), contexts(c.contexts), escapes(c.escapes), squares(grid.squares);
@@ -193,7 +191,7 @@ std::optional<Bytes> read(const Grid& grid, const Stream& c, unsigned threads) {
     return joined(guesses, 2 * count, values, 4 * count);
 }
 
-// Of some positions alone: the same guesses, contexts, codes and values as of all of them.
+// Checks that some positions alone have the same guesses, contexts, codes and values as in the whole.
 void check_positions(Choices& choose, const Grid& grid, const Stream& c, const Bytes& codes) {
     const size_t first = choose.below(static_cast<unsigned>(grid.count()) + 1);
     const size_t count = choose.below(static_cast<unsigned>(grid.count() - first) + 1);
@@ -258,7 +256,7 @@ void check_tokens(Choices& choose, const Grid& grid) {
     read_mutants(choose, grid, c);
 }
 
-// The steps and dithers of all positions, as float32.
+// Steps and dithers of all positions, as float32.
 std::vector<float> steps_of(const Grid& grid) {
     std::vector<float> out(grid.count());
     if (!out.empty()) fill_steps(grid.lattice, 0, out.size(), out.data());
@@ -273,7 +271,7 @@ std::vector<float> dithers_of(const Grid& grid) {
     return out;
 }
 
-// Second moments on a grid of powers, of the shape of another grid; steps that are relative to them are its own.
+// Second moments on a grid of powers with the shape of another grid; steps relative to them are its own.
 struct Seconds {
     Grid grid;
     Bytes codes;
@@ -288,7 +286,7 @@ Seconds make_seconds(Choices& choose, const Grid& grid) {
     return {Grid{lattice, grid.tame}, codes};
 }
 
-// Codes of values; `code_bytes` are those that a code needs, 0 where codes are of no use.
+// Codes of values. `code_bytes` is the bytes that a code needs, 0 if codes are not valid.
 Bytes nearest(const Grid& grid, const Seconds* seconds, const Bytes& input, unsigned width, const Bytes& before,
               float hold, unsigned& code_bytes) {
     const size_t count = grid.count();
@@ -347,7 +345,7 @@ void check_nearest(Choices& choose, Grid grid) {
     }
 }
 
-// A point is the nearest one to what it stands for.
+// Checks that a point is the nearest point to its own value.
 void check_points_stay(Choices& choose, const Grid& grid) {
     if (!grid.tame || grid.lattice.powers || !grid.squares.empty()) return;
     std::vector<int16_t> codes = elements<int16_t>(make_codes(choose, grid.count(), true));
@@ -357,7 +355,7 @@ void check_points_stay(Choices& choose, const Grid& grid) {
     expect(code_bytes != 0 && back == all, "points move");
 }
 
-// Whatever a lattice is made of, it is refused or of the size that it says.
+// Checks that a lattice of any arguments is refused or has the size that it claims.
 void make_any(Choices& choose) {
     const size_t rows = choose.below(20), columns = choose.below(20);
     const uint64_t height = choose.one_in(4) ? choose.word() : rows, width = choose.one_in(4) ? choose.word() : columns;

@@ -17,13 +17,13 @@
 #define SHRINKPOINT_SANITIZER 1
 #endif
 
-#include "cases.hpp"
-#include "checks.hpp"
-#include "simd.hpp"
+#include "base/simd.hpp"
+#include "fuzz/cases.hpp"
+#include "fuzz/checks.hpp"
 
 namespace shrinkpoint {
 
-// Instead of the pool, which hands out more than it is asked for: here an overrun of one byte shows.
+// Replaces the pool, which returns more memory than asked for: here an overrun of one byte is an error.
 void* pool_take(size_t size) { return ::operator new(size); }
 void pool_give(void* block) noexcept { ::operator delete(block); }
 
@@ -58,7 +58,7 @@ Bytes same_everywhere(const std::function<Bytes(unsigned)>& make) {
 
 namespace {
 
-// Codes of bits, of entropy coders and of grids.
+// Targets of bit packing, entropy coders and grids.
 void fuzz_codes(Choices& choose) {
     switch (choose.below(7)) {
         case 0: return fuzz_tables(choose);
@@ -71,7 +71,7 @@ void fuzz_codes(Choices& choose) {
     }
 }
 
-// What goes over a wire.
+// Targets of the wire.
 void fuzz_wire(Choices& choose) {
     switch (choose.below(7)) {
         case 0: return fuzz_uniform(choose);

@@ -1,19 +1,19 @@
-// What quantizers use: Huffman tables, cyclic differences, k-means.
+// Fuzzes Huffman tables, cyclic differences and k-means.
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
-#include "bit_reader.hpp"
-#include "checks.hpp"
-#include "cyclic_delta.hpp"
-#include "huffman.hpp"
-#include "kmeans.hpp"
+#include "base/bit_reader.hpp"
+#include "entropy/cyclic_delta.hpp"
+#include "entropy/huffman.hpp"
+#include "fuzz/checks.hpp"
+#include "lattice/kmeans.hpp"
 
 namespace shrinkpoint {
 
 namespace {
 
-// Counts as steep as Fibonacci's, whose best code is longer than allowed, or any.
+// Counts as steep as Fibonacci's, whose best code is too long, or any counts.
 std::vector<uint64_t> symbol_counts(Choices& choose) {
     std::vector<uint64_t> out(1 + choose.below(320), 0);
     const unsigned steep = choose.below(40), gaps = 1 + choose.below(6);
@@ -38,7 +38,7 @@ Bytes written_lengths(const std::vector<uint8_t>& lengths) {
     return out;
 }
 
-// Few codes that mostly stay the same, as quantized weights are, or any.
+// Few codes that mostly stay the same, as quantized weights do, or any codes.
 Bytes make_codes(Choices& choose, size_t count, unsigned modulus) {
     Bytes out = choose.bytes(count);
     const unsigned stays = choose.one_in(2) ? 1 : 1 + choose.below(200);
@@ -55,7 +55,7 @@ struct Stream {
     bool has_previous;
 };
 
-// With every buffer of exactly its size; false where it is refused.
+// Decodes with every buffer of exactly its size. Returns false if it is refused.
 bool decodes(const Stream& c, Bytes& codes) {
     const Exact data(c.data), previous(c.previous, c.has_previous ? c.count : 0), out(Bytes(c.count, 0xa5));
     const bool decoded = passes([&] {

@@ -1,12 +1,12 @@
-// Messages of grids, levels, small floats and rotations: there and back, and random bytes.
+// Fuzzes messages of grids, levels, small floats and rotations: round trips, and random bytes.
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <vector>
 
-#include "checks.hpp"
-#include "wire_blocks.hpp"
-#include "wire_uniform.hpp"
+#include "fuzz/checks.hpp"
+#include "wire/blocks.hpp"
+#include "wire/uniform.hpp"
 
 namespace shrinkpoint {
 
@@ -24,7 +24,7 @@ float largest(const float* values, size_t count) {
     return most;
 }
 
-// One nan for all: of two of them, which one a sum becomes is the compiler's choice.
+// Maps every nan to one: which of two a sum becomes is the compiler's choice.
 std::vector<float> with_one_nan(const Bytes& bytes) {
     std::vector<float> out = elements<float>(bytes);
     for (float& one : out)
@@ -39,7 +39,7 @@ float brief_at(const Bytes& wire, size_t place) {
     return out;
 }
 
-// A message of values, and values of a message, with every buffer of exactly its size and at any address.
+// Encodes values and decodes messages, with every buffer of exactly its size and at any address.
 template <typename How, typename Encode>
 Bytes encoded(Choices& choose, const How& layout, const Bytes& values, Encode encode) {
     const Exact from(values);
@@ -64,7 +64,7 @@ Bytes decoded(Choices& choose, const How& layout, const Bytes& wire, Decode deco
     return same_everywhere([&](unsigned threads) { return decoded_once(choose, layout, wire, decode, threads); });
 }
 
-// Random bytes as messages of `how` or of what it could be; `change` may make something else of it.
+// Decodes random bytes as messages of `how`, or of a variant that `change` makes.
 template <typename How, typename Decode, typename Change>
 void decode_mutants(Choices& choose, const How& layout, const Bytes& wire, Decode decode, Change change) {
     for (unsigned i = 0; i < 6; ++i) {
@@ -221,7 +221,7 @@ Bytes turned(const Turn& c, const Bytes& values) {
     });
 }
 
-// `message`: turned values, then flags.
+// `message` is turned values, then flags.
 Bytes turned_back(const Turn& c, const Bytes& message, unsigned threads) {
     const auto border = message.begin() + static_cast<ptrdiff_t>(4 * c.padded_size());
     const Exact from(Bytes(message.begin(), border)), flags(Bytes(border, message.end())), signs(c.signs);
