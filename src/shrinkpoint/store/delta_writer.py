@@ -11,17 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from shrinkpoint import validate
-from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import PolicyError, ShrinkpointError
-from shrinkpoint.schemes.base import QuantizedState, Scheme
-from shrinkpoint.schemes.plan import QuantizationPlan
+from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.storage import (
     AnyDirectory,
     LocalStorage,
     ObjectUrl,
-    Storage,
     directory_storage,
     resolve_directory,
 )
@@ -29,12 +25,11 @@ from shrinkpoint.storage.local import is_process_alive, link_error
 from shrinkpoint.storage.object_url import parse_object_url
 from shrinkpoint.store import layout
 from shrinkpoint.store.chain import directory_chain
-from shrinkpoint.store.chain_limit import ChainBytes, ChainLimit
-from shrinkpoint.store.checkpoint_file import DecodedFile, write_file
+from shrinkpoint.store.chain_limit import ChainBytes
+from shrinkpoint.store.chain_writer import ChainWriter, CheckpointPlace, WrittenPayload
+from shrinkpoint.store.checkpoint_file import DecodedFile
 from shrinkpoint.store.decode import decode_chain
 from shrinkpoint.store.delta_base import (
-    BaseVerifier,
-    ReferenceCache,
     StoredFile,
     as_delta_base,
     warn_low_retention,
@@ -43,38 +38,41 @@ from shrinkpoint.store.directory import free_payload_name
 from shrinkpoint.store.manifest import Payload
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.tensors.info import JSON
 from shrinkpoint.threads import reset_in_children
 
 _BASE_DIR_PREFIX = ".shrinkpoint.base-"
 """Prefix of the hidden directory that keeps the bases of the next delta when theirs is deleted; then a process id."""
 
 
-class DeltaWriter:
-    """Writes payloads, each a delta against the one before, and holds the reference for the next.
+class DirectoryPlace(CheckpointPlace):
+    """The directory of a checkpoint: a delta finds its base in `bases`, or in a bucket by the name that it is given."""
 
-    Call `write`, then `commit_reference` once the checkpoint is committed, or `rollback`. The reference for the next
-    delta changes with `commit_reference` only.
+    def __init__(self, directory: Path | ObjectUrl, rank: int) -> None:
+        super().__init__(directory_storage(directory), None, None)
+        self.directory, self._rank = directory, rank
+        self._parent: JSON = None
 
-    Memory: one state on the CPU; of a tensor on a lattice a byte a value, and a sample of its original values.
+    def hold_base(self, base: ChainBytes, reference: Reference, parent: JSON) -> None:
+        """Let the payload be a delta against a base whose files are in the directory, or elsewhere in its bucket."""
+        self.base, self.base_reference, self._parent = base, reference, parent
 
-    Args:
-        keyframe_every: a chain has at most this many files, its keyframe included; it ends earlier where they have four
-            times the bytes of the state. None: no bound.
-        threads: native threads for coding; None: every core.
+    def keep_base(self) -> JSON:
+        return self._parent
 
-    Attributes:
-        chain_limit: where chains end; whoever deletes checkpoints sets its `keep`.
+    def free_key(self) -> str:
+        return free_payload_name(self.directory, self._rank)
 
-    Raises:
-        PolicyError: one of them is out of range.
+
+class DeltaWriter(ChainWriter[Payload]):
+    """Writes payloads into directories, each a delta against the one before, and holds the reference for the next.
+
+    Call `write`, then `commit_reference` once the checkpoint is committed, or `rollback`.
     """
 
     def __init__(self, *, keyframe_every: int | None = 20, threads: int | None = None) -> None:
-        keyframe_every, threads = validate.check_keyframe_every(keyframe_every), validate.check_threads(threads)
-        self.chain_limit, self._threads = ChainLimit(keyframe_every), threads
+        super().__init__(keyframe_every=keyframe_every, threads=threads)
         self._can_link = True  # until a link fails
-        self._reference_cache: ReferenceCache[Payload] = ReferenceCache()
-        self._base_verifier = BaseVerifier()
         self._base_dir: Path | ObjectUrl | None = None  # the directory with the files of the reference
         self._base_chain: tuple[StoredFile, ...] = ()  # in a bucket: these files, keyframe first, wherever they lie
         self._own_base_dir: Path | None = None  # the same, if it is a hidden one of ours
@@ -82,22 +80,21 @@ class DeltaWriter:
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:
-        """In a forked child: leave files to the parent; the next payload is a keyframe."""
+        super().reset_after_fork()
         self._uncommitted = self._own_base_dir = None
-        self._reference_cache, self._base_verifier = ReferenceCache(), BaseVerifier()
         self._base_dir, self._base_chain = None, ()
 
     @property
     def reference(self) -> Reference | None:
         """The decoded tensors of the last checkpoint; None if the next one will be a keyframe."""
-        return self._reference_cache.reference if self._usable_base() is not None else None
+        return self.references.reference if self._usable_base() is not None else None
 
     @property
     def last_reference(self) -> Reference | None:
         """The decoded tensors of the last checkpoint, even if the next one will be a keyframe; None if unknown."""
-        if self._reference_cache.manifest is None:
+        if self.references.manifest is None:
             return None
-        return as_delta_base(self._reference_cache.reference, base=self._usable_base() is not None)
+        return as_delta_base(self.references.reference, base=self._usable_base() is not None)
 
     @property
     def payload(self) -> Payload:
@@ -122,60 +119,33 @@ class DeltaWriter:
 
         Args:
             keyframe: do not write a delta.
-            adopt: take over the tensors of `state`; else they must not change until `commit_reference`, which copies
-                them, or `rollback`.
+            adopt: as for `write_payload`.
 
         Raises:
             StorageError: writing failed, or the directory is a symbolic link; what was written is removed.
         """
         self.rollback()
-        place = resolve_directory(directory)
-        if isinstance(place, Path) and place.is_symlink():
+        root = resolve_directory(directory)
+        if isinstance(root, Path) and root.is_symlink():
             raise link_error(str(directory))
-        storage = directory_storage(place)
-        written_keys: list[str] = []
+        place = DirectoryPlace(root, rank)
         try:
-            base = None if keyframe else self._prepare_base(place, storage, written_keys)
-            reference = None if base is None else self._reference_cache.reference
-            key = free_payload_name(place, rank)
-            quantized = scheme.quantize(state, reference) if base is not None else self._keyframe_of(scheme, state)
-            if quantized.keyframe:
-                _remove(storage, written_keys)
-                written_keys.clear()
-                base = reference = None
-            written_keys.append(key)
-            # By this a reader of the payload finds its base.
-            parent = None if base is None else {"name": self._base_name(place, base), "digest": base.digest}
-            with self._base_verifier.read_share():
-                written = write_file(
-                    storage,
-                    key,
-                    quantized,
-                    scheme=scheme,
-                    reference=reference,
-                    parent=parent,
-                    originals=state.tensors,
-                    threads=self._threads,
-                )
-            if base is None:
-                self.chain_limit.note_keyframe()
-            elif not self.chain_limit.accepts_delta(
-                _chain_bytes(base), written.report.stored_bytes, written.report.raw_bytes
-            ):
-                _remove(storage, written_keys)
+            base = None if keyframe else self._prepare_base(place)
+            written = self.write_payload(place, state, scheme=scheme, adopt=adopt)
+            if written is None:
                 return self.write(directory, state, scheme=scheme, rank=rank, keyframe=True, adopt=adopt)
-            retention = self._reference_cache.retained_progress(written.reference)
-            report = replace(written.report, retention=retention)
-            warn_low_retention(retention)
+            if place.base is None:
+                self.chain_limit.note_keyframe()
+            report = written.report
+            warn_low_retention(report.retention)
         except BaseException:
-            _remove(storage, written_keys)
+            place.remove()
             raise
-        payload = Payload(key, report.stored_bytes, report.digest, report.raw_bytes, _base_digests(base))
-        own = StoredFile(payload.digest, payload.size, storage, key)
-        chain = () if isinstance(place, Path) else (*(self._base_chain if base is not None else ()), own)
-        self._uncommitted = _UncommittedPayload(
-            place, storage, written_keys, payload, written.reference, adopt, own.stamp(), chain
-        )
+        bases = () if base is None or place.base is None else _base_digests(base)
+        payload = Payload(place.payload_key, report.stored_bytes, report.digest, report.raw_bytes, bases)
+        own = StoredFile(payload.digest, payload.size, place.storage, payload.name)
+        chain = () if isinstance(root, Path) else (*(self._base_chain if bases else ()), own)
+        self._uncommitted = _UncommittedPayload(root, written, payload, chain)
         return report
 
     def commit_reference(self) -> None:
@@ -183,27 +153,25 @@ class DeltaWriter:
         written, self._uncommitted = self._uncommitted, None
         if written is None:
             return
-        store_reference = self._reference_cache.adopt if written.adopt else self._reference_cache.copy
-        store_reference(written.payload, written.reference)
-        self._base_verifier.mark_verified({written.payload.digest: written.stamp})
-        self._base_dir, self._base_chain = written.place, written.chain
+        self.commit_payload(written.payload, written.written)
+        self._base_dir, self._base_chain = written.directory, written.chain
         self._remove_own_base_dir()
 
     def rollback(self) -> None:
         """Remove the uncommitted payload; the reference for the next delta is unchanged."""
         written, self._uncommitted = self._uncommitted, None
         if written is not None:
-            _remove(written.storage, written.written_keys)
+            written.written.place.remove()
 
     def adopt(self, directory: AnyDirectory, payload: Payload, decoded: DecodedFile) -> None:
         """Make a loaded payload the reference for the next delta, and take over its tensors."""
         self._take_base(directory, payload)
-        self._reference_cache.adopt(payload, decoded.reference)
+        self.references.adopt(payload, decoded.reference)
 
     def adopt_encoded(self, directory: AnyDirectory, payload: Payload) -> None:
         """Make a payload that was loaded the reference for the next delta, which decodes it again."""
         self._take_base(directory, payload)
-        self._reference_cache.adopt_encoded(payload, lambda: self._decode_base(payload))
+        self.references.adopt_encoded(payload, lambda: self._decode_base(payload))
 
     def _take_base(self, directory: AnyDirectory, payload: Payload) -> None:
         """Make the files of a payload that was loaded the base of the next delta."""
@@ -212,7 +180,7 @@ class DeltaWriter:
         chain = directory_chain(place, payload)
         files = tuple(StoredFile(file.digest, file.size or 0, file.storage, *file.keys) for file in chain)
         self._base_dir, self._base_chain = place, () if isinstance(place, Path) else files
-        self._base_verifier.mark_verified({file.digest: file.stamp() for file in files})
+        self.base_verifier.mark_verified({file.digest: file.stamp() for file in files})
         self._remove_own_base_dir()
 
     def _decode_base(self, payload: Payload) -> Reference:
@@ -222,14 +190,14 @@ class DeltaWriter:
             *_, (own_path, _) = _base_files(self._base_dir, payload)
             payload = replace(payload, name=str(own_path.relative_to(self._base_dir)))
         files = directory_chain(self._base_dir, payload)
-        return decode_chain(files, threads=self._threads).reference
+        return decode_chain(files, threads=self.threads).reference
 
     def keep_base(self, directory: str | Path) -> None:
         """Keep the files that the next delta depends on; to be called before this directory is deleted.
 
         They are linked into a hidden directory beside it. If that is impossible, the next checkpoint is a keyframe.
         """
-        root, payload = Path(directory).absolute(), self._reference_cache.manifest
+        root, payload = Path(directory).absolute(), self.references.manifest
         if payload is None or self._base_dir != root:
             return
         base_dir = root.parent / f"{_BASE_DIR_PREFIX}{os.getpid()}"
@@ -242,13 +210,13 @@ class DeltaWriter:
     def drop(self) -> None:
         """Free the reference: the next checkpoint is a keyframe."""
         self.rollback()
-        self._reference_cache.drop()
+        self.references.drop()
         self._base_dir, self._base_chain = None, ()
         self._remove_own_base_dir()
 
     def _usable_base(self) -> Payload | None:
         """The payload that the next delta can be made against; None if there is none."""
-        payload = self._reference_cache.manifest
+        payload = self.references.manifest
         if payload is None or self._base_dir is None:
             return None
         if not self.chain_limit.allows_delta(_chain_bytes(payload)):
@@ -258,56 +226,41 @@ class DeltaWriter:
         has_files = self._can_link and all(path.is_file() for path, _ in _base_files(self._base_dir, payload))
         return payload if has_files else None
 
-    def _prepare_base(self, place: Path | ObjectUrl, storage: Storage, written_keys: list[str]) -> Payload | None:
-        """The payload to write a delta against, its chain hard-linked into the directory, or in the same bucket; None,
-        and no links, if that is impossible."""
-        payload = self._usable_base()
-        if payload is None or not _can_refer(place, self._base_dir):
+    def _prepare_base(self, place: DirectoryPlace) -> Payload | None:
+        """Let the payload be a delta, its chain hard-linked into the directory or in the same bucket; returns the base.
+
+        None, and no links, if that is impossible. The links come first: who owns the base may delete it at any time.
+        """
+        payload, root = self._usable_base(), place.directory
+        if payload is None or not _can_refer(root, self._base_dir):
             return None
-        try:
+        with suppress(ShrinkpointError, OSError):  # deleted meanwhile
             chain: Sequence[StoredFile] | None = self._base_chain
-            if isinstance(storage, LocalStorage):
-                chain = self._link_chain(storage, payload, written_keys)
-            is_intact = chain is not None and self._base_verifier.find_damage(chain) is None
-            if is_intact and self._reference_cache.ensure_decoded():
+            if isinstance(root, Path):
+                name, chain = layout.base_name(payload.digest), self._link_chain(place, payload)
+            else:
+                name = posixpath.relpath(parse_object_url(self._base_chain[-1].where).prefix, root.prefix or ".")
+            is_intact = chain is not None and self.base_verifier.find_damage(chain) is None
+            if is_intact and self.references.ensure_decoded():
+                parent = {"name": name, "digest": payload.digest}
+                place.hold_base(_chain_bytes(payload), self.references.reference, parent)
                 return payload
-        except (ShrinkpointError, OSError):  # deleted meanwhile
-            pass
-        _remove(storage, written_keys)
-        written_keys.clear()
+        place.remove()
         return None
 
-    def _link_chain(
-        self, storage: LocalStorage, payload: Payload, written_keys: list[str]
-    ) -> Sequence[StoredFile] | None:
+    def _link_chain(self, place: DirectoryPlace, payload: Payload) -> Sequence[StoredFile] | None:
         """Hard-link the files of the base into a directory; None if that is impossible."""
-        assert isinstance(self._base_dir, Path)
-        self._can_link = all(
-            _link_file(path, storage, layout.base_name(digest), written_keys)
-            for path, digest in _base_files(self._base_dir, payload)
-        )
-        if not self._can_link:
-            return None
+        storage, base_dir = place.storage, self._base_dir
+        assert isinstance(storage, LocalStorage) and isinstance(base_dir, Path)
+        for path, digest in _base_files(base_dir, payload):
+            key = layout.base_name(digest)
+            if not (storage.path / key).is_file():
+                place.written_keys.append(key)
+                if not storage.link_file(path, key, flush=False):
+                    self._can_link = False
+                    return None
         storage.flush_dir(layout.BASES)
         return [StoredFile(base, size, storage, layout.base_name(base)) for base, size in _base_digests(payload)]
-
-    def _base_name(self, place: Path | ObjectUrl, base: Payload) -> str:
-        """The name of the base's file, relative to the directory that is written."""
-        if isinstance(place, Path):
-            return layout.base_name(base.digest)
-        return posixpath.relpath(parse_object_url(self._base_chain[-1].where).prefix, place.prefix or ".")
-
-    def _keyframe_of(self, scheme: Scheme, state: FlatState) -> QuantizedState:
-        """Quantize for a keyframe, even if the scheme has planned a delta, which then turned out to be impossible."""
-        if not isinstance(scheme, QuantizationPlan):
-            return scheme.quantize(state, None)
-        quantized = scheme.quantize(state, self._reference_cache.reference)
-        tensors = {
-            name: tensor
-            for name, tensor in quantized.quantized.items()
-            if not (isinstance(tensor, CodebookTensor) and tensor.residual)
-        }
-        return replace(quantized, quantized=tensors)
 
     def _remove_own_base_dir(self) -> None:
         base_dir, self._own_base_dir = self._own_base_dir, None
@@ -316,15 +269,11 @@ class DeltaWriter:
 
 
 class _UncommittedPayload(NamedTuple):
-    """A payload that waits for its checkpoint to be committed."""
+    """A payload that waits for its checkpoint to be committed, and its chain in a bucket."""
 
-    place: Path | ObjectUrl
-    storage: Storage
-    written_keys: list[str]
+    directory: Path | ObjectUrl
+    written: WrittenPayload
     payload: Payload
-    reference: Reference
-    adopt: bool
-    stamp: object
     chain: tuple[StoredFile, ...]
 
 
@@ -346,21 +295,8 @@ def _chain_bytes(payload: Payload) -> ChainBytes:
     return ChainBytes(tuple(size for _, size in _base_digests(payload)), payload.raw_bytes)
 
 
-def _base_digests(base: Payload | None) -> tuple[tuple[str, int], ...]:
-    return () if base is None else (*base.bases, (base.digest, base.size))
-
-
-def _link_file(path: Path, storage: LocalStorage, key: str, written_keys: list[str]) -> bool:
-    if (storage.path / key).is_file():
-        return True
-    written_keys.append(key)
-    return storage.link_file(path, key, flush=False)
-
-
-def _remove(storage: Storage, keys: list[str]) -> None:
-    for key in reversed(keys):
-        with suppress(ShrinkpointError):
-            storage.delete(key)
+def _base_digests(base: Payload) -> tuple[tuple[str, int], ...]:
+    return *base.bases, (base.digest, base.size)
 
 
 def _remove_stale_base_dirs(parent: Path) -> None:

@@ -22,27 +22,12 @@ from shrinkpoint.storage.sizing import DryRunStorage
 from shrinkpoint.store import chain, layout
 from shrinkpoint.store.listing import Listing
 from shrinkpoint.store.manifest import Manifest, encode_store_manifest
-from shrinkpoint.store.retention import FreedBytes, Keep, PrunePlan, apply_policy, plan_deletion
+from shrinkpoint.store.retention import FreedBytes, Keep, PrunePlan, RewriteTarget, apply_policy, plan_deletion
 
 if TYPE_CHECKING:
     from shrinkpoint.store.rewrite import RewrittenCheckpoint
 
 _log = logging.getLogger("shrinkpoint")
-
-
-@dataclass(frozen=True)
-class RewriteTarget:
-    """A checkpoint that is to be written again.
-
-    Attributes:
-        manifest: as it is.
-        weights_only: it has no moments afterwards.
-        parent: step of the checkpoint that it becomes a delta against; None: it becomes a keyframe.
-    """
-
-    manifest: Manifest
-    weights_only: bool
-    parent: int | None
 
 
 @dataclass(frozen=True)

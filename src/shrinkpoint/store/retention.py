@@ -201,6 +201,21 @@ def _best_matches(visible: list[Manifest], keep: Keep, count: int) -> Iterable[t
 
 
 @dataclass(frozen=True)
+class RewriteTarget:
+    """A checkpoint that is to be written again.
+
+    Attributes:
+        manifest: as it is.
+        weights_only: it has no moments afterwards.
+        parent: step of the checkpoint that it becomes a delta against; None: it becomes a keyframe.
+    """
+
+    manifest: Manifest
+    weights_only: bool
+    parent: int | None
+
+
+@dataclass(frozen=True)
 class PrunePlan:
     """What a prune deletes and writes again, and why.
 

@@ -18,7 +18,7 @@ from shrinkpoint.store.checkpoint_file import build_state
 from shrinkpoint.store.decode import decode_chain, iter_checkpoints
 from shrinkpoint.store.listing import Listing
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.store.prune import RewriteTarget
+from shrinkpoint.store.retention import RewriteTarget
 from shrinkpoint.store.transaction import CheckpointTransaction
 from shrinkpoint.tensors.dtypes import materialize
 from shrinkpoint.tensors.flat_state import flatten, without_optimizer_state

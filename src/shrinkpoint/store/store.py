@@ -23,17 +23,11 @@ from shrinkpoint.schemes.plan import plan_within_memory
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.storage import LocalStorage, ObjectCache, Storage, map_requests, resolve_storage
 from shrinkpoint.store import chain, layout
-from shrinkpoint.store.chain_limit import ChainBytes, ChainLimit
+from shrinkpoint.store.chain_limit import ChainBytes
+from shrinkpoint.store.chain_writer import ChainWriter, WrittenPayload
 from shrinkpoint.store.checkpoint_file import Device, build_state
 from shrinkpoint.store.decode import decode_chain
-from shrinkpoint.store.delta_base import (
-    MISSING,
-    BaseVerifier,
-    ReferenceCache,
-    StoredFile,
-    as_delta_base,
-    warn_low_retention,
-)
+from shrinkpoint.store.delta_base import MISSING, StoredFile, as_delta_base, warn_low_retention
 from shrinkpoint.store.history import Line, Place, place_of
 from shrinkpoint.store.listing import (
     Lister,
@@ -104,16 +98,14 @@ class Store:
         threads: int | None = None,
         cache: str | Path | ObjectCache | None = None,
     ) -> None:
-        keyframe_every, threads = validate.check_keyframe_every(keyframe_every), validate.check_threads(threads)
+        self._writer: ChainWriter[Manifest] = ChainWriter(keyframe_every=keyframe_every, threads=threads)
         storage = resolve_storage(where, "the directory of a store", cache=cache)
         copied = find_store(storage) if isinstance(storage, LocalStorage) else None
         self.storage = storage if copied is None else copied
-        self.chain_limit, self._threads = ChainLimit(keyframe_every), threads
-        self._reference_cache: ReferenceCache[Manifest] = ReferenceCache()
+        self.chain_limit, self._threads = self._writer.chain_limit, self._writer.threads
         self._mutex = ForkSafeLock()
         self._lister = Lister(self.storage)
         self._store_lock = StoreLock(self.storage, self._lister, self._mutex)
-        self._base_verifier = BaseVerifier()
         self._transaction: weakref.ref[CheckpointTransaction] | None = None
         self.line = Line()
         self._settled: set[str] = set()  # checkpoints that a prune with `defer` has found nothing to delete of
@@ -135,13 +127,14 @@ class Store:
     def reset_after_fork(self) -> None:
         """In a forked child: leave the lock, and what is being written, to the parent; the next save is a keyframe."""
         self._store_lock.leave_to_parent()
-        self._reference_cache, self._base_verifier, self._transaction = ReferenceCache(), BaseVerifier(), None
+        self._writer.reset_after_fork()
+        self._transaction = None
 
     def close(self) -> None:
         """Let other processes save here, and free the memory of the reference. A later save opens the store again."""
         with self._mutex.lock:
             self.line.step = None  # others may save now
-            self._reference_cache.drop()
+            self._writer.references.drop()
             self._store_lock.release()
 
     # reading manifests
@@ -207,7 +200,7 @@ class Store:
         """
         transaction = self._begin(step, keyframe)
         self.line.note_restored(None)  # nobody tells whether it is committed
-        with self._base_verifier.read_share():  # at once: nobody tells when files may be deleted
+        with self._writer.base_verifier.read_share():  # at once: nobody tells when files may be deleted
             self._transaction = weakref.ref(transaction)
         return transaction
 
@@ -228,12 +221,12 @@ class Store:
         step, keyframe = layout.check_step(step), validate.check_bool("keyframe", keyframe)
         with self._mutex.lock:
             self.lock()
-            reference_step = self._reference_cache.manifest.step if self._reference_cache.manifest else step
+            reference_step = self._writer.references.manifest.step if self._writer.references.manifest else step
             place = Place(step) if fill_in else self.line.next_place(step, lambda: self._lister.scan().others(step))
             listing = self._lister.scan_chain(step, reference_step)
             parent = None if keyframe else self._delta_parent(listing, step)
-            reference = self._reference_cache.reference if parent else None
-            if self._reference_cache.manifest is None:  # it could not be decoded again
+            reference = self._writer.references.reference if parent else None
+            if self._writer.references.manifest is None:  # it could not be decoded again
                 parent = reference = None
             return CheckpointTransaction(self.storage, listing, step, parent, reference, place)
 
@@ -287,22 +280,18 @@ class Store:
         with self._mutex.lock, self._store_lock.cleanup_on_error():
             with ExitStack() as transactions:  # one that is open at the end is aborted
                 transaction = transactions.enter_context(self._begin(step, keyframe, fill_in))
-                report = self._add(transaction, flat_state, scheme)
-                if not self._accepts(transaction, report):
-                    transaction.abort()
+                written = self._write(transaction, flat_state, scheme, adopt)
+                if written is None:
                     transaction = transactions.enter_context(self._begin(step, True, fill_in))
-                    report = self._add(transaction, flat_state, scheme)
-                assert transaction.reference is not None
-                retention = self._reference_cache.retained_progress(transaction.reference)
-                report = replace(report, retention=retention, stall_seconds=None if stall is None else stall())
+                    written = self._write(transaction, flat_state, scheme, adopt)
+                elif transaction.base is None:  # not the one in place of a delta: it does not shorten the wait
+                    self.chain_limit.note_keyframe()
+                assert written is not None  # a keyframe always stays
+                report = replace(written.report, stall_seconds=None if stall is None else stall())
                 manifest = transaction.commit(
                     metrics=metrics, lossy_restores=lossy_restores, note=note, stats=report.stats
                 )
-            store_reference = self._reference_cache.adopt if adopt else self._reference_cache.copy
-            store_reference(manifest, transaction.reference)
-            key = manifest.key(manifest.payloads[0].name)
-            written = StoredFile(manifest.digest, report.stored_bytes, self.storage, key)
-            self._base_verifier.mark_verified({manifest.digest: written.stamp()})
+            self._writer.commit_payload(manifest, written)
             if transaction.replaces:
                 self._store_lock.remove_orphans()
             warn_low_retention(report.retention)
@@ -311,30 +300,23 @@ class Store:
                 self.line.note_saved(place_of(manifest), step, self.storage.describe(), f"step {step}")
             return report
 
-    def _add(self, transaction: CheckpointTransaction, state: FlatState, scheme: Scheme) -> SaveReport:
-        """Write the payload of a checkpoint."""
+    def _write(
+        self, transaction: CheckpointTransaction, state: FlatState, scheme: Scheme, adopt: bool
+    ) -> WrittenPayload | None:
+        """Write the payload of a checkpoint; None for a delta that would hold more than it saves."""
         if isinstance(scheme, PlanningScheme):  # a plan for a keyframe uses the previous checkpoint, too
             base = as_delta_base(self.reference, base=transaction.parent is not None)
             scheme = plan_within_memory(partial(scheme.plan, reference=base), state, scheme)
-        with self._base_verifier.read_share():
-            return transaction.add(state, scheme=scheme, threads=self._threads)
-
-    def _accepts(self, transaction: CheckpointTransaction, report: SaveReport) -> bool:
-        """Whether what was written may stay; False for a delta that would hold more than it saves."""
-        if transaction.parent is None:
-            self.chain_limit.note_keyframe()
-            return True
-        parent = ChainBytes.of_manifest(transaction.parent)
-        return self.chain_limit.accepts_delta(parent, report.stored_bytes, report.raw_bytes)
+        return self._writer.write_payload(transaction, state, scheme=scheme, adopt=adopt)
 
     @property
     def reference(self) -> Reference | None:
         """The decoded tensors of the last checkpoint that was saved or loaded here; None if nothing is held."""
-        return None if self._reference_cache.manifest is None else self._reference_cache.reference
+        return None if self._writer.references.manifest is None else self._writer.references.reference
 
     def _delta_parent(self, listing: Listing, step: int) -> Manifest | None:
         """The checkpoint to write a delta against: that of the reference, if its files are unchanged."""
-        reference = self._reference_cache.manifest
+        reference = self._writer.references.manifest
         parent = listing.manifests.get(reference.step) if reference is not None else None
         if reference is None or parent is None or parent.step >= step:
             return None
@@ -344,7 +326,7 @@ class Store:
             return None
         if any(key not in listing for key in listing.directories[parent.step].needed_keys):
             return None
-        return parent if self._base_verifier.find_damage(self._stored_files(parent, listing)) is None else None
+        return parent if self._writer.base_verifier.find_damage(self._stored_files(parent, listing)) is None else None
 
     def _stored_files(self, manifest: Manifest, keys: Container[str]) -> Sequence[StoredFile]:
         """The files of a chain, each under the first of its keys that exists."""
@@ -437,7 +419,7 @@ class Store:
         began = time.perf_counter()
         with self._mutex.lock:
             if keep:
-                self._reference_cache.drop()  # else there would be three states in memory
+                self._writer.references.drop()  # else there would be three states in memory
             stamps = self._stamps(manifest) if keep else {}
             files = chain.store_chain(self.storage, manifest)
             decode = partial(decode_chain, files, threads=self._threads, max_bytes=max_bytes)
@@ -445,11 +427,11 @@ class Store:
             holds = keep and is_mostly_codes(decoded.reference.tensors)
             state = build_state(decoded, f"step {manifest.step}", tie=tie, device=device, copy=holds)
             if holds:
-                self._reference_cache.adopt(manifest, decoded.reference)
+                self._writer.references.adopt(manifest, decoded.reference)
             elif keep:  # a copy of all tensors would take as long as decoding them, and a state of memory
-                self._reference_cache.adopt_encoded(manifest, lambda: decode().reference)
+                self._writer.references.adopt_encoded(manifest, lambda: decode().reference)
             if keep:
-                self._base_verifier.mark_verified(stamps)
+                self._writer.base_verifier.mark_verified(stamps)
             where, seconds = self.storage.describe(), time.perf_counter() - began
             _log.info("loaded step %d of %s (%s), in %.2f s", manifest.step, where, manifest.kind, seconds)
             return state
@@ -557,13 +539,13 @@ class Store:
 
     def _follow_rewrites(self, steps: Container[int]) -> None:
         """If the checkpoint of the reference was written again, let the next delta be against its new file."""
-        held = self._reference_cache.manifest
+        held = self._writer.references.manifest
         entry = None if held is None or held.step not in steps else read_step(self.storage, held.step)
         manifest = None if entry is None else entry.manifest
         if held is None or manifest is None or manifest.id != held.id:
             return
         files = chain.store_chain(self.storage, manifest)
-        self._reference_cache.adopt_encoded(manifest, lambda: decode_chain(files, threads=self._threads).reference)
+        self._writer.references.adopt_encoded(manifest, lambda: decode_chain(files, threads=self._threads).reference)
 
     def _unknown_step_error(self, step: int | None) -> NotFoundError:
         where, listing = self.storage.describe(), self.scan()

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Literal
 
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.errors import PolicyError, ShrinkpointError, StorageError
+from shrinkpoint.errors import PolicyError, StorageError
 from shrinkpoint.progress import Task
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.lossless import Recode
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import chain, layout
-from shrinkpoint.store.checkpoint_file import build_state, write_file
+from shrinkpoint.store.chain_limit import ChainBytes
+from shrinkpoint.store.chain_writer import CheckpointPlace
+from shrinkpoint.store.checkpoint_file import build_state
 from shrinkpoint.store.decode import decode_chain
 from shrinkpoint.store.history import Place
 from shrinkpoint.store.listing import Lister, Listing, put_manifest, read_step, scan
@@ -108,8 +110,8 @@ class StoreLock:
             self._storage.delete(key)
 
 
-class CheckpointTransaction:
-    """One checkpoint that is being written; it exists once `commit` returns.
+class CheckpointTransaction(CheckpointPlace):
+    """One checkpoint of a store that is being written; it exists once `commit` returns.
 
     Call `add` once, then `commit`; or `abort` at any time before. As a context manager it aborts at the end of the
     block unless it was committed. The caller holds the store's lock.
@@ -123,8 +125,8 @@ class CheckpointTransaction:
         place: in the history of the run; None: that of the step.
 
     Attributes:
+        parent: as given; None after a keyframe was written.
         replaces: there are files of an earlier checkpoint of this step.
-        reference: the decoded tensors of the new checkpoint, after `add`.
     """
 
     def __init__(
@@ -136,20 +138,22 @@ class CheckpointTransaction:
         reference: Reference | None,
         place: Place | None = None,
     ) -> None:
+        super().__init__(storage, None if parent is None else ChainBytes.of_manifest(parent), reference)
         self._place = Place(step) if place is None else place
-        self.step, self.parent = step, parent
+        self.step, self._given_parent = step, parent
         self.replaces = bool(listing.file_names(step))
-        self._storage, self._listing, self._reference = storage, listing, reference
-        self._written_keys: list[str] = []
-        self.reference: Reference | None = None
+        self._listing = listing
         self._report: SaveReport | None = None
-        self._payload_name = ""
         self._bases: tuple[ChainLink, ...] = ()
         self._state: Literal["open", "committing", "closed"] = "open"
 
     @property
+    def parent(self) -> Manifest | None:
+        return None if self.base is None else self._given_parent
+
+    @property
     def is_open(self) -> bool:
-        """Whether it can still be committed."""
+        """True if it can still be committed."""
         return self._state == "open"
 
     def __enter__(self) -> CheckpointTransaction:
@@ -167,33 +171,36 @@ class CheckpointTransaction:
         """
         if self._state != "open" or self._report is not None:
             raise self._misuse_error("a second payload" if self._report else "closed")
-        quantized = scheme.quantize(state, self._reference)
-        if quantized.keyframe:
-            self.parent = self._reference = None
-        if self.parent is not None:
-            self._bases = self._link_chain(self.parent)
-        self._payload_name = layout.payload_name(self._storage, self._listing.file_names(self.step))
-        key = self._key(self._payload_name)
-        self._written_keys.append(key)
-        reference, parent = self._reference, self._parent_json()
-        written = write_file(
-            self._storage,
-            key,
-            quantized,
-            scheme=scheme,
-            reference=reference,
-            parent=parent,
-            originals=state.tensors,
-            threads=threads,
-        )
-        self._report = replace(
-            written.report,
-            step=self.step,
-            depth=len(self._bases),
-            disk_bytes=written.report.stored_bytes + sum(base.size for base in self._bases),
-        )
-        self.reference = written.reference
+        report = super().add(state, scheme=scheme, threads=threads)
+        disk_bytes = report.stored_bytes + sum(base.size for base in self._bases)
+        self._report = replace(report, step=self.step, depth=len(self._bases), disk_bytes=disk_bytes)
         return self._report
+
+    def keep_base(self) -> JSON:
+        """Hard-link each file of the parent's chain into this step's directory, which then needs no other."""
+        assert self._given_parent is not None
+        parent = self._given_parent
+        self._bases = tuple(
+            replace(base, name=layout.base_name(base.digest) if self._link_file(parent, base) else "")
+            for base in chain.chain_links(parent)
+        )
+        base = self._bases[-1]
+        return {"name": base.name or f"../{base.sibling_key}", "digest": base.digest, "step": base.step}
+
+    def _link_file(self, parent: Manifest, base: ChainLink) -> bool:
+        key = f"{layout.step_dir(self.step)}/{layout.base_name(base.digest)}"
+        if key in self._listing:
+            return True
+        for source in dict.fromkeys((parent.key(base.name), base.sibling_key)):
+            if source in self._listing and getattr(self.storage, "has_links", True):
+                self.written_keys.append(key)
+                if self.storage.link(source, key):
+                    return True
+                self.written_keys.pop()
+        return False
+
+    def free_key(self) -> str:
+        return f"{layout.step_dir(self.step)}/{layout.payload_name(self.storage, self._listing.file_names(self.step))}"
 
     def commit(
         self,
@@ -218,7 +225,7 @@ class CheckpointTransaction:
             step=self.step,
             created=utc_timestamp(),
             scheme=report.scheme,
-            payloads=(Payload(self._payload_name, report.stored_bytes, report.digest, report.raw_bytes),),
+            payloads=(self._payload(),),
             bases=self._bases,
             metrics=dict(metrics or {}),
             lossy_restores=lossy_restores,
@@ -237,11 +244,9 @@ class CheckpointTransaction:
         Raises:
             PolicyError: there is no payload yet.
         """
-        report = self._written_report()
-        payload = Payload(self._payload_name, report.stored_bytes, report.digest, report.raw_bytes)
-        stored_bytes = report.stored_bytes
+        payload = self._payload()
         return replace(
-            manifest, payloads=(payload,), bases=self._bases, stored_bytes=stored_bytes, weights_only=weights_only
+            manifest, payloads=(payload,), bases=self._bases, stored_bytes=payload.size, weights_only=weights_only
         )
 
     def commit_manifest(self, manifest: Manifest) -> None:
@@ -250,68 +255,41 @@ class CheckpointTransaction:
         encode_store_manifest(manifest)  # raises while nothing is written
         # From here on the manifest may exist even if this call fails: nothing may be removed.
         self._state = "committing"
-        put_manifest(self._storage, manifest)
+        put_manifest(self.storage, manifest)
         self._state = "closed"
 
     def take_reference(self) -> Reference:
-        """Let go of the decoded tensors of the new checkpoint, which are returned, and of its parent's.
+        """The decoded tensors of the new checkpoint, which the transaction lets go of.
 
         Raises:
             PolicyError: there is no payload yet.
         """
         self._written_report()
-        reference, self.reference, self._reference = self.reference, None, None
+        reference, self.reference = self.reference, None
         assert reference is not None
         return reference
 
     @property
     def written_names(self) -> frozenset[str]:
-        """The names of the files and links that were written, relative to the step's directory."""
-        return frozenset(key.partition("/")[2] for key in self._written_keys)
+        """Names of the files and links that were written, relative to the step's directory."""
+        return frozenset(key.partition("/")[2] for key in self.written_keys)
 
     def abort(self) -> None:
         """Remove what was written so far; what cannot be removed now, the next save removes."""
-        if self._state != "open":
-            return
-        self._state = "closed"
-        for key in reversed(self._written_keys):
-            with suppress(ShrinkpointError):
-                self._storage.delete(key)
+        if self._state == "open":
+            self._state = "closed"
+            self.remove()
+
+    def _payload(self) -> Payload:
+        report = self._written_report()
+        name = self.payload_key.partition("/")[2]
+        return Payload(name, report.stored_bytes, report.digest, report.raw_bytes)
 
     def _written_report(self) -> SaveReport:
         """The report of the payload, which is not committed yet."""
         if self._state != "open" or self._report is None:
             raise self._misuse_error("no payload" if self._state == "open" else "closed")
         return self._report
-
-    def _link_chain(self, parent: Manifest) -> tuple[ChainLink, ...]:
-        """Hard-link each file of the parent's chain into this step's directory, which then needs no other."""
-        return tuple(
-            replace(base, name=layout.base_name(base.digest) if self._link_file(parent, base) else "")
-            for base in chain.chain_links(parent)
-        )
-
-    def _link_file(self, parent: Manifest, base: ChainLink) -> bool:
-        key = self._key(layout.base_name(base.digest))
-        if key in self._listing:
-            return True
-        for source in dict.fromkeys((parent.key(base.name), base.sibling_key)):
-            if source in self._listing and getattr(self._storage, "has_links", True):
-                self._written_keys.append(key)
-                if self._storage.link(source, key):
-                    return True
-                self._written_keys.pop()
-        return False
-
-    def _parent_json(self) -> JSON:
-        """The header entry by which a reader of the payload finds its base, relative to the payload's directory."""
-        if not self._bases:
-            return None
-        base = self._bases[-1]
-        return {"name": base.name or f"../{base.sibling_key}", "digest": base.digest, "step": base.step}
-
-    def _key(self, name: str) -> str:
-        return f"{layout.step_dir(self.step)}/{name}"
 
     def _misuse_error(self, found: str) -> PolicyError:
         do = "begin another checkpoint"
