@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shrinkpoint.schemes.fisher.curvature import Curvature
-from shrinkpoint.schemes.fisher.global_weights import GlobalWeights
+from shrinkpoint.schemes.fisher.curvature import Curvature, GlobalWeights
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.dtypes import DTYPE_NAMES
 from shrinkpoint.tensors.flat_state import FlatState, flatten

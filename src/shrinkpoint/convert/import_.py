@@ -12,7 +12,7 @@ from shrinkpoint.container import FileReader
 from shrinkpoint.convert.discover import SourceCheckpoint
 from shrinkpoint.convert.part import origin_info
 from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError, StateError
-from shrinkpoint.schemes.base import Resumable, Scheme
+from shrinkpoint.schemes.base import Scheme, resume_scheme
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import Store
@@ -157,8 +157,7 @@ class Importer:
         if not steps or self._parent_step == steps[-1]:
             return
         self._store.load(steps[-1])
-        if isinstance(self._scheme, Resumable):
-            self._scheme.resume(self._store.manifest(steps[-1]).loss)
+        resume_scheme(self._scheme, self._store.manifest(steps[-1]).loss)
 
 
 def import_to_file(checkpoint: SourceCheckpoint, out: Path, scheme: Scheme, *, opaque: bool, verify: bool) -> ImportRow:

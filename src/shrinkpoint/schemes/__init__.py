@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from shrinkpoint.baselines.sparse_update import LCCheckpoint as LCCheckpoint
     from shrinkpoint.baselines.uniform import CNR as CNR
     from shrinkpoint.baselines.uniform import QD as QD
-    from shrinkpoint.schemes.base import PlanningScheme as PlanningScheme
     from shrinkpoint.schemes.base import QuantizedState as QuantizedState
-    from shrinkpoint.schemes.base import Resumable as Resumable
     from shrinkpoint.schemes.base import Scheme as Scheme
     from shrinkpoint.schemes.evaluate import ModelEvaluator as ModelEvaluator
     from shrinkpoint.schemes.evaluate import iter_modules as iter_modules
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
     from shrinkpoint.schemes.lossless import Lossless as Lossless
     from shrinkpoint.schemes.lossless import Recode as Recode
     from shrinkpoint.schemes.plan import QuantizationPlan as QuantizationPlan
+    from shrinkpoint.schemes.planner import Planner as Planner
     from shrinkpoint.schemes.registry import get_scheme as get_scheme
     from shrinkpoint.schemes.registry import scheme_factory as scheme_factory
     from shrinkpoint.schemes.search.scheme import SearchScheme as SearchScheme
@@ -39,12 +38,11 @@ _MODULES = {
     "LCCheckpoint": "baselines.sparse_update",
     "Lossless": "schemes.lossless",
     "ModelEvaluator": "schemes.evaluate",
-    "PlanningScheme": "schemes.base",
+    "Planner": "schemes.planner",
     "QD": "baselines.uniform",
     "QuantizationPlan": "schemes.plan",
     "QuantizedState": "schemes.base",
     "Recode": "schemes.lossless",
-    "Resumable": "schemes.base",
     "SCAR": "baselines.sparse_update",
     "Scheme": "schemes.base",
     "SearchScheme": "schemes.search.scheme",

@@ -1,15 +1,13 @@
-"""The protocols of schemes, what quantization returns, and how a scheme is spelled as text."""
+"""The protocol of schemes, what quantization returns, and how a scheme is spelled as text."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, runtime_checkable
-
-from torch import Tensor
+from typing import Any, ClassVar, Protocol
 
 from shrinkpoint import validate
 from shrinkpoint.codec.reference import QuantizedTensor, Reference, RowSample
@@ -46,7 +44,7 @@ class Scheme(Protocol):
 
     @property
     def id(self) -> str:
-        """What manifests and people call it."""
+        """The name in manifests."""
         ...
 
     def quantize(self, state: FlatState, reference: Reference | None) -> QuantizedState:
@@ -74,77 +72,11 @@ class Scheme(Protocol):
         ...
 
 
-@runtime_checkable
-class PlanningScheme(Protocol):
-    """A scheme that decides while the model is the caller's; what is decided can then be written beside the loop."""
-
-    @property
-    def evaluate(self) -> Callable[[Any], Any] | None:
-        """What it measures a model with; None: it measures nothing."""
-        ...
-
-    @property
-    def is_writer(self) -> bool:
-        """Whether this process is the one that writes."""
-        ...
-
-    def run_on_writer(self, compute: Callable[[], None]) -> None:
-        """Do something on the process that leads; where it raises, all that take part do."""
-        ...
-
-    def plan(self, state: FlatState, reference: Reference | None, evaluator: Any = None) -> Scheme:
-        """Decide for this state.
-
-        Args:
-            evaluator: what to measure on (`evaluate.TrialEvaluator`); None: on copies of the state.
-        """
-        ...
-
-
-@runtime_checkable
-class StandaloneScheme(Protocol):
-    """A scheme that has a better way to write a file alone than a checkpoint that others follow."""
-
-    def quantize_alone(self, state: FlatState) -> QuantizedState:
-        """Lose what the scheme loses, in a file that no checkpoint precedes; otherwise as `Scheme.quantize`."""
-        ...
-
-
-@runtime_checkable
-class Deferrable(Protocol):
-    """A planning scheme that can plan on a copy of the state, after the live one has changed."""
-
-    @property
-    def needs_live_model(self) -> bool:
-        """Whether it must plan before training goes on: it evaluates a model, or other processes take part."""
-        ...
-
-    def recordings(self) -> Mapping[str, Tensor] | None:
-        """A copy of what a recorder has of the gradients now, by name in the model; None without a recorder."""
-        ...
-
-
-@runtime_checkable
-class Resumable(Protocol):
-    """A scheme that has to know when a run goes on from a checkpoint."""
-
-    def resume(self, loss: JSON, lossy_restores: int = 0) -> None:
-        """Go on from a checkpoint.
-
-        Args:
-            loss: of its manifest; whatever another scheme wrote there is passed over.
-            lossy_restores: lossy restores behind the weights from now on.
-        """
-        ...
-
-
-@runtime_checkable
-class CountsTerms(Protocol):
-    """A scheme that predicts the loss from the number of loss terms that an optimizer step averages."""
-
-    def note_terms(self, terms: float | None) -> None:
-        """Take a number that a trainer has counted, where the user gave none."""
-        ...
+def resume_scheme(scheme: object, loss: JSON, lossy_restores: int = 0) -> None:
+    """Tells a scheme that has a method `resume` that a run goes on from a checkpoint; see `Planner.resume`."""
+    resume = getattr(scheme, "resume", None)
+    if resume is not None:
+        resume(loss, lossy_restores)
 
 
 MAX_SEED = (1 << 32) - 1

@@ -9,11 +9,10 @@ from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.evaluate import ShardedModelEvaluator
-from shrinkpoint.schemes.fisher import Fisher
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.schemes.plan import QuantizationPlan, plan_within_memory
+from shrinkpoint.schemes.planner import Planner
 from shrinkpoint.schemes.residual import ResidualScheme
-from shrinkpoint.schemes.search.scheme import SearchScheme
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.tensors.flat_state import FlatState
@@ -68,13 +67,13 @@ def check_shardable(scheme: Scheme, *, measures: bool = False) -> None:
     """
     if isinstance(scheme, Lossless):
         return
-    if not isinstance(scheme, Fisher | ResidualScheme | SearchScheme):
+    if not isinstance(scheme, Planner | ResidualScheme):
         expected, do = "a scheme that several ranks can decide together", "take one of this library's"
         raise PolicyError("scheme", found=repr(scheme), expected=expected, do=do)
-    if isinstance(scheme, SearchScheme) and scheme.shares_trials:
+    if isinstance(scheme, Planner) and scheme.shares_trials:
         found, do = "ranks that share the trials of one state", "leave group= away: all ranks measure each trial"
         raise PolicyError("group", found=found, expected="None, where ranks have parts of the state", do=do)
-    if isinstance(scheme, SearchScheme | Fisher) and scheme.needs_evaluation and not measures:
+    if isinstance(scheme, Planner) and scheme.needs_evaluation and not measures:
         found, do = "no model that is saved", "say which one it is, or how much may be lost without measuring"
         raise PolicyError("evaluate", found=found, expected="a model to measure on every rank", do=do)
 
@@ -100,5 +99,5 @@ def _plan(
         reference = replace(reference, is_base=False)
     evaluator = ShardedModelEvaluator(state) if evaluator is None else evaluator
     evaluator.join(tensors)
-    assert isinstance(scheme, Fisher | SearchScheme | ResidualScheme)
+    assert isinstance(scheme, Planner | ResidualScheme)
     return scheme.plan(state, reference, evaluator, tensors)

@@ -9,7 +9,8 @@ from typing import Any
 
 from shrinkpoint import validate
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.schemes.base import Scheme, StandaloneScheme
+from shrinkpoint.schemes.base import Scheme
+from shrinkpoint.schemes.planner import Planner
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.store.chain import file_chain, read_header
 from shrinkpoint.store.checkpoint_file import DecodedFile, write_file
@@ -86,7 +87,7 @@ def save(
         reference = decoded.reference
         # Relative if they share a directory, so that both can be moved.
         parent = {"name": root.name_for(target), "digest": digest}
-    if base is None and isinstance(scheme, StandaloneScheme):
+    if base is None and isinstance(scheme, Planner):
         quantized = scheme.quantize_alone(flat_state)
     else:
         quantized = scheme.quantize(flat_state, reference)

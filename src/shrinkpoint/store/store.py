@@ -18,8 +18,9 @@ from shrinkpoint import validate
 from shrinkpoint.codec.decoded_tensors import is_mostly_codes
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import ChainError, FormatError, MismatchError, NotFoundError, PolicyError, StorageError
-from shrinkpoint.schemes.base import PlanningScheme, Scheme
+from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.plan import plan_within_memory
+from shrinkpoint.schemes.planner import Planner
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.storage import LocalStorage, ObjectCache, Storage, map_requests, resolve_storage
 from shrinkpoint.store import chain, layout
@@ -304,7 +305,7 @@ class Store:
         self, transaction: CheckpointTransaction, state: FlatState, scheme: Scheme, adopt: bool
     ) -> WrittenPayload | None:
         """Write the payload of a checkpoint; None for a delta that would hold more than it saves."""
-        if isinstance(scheme, PlanningScheme):  # a plan for a keyframe uses the previous checkpoint, too
+        if isinstance(scheme, Planner):  # a plan for a keyframe uses the previous checkpoint, too
             base = as_delta_base(self.reference, base=transaction.parent is not None)
             scheme = plan_within_memory(partial(scheme.plan, reference=base), state, scheme)
         return self._writer.write_payload(transaction, state, scheme=scheme, adopt=adopt)

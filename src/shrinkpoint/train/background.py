@@ -15,7 +15,7 @@ import torch
 from shrinkpoint import validate
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import PolicyError, StorageError, find_user_line, warn_at, warn_user
-from shrinkpoint.schemes.base import Resumable, Scheme
+from shrinkpoint.schemes.base import Scheme, resume_scheme
 from shrinkpoint.schemes.plan import QuantizationPlan, exact_plan
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.store.manifest import Manifest
@@ -185,8 +185,7 @@ class BackgroundSaver:
     def _resume_from(self, manifest: Manifest[Any]) -> None:
         """Note that a checkpoint was restored, and let the scheme go on from there."""
         self._lossy_restores = manifest.lossy_restores + manifest.is_lossy
-        if isinstance(self._scheme, Resumable):
-            self._scheme.resume(manifest.loss, self._lossy_restores)
+        resume_scheme(self._scheme, manifest.loss, self._lossy_restores)
 
     def _drop_snapshots(self) -> None:
         """Free the memory of the copies; the writer must not use them any more."""

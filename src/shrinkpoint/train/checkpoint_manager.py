@@ -22,7 +22,8 @@ from shrinkpoint.errors import (
     StorageError,
     warn_user,
 )
-from shrinkpoint.schemes.base import PlanningScheme, Scheme
+from shrinkpoint.schemes.base import Scheme
+from shrinkpoint.schemes.planner import Planner
 from shrinkpoint.storage import LocalStorage, ObjectCache, Storage, resolve_storage
 from shrinkpoint.store import Keep, SaveReport, Store, StoreRestore, layout
 from shrinkpoint.store.chain import manifest_identity, use_current
@@ -224,7 +225,7 @@ class CheckpointManager(BackgroundSaver):
             Exception: whatever the previous save raised in the background; then this call has saved nothing.
         """
         with self._next_save():
-            if isinstance(self._scheme, PlanningScheme):
+            if isinstance(self._scheme, Planner):
                 self._scheme.run_on_writer(lambda: self._lock_store(step))
             else:
                 self._lock_store(step)
@@ -238,7 +239,7 @@ class CheckpointManager(BackgroundSaver):
             if rng:
                 state["rng"] = get_rng_state()
             flat_state = mark_parameters(flatten(state), objects)
-            reference = self.store.reference if isinstance(self._scheme, PlanningScheme) else None
+            reference = self.store.reference if isinstance(self._scheme, Planner) else None
             plan = make_save_plan(self._scheme, flat_state, reference, objects, defer=self._background)
             if plan is None:
                 return None

@@ -16,7 +16,8 @@ from shrinkpoint import validate
 from shrinkpoint.codec.decoded_tensors import is_mostly_codes
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import MismatchError, ShrinkpointError, StorageError
-from shrinkpoint.schemes.base import PlanningScheme, Scheme
+from shrinkpoint.schemes.base import Scheme
+from shrinkpoint.schemes.planner import Planner
 from shrinkpoint.storage import (
     AnyDirectory,
     ObjectUrl,
@@ -164,7 +165,7 @@ class Checkpointer(BackgroundSaver):
             keyframe = keyframe or isinstance(target, ObjectUrl)
             options = SaveOptions(step, validate.as_floats(metrics), check_note(note), keyframe, extra)
             flat_state = mark_parameters(flatten(dict(state)), objects or {})
-            reference = self._delta_writer.last_reference if isinstance(self._scheme, PlanningScheme) else None
+            reference = self._delta_writer.last_reference if isinstance(self._scheme, Planner) else None
             if keyframe and reference is not None:
                 reference = replace(reference, is_base=False)
             plan = make_save_plan(

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shrinkpoint.schemes.base import CountsTerms, Scheme
+from shrinkpoint.schemes.base import Scheme
+from shrinkpoint.schemes.planner import Planner
 from shrinkpoint.tensors.nest import iter_tensors
 
 IGNORED_LABEL = -100
@@ -85,7 +86,12 @@ class TermCounter:
         return self._scale * total / len(self._steps) or None
 
 
+def counts_terms(scheme: Scheme) -> bool:
+    """True if a scheme uses the number of loss terms that an optimizer step averages."""
+    return isinstance(scheme, Planner) and scheme.counts_terms
+
+
 def note_terms(scheme: Scheme, terms: float | None) -> None:
     """Tell a scheme how many terms a step averages, if it uses that."""
-    if terms is not None and isinstance(scheme, CountsTerms):
+    if terms is not None and isinstance(scheme, Planner):
         scheme.note_terms(terms)

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.schemes.base import Deferrable, PlanningScheme, Scheme
+from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.evaluate import ModelEvaluator, iter_modules
 from shrinkpoint.schemes.plan import QuantizationPlan, plan_within_memory
-from shrinkpoint.schemes.search.scheme import SearchScheme
+from shrinkpoint.schemes.planner import Planner
 from shrinkpoint.tensors.flat_state import FlatState, can_copy_on_devices
 from shrinkpoint.train.default_evaluation import DefaultEvaluation
 
@@ -51,7 +51,7 @@ def require_single_process(scheme: Scheme, caller: str) -> None:
     Raises:
         PolicyError: the scheme shares its trials with a group of replicas.
     """
-    if isinstance(scheme, SearchScheme) and scheme.shares_trials:
+    if isinstance(scheme, Planner) and scheme.shares_trials:
         found, do = f"{scheme!r} with a group of replicas", "leave group= away"
         raise PolicyError(caller, found=found, expected="a scheme for the one process that saves", do=do)
 
@@ -82,7 +82,7 @@ def make_save_plan(
     Raises:
         PolicyError: the scheme evaluates a model, and there is none; or the evaluation failed.
     """
-    if not isinstance(scheme, PlanningScheme):
+    if not isinstance(scheme, Planner):
         return SavePlan(scheme)
     evaluator, evaluate = None, scheme.evaluate
     if evaluate is not None and model not in objects and not isinstance(evaluate, DefaultEvaluation):
@@ -90,7 +90,7 @@ def make_save_plan(
         raise PolicyError(model, found=found, expected="the model", do=do)
     if (evaluate is not None and model in objects) or [*iter_modules(objects.get(model))]:
         evaluator = ModelEvaluator(state, evaluate, objects[model], f"{model}/")
-    if defer and isinstance(scheme, Deferrable) and not scheme.needs_live_model and can_copy_on_devices(state):
+    if defer and not scheme.needs_live_model and can_copy_on_devices(state):
         if evaluator is not None:
             evaluator.recordings = scheme.recordings()
         return SavePlan(scheme, partial(_plan, scheme, reference, evaluator, stays_on_cpu=True))

@@ -12,7 +12,7 @@ predicts by how much an error d of the weights raises the loss; m, Adam's first 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
@@ -23,17 +23,91 @@ from torch import Tensor
 from shrinkpoint.codec.lattice import LatticeTensor, as_matrix
 from shrinkpoint.quantize.lattice import ErrorSums, ErrorWeights, quantization_error_sums
 from shrinkpoint.quantize.second_moment import MatrixSums, second_moment_sums
+from shrinkpoint.quantize.statistics import ValueSums, count_codes, entropy_bits, entropy_bits_of_counts, value_sums
 from shrinkpoint.schemes.fisher import moment_statistics
-from shrinkpoint.schemes.fisher.global_weights import GlobalWeights
 from shrinkpoint.schemes.fisher.moment_statistics import (
     MomentStatistics,
     adafactor_moment,
     bias_factor,
     bnb_moment,
 )
-from shrinkpoint.sharding.global_tensors import Marginals
+from shrinkpoint.sharding.global_stats import HistogramSum
+from shrinkpoint.sharding.global_tensors import GlobalTensors, Marginals, count_mean_m2, merge_mean_std
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import OptimizerInfo
+
+
+class GlobalWeights:
+    """Weights that are quantized, and what every rank knows of all of them. Making one is a collective.
+
+    Args:
+        tensors: all tensors of the state, on all ranks.
+        local: this rank's shards of the weights, by name; none of them empty, all finite.
+        global_names: names of the weights of all ranks, in the same order on every rank.
+        sums: of the values of local shards, by name, as far as they have been computed.
+
+    Attributes:
+        tensors, local: as given.
+        templates: each global weight without values (on the "meta" device), by global name.
+        std: the standard deviation of each global weight, by global name.
+    """
+
+    def __init__(
+        self,
+        tensors: GlobalTensors,
+        local: Mapping[str, Tensor],
+        global_names: Iterable[str],
+        sums: Mapping[str, ValueSums] | None = None,
+    ) -> None:
+        self.tensors, self.local = tensors, dict(local)
+        self.templates = {name: torch.empty(tensors.shapes[name], device="meta") for name in global_names}
+        sums = sums or {}
+        self.std = tensors.reduce_statistic(
+            {name: (shard, sums.get(name)) for name, shard in self.local.items()},
+            lambda pair: (pair[1] or value_sums(pair[0])).std,
+            lambda pair: count_mean_m2(pair[0]),
+            lambda parts: merge_mean_std(parts)[1],
+        )
+
+    def global_name(self, name: str) -> str:
+        """The name of the global tensor that a local tensor is a shard of."""
+        return self.tensors.global_name(name)
+
+    def local_seed(self, name: str, global_seed: int) -> int:
+        """The dither seed of a local shard, given that of the global tensor."""
+        shard = self.tensors.local_shards[name]
+        return shard.spec.dither_seed(global_seed, shard.sizes)
+
+    def share_by_tensor(self, counts: Mapping[str, tuple[int, int]]) -> dict[str, float]:
+        """The share of values that are counted, by global name; a collective.
+
+        Args:
+            counts: by local name, how many values are counted, and how many there are.
+        """
+        return self.tensors.reduce_primary(
+            counts,
+            lambda pairs: sum(counted for counted, _ in pairs) / max(1, sum(numel for _, numel in pairs)),
+        )
+
+
+def total_entropy_bits(tensors: GlobalTensors, codes: Mapping[str, Tensor], *, are_sampled: bool = False) -> float:
+    """The entropy of the codes of global tensors, in bits, summed over tensors; a collective.
+
+    Args:
+        codes: codes of local shards, integers of any dtype.
+        are_sampled: `codes` are those of some rows only; the result is extrapolated to whole tensors.
+    """
+    split = {name: count_codes(values) for name, values in codes.items() if not tensors.is_whole(name)}
+    histograms = tensors.reduce_arrays(split, HistogramSum())
+    reports = tensors.reduce_primary(
+        {name: None if name in split else (values.numel(), entropy_bits(values)) for name, values in codes.items()},
+        lambda ranks: ranks[0],
+    )
+    total = 0.0
+    for name, report in reports.items():
+        count, bits = report or (int(histograms[name].sum()), entropy_bits_of_counts(histograms[name]))
+        total += bits * math.prod(tensors.shapes[name]) / max(1, count) if are_sampled else bits
+    return total
 
 
 class SquaredGradientSource(Protocol):
@@ -238,7 +312,7 @@ def estimate_curvatures(
     """
     statistics = MomentStatistics(state) if statistics is None else statistics
     local = {name: _read_local(name, weights, state, recorded.get(name), statistics) for name in weights.local}
-    whole = {name for name in local if weights.is_whole(name)}
+    whole = {name for name in local if weights.tensors.is_whole(name)}
     kinds = weights.tensors.reduce(
         {name: (_kind(curvature), curvature.mean if name in whole else 0.0) for name, curvature in local.items()},
         _merge_kinds,
@@ -270,7 +344,7 @@ def _read_local(
     name: str, weights: GlobalWeights, state: FlatState, recorded: Tensor | None, statistics: MomentStatistics
 ) -> Curvature:
     info = state.optimizer_info.get(name)
-    if info is not None and not weights.is_whole(name):
+    if info is not None and not weights.tensors.is_whole(name):
         info = replace(info, factors=None, blocks=None)  # these are of whole tensors
     return Curvature.from_optimizer(weights.local[name], state, info, recorded, statistics)
 

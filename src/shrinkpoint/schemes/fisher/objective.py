@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from shrinkpoint import validate
 from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.schemes.base import finite_or_text
 from shrinkpoint.schemes.evaluate import Degradation
-from shrinkpoint.schemes.fisher.measure import Measure
 from shrinkpoint.schemes.fisher.run_memory import RunMemory, standard_error
 from shrinkpoint.schemes.fisher.steps import (
     QuantizedWeights,
@@ -87,6 +86,14 @@ class StepChoice:
     def left_out(self) -> tuple[str, ...]:
         """Global names of weights that no points of this step size reach, and which therefore stay exact."""
         return () if self.weights is None else self.weights.left_out
+
+
+class Measure(Protocol):
+    """Measures how much quantized weights degrade the loss."""
+
+    def __call__(self, quantized: QuantizedWeights, *, mirrored: bool = False) -> Degradation:
+        """Measures; `mirrored`: weights with the opposite errors."""
+        ...
 
 
 class _Trial(NamedTuple):

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from shrinkpoint.codec.lattice import as_matrix, dither, matrix_shape
 from shrinkpoint.progress import track
-from shrinkpoint.schemes.fisher.curvature import Curvature
-from shrinkpoint.schemes.fisher.global_weights import GlobalWeights
+from shrinkpoint.schemes.fisher.curvature import Curvature, GlobalWeights
 from shrinkpoint.sharding.global_tensors import Marginals
 
 MAX_GROUPS = 16
@@ -63,7 +62,7 @@ def probe(weights: GlobalWeights, loss_increase: MeasureLossIncrease) -> dict[st
         squares = sum(
             float((perturbed[name].float() - weight.float()).square().sum())
             for name, weight in members.items()
-            if weights.is_primary(name)
+            if weights.tensors.is_primary(name)
         )
         measurements[group] = loss_increase(perturbed), weights.tensors.sum_over_ranks(squares)[0]
     return curvature_by_group(measurements)
@@ -95,7 +94,7 @@ def curvatures_from_probe(weights: GlobalWeights, group_curvatures: Mapping[str,
         template = weights.templates[weights.global_name(name)]
         value = group_curvatures.get(groups[weights.global_name(name)], default)
         squares = torch.full((1, 1), value, device=weight.device).expand(as_matrix(weight).shape)
-        marginals = None if weights.is_whole(name) else _constant_marginals(tuple(template.shape), value)
+        marginals = None if weights.tensors.is_whole(name) else _constant_marginals(tuple(template.shape), value)
         curvatures[name] = Curvature(squares, probed=True, marginals=marginals)
     return curvatures
 

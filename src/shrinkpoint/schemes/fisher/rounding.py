@@ -21,7 +21,7 @@ from shrinkpoint.quantize.lattice import (
     lattice_positions,
     quantize_with_errors,
 )
-from shrinkpoint.schemes.fisher.global_weights import GlobalWeights
+from shrinkpoint.schemes.fisher.curvature import GlobalWeights
 from shrinkpoint.schemes.select import equal_elements
 from shrinkpoint.tensors.dtypes import copy_to_host
 
@@ -166,7 +166,7 @@ def fit_hysteresis(
     sums = {
         name: _movement_sums(weights, name, lattices[name], points, max_hysteresis)
         for name, points in previous.items()
-        if weights.is_primary(name)
+        if weights.tensors.is_primary(name)
     }
     by_weight = weights.tensors.reduce_primary(
         sums, lambda ranks: [math.fsum(parts) for parts in zip(*ranks, strict=True)]

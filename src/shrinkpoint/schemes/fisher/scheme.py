@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-import torch
 from torch import Tensor
 
 from shrinkpoint import humanize, validate
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, QuantizedTensor, Reference, RowSample
 from shrinkpoint.errors import PolicyError, warn_user
-from shrinkpoint.progress import Task
-from shrinkpoint.schemes.base import QuantizedState, SpecMixin, check_recorder, check_seed, finite_or_text
-from shrinkpoint.schemes.calibration import (
-    Calibration,
-    EvaluateProblem,
-    UnmeasuredLossNotice,
-    find_failure,
-    make_perturbations,
-)
-from shrinkpoint.schemes.encode.records import RecordEncodingMixin
-from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, ReadRecorder, TrialEvaluator, scale_of
+from shrinkpoint.schemes.base import QuantizedState, check_recorder, finite_or_text
+from shrinkpoint.schemes.calibration import Calibration, EvaluateProblem, find_failure
+from shrinkpoint.schemes.evaluate import Degradation, DegradationMetric, Evaluate, scale_of
 from shrinkpoint.schemes.fisher.activations import Activations, Calibrate, LayerStatistics, check_activations
-from shrinkpoint.schemes.fisher.curvature import Curvature, SquaredGradientSource, estimate_curvatures
+from shrinkpoint.schemes.fisher.curvature import (
+    Curvature,
+    GlobalWeights,
+    SquaredGradientSource,
+    estimate_curvatures,
+    total_entropy_bits,
+)
 from shrinkpoint.schemes.fisher.feedback import FeedbackFactors, find_layers, layer_curvatures
-from shrinkpoint.schemes.fisher.global_weights import GlobalWeights, total_entropy_bits
-from shrinkpoint.schemes.fisher.measure import measure_with
 from shrinkpoint.schemes.fisher.moment_lattices import MIN_LATTICE_NUMEL, MomentPrecision, moments_to_lattices
 from shrinkpoint.schemes.fisher.moment_statistics import MomentStatistics
 from shrinkpoint.schemes.fisher.objective import (
@@ -45,25 +37,43 @@ from shrinkpoint.schemes.fisher.objective import (
     StepChoice,
     make_objective,
 )
-from shrinkpoint.schemes.fisher.probe import MeasureLossIncrease, curvatures_from_probe, probe
+from shrinkpoint.schemes.fisher.probe import curvatures_from_probe, probe
 from shrinkpoint.schemes.fisher.rounding import MAX_HYSTERESIS
 from shrinkpoint.schemes.fisher.run_memory import UNKNOWN_ERROR, HeldRatios, RunMemory
-from shrinkpoint.schemes.fisher.selection import select_weights
-from shrinkpoint.schemes.fisher.steps import StepCandidates, from_log_step, reference_curvature
+from shrinkpoint.schemes.fisher.steps import (
+    QuantizedWeights,
+    StepCandidates,
+    from_log_step,
+    reference_curvature,
+)
 from shrinkpoint.schemes.optimizer_modes import Mode
 from shrinkpoint.schemes.plan import QuantizationPlan
-from shrinkpoint.schemes.select import TensorSelection, unchanged_tensors
+from shrinkpoint.schemes.planner import Measurement, PlannedSave, Planner
+from shrinkpoint.schemes.select import TensorSelection, select_tensors, unchanged_tensors
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON, Role
+from shrinkpoint.tensors.optimizers import MomentKind
 
-_log = logging.getLogger("shrinkpoint")
-T = TypeVar("T")
 MomentsMode = Literal["coded", "exact", "drop"]
 MOMENT_ROLES = (Role.MOMENT1, Role.MOMENT2)
 
 
-class Fisher(SpecMixin, RecordEncodingMixin):
+class FisherChoice(NamedTuple):
+    """What is chosen for one state.
+
+    Attributes:
+        steps: the step size of the weights, and the weights quantized with it.
+        moments: quantized, by name.
+        problem: why the weights and moments stay exact after all; None: they need not.
+    """
+
+    steps: StepChoice
+    moments: dict[str, QuantizedTensor]
+    problem: EvaluateProblem | None
+
+
+class Fisher(Planner["FisherChoice"]):
     """Quantizes to the fewest bits for a given rise of the loss, or to the least rise for a given number of bits.
 
     Weights are rounded to a uniform grid whose steps follow, by row and by column, what the optimizer knows of the
@@ -106,6 +116,8 @@ class Fisher(SpecMixin, RecordEncodingMixin):
     """
 
     id: ClassVar[str] = "fisher"
+    min_weight_size: ClassVar[tuple[int, int]] = MIN_LATTICE_NUMEL, 1
+    counts_terms: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -126,7 +138,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
     ) -> None:
         self._activations, self._calibrate = check_activations(activations, calibrate)
         self._layers: Mapping[str, LayerStatistics] = {}
-        self._evaluate: Evaluate | None = validate.check_optional_callable("evaluate", evaluate)
+        super().__init__(evaluate, higher_is_better=higher_is_better, seed=seed)
         self._objective = make_objective(budget, nats, ratio, relative_error, is_measured=evaluate is not None)
         self._evaluate_every = validate.check_optional_int(
             "evaluate_every", evaluate_every, none_meaning="for once in a run"
@@ -134,15 +146,13 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         self._measured_loss: float | None = None  # of the weights, when it was measured last
         self._unmeasured_saves = 0  # since then
         self._counted_terms: float | None = None
-        self._higher_is_better = validate.check_bool("higher_is_better", higher_is_better)
         self._recorder: SquaredGradientSource | None = check_recorder("gradients", gradients, "square")
         self._moments: MomentsMode = validate.check_choice("moments", moments, get_args(MomentsMode))
         self._terms = None if terms is None else validate.check_float("terms", terms, do="leave it out")
-        self._seed, self._lossy_restores, self._num_saves = check_seed(seed), 0, 0
+        self._num_saves = 0
         self._memory = RunMemory(num_terms=self._terms)
         self._lattice_starts: dict[str, RowSample] = {}
         self._group_curvatures: dict[str, float] = {}
-        self._calibration, self._unmeasured_notice = Calibration(), UnmeasuredLossNotice()
 
     @property
     def arguments(self) -> dict[str, object]:
@@ -163,192 +173,10 @@ class Fisher(SpecMixin, RecordEncodingMixin):
             "calibrate": self._calibrate,
         }
 
-    # called by a manager
+    # phases of planning
 
-    @property
-    def evaluate(self) -> Evaluate | None:
-        """The function that measures the loss; None if none was given."""
-        return self._evaluate
-
-    @property
-    def needs_evaluation(self) -> bool:
-        """Whether planning calls `evaluate`."""
-        return self._evaluate is not None
-
-    @property
-    def needs_live_model(self) -> bool:
-        """Whether planning the next save calls `evaluate`."""
-        if self._evaluate is None or self._measured_loss is None:
-            return self._evaluate is not None
-        return self._evaluate_every is not None and self._unmeasured_saves + 1 >= self._evaluate_every
-
-    def note_terms(self, terms: float | None) -> None:
-        """Take what a trainer has counted for the argument `terms`, where that was not given."""
-        self._counted_terms = terms
-
-    def recordings(self) -> Mapping[str, Tensor] | None:
-        """The recorder's mean squared gradients by name in the model; None without a recorder.
-
-        Raises:
-            PolicyError: it records no squares.
-        """
-        if self._recorder is None:
-            return None
-        squares = self._recorder.square  # a copy, made by every access
-        if not squares and self._recorder.ready:
-            do = "make the recorder with squares=True"
-            raise PolicyError("gradients", found="a recorder without squares", expected="one with squares", do=do)
-        return squares
-
-    @property
-    def is_writer(self) -> bool:
-        """Whether this process is the one that writes."""
-        return True
-
-    def run_on_writer(self, compute: Callable[[], None]) -> None:
-        """Call a function on the process that writes: this one."""
-        compute()
-
-    def resume(self, loss: JSON, lossy_restores: int = 0) -> None:
-        """Continue from a checkpoint: with its steps and what was learned by then, and another dither."""
-        self._lossy_restores = lossy_restores
-        unmeasured = loss.get("unmeasured") if isinstance(loss, dict) else None
-        names = [name for name in unmeasured if isinstance(name, str)] if isinstance(unmeasured, list) else []
-        self._calibration = Calibration(names)
-        self._memory, self._group_curvatures = RunMemory(num_terms=self._terms), {}
-        self._measured_loss, self._unmeasured_saves = None, 0
-        if not isinstance(loss, dict) or loss.get("scheme") != self.id:
-            return
-        self._memory, probed = RunMemory.from_json(loss, self._terms), loss.get("probed")
-        if isinstance(probed, dict) and all(isinstance(x, float) and 0 < x < math.inf for x in probed.values()):
-            self._group_curvatures = dict(probed)
-        quality = loss.get("quality")
-        is_known = self._memory.num_terms is not None and isinstance(unmeasured, list)
-        if isinstance(quality, float) and math.isfinite(quality) and is_known:
-            self._measured_loss = quality
-
-    @torch.no_grad()
-    def plan(
-        self,
-        state: FlatState,
-        reference: Reference | None,
-        evaluator: TrialEvaluator | None = None,
-        global_tensors: GlobalTensors | None = None,
-    ) -> QuantizationPlan:
-        """Decide for this state; a collective of all ranks that have shards of it.
-
-        Args:
-            reference: what a reader decoded of the parent checkpoint; None: nothing.
-            evaluator: what to measure on; None: copies of the state.
-            global_tensors: the tensors of all ranks; None: this process has all of every tensor.
-
-        Returns:
-            A plan that loses nothing, with a warning, if `evaluate` failed or cannot be believed.
-        """
-        start = time.perf_counter()
-        tensors = GlobalTensors.from_state(state) if global_tensors is None else global_tensors
-        self._synchronize(tensors)
-        selection, points = select_weights(state, reference, evaluator, tensors)
-        base = reference if reference is not None and reference.is_base else None
-        statistics = MomentStatistics(state)
-        choice = StepChoice(None)
-        is_idle = not selection.global_names
-        measures = self.needs_live_model and not is_idle
-        memory, group_curvatures = copy.deepcopy(self._memory), self._group_curvatures
-        moments: dict[str, QuantizedTensor] = {}
-        with self._evaluation(state, selection, evaluator, tensors, measures=measures) as (metric, problem):
-            if problem is None:
-                moments = self._quantize_moments(state, reference, statistics, tensors)
-            if self._evaluate is not None:
-                selection = self._calibration.measured_part(selection, tensors)
-            if problem is None and selection.global_names:
-                weights = GlobalWeights(tensors, selection.tensors, selection.global_names, selection.sums)
-                others = points | moments
-                choice = self._quantize_weights(weights, state, selection, base, evaluator, others, metric, statistics)
-                if metric is not None and (problem := find_failure(metric)) is not None:
-                    choice = StepChoice(None, choice.trials)
-        if choice.left_out:
-            left_out = humanize.names(choice.left_out)
-            text = f"weights that no points of these steps reach are kept as they are: {left_out}"
-            warn_user(f"{text}. See whether training has diverged")
-        self._num_saves += 1
-        if problem is not None:
-            warn_user(f"{problem.observation}, so this checkpoint is exact, weights and moments: {problem.advice}")
-            self._memory, self._group_curvatures = memory, group_curvatures  # failed trials have taught nothing
-            self._memory.log_step = None
-            self._measured_loss = None  # the next save measures again
-            record = self._loss_record(choice, selection, metric, start, is_idle=is_idle)
-            record["exact"] = problem.observation
-            casts: dict[str, str] = {}
-            mode: Mode = "exact"
-        else:
-            points |= moments
-            if choice.weights is not None:
-                points = {**choice.weights.points, **points}
-            if metric is not None:
-                self._measured_loss, self._unmeasured_saves = metric.baseline.value, 0
-            elif not is_idle:
-                self._unmeasured_saves += 1
-            record = self._loss_record(choice, selection, metric, start, is_idle=is_idle)
-            record["chosen"] = self._chosen_json(any(tensors.sum_over_ranks(len(points))))
-            if record["chosen"] is not None and self._evaluate is None:
-                self._unmeasured_notice.warn_once(self, quiet=tensors.rank > 0)
-            casts, mode = selection.cast_sources, "reset" if self._moments == "drop" else "exact"
-        _log.debug("%s decides: %s", self.id, record)
-        return QuantizationPlan(
-            self.id,
-            {name: _narrow(tensor) for name, tensor in points.items()},
-            casts,
-            mode,
-            self.coders,
-            record,
-            sampled_rows={name: tensors.sampled_rows(name, MAX_SAMPLED_VALUES) for name in points},
-            min_size=(MIN_LATTICE_NUMEL, 1) if tensors.is_complete else None,
-        )
-
-    def _loss_record(
-        self,
-        choice: StepChoice,
-        selection: TensorSelection,
-        metric: DegradationMetric | None,
-        start: float,
-        *,
-        is_idle: bool,
-    ) -> dict[str, Any]:
-        """What a manifest records of the loss of information, but for "chosen".
-
-        Args:
-            is_idle: no weight has moved, so that there was nothing to measure.
-        """
-        is_idle = is_idle and self._evaluate is not None
-        record: dict[str, Any] = {
-            "scheme": self.id,
-            **self._objective.settings,
-            "optimizer": self._moments,
-            "tried": choice.trials,
-            **self._memory.to_json(),
-            "probed": self._group_curvatures or None,
-            "left_out": [*selection.nonfinite, *choice.left_out],
-            "chosen": None,
-            "rise": 0.0 if is_idle else finite_or_text(choice.rise),
-            "measured": metric is not None or is_idle,
-        }
-        if metric is not None:
-            record |= {"quality": finite_or_text(metric.baseline.value), "noise": self._calibration.noise}
-            if isinstance(description := getattr(self._evaluate, "description", None), str) and description:
-                record["measured_on"] = description
-        elif self._measured_loss is not None:
-            record["quality"] = self._measured_loss
-        if self._evaluate is not None:
-            record["unmeasured"] = self._calibration.recorded
-        if choice.left_out:
-            record["out_of_reach"] = [*choice.left_out]
-        if choice.interval is not None:
-            record["interval"] = [finite_or_text(end) for end in choice.interval]
-        return record | {"seconds": round(time.perf_counter() - start, 3)}
-
-    def _synchronize(self, tensors: GlobalTensors) -> None:
-        """Forget what ranks remember differently, and count restores and saves by the highest count."""
+    def synchronize(self, tensors: GlobalTensors) -> None:
+        """Forgets what ranks remember differently, and counts restores and saves by the highest count."""
         memory = self._memory
         self._lossy_restores = tensors.max_over_ranks(self._lossy_restores) or 0
         self._num_saves = tensors.max_over_ranks(self._num_saves) or 0
@@ -366,22 +194,153 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         self._group_curvatures = tensors.value_if_equal(self._group_curvatures) or {}
         self._calibration.forget_differences(tensors)
 
-    def _chosen_json(self, lossy: bool) -> JSON:
-        """The entry "chosen" of a manifest; None if nothing was lost."""
-        if not lossy and self._moments != "drop":
+    def select(self, state: FlatState, tensors: GlobalTensors, quantizable: frozenset[str] | None) -> TensorSelection:
+        """Selects weights of any shape, but none of LBFGS, whose next step would hold the error of a restore."""
+        if tensors.is_complete and MomentKind.HISTORY in state.moment_kinds.values():  # LBFGS is never sharded
+            quantizable = frozenset()
+        min_numel, min_dims = self.min_weight_size
+        optimized = state.optimizer_info.keys()
+        return select_tensors(
+            state, tensors, quantizable, min_numel=min_numel, min_dims=min_dims, optimized_names=optimized
+        )
+
+    def choose(self, save: PlannedSave, measurement: Measurement) -> FisherChoice:
+        """Quantizes the moments, and the weights with the step size that the objective chooses."""
+        metric, problem = measurement.metric, measurement.problem
+        statistics, steps = MomentStatistics(save.state), StepChoice(None)
+        memory, group_curvatures = copy.deepcopy(self._memory), self._group_curvatures
+        moments = {} if problem is not None else self._quantize_moments(save, statistics)
+        if self._evaluate is not None:
+            save.selection = self._calibration.measured_part(save.selection, save.tensors)
+        if problem is None and save.selection.global_names:
+            steps = self._quantize_weights(save, moments, metric, statistics)
+            if metric is not None and (problem := find_failure(metric)) is not None:
+                steps = StepChoice(None, steps.trials)
+        if problem is not None:  # failed trials have taught nothing, and the next save measures again
+            self._memory, self._group_curvatures = memory, group_curvatures
+            self._memory.log_step, self._measured_loss = None, None
+        return FisherChoice(steps, moments, problem)
+
+    def record(self, save: PlannedSave, measurement: Measurement, choice: FisherChoice) -> QuantizationPlan:
+        steps, moments, problem = choice
+        if steps.left_out:
+            left_out = humanize.names(steps.left_out)
+            text = f"weights that no points of these steps reach are kept as they are: {left_out}"
+            warn_user(f"{text}. See whether training has diverged")
+        self._num_saves += 1
+        loss, tensors, points = self._loss_record(save, measurement.metric, steps), save.tensors, save.unchanged
+        casts: dict[str, str] = {}
+        mode: Mode = "exact"
+        if problem is not None:
+            warn_user(f"{problem.observation}, so this checkpoint is exact, weights and moments: {problem.advice}")
+            loss["exact"] = problem.observation
+        else:
+            points = {**(steps.weights.points if steps.weights else {}), **points, **moments}
+            casts, mode = save.selection.cast_sources, "reset" if self._moments == "drop" else "exact"
+            if measurement.metric is not None:
+                self._measured_loss, self._unmeasured_saves = measurement.metric.baseline.value, 0
+            elif not save.is_idle:
+                self._unmeasured_saves += 1
+            if any(tensors.sum_over_ranks(len(points))) or self._moments == "drop":
+                step = None if self._memory.log_step is None else round(from_log_step(self._memory.log_step), 4)
+                loss["chosen"] = {"step_in_deviations": step, "moments": self._moments}
+                if self._evaluate is None:
+                    self._unmeasured_notice.warn_once(self, quiet=tensors.rank > 0)
+        return QuantizationPlan(
+            self.id,
+            {name: x.narrow() if isinstance(x, LatticeTensor) else x for name, x in points.items()},
+            casts,
+            mode,
+            self.coders,
+            loss,
+            sampled_rows={name: tensors.sampled_rows(name, MAX_SAMPLED_VALUES) for name in points},
+            min_size=self.min_size(tensors),
+        )
+
+    def _loss_record(self, save: PlannedSave, metric: DegradationMetric | None, steps: StepChoice) -> dict[str, Any]:
+        """Fields of the manifest's `loss`, but for "chosen"."""
+        is_measured_idle = save.is_idle and self._evaluate is not None  # there was nothing to measure
+        record: dict[str, Any] = {
+            "scheme": self.id,
+            **self._objective.settings,
+            "optimizer": self._moments,
+            "tried": steps.trials,
+            **self._memory.to_json(),
+            "probed": self._group_curvatures or None,
+            "left_out": [*save.selection.nonfinite, *steps.left_out],
+            "chosen": None,
+            "rise": 0.0 if is_measured_idle else finite_or_text(steps.rise),
+            "measured": metric is not None or is_measured_idle,
+        }
+        if metric is not None:
+            record |= {"quality": finite_or_text(metric.baseline.value), "noise": self._calibration.noise}
+            if isinstance(description := getattr(self._evaluate, "description", None), str) and description:
+                record["measured_on"] = description
+        elif self._measured_loss is not None:
+            record["quality"] = self._measured_loss
+        if self._evaluate is not None:
+            record["unmeasured"] = self._calibration.recorded
+        if steps.left_out:
+            record["out_of_reach"] = [*steps.left_out]
+        if steps.interval is not None:
+            record["interval"] = [finite_or_text(end) for end in steps.interval]
+        return record | {"seconds": save.seconds}
+
+    # settings of `measure`
+
+    @property
+    def measures_next(self) -> bool:
+        if self._evaluate is None or self._measured_loss is None:
+            return self._evaluate is not None
+        return self._evaluate_every is not None and self._unmeasured_saves + 1 >= self._evaluate_every
+
+    @property
+    def max_rise(self) -> Callable[[float], float] | None:
+        return self._objective.relative_budget if isinstance(self._objective, LossBudget) else None
+
+    @property
+    def expected_evaluations(self) -> int:
+        return self._calibration.num_checks + (MAX_TRIALS + 1 if self._memory.log_step is None else 1)
+
+    # called by a manager or a store
+
+    def note_terms(self, terms: float | None) -> None:
+        self._counted_terms = terms
+
+    def recordings(self) -> Mapping[str, Tensor] | None:
+        """The recorder's mean squared gradients by name in the model; None without a recorder.
+
+        Raises:
+            PolicyError: it records no squares.
+        """
+        if self._recorder is None:
             return None
-        log_step = self._memory.log_step
-        step = None if log_step is None else round(from_log_step(log_step), 4)
-        return {"step_in_deviations": step, "moments": self._moments}
+        squares = self._recorder.square  # a copy, made by every access
+        if not squares and self._recorder.ready:
+            do = "make the recorder with squares=True"
+            raise PolicyError("gradients", found="a recorder without squares", expected="one with squares", do=do)
+        return squares
 
-    # called by a store
-
-    def quantize(self, state: FlatState, reference: Reference | None) -> QuantizedState:
-        """Decide and quantize."""
-        return self.plan(state, reference).quantize(state, reference)
+    def resume(self, loss: JSON, lossy_restores: int = 0) -> None:
+        """Goes on from a checkpoint with its steps and what was learned by then, and with another dither."""
+        self._lossy_restores = lossy_restores
+        unmeasured = loss.get("unmeasured") if isinstance(loss, dict) else None
+        names = [name for name in unmeasured if isinstance(name, str)] if isinstance(unmeasured, list) else []
+        self._calibration = Calibration(names)
+        self._memory, self._group_curvatures = RunMemory(num_terms=self._terms), {}
+        self._measured_loss, self._unmeasured_saves = None, 0
+        if not isinstance(loss, dict) or loss.get("scheme") != self.id:
+            return
+        self._memory, probed = RunMemory.from_json(loss, self._terms), loss.get("probed")
+        if isinstance(probed, dict) and all(isinstance(x, float) and 0 < x < math.inf for x in probed.values()):
+            self._group_curvatures = dict(probed)
+        quality = loss.get("quality")
+        is_known = self._memory.num_terms is not None and isinstance(unmeasured, list)
+        if isinstance(quality, float) and math.isfinite(quality) and is_known:
+            self._measured_loss = quality
 
     def quantize_alone(self, state: FlatState) -> QuantizedState:
-        """Decide and quantize for a file that no checkpoint precedes or follows: with error feedback.
+        """Plans and quantizes for a file that no checkpoint precedes or follows: with error feedback.
 
         Raises:
             PolicyError: `calibrate` raised or ran another model, or the recorder has seen none of the state's weights.
@@ -392,12 +351,14 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         finally:
             self._layers = {}
 
-    def _quantize_moments(
-        self, state: FlatState, reference: Reference | None, statistics: MomentStatistics, tensors: GlobalTensors
-    ) -> dict[str, QuantizedTensor]:
-        """Quantize the optimizer's moments, by name."""
+    # steps of `choose`
+
+    def _quantize_moments(self, save: PlannedSave, statistics: MomentStatistics) -> dict[str, QuantizedTensor]:
+        """Quantizes the optimizer's moments, by name."""
         if self._moments != "coded":
             return {}
+        state, tensors = save.state, save.tensors
+        # The dither of moments changes with every save: the number of updates tells saves apart, or else a count.
         updates = [info.step for info in state.optimizer_info.values() if info.step is not None]
         number = tensors.max_over_ranks(max(updates, default=None))
         if number is None:
@@ -405,7 +366,7 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         names = [name for name, info in state.infos.items() if info.role in MOMENT_ROLES]
         unchanged = {
             name: points
-            for name, points in unchanged_tensors(names, state, reference, tensors).items()
+            for name, points in unchanged_tensors(names, state, save.reference, tensors).items()
             if isinstance(points, LatticeTensor)
         }
         moments = moments_to_lattices(
@@ -415,73 +376,83 @@ class Fisher(SpecMixin, RecordEncodingMixin):
 
     def _quantize_weights(
         self,
-        weights: GlobalWeights,
-        state: FlatState,
-        selection: TensorSelection,
-        reference: Reference | None,
-        evaluator: TrialEvaluator | None,
-        other_points: Mapping[str, QuantizedTensor],
+        save: PlannedSave,
+        moments: Mapping[str, QuantizedTensor],
         metric: DegradationMetric | None,
         statistics: MomentStatistics,
     ) -> StepChoice:
-        """Choose a step size for the weights.
+        """Chooses a step size for the weights, and quantizes them with it.
 
         Args:
-            reference: None also where it cannot be a base.
-            other_points: of moments, and of weights that have not changed, by name.
             metric: None if nothing is measured.
-            statistics: of the moments of `state`.
+            statistics: of the moments of the state.
         """
-        if reference is None:
+        selection, state = save.selection, save.state
+        weights = GlobalWeights(save.tensors, selection.tensors, selection.global_names, selection.sums)
+        # Steps are inherited only from a checkpoint that this one may be a difference to.
+        base = save.reference if save.reference is not None and save.reference.is_base else None
+        if base is None:
             self._memory.log_step = None
-        log_step = self._memory.log_step
-        change = None if metric is None else lambda values: metric.degradation(selection.with_casts(values, state))
         layers = {name: layer for name, layer in self._layers.items() if name in weights.local}
-        estimated = estimate_curvatures(
-            weights,
-            replace(state, optimizer_info=selection.optimizer_info_of_masters(state)),
-            self._recorder_values(evaluator, selection),
-            statistics,
-        )
-        rise = None if change is None else lambda values: change(values).rise
-        curvatures = self._refine_curvatures(weights, estimated, layers, rise)
-        layer_types = {} if evaluator is None else evaluator.layer_types
+
+        def change(values: Mapping[str, Tensor]) -> Degradation:
+            assert metric is not None
+            return metric.degradation(selection.with_casts(values, state))
+
+        def measure(quantized: QuantizedWeights, *, mirrored: bool = False) -> Degradation:
+            return change(quantized.mirrored_values(candidates.weights) if mirrored else quantized.values)
+
+        rise = None if metric is None else lambda values: change(values).rise
         candidates = StepCandidates(
             weights,
-            curvatures,
-            reference,
-            log_step,
+            self._find_curvatures(save, weights, layers, rise, statistics),
+            base,
+            self._memory.log_step,
             self._lossy_restores,
             self._seed,
-            layer_types,
+            {} if save.evaluator is None else save.evaluator.layer_types,
             self._lattice_starts,
-            FeedbackFactors(weights.local, layers),
+            FeedbackFactors(weights.local, layers) if layers else None,
         )
-        codes = {
-            name: points.codes for name, points in other_points.items() if not _is_inherited(name, points, reference)
-        }
-        coded = {*candidates.weights, *selection.cast_sources, *other_points}
-        state_bits = self._count_state_bits(state, coded, codes, weights.tensors)
+        bits = self._count_state_bits(save, {*candidates.weights, *selection.cast_sources}, moments, base)
         objective = self._measured_objective(metric)
-        measure = None if change is None else measure_with(change, candidates.weights)
-        choice = objective.choose(candidates, self._memory, measure, state_bits)
+        choice = objective.choose(candidates, self._memory, None if metric is None else measure, bits)
         self._warn_of_choice(choice, candidates, objective, metric)
         self._memory.log_step = None if choice.weights is None else choice.weights.log_step
         self._lattice_starts = {} if choice.weights is None else candidates.lattice_starts(choice.weights)
         return choice
 
-    def _refine_curvatures(
+    def _find_curvatures(
         self,
+        save: PlannedSave,
         weights: GlobalWeights,
-        curvatures: Mapping[str, Curvature],
         layers: Mapping[str, LayerStatistics],
-        rise: MeasureLossIncrease | None,
+        rise: Callable[[Mapping[str, Tensor]], float] | None,
+        statistics: MomentStatistics,
     ) -> Mapping[str, Curvature]:
-        """Add to estimated curvatures what recorded layers tell, and measure them where nothing else tells anything."""
+        """Curvatures of the weights, by local name: the optimizer's, and what recorders or measurements tell besides.
+
+        Args:
+            rise: measures the rise of the loss with other values; None: nothing is measured.
+        """
+        selection, evaluator, recorded = save.selection, save.evaluator, dict[str, Tensor]()
+        if evaluator is not None:
+            squares = self.recordings() if evaluator.recordings is None else evaluator.recordings
+            recorded = {} if squares is None else evaluator.recorder_values(squares)
+        for name, master in selection.cast_sources.items():  # a master has the gradients of its cast
+            if name in recorded:
+                recorded.setdefault(master, recorded[name])
+        owned = replace(save.state, optimizer_info=selection.optimizer_info_of_masters(save.state))
+        curvatures: Mapping[str, Curvature] = estimate_curvatures(weights, owned, recorded, statistics)
         if has_gradients := any(layer.outputs.total is not None for layer in layers.values()):
             curvatures = layer_curvatures(weights.local, curvatures, layers)
+        # Where nothing tells anything, groups of weights are perturbed, once in a run.
         if (rise is not None or self._group_curvatures) and reference_curvature(weights, curvatures) <= 0:
-            curvatures = self._probe_curvatures(weights, rise) or curvatures
+            if not self._group_curvatures and rise is not None:
+                self._group_curvatures = probe(weights, rise)
+                self._memory.set_terms(1.0)
+            if self._group_curvatures:
+                curvatures = curvatures_from_probe(weights, self._group_curvatures)
         if layers and not has_gradients:
             curvatures = layer_curvatures(weights.local, curvatures, layers)
         return curvatures
@@ -517,80 +488,23 @@ class Fisher(SpecMixin, RecordEncodingMixin):
         return objective.in_loss_unit(metric.scale, noise)
 
     def _count_state_bits(
-        self, state: FlatState, coded: set[str], codes: Mapping[str, Tensor], tensors: GlobalTensors
+        self, save: PlannedSave, coded: set[str], moments: Mapping[str, QuantizedTensor], base: Reference | None
     ) -> StateBits:
-        """Count the bits of a whole state besides the weights: moments and exact tensors. Only a ratio needs them.
+        """Counts the bits of a whole state besides the weights: moments and exact tensors. Only a ratio needs them.
 
         Args:
-            coded: names of all that does not stay exact.
-            codes: of the moments; what a reader has already costs nothing.
+            coded: names of the weights that do not stay exact, and of their casts.
         """
         if not isinstance(self._objective, RatioTarget):
             return StateBits(math.inf, 0.0, is_first=False)
-        drop = self._moments == "drop"
-        coded = coded | {name for name, info in state.infos.items() if drop and info.role in MOMENT_ROLES}
-        sizes = {name: 8 * info.nbytes for name, info in state.infos.items() if tensors.is_primary(name)}
+        tensors, drop, others = save.tensors, self._moments == "drop", save.unchanged | dict(moments)
+        coded = {*coded, *others}
+        coded |= {name for name, info in save.state.infos.items() if drop and info.role in MOMENT_ROLES}
+        sizes = {name: 8 * info.nbytes for name, info in save.state.infos.items() if tensors.is_primary(name)}
         exact, raw = tensors.sum_over_ranks(
             sum(size for name, size in sizes.items() if name not in coded), sum(sizes.values())
         )
+        # What a reader has already costs nothing.
+        inherited = {} if base is None else base.quantized
+        codes = {name: points.codes for name, points in others.items() if inherited.get(name) is not points}
         return StateBits(raw, exact + total_entropy_bits(tensors, codes), is_first=self._num_saves == 0)
-
-    def _probe_curvatures(
-        self, weights: GlobalWeights, loss_increase: MeasureLossIncrease | None
-    ) -> dict[str, Curvature]:
-        """Curvatures from perturbing groups of weights, measured once a run; none if no group raises the loss."""
-        if not self._group_curvatures and loss_increase is not None:
-            self._group_curvatures = probe(weights, loss_increase)
-            self._memory.set_terms(1.0)
-        return curvatures_from_probe(weights, self._group_curvatures) if self._group_curvatures else {}
-
-    @contextmanager
-    def _evaluation(
-        self,
-        state: FlatState,
-        selection: TensorSelection,
-        evaluator: TrialEvaluator | None,
-        tensors: GlobalTensors,
-        *,
-        measures: bool,
-    ) -> Iterator[tuple[DegradationMetric | None, EvaluateProblem | None]]:
-        """How to measure the effect of other weights, and what makes that useless, if anything does.
-
-        Args:
-            measures: False: no weight has changed, or the prediction decides. Then both are None.
-        """
-        if self._evaluate is None or not measures:
-            yield None, None
-            return
-        evaluator = TrialEvaluator(state, self._evaluate) if evaluator is None else evaluator
-        trials = MAX_TRIALS + 1 if self._memory.log_step is None else 1
-        with evaluator, Task(f"{self.id}: measuring the loss", self._calibration.num_checks + trials) as task:
-            metric = DegradationMetric(evaluator.evaluate, higher_is_better=self._higher_is_better, task=task)
-            allowed = self._objective.relative_budget if isinstance(self._objective, LossBudget) else None
-            perturbations = make_perturbations(selection, state, tensors.global_name)
-            if self._calibration.needs_test(selection.global_names):
-                evaluator.reads = ReadRecorder()
-            problem = self._calibration.find_problem(metric, perturbations, allowed)
-            yield metric, problem or self._calibration.test_entries(metric, evaluator, selection, state, tensors)
-
-    def _recorder_values(self, evaluator: TrialEvaluator | None, selection: TensorSelection) -> dict[str, Tensor]:
-        """The recorder's mean squared gradients by name in the state, of masters as of their casts."""
-        if evaluator is None:
-            return {}
-        squares = self.recordings() if evaluator.recordings is None else evaluator.recordings
-        if squares is None:
-            return {}
-        recorded = evaluator.recorder_values(squares)
-        for name, master in selection.cast_sources.items():
-            if name in recorded:
-                recorded.setdefault(master, recorded[name])
-        return recorded
-
-
-def _narrow(quantized_tensor: QuantizedTensor) -> QuantizedTensor:
-    """The same tensor in as few bytes a code as it needs."""
-    return quantized_tensor.narrow() if isinstance(quantized_tensor, LatticeTensor) else quantized_tensor
-
-
-def _is_inherited(name: str, points: QuantizedTensor, reference: Reference | None) -> bool:
-    return reference is not None and reference.quantized.get(name) is points

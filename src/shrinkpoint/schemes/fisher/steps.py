@@ -24,9 +24,8 @@ from shrinkpoint.quantize.error_feedback import quantize_with_feedback
 from shrinkpoint.quantize.layer_types import EMBEDDING, HEAD, layer_type_from_name
 from shrinkpoint.quantize.map_tensors import map_tensors
 from shrinkpoint.schemes.fisher import rounding
-from shrinkpoint.schemes.fisher.curvature import Curvature
+from shrinkpoint.schemes.fisher.curvature import Curvature, GlobalWeights, total_entropy_bits
 from shrinkpoint.schemes.fisher.feedback import FeedbackFactors
-from shrinkpoint.schemes.fisher.global_weights import GlobalWeights, total_entropy_bits
 from shrinkpoint.schemes.fisher.rounding import (
     Hysteresis,
     PreviousPoints,
@@ -239,7 +238,8 @@ class StepCandidates:
         starts: Mapping[str, RowSample] | None = None,
         factors: FeedbackFactors | None = None,
     ) -> None:
-        self._factors, self.without_feedback = FeedbackFactors({}, {}) if factors is None else factors, set[str]()
+        self._factors: FeedbackFactors | dict[str, Tensor | None] = {} if factors is None else factors
+        self.without_feedback = set[str]()
         self._global, self._reference, self._parent_log_step = weights, reference, parent_log_step
         self._starts = starts or {}
         typical = reference_curvature(weights, curvatures)
@@ -257,7 +257,7 @@ class StepCandidates:
 
         def is_too_coarse(name: str) -> bool:
             lattice, std = inherited[name], scales[name] * self._std(name)
-            if weights.is_whole(name) and _is_fine(lattice, curvatures[name], typical, std):
+            if weights.tensors.is_whole(name) and _is_fine(lattice, curvatures[name], typical, std):
                 return False  # without making a fresh one, which takes a logarithm for each row and column
             return _is_too_coarse(lattice, make_fresh(name))
 
@@ -283,7 +283,7 @@ class StepCandidates:
     def curvature_term(self, log_step: int) -> float:
         """The rise, for a single loss term, that errors uniform in each cell would cause at this step size."""
         total = 0.0
-        for name in filter(self._global.is_primary, self.unit_lattices):
+        for name in filter(self._global.tensors.is_primary, self.unit_lattices):
             lattice, device = self._lattice_at(name, log_step), self.weights[name].device
             squared = (torch.exp2(side.to(device, torch.float64) / 4) for side in (lattice.rows, lattice.columns))
             total += self.curvatures[name].weighted_sum(*squared) / 24
@@ -318,7 +318,7 @@ class StepCandidates:
             if result is not None and self._global.global_name(name) not in left_out
         }
         points = {name: weight_points for name, (weight_points, _) in accepted.items()}
-        terms = [weight_terms for name, (_, weight_terms) in accepted.items() if self._global.is_primary(name)]
+        terms = [weight_terms for name, (_, weight_terms) in accepted.items() if self._global.tensors.is_primary(name)]
         slope, curvature = tensors.sum_over_ranks(sum(slope for slope, _ in terms), sum(term for _, term in terms))
         names = dict.fromkeys((*map(self._global.global_name, self.unit_lattices), *sorted(left_out)))
         ordered = tuple(name for name in names if name in left_out)
@@ -331,7 +331,7 @@ class StepCandidates:
         Those of weights with stochastic rounding, which have neither hysteresis nor a gain, are left out.
         """
         return {
-            name: RowSample.from_tensor(self.weights[name], self._global.sampled_rows(name, MAX_SAMPLED_VALUES))
+            name: RowSample.from_tensor(self.weights[name], self._global.tensors.sampled_rows(name, MAX_SAMPLED_VALUES))
             if points.origin is None
             else self._starts[name]
             for name, points in quantized.points.items()
@@ -415,7 +415,7 @@ class StepCandidates:
 
     def _sample_codes(self, name: str, lattice: Lattice) -> Tensor:
         """Differences between codes and the parent's values on the same lattice, in a sample of the rows."""
-        weight, rows = self.weights[name], self._global.sampled_rows(name, _BITS_SAMPLE)
+        weight, rows = self.weights[name], self._global.tensors.sampled_rows(name, _BITS_SAMPLE)
         steps = replace(lattice, rows=lattice.rows[rows]).scales(device=weight.device)
         codes = (as_matrix(weight)[rows].to(torch.float32) / steps).round()
         if self._reference is not None and self._reference.has_like(name, tuple(weight.shape), weight.dtype):
@@ -429,7 +429,7 @@ class StepCandidates:
         In the loss's own unit, that is known only from a measurement; `num_terms` is then the factor between the two.
         """
         count = len(self._global.templates)
-        share = 1.0 / (self._std(name) ** 2 * self._global.global_numel(name) * count)
+        share = 1.0 / (self._std(name) ** 2 * self._global.tensors.global_numel(name) * count)
         return Curvature(torch.full((1, 1), share, device=weight.device).expand(as_matrix(weight).shape))
 
     def _inherited_lattices(self) -> dict[str, Lattice]:

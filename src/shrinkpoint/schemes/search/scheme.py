@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar, get_args
 
@@ -14,40 +13,30 @@ import torch
 from torch import Tensor
 
 from shrinkpoint import validate
-from shrinkpoint.codec.code_streams import CODERS
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
-from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.progress import Task
 from shrinkpoint.schemes import optimizer_modes
-from shrinkpoint.schemes.base import QuantizedState, SpecMixin, check_seed, finite_or_text
-from shrinkpoint.schemes.calibration import (
-    Calibration,
-    EvaluateProblem,
-    UnmeasuredLossNotice,
-    find_failure,
-    make_perturbations,
-)
-from shrinkpoint.schemes.encode.records import RecordEncodingMixin
-from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, ReadRecorder, TrialEvaluator, never_called
+from shrinkpoint.schemes.base import finite_or_text
+from shrinkpoint.schemes.calibration import Calibration, EvaluateProblem, find_failure
+from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, TrialEvaluator, never_called
 from shrinkpoint.schemes.plan import QuantizationPlan
+from shrinkpoint.schemes.planner import Measurement, PlannedSave, Planner
 from shrinkpoint.schemes.search.candidates import CachedCandidates, CandidateSet, PreviousCodes, common_previous_codes
 from shrinkpoint.schemes.search.progress import progress_printer
 from shrinkpoint.schemes.search.space import Point, Space, is_dominated
 from shrinkpoint.schemes.search.strategies import branch_and_bound, neighbourhood
 from shrinkpoint.schemes.search.trials import Progress, SearchResult, Trial, Trials
-from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL, TensorSelection, select_tensors, unchanged_tensors
+from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL
 from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.sharding.global_tensors import GlobalTensors
-from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON
 
-_log = logging.getLogger("shrinkpoint")
 Fallback = Literal["safest", "lossless"]
 T = TypeVar("T")
 
 
-class SearchScheme(SpecMixin, RecordEncodingMixin):
+class SearchScheme(Planner["SearchChoice"]):
     """What all schemes with a search have in common (arXiv 2306.11800, configuration search; its authors gave their
     baselines the same one).
 
@@ -75,8 +64,7 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
         PolicyError: an argument that makes no sense.
     """
 
-    id: ClassVar[str]
-    coders: Sequence[str] = CODERS
+    min_weight_size: ClassVar[tuple[int, int]] = MIN_WEIGHT_NUMEL, 2
     space: Space
 
     def __init__(
@@ -93,8 +81,7 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
         progress: bool | Progress = False,
         seed: int = 0,
     ) -> None:
-        self._evaluate: Evaluate | None = validate.check_optional_callable("evaluate", evaluate)
-        self._higher_is_better = validate.check_bool("higher_is_better", higher_is_better)
+        super().__init__(evaluate, higher_is_better=higher_is_better, seed=seed)
         self._threshold = validate.check_fraction("threshold", threshold, allow_zero=True)
         self._fixed_point = None if config is None else self.space.point_from_config(config)
         self._optimizer = optimizer_modes.check_mode(optimizer)
@@ -107,10 +94,8 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
             raise validate.argument_error("progress", progress, expected, "pass one of them")
         self._coarser, self._group = validate.check_bool("coarser", coarser), group
         self._progress: bool | Progress = progress
-        self._seed = check_seed(seed)
         self._last_choice: Point | None = None
-        self._calibration, self._unmeasured_notice = Calibration(), UnmeasuredLossNotice()
-        self._lossy_restores, self._is_quiet = 0, False
+        self._is_quiet = False
         if evaluate is None and config is None:
             expected, do = "evaluate= or config=", "pass a function that measures the model, or choose a setting"
             raise PolicyError(type(self).__name__, found="neither", expected=expected, do=do)
@@ -150,7 +135,7 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
         raise NotImplementedError
 
     def variants(self, evaluator: TrialEvaluator, stats: GlobalStats) -> tuple[str, ...]:
-        """Those of the space's variants that can be tried now."""
+        """Variants of the search space that can be tried now."""
         return self.space.variants
 
     def alternative(
@@ -159,55 +144,109 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
         """Another space for these weights, with its name; it is searched if no point of the first one holds."""
         return None
 
-    # called by a store
+    # phases of planning
 
-    def quantize(self, state: FlatState, reference: Reference | None) -> QuantizedState:
-        """Search and quantize; see `schemes.Scheme`."""
-        return self.plan(state, reference).quantize(state, reference)
+    @contextmanager
+    def measure(self, save: PlannedSave) -> Iterator[Measurement]:
+        self._is_quiet = save.tensors.rank > 0
+        if not save.is_idle:  # only what has moved is searched, and needs agreement
+            self._agree(save.tensors)
+        save.evaluator = save.evaluator or TrialEvaluator(save.state, self._evaluate or never_called)
+        with super().measure(save) as measurement:
+            yield measurement
 
-    # called by a manager
+    def choose(self, save: PlannedSave, measurement: Measurement) -> SearchChoice:
+        """Searches a setting, unless one is fixed, and quantizes the weights with it."""
+        if save.is_idle:
+            last = self._fixed_point or self._last_choice
+            if not save.has_weights or last is None:
+                return SearchChoice()
+            degradation = {"degradation": 0.0} if self.needs_evaluation else {}
+            settings = self.space.settings(last)
+            return SearchChoice(record={"chosen": settings, "measured": self.needs_evaluation, **degradation})
+        if self._fixed_point is not None:
+            candidates = self._own_candidates(save)
+            self._unmeasured_notice.warn_once(self, quiet=self._is_quiet or not self.is_writer)
+            settings = self.space.settings(self._fixed_point)
+            return SearchChoice(candidates.quantize(self._fixed_point), {"chosen": settings, "measured": False})
+        assert measurement.metric is not None
+        record: dict[str, Any] = {
+            "measured": True,
+            "quality": finite_or_text(measurement.metric.baseline.value),
+            "noise": self._calibration.noise,
+            "unmeasured": self._calibration.recorded,
+            "searches": [],
+        }
+        if measurement.problem is not None:
+            return _lossless_choice(measurement.problem, record)
+        save.selection = self._calibration.measured_part(save.selection, save.tensors)
+        if not save.selection.global_names:
+            return SearchChoice(record=record | {"chosen": None}, lossless=True)
+        choice = self._search(save, measurement, record)
+        # Other examples may have a larger degradation than is allowed: said once in a run.
+        if choice.interval is not None and (
+            warning := self._calibration.interval_warning(record["degradation"], choice.interval, self._threshold)
+        ):
+            warn_user(warning)
+        return choice
+
+    def record(self, save: PlannedSave, measurement: Measurement, choice: SearchChoice) -> QuantizationPlan:
+        record = {
+            "scheme": self.id,
+            "threshold": self._threshold,
+            "optimizer": self._optimizer,
+            **choice.record,
+            "left_out": list(save.selection.nonfinite),
+            "seconds": save.seconds,
+        }
+        optimizer: optimizer_modes.Mode = "exact" if choice.lossless else self._optimizer
+        quantized = save.unchanged | {name: tensor.cpu() for name, tensor in choice.quantized.items()}
+        if optimizer == "lossy" and save.is_shared:  # levels are of all ranks: now, while these take part
+            stats = GlobalStats(save.tensors, save.selection.global_names)
+            quantized |= optimizer_modes.quantize_moments(save.state, stats)
+            optimizer = "exact"
+        casts, min_size = save.selection.cast_sources, self.min_size(save.tensors)
+        return QuantizationPlan(self.id, quantized, casts, optimizer, self.coders, record, min_size=min_size)
+
+    # settings of `measure`
 
     @property
-    def evaluate(self) -> Evaluate | None:
-        return self._evaluate
+    def measures_next(self) -> bool:
+        return self._fixed_point is None
+
+    @property
+    def max_rise(self) -> Callable[[float], float]:
+        return lambda scale: self._threshold
+
+    def compute_on_all(self, compute: Callable[[], Any]) -> list[Any]:
+        return Trials(never_called, group=self._group).run_on_all_ranks(compute)
+
+    # called by a manager or a store
 
     @property
     def needs_evaluation(self) -> bool:
-        """Whether it asks `evaluate` before it decides."""
         return self._fixed_point is None
 
     @property
     def needs_live_model(self) -> bool:
-        """Whether it asks `evaluate`, or other processes, before it decides."""
         return self.needs_evaluation or self.shares_trials
-
-    def recordings(self) -> Mapping[str, Tensor] | None:
-        """What a recorder has of the gradients now; None: such a scheme needs none."""
-        return None
 
     @property
     def shares_trials(self) -> bool:
-        """Whether replicas share its trials."""
         return self._group is not None
 
     @property
     def is_writer(self) -> bool:
-        """Whether this process is the one of its group that writes."""
         return self._group is None or torch.distributed.get_rank(self._group) == 0
 
     def run_on_writer(self, compute: Callable[[], None]) -> None:
-        """Do something on the rank that leads; where it raises, all ranks of the group do, instead of waiting for it.
-
-        Raises:
-            Exception: whatever `compute` raises.
-        """
         if self._group is None:
             compute()
         else:
-            Trials(never_called, group=self._group).run_on_all_ranks(lambda: compute() if self.is_writer else None)
+            self.compute_on_all(lambda: compute() if self.is_writer else None)
 
     def resume(self, loss: JSON, lossy_restores: int = 0) -> None:
-        """Go on from a checkpoint: search near what was chosen there.
+        """Goes on from a checkpoint: the next search begins near what was chosen there.
 
         Args:
             loss: of its manifest; one of another scheme, one where nothing met the threshold, or none, makes the next
@@ -220,150 +259,55 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
         self._last_choice = self.space.point(chosen) if isinstance(chosen, dict) and is_valid else None
         self._lossy_restores, self._calibration = lossy_restores, Calibration()
 
-    @torch.no_grad()
-    def plan(
-        self,
-        state: FlatState,
-        reference: Reference | None,
-        evaluator: TrialEvaluator | None = None,
-        global_tensors: GlobalTensors | None = None,
-    ) -> QuantizationPlan:
-        """Search a setting and quantize the weights of a state; a collective of all ranks that have shards of it.
+    # steps of `choose`
+
+    def _own_candidates(self, save: PlannedSave) -> CandidateSet:
+        """The points of the scheme's own space for the selected weights; a collective."""
+        assert save.evaluator is not None
+        weights, stats = save.selection.tensors, GlobalStats(save.tensors, save.selection.global_names)
+        return self.candidates(weights, self._previous_codes(save, stats), save.evaluator, stats)
+
+    def _search(self, save: PlannedSave, measurement: Measurement, record: dict[str, Any]) -> SearchChoice:
+        """Searches the scheme's own space, then the alternative one, then falls back.
 
         Args:
-            reference: the decoded previous checkpoint; None if there is none.
-            evaluator: measures trials; None measures them on copies of the state.
-            global_tensors: the tensors of all ranks; None: this process has all of every tensor.
-
-        Returns:
-            A plan that loses nothing, with a warning, if `evaluate` failed or cannot be believed.
+            record: for the manifest; what is found is added.
         """
-        start = time.perf_counter()
-        tensors = GlobalTensors.from_state(state) if global_tensors is None else global_tensors
-        quantizable = None if evaluator is None else evaluator.quantizable
-        self._is_quiet = tensors.rank > 0
-        selection = select_tensors(state, tensors, quantizable)
-        has_weights = bool(selection.global_names)
-        unchanged = unchanged_tensors(selection.tensors, state, reference, tensors)
-        selection, choice = selection.exclude(unchanged, tensors), _Choice()
-        stats = GlobalStats(tensors, selection.global_names)
-        if stats.global_names:
-            self._agree(tensors)
-            evaluator = TrialEvaluator(state, self._evaluate or never_called) if evaluator is None else evaluator
-            choice = self._choose(state, selection, reference, evaluator, tensors)
-        elif has_weights and (last := self._fixed_point or self._last_choice) is not None:  # nothing has moved
-            degradation = {"degradation": 0.0} if self.needs_evaluation else {}
-            settings = self.space.settings(last)
-            choice = _Choice(record={"chosen": settings, "measured": self.needs_evaluation, **degradation})
-        record = {
-            "scheme": self.id,
-            "threshold": self._threshold,
-            "optimizer": self._optimizer,
-            **choice.record,
-            "left_out": list(selection.nonfinite),
-            "seconds": round(time.perf_counter() - start, 3),
-        }
-        _log.debug("%s decides: %s", self.id, record)
-        selection.warn_nonfinite()
-        optimizer: optimizer_modes.Mode = "exact" if choice.lossless else self._optimizer
-        quantized: dict[str, QuantizedTensor] = {**unchanged}
-        quantized |= {name: tensor.cpu() for name, tensor in choice.quantized.items()}
-        if optimizer == "lossy" and global_tensors is not None:  # levels are of all ranks: now, while these take part
-            quantized |= optimizer_modes.quantize_moments(state, stats)
-            optimizer = "exact"
-        # a single rank cannot tell why a shard stays exact
-        min_size = (MIN_WEIGHT_NUMEL, 2) if tensors.is_complete else None
-        return QuantizationPlan(
-            self.id, quantized, selection.cast_sources, optimizer, self.coders, record, min_size=min_size
-        )
-
-    def _choose(
-        self,
-        state: FlatState,
-        selection: TensorSelection,
-        reference: Reference | None,
-        evaluator: TrialEvaluator,
-        tensors: GlobalTensors,
-    ) -> _Choice:
-        if self._fixed_point is not None:
-            stats = GlobalStats(tensors, selection.global_names)
-            previous = self._previous_codes(reference, selection, stats)
-            candidates = self.candidates(selection.tensors, previous, evaluator, stats)
-            self._unmeasured_notice.warn_once(self, quiet=self._is_quiet or not self.is_writer)
-            record: dict[str, Any] = {"chosen": self.space.settings(self._fixed_point), "measured": False}
-            return _Choice(candidates.quantize(self._fixed_point), record)
-        with evaluator, Task(f"{self.id}: measuring the loss") as task:
-            metric = DegradationMetric(evaluator.evaluate, higher_is_better=self._higher_is_better, task=task)
-
-            def evaluation(name: str, space: Space, candidates: CandidateSet) -> _SpaceEvaluation:
-                return _SpaceEvaluation(name, space, candidates, metric, selection, state, self._group, stats)
-
-            problem = self._check_evaluate(metric, evaluator, selection, state, tensors)
-            record = {
-                "measured": True,
-                "quality": finite_or_text(metric.baseline.value),
-                "noise": self._calibration.noise,
-                "unmeasured": self._calibration.recorded,
-                "searches": [],
-            }
-            if problem is not None:
-                return _lossless_choice(problem, record)
-            selection = self._calibration.measured_part(selection, tensors)
-            stats = GlobalStats(tensors, selection.global_names)
-            if not stats.global_names:
-                return _Choice(record=record | {"chosen": None}, lossless=True)
-            previous = self._previous_codes(reference, selection, stats)
-            own = evaluation(self.id, self.space, self.candidates(selection.tensors, previous, evaluator, stats))
-            if warning := self._calibration.noise_warning(self._threshold):
-                warn_user(warning)
-            max_degradation = max(self._threshold - (self._calibration.noise or 0.0), 0.0)
-            variants = self.variants(evaluator, stats)
-            results = [*self._search_results(own, max_degradation, variants, task)]
-            record["searches"] = [result.to_json(own.space) for result in results]
+        metric, task, evaluator = measurement.metric, measurement.task, save.evaluator
+        assert metric is not None and task is not None and evaluator is not None
+        stats = GlobalStats(save.tensors, save.selection.global_names)
+        previous = self._previous_codes(save, stats)
+        candidates = self.candidates(save.selection.tensors, previous, evaluator, stats)
+        own = _SpaceEvaluation(self.id, self.space, candidates, metric, save, self._group)
+        if warning := self._calibration.noise_warning(self._threshold):
+            warn_user(warning)
+        max_degradation = max(self._threshold - (self._calibration.noise or 0.0), 0.0)
+        variants = self.variants(evaluator, stats)
+        results = [*self._search_results(own, max_degradation, variants, task)]
+        record["searches"] = [result.to_json(own.space) for result in results]
+        if problem := find_failure(metric, own.trials.run_on_all_ranks):
+            return _lossless_choice(problem, record)
+        if (chosen := results[-1].chosen) is not None:
+            self._last_choice = chosen.point
+            return own.choice(chosen, record)
+        alternative = self.alternative(save.selection.tensors, previous, stats)
+        if alternative is not None:
+            other = _SpaceEvaluation(*alternative, metric, save, self._group)
+            progress = self._progress_callback(other, max_degradation, task)
+            result = branch_and_bound(
+                other.space, other.candidates.size, other.trials, max_degradation, progress=progress
+            )
+            record["searches"].append(result.to_json(other.space) | {"space": other.name})
             if problem := find_failure(metric, own.trials.run_on_all_ranks):
                 return _lossless_choice(problem, record)
-            chosen = results[-1].chosen
-            if chosen is not None:
-                self._last_choice = chosen.point
-                return self._warn_interval(own.choice(chosen, record))
-            alternative = self.alternative(selection.tensors, previous, stats)
-            if alternative is not None:
-                other = evaluation(*alternative)
-                result = other.full_search(max_degradation, self._progress_callback(other, max_degradation, task))
-                record["searches"].append(result.to_json(other.space) | {"space": other.name})
-                if problem := find_failure(metric, own.trials.run_on_all_ranks):
-                    return _lossless_choice(problem, record)
-                if result.chosen is not None:
-                    return self._warn_interval(other.choice(result.chosen, record | {"space": other.name}))
-            return self._apply_fallback(own, results, record, self.space.safest(variants[0]))
-
-    def _check_evaluate(
-        self,
-        metric: DegradationMetric,
-        evaluator: TrialEvaluator,
-        selection: TensorSelection,
-        state: FlatState,
-        tensors: GlobalTensors,
-    ) -> EvaluateProblem | None:
-        """Why nothing may be lost, if anything; finds out at which weights `evaluate` looks. A collective."""
-        compute_on_all = Trials(never_called, group=self._group).run_on_all_ranks
-        if self._calibration.needs_test(selection.global_names):
-            evaluator.reads = ReadRecorder()
-        perturbations = make_perturbations(selection, state, tensors.global_name)
-        problem = self._calibration.find_problem(metric, perturbations, lambda scale: self._threshold, compute_on_all)
-        return problem or self._calibration.test_entries(metric, evaluator, selection, state, tensors, compute_on_all)
-
-    def _warn_interval(self, choice: _Choice) -> _Choice:
-        """The same; warns once in a run if other examples may have a larger degradation than is allowed."""
-        if choice.interval is not None:
-            rise = choice.record["degradation"]
-            if warning := self._calibration.interval_warning(rise, choice.interval, self._threshold):
-                warn_user(warning)
-        return choice
+            if result.chosen is not None:
+                record["space"] = other.name
+                return other.choice(result.chosen, record)
+        return self._apply_fallback(own, results, record, self.space.safest(variants[0]))
 
     def _apply_fallback(
         self, own: _SpaceEvaluation, results: Sequence[SearchResult], record: dict[str, Any], safest: Point
-    ) -> _Choice:
+    ) -> SearchChoice:
         """Nothing met the threshold. The fallback does not count as a choice: the next search does not begin there."""
         worst = next((t.degradation for result in results for t in result.trials if t.point == safest), math.nan)
         lossless = self._fallback == "lossless" or not math.isfinite(worst)
@@ -371,9 +315,9 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
         warn_user(f"{text}: {'nothing was lost instead' if lossless else 'the safest one was taken'}. Allow more")
         record["fallback"] = "lossless" if lossless else "safest"
         if lossless:
-            return _Choice(record=record | {"exact": text}, lossless=True)
+            return SearchChoice(record=record | {"exact": text}, lossless=True)
         record |= {"chosen": self.space.settings(safest), "degradation": worst}
-        return _Choice(own.candidates.quantize(safest), record)
+        return SearchChoice(own.candidates.quantize(safest), record)
 
     def _search_results(
         self, own: _SpaceEvaluation, max_degradation: float, variants: Sequence[str], task: Task
@@ -436,29 +380,36 @@ class SearchScheme(SpecMixin, RecordEncodingMixin):
         torch.distributed.broadcast_object_list(objects, group=self._group, group_src=0)
         return objects[0]
 
-    def _previous_codes(
-        self, reference: Reference | None, selection: TensorSelection, stats: GlobalStats
-    ) -> PreviousCodes:
+    def _previous_codes(self, save: PlannedSave, stats: GlobalStats) -> PreviousCodes:
         """What all ranks know of the codes of the previous checkpoint; a collective."""
-        codebooks = {} if reference is None else reference.codebook_tensors
-        previous = PreviousCodes.from_codebooks(codebooks, selection.tensors, self._lossy_restores)
+        codebooks = {} if save.reference is None else save.reference.codebook_tensors
+        previous = PreviousCodes.from_codebooks(codebooks, save.selection.tensors, self._lossy_restores)
         previous = self._value_of_leader(previous)
-        lossy_restores = stats.global_tensors.value_if_equal(previous.lossy_restores) or 0
-        return replace(common_previous_codes(previous, selection.tensors, stats), lossy_restores=lossy_restores)
+        lossy_restores = save.tensors.value_if_equal(previous.lossy_restores) or 0
+        return replace(common_previous_codes(previous, save.selection.tensors, stats), lossy_restores=lossy_restores)
 
 
 @dataclass(frozen=True)
-class _Choice:
+class SearchChoice:
+    """What is chosen for one state.
+
+    Attributes:
+        quantized: the weights, by local name.
+        record: for the manifest.
+        lossless: the moments stay exact, too.
+        interval: the confidence interval of the degradation; None if unknown.
+    """
+
     quantized: Mapping[str, CodebookTensor] = field(default_factory=dict)
     record: dict[str, Any] = field(default_factory=dict)
     lossless: bool = False
     interval: tuple[float, float] | None = None
 
 
-def _lossless_choice(problem: EvaluateProblem, record: dict[str, Any]) -> _Choice:
+def _lossless_choice(problem: EvaluateProblem, record: dict[str, Any]) -> SearchChoice:
     """Nothing is lost, since `evaluate` failed or cannot be believed; warns."""
     warn_user(f"{problem.observation}, so this checkpoint is lossless, weights and moments: {problem.advice}")
-    return _Choice(record=record | {"exact": problem.observation, "fallback": "lossless"}, lossless=True)
+    return SearchChoice(record=record | {"exact": problem.observation, "fallback": "lossless"}, lossless=True)
 
 
 class _SpaceEvaluation:
@@ -475,28 +426,23 @@ class _SpaceEvaluation:
         space: Space,
         candidates: CandidateSet,
         metric: DegradationMetric,
-        selection: TensorSelection,
-        state: FlatState,
+        save: PlannedSave,
         group: Any,
-        stats: GlobalStats,
     ) -> None:
         self.name, self.space, self.candidates = name, space, CachedCandidates(candidates)
-        self.nbytes = sum(x.numel() * x.element_size() for x in selection.tensors.values())
-        self._metric, self._selection, self._state = metric, selection, state
+        self._metric, self._selection, self._state = metric, save.selection, save.state
+        self.nbytes = sum(x.numel() * x.element_size() for x in self._selection.tensors.values())
         self._intervals: dict[Point, tuple[float, float]] = {}
-        self.trials = Trials(self._degradation_at, group=group, sum_over_shards=stats.global_tensors.sum_over_ranks)
+        self.trials = Trials(self._degradation_at, group=group, sum_over_shards=save.tensors.sum_over_ranks)
 
-    def full_search(self, max_degradation: float, progress: Progress | None) -> SearchResult:
-        return branch_and_bound(self.space, self.candidates.size, self.trials, max_degradation, progress=progress)
-
-    def choice(self, trial: Trial, record: dict[str, Any]) -> _Choice:
+    def choice(self, trial: Trial, record: dict[str, Any]) -> SearchChoice:
         """The weights as a trial has them, and what a manifest records of it."""
         record |= {"chosen": self.space.settings(trial.point), "degradation": trial.degradation}
         intervals = self.trials.run_on_all_ranks(lambda: self._intervals.get(trial.point))
         interval = next(filter(None, intervals), None)  # of the rank that measured it
         if interval is not None:
             record["interval"] = [finite_or_text(end) for end in interval]
-        return _Choice(self.candidates.quantize(trial.point), record, interval=interval)
+        return SearchChoice(self.candidates.quantize(trial.point), record, interval=interval)
 
     def _degradation_at(self, point: Point) -> float:
         if self._metric.failure is not None:

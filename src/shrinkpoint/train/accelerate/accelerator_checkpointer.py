@@ -21,7 +21,8 @@ from shrinkpoint.errors import (
     ShrinkpointError,
     StorageError,
 )
-from shrinkpoint.schemes.base import CountsTerms, PlanningScheme, Scheme
+from shrinkpoint.schemes.base import Scheme
+from shrinkpoint.schemes.planner import Planner
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.storage import AnyDirectory, ObjectUrl
@@ -39,7 +40,7 @@ from shrinkpoint.train.background import OnSave, check_on_save
 from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
 from shrinkpoint.train.default_evaluation import add_evaluation
 from shrinkpoint.train.gradients import GradientRecorder
-from shrinkpoint.train.loss_terms import note_terms
+from shrinkpoint.train.loss_terms import counts_terms, note_terms
 from shrinkpoint.train.newest_valid import NoCheckpointError
 from shrinkpoint.train.recent_batches import LossOfBatch
 from shrinkpoint.train.restore_result import RestoreReport, RestoreResult
@@ -105,7 +106,7 @@ class AcceleratorCheckpointer:
         """Seconds for which the last `save_state` blocked training."""
         validate.check_optional_callable("loss", loss, expected="a function of a model and a batch")
         scheme = get_scheme(add_evaluation(scheme, TrainingLoss(accelerator, loss)))
-        self._scheme, self._counts_terms = scheme, isinstance(scheme, CountsTerms)
+        self._scheme, self._counts_terms = scheme, counts_terms(scheme)
         settings: dict[str, Any] = {"scheme": scheme, "keyframe_every": keyframe_every, "threads": threads}
         settings["on_save"] = check_on_save(on_save)
         self._whole = _WholeCheckpointer(accelerator, background=background, max_bytes=max_bytes, **settings)
@@ -343,7 +344,7 @@ class _WholeCheckpointer(Checkpointer):
     @property
     def participates(self) -> bool:
         """Whether this process writes, or takes part in a search for the scheme's settings."""
-        return self.is_writer or (isinstance(self.scheme, PlanningScheme) and not self.scheme.is_writer)
+        return self.is_writer or (isinstance(self.scheme, Planner) and not self.scheme.is_writer)
 
     def save_prepared(self, directory: Path | ObjectUrl, prepared: PreparedState, **options: Any) -> SaveReport | None:
         """Save what every process has collected; all processes call this, and one returns the report."""

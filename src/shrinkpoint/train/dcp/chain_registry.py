@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import ShrinkpointError
-from shrinkpoint.schemes.base import Resumable, Scheme, SpecMixin
+from shrinkpoint.schemes.base import Scheme, SpecMixin, resume_scheme
 from shrinkpoint.storage import AnyDirectory, directory_storage, resolve_directory
 from shrinkpoint.store.decode import decode_payload
 from shrinkpoint.store.delta_writer import DeltaWriter
@@ -113,8 +113,7 @@ class ChainState:
                 self.scheme, self.scheme_config = scheme, config
         if origin is not None and origin != self.origin:
             self.origin = origin
-            if isinstance(self.scheme, Resumable):
-                self.scheme.resume(origin.loss, origin.lossy_restores)
+            resume_scheme(self.scheme, origin.loss, origin.lossy_restores)
         return self.scheme
 
     def load_parent(self, origin: RestoreOrigin | None, state: FlatState, rank: int, threads: int | None) -> None:

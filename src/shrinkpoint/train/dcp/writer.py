@@ -18,10 +18,11 @@ from torch.futures import Future
 
 from shrinkpoint import validate
 from shrinkpoint.errors import PolicyError, ShrinkpointError, StorageError
-from shrinkpoint.schemes.base import PlanningScheme, Scheme
+from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.evaluate import ShardedModelEvaluator
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.schemes.plan_shards import check_shardable, plan_shards
+from shrinkpoint.schemes.planner import Planner
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.sharding.collectives import Collectives, LocalCollectives, make_collectives
 from shrinkpoint.sharding.shard_spec import ShardLayout
@@ -312,7 +313,7 @@ class Writer(CheckpointDirectory, StorageWriter):
         collected, evaluator = collectives.run_all_or_raise(prepare)
         # A planning scheme uses the last checkpoint even if this one is a keyframe; others only code differences to it.
         writer = chain.delta_writer
-        reference = writer.last_reference if isinstance(scheme, PlanningScheme) else writer.reference
+        reference = writer.last_reference if isinstance(scheme, Planner) else writer.reference
         layout = ShardLayout(collected.shards, collectives)
         return plan_shards(scheme, collected.state, reference, layout, evaluator), collected
 

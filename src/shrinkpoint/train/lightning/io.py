@@ -23,7 +23,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from shrinkpoint.errors import ChainError, FormatError, NotFoundError, PolicyError, StateError, StorageError
-from shrinkpoint.schemes.base import CountsTerms, PlanningScheme, Scheme
+from shrinkpoint.schemes.base import Scheme
+from shrinkpoint.schemes.planner import Planner
 from shrinkpoint.storage import ObjectUrl, hide_credentials, is_object_url, is_url, resolve_directory
 from shrinkpoint.store import Keep, SaveReport
 from shrinkpoint.store.directory import is_checkpoint
@@ -34,7 +35,7 @@ from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.default_evaluation import add_evaluation
 from shrinkpoint.train.lightning.slot_tensors import keep_slot_dtypes
 from shrinkpoint.train.lightning.training_loss import TrainingLoss
-from shrinkpoint.train.loss_terms import TermCounter, note_terms
+from shrinkpoint.train.loss_terms import TermCounter, counts_terms, note_terms
 from shrinkpoint.train.planning import require_single_process
 
 _log = logging.getLogger("shrinkpoint")
@@ -139,9 +140,9 @@ class ShrinkIO(CheckpointIO):
             batches_per_step: whose gradients one optimizer step averages, over all processes.
         """
         scheme = self._checkpointer.scheme
-        if isinstance(scheme, CountsTerms):
+        if counts_terms(scheme):
             self._counter.add([batch], scale=batches_per_step)
-        evaluate = scheme.evaluate if isinstance(scheme, PlanningScheme) else None
+        evaluate = scheme.evaluate if isinstance(scheme, Planner) else None
         if isinstance(evaluate, TrainingLoss):
             evaluate.add(batch)
 
@@ -332,7 +333,7 @@ class ShrinkIO(CheckpointIO):
             return {}
         if self._module is not None and _owns_parameters(self._module, checkpoint[self._model]):
             return {self._model: self._module}
-        evaluate = scheme.evaluate if isinstance(scheme, PlanningScheme) else None
+        evaluate = scheme.evaluate if isinstance(scheme, Planner) else None
         if evaluate is not None and not isinstance(evaluate, TrainingLoss):
             raise _missing_module_error(scheme, self._module, is_other_thread=self._is_other_thread())
         return {}

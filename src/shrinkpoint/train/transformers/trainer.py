@@ -16,7 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveS
 from transformers.utils import is_sagemaker_mp_enabled, is_torch_xla_available
 
 from shrinkpoint.errors import NotFoundError, PolicyError
-from shrinkpoint.schemes.base import CountsTerms, PlanningScheme
+from shrinkpoint.schemes.planner import Planner
 from shrinkpoint.storage import local_path
 from shrinkpoint.store import SaveReport
 from shrinkpoint.store.directory import is_checkpoint
@@ -24,7 +24,7 @@ from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.tensors.wrappers import match_state_keys
 from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
 from shrinkpoint.train.gradients import GradientRecorder
-from shrinkpoint.train.loss_terms import TermCounter, note_terms
+from shrinkpoint.train.loss_terms import TermCounter, counts_terms, note_terms
 from shrinkpoint.train.state_alignment import NAMES_KEY, collect_names
 from shrinkpoint.train.state_dicts import check_storable, load_aligned
 from shrinkpoint.train.transformers import checkpoint_dirs
@@ -388,7 +388,7 @@ class _ModelCheckpointer:
 
     def note_step(self, batches: list[Any]) -> None:
         """Count the loss terms of an optimizer step, and keep its batches if the loss is measured on them."""
-        if not isinstance(self.for_model().scheme, CountsTerms):
+        if not counts_terms(self.for_model().scheme):
             return
         shift = bool(getattr(self._trainer, "_loss_shifts_labels", False))
         self._counter.add(batches, scale=self._trainer.args.world_size, shift=shift)
@@ -422,7 +422,7 @@ class _ModelCheckpointer:
         if self._trainer.args.should_save:
             return True
         scheme = self.for_model().scheme
-        return isinstance(scheme, PlanningScheme) and not scheme.is_writer
+        return isinstance(scheme, Planner) and not scheme.is_writer
 
     def load(self, directory: str) -> dict[str, Any]:
         """The state in a directory; a process that never saves keeps no reference for a next delta."""
@@ -479,7 +479,7 @@ def _check_settings(trainer: ShrinkTrainer) -> None:
         found, expected = f"hub_strategy={args.hub_strategy.value!r}", "one that needs no weights in checkpoints"
         raise PolicyError("push_to_hub", found=found, expected=expected, do="push at the end: hub_strategy='end'")
     scheme = trainer._saver.for_model().scheme  # raises now, and not at the first save
-    if args.should_save and isinstance(scheme, PlanningScheme) and not scheme.is_writer:
+    if args.should_save and isinstance(scheme, Planner) and not scheme.is_writer:
         found = f"{scheme!r} with a group that another process leads"
         do = "make the process that saves the first rank of the group"
         raise PolicyError("ShrinkConfig", found=found, expected="a scheme that writes where the Trainer saves", do=do)

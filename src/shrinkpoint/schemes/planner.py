@@ -1,0 +1,268 @@
+"""Base class of the schemes that decide for a whole state before it is written, and the phases of such a decision."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from shrinkpoint import validate
+from shrinkpoint.codec.reference import QuantizedTensor, Reference
+from shrinkpoint.progress import Task
+from shrinkpoint.schemes.base import QuantizedState, SpecMixin, check_seed
+from shrinkpoint.schemes.calibration import Calibration, EvaluateProblem, UnmeasuredLossNotice, make_perturbations
+from shrinkpoint.schemes.encode.records import RecordEncodingMixin
+from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, ReadRecorder, TrialEvaluator
+from shrinkpoint.schemes.plan import QuantizationPlan
+from shrinkpoint.schemes.select import TensorSelection, select_tensors, unchanged_tensors
+from shrinkpoint.sharding.global_tensors import GlobalTensors
+from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.tensors.info import JSON
+
+_log = logging.getLogger("shrinkpoint")
+ChoiceT = TypeVar("ChoiceT")
+"""What a scheme chooses for one state."""
+
+
+@dataclass
+class PlannedSave:
+    """A state that is planned, and what the phases have found out about it.
+
+    Attributes:
+        reference: the decoded previous checkpoint; None if there is none.
+        evaluator: measures trials; None: on copies of the state.
+        tensors: the tensors of all ranks.
+        is_shared: other ranks take part, which have other shards of the state.
+        unchanged: codes of weights that equal the previous checkpoint bit by bit, by local name.
+        selection: the other weights that may be quantized; a phase that rules some of them out replaces it.
+        has_weights: the state has weights that may be quantized, whether they have moved or not.
+        is_idle: no weight has moved.
+        start: when planning began, by `time.perf_counter`.
+    """
+
+    state: FlatState
+    reference: Reference | None
+    evaluator: TrialEvaluator | None
+    tensors: GlobalTensors
+    is_shared: bool
+    unchanged: dict[str, QuantizedTensor] = field(repr=False)
+    selection: TensorSelection
+    has_weights: bool
+    is_idle: bool
+    start: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since planning began, to a thousandth."""
+        return round(time.perf_counter() - self.start, 3)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How the effect of other weights on the loss is measured.
+
+    Attributes:
+        metric: None: nothing is measured.
+        problem: why nothing may be lost; None: `evaluate` can be believed.
+        task: counts the evaluations.
+    """
+
+    metric: DegradationMetric | None = None
+    problem: EvaluateProblem | None = None
+    task: Task | None = None
+
+
+class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
+    """A scheme that decides while the model is the caller's. What it decides can be written beside the training loop.
+
+    `plan` calls the phases in order: `synchronize`, `select`, `measure`, `choose` (which quantizes), `record`. Every
+    phase is a collective of all ranks. One instance serves one training run: it remembers what it has learned.
+
+    Args:
+        evaluate: measures a model or a state; None: nothing is measured.
+        higher_is_better: `evaluate` returns a score and no loss.
+        seed: of random numbers.
+    """
+
+    min_weight_size: ClassVar[tuple[int, int]]
+    """How many values and axes a weight has at least that is quantized."""
+    counts_terms: ClassVar[bool] = False
+    """True if the scheme predicts the loss from the number of loss terms that an optimizer step averages."""
+
+    def __init__(self, evaluate: Evaluate | None, *, higher_is_better: bool, seed: int) -> None:
+        self._evaluate: Evaluate | None = validate.check_optional_callable("evaluate", evaluate)
+        self._higher_is_better = validate.check_bool("higher_is_better", higher_is_better)
+        self._seed, self._lossy_restores = check_seed(seed), 0
+        self._calibration, self._unmeasured_notice = Calibration(), UnmeasuredLossNotice()
+
+    # phases
+
+    def synchronize(self, tensors: GlobalTensors) -> None:
+        """Forgets what ranks remember differently."""
+
+    def select(self, state: FlatState, tensors: GlobalTensors, quantizable: frozenset[str] | None) -> TensorSelection:
+        """Selects the weights that may be quantized.
+
+        Args:
+            quantizable: names of the model's own parameters; None if they are unknown.
+        """
+        return select_tensors(state, tensors, quantizable)
+
+    @contextmanager
+    def measure(self, save: PlannedSave) -> Iterator[Measurement]:
+        """Measures the unchanged weights and checks that `evaluate` can be believed; the model waits meanwhile."""
+        if self._evaluate is None or not self.measures_next or save.is_idle:
+            yield Measurement()
+            return
+        evaluator = save.evaluator or TrialEvaluator(save.state, self._evaluate)
+        with evaluator, Task(f"{self.id}: measuring the loss", self.expected_evaluations) as task:
+            metric = DegradationMetric(evaluator.evaluate, higher_is_better=self._higher_is_better, task=task)
+            perturbations = make_perturbations(save.selection, save.state, save.tensors.global_name)
+            if self._calibration.needs_test(save.selection.global_names):
+                evaluator.reads = ReadRecorder()
+            problem = self._calibration.find_problem(metric, perturbations, self.max_rise, self.compute_on_all)
+            # The weights that evaluate reads are known only once it has answered.
+            problem = problem or self._calibration.test_entries(
+                metric, evaluator, save.selection, save.state, save.tensors, self.compute_on_all
+            )
+            yield Measurement(metric, problem, task)
+
+    @abstractmethod
+    def choose(self, save: PlannedSave, measurement: Measurement) -> ChoiceT:
+        """Chooses how weights and moments are quantized, and quantizes them."""
+
+    @abstractmethod
+    def record(self, save: PlannedSave, measurement: Measurement, choice: ChoiceT) -> QuantizationPlan:
+        """Makes the plan of a choice, with what the manifest records of it; the model is the caller's again."""
+
+    # settings of `measure`
+
+    @property
+    def measures_next(self) -> bool:
+        """True if planning the next save calls `evaluate`."""
+        return self._evaluate is not None
+
+    @property
+    def max_rise(self) -> Callable[[float], float] | None:
+        """The relative rise of the loss that is allowed, given the loss; None if no rise is named."""
+        return None
+
+    @property
+    def expected_evaluations(self) -> int | None:
+        """How often the next save will probably call `evaluate`; None if unknown."""
+        return None
+
+    def compute_on_all(self, compute: Callable[[], Any]) -> list[Any]:
+        """What each of the processes that share trials computes."""
+        return [compute()]
+
+    # called by a manager or a store
+
+    @property
+    def evaluate(self) -> Evaluate | None:
+        """The function that measures a model; None if nothing is measured."""
+        return self._evaluate
+
+    @property
+    def needs_evaluation(self) -> bool:
+        """True if the scheme cannot decide without calling `evaluate` at some save."""
+        return self._evaluate is not None
+
+    @property
+    def needs_live_model(self) -> bool:
+        """True if the next save must be planned before training goes on: on a model, or with other processes."""
+        return self.measures_next
+
+    @property
+    def shares_trials(self) -> bool:
+        """True if replicas with the same state share the trials."""
+        return False
+
+    @property
+    def is_writer(self) -> bool:
+        """True if this process is the one that writes."""
+        return True
+
+    def run_on_writer(self, compute: Callable[[], None]) -> None:
+        """Calls a function on the process that writes; if it raises there, all processes that share trials raise."""
+        compute()
+
+    def recordings(self) -> Mapping[str, Tensor] | None:
+        """A copy of what a recorder has of the gradients now, by name in the model; None without a recorder."""
+        return None
+
+    def note_terms(self, terms: float | None) -> None:
+        """Takes the number of loss terms that a trainer has counted, if the user gave none."""
+
+    @abstractmethod
+    def resume(self, loss: JSON, lossy_restores: int = 0) -> None:
+        """Goes on from a checkpoint.
+
+        Args:
+            loss: of its manifest; whatever another scheme wrote there is passed over.
+            lossy_restores: lossy restores behind the weights from now on.
+        """
+
+    def quantize(self, state: FlatState, reference: Reference | None) -> QuantizedState:
+        """Plans and quantizes."""
+        return self.plan(state, reference).quantize(state, reference)
+
+    def quantize_alone(self, state: FlatState) -> QuantizedState:
+        """Plans and quantizes for a file that no checkpoint precedes or follows."""
+        return self.quantize(state, None)
+
+    @torch.no_grad()
+    def plan(
+        self,
+        state: FlatState,
+        reference: Reference | None,
+        evaluator: TrialEvaluator | None = None,
+        global_tensors: GlobalTensors | None = None,
+    ) -> QuantizationPlan:
+        """Decides for this state; a collective of all ranks that have shards of it.
+
+        Args:
+            reference: the decoded previous checkpoint; None if there is none.
+            evaluator: measures trials; None: on copies of the state.
+            global_tensors: the tensors of all ranks; None: this process has all of every tensor.
+
+        Returns:
+            A plan that loses nothing, with a warning, if `evaluate` failed or cannot be believed.
+        """
+        start = time.perf_counter()
+        tensors = GlobalTensors.from_state(state) if global_tensors is None else global_tensors
+        self.synchronize(tensors)
+        # Select. A weight that equals the previous checkpoint keeps its codes: no rounding may touch it again.
+        quantizable = None if evaluator is None else evaluator.quantizable
+        selection = self.select(state, tensors, quantizable)
+        selection.warn_nonfinite()
+        unchanged = unchanged_tensors(selection.tensors, state, reference, tensors)
+        moved = selection.exclude(unchanged, tensors)
+        save = PlannedSave(
+            state,
+            reference,
+            evaluator,
+            tensors,
+            is_shared=global_tensors is not None,
+            unchanged=unchanged,
+            selection=moved,
+            has_weights=bool(selection.global_names),
+            is_idle=not moved.global_names,
+            start=start,
+        )
+        with self.measure(save) as measurement:
+            choice = self.choose(save, measurement)
+        plan = self.record(save, measurement, choice)
+        _log.debug("%s decides: %s", self.id, plan.loss)
+        return plan
+
+    def min_size(self, tensors: GlobalTensors) -> tuple[int, int] | None:
+        """`min_weight_size`; None if this rank lacks parts of tensors, and cannot tell why its shards stay exact."""
+        return self.min_weight_size if tensors.is_complete else None
