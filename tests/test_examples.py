@@ -99,15 +99,14 @@ def test_the_pipeline_learns_and_sends_a_seventh_of_the_bytes(tmp_path: Path):
     assert ratios == [7.1, 7.1], printed
 
 
-def test_elastic_ranks_go_on_without_one_that_is_killed_and_let_another_one_in(tmp_path: Path):
-    # several processes print: unbuffered, a line and its end are two writes, between which another line may come
-    printed = _run(tmp_path, _command("elastic.py"), {"PYTHONUNBUFFERED": ""})
-    rounds = [(int(number), ranks) for number, ranks in re.findall(r"^round (\d+): .* ranks ([\d ]+)$", printed, re.M)]
-    assert [number for number, _ in rounds] == [*range(1, 41)]
-    assert rounds[0][1] == "0 1 2" and "0 2" in dict(rounds).values() and rounds[-1][1] == "0 2 3"
-    assert int(re.findall(r"rank 3 begins with round (\d+)", printed)[0]) >= 10
-    norms = re.findall(r"rank (\d) ends with weights of norm ([\d.]+)", printed)
-    assert sorted(rank for rank, _ in norms) == ["0", "2", "3"] and len({norm for _, norm in norms}) == 1
+@pytest.mark.nightly
+def test_elastic_replicas_end_with_the_loss_of_an_unkilled_run(tmp_path: Path):
+    pytest.importorskip("torchft")
+    printed = _run(tmp_path, _command("elastic.py"))
+    assert "replica 1 is killed\n" in printed and "is one of 1 in round 10\n" in printed
+    assert int(re.findall(r"replica 2 begins with round (\d+)", printed)[0]) > 10
+    killed, unkilled = map(float, re.findall(r"loss with a kill ([\d.]+), without ([\d.]+)", printed)[0])
+    assert max(killed, unkilled) < 0.03  # seeds give .0067 to .0128
 
 
 @pytest.mark.nightly

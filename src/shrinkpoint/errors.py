@@ -13,7 +13,7 @@
     ├── StorageError           reading or writing failed (OSError)
     │   └── NoSpaceError       the place is full
     ├── LockedError            another process is saving here
-    ├── MembershipError        this process cannot train with the others any more, or not yet
+    ├── MembershipError        torchft has no quorum of the replicas that train together
     └── MissingExtraError      a package that an extra of this one installs is not there (ModuleNotFoundError)
 
 Those in brackets are bases, too. Every error says where it happened, what was found, what was expected and what to do
@@ -103,7 +103,7 @@ class LockedError(ShrinkpointError):
 
 
 class MembershipError(ShrinkpointError):
-    """No group of the processes that train together could be formed, or this one was left out of it."""
+    """torchft formed no quorum of the replicas that train together, or gave up."""
 
 
 class MissingExtraError(ShrinkpointError, ModuleNotFoundError):
@@ -164,6 +164,7 @@ EXTRAS = {
     "accelerate": ("accelerate",),
     "cli": ("typer", "rich", "plotly"),
     "cloud": ("obstore",),
+    "elastic": ("torchft", "opentelemetry"),
     "lightning": ("lightning", "torchmetrics"),
     "transformers": ("transformers", "accelerate"),
 }

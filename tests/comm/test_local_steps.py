@@ -14,7 +14,7 @@ START = """
     import shrinkpoint as sp
     from helpers.replica_search import Net, batch, caught, digest, drawn, join, leave, plain_net
     from shrinkpoint.comm.local_steps import LocalSteps
-    from shrinkpoint.comm.outer_sgd import OuterSGD
+    from shrinkpoint.comm.local_steps import OuterSGD
     from shrinkpoint.comm.spec import parse
 
     SPARSE = {"compressor": "ef(top6.25:256:q2:64, decay=0.95)", "outer": OuterSGD(lr=1.0, momentum=0.0)}

@@ -149,11 +149,11 @@ WIRE = """
     import torch.distributed as dist
     from helpers.documents import run_plain_blocks
     from helpers.pipeline_model import batches, build, join, loss_of, parts
-    from shrinkpoint.comm import SharedFileStore
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
+    from torchft.coordination import LighthouseServer
 
     def of_rank(rank, width, folder):
         warnings.simplefilter("ignore")
@@ -161,9 +161,6 @@ WIRE = """
         os.environ["LOCAL_WORLD_SIZE"] = str(width)
 
         def setup(number):
-            if number == 9:  # the block before has left its group
-                store = dist.FileStore(f"{folder}/again", width)
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=width)
             names = {"schedule": build("GPipe", rank, width, width)[0]}
             if number >= 2:
                 names |= {"ddp_model": DistributedDataParallel(parts(1)), "sharded_model": fully_shard(parts(1))}
@@ -174,9 +171,14 @@ WIRE = """
                 model = parts(1)
                 names |= {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
                 names |= {"batches": batches(30, seed=rank), "loss_function": loss_of}
-            if number == 8:  # ranks that may die and join make the group by themselves
-                dist.destroy_process_group()
-                names |= {"store": SharedFileStore(f"{folder}/members")}
+            if number == 8:  # what torchrun and torchft_lighthouse give to a replica
+                store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+                lighthouse = LighthouseServer(bind="[::]:0", min_replicas=width) if rank == 0 else None
+                address = [lighthouse and lighthouse.address()]
+                dist.broadcast_object_list(address)
+                replica = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "RANK": "0", "WORLD_SIZE": "1"}
+                os.environ |= {**replica, "TORCHFT_LIGHTHOUSE": address[0]}
+                names |= {"store": store, "lighthouse": lighthouse}
             return names
 
         after = run_plain_blocks("docs/wire.md", setup)
@@ -186,6 +188,7 @@ WIRE = """
 
 
 def test_blocks_about_the_wire_run_on_two_ranks(tmp_path):
+    pytest.importorskip("torchft")
     run_forked(WIRE, str(tmp_path), width=2)
 
 

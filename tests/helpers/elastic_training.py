@@ -1,4 +1,4 @@
-"""Processes that train in local steps with a membership, and may be killed: what they run, and what starts them."""
+"""Replicas that train with a torchft manager and may be killed: the processes, what they run, and their lighthouse."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from helpers.replica_search import batch, digest, plain_net
 from helpers.timeouts import PATIENCE
+from torch.distributed import TCPStore
 from torch.nn.functional import mse_loss
 
-from shrinkpoint.comm.local_steps import LocalSteps
-from shrinkpoint.comm.membership import Membership
-from shrinkpoint.comm.outer_sgd import OuterSGD
+from shrinkpoint.comm.local_steps import LocalSteps, OuterSGD
 
 SETUPS: dict[str, dict[str, Any]] = {
     "exact": {},
@@ -31,15 +31,48 @@ SETUPS: dict[str, dict[str, Any]] = {
 }
 
 
+def host_lighthouse(folder: Path, min_replicas: int = 1) -> int:
+    """Start a process with torchft's lighthouse, whose address is in a file then. Its process id."""
+
+    def work() -> None:
+        from torchft.coordination import LighthouseServer
+
+        settings = {"join_timeout_ms": 5000, "quorum_tick_ms": 20, "heartbeat_timeout_ms": 1500}
+        server = LighthouseServer(bind="[::]:0", min_replicas=min_replicas, **settings)
+        (folder / "new").write_text(server.address())
+        (folder / "new").rename(folder / "lighthouse")
+        time.sleep(PATIENCE)
+
+    pid = start(work, folder / "lighthouse.log")
+    wait_until((folder / "lighthouse").exists)
+    return pid
+
+
+def make_manager(folder: Path, name: str, **settings: Any) -> Any:
+    """A manager of a replica of one process. Its attribute `store` keeps the store alive that it needs."""
+    import torchft
+
+    store, seconds = TCPStore("localhost", 0, is_master=True, wait_for_workers=False), timedelta(seconds=1)
+    fixed = {"load_state_dict": None, "state_dict": None, "use_async_quorum": False, "rank": 0, "world_size": 1}
+    addresses = {"store_addr": "localhost", "store_port": store.port, "hostname": "localhost"}
+    group = torchft.ProcessGroupGloo(timeout=PATIENCE / 4 * seconds)
+    waits = {"timeout": PATIENCE / 4 * seconds, "quorum_timeout": PATIENCE / 4 * seconds, "min_replica_size": 1}
+    lighthouse = (folder / "lighthouse").read_text()
+    arguments = {**fixed, **addresses, **waits, "lighthouse_addr": lighthouse, "replica_id": name, **settings}
+    manager = torchft.Manager(pg=group, **arguments)
+    manager.store = store
+    return manager
+
+
 class ElasticRun:
     """A model that trains on batches of its own; `place` tells the batches of processes from each other."""
 
-    def __init__(self, place: int, membership: Membership, setup: str, every: int = 5) -> None:
+    def __init__(self, place: int, manager: Any, setup: str, every: int = 5, **changes: Any) -> None:
         torch.set_num_threads(1)
-        self.place, self.membership, self.step = place, membership, 0
+        self.place, self.manager, self.step = place, manager, 0
         self.model = plain_net(place)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
-        self.local = LocalSteps(self.model, self.optimizer, every, membership=membership, **SETUPS[setup])
+        self.local = LocalSteps(self.model, self.optimizer, every, manager=manager, **{**SETUPS[setup], **changes})
 
     def take_step(self) -> bool:
         x, y = batch(self.step, self.place)
@@ -49,37 +82,30 @@ class ElasticRun:
         return self.local.step()
 
     def bits(self) -> list[str]:
-        """Of what all ranks have the same: global weights, and the state of the outer optimizer."""
+        """Of what all replicas have the same: global weights, parameters, and the state of the outer optimizer."""
         state = self.local.state_dict()
         moments = [value for moment in state["outer"]["state"].values() for value in moment.values()]
         return [
             digest(*state["weights"].values()),
+            digest(*self.model.parameters()),
             digest(*(value.reshape(1) if value.dim() == 0 else value for value in moments if value is not None)),
         ]
 
     def report(self) -> dict[str, Any]:
-        return {
-            "round": self.local.round,
-            "bits": self.bits(),
-            "generation": self.membership.generation,
-            "members": self.membership.members,
-        }
+        return {"round": self.local.round, "bits": self.bits(), "width": self.manager.num_participants()}
 
-    def train(self, rounds: int, log: Path, last_join: Callable[[], int | None] = lambda: 0) -> None:
-        """Train until so many rounds have ended; append a line to a file after each.
-
-        A process that starts late waits for the others if these end before it has joined. `last_join` is the round
-        after which the last of them joined, as it is in its log, and None before: all go on to the end of the next one.
-        They see it then, since no rank is in a round before all have ended the last.
-        """
+    def train(self, log: Path, end: Path) -> None:
+        """Train until there is a file `end` at the end of a round; append a line to a file after each round."""
         with log.open("a", buffering=1) as file:
             file.write(json.dumps({"joined": True, **self.report()}) + "\n")
-            while (joined := last_join()) is None or self.local.round < max(rounds, joined + 1):
+            has_ended = False
+            while not has_ended:
                 time.sleep(0.01)
                 if self.take_step():
                     file.write(json.dumps(self.report()) + "\n")
+                    has_ended = end.exists()
             self.local.close()
-            file.write(json.dumps({"closed": True}) + "\n")
+            file.write(json.dumps({"closed": True, **self.report()}) + "\n")
 
 
 def start(work: Callable[[], object], log: Path) -> int:

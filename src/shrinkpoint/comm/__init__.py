@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shrinkpoint.comm.accordion import Accordion as Accordion
     from shrinkpoint.comm.aqsgd import AQSGD as AQSGD
+    from shrinkpoint.comm.compressed_manager import CompressedManager as CompressedManager
     from shrinkpoint.comm.compressors.base import Cast as Cast
     from shrinkpoint.comm.compressors.base import Compressor as Compressor
     from shrinkpoint.comm.compressors.base import CompressorContext as CompressorContext
@@ -37,13 +38,11 @@ if TYPE_CHECKING:
     from shrinkpoint.comm.link import Link as Link
     from shrinkpoint.comm.link import MessageContext as MessageContext
     from shrinkpoint.comm.local_steps import LocalSteps as LocalSteps
+    from shrinkpoint.comm.local_steps import OuterSGD as OuterSGD
     from shrinkpoint.comm.low_rank import LowRank as LowRank
-    from shrinkpoint.comm.membership import Membership as Membership
-    from shrinkpoint.comm.outer_sgd import OuterSGD as OuterSGD
     from shrinkpoint.comm.pipeline import CompressedPipeline as CompressedPipeline
     from shrinkpoint.comm.pipeline import compress_pipeline as compress_pipeline
     from shrinkpoint.comm.recommendation import recommend as recommend
-    from shrinkpoint.comm.shared_file_store import SharedFileStore as SharedFileStore
     from shrinkpoint.comm.simulate import CompressionPoints as CompressionPoints
     from shrinkpoint.comm.simulate import insert_compression as insert_compression
     from shrinkpoint.comm.spec import parse as parse
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "accordion": "Accordion",
     "aqsgd": "AQSGD",
+    "compressed_manager": "CompressedManager",
     "compressors.base": "Cast Compressor CompressorContext Identity",
     "compressors.hadamard": "Hadamard",
     "compressors.quantizers": "BlockFloat NormalFloat Uniform",
@@ -61,13 +61,10 @@ _NAMES = {
     "error_feedback": "EF EF21 EFMixed ErrorFeedback",
     "fsdp": "compress_fsdp",
     "link": "Link MessageContext",
-    "local_steps": "LocalSteps",
+    "local_steps": "LocalSteps OuterSGD",
     "low_rank": "LowRank",
-    "membership": "Membership",
-    "outer_sgd": "OuterSGD",
     "pipeline": "compress_pipeline CompressedPipeline",
     "recommendation": "recommend",
-    "shared_file_store": "SharedFileStore",
     "simulate": "CompressionPoints insert_compression",
     "spec": "parse",
     "stats": "LinkStats",

@@ -69,11 +69,10 @@ class _P2PExchange:
         self, send_tensors: Sequence[Tensor], recv_tensors: Sequence[Tensor], group: dist.ProcessGroup
     ) -> None:
         other_ranks = [rank for rank in range(group.size()) if rank != group.rank()]
-        peers = {rank: dist.get_global_rank(group, rank) for rank in other_ranks}
         self._tensors = send_tensors, recv_tensors
-        works = [dist.irecv(recv_tensors[rank], peers[rank], group, _TAG) for rank in other_ranks]
-        works += [dist.isend(send_tensors[rank], peers[rank], group, _TAG) for rank in other_ranks]
-        self._works = [work for work in works if work is not None]
+        # torch.distributed's own functions refuse a group that it has not made, as those of torchft are
+        self._works = [group.recv([recv_tensors[rank]], rank, _TAG) for rank in other_ranks]
+        self._works += [group.send([send_tensors[rank]], rank, _TAG) for rank in other_ranks]
 
     def wait(self, *timeout: Any) -> None:
         """Wait until all messages are sent and received, each as long as a `timedelta`, or as the group waits."""

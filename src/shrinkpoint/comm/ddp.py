@@ -38,7 +38,7 @@ from shrinkpoint.comm.link import CompressorLike, NonfinitePolicy
 from shrinkpoint.comm.low_rank import LowRank
 from shrinkpoint.comm.low_rank_allreduce import LowRankAllReduce, LowRankState
 from shrinkpoint.comm.matrix_layout import MatrixLayout
-from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ReplicaConfigCheck
+from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ConfigCheck, replica_check
 from shrinkpoint.comm.spec import parse
 from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError
@@ -407,13 +407,13 @@ class DDPCompression(RecordHolder[AverageRecord]):
         config |= {"ranks_per_node": self._ranks_per_node} if self._ranks_per_node > 1 else {}
         return {**config, "layout": self._layout.digest()}
 
-    def _make_config_check(self) -> ReplicaConfigCheck:
+    def _make_config_check(self) -> ConfigCheck:
         config = {**self.config(), "counts": self._all_reduce.reduce_scatter.counts()}
         if self._low_rank is not None:
             config["right counts"] = self._low_rank.all_reduce.reduce_scatter.counts()
         if self._accordion is not None:
             config |= self._accordion.progress()
-        return ReplicaConfigCheck(self._group, "compress_ddp", config, self._timeout)
+        return replica_check(self._group, "compress_ddp", config, self._timeout)
 
 
 def _split_low_rank(compressor: CompressorLike | LowRank) -> tuple[CompressorLike, LowRank | None]:

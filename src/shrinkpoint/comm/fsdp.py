@@ -34,7 +34,7 @@ from shrinkpoint.comm.error_feedback import ErrorFeedback, NoFeedback
 from shrinkpoint.comm.fsdp_replicas import ReplicaAllReduce, replicate_group
 from shrinkpoint.comm.gradient_record import RecordHolder, check_refusal, check_single_record
 from shrinkpoint.comm.link import CompressorLike, NonfinitePolicy
-from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ReplicaConfigCheck
+from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ConfigCheck, replica_check
 from shrinkpoint.comm.shard_record import ShardRecord
 from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError
@@ -328,7 +328,7 @@ class FSDPCompression(RecordHolder[ShardRecord]):
         for hook in self._reduce_scatters.values():
             hook.scatter.switch(as_feedback(compressor))
 
-    def _make_config_checks(self) -> dict[int, ReplicaConfigCheck]:
+    def _make_config_checks(self) -> dict[int, ConfigCheck]:
         """One check for each group that messages are sent in."""
         counts: dict[str, Any] = {name: hook.scatter.counts() for name, hook in self._reduce_scatters.items()}
         counts |= {f"{name}, all-gather": gather.counts() for name, gather in self._gathers.items()}
@@ -337,16 +337,14 @@ class FSDPCompression(RecordHolder[ShardRecord]):
         config = {**self._config, "counts": counts}
         if self._accordion is not None:
             config |= self._accordion.progress()
-        checks: dict[int, ReplicaConfigCheck] = {}
+        checks: dict[int, ConfigCheck] = {}
         for param_group, _, _ in self._original_comms:
             for group in (param_group._all_gather_process_group, param_group._reduce_scatter_process_group):
                 if id(group) not in checks and group.size() > 1:
-                    checks[id(group)] = ReplicaConfigCheck(group, "compress_fsdp", config, self._timeout)
+                    checks[id(group)] = replica_check(group, "compress_fsdp", config, self._timeout)
         for all_reduce in self._all_reduces.values():
             if id(all_reduce.group) not in checks and all_reduce.group.size() > 1:
-                checks[id(all_reduce.group)] = ReplicaConfigCheck(
-                    all_reduce.group, "compress_fsdp", config, self._timeout
-                )
+                checks[id(all_reduce.group)] = replica_check(all_reduce.group, "compress_fsdp", config, self._timeout)
         return checks
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,6 @@ from shrinkpoint.comm.compressors.layout import count_nonfinite
 from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL, GradientCollector, GradientLayout
 from shrinkpoint.errors import MismatchError
 from shrinkpoint.tensors.dtypes import tensor_bytes
-
-
-class TensorAverage(Protocol):
-    """Averages a tensor over the ranks of a group in place."""
-
-    def average_(self, tensor: Tensor, group: dist.ProcessGroup, layout: str = "") -> Tensor: ...
 
 
 class GlobalWeights:
@@ -39,18 +33,12 @@ class GlobalWeights:
         self.tensors: dict[str, Tensor] = {name: _widen(parameter) for name, parameter in parameters.items()}
         self._layout = GradientLayout(self.tensors.items(), 0, SEGMENT_NUMEL)
 
-    @property
-    def layouts(self) -> list[str]:
-        """The names of the segments in which pseudo-gradients are averaged."""
-        return [segment.name for segment in self._layout.segments]
-
-    def broadcast(self, source: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
-        """The weights of a rank of the group, by name; on all ranks but that one they are new tensors."""
-        is_source, sender, received = group.rank() == source, dist.get_global_rank(group, source), {}
-        for name, weights in self.tensors.items():
-            received[name] = weights if is_source else torch.empty_like(weights)
-            dist.broadcast(received[name], sender, group)
-        return received
+    def broadcast(self, group: dist.ProcessGroup) -> None:
+        """Take over the weights of rank 0 of the group, and write them into the parameters of other ranks."""
+        for weights in self.tensors.values():
+            dist.broadcast(weights, dist.get_global_rank(group, 0), group)
+        if group.rank():
+            self.copy_to_parameters()
 
     def copy_to_parameters(self) -> None:
         """Write the weights into the parameters in place, rounded to their dtypes."""
@@ -78,13 +66,11 @@ class GlobalWeights:
                 return name, count
         return None
 
-    def average_gradients(
-        self, average: TensorAverage, group: dist.ProcessGroup, residuals: Mapping[str, Tensor]
-    ) -> None:
-        """Replace the pseudo-gradients by their averages over the ranks, segment by segment.
+    def average_gradients(self, average: Callable[[Tensor, str], Tensor]) -> None:
+        """Replace the pseudo-gradients by their averages over the ranks.
 
         Args:
-            residuals: of messages to an earlier group, added to the values of a segment, from its first one on.
+            average: averages the flat values of a segment in place, given its name.
         """
         collector = GradientCollector(self._layout)
         for weights in self.tensors.values():
@@ -93,9 +79,7 @@ class GlobalWeights:
             for filled in collector.add(weights, gradient.view(-1)):
                 flat = torch.empty(filled.segment.numel, dtype=weights.dtype, device=weights.device)
                 filled.copy_to(flat)
-                residual = residuals.get(filled.segment.name, flat[:0])[: flat.numel()]
-                flat[: residual.numel()].add_(residual)
-                filled.copy_from(average.average_(flat, group, filled.segment.name))
+                filled.copy_from(average(flat, filled.segment.name))
 
     def digest(self) -> str:
         """A digest of all bits: 32 hex digits."""
@@ -121,10 +105,10 @@ class GlobalWeights:
             weights.copy_(tensors[name])
 
 
-def broadcast_parameter(parameter: nn.Parameter, source: int, group: dist.ProcessGroup) -> None:
-    """Give a parameter the values that a rank of the group has, in place."""
+def broadcast_parameter(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
+    """Give a parameter the values that rank 0 of the group has, in place."""
     values = parameter.detach().contiguous()
-    dist.broadcast(values.view(-1).view(torch.uint8), dist.get_global_rank(group, source), group)
+    dist.broadcast(values.view(-1).view(torch.uint8), dist.get_global_rank(group, 0), group)
     parameter.detach().copy_(values)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -15,27 +17,56 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from shrinkpoint import validate
-from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce, as_feedback
-from shrinkpoint.comm.global_weights import (
-    GlobalWeights,
-    broadcast_parameter,
-    describe_tensor,
-    digest_tensors,
-)
+from shrinkpoint.comm.compressed_manager import CompressedManager, is_lost
+from shrinkpoint.comm.global_weights import GlobalWeights, broadcast_parameter, describe_tensor, digest_tensors
 from shrinkpoint.comm.link import FINITE_VALUES, CompressorLike
-from shrinkpoint.comm.membership import LostMemberError, Membership, is_lost
-from shrinkpoint.comm.outer_sgd import OuterOptimizer, OuterSGD
-from shrinkpoint.comm.outer_state import broadcast_tensors, describe_state
-from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, group_timeout
-from shrinkpoint.comm.round_check import Problem, RoundCheck
-from shrinkpoint.comm.sparse_allreduce import SparseAllReduce, is_sparse
+from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ConfigCheck, Problem, compare_facts
+from shrinkpoint.comm.round_average import RoundAverage
 from shrinkpoint.comm.state_check import check_entries, check_mapping
 from shrinkpoint.comm.stats import LinkStats
-from shrinkpoint.errors import MismatchError, PolicyError, warn_user
+from shrinkpoint.errors import MismatchError, PolicyError
+
+if TYPE_CHECKING:
+    from torchft import Manager
 
 _STATE_KEYS = {"config", "round", "steps_in_round", "weights", "outer", "feedback", "residuals"}
 _in_use: WeakValueDictionary[int, LocalSteps] = WeakValueDictionary()
 """What averages each model, by the `id` of the model, which it keeps: two would average each other's rounds."""
+
+
+OuterOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+"""Makes the optimizer of the global weights, whose `grad` is the mean pseudo-gradient."""
+
+
+@dataclass(frozen=True)
+class OuterSGD:
+    """SGD on the global weights, with Nesterov's momentum (arXiv 2311.08105, algorithm 1).
+
+    The defaults are those of DiLoCo. SparseLoCo (arXiv 2508.15706) has no outer momentum, since error feedback takes
+    its place: `OuterSGD(lr=1.0, momentum=0.0)`, whose step is the mean of what all ranks sent.
+
+    Attributes:
+        lr: the learning rate; with 1 and no momentum the global weights become the mean of all ranks' weights.
+        momentum: from 0, without a memory, to 1.
+        nesterov: whether the momentum is Nesterov's.
+
+    Raises:
+        PolicyError: a number out of range.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        validate.check_float("OuterSGD, lr", self.lr)
+        validate.check_float("OuterSGD, momentum", self.momentum, maximum=1.0, exclusive=False)
+        validate.check_bool("OuterSGD, nesterov", self.nesterov)
+
+    def __call__(self, weights: list[torch.Tensor]) -> torch.optim.Optimizer:
+        """Make the optimizer of global weights."""
+        nesterov = self.nesterov and self.momentum > 0
+        return torch.optim.SGD(weights, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
 
 
 class LocalSteps:
@@ -57,8 +88,8 @@ class LocalSteps:
     feedback have the same size. While messages are exchanged there is a copy of the feedback: an exchange that fails
     changes nothing.
 
-    With a membership ranks may die and join. Those that are left average the round among themselves; those that join
-    get global weights, outer state and the number of the round from the others, at the end of a round.
+    With a manager of torchft ranks are replicas, which may die and join. Replicas that are left average the round among
+    themselves. A replica that joins recovers global weights, outer state and round at the end of the others' round.
 
     Args:
         model: what requires a gradient is averaged; not sharded. Frozen parameters are taken from rank 0 once.
@@ -68,10 +99,10 @@ class LocalSteps:
         compressor: for pseudo-gradients; None for no compression. SparseLoCo (arXiv 2508.15706) takes
             "ef(top1.5625:4096:q2:64, decay=0.95)", and `OuterSGD(lr=1.0, momentum=0.0)`.
         group: of the ranks that train together; None for the default group.
-        membership: forms groups of the ranks that are alive; instead of `group`. Here a process waits for the first
-            one, or to be let in.
-        timeout: seconds to wait here for each other rank. At the end of a round ranks wait as long as the group does,
-            with a membership always.
+        manager: forms groups of the replicas that are alive, instead of `group`; with `use_async_quorum=False`. This
+            call waits for the quorum. `shutdown` of the manager is the program's.
+        timeout: seconds to wait here for each other rank of a group. At the end of a round ranks wait as long as the
+            group does. With a manager its own timeouts count.
 
     Attributes:
         outer: the outer optimizer. A scheduler may change its settings, alike on all ranks.
@@ -82,9 +113,9 @@ class LocalSteps:
     Raises:
         PolicyError: an argument is unusable. What is wrong with the model of one rank is raised on every rank, such as
             another LocalSteps of it that is neither deleted nor closed.
-        MismatchError: on every rank: ranks have other models or settings, or one did not call this. Ranks that train
-            already do not get errors of one that joins; they go on without it.
-        MembershipError: no group was formed.
+        MismatchError: on every rank: ranks have other models or settings, or one did not call this. With a manager
+            only the replica that joins gets these errors; the others go on without it.
+        MembershipError: torchft formed no quorum in time, or gave up.
     """
 
     def __init__(
@@ -96,41 +127,39 @@ class LocalSteps:
         outer: OuterOptimizer | None = None,
         compressor: CompressorLike = None,
         group: dist.ProcessGroup | None = None,
-        membership: Membership | None = None,
+        manager: Manager | None = None,
         timeout: float = CONFIG_TIMEOUT,
     ) -> None:
         validate.check_instance("LocalSteps, model", model, nn.Module, expected="a model", do="pass the module itself")
         self._optimizers = _check_optimizers(optimizer)
         self._every = validate.check_int("LocalSteps, every", every, do="take 30")
-        self._timeout = validate.check_float("LocalSteps, timeout", timeout)
-        self._membership = _check_membership(membership, group)
+        validate.check_float("LocalSteps, timeout", timeout)
         make_outer = _check_outer(OuterSGD() if outer is None else outer)
-        self._feedback = as_feedback(compressor)
-        average_type = SparseAllReduce if is_sparse(self._feedback) else CompressedAllReduce
-        self._average: SparseAllReduce | CompressedAllReduce = average_type(self._feedback, name="local steps")
+        if manager is not None and group is not None:
+            advice = "leave out the group: the manager forms it"
+            raise PolicyError("LocalSteps", found="a group and a manager", expected="one of them", do=advice)
+        self._manager = None if manager is None else CompressedManager(manager, compressor)
+        self._average = RoundAverage(compressor, "local steps") if self._manager is None else self._manager.average
         self.link_stats: dict[str, LinkStats] = self._average.link_stats
         self.round, self.steps_in_round = 0, 0
-        self._has_shared_state = False
-        self._residuals: dict[str, torch.Tensor] = {}  # of messages to an earlier group
-        self._sent_feedback: dict[str, Any] | None = None  # that of an exchange which failed here
 
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self._model, self._parameter_ids = model, {id(p) for p in parameters.values()}
         problem = _find_user(model) or _find_problem(parameters, self._optimizers)
-        self._setup: dict[str, str | int] = {"every": self._every, "compressor": self._feedback.shared_spec}
+        self._setup: dict[str, str | int] = {"every": self._every, "compressor": self._average.feedback.shared_spec}
         if problem is None:
             self._weights = GlobalWeights(parameters)
             self.outer: Optimizer = _make_outer(make_outer, list(self._weights.tensors.values()))
-            self._setup["outer optimizer"] = type(self.outer).__name__
-            places = enumerate(parameters.items())
-            self._setup |= {f"parameter {place}": f"{name}, {describe_tensor(p)}" for place, (name, p) in places}
-            self._setup |= {
-                f"frozen parameter {name}": describe_tensor(p) if _has_values(p) else "without values"
-                for name, p in self._frozen.items()
-            }
+            self._setup |= {"outer optimizer": type(self.outer).__name__, **_describe_model(parameters, self._frozen)}
         with torch.no_grad():
-            self._join(group, problem)
+            if self._manager is None:
+                self._enter(_check_group(group), problem, timeout)
+            else:
+                if problem is not None:
+                    raise _problem_error(problem)
+                self._manager.register_state_dict_fn("shrinkpoint.LocalSteps", self._recover, self._recovery_state)
+                self._commit_round(self._manager)
         _in_use[id(model)] = self
 
     def step(self) -> bool:
@@ -144,7 +173,7 @@ class LocalSteps:
                 parameters that the model did not have, or that were frozen, when this was made.
             MismatchError: on every rank, before anything is sent: ranks are in other rounds, have other global weights
                 or outer settings, or one did not end its round in time.
-            MembershipError: this rank was left out since it was too slow, too few are left, or the store is gone.
+            MembershipError: torchft formed no quorum in time, or gave up.
         """
         for optimizer in self._optimizers:
             optimizer.step()
@@ -153,55 +182,22 @@ class LocalSteps:
     def advance(self) -> bool:
         """Count an inner step that the loop took itself, by a `GradScaler` or with a closure; else as `step`."""
         self.steps_in_round += 1
-        rounds, has_newcomers = self.round, False
+        if self.steps_in_round < self._every:
+            return False
         with torch.no_grad():
-            if self._membership is not None and self._membership.has_ended():
-                self._rebuild(self._membership)
-            while self.steps_in_round >= self._every:
-                try:
-                    has_newcomers = self._end_round()
-                except Exception as error:
-                    self._rebuild_after(error)
-            if self._membership is not None and has_newcomers:
-                self._rebuild(self._membership)
-        return self.round > rounds
-
-    def rebuild(self, group: dist.ProcessGroup, timeout: float | None = None) -> None:
-        """Go on among the ranks of another group, after an error of the one before; a membership does it by itself.
-
-        All ranks of the group call it at the same time; new ones make their LocalSteps instead. The ranks in the newest
-        round keep what they have, and steps of a round that has not ended. The others take over global weights, outer
-        state and round from the first of these. Those whose messages are part of that round keep their feedback; new
-        ones, and EF21 on all ranks, begin with none. If this rank was at the end of a round, call `advance` next.
-
-        Args:
-            group: it need not have the same ranks, or as many.
-            timeout: seconds to wait for each rank; None for the one given before.
-
-        Raises:
-            PolicyError: what is wrong with the model of one rank.
-            MismatchError: ranks have other models, settings or global weights.
-        """
-        with torch.no_grad():
-            self._enter(_check_group(group), None, self._timeout if timeout is None else timeout)
+            if self._manager is None:
+                self._end_round()
+            else:
+                self._commit_round(self._manager)
+        return True
 
     def close(self) -> None:
-        """Let the model have another LocalSteps; with a membership end that, after all members ended the same round."""
+        """Let the model have another LocalSteps. With a manager it waits until all replicas ended the same round."""
         if _in_use.get(id(self._model)) is self:
             del _in_use[id(self._model)]
-        if self._membership is None or self._membership.has_left:
-            return
-        is_done = False
-        with torch.no_grad():
-            while not is_done:
-                try:
-                    if self.steps_in_round >= self._every:
-                        self._end_round()
-                    self._check.check(self._facts(), None, group_timeout(self._group))
-                    is_done = True
-                except Exception as error:
-                    self._rebuild_after(error)
-        self._membership.leave()
+            if self._manager is not None:
+                with torch.no_grad():
+                    self._commit_round(self._manager)
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank needs to continue bit for bit, with its model and inner optimizer. Tensors are not copied."""
@@ -212,7 +208,7 @@ class LocalSteps:
             "weights": dict(self._weights.tensors),
             "outer": self.outer.state_dict(),
             "feedback": self._average.state_dict(),
-            "residuals": dict(self._residuals),
+            "residuals": dict(self._average.residuals),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -234,124 +230,116 @@ class LocalSteps:
             raise MismatchError("LocalSteps, outer", found=found, expected="its state", do=advice) from error
         with torch.no_grad():
             self._weights.load(state["weights"])
-        self._average.load_state_dict(state["feedback"])
-        self._residuals = {layout: residual.clone() for layout, residual in state["residuals"].items()}
-        self._sent_feedback = None
+        self._average.load_state_dict(state["feedback"], state["residuals"])
         self.round, self.steps_in_round = int(state["round"]), int(state["steps_in_round"])
 
-    def _join(self, group: dist.ProcessGroup | None, problem: Problem | None) -> None:
-        """Enter a group that is given, or the next one of the membership."""
-        membership = self._membership
-        if membership is None:
-            self._enter(_check_group(group), problem, self._timeout)
-            return
-        try:
-            self._rebuild(membership, problem)
-        except BaseException:
-            membership.leave()
-            raise
-
-    def _rebuild_after(self, error: Exception) -> None:
-        """Enter the next group if an error means that this one has lost a member; else raise it."""
-        if self._membership is None or not is_lost(error):
-            raise error
-        self._rebuild(self._membership)
-
-    def _rebuild(self, membership: Membership, problem: Problem | None = None) -> None:
-        """Enter the next group of the membership, or the one after it if members die meanwhile."""
-        is_entered = False
-        while not is_entered:
-            group = membership.form()
-            try:
-                self._enter(group, problem, group_timeout(group))
-                is_entered = True
-            except Exception as error:
-                if not is_lost(error):
-                    raise
-
     def _enter(self, group: dist.ProcessGroup, problem: Problem | None, timeout: float) -> None:
-        """Bring all ranks of a group to the newest state that one of them has. This rank has all of a state or none."""
-        self._group, self._check = group, RoundCheck(group, self._membership)
-        try:
-            self._check.check(self._setup, problem, timeout)
-        except (PolicyError, MismatchError) as error:
-            if self._membership is None or not self._has_shared_state:
-                raise
-            warn_user(f"a process that wanted to join was refused: {error}", UserWarning)
-            raise LostMemberError("LocalSteps", found=error.message, do="form the next group") from error
+        """Compare models and settings of all ranks of a group, and begin with the weights of rank 0."""
+        advice = "make the same objects and take the same number of steps in the same order on every rank"
+        compare = partial(compare_facts, "LocalSteps")
+        self._group, self._check = group, ConfigCheck(group, "local steps", "LocalSteps", compare, advice=advice)
+        self._compare(self._setup, problem, timeout)
         frozen = [parameter for parameter in self._frozen.values() if _has_values(parameter)]
-        mine = {"round": self.round if self._has_shared_state else -1, "frozen": digest_tensors(frozen)}
-        rounds = self._check.exchange(mine, timeout)
-        newest = max(member["round"] for member in rounds)
-        source = [member["round"] for member in rounds].index(newest)
-        is_behind = not self._has_shared_state or self.round < newest
-        if any(member["frozen"] != rounds[source]["frozen"] for member in rounds):
+        self._check.publish({group.rank(): {"frozen": digest_tensors(frozen)}})
+        digests = self._check.read(timeout)
+        if any(digest != digests[0] for digest in digests):
             for parameter in frozen:
-                broadcast_parameter(parameter, source, group)
-        if newest < 0 or any(member["round"] < newest for member in rounds):
-            weights = self._weights.broadcast(source, group)
-            outer = self._broadcast_outer(source, timeout) if newest >= 0 else None
-            if is_behind:
-                self._take_over(weights, outer)
-        self._restart_feedback(max(newest, 0))
-        self.round, self._has_shared_state = max(newest, 0), True
-        self._check.check(self._facts(), None, timeout)
+                broadcast_parameter(parameter, group)
+        self._weights.broadcast(group)
+        self._compare(self._facts(), None, timeout)
 
-    def _broadcast_outer(self, source: int, timeout: float) -> dict[str, Any]:
-        """The state of the outer optimizer of a rank of the group."""
-        text, tensors = describe_state(self.outer) if self._group.rank() == source else ("", [])
-        text = self._check.exchange({"outer": text}, timeout)[source]["outer"]
-        device = next(iter(self._weights.tensors.values())).device
-        return broadcast_tensors(text, tensors, device, source, self._group)
+    def _compare(self, facts: Mapping[str, str | int], problem: Problem | None, timeout: float | None = None) -> None:
+        """Raise an error on every rank if one has a problem or other facts, or says nothing in time."""
+        self._check.publish({self._group.rank(): {"facts": list(facts.items()), "problem": problem}})
+        self._check.check(timeout)
 
-    def _take_over(self, weights: Mapping[str, torch.Tensor], outer: dict[str, Any] | None) -> None:
-        self._weights.load(weights)
-        self._weights.copy_to_parameters()
-        if outer is not None:
-            self.outer.load_state_dict(outer)
-        self.steps_in_round = 0
-
-    def _restart_feedback(self, newest: int) -> None:
-        """Begin with feedback for another group in a round; what this rank's messages have lost is kept.
-
-        A rank that is a round behind failed in an exchange that another one has ended, with all messages of this rank.
-        """
-        if self.round < newest and self._sent_feedback is not None:
-            self._average.load_state_dict(self._sent_feedback)
-            self._residuals = {}
-        is_kept = self._has_shared_state and (self.round == newest or self._sent_feedback is not None)
-        self._residuals = (self._residuals or self._average.residuals()) if is_kept else {}
-        self._sent_feedback = None
-        self._average.restart(dict.fromkeys(self._weights.layouts, newest))
-
-    def _end_round(self) -> bool:
-        """Average the pseudo-gradients, step the global weights, and write them into the parameters.
-
-        Returns:
-            Whether a rank knows of a process that waits to join: the same on all ranks.
-        """
+    def _end_round(self) -> None:
+        """Average the pseudo-gradients, step the global weights, and write them into the parameters."""
+        is_done = False
+        self._average.begin()
         try:
             self._weights.set_gradients()
             problem = self._find_unknown() or self._find_nonfinite()
-            has_newcomers = self._check.check(self._facts(), problem, group_timeout(self._group))
-            self._average_gradients()
+            self._compare(self._facts(), problem)
+            self._weights.average_gradients(lambda flat, name: self._average.average_(flat, self._group, name))
+            is_done = True
+        finally:
+            self._average.end(is_done)
+            if not is_done:
+                self._weights.clear_gradients()
+        self._step_outer()
+
+    def _step_outer(self) -> None:
+        try:
             self.outer.step()
         finally:
             self._weights.clear_gradients()
         self._weights.copy_to_parameters()
         self.round, self.steps_in_round = self.round + 1, 0
-        return has_newcomers
 
-    def _average_gradients(self) -> None:
-        """Average the pseudo-gradients; if that fails, feedback is as it was before."""
-        before = copy.deepcopy(self._average.state_dict())
-        try:
-            self._weights.average_gradients(self._average, self._group, self._residuals)
-        except BaseException:
-            self._sent_feedback = copy.deepcopy(self._average.state_dict())
-            self._average.load_state_dict(before)
-            raise
-        self._residuals, self._sent_feedback = {}, None
+    def _commit_round(self, manager: CompressedManager) -> None:
+        """End the round among the replicas of the next quorum. If one of them dies, do so again among the others."""
+        is_committed = False
+        while not is_committed:
+            num_trained = 0
+            manager.start_quorum()
+            try:
+                if manager.errored() is None:
+                    num_trained = self._average_replicas(manager)
+            except Exception as error:
+                manager.report_error(error)
+                manager.should_commit()  # no: feedback goes back
+                self._weights.clear_gradients()
+                if not is_lost(error):
+                    raise
+            else:
+                is_committed = manager.should_commit()
+        if num_trained:
+            self._step_outer()
+
+    def _average_replicas(self, manager: CompressedManager) -> int:
+        """Average the pseudo-gradients of the replicas that have trained a round, and return how many have.
+
+        A replica that begins, recovers or closes has not, and sends zeros. If no replica has trained, nothing is sent.
+        """
+        self._weights.set_gradients()
+        has_trained = self.steps_in_round >= self._every and manager.is_participating()
+        problem = self._find_unknown() or self._find_nonfinite()
+        message = {"facts": list(self._facts().items()), "problem": problem, "has_trained": has_trained}
+        gradients = [weights.grad for weights in self._weights.tensors.values() if weights.grad is not None]
+        messages = manager.gather(message, gradients[0].device)
+        compare_facts("LocalSteps", messages)
+        num_trained: int = sum(message["has_trained"] for message in messages)
+        if not num_trained:
+            self._weights.clear_gradients()
+            return 0
+        if not has_trained:
+            torch._foreach_zero_(gradients)
+        self._weights.average_gradients(lambda flat, name: self._average.average_(flat, manager.group, name))
+        if num_trained < len(messages):
+            torch._foreach_mul_(gradients, len(messages) / num_trained)
+        return num_trained
+
+    def _recovery_state(self) -> dict[str, Any]:
+        """Everything that a replica takes over from another one."""
+        return {
+            "setup": self._setup,
+            "round": self.round,
+            "weights": dict(self._weights.tensors),
+            "outer": self.outer.state_dict(),
+            "frozen": {name: p.detach() for name, p in self._frozen.items() if _has_values(p)},
+        }
+
+    def _recover(self, state: Any) -> None:
+        """Take over the state of another replica; a MismatchError if that has another model or other settings."""
+        setups = [list(setup.items()) for setup in (state["setup"], self._setup)]
+        compare_facts("LocalSteps", [{"facts": setup, "problem": None} for setup in setups])
+        self._weights.load(state["weights"])
+        self._weights.copy_to_parameters()
+        for name, values in state["frozen"].items():
+            self._frozen[name].detach().copy_(values)
+        self.outer.load_state_dict(copy.deepcopy(state["outer"]))
+        self.round, self.steps_in_round = state["round"], 0
 
     def _facts(self) -> dict[str, str | int]:
         """What must be the same on all ranks whenever a round ends."""
@@ -380,9 +368,10 @@ class LocalSteps:
 
     def _config(self) -> dict[str, Any]:
         """The configuration that a state to load must have. Feedback belongs to a rank among a number of them."""
-        config = {"compressor": self._feedback.shared_spec, "outer": type(self.outer).__name__}
-        place = "any" if self._feedback.is_stateless else f"{self._group.rank()} of {self._group.size()}"
-        return {**config, "rank": place}
+        feedback = self._average.feedback
+        is_any = feedback.is_stateless or self._manager is not None
+        place = "any" if is_any else f"{self._group.rank()} of {self._group.size()}"
+        return {"compressor": feedback.shared_spec, "outer": type(self.outer).__name__, "rank": place}
 
 
 def _check_optimizers(optimizer: Any) -> list[Optimizer]:
@@ -394,18 +383,6 @@ def _check_optimizers(optimizer: Any) -> list[Optimizer]:
         found = found or validate.describe_value(optimizer)
         raise PolicyError("LocalSteps, optimizer", found=found, expected=expected, do=advice)
     return list(optimizers)
-
-
-def _check_membership(membership: Any, group: Any) -> Membership | None:
-    if membership is None:
-        return None
-    if group is not None:
-        advice = "leave out the group: the membership forms it"
-        raise PolicyError("LocalSteps", found="a group and a membership", expected="one of them", do=advice)
-    expected, advice = "a Membership, or None", "make one: Membership(store, size)"
-    validate.check_instance("LocalSteps, membership", membership, Membership, expected=expected, do=advice)
-    checked: Membership = membership
-    return checked
 
 
 def _check_group(group: Any) -> dist.ProcessGroup:
@@ -456,15 +433,27 @@ def _make_outer(make_outer: OuterOptimizer, tensors: list[torch.Tensor]) -> Opti
     return outer
 
 
+def _describe_model(trained: Mapping[str, nn.Parameter], frozen: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """The parameters that must be alike on all ranks, as text by a name for messages."""
+    texts = {f"parameter {at}": f"{name}, {describe_tensor(p)}" for at, (name, p) in enumerate(trained.items())}
+    for name, p in frozen.items():
+        texts[f"frozen parameter {name}"] = describe_tensor(p) if _has_values(p) else "without values"
+    return texts
+
+
 def _has_values(parameter: nn.Parameter) -> bool:
     """Whether all values of a parameter are here."""
     return not (is_lazy(parameter) or isinstance(parameter, DTensor) or parameter.is_meta)
 
 
+def _problem_error(problem: Problem) -> PolicyError:
+    where, found, expected, advice = problem
+    return PolicyError(where, found=found, expected=expected, do=advice)
+
+
 def _find_user(model: nn.Module) -> Problem | None:
     """Why this model cannot have a LocalSteps: it has one in use."""
-    other = _in_use.get(id(model))
-    if other is None or (other._membership is not None and other._membership.has_left):
+    if id(model) not in _in_use:
         return None
     advice = "delete the other one, or call its close(), before making one again"
     return "LocalSteps, model", "a model that another LocalSteps averages", "a model of this one alone", advice

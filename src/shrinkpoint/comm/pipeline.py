@@ -15,7 +15,7 @@ from shrinkpoint.comm.compressors.base import Compressor, Identity
 from shrinkpoint.comm.error_feedback import ErrorFeedback
 from shrinkpoint.comm.link import CompressorLike, Link, NonfinitePolicy, check_nonfinite
 from shrinkpoint.comm.pipeline_stage import Boundary, CompressedStage, Direction, check_stage_api
-from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, SampleIdBroadcast, StageConfigCheck
+from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, SampleIdBroadcast, stage_check
 from shrinkpoint.comm.state_check import check_entries, check_mapping, part_error
 from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError
@@ -130,7 +130,7 @@ class CompressedPipeline:
         self._is_config_verified = False
         group, is_source = stages[0].group, any(stage.is_first for stage in stages)
         self._id_broadcast = SampleIdBroadcast(group, is_source=is_source) if plan.needs_ids() else None
-        self._config_check = StageConfigCheck(group, [stage.stage_index for stage in stages], stages[0].num_stages)
+        self._config_check = stage_check(group, stages[0].num_stages)
         self._stages: dict[int, CompressedStage] = {}
         for stage in stages:
             index: int = stage.stage_index

@@ -7,11 +7,10 @@ was configured differently would not take part in it.
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +19,8 @@ from torch import Tensor
 
 from shrinkpoint.errors import MismatchError, PolicyError
 
+Problem = tuple[str, str, str, str]
+"""The `where`, `found`, `expected` and `do` of an error."""
 CONFIG_TIMEOUT = 30.0
 """Seconds to wait for the configuration of another rank, by default."""
 _MAX_LAG_STEPS = 64
@@ -77,10 +78,6 @@ class StoreChannel:
             kind = TimeoutError if "timeout" in str(error).lower() else ConnectionError
             raise kind(str(error)) from error
 
-    def has(self, sender: int, round_index: int = 0) -> bool:
-        """Whether the message of a sender is there, without waiting."""
-        return bool(self._store.check([self._key(sender, round_index)]))
-
     def delete(self, sender: int, round_index: int) -> None:
         """Delete a message that all processes have read."""
         self._store.delete_key(self._key(sender, round_index))
@@ -89,109 +86,127 @@ class StoreChannel:
         return f"shrinkpoint/{self._topic}/{self._generation}/{round_index}/{sender}"
 
 
-class ConfigCheck(ABC):
-    """Publishes the configurations of this process's participants, and compares those of all of them, round by round.
+class ConfigCheck:
+    """Publishes configurations (plain values) of this process's participants, and compares those of all of them.
 
-    Every process reads all configurations, so that all of them come to the same result. Participants are ranks or
-    stages; `topic` is part of the keys of their messages, and `where` names the place in errors.
+    Participants are ranks or stages. Every process reads all configurations, so that all come to the same result.
+
+    Args:
+        group: None for the default group.
+        topic: part of the keys of messages.
+        where: names the place in errors.
+        compare: raises an error if the configurations, in the order of participants, do not fit each other.
+        count: the number of participants; None for the ranks of the group.
+        kind: what a participant is called in errors.
+        advice: what to do if one of them publishes nothing in time.
+        timeout: seconds to wait for each of them; None for as long as the group waits for a message.
     """
 
-    participant_kind: ClassVar[str]
-    missing_advice: ClassVar[str]
-
     def __init__(
-        self, group: dist.ProcessGroup | None, topic: str, participants: Sequence[int], count: int, where: str
+        self,
+        group: dist.ProcessGroup | None,
+        topic: str,
+        where: str,
+        compare: Callable[[Sequence[Any]], None],
+        *,
+        count: int | None = None,
+        kind: str = "rank",
+        advice: str = "call it on every rank of the group",
+        timeout: float | None = None,
     ) -> None:
-        self._channel, self._participants = StoreChannel(group, topic), tuple(participants)
-        self._num_participants, self._round, self._where = count, 0, where
+        self._channel, self._where, self._compare = StoreChannel(group, topic), where, compare
+        self._count = self._channel.group.size() if count is None else count
+        self._kind, self._advice, self._timeout = kind, advice, timeout
+        self._round, self._is_pending = 0, False
 
     def publish(self, configs: Mapping[int, Mapping[str, Any]]) -> None:
-        """Publish the configuration (plain values) of each participant of this process in the next round."""
-        self._round += 1
-        for participant in self._participants:
-            self._channel.publish(participant, json.dumps(configs[participant], sort_keys=True), self._round)
+        """Publish the configuration of each participant of this process in the next round."""
+        self._round, self._is_pending = self._round + 1, True
+        for participant, config in configs.items():
+            self._channel.publish(participant, json.dumps(config, sort_keys=True), self._round)
             if self._round > 2:  # a process in round n - 1 has read all of round n - 2
                 self._channel.delete(participant, self._round - 2)
 
-    def compare(self, timeout: float) -> None:
-        """Compare the configurations of all participants in this round, waiting `timeout` seconds for each of them."""
-        self._check_equal([self._read(participant, timeout) for participant in range(self._num_participants)])
+    def read(self, timeout: float | None = None) -> list[Any]:
+        """The configurations of all participants in this round.
 
-    def _read(self, participant: int, timeout: float) -> Any:
-        try:
-            return json.loads(self._channel.read(participant, timeout, self._round))
-        except (TimeoutError, ConnectionError) as error:
-            reason = f"within {timeout:g} s" if isinstance(error, TimeoutError) else f"({error})"
-            problem = f"{self.participant_kind} {participant} published no configuration {reason}"
-            raise MismatchError(self._where, found=problem, do=self.missing_advice) from error
+        Raises:
+            MismatchError: one of them published nothing in time.
+        """
+        self._is_pending = False
+        timeout = self._timeout if timeout is None else timeout
+        timeout = group_timeout(self._channel.group) if timeout is None else timeout
+        configs = []
+        for participant in range(self._count):
+            try:
+                configs.append(json.loads(self._channel.read(participant, timeout, self._round)))
+            except (TimeoutError, ConnectionError) as error:
+                reason = f"within {timeout:g} s" if isinstance(error, TimeoutError) else f"({error})"
+                problem = f"{self._kind} {participant} published no configuration {reason}"
+                raise MismatchError(self._where, found=problem, do=self._advice) from error
+        return configs
 
-    @abstractmethod
-    def _check_equal(self, configs: Sequence[Any]) -> None:
-        """Raise MismatchError if the configurations, in the order of participants, do not fit each other."""
-
-
-class ReplicaConfigCheck(ConfigCheck):
-    """Compares the configuration of all ranks of a group, which must be equal, once.
-
-    The configuration (plain values) is published when the check is created, and compared by the first call of `check`,
-    which waits `timeout` seconds for each rank.
-    """
-
-    participant_kind = "rank"
-    missing_advice = "call it on every rank of the group"
-
-    def __init__(
-        self, group: dist.ProcessGroup | None, topic: str, config: Mapping[str, Any], timeout: float = CONFIG_TIMEOUT
-    ) -> None:
-        rank = dist.get_rank(group)
-        super().__init__(group, topic, [rank], dist.get_world_size(group), where=topic)
-        self._timeout, self._is_pending = timeout, True
-        self.publish({rank: config})
-
-    def check(self) -> None:
-        """Compare the configurations of all ranks, unless that was done; a MismatchError is raised on every rank."""
+    def check(self, timeout: float | None = None) -> None:
+        """Compare the configurations of this round, unless that was done; errors are raised by every rank."""
         if self._is_pending:
-            self.compare(self._timeout)
-            self._is_pending = False
+            self._compare(self.read(timeout))
 
-    def _check_equal(self, configs: Sequence[Any]) -> None:
+
+def replica_check(
+    group: dist.ProcessGroup | None, where: str, config: Mapping[str, Any], timeout: float = CONFIG_TIMEOUT
+) -> ConfigCheck:
+    """Publish the configuration of this rank, which must be equal on all ranks. The first `check` compares them."""
+
+    def compare(configs: Sequence[Any]) -> None:
         texts = [json.dumps(config, sort_keys=True) for config in configs]
         unequal = [rank for rank, text in enumerate(texts) if text != texts[0]]
         if unequal:
-            problem, advice = (
-                f"rank 0 has {texts[0]}, rank {unequal[0]} has {texts[unequal[0]]}",
-                "set all ranks up alike",
-            )
-            raise MismatchError(self._where, found=problem, expected="the same on all ranks", do=advice)
+            problem = f"rank 0 has {texts[0]}, rank {unequal[0]} has {texts[unequal[0]]}"
+            raise MismatchError(where, found=problem, expected="the same on all ranks", do="set all ranks up alike")
+
+    check = ConfigCheck(group, where, where, compare, timeout=timeout)
+    check.publish({dist.get_rank(group): config})
+    return check
 
 
-class StageConfigCheck(ConfigCheck):
-    """Compares the configurations of neighbouring pipeline stages: options, and both ends of each link.
+def compare_facts(where: str, messages: Sequence[Any]) -> None:
+    """Raise an error if a rank has a problem, or if facts of two ranks differ.
 
-    A configuration is a mapping of plain values. Its entry "links" maps the name of each link of the stage to what both
-    ends of that link must have in common; all other entries must be equal at neighbouring stages.
+    Args:
+        messages: for each rank "facts", pairs of a name and a value; and "problem", the parts of an error, or None.
+    """
+    for rank, message in enumerate(messages):
+        if message["problem"] is not None:
+            place, found, expected, advice = message["problem"]
+            raise PolicyError(f"{place}, rank {rank}", found=found, expected=expected, do=advice)
+    first = dict(messages[0]["facts"])
+    for rank, message in enumerate(messages):
+        facts = dict(message["facts"])
+        for name in {**first, **facts}:
+            if first.get(name) != facts.get(name):
+                problem = f"{name}: {first.get(name, 'none')} on rank 0, {facts.get(name, 'none')} on rank {rank}"
+                advice = "give every rank the same model and the same arguments"
+                if name in ("round", "global weights"):
+                    advice = "call step equally often on every rank, and load the state of the same step, or none"
+                raise MismatchError(where, found=problem, expected="the same on all ranks", do=advice)
+
+
+def stage_check(group: dist.ProcessGroup | None, num_stages: int) -> ConfigCheck:
+    """Compare neighbouring pipeline stages: options, and both ends of each link.
+
+    The entry "links" of a configuration maps the name of each link of the stage to what both ends of that link must
+    have in common; all other entries must be equal at neighbouring stages.
     """
 
-    participant_kind = "stage"
-    missing_advice = "call compress_pipeline, load_state_dict, eval and step alike on every rank"
-
-    def __init__(self, group: dist.ProcessGroup | None, own_stages: Sequence[int], num_stages: int) -> None:
-        super().__init__(group, "wire", own_stages, num_stages, where="pipeline")
-
-    def check(self, timeout: float | None = None) -> None:
-        """Compare the configurations of this round; a MismatchError is raised on every rank that checks.
-
-        Args:
-            timeout: seconds to wait for each stage; None for as long as the group waits for a message.
-        """
-        self.compare(group_timeout(self._channel.group) if timeout is None else timeout)
-
-    def _check_equal(self, configs: Sequence[Any]) -> None:
+    def compare(configs: Sequence[Any]) -> None:
         differences = [line for lower, upper in pairwise(configs) for line in _stage_differences(lower, upper)]
         if differences:
             problem, expected = "; ".join(differences), "both ends of a link alike"
             advice = "give every rank the same arguments, and load the state of the same step on every rank"
-            raise MismatchError(self._where, found=problem, expected=expected, do=advice)
+            raise MismatchError("pipeline", found=problem, expected=expected, do=advice)
+
+    advice = "call compress_pipeline, load_state_dict, eval and step alike on every rank"
+    return ConfigCheck(group, "wire", "pipeline", compare, count=num_stages, kind="stage", advice=advice)
 
 
 def _stage_differences(lower: Any, upper: Any) -> list[str]:

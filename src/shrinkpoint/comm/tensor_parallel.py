@@ -24,7 +24,7 @@ from shrinkpoint.comm.compressors.base import Compressor
 from shrinkpoint.comm.error_feedback import NoFeedback
 from shrinkpoint.comm.link import CompressorLike, NonfinitePolicy, check_nonfinite
 from shrinkpoint.comm.placement_exchange import PlacementExchange, redistribute
-from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ReplicaConfigCheck
+from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ConfigCheck, replica_check
 from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import PolicyError
 
@@ -99,7 +99,7 @@ class TensorParallelCompression:
         self.link_stats = {way: LinkStats() for way in given}
         self._min_numel, self._nonfinite, self._timeout = min_numel, nonfinite, timeout
         self._is_attached = True
-        self._checks: dict[tuple[int, ...], ReplicaConfigCheck] = {}
+        self._checks: dict[tuple[int, ...], ConfigCheck] = {}
         styles = {"": plan} if isinstance(plan, ParallelStyle) else _check_plan(plan)
         specs = {way: compressor and compressor.spec for way, compressor in self._compressors.items()}
         described = {name: repr(style) for name, style in styles.items()}
@@ -126,7 +126,7 @@ class TensorParallelCompression:
         """Tell the ranks of a group the configuration of this one, which they compare before the first message."""
         ranks = tuple(dist.get_process_group_ranks(group))
         if len(ranks) > 1 and self._is_attached and ranks not in self._checks:
-            self._checks[ranks] = ReplicaConfigCheck(group, "compress_tensor_parallel", self._config, self._timeout)
+            self._checks[ranks] = replica_check(group, "compress_tensor_parallel", self._config, self._timeout)
 
     def _check_config(self, group: dist.ProcessGroup) -> None:
         self._checks[tuple(dist.get_process_group_ranks(group))].check()
