@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import shrinkpoint as sp
 from shrinkpoint import comm, validate
@@ -285,21 +284,6 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
             "nonfinite": NO_CHOICE,
             "timeout": NO_NUMBER,
         },
-    ),
-    "comm.Membership": (
-        lambda **wrong: comm.Membership(**{"store": dist.HashStore(), "size": 2, **wrong}),
-        {
-            "store": [None, "localhost:29500", 3],
-            "size": NO_COUNT,
-            "min_size": [3, *NO_COUNT],
-            "name": [3, None],
-            "timeout": NO_NUMBER,
-            "patience": NO_NUMBER,
-        },
-    ),
-    "comm.SharedFileStore": (
-        lambda **wrong: comm.SharedFileStore(**wrong),
-        {"path": [None, 3, "", "s3://bucket/store", b"store"]},
     ),
     "comm.LocalSteps": (
         lambda **wrong: comm.LocalSteps(**{"model": MODEL, "optimizer": SGD, **wrong}),
