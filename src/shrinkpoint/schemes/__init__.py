@@ -8,9 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shrinkpoint.baselines.excp import ExCP as ExCP
     from shrinkpoint.baselines.gobo import GOBO as GOBO
-    from shrinkpoint.baselines.sparse_update import SCAR as SCAR
-    from shrinkpoint.baselines.sparse_update import TOPN as TOPN
-    from shrinkpoint.baselines.sparse_update import LCCheckpoint as LCCheckpoint
     from shrinkpoint.baselines.uniform import CNR as CNR
     from shrinkpoint.baselines.uniform import QD as QD
     from shrinkpoint.schemes.base import PlanningScheme as PlanningScheme
@@ -22,6 +19,9 @@ if TYPE_CHECKING:
     from shrinkpoint.schemes.fisher.activations import Activations as Activations
     from shrinkpoint.schemes.fisher.scheme import Fisher as Fisher
     from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator as Inshrinkerator
+    from shrinkpoint.schemes.lc_checkpoint.scheme import LCCheckpoint as LCCheckpoint
+    from shrinkpoint.schemes.lc_checkpoint.sparse_update import SCAR as SCAR
+    from shrinkpoint.schemes.lc_checkpoint.sparse_update import TOPN as TOPN
     from shrinkpoint.schemes.lossless import Lossless as Lossless
     from shrinkpoint.schemes.lossless import Recode as Recode
     from shrinkpoint.schemes.plan import QuantizationPlan as QuantizationPlan
@@ -36,7 +36,7 @@ _MODULES = {
     "Fisher": "schemes.fisher.scheme",
     "GOBO": "baselines.gobo",
     "Inshrinkerator": "schemes.inshrinkerator.scheme",
-    "LCCheckpoint": "baselines.sparse_update",
+    "LCCheckpoint": "schemes.lc_checkpoint.scheme",
     "Lossless": "schemes.lossless",
     "ModelEvaluator": "schemes.evaluate",
     "PlanningScheme": "schemes.base",
@@ -45,10 +45,10 @@ _MODULES = {
     "QuantizedState": "schemes.base",
     "Recode": "schemes.lossless",
     "Resumable": "schemes.base",
-    "SCAR": "baselines.sparse_update",
+    "SCAR": "schemes.lc_checkpoint.sparse_update",
     "Scheme": "schemes.base",
     "SearchScheme": "schemes.search.scheme",
-    "TOPN": "baselines.sparse_update",
+    "TOPN": "schemes.lc_checkpoint.sparse_update",
     "get_scheme": "schemes.registry",
     "iter_modules": "schemes.evaluate",
     "scheme_factory": "schemes.registry",
