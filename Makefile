@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: demo test nightly check bench studies rivals golden wheel device docs fuzz libfuzzer clean
 
 demo: $(VENV)/.installed
-	$(BIN)/shrinkpoint demo
+	$(BIN)/shrinkpoint-lab demo
 
 # In three processes on two cores, a file in one of them, in the order of tests/conftest.py: tests of several ranks, and those
 # that start programs, wait for a third of their time. More cores: make test WORKERS=9
@@ -73,7 +73,7 @@ docs: $(VENV)/.docs
 
 # An editable install: the Python sources are used where they stand, and the native core is built again when it changes.
 # torch comes first and pinned: what it would bring along by itself is gigabytes of CUDA.
-$(VENV)/.installed: pyproject.toml release/build-requirements.txt $(NATIVE)
+$(VENV)/.installed: pyproject.toml lab/pyproject.toml release/build-requirements.txt $(NATIVE)
 	@echo "1 of 4: an environment in $(VENV), with pip"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet --upgrade pip
@@ -82,7 +82,7 @@ $(VENV)/.installed: pyproject.toml release/build-requirements.txt $(NATIVE)
 	@echo "3 of 4: what builds the native core"
 	@$(BIN)/pip install --quiet --requirement release/build-requirements.txt
 	@echo "4 of 4: the native core, which is compiled, and what the tests need: some minutes"
-	@$(BIN)/pip install --progress-bar on --no-build-isolation --editable ".[dev]"
+	@$(BIN)/pip install --progress-bar on --no-build-isolation --editable ".[dev]" --editable lab
 	@touch $@
 
 $(VENV)/.release: $(VENV)/.installed release/requirements.txt

@@ -22,10 +22,10 @@ import wire_task
 import workloads
 from lossless_report import table
 from lossless_speed import machine
-from shrinkpoint_lab.forecast.bit_allocation import allocate_bits
 from torch import nn
 
 from shrinkpoint import comm
+from shrinkpoint_lab.forecast.bit_allocation import allocate_bits
 
 CANDIDATES = ("q2:64", "n3:64", "q3:64", "n4:64", "q4:64", "q6:64", "q8:64")
 ASKED = {9.14: "q3:64", 8.0: "n3:64"}

@@ -29,13 +29,13 @@ from lossless_report import table
 from run_log import Ledger, version
 from torch import Tensor, nn
 
-from shrinkpoint.baselines.gobo import quantize_with_outliers
-from shrinkpoint.baselines.uniform import quantize_adaptive
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.quantize.codebook import kmeans_codebook, quantize_to_codebook
 from shrinkpoint.quantize.levels import histogram_entropy, quantize_uniform, variable_bins
 from shrinkpoint.quantize.statistics import LogHistogram
 from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL
+from shrinkpoint_lab.baselines.gobo import quantize_with_outliers
+from shrinkpoint_lab.baselines.uniform import quantize_adaptive
 
 THRESHOLDS = (0.001, 0.01, 0.05)
 POWERS = (2, 4, 8, 16, 32, 64, 128, 256)

@@ -36,9 +36,9 @@ from lossless_report import table
 from lossless_speed import machine
 
 import shrinkpoint as sp
-from shrinkpoint.bench.systems import CallTimer
 from shrinkpoint.tensors.compare import same_bits
 from shrinkpoint.tensors.flat_state import flatten, unflatten
+from shrinkpoint_lab.bench.systems import CallTimer
 
 HERE = Path(__file__).resolve().parent
 Row = dict[str, Any]

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 import shrinkpoint as sp
-from shrinkpoint.demo.workload import GPT, GPTConfig
 from shrinkpoint.store.decode import decode_chain
 from shrinkpoint.store.load import find_chain
 from shrinkpoint.store.save_report import SaveReport
+from shrinkpoint_lab.demo.workload import GPT, GPTConfig
 
 PARTS = (
     "transformers, validation",

@@ -200,9 +200,12 @@ def find_library(folder: Path) -> tuple[dict[str, str], str]:
     Args:
         folder: where it is installed, unless it can be imported already.
     """
-    if _can_import({}):
-        return {}, "importable"
-    environment = {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}
+    laboratory = str(ROOT / "lab" / "src")
+    sys.path.insert(0, laboratory)
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, (laboratory, os.environ.get("PYTHONPATH"))))}
+    if _can_import(environment):
+        return environment, "importable"
+    environment["PYTHONPATH"] = f"{folder}{os.pathsep}{environment['PYTHONPATH']}"
     wheels = sorted((ROOT / "dist").glob("shrinkpoint-*.whl"), key=lambda wheel: wheel.stat().st_mtime, reverse=True)
     errors = []
     for source in (*wheels, ROOT):

@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from shrinkpoint.comm import LocalSteps, compress_ddp, compress_fsdp
 from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce
 from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL
-from shrinkpoint.demo.workload import GPT, GPTConfig
 from shrinkpoint.sync import Publisher, Subscriber
+from shrinkpoint_lab.demo.workload import GPT, GPTConfig
 
 MEDIUM = GPTConfig(layers=12, width=768, heads=12, context=512, dropout=0.0)
 TOY = GPTConfig(layers=2, width=64, heads=2, context=32, dropout=0.0)

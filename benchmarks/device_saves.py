@@ -30,7 +30,7 @@ from device_job import Job
 from scale_states import MODELS, GPTShapes, StateHolder, Weight, state_dicts
 
 import shrinkpoint as sp
-from shrinkpoint.bench.systems import PeakMemory
+from shrinkpoint_lab.bench.systems import PeakMemory
 
 STEPS = 10
 """Simulated training steps between two saves."""

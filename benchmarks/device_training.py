@@ -19,7 +19,7 @@ from device_job import Job
 from torch import Tensor, nn
 
 import shrinkpoint as sp
-from shrinkpoint.demo.workload import GPT, GPTConfig, stdlib_text
+from shrinkpoint_lab.demo.workload import GPT, GPTConfig, stdlib_text
 
 LARGE = GPTConfig(layers=13, width=896, heads=14, context=512, dropout=0.0)
 TOY = GPTConfig(layers=2, width=64, heads=2, context=32, dropout=0.0)

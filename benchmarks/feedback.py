@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import shrinkpoint as sp
-from shrinkpoint.demo.workload import GPT, GPTConfig
+from shrinkpoint_lab.demo.workload import GPT, GPTConfig
 
 Row = dict[str, Any]
 ERRORS = (0.3, 0.6, 1.1, 2.0)

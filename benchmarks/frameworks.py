@@ -34,8 +34,8 @@ from lossless_speed import machine
 from torch import Tensor, nn
 
 import shrinkpoint as sp
-from shrinkpoint.demo.workload import GPT, GPTConfig, stdlib_text
 from shrinkpoint.store.decode import decode_directory
+from shrinkpoint_lab.demo.workload import GPT, GPTConfig, stdlib_text
 
 PARTS = ("transformers", "accelerate", "lightning", "dcp")
 LOSSY = "fisher"

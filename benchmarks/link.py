@@ -23,6 +23,7 @@ import link_net
 import link_speed
 import link_tables
 import torch
+
 from shrinkpoint_lab.forecast.message_cost import measure_cost
 from shrinkpoint_lab.forecast.step_model import CandidateCost, MessageCost, Schedule, Workload
 

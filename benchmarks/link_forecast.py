@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from link_tables import PAYLOAD
+
+from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL
 from shrinkpoint_lab.forecast.average_cost import TORCH_BF16_HOOK
 from shrinkpoint_lab.forecast.message_cost import measure_cost
 from shrinkpoint_lab.forecast.recommendation import (
@@ -23,8 +25,6 @@ from shrinkpoint_lab.forecast.recommendation import (
     rank_candidates,
 )
 from shrinkpoint_lab.forecast.step_model import CandidateCost, MessageCost, Workload
-
-from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL
 
 FREE = "0:0"
 """The link without a limit, whose uncompressed step predictions start from."""

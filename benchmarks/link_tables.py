@@ -13,9 +13,10 @@ from statistics import median
 from typing import Any
 
 import document_tables
+from workloads import REPO
+
 from shrinkpoint_lab.forecast.recommendation import DEFAULT_CANDIDATES, NO_COMPRESSION, rank_candidates
 from shrinkpoint_lab.forecast.step_model import CandidateCost, Workload
-from workloads import REPO
 
 DOCUMENT = REPO / "docs" / "wire_studies.md"
 RESULT = REPO / "benchmarks" / "results" / "link.json"

@@ -30,7 +30,7 @@ from local_steps_tasks import Text
 from lossless_speed import machine
 from torch import nn
 
-from shrinkpoint.demo.workload import GPTConfig
+from shrinkpoint_lab.demo.workload import GPTConfig
 
 ALONE = "no communication"
 EVERY = 30

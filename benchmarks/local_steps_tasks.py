@@ -16,7 +16,7 @@ from workload_image import CROP, ResNet, augmented, cifar, normal
 from workload_text import drawn, loss_of, text, windows
 from workloads import Batch, evaluating
 
-from shrinkpoint.demo.workload import GPT, GPTConfig
+from shrinkpoint_lab.demo.workload import GPT, GPTConfig
 
 
 class Task(ABC):

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from shrinkpoint.bench.systems import resident_bytes
+from shrinkpoint_lab.bench.systems import resident_bytes
 
 COPIES = 8
 MODES = ("keyframe", "delta")

@@ -112,7 +112,7 @@ def demo(cache: Path) -> list[Series]:
 
 def train(paths: Mapping[int, Path]) -> None:
     """Train to the last of these steps and write each when it comes."""
-    from shrinkpoint.demo.workload import GPT, Batches, GPTConfig, stdlib_text
+    from shrinkpoint_lab.demo.workload import GPT, Batches, GPTConfig, stdlib_text
 
     torch.manual_seed(0)
     random.seed(0)

@@ -29,7 +29,7 @@ from workload_variants import VARIANTS
 from workloads import Course, Workload
 
 import shrinkpoint as sp
-from shrinkpoint.bench.systems import CallTimer
+from shrinkpoint_lab.bench.systems import CallTimer
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,10 @@ from torch import Tensor, nn
 from workloads import Stream
 
 import shrinkpoint as sp
-from shrinkpoint.demo.workload import GPT, GPTConfig
 from shrinkpoint.schemes.fisher import moment_lattices
 from shrinkpoint.schemes.fisher import scheme as fisher
 from shrinkpoint.tensors.flat_state import flatten
+from shrinkpoint_lab.demo.workload import GPT, GPTConfig
 
 HERE = Path(__file__).resolve().parent
 RELATIVE_ERROR = 0.3

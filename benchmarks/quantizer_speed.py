@@ -32,11 +32,11 @@ from sklearn.cluster import KMeans, MiniBatchKMeans
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from shrinkpoint.baselines.gobo import is_outlier, quantize_with_outliers
-from shrinkpoint.baselines.uniform import quantize_adaptive
 from shrinkpoint.quantize.codebook import kmeans_codebook, quantize_to_codebook
 from shrinkpoint.quantize.levels import quantize_log, quantize_uniform
 from shrinkpoint.quantize.statistics import LogHistogram
+from shrinkpoint_lab.baselines.gobo import is_outlier, quantize_with_outliers
+from shrinkpoint_lab.baselines.uniform import quantize_adaptive
 
 REACH = 1.5  # seconds for 10 million values in 16 bins
 ALPHA = 0.01

@@ -36,8 +36,8 @@ from rate_distortion_methods import Chain, Coded, Method, Package, methods, mode
 from run_log import Ledger, version
 from workloads import Workload
 
-from shrinkpoint.bench.series import SeriesEntry
 from shrinkpoint.tensors.flat_state import flatten
+from shrinkpoint_lab.bench.series import SeriesEntry
 
 HERE = Path(__file__).resolve().parent
 RISES = (0.02, 0.1, 1.0)

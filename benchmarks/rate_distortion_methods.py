@@ -20,9 +20,9 @@ from comparison_methods import Moonclip
 from torch import Tensor
 
 import shrinkpoint as sp
-from shrinkpoint.bench.series import SeriesEntry
-from shrinkpoint.bench.systems import StoreSystem
 from shrinkpoint.tensors.flat_state import flatten
+from shrinkpoint_lab.bench.series import SeriesEntry
+from shrinkpoint_lab.bench.systems import StoreSystem
 
 HERE = Path(__file__).resolve().parent
 WORKER = HERE / "rate_distortion_rivals.py"

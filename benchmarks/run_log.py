@@ -20,8 +20,8 @@ from typing import Any
 from lossless_speed import machine
 from workloads import REPO
 
-CORE = ("baselines", "codec", "container", "quantize", "schemes", "sharding", "store", "tensors", "train")
-"""What decides which bytes a save writes, under src/shrinkpoint; native/ as well."""
+CORE = ("codec", "container", "quantize", "schemes", "sharding", "store", "tensors", "train")
+"""What decides which bytes a save writes, under src/shrinkpoint; the laboratory's baselines and native/ as well."""
 
 
 @dataclass
@@ -81,6 +81,7 @@ def version(*files: str, core: bool = True) -> str:
     paths = [REPO / "benchmarks" / name for name in files]
     if core:
         roots = [REPO / "src" / "shrinkpoint" / room for room in CORE]
+        roots.append(REPO / "lab" / "src" / "shrinkpoint_lab" / "baselines")
         paths += [path for root in roots for path in root.rglob("*.py")] + [*(REPO / "native").rglob("*.[ch]pp")]
     return _digest(sorted(paths))
 

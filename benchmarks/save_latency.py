@@ -27,8 +27,8 @@ import torch
 from torch.optim import AdamW
 
 import shrinkpoint as sp
-from shrinkpoint.bench.systems import resident_bytes
-from shrinkpoint.demo.workload import GPT, Batches, GPTConfig, stdlib_text
+from shrinkpoint_lab.bench.systems import resident_bytes
+from shrinkpoint_lab.demo.workload import GPT, Batches, GPTConfig, stdlib_text
 
 METHODS = ("background", "sync", "torch.save", "torch.save + fsync", "clone")
 RESET_PEAK = Path("/proc/self/clear_refs")

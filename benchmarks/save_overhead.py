@@ -27,8 +27,8 @@ from lossless_speed import machine
 from torch import nn
 
 import shrinkpoint as sp
-from shrinkpoint.bench.systems import CallTimer
-from shrinkpoint.demo.workload import GPT, GPTConfig
+from shrinkpoint_lab.bench.systems import CallTimer
+from shrinkpoint_lab.demo.workload import GPT, GPTConfig
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import torch
 from scale_states import LiveState
 
 import shrinkpoint as sp
-from shrinkpoint.bench.systems import resident_bytes
+from shrinkpoint_lab.bench.systems import resident_bytes
 
 RELATIVE_ERROR = 0.3
 """Of Fisher's weights: the steps that the documents' tables are for."""

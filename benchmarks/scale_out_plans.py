@@ -32,7 +32,6 @@ from torch.distributed.checkpoint.planner import BytesIOWriteData, SavePlan, Ten
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from shrinkpoint.bench.systems import resident_bytes
 from shrinkpoint.guard import no_gc
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.store.delta_writer import DeltaWriter
@@ -44,6 +43,7 @@ from shrinkpoint.train.dcp.checkpoint_metadata import DCP_KEY, metadata_to_json
 from shrinkpoint.train.dcp.save_plan import rank_slots
 from shrinkpoint.train.dcp.writer import _WriteInfo
 from shrinkpoint.train.dcp.written_entries import report_entries
+from shrinkpoint_lab.bench.systems import resident_bytes
 
 T = TypeVar("T")
 Shapes = Sequence[tuple[str, tuple[int, ...]]]

@@ -31,8 +31,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import shrinkpoint as sp
-from shrinkpoint.bench.systems import resident_bytes
 from shrinkpoint.train.dcp import Reader, Writer, latest_valid, reset_chains
+from shrinkpoint_lab.bench.systems import resident_bytes
 
 RELATIVE_ERROR = 0.3
 STATES = 3

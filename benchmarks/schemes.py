@@ -4,7 +4,7 @@
     python benchmarks/schemes.py --quick     # a toy of the first
     python benchmarks/schemes.py --subjects wikitext    # what wikitext_series.py kept, alone
 
-The same harness as `shrinkpoint bench`, on workloads of ours and with two points of reference (`torch_baselines.py`):
+The harness of `shrinkpoint-lab bench`, on workloads of ours and with two points of reference (`torch_baselines.py`):
 the checkpoints are recorded without loss from the middle of a training on, and every scheme gets the same ones, each as
 the one after the one before it. What restarts from its checkpoints cost a scheme is in `lossy_recovery.py`, which knows
 the same names. Writes results/schemes_gpt.json and so on, and a picture for each subject. `schemes_tables.py` makes the
@@ -35,11 +35,11 @@ from torch_baselines import DCP, EightBit
 from workload_wikitext import wikitext
 
 import shrinkpoint as sp
-from shrinkpoint.bench.measure import measure
-from shrinkpoint.bench.result import TABLE_HEADER, BenchResult, table_rows, write_plot
-from shrinkpoint.bench.series import QualityFunction, Series, StoreSeries
-from shrinkpoint.bench.systems import SYSTEMS, make_system
 from shrinkpoint.schemes.registry import needs_evaluation
+from shrinkpoint_lab.bench.measure import measure
+from shrinkpoint_lab.bench.result import TABLE_HEADER, BenchResult, table_rows, write_plot
+from shrinkpoint_lab.bench.series import QualityFunction, Series, StoreSeries
+from shrinkpoint_lab.bench.systems import SYSTEMS, make_system
 
 
 @dataclass(frozen=True)

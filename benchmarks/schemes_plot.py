@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 import schemes_tables
 from workloads import REPO
 
-from shrinkpoint.bench.result import BenchResult
+from shrinkpoint_lab.bench.result import BenchResult
 
 OTHERS = (
     "inshrinkerator",

@@ -15,9 +15,9 @@ from typing import Any
 import document_tables
 from workloads import REPO
 
-from shrinkpoint.bench.result import BenchResult, ResultRow
-from shrinkpoint.bench.systems import SYSTEMS
 from shrinkpoint.schemes.registry import needs_evaluation
+from shrinkpoint_lab.bench.result import BenchResult, ResultRow
+from shrinkpoint_lab.bench.systems import SYSTEMS
 
 RESULTS = REPO / "benchmarks" / "results"
 DOCS = REPO / "docs"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import shrinkpoint as sp
-from shrinkpoint.bench.systems import SYSTEMS as ALL
 from shrinkpoint.schemes.inshrinkerator.scheme import SPACE
 from shrinkpoint.schemes.registry import scheme_factory
 from shrinkpoint.schemes.search.space import Axis, Space
+from shrinkpoint_lab.bench.systems import SYSTEMS as ALL
 
 SYSTEMS = {"inshrinkerator": "Inshrinkerator", "qd": "QD", "cnr": "CNR", "gobo": "GOBO"}
 """Name here to name in shrinkpoint; "lossless" and "none" need no search."""

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from shrinkpoint.comm.compressed_allreduce import CompressedAllGather, CompressedReduceScatter, as_feedback, share_numel
 from shrinkpoint.comm.stats import LinkStats
-from shrinkpoint.demo.workload import GPT, Block, GPTConfig
+from shrinkpoint_lab.demo.workload import GPT, Block, GPTConfig
 
 COLUMNS, ROWS = ("qkv", "up"), ("proj", "down")
 """Of each block: linears that are split by their outputs, and by their inputs."""

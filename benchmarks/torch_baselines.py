@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shrinkpoint.bench.series import Series
-from shrinkpoint.bench.systems import PeakMemory, RoundTrip
 from shrinkpoint.tensors.flat_state import FlatState, flatten, unflatten
 from shrinkpoint.tensors.info import Role
+from shrinkpoint_lab.bench.series import Series
+from shrinkpoint_lab.bench.systems import PeakMemory, RoundTrip
 
 BLOCK = 256
 _MOMENTS = (Role.MOMENT1, Role.MOMENT2)

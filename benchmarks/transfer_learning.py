@@ -37,7 +37,7 @@ from torch.nn import functional as F
 from workloads import Batch, Stream
 
 import shrinkpoint as sp
-from shrinkpoint.bench.systems import CallTimer
+from shrinkpoint_lab.bench.systems import CallTimer
 
 State = dict[str, Tensor]
 FILES = ("workloads.py", "workload_image.py", "workload_sentence.py", "transfer_learning.py")

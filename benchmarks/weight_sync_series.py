@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from workloads import REPO, Batch, seed_everything
 
-from shrinkpoint.demo.workload import GPT, GPTConfig
+from shrinkpoint_lab.demo.workload import GPT, GPTConfig
 
 GROUP = 4  # bytes drawn at each position
 PRETRAINING = 320

@@ -5,7 +5,7 @@
 The run (`workload_wikitext.py`) is 2000 steps of AdamW with a warm-up and a cosine. Three lossless stores are kept in
 `--out`: "early" has steps 400, 401, 410 and 500, "late" 1700, 1701, 1710 and 1800, which are 1, 10 and 100 steps
 from the first at either end of the schedule, and "middle" 1000, 1100, ... 1700. Each checkpoint is a training state
-with its held-out loss. `schemes.py --subjects wikitext` and `shrinkpoint bench OUT/middle` measure on them.
+with its held-out loss. `schemes.py --subjects wikitext` and `shrinkpoint-lab bench OUT/middle` measure on them.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from wire_task import Drawn, Task, epochs_of
 from workload_text import loss_of
 from workloads import Batch, Course, Stream, cosine
 
-from shrinkpoint.demo.workload import GPT, GPTConfig
+from shrinkpoint_lab.demo.workload import GPT, GPTConfig
 
 SHAPE = GPTConfig(layers=4, width=128, heads=4, context=128, dropout=0.0)
 STEPS, PEAK, BATCH = 2000, 2e-3, 16

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from workload_image import ResNet, augmented, cifar, fashion, normal
 from workloads import Batch, Course, Stream, Workload, cosine, evaluating, shuffled
 
-from shrinkpoint.demo.workload import GPT, GPTConfig
+from shrinkpoint_lab.demo.workload import GPT, GPTConfig
 
 TUNED = ("vit adamw", "lstm adam", "vae rmsprop", "vit fine-tuned")
 """On these the rules of the scheme were chosen."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from workloads import Batch, Stream, cosine, evaluating, shuffled
 
-from shrinkpoint.demo.workload import Block, GPTConfig
+from shrinkpoint_lab.demo.workload import Block, GPTConfig
 
 WORDS = 8192
 PAD, UNKNOWN, END = 0, 1, 2

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from workloads import Batch, Course, Stream, Workload, cosine, evaluating
 
-from shrinkpoint.demo.workload import GPT, GPTConfig, stdlib_text
+from shrinkpoint_lab.demo.workload import GPT, GPTConfig, stdlib_text
 
 HELD_OUT = 0.1
 PEAK = 2e-3

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from workload_text import drawn, loss_of, windows
 from workloads import Batch, Course, Stream, Workload, cosine
 
-from shrinkpoint.demo.workload import GPT, GPTConfig, stdlib_text
+from shrinkpoint_lab.demo.workload import GPT, GPTConfig, stdlib_text
 
 SHAPE = GPTConfig(layers=10, width=512, heads=8, context=128, dropout=0.0)
 TOY = GPTConfig(layers=2, width=64, heads=2, context=32, dropout=0.0)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shrinkpoint.demo.train import seed_everything as seed_everything
+from shrinkpoint_lab.demo.train import seed_everything as seed_everything
 
 Batch = tuple[Tensor, Tensor]
 REPO = Path(__file__).resolve().parent.parent

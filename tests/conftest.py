@@ -32,7 +32,7 @@ def pytest_configure() -> None:
 
 
 LONGEST_FIRST = (
-    "tests/demo/test_scenario.py",
+    "lab/tests/demo/test_scenario.py",
     "tests/comm/test_fsdp.py",
     "tests/comm/test_ddp.py",
     "tests/store/test_header_mutations.py",

@@ -27,13 +27,9 @@ if TYPE_CHECKING:
     from shrinkpoint import sync as sync
     from shrinkpoint import train as train
     from shrinkpoint.progress import watch_progress as watch_progress
-    from shrinkpoint.schemes import CNR as CNR
-    from shrinkpoint.schemes import GOBO as GOBO
-    from shrinkpoint.schemes import QD as QD
     from shrinkpoint.schemes import SCAR as SCAR
     from shrinkpoint.schemes import TOPN as TOPN
     from shrinkpoint.schemes import Activations as Activations
-    from shrinkpoint.schemes import ExCP as ExCP
     from shrinkpoint.schemes import Fisher as Fisher
     from shrinkpoint.schemes import Inshrinkerator as Inshrinkerator
     from shrinkpoint.schemes import LCCheckpoint as LCCheckpoint
@@ -51,17 +47,13 @@ __version__ = "0.1.0"
 _MODULES = {
     "Activations": "schemes",
     "CheckpointManager": "train",
-    "CNR": "schemes",
-    "ExCP": "schemes",
     "Fisher": "schemes",
-    "GOBO": "schemes",
     "Inshrinkerator": "schemes",
     "inspect": "store.single_file",
     "Keep": "store.retention",
     "LCCheckpoint": "schemes",
     "load": "store.load",
     "Lossless": "schemes",
-    "QD": "schemes",
     "RecentBatches": "train",
     "save": "store.single_file",
     "SCAR": "schemes",
@@ -80,9 +72,13 @@ __all__ = ["ShrinkpointError", "__version__", "errors", *_MODULES]
 def __getattr__(name: str) -> object:
     if name in _SUBPACKAGES:
         return importlib.import_module(f"{__name__}.{name}")
-    if name not in _MODULES:
+    module = _MODULES.get(name)
+    # Upper case first: `from shrinkpoint import validate` asks here, too, and looking for packages takes 50 ms.
+    if module is None and name[:1].isupper() and name in importlib.import_module(f"{__name__}.schemes").added_schemes():
+        module = "schemes"
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     globals()[name] = value
     return value
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import doctest
 from types import ModuleType
 
-from shrinkpoint.bench.result import BenchResult, ResultRow
+from shrinkpoint_lab.bench.result import BenchResult, ResultRow
 
 
 def test_the_tables_are_what_the_results_give(tables: ModuleType) -> None:

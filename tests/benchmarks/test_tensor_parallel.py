@@ -10,7 +10,7 @@ import torch
 from helpers.paths import REPOSITORY
 from helpers.processes import ranks
 
-from shrinkpoint.demo.workload import GPT, GPTConfig
+from shrinkpoint_lab.demo.workload import GPT, GPTConfig
 
 SHAPE = {"layers": 2, "width": 64, "heads": 4, "context": 32, "dropout": 0.0}
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers.command_line import Outcome, invoke
 from helpers.timeouts import PATIENCE
-from typer.testing import CliRunner
 
 from shrinkpoint.cli.app import app
 from shrinkpoint.store import Store
@@ -45,25 +45,10 @@ def store(tmp_path: Path) -> Path:
     return where
 
 
-@dataclass
-class Outcome:
-    code: int
-    stdout: str
-    stderr: str
-
-
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch):
+def run():
     """run(*arguments, columns=80, env={}) -> Outcome, inside this process."""
-
-    def call(*arguments: object, columns: int = 80, env: dict[str, str] | None = None) -> Outcome:
-        settings = {"COLUMNS": str(columns), "SHRINKPOINT_TRACEBACK": "", **(env or {})}
-        result = CliRunner().invoke(app, [str(one) for one in arguments], env=settings, prog_name="shrinkpoint")
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return Outcome(result.exit_code, result.stdout, result.stderr)
-
-    return call
+    return partial(invoke, app)
 
 
 def child(*arguments: object, python: tuple[str, ...] = ("-m", "shrinkpoint"), **env: str) -> Outcome:

@@ -13,7 +13,7 @@ from helpers.timeouts import PATIENCE
 from shrinkpoint import errors
 from shrinkpoint.cli.console import ExitCode, exit_code_of
 
-COMMANDS = ("list", "show", "verify", "diff", "export", "forget", "prune", "compact", "demo")
+COMMANDS = ("list", "show", "verify", "diff", "export", "forget", "prune", "compact")
 
 
 def test_every_error_of_the_tree_has_its_exit_code():
@@ -158,10 +158,3 @@ def test_without_its_extra_the_command_says_what_to_install(child, missing):
     assert done.code == 2
     assert 'pip install "shrinkpoint[cli]"' in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_the_demo_refuses_a_directory_that_is_not_its_own(run, store):
-    before = sorted(store.rglob("*"))
-    done = run("demo", "--store", store)
-    assert (done.code, done.stdout) == (2, "")
-    assert sorted(store.rglob("*")) == before

@@ -102,14 +102,6 @@ def test_converting_commands(url, tmp_path):
     assert f"{base}/nothing" in run("convert", f"{base}/nothing", tmp_path / "out", code=3)
 
 
-def test_bench(url):
-    result = run("bench", url, "--scheme", "lossless")
-    assert result["checkpoints"] == 3
-    payload = f"{url}/{payloads(sp.Store(url).storage, 1)[0]}"
-    assert run("bench", payload, payload, "--scheme", "lossless")["checkpoints"] == 2
-    assert f"{url}9" in run("bench", f"{url}9", code=3)
-
-
 def test_directories_of_frameworks(url):
     from shrinkpoint.train.checkpointer import Checkpointer
 

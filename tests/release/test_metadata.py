@@ -46,6 +46,7 @@ def test_every_place_names_the_same_version(metadata: Message) -> None:
     assert re.findall(r"(?m)^version: (.+)$", citation) == [shrinkpoint.__version__]
     assert re.findall(r"(?m)^## ([\d.]+)", changelog)[0] == shrinkpoint.__version__
     assert metadata["Version"] == shrinkpoint.__version__
+    assert tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text())["project"]["version"] == shrinkpoint.__version__
 
 
 def test_the_metadata_says_who_what_and_for_which_pythons(metadata: Message) -> None:

@@ -1,1 +1,1 @@
-"""The laboratory: baselines, demo, benchmarks and forecasts. Not part of the wheel."""
+"""The laboratory: what shrinkpoint is compared with and measured by. docs/laboratory.md."""

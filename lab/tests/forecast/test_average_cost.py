@@ -7,13 +7,13 @@ import threading
 import pytest
 import torch
 from helpers.processes import ranks
+from torch import Tensor
+
+from shrinkpoint.comm.spec import parse
 from shrinkpoint_lab.forecast import average_cost
 from shrinkpoint_lab.forecast.average_cost import _LoneRank, measure_average, measure_torch_hook, send_window
 from shrinkpoint_lab.forecast.message_cost import measure_cost
 from shrinkpoint_lab.forecast.step_model import Workload
-from torch import Tensor
-
-from shrinkpoint.comm.spec import parse
 
 SPECS = ("exact", "bf16", "q4:64", "top10", "ef(q3:64)", "lowrank2(q8:64)", "lowrank4")
 SHAPES = ((48, 24), (48,), (48, 48), (48,), (4, 48), (4,))

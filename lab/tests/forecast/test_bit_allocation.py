@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shrinkpoint_lab.forecast.bit_allocation import allocate_bits, greedy_allocate
 from torch import Tensor, nn
 
 from shrinkpoint.comm.simulate import insert_compression
 from shrinkpoint.errors import PolicyError
+from shrinkpoint_lab.forecast.bit_allocation import allocate_bits, greedy_allocate
 
 SPECS = ("q2:64", "q4:64", "q8:64")
 

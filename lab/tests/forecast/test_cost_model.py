@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shrinkpoint_lab.forecast.recommendation import NO_COMPRESSION, rank_candidates
-from shrinkpoint_lab.forecast.step_model import CandidateCost, MessageCost, Workload
 
 from shrinkpoint.errors import PolicyError
+from shrinkpoint_lab.forecast.recommendation import NO_COMPRESSION, rank_candidates
+from shrinkpoint_lab.forecast.step_model import CandidateCost, MessageCost, Workload
 
 MB = 1_000_000
 

@@ -6,6 +6,10 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+
+from shrinkpoint.comm.spec import parse
+from shrinkpoint.errors import PolicyError
 from shrinkpoint_lab.forecast.average_cost import TORCH_BF16_HOOK
 from shrinkpoint_lab.forecast.message_cost import CandidateLike, measure_cost
 from shrinkpoint_lab.forecast.recommendation import (
@@ -14,10 +18,6 @@ from shrinkpoint_lab.forecast.recommendation import (
     NO_COMPRESSION,
     recommend,
 )
-from torch import Tensor
-
-from shrinkpoint.comm.spec import parse
-from shrinkpoint.errors import PolicyError
 
 SHAPE = (4, 16, 64)
 SLOW = 0.001

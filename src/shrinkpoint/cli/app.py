@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from shrinkpoint import __version__
-from shrinkpoint.cli import bench, compact, convert, demo, diff, export, forget, list, prune, report, show, verify
+from shrinkpoint.cli import compact, convert, diff, export, forget, list, prune, report, show, verify
 from shrinkpoint.cli.console import ExitCode, close_pipe, exit_code_of, print_note, turn_pager_off
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.storage import is_object_url, local_path
@@ -23,7 +23,7 @@ from shrinkpoint.validate import MAX_BYTES_VARIABLE
 _TRACEBACK_VARIABLE = "SHRINKPOINT_TRACEBACK"
 _NO_PAGER = "--no-pager"
 _MAX_BYTES = "--max-bytes"
-_EPILOG = (
+EPILOG = (
     "Exit codes: 0 fine, 1 findings or differences, 2 usage, 3 not found, 4 corrupt or broken chain, "
     "5 locked, 6 storage, 7 other."
 )
@@ -86,7 +86,7 @@ app = typer.Typer(
     cls=ErrorHandlingGroup,
     name="shrinkpoint",
     help="Look at, check and tend compressed checkpoint chains.",
-    epilog=_EPILOG,
+    epilog=EPILOG,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -100,7 +100,7 @@ def _version(is_requested: bool) -> None:
 
 
 @app.callback()
-def _options(
+def global_options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
@@ -126,7 +126,7 @@ def _options(
     pass
 
 
-def _refuse_urls(command: Callable[..., Any], takes_buckets: bool) -> Callable[..., Any]:
+def refuse_urls(command: Callable[..., Any], *, takes_buckets: bool) -> Callable[..., Any]:
     """Wraps a command so that it refuses URLs as arguments and as options that are paths.
 
     Args:
@@ -152,6 +152,5 @@ def _refuse_urls(command: Callable[..., Any], takes_buckets: bool) -> Callable[.
     return run
 
 
-for _module in (list, show, report, verify, diff, export, convert, forget, prune, compact, bench, demo):
-    _takes_buckets = _module is not demo
-    app.command(name=_module.__name__.rpartition(".")[2])(_refuse_urls(_module.command, _takes_buckets))
+for _module in (list, show, report, verify, diff, export, convert, forget, prune, compact):
+    app.command(name=_module.__name__.rpartition(".")[2])(refuse_urls(_module.command, takes_buckets=True))

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shrinkpoint.baselines.excp import ExCP as ExCP
-    from shrinkpoint.baselines.gobo import GOBO as GOBO
-    from shrinkpoint.baselines.sparse_update import SCAR as SCAR
-    from shrinkpoint.baselines.sparse_update import TOPN as TOPN
-    from shrinkpoint.baselines.sparse_update import LCCheckpoint as LCCheckpoint
-    from shrinkpoint.baselines.uniform import CNR as CNR
-    from shrinkpoint.baselines.uniform import QD as QD
+    from importlib.metadata import EntryPoint
+
     from shrinkpoint.schemes.base import QuantizedState as QuantizedState
     from shrinkpoint.schemes.base import Scheme as Scheme
     from shrinkpoint.schemes.evaluate import ModelEvaluator as ModelEvaluator
@@ -20,6 +16,9 @@ if TYPE_CHECKING:
     from shrinkpoint.schemes.fisher.activations import Activations as Activations
     from shrinkpoint.schemes.fisher.scheme import Fisher as Fisher
     from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator as Inshrinkerator
+    from shrinkpoint.schemes.lc_checkpoint.scheme import LCCheckpoint as LCCheckpoint
+    from shrinkpoint.schemes.lc_checkpoint.sparse_update import SCAR as SCAR
+    from shrinkpoint.schemes.lc_checkpoint.sparse_update import TOPN as TOPN
     from shrinkpoint.schemes.lossless import Lossless as Lossless
     from shrinkpoint.schemes.lossless import Recode as Recode
     from shrinkpoint.schemes.plan import QuantizationPlan as QuantizationPlan
@@ -29,37 +28,47 @@ if TYPE_CHECKING:
     from shrinkpoint.schemes.search.scheme import SearchScheme as SearchScheme
 
 _MODULES = {
-    "Activations": "schemes.fisher.activations",
-    "CNR": "baselines.uniform",
-    "ExCP": "baselines.excp",
-    "Fisher": "schemes.fisher.scheme",
-    "GOBO": "baselines.gobo",
-    "Inshrinkerator": "schemes.inshrinkerator.scheme",
-    "LCCheckpoint": "baselines.sparse_update",
-    "Lossless": "schemes.lossless",
-    "ModelEvaluator": "schemes.evaluate",
-    "Planner": "schemes.planner",
-    "QD": "baselines.uniform",
-    "QuantizationPlan": "schemes.plan",
-    "QuantizedState": "schemes.base",
-    "Recode": "schemes.lossless",
-    "SCAR": "baselines.sparse_update",
-    "Scheme": "schemes.base",
-    "SearchScheme": "schemes.search.scheme",
-    "TOPN": "baselines.sparse_update",
-    "get_scheme": "schemes.registry",
-    "iter_modules": "schemes.evaluate",
-    "scheme_factory": "schemes.registry",
+    "Activations": "fisher.activations",
+    "Fisher": "fisher.scheme",
+    "Inshrinkerator": "inshrinkerator.scheme",
+    "LCCheckpoint": "lc_checkpoint.scheme",
+    "Lossless": "lossless",
+    "ModelEvaluator": "evaluate",
+    "Planner": "planner",
+    "QuantizationPlan": "plan",
+    "QuantizedState": "base",
+    "Recode": "lossless",
+    "SCAR": "lc_checkpoint.sparse_update",
+    "Scheme": "base",
+    "SearchScheme": "search.scheme",
+    "TOPN": "lc_checkpoint.sparse_update",
+    "get_scheme": "registry",
+    "iter_modules": "evaluate",
+    "scheme_factory": "registry",
 }
-"""The module of each name, below `shrinkpoint`. The baselines stand above this package, so they are named by text."""
+"""The module of each name."""
 
 __all__ = list(_MODULES)
 
 
+@cache
+def added_schemes() -> dict[str, EntryPoint]:
+    """Schemes that other installed packages add, such as the laboratory, by id and by name of the class.
+
+    They are entry points of the group "shrinkpoint.schemes": id = "module:class".
+    """
+    from importlib.metadata import entry_points
+
+    entries = entry_points(group="shrinkpoint.schemes")
+    return {key: entry for entry in entries for key in (entry.name, entry.attr)}
+
+
 def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"shrinkpoint.{_MODULES[name]}"), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    if name[:1].isupper() and name in added_schemes():
+        return added_schemes()[name].load()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

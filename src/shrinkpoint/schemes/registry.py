@@ -17,16 +17,14 @@ from shrinkpoint.schemes.base import Scheme
 _REGISTRY = {
     "lossless": "Lossless",
     "inshrinkerator": "Inshrinkerator",
-    "qd": "QD",
-    "cnr": "CNR",
-    "gobo": "GOBO",
     "fisher": "Fisher",
     "lc-checkpoint": "LCCheckpoint",
     "scar": "SCAR",
     "topn": "TOPN",
-    "excp": "ExCP",
 }
 """Id -> class in `shrinkpoint.schemes`, which imports a module when a class of it is asked for."""
+_LABORATORY = ("qd", "cnr", "gobo", "excp")
+"""Ids of schemes that the package shrinkpoint-lab adds, if it is installed."""
 
 _OBJECT_SETTINGS = ("activations", "calibrate", "evaluate", "gradients", "group", "progress", "space")
 """Settings that cannot be written as text."""
@@ -50,7 +48,7 @@ def get_scheme(scheme: object) -> Scheme:
     if scheme is None:
         do = 'leave scheme= out, or pass "lossless", for exact values'
         raise PolicyError("scheme", found="None", expected=_EXPECTED, do=do)
-    if isinstance(scheme, type) and getattr(scheme, "id", None) in _REGISTRY:
+    if isinstance(scheme, type) and hasattr(scheme, "id"):
         found, do = validate.describe_value(scheme), f"make one: {scheme.__name__}(...)"
         raise PolicyError("scheme", found=found, expected="an instance of it", do=do)
     has_methods = all(callable(getattr(scheme, method, None)) for method in ("quantize", "encode"))
@@ -75,10 +73,21 @@ def scheme_factory(text: str) -> partial[Scheme]:
     if match is None:
         expected = 'a name, or a name with settings: "fisher(relative_error=.3)"'
         raise validate.argument_error("scheme", text, expected, "write it so")
-    if match[1] not in _REGISTRY:
-        raise validate.argument_error("scheme", text, " or ".join(map(repr, _REGISTRY)), "name a known one")
-    scheme_class = getattr(schemes, _REGISTRY[match[1]])
+    scheme_class = _find_class(match[1], text)
     return partial(scheme_class, **_parse_settings(text, scheme_class, match[2] or ""))
+
+
+def _find_class(name: str, text: str) -> Callable[..., Scheme]:
+    if name in _REGISTRY:
+        return cast(Callable[..., Scheme], getattr(schemes, _REGISTRY[name]))
+    added = schemes.added_schemes()
+    if name in added:
+        return cast(Callable[..., Scheme], added[name].load())
+    known = dict.fromkeys((*_REGISTRY, *(entry.name for entry in added.values())))
+    do = "name a known one"
+    if name in _LABORATORY:
+        do = f"install the laboratory, which has {name!r}: pip install ./lab, in a checkout of shrinkpoint"
+    raise validate.argument_error("scheme", text, " or ".join(map(repr, known)), do)
 
 
 def needs_evaluation(text: str) -> bool:

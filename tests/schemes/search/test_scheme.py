@@ -355,7 +355,7 @@ def test_loss_needs_a_bound_or_a_setting():
             get_scheme(name)
         with pytest.raises(PolicyError, match="evaluate= or config="):
             sp.save(a_state(), "nowhere/at/all", scheme=name)
-    with pytest.raises(PolicyError, match="'inshrinkerator' or 'qd' or 'cnr' or 'gobo'"):
+    with pytest.raises(PolicyError, match="'lossless' or 'inshrinkerator' or 'fisher'"):
         get_scheme("zip")
 
 
