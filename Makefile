@@ -35,7 +35,6 @@ bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/lossless_series.py
 	$(BIN)/python benchmarks/lossless.py
 	$(BIN)/python benchmarks/save_latency.py
-	$(BIN)/python benchmarks/many_tensors.py
 	$(BIN)/python benchmarks/comparison.py
 	$(BIN)/python benchmarks/frameworks.py
 	$(BIN)/python benchmarks/default_scheme.py

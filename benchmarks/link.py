@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,8 @@ import link_speed
 import link_tables
 import torch
 
-from shrinkpoint.comm.message_cost import measure_cost
-from shrinkpoint.comm.step_model import CandidateCost, MessageCost, Schedule, Workload
-
 RATES = (0, 10000, 1000, 100)
-"""Mbit/s; 0 is without a limit, and goes first: its uncompressed step is what predictions start from."""
+"""Mbit/s; 0 is without a limit."""
 WORKER = Path(__file__).with_name("link_worker.py")
 PARTS = ("speed", "pipeline", "stages")
 Pair = tuple[str, str]
@@ -53,49 +49,29 @@ def stages(args: argparse.Namespace) -> dict[str, Any]:
     return {"1F1B": _pipeline(args, 4, "1F1B", FEW)}
 
 
-def _pipeline(args: argparse.Namespace, world: int, schedule: Schedule, cases: dict[str, Pair]) -> dict[str, Any]:
+def _pipeline(args: argparse.Namespace, world: int, schedule: str, cases: dict[str, Pair]) -> dict[str, Any]:
     sizes = {"width": args.width, "inner": args.inner, "batch": args.batch, "length": args.length}
     job = {"kind": "pipeline", "schedule": schedule, "micro_batches": args.micro_batches, **sizes}
-    shape = (args.batch, args.length, args.width)
-    load = Workload("pipeline", 1, world_size=world, micro_batches=args.micro_batches, schedule=schedule)
-    return _measured(args, job, load, cases, _costs(cases, shape, args.repeats))
+    return _measured(args, job | {"world": world}, cases)
 
 
-def _costs(cases: dict[str, Pair], shape: tuple[int, ...], repeats: int) -> dict[str, CandidateCost]:
-    """What `recommend` measures of each case, in this process."""
-    x, costs_by_spec = torch.randn(shape, generator=torch.Generator().manual_seed(0)), {}
-    for spec in {spec for pair in cases.values() for spec in pair if spec}:
-        costs_by_spec[spec] = measure_cost(spec, x, repeats=repeats)
-    plain, costs = MessageCost(x.nbytes, x.nbytes), {}
-    for name, (there, back) in cases.items():
-        forward = costs_by_spec.get(there, plain)
-        costs[name] = CandidateCost(name, forward, costs_by_spec.get(back, forward))
-    return costs
-
-
-def _measured(
-    args: argparse.Namespace,
-    job: dict[str, Any],
-    load: Workload,
-    cases: dict[str, Pair],
-    costs: dict[str, CandidateCost],
-) -> dict[str, Any]:
-    """Of every rate and case: seconds of the steps, bytes, and what the forecast says."""
-    job |= {"world": load.world_size, "rounds": args.rounds, "steps": args.steps, "warm": 1}
+def _measured(args: argparse.Namespace, job: dict[str, Any], cases: dict[str, Pair]) -> dict[str, Any]:
+    """Seconds of the steps, and bytes, of every rate and case."""
+    job |= {"rounds": args.rounds, "steps": args.steps, "warm": 1}
     job["cases"] = [{"name": name, "forward": f, "backward": b} for name, (f, b) in cases.items()]
     results: dict[str, Any] = {"machine": link_speed.machine(), "date": date.today().isoformat(), "job": job}
-    results |= {"costs": {name: asdict(cost) for name, cost in costs.items()}, "rates": {}}
-    with link_net.Network(load.world_size) as network:
+    results["rates"] = {}
+    with link_net.Network(job["world"]) as network:
         for mbps in args.rates:
             network.shape(mbps or None)
             reports = _run(network, job | {"address": network.address(0)}, args.timeout)
             results["rates"][str(mbps)] = [{name: rank[name] for name in cases} for rank in reports]
             print(
-                f"  {job['kind']}, {load.world_size} processes, {mbps or 'no limit'} Mbit/s: done",
+                f"  {job['kind']}, {job['world']} processes, {mbps or 'no limit'} Mbit/s: done",
                 file=sys.stderr,
                 flush=True,
             )
-    link_tables.evaluate(results, load, costs)
+    link_tables.evaluate(results)
     return results
 
 
@@ -109,7 +85,7 @@ def _run(network: link_net.Network, job: dict[str, Any], timeout: float) -> list
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--rates", nargs="+", type=int, default=RATES, help="Mbit/s; 0: no limit, needed first")
+    parser.add_argument("--rates", nargs="+", type=int, default=RATES, help="Mbit/s; 0: no limit")
     parser.add_argument("--schedules", nargs="+", choices=("1F1B", "GPipe"), default=("1F1B", "GPipe"))
     parser.add_argument("--rounds", type=int, default=3, help="of all cases in turns")
     parser.add_argument("--steps", type=int, default=4, help="of every case in every round, after one that warms up")
@@ -127,8 +103,6 @@ def arguments() -> argparse.Namespace:
     if args.smoke:
         args.rates, args.rounds, args.steps, args.repeats = (0, 200), 1, 2, 3
         args.batch, args.width, args.timeout = 2, 256, 150
-    if args.rates[0] != 0:
-        parser.error("the first rate is 0: its uncompressed step is what predictions start from")
     return args
 
 

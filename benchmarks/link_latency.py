@@ -8,9 +8,8 @@
 Real gloo processes in network namespaces (link_net.py, which takes root). Replicas (ddp) train a perceptron whose
 backward pass takes about as long as a message; a step without any communication is timed as well. With `--per-node 2`
 two ranks share a host, between which nothing is limited, and the link is that between hosts. Pipelines train link.py's
-GPT. Cases take turns in every round, and the figures are medians over all steps. Beside them stands what the
-model behind `recommend` predicts (link_forecast.py). Results go to results/link_latency.json; links that are not
-measured again stay.
+GPT. Cases take turns in every round, and the figures are medians over all steps. Results go to
+results/link_latency.json; links that are not measured again stay.
 """
 
 from __future__ import annotations
@@ -25,13 +24,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import link_forecast
 import link_net
 from lossless_speed import machine
 
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS")
 WORKER = Path(__file__).with_name("link_worker.py")
-LINKS = (link_forecast.FREE, "100:0", "100:5", "100:30", "1000:0", "1000:5", "1000:30", "10000:0")
+LINKS = ("0:0", "100:0", "100:5", "100:30", "1000:0", "1000:5", "1000:30", "10000:0")
 CASES = {
     "ddp": (
         *("compute alone", "none", "bf16 hook", "PowerSGD 4", "bf16", "q8:64", "q4:64"),
@@ -76,14 +74,11 @@ def measure(args: argparse.Namespace, kind: str, world: int, link: str) -> dict[
 
 def show(figures: dict[str, Any]) -> None:
     for key, cases in figures["links"].items():
-        chosen = figures.get("chosen", {}).get(key)
-        print(f"\n{key}{f': {chosen} would have been chosen' if chosen else ''}")
+        print(f"\n{key}")
         rivals = [row["seconds"] for name, row in cases.items() if name in ("none", "bf16", "bf16 hook")]
         best = min(rivals, default=next(iter(cases.values()))["seconds"])
         for name, row in cases.items():
-            off = f"  predicted {row['predicted']:.3f} s" if "predicted" in row else ""
-            off += f", {100 * (row['predicted'] / row['seconds'] - 1):+.0f} %" if off else ""
-            print(f"  {name:16} {row['seconds']:8.3f} s {row['seconds'] / best:7.2f}x {row['sent'] / 1e6:8.2f} MB{off}")
+            print(f"  {name:16} {row['seconds']:8.3f} s {row['seconds'] / best:7.2f}x {row['sent'] / 1e6:8.2f} MB")
 
 
 def main() -> None:
@@ -124,9 +119,6 @@ def main() -> None:
         figures.setdefault("processors", {})[key] = figures["machine"]["cpu"]
         args.out.write_text(json.dumps(figures, indent=1))
         print(f"  {key}: done", file=sys.stderr, flush=True)
-    link_forecast.measure_costs(figures)
-    link_forecast.predict(figures)
-    args.out.write_text(json.dumps(figures, indent=1))
     show(figures)
 
 

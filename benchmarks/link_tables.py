@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import document_tables
 from workloads import REPO
-
-from shrinkpoint.comm.recommendation import DEFAULT_CANDIDATES, NO_COMPRESSION, rank_candidates
-from shrinkpoint.comm.step_model import CandidateCost, Workload
 
 DOCUMENT = REPO / "docs" / "wire_studies.md"
 RESULT = REPO / "benchmarks" / "results" / "link.json"
@@ -32,39 +28,20 @@ SLOW = 1000
 """Mbit/s at which, and below which, compression is to pay."""
 
 
-PAYLOAD = 1448 / 1514
-"""Of a full packet what is not headers of TCP, IP and Ethernet, which the limit counts."""
-
-
-def evaluate(found: dict[str, Any], load: Workload, costs: dict[str, CandidateCost]) -> None:
+def evaluate(found: dict[str, Any]) -> None:
     """Add the rows of the table to what a part measured: one for each rate and case."""
-    rows: list[dict[str, Any]] = []
-    for rate, ranks in found["rates"].items():
-        for name in ranks[0]:
-            rows.append(_row(int(rate), name, [rank[name] for rank in ranks], costs[name]))
-    compute = next(row["seconds"] for row in rows if row["rate"] == 0 and row["name"] == NONE)
+    rows = [
+        _row(int(rate), name, [rank[name] for rank in ranks])
+        for rate, ranks in found["rates"].items()
+        for name in ranks[0]
+    ]
     uncompressed = {row["rate"]: row["seconds"] for row in rows if row["name"] == NONE}
     for row in rows:
         row["gain"] = uncompressed[row["rate"]] / row["seconds"]
-        if row["rate"]:
-            at, one = replace(load, mbps=PAYLOAD * row["rate"], compute=compute), costs[row["name"]]
-            plain = row["name"] == NONE
-            row["predicted"] = (
-                at.uncompressed_seconds(one.forward.raw, one.backward.raw) if plain else at.step_seconds(one)
-            )
-    found["compute"], found["rows"] = compute, rows
-    found["advice"] = {
-        rate: _advised(replace(load, mbps=PAYLOAD * rate, compute=compute), costs) for rate in uncompressed if rate
-    }
+    found["rows"] = rows
 
 
-def _advised(load: Workload, costs: dict[str, CandidateCost]) -> str:
-    """What `recommend` says with its own candidates."""
-    plain = costs[NONE].forward.raw, costs[NONE].backward.raw
-    return rank_candidates(load, [costs[name] for name in DEFAULT_CANDIDATES if name in costs], uncompressed=plain).best
-
-
-def _row(rate: int, name: str, ranks: list[list[dict[str, Any]]], one: CandidateCost) -> dict[str, Any]:
+def _row(rate: int, name: str, ranks: list[list[dict[str, Any]]]) -> dict[str, Any]:
     """Of all rounds: the first rank's steps, all ranks' bytes."""
     seconds = [value for turn in ranks[0] for value in turn["seconds"]]
     turns = [turn for rank in ranks for turn in rank]
@@ -114,22 +91,8 @@ def _steps(title: str, found: dict[str, Any]) -> list[tuple[bool, str]]:
     job, verdicts = found["job"], []
     title = f"{title}, {job['world']} processes"
     print(f"\n{title}: seconds of a step, medians of {found['rows'][0]['steps']}; MB a step, all ranks together\n")
-    head = (
-        "Mbit/s",
-        "",
-        "step s",
-        "least",
-        "most",
-        "gain",
-        "predicted",
-        "off %",
-        "kernel MB",
-        "ledger MB",
-        "enc s",
-        "dec s",
-    )
+    head = ("Mbit/s", "", "step s", "least", "most", "gain", "kernel MB", "ledger MB", "enc s", "dec s")
     _print(head, [_cells(row) for row in found["rows"]], texts=2)
-    _forecast(found)
     worst = max((abs(_excess(row)), row["name"], row["rate"]) for row in found["rows"] if row["wire"])
     text = f"{title}: the kernel counted within {worst[0]:.1%} of the ledgers (at most {BYTES:.0%})"
     verdicts.append((worst[0] <= BYTES, f"{text}; worst: {worst[1]} at {worst[2] or 'no limit'}"))
@@ -140,31 +103,15 @@ def _steps(title: str, found: dict[str, Any]) -> list[tuple[bool, str]]:
     return verdicts
 
 
-def _forecast(found: dict[str, Any]) -> None:
-    """How far off it was, and what would have come of following it."""
-    off = sorted(abs(row["predicted"] / row["seconds"] - 1) for row in found["rows"] if row["rate"])
-    print(f"\nforecast: off by {median(off):.1%} in the median, {off[-1]:.1%} at worst")
-    for rate, name in found["advice"].items():
-        seconds = {row["name"]: row["seconds"] for row in found["rows"] if row["rate"] == int(rate)}
-        tried = {NONE, *DEFAULT_CANDIDATES} & seconds.keys()
-        best = min(tried, key=seconds.__getitem__)
-        advised = NONE if name == NO_COMPRESSION else name
-        figures = f"{seconds[advised]:.4f} s a step; the best was {best}, {seconds[best]:.4f} s"
-        print(f"advice at {rate} Mbit/s: {name}, {figures}")
-
-
 def _excess(row: dict[str, Any]) -> float:
     return float(row["sent"] / row["wire"] - 1)
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     times = [f"{row[key]:.4f}" for key in ("seconds", "least", "most")]
-    forecast = ["", ""]
-    if row["rate"]:
-        forecast = [f"{row['predicted']:.4f}", f"{100 * (row['predicted'] / row['seconds'] - 1):+.1f}"]
     ledger = [f"{row['wire'] / 1e6:.3f}" if row["wire"] else "", *(f"{row[way]:.4f}" for way in ("encode", "decode"))]
     head = (str(row["rate"] or "no limit"), row["name"], *times, f"{row['gain']:.2f}")
-    return (*head, *forecast, f"{row['sent'] / 1e6:.3f}", *ledger)
+    return (*head, f"{row['sent'] / 1e6:.3f}", *ledger)
 
 
 def _print(head: tuple[str, ...], rows: list[tuple[str, ...]], *, texts: int) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import plot
 import published_numbers
 import restores_tables
-import save_overhead
 import summarize
 from lossless_report import table
 
@@ -154,18 +153,6 @@ def paper_table() -> str:
     return table(["paper: 10 restores, threshold .05", "worse %", "weights x", "overhead %"], lines)
 
 
-def costs(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """The overhead at the paper's spacing for each system that searched, from the runs of its largest model."""
-    out = []
-    for kind in dict.fromkeys(_name(record["settings"]) for record in records if record["saves"]):
-        mine = [record for record in records if _name(record["settings"]) == kind]
-        most = max(record["facts"]["parameters"] for record in mine)
-        cost = save_overhead.measured([record for record in mine if record["facts"]["parameters"] == most])
-        if cost is not None:
-            out += [{"system": kind, "measured on": most, **one} for one in save_overhead.table_of(cost)]
-    return out
-
-
 def ten_restores(records: Sequence[Record]) -> str:
     """The tables of these runs as docs/scheme_studies.md has them."""
     runs = [summarize.row(record, records) for record in records]
@@ -228,7 +215,7 @@ def write(records: Sequence[Record], path: Path) -> None:
     if not records:
         print("nothing was run yet")
         return
-    found, known, costly = rows(records), bases(records), costs(records)
+    found, known = rows(records), bases(records)
     noises = {workload: noise(runs) for workload, runs in known.items()}
     print()
     for workload, one in noises.items():
@@ -249,13 +236,10 @@ def write(records: Sequence[Record], path: Path) -> None:
     harmless = [row["bit-identical"] for row in found if row["restores"] == 0 or row["system"] == "lossless"]
     verdict = "no such run" if not harmless else "yes" if all(harmless) else "NO"
     print(f"saving alone, and lossless restores, left the training bit-identical: {verdict}\n")
-    for one in costly:
-        print(f"{one['system']}: {save_overhead.sentence(one)}")
     summary = {
         "noise": noises,
         "rows": found,
         "paper": published_numbers.RECOVERY,
-        "overhead": costly,
     }
     path.with_suffix(".json").write_text(json.dumps(summary, indent=1))
     plot.write(panels(records, found), path, "Failure recovery")

@@ -25,23 +25,14 @@ from workloads import REPO
 
 RESULTS = REPO / "benchmarks" / "results"
 SCRIPTS = {
-    "allot": "bit_allocation",
-    "bins": "codebook_size",
     "chaos": "crash_points",
-    "codes": "code_streams",
     "fisher-alone": "fisher",
     "fisher-parts": "fisher",
     "kill": "crash_recovery",
-    "lattice": "lattice_speed",
-    "overhead": "save_overhead",
-    "quantile": "quantile_speed",
-    "quantizers": "quantizer_speed",
     "recovery": "lossy_recovery",
     "replicas": "gradient_compression",
-    "restores": "repeated_restores",
     "rework": "recomputation",
     **{f"schemes_{subject}": "schemes" for subject in ("gpt", "resnet", "ssl", "wikitext")},
-    "search": "search_trials",
     "stall": "save_latency",
     "transfer": "transfer_learning",
 }

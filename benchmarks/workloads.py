@@ -153,20 +153,17 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def named(name: str, data: Path, *, quick: bool) -> Workload:
-    """A workload by name: "gpt", "resnet", "wide", a variant, or one of `workload_held_out`.
+    """A workload by name: "gpt", "resnet", "wide", or a variant.
 
     "wide" is a ResNet-20, twice as wide on half the resolution.
 
     Args:
         quick: a toy of it that runs in seconds and learns next to nothing.
     """
-    import workload_held_out
     import workload_image
     import workload_text
     import workload_variants
 
-    if name in workload_held_out.NAMES:
-        return workload_held_out.named(name, data, quick=quick)
     if name in workload_variants.VARIANTS:
         return workload_variants.variant(name, data, quick=quick)
     if name == "gpt":

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from helpers.paths import REPOSITORY
-from torch import nn
 
 BENCHMARKS = REPOSITORY / "benchmarks"
 Load = Callable[[str], ModuleType]
@@ -96,78 +95,6 @@ def test_scars_bound_has_the_constants_of_a_geometric_course(load: Load) -> None
     # a perturbation as large as what is left doubles the distance, which is what log(2) / log(1 / c) iterations halve
     assert fitted.iterations(20, 5 * 0.9**20) == pytest.approx(math.log(2) / math.log(1 / 0.9))
     assert bound.fit(steps, [1.1**step for step in steps]).iterations(20, 1.0) is None
-
-
-def test_code_lengths_are_those_of_a_best_prefix_code(load: Load) -> None:
-    tables = load("code_tables")
-    counts = torch.tensor([8, 4, 2, 0, 1, 1]).numpy()
-    lengths = tables.huffman_bits(counts)
-    assert lengths == {0: 1, 1: 2, 2: 3, 4: 4, 5: 4}
-    assert tables.coded_bits(counts, lengths) == 8 + 8 + 6 + 8
-    assert tables.huffman_bits(torch.tensor([0, 5]).numpy()) == {1: 1}
-
-
-def test_a_choice_of_buckets_that_is_kept_loses_more_where_differences_shrink(load: Load) -> None:
-    tracked = load("code_tables").Tracked(2)
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(64, 64, generator=generator)
-    for step in range(6):
-        tracked.observe({"a": weights})
-        weights = weights + 0.5**step * torch.randn(64, 64, generator=generator)
-    figures = tracked.figures()
-    assert figures["error with kept choices"] > 1
-    assert 0 < figures["table, of a delta"] < 0.01 and figures["codes by a table 1 back"] >= 1
-
-
-def test_parts_of_inshrinkerator_leave_the_model_as_it_was(load: Load) -> None:
-    parts = load("inshrinkerator_parts")
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
-    inputs, before = torch.randn(256, 64), [p.clone() for p in model.parameters()]
-    with torch.no_grad():
-        wanted = model(inputs)
-
-    def loss(one: nn.Module) -> float:
-        with torch.no_grad():
-            return float((one(inputs) - wanted).square().mean()) + 1
-
-    gradients = parts.Gradients({name: torch.randn(p.shape) for name, p in model.named_parameters()})
-    stage = parts.Stage(model, gradients, loss)
-    few, many = stage.quantized(bins=4), stage.quantized(bins=32)
-    assert few["rise"] > many["rise"] > 0 and few["bits"] < many["bits"] and few["error"] > many["error"]
-    for scope in parts.SCOPES:
-        row = stage.pruned(scope, "magnitude", 0.3)
-        assert row["pruned"] == pytest.approx(0.3, abs=0.02) and row["rise"] > 0
-    same = parts.Stage(model, parts.Gradients({name: torch.ones_like(p) for name, p in model.named_parameters()}), loss)
-    assert same.agreement() == {"spearman": 1, "chance": 1, "smallest 30 %": 1, "largest .5 %": 1}
-    noise = stage.agreement()
-    assert noise["spearman"] == pytest.approx(noise["chance"], abs=0.05)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
-def test_a_longer_chain_has_smaller_checkpoints_and_later_loads(load: Load, tmp_path: Any) -> None:
-    depth = load("restore_depth")
-    files = depth.write_chain(tmp_path, "fisher, .3", depth.TOY, 3, 2)
-    times = depth.load_times({"fisher, .3": tmp_path}, (0, 1, 2), 1)["fisher, .3"]
-    rows = depth.weigh(files, {0: 1.0, 2: 3.0})
-    assert [row["chain"] for row in rows] == [1, 2]
-    assert rows[1]["bytes"] == (files[0]["bytes"] + files[1]["bytes"]) / 2 < rows[0]["bytes"]
-    assert (rows[1]["mean seconds"], rows[1]["last seconds"]) == (1.5, 2.0)
-    assert set(times) == {0, 1, 2} and min(times.values()) > 0
-
-
-def test_branch_and_bound_finds_the_smallest_point_that_holds(load: Load) -> None:
-    trials = load("search_trials")
-    lands = [trials.landscape(seed, "entropy", trials.METRICS) for seed in range(3)]
-    found = trials.study(lands, 8)
-    assert found["branch and bound"]["missed"] == found["exhaustive"]["missed"] == 0
-    assert found["branch and bound"]["trials"] < found["exhaustive"]["trials"] == 216
-
-
-def test_all_quantizers_whose_speed_is_compared_give_back_values(load: Load) -> None:
-    speed = load("quantizer_speed")
-    rows = speed.measure(speed.subjects(), speed.values(3000), 8, 1)
-    assert all(0 < row["mse"] < 1e-3 for row in rows.values()), rows
 
 
 @pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.stem)
