@@ -8,7 +8,7 @@ NATIVE := CMakeLists.txt $(wildcard native/*.cpp native/*.hpp)
 # Compiled modules are stored even where the environment forbids it: hundreds of processes of the tests read them.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test nightly check bench studies rivals golden wheel device docs fuzz libfuzzer clean
+.PHONY: demo test nightly check bench studies golden wheel device docs fuzz libfuzzer clean
 
 demo: $(VENV)/.installed
 	$(BIN)/shrinkpoint demo
@@ -34,21 +34,14 @@ check: $(VENV)/.installed
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/lossless_series.py
 	$(BIN)/python benchmarks/lossless.py
-	$(BIN)/python benchmarks/save_latency.py
 	$(BIN)/python benchmarks/comparison.py
 	$(BIN)/python benchmarks/frameworks.py
-	$(BIN)/python benchmarks/default_scheme.py
 	$(BIN)/python benchmarks/crash_recovery.py
 
 # Of the papers' tables: days on two cores, resumable (benchmarks/studies.py --list says how many minutes each takes).
 # make studies QUICK=1: the same code on toys or on parts, half an hour.
 studies: $(VENV)/.bench
 	$(BIN)/python benchmarks/studies.py $(if $(QUICK),--quick)
-
-# A second environment, for rivals that want other versions: benchmarks/rate_distortion.py uses it.
-rivals: $(VENV)/.installed
-	$(PYTHON) -m venv $(VENV)/rivals
-	$(VENV)/rivals/bin/pip install --quiet --requirement benchmarks/rivals.txt
 
 # The only thing that may write to tests/golden. It refuses to change a file that is there.
 golden: $(VENV)/.installed

@@ -1,4 +1,4 @@
-"""Lossless checkpoints: sizes beside the rivals' and the entropies, speed, memory. Method: README.md beside this file.
+"""Lossless checkpoints: sizes beside the rivals' and the entropies, and speed. Method: README.md beside this file.
 
 python benchmarks/lossless.py [--cache DIR] [--data DIR] [--out results/lossless.json]
 """
@@ -18,7 +18,6 @@ from typing import Any
 
 import lossless_compressors
 import lossless_entropy
-import lossless_memory
 import lossless_report
 import lossless_series
 import lossless_shrinkpoint
@@ -183,7 +182,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=Path(data) if data else None, help="holds series_ssl_adamw")
     parser.add_argument("--every", type=int, default=1, help="take every n-th pair of published epochs")
     parser.add_argument("--repeats", type=int, default=5, help="of each timing")
-    parser.add_argument("--only", nargs="+", choices=("sizes", "speed", "memory"), default=("sizes", "speed", "memory"))
+    parser.add_argument("--only", nargs="+", choices=("sizes", "speed"), default=("sizes", "speed"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "lossless.json")
     return parser.parse_args()
 
@@ -207,8 +206,6 @@ def main() -> int:
     if "speed" in args.only:
         result["speed"] = speeds(base, new, args.repeats)
         print("\n" + lossless_report.speeds(result["speed"]), flush=True)
-    if "memory" in args.only:
-        result["memory"] = lossless_memory.study(*(args.cache / f"{c.state['step']}.pt" for c in (new, base)))
     result["verdicts"] = list(lossless_report.verdicts(result))
     result["seconds"] = time.perf_counter() - began
     print("\n" + "\n".join(result["verdicts"]))

@@ -8,7 +8,6 @@ from typing import Any
 WITHIN = 1.05  # of the held-out entropy
 FASTER = 1.2  # than zipnn's encoder
 SCALING = 1.8  # from one thread to two
-MEMORY = 1.25  # of the state, beyond the state
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -86,10 +85,6 @@ def verdicts(result: Mapping[str, Any]) -> Iterator[str]:
                 yield from _of_stream(f"{series}: {name}", stream)
     if result.get("speed"):
         yield from _of_speed(result["speed"])
-    for mode, memory in (result.get("memory") or {}).items():
-        beyond = memory.get("beyond")
-        figures = f"{beyond:.2f}x the state, at most {MEMORY}x" if beyond else f"not measured: {memory['error']}"
-        yield _line(bool(beyond and beyond <= MEMORY), f"memory, {mode}", figures)
 
 
 def _of_stream(where: str, stream: Mapping[str, Any]) -> Iterator[str]:

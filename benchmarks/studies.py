@@ -60,7 +60,6 @@ STUDIES = (
     Study("fisher", 30),
     Study("wikitext_series", 60, suffix=""),
     Study("schemes", 50, suffix=""),
-    Study("rate_distortion", 60, ("--quick", "--ledger", "results/quick/rate_distortion.jsonl")),
     Study("lossy_recovery", 800, suffix=".jsonl"),
     Study("transfer_learning", 130, suffix=".jsonl"),
     Study("recomputation", 90, suffix=".jsonl"),

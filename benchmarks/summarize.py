@@ -33,7 +33,6 @@ SCRIPTS = {
     "replicas": "gradient_compression",
     "rework": "recomputation",
     **{f"schemes_{subject}": "schemes" for subject in ("gpt", "resnet", "ssl", "wikitext")},
-    "stall": "save_latency",
     "transfer": "transfer_learning",
 }
 """The script that writes a result, where their names differ."""
