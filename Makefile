@@ -32,16 +32,16 @@ check: $(VENV)/.installed
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.bench
-	$(BIN)/python benchmarks/lossless_series.py
-	$(BIN)/python benchmarks/lossless.py
-	$(BIN)/python benchmarks/comparison.py
-	$(BIN)/python benchmarks/frameworks.py
+	$(BIN)/python -m benchmarks.lossless.series
+	$(BIN)/python -m benchmarks.lossless.run
+	$(BIN)/python -m benchmarks.comparison.run
+	$(BIN)/python -m benchmarks.frameworks.run
 	$(BIN)/python benchmarks/crash_recovery.py
 
-# Of the papers' tables: days on two cores, resumable (benchmarks/studies.py --list says how many minutes each takes).
+# Of the papers' tables: days on two cores, resumable (python -m lab.studies --list says how many minutes each takes).
 # make studies QUICK=1: the same code on toys or on parts, half an hour.
 studies: $(VENV)/.bench
-	$(BIN)/python benchmarks/studies.py $(if $(QUICK),--quick)
+	$(BIN)/python -m lab.studies $(if $(QUICK),--quick)
 
 # The only thing that may write to tests/golden. It refuses to change a file that is there.
 golden: $(VENV)/.installed
