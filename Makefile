@@ -8,7 +8,7 @@ NATIVE := CMakeLists.txt $(wildcard native/*/*.[ch]pp native/bindings/*.txt)
 # Compiled modules are stored even where the environment forbids it: hundreds of processes of the tests read them.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test nightly check bench studies rivals golden wheel device docs fuzz libfuzzer clean
+.PHONY: demo test nightly check bench studies golden wheel device docs fuzz libfuzzer clean
 
 demo: $(VENV)/.installed
 	$(BIN)/shrinkpoint-lab demo
@@ -33,24 +33,16 @@ check: $(VENV)/.installed
 	$(BIN)/python release/budgets.py
 
 bench: $(VENV)/.bench
-	$(BIN)/python benchmarks/lossless_series.py
-	$(BIN)/python benchmarks/lossless.py
-	$(BIN)/python benchmarks/save_latency.py
-	$(BIN)/python benchmarks/many_tensors.py
-	$(BIN)/python benchmarks/comparison.py
-	$(BIN)/python benchmarks/frameworks.py
-	$(BIN)/python benchmarks/default_scheme.py
+	$(BIN)/python -m benchmarks.lossless.series
+	$(BIN)/python -m benchmarks.lossless.run
+	$(BIN)/python -m benchmarks.comparison.run
+	$(BIN)/python -m benchmarks.frameworks.run
 	$(BIN)/python benchmarks/crash_recovery.py
 
-# Of the papers' tables: days on two cores, resumable (benchmarks/studies.py --list says how many minutes each takes).
+# Of the papers' tables: days on two cores, resumable (python -m lab.studies --list says how many minutes each takes).
 # make studies QUICK=1: the same code on toys or on parts, half an hour.
 studies: $(VENV)/.bench
-	$(BIN)/python benchmarks/studies.py $(if $(QUICK),--quick)
-
-# A second environment, for rivals that want other versions: benchmarks/rate_distortion.py uses it.
-rivals: $(VENV)/.installed
-	$(PYTHON) -m venv $(VENV)/rivals
-	$(VENV)/rivals/bin/pip install --quiet --requirement benchmarks/rivals.txt
+	$(BIN)/python -m lab.studies $(if $(QUICK),--quick)
 
 # The only thing that may write to tests/golden. It refuses to change a file that is there.
 golden: $(VENV)/.installed

@@ -9,12 +9,14 @@ They rest on benchmarks/results/device.json; without it the document says that n
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
-import document_tables
-
 REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))  # device_all.py and its parts are started by their paths
+from lab.studies.harness import document_tables  # noqa: E402
+
 DOCUMENT = REPO / "docs" / "gpu.md"
 RESULT = REPO / "benchmarks" / "results" / "device.json"
 NOT_MEASURED = "Not measured yet."
@@ -49,4 +51,4 @@ def document_text() -> str:
 
 
 if __name__ == "__main__":
-    document_tables.main(__doc__, "device_tables", {DOCUMENT: document_text()})
+    document_tables.main(__doc__, __file__, {DOCUMENT: document_text()})

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 from scale_methods import METHODS
-from scale_report import Row, draw, figure_table, figures, operation_table, summarize
+from scale_report import Row, figure_table, figures, operation_table, summarize
 from scale_states import MODELS, make_states
 
 HERE = Path(__file__).resolve().parent
@@ -105,7 +105,6 @@ def main() -> None:
         "figures": [figure._asdict() | {"values": [round(value, 3) for value in figure.values]} for figure in found],
     }
     arguments.out.write_text(_json_lines(head, lists))
-    draw(rows, MODELS, arguments.out.with_suffix(""))
 
 
 def _json_lines(head: Row, lists: dict[str, list[Row]]) -> str:

@@ -1,4 +1,4 @@
-"""What the rounds of `scale.py` say: one row an operation, figures beside their targets, a table and a plot.
+"""What the rounds of `scale.py` say: one row an operation, figures beside their targets, and a table.
 
 A machine that gives fresh memory at random speed makes seconds of the clock, and of the system, differ from round to
 round: beside the median of all rounds stands the least, and beside processor time that of the user alone."""
@@ -6,11 +6,8 @@ round: beside the median of all rounds stands the least, and beside processor ti
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
-
-from plot import Line, Panel, write
 
 Row = dict[str, Any]
 TIMES = ("seconds", "processor_seconds", "user_seconds", "stall_seconds")
@@ -257,22 +254,3 @@ def markdown(lines: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "| " + " | ".join(text.ljust(width) for text, width in zip(line, widths, strict=False)) + " |"
         if number == 0:
             yield "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-
-
-def draw(rows: Sequence[Row], models: Iterable[str], path: Path) -> None:
-    """GB/s of raw state by method, a panel for each operation; at the largest number of threads."""
-    threads = max(row["threads"] for row in rows)
-    panels = []
-    for operation in ("keyframe", "delta, warm", "load keyframe", "load delta"):
-        lines = []
-        for model in models:
-            chosen = [
-                row
-                for row in rows
-                if (row["model"], row["operation"], row["threads"]) == (model, operation, threads) and "seconds" in row
-            ]
-            if chosen:
-                speeds = [row["state_bytes"] / 1e9 / row["seconds"][0] for row in chosen]
-                lines.append(Line(model, [row["method"] for row in chosen], speeds, kind="bars"))
-        panels.append(Panel(operation, "", "GB/s of raw state", lines))
-    write(panels, path, f"Saves and loads, {threads} threads")

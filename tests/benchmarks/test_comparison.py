@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from argparse import Namespace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from helpers.paths import REPOSITORY
+
+from benchmarks.comparison import run as comparison
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of states this small schemes and torch say much
 
 
 @pytest.fixture(scope="module")
-def comparison() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(REPOSITORY / "benchmarks"))
-        return importlib.import_module("comparison")
-
-
-@pytest.fixture(scope="module")
-def options(comparison: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Namespace:
+def options(tmp_path_factory: pytest.TempPathFactory) -> Namespace:
     """Of a toy run, which is trained."""
     sizes = {"first": 4, "interval": 2, "checkpoints": 3, "threads": 1, "seed": 0, "round": 0, "quick": True}
     settings = Namespace(folder=tmp_path_factory.mktemp("run"), data=Path("nowhere"), **sizes)
@@ -33,7 +25,7 @@ def options(comparison: ModuleType, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.mark.parametrize(
     "name", ["torch.save", "torch DCP", "safetensors", "ExCP, as released", "shrinkpoint, lossless"]
 )
-def test_a_method_saves_and_loads_a_run(name: str, comparison: ModuleType, options: Namespace) -> None:
+def test_a_method_saves_and_loads_a_run(name: str, options: Namespace) -> None:
     points = list(comparison.Run(Namespace(**vars(options), method=name)).measure())
     assert [point["step"] for point in points] == [4, 6, 8]
     assert all(point["bytes"] > 0 and point["save"] >= point["flush"] >= 0 < point["load"] for point in points)
@@ -44,7 +36,7 @@ def test_a_method_saves_and_loads_a_run(name: str, comparison: ModuleType, optio
     json.dumps(points)
 
 
-def test_the_table_has_bytes_beside_torch_save_and_medians(comparison: ModuleType) -> None:
+def test_the_table_has_bytes_beside_torch_save_and_medians() -> None:
     def row(method: str, size: int, save: float, number: int = 0, **more: object) -> dict[str, object]:
         point = {"bytes": size, "save": save, "evaluate": 0.0, "load": save, "exact": not more, **more}
         return {

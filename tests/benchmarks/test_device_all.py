@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.paths import REPOSITORY
 
 FIGURES = {
     "machine": "value",
@@ -26,6 +28,12 @@ FIGURES = {
     "sanitizer": "seconds",
 }
 """A figure that each part has measured."""
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))  # parts import each other by their file names
+    return importlib.import_module("device_all")
 
 
 def test_every_part_has_its_figures_on_a_cpu(program: ModuleType, tmp_path: Path) -> None:
@@ -140,25 +148,3 @@ def test_a_wheel_in_dist_is_found_without_network(
     _, source = program.find_library(tmp_path / "library")
     assert source.startswith("not installed: shrinkpoint-0.1.0-cp312-abi3-linux.whl: error: no such thing")
     assert [Path(word).name for word in asked[1:]] == ["shrinkpoint-0.1.0-cp312-abi3-linux.whl", tmp_path.name]
-
-
-def test_the_table_is_what_the_results_give(
-    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import device_tables
-
-    document = device_tables.DOCUMENT.read_text()
-    text = device_tables.document_text()
-    assert device_tables.document_tables.written(document, "device_tables", text) == document
-    rows = [{"model": "a|b", "stall, s": 0.01234567, "equal": True}, {"model": "c", "error": "E: no\nspace"}]
-    part = {"name": "saves", "title": "Saves", "seconds": 3.2, "rows": rows}
-    result = {"command": "x", "date": "2030-01-01", "device": "cuda", "quick": False, "seconds": 4, "parts": [part]}
-    monkeypatch.setattr(device_tables, "RESULT", tmp_path / "device.json")
-    assert device_tables.document_text() == device_tables.NOT_MEASURED
-    device_tables.RESULT.write_text(json.dumps(result))
-    assert device_tables.document_text().splitlines()[-4:] == [
-        "| model | stall, s | equal | error |",
-        "|---|---|---|---|",
-        "| a/b | 0.01235 | yes |  |",
-        "| c |  |  | E: no space |",
-    ]

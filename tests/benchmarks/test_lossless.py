@@ -4,40 +4,34 @@ from __future__ import annotations
 
 import copy
 import zlib
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-
-@pytest.fixture
-def lossless(program: ModuleType) -> ModuleType:
-    return program
+from benchmarks.lossless import run as lossless
 
 
-def test_every_stream_has_our_size_a_rivals_and_an_entropy(lossless: ModuleType) -> None:
-    old, new = _checkpoints(lossless)
-    streams = lossless.study(lossless.Series("small", [old], {"1": [(old, new)]}), [_zlib(lossless)])
+def test_every_stream_has_our_size_a_rivals_and_an_entropy() -> None:
+    old, new = _checkpoints()
+    streams = lossless.study(lossless.Series("small", [old], {"1": [(old, new)]}), [_zlib()])
     alone, later = ["W fp32", "W bf16", "m", "v", "W + m + v"], ["W fp32", "W bf16", "W + m + v"]
     assert sorted(streams) == sorted([*alone, *(f"{name}, 1 later" for name in later)])
     for name, stream in streams.items():
         assert stream["raw"] > 0 and stream["rivals"]["zlib"] > 0 and stream["entropy"] > 0, name
-        mine = lossless.lossless_report.ours(stream)
+        mine = lossless.report.ours(stream)
         # headers take up to a fifth of states as small as this
         assert mine is not None and mine > 0.8, name
-    ratios = {name: lossless.lossless_report.ours(stream) for name, stream in streams.items()}
+    ratios = {name: lossless.report.ours(stream) for name, stream in streams.items()}
     assert ratios["W fp32, 1 later"] > 2 * ratios["W fp32"]
 
 
-def test_speeds_are_of_ours_and_of_the_rivals_that_are_installed(
-    lossless: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rival = _zlib(lossless)
-    monkeypatch.setattr(lossless.lossless_compressors, "installed", lambda threads=1: [rival] if threads == 1 else [])
+def test_speeds_are_of_ours_and_of_the_rivals_that_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rival = _zlib()
+    monkeypatch.setattr(lossless.compressors, "installed", lambda threads=1: [rival] if threads == 1 else [])
     threads = torch.get_num_threads()
     try:
-        found = lossless.speeds(*_checkpoints(lossless), repeats=1)
+        found = lossless.speeds(*_checkpoints(), repeats=1)
     finally:
         torch.set_num_threads(threads)
     assert "zlib" in found["1"] and "zlib" not in found["2"]
@@ -45,7 +39,7 @@ def test_speeds_are_of_ours_and_of_the_rivals_that_are_installed(
         assert all(found[count][name][way]["cpu"] > 0 for count in ("1", "2") for way in ("encode", "decode"))
 
 
-def _checkpoints(lossless: ModuleType) -> list[Any]:
+def _checkpoints() -> list[Any]:
     """Two steps of a small network with AdamW, after some others."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
@@ -60,7 +54,7 @@ def _checkpoints(lossless: ModuleType) -> list[Any]:
     return found
 
 
-def _zlib(lossless: ModuleType) -> Any:
+def _zlib() -> Any:
     """A compressor that every Python has, as the benchmark calls its rivals."""
 
     class Zlib(lossless.Rival):

@@ -30,7 +30,6 @@ def test_a_tiny_model_is_measured_in_rounds(
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     scale = importlib.import_module("scale")
-    monkeypatch.setattr(scale, "draw", lambda *arguments: None)
     monkeypatch.setattr(scale, "subprocess", SimpleNamespace(run=_run_first_as_is_and_fork_others()))
     options = ["--models", "tiny", "--repeats", "2", "--methods", "fisher", "--threads", "1"]
     monkeypatch.setattr(sys, "argv", ["scale.py", *options, "--add", "--out", str(tmp_path / "scale.json")])
