@@ -22,7 +22,7 @@ from typing import Any
 
 from lab.studies.harness import RESULTS
 from lab.studies.harness.results import rounded, text
-from shrinkpoint.schemes.fisher.steps import MIN_RETAINED
+from shrinkpoint.schemes.fisher.rounding import MIN_RETAINED
 
 SIZES, RESTORES = RESULTS / "fisher-sizes.json", RESULTS / "fisher-restores.json"
 EARLIER_SHARE = 0.8

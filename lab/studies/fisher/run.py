@@ -33,7 +33,7 @@ from lab.studies import workloads
 from lab.studies.harness import columns, default_data, machine
 from lab.studies.harness.results import commit
 from lab.studies.workloads import Course, Workload
-from shrinkpoint.schemes.fisher import moments as coded
+from shrinkpoint.schemes.fisher import moment_lattices as coded
 from shrinkpoint.schemes.fisher import rounding, scheme, steps
 
 ROLES = ("parameter", "moment1", "moment2")
@@ -87,8 +87,8 @@ PARTS = (
     Variant("neither", PLAIN, ((steps, "ROW_COL_EXPONENT", 0.0), (steps, "TENSOR_EXPONENT", 0.0))),
     Variant("steps without a cap", PLAIN, ((steps, "MAX_STEP_STD", 1e9),)),
     Variant("to the nearest, nothing held", PLAIN, ((steps, "MAX_HYSTERESIS", 0.5),)),
-    Variant("held to a retention of .8", PLAIN, ((steps, "MIN_RETAINED", 0.8),)),
-    Variant("held to a retention of .97", PLAIN, ((steps, "MIN_RETAINED", 0.97),)),
+    Variant("held to a retention of .8", PLAIN, ((rounding, "MIN_RETAINED", 0.8),)),
+    Variant("held to a retention of .97", PLAIN, ((rounding, "MIN_RETAINED", 0.97),)),
     Variant("held without gains", PLAIN, ((rounding, "_MAX_GAIN", 1.0),)),
 )
 ERRORS = (0.1, 0.15, 0.3, 0.34, 0.45, 0.6, 0.8)
@@ -335,7 +335,7 @@ def main() -> None:
     parser.add_argument("--interval", type=int, default=50, help="steps between checkpoints of the chain")
     parser.add_argument("--every", nargs="*", type=int, default=[5, 20, 50], help="steps between restores")
     parser.add_argument("--errors", nargs="*", type=float, default=ERRORS, help="of the part sizes")
-    parser.add_argument("--share", type=float, default=steps.MIN_RETAINED, help="of the movement, that values follow")
+    parser.add_argument("--share", type=float, default=rounding.MIN_RETAINED, help="of the movement, that values follow")
     parser.add_argument("--recordings", type=Path, help="a folder that keeps recorded trainings")
     parser.add_argument("--only", nargs="*", default=list(STUDIES))
     parser.add_argument("--threads", type=int, default=1)
@@ -343,7 +343,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     workloads.seed_everything(options.seed, options.threads)
-    steps.MIN_RETAINED = options.share
+    rounding.MIN_RETAINED = options.share
     workload = workloads.named(options.workload, options.data, quick=options.quick)
     document = {"machine": machine(), "commit": commit(), "date": date.today().isoformat()}
     document |= {"workload": options.workload, "seed": options.seed, "quick": options.quick}
