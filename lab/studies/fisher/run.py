@@ -335,7 +335,7 @@ def main() -> None:
     parser.add_argument("--interval", type=int, default=50, help="steps between checkpoints of the chain")
     parser.add_argument("--every", nargs="*", type=int, default=[5, 20, 50], help="steps between restores")
     parser.add_argument("--errors", nargs="*", type=float, default=ERRORS, help="of the part sizes")
-    parser.add_argument("--share", type=float, default=rounding.MIN_RETAINED, help="of the movement, that values follow")
+    parser.add_argument("--share", type=float, default=rounding.MIN_RETAINED, help="that values follow")
     parser.add_argument("--recordings", type=Path, help="a folder that keeps recorded trainings")
     parser.add_argument("--only", nargs="*", default=list(STUDIES))
     parser.add_argument("--threads", type=int, default=1)
