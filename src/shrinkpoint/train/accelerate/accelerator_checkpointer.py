@@ -22,20 +22,19 @@ from shrinkpoint.errors import (
     StorageError,
 )
 from shrinkpoint.schemes.base import CountsTerms, PlanningScheme, Scheme
-from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.storage import AnyDirectory, ObjectUrl
 from shrinkpoint.store import SaveReport, SkippedCheckpoint
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.directory import read_directory_manifest, verify_directory
 from shrinkpoint.store.manifest import DirectoryManifest
+from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.tensors.flat_state import unflatten
 from shrinkpoint.train.accelerate import prepared_state
 from shrinkpoint.train.accelerate.checkpoint_dirs import CheckpointDirs, is_stock_checkpoint
 from shrinkpoint.train.accelerate.prepared_state import PreparedState, collect_prepared
 from shrinkpoint.train.accelerate.sharded_checkpointer import ShardedCheckpointer, is_sharded_checkpoint
 from shrinkpoint.train.accelerate.training_loss import TrainingLoss, count_step_terms
-from shrinkpoint.train.background import OnSave, check_on_save
 from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
 from shrinkpoint.train.default_evaluation import add_evaluation
 from shrinkpoint.train.gradients import GradientRecorder
@@ -65,16 +64,9 @@ class AcceleratorCheckpointer:
 
     Args:
         accelerator: models may be prepared, and objects registered, before or after.
-        scheme: "lossless", or a scheme. Its `evaluate` is called with the unwrapped model, on the writing process. Of
-            "fisher", the loss is measured on batches of the training dataset, and kept within .1 %.
-        keyframe_every: greatest number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
-            files have four times the bytes of the state. None: no limit.
-        background: `save_state` returns once the state is copied, and the copy is written while training continues.
-        threads: native threads for coding; None: all cores.
-        max_bytes: how much memory the tensors of one checkpoint may take when it is loaded; None: as for
-            `shrinkpoint.load`.
-        on_save: called with the report of every checkpoint that is committed, on the process that commits it; see
-            `CheckpointManager`.
+        scheme, keyframe_every, background, threads, max_bytes, on_save: see `SaveSettings`. A scheme's `evaluate` is
+            called with the unwrapped model, on the writing process. "fisher" measures the loss on batches of the
+            training dataset, and keeps it within 0.1%. `on_save` is called on the process that commits.
         loss: for "fisher": called with the model and a batch; returns the loss. None: the model returns it, as those of
             transformers do.
 
@@ -96,19 +88,21 @@ class AcceleratorCheckpointer:
     ) -> None:
         do = "pass the one that prepares the model"
         validate.check_instance("accelerator", accelerator, Accelerator, expected="an Accelerator", do=do)
-        self._accelerator, self._background = accelerator, background
+        self._accelerator = accelerator
         self._dirs = CheckpointDirs(accelerator)
         if accelerator.project_configuration.project_dir is not None:
             _ = self._dirs.root  # refuses a URL
         self.stall_seconds = 0.0
         """Seconds for which the last `save_state` blocked training."""
         validate.check_optional_callable("loss", loss, expected="a function of a model and a batch")
-        scheme = get_scheme(add_evaluation(scheme, TrainingLoss(accelerator, loss)))
-        self._scheme, self._counts_terms = scheme, isinstance(scheme, CountsTerms)
-        settings: dict[str, Any] = {"scheme": scheme, "keyframe_every": keyframe_every, "threads": threads}
-        settings["on_save"] = check_on_save(on_save)
-        self._whole = _WholeCheckpointer(accelerator, background=background, max_bytes=max_bytes, **settings)
-        self._sharded = ShardedCheckpointer(accelerator, max_bytes=max_bytes, **settings)
+        scheme = add_evaluation(scheme, TrainingLoss(accelerator, loss))
+        settings = vars(SaveSettings(scheme, keyframe_every, background, threads, max_bytes, on_save))
+        self._whole = _WholeCheckpointer(accelerator, **settings)
+        self._background, self._scheme = background, self._whole.scheme
+        self._counts_terms = isinstance(self._scheme, CountsTerms)
+        self._sharded = ShardedCheckpointer(
+            accelerator, **{name: value for name, value in settings.items() if name != "background"}
+        )
         self.has_saved = False
         """Whether anything was saved."""
 
@@ -377,7 +371,7 @@ class _WholeCheckpointer(Checkpointer):
             state = self.load(directory).state
             self.loaded_dir = directory
             return state
-        decoded = decode_directory(directory, threads=self._threads, max_bytes=self._max_bytes)
+        decoded = decode_directory(directory, **self._load_limits)
         tensors, max_bytes = decoded.reference.tensors, decoded.max_copy_bytes
         return unflatten(decoded.tree, tensors, where=str(directory), max_bytes=max_bytes)
 

@@ -50,8 +50,7 @@ class Manager:
         path: the directory of the checkpoints, which ranks share.
         keep: how many of the newest checkpoints stay; None: all. The newest is the one that was saved last; those that
             the run left behind when it went back to an older step are older than all others.
-        keyframe_every: of `Writer`.
-        threads: native threads for coding; None: every core, shared with the other ranks on this machine.
+        keyframe_every, threads: as of `Writer`.
         group: the ranks; None: all.
 
     Attributes:
@@ -74,10 +73,9 @@ class Manager:
     ) -> None:
         self._root = LocalStorage(path).path.absolute()
         self._keep = validate.check_optional_int("keep", keep, none_meaning="for all")
-        self._keyframe_every: int | Literal["auto"] | None = keyframe_every
-        if keyframe_every != "auto":
-            self._keyframe_every = validate.check_keyframe_every(keyframe_every)
-        self._threads, self._group = validate.check_threads(threads), group
+        self._threads, self._group = threads, group
+        self._writer_options: dict[str, Any] = {"keyframe_every": keyframe_every, "threads": threads, "group": group}
+        Writer(**self._writer_options)  # refuses wrong ones now
         self.last_report: SaveReport | None = None
         self.scheme = Lossless()
 
@@ -112,9 +110,7 @@ class Manager:
         reports: list[SaveReport] = []
         writer = Writer(
             directory,
-            keyframe_every=self._keyframe_every,
-            threads=self._threads,
-            group=self._group,
+            **self._writer_options,
             step=step,
             metrics=metrics,
             on_save=reports.append,

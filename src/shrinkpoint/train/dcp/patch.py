@@ -22,7 +22,7 @@ from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.storage import AnyDirectory
 from shrinkpoint.store.directory import is_checkpoint
-from shrinkpoint.train.background import OnSave
+from shrinkpoint.store.save_settings import OnSave
 from shrinkpoint.train.dcp import checkpoint_metadata
 from shrinkpoint.train.dcp.directory import is_path
 from shrinkpoint.train.dcp.reader import Reader
