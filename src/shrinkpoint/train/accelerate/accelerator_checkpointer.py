@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -24,10 +25,11 @@ from shrinkpoint.errors import (
 from shrinkpoint.schemes.base import CountsTerms, PlanningScheme, Scheme
 from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.storage import AnyDirectory, ObjectUrl
-from shrinkpoint.store import SaveReport, SkippedCheckpoint
+from shrinkpoint.store import SaveReport
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.directory import read_directory_manifest, verify_directory
 from shrinkpoint.store.manifest import DirectoryManifest
+from shrinkpoint.store.newest import newest_that_loads
 from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.tensors.flat_state import unflatten
 from shrinkpoint.train.accelerate import prepared_state
@@ -195,36 +197,33 @@ class AcceleratorCheckpointer:
             except Exception as error:  # of no checkpoint that exists
                 self._warn_main("the last save failed: %s", error)
         start = time.perf_counter()
-        skipped: list[SkippedCheckpoint] = []
 
         def find_candidates() -> Sequence[Path | ObjectUrl]:
             return self._dirs.load_candidates(input_dir) if self._accelerator.is_main_process else []
 
-        for directory in gather_or_raise(find_candidates)[0]:
-            try:
-                manifest, aligned = self._load(directory, strict=strict)
-            except _SKIPPABLE as error:
-                if input_dir is not None:
-                    raise
-                skipped.append(SkippedCheckpoint(str(error), directory=directory, error=error))
-                self._warn_main("%s is passed over: %s", directory, error)
-            else:
-                if self._dirs.root is not None:
-                    project, number = self._accelerator.project_configuration, self._dirs.next_free_number
-                    project.iteration = max(project.iteration, gather_or_raise(number)[0])
-                seconds = time.perf_counter() - start
-                if manifest is None:  # Accelerate itself wrote the checkpoint
-                    report = RestoreReport(seconds)
-                    return RestoreResult(report, None, None, directory=directory, skipped=tuple(skipped))
-                fields: dict[str, Any] = {"directory": directory, "skipped": tuple(skipped)}
-                if aligned is not None:
-                    if self._accelerator.is_main_process:
-                        aligned.report(str(directory))
-                    fields |= {"missing_keys": aligned.missing_keys, "unexpected_keys": aligned.unexpected_keys}
-                return RestoreResult.from_manifest(manifest, seconds, **fields)
-        reasons = "; ".join(checkpoint.reason for checkpoint in skipped)
-        found, do = f"no checkpoint that loads ({reasons})", "look at the reason for each of them, or begin again"
-        raise NoCheckpointError(str(self._dirs.root), found=found, do=do)
+        directories = gather_or_raise(find_candidates)[0]
+        loaded, skipped = newest_that_loads(
+            ((directory, partial(self._load, directory, strict=strict)) for directory in directories),
+            errors=_SKIPPABLE if input_dir is None else (),
+            warn=self._accelerator.is_main_process,
+        )
+        if loaded is None:
+            reasons = "; ".join(checkpoint.reason for checkpoint in skipped)
+            found, do = f"no checkpoint that loads ({reasons})", "look at the reason for each of them, or begin again"
+            raise NoCheckpointError(str(self._dirs.root), found=found, do=do)
+        directory, manifest, aligned = loaded
+        if (root := self._dirs.root) is not None:
+            project, number = self._accelerator.project_configuration, self._dirs.run(root).next_number
+            project.iteration = max(project.iteration, gather_or_raise(number)[0])
+        seconds = time.perf_counter() - start
+        fields: dict[str, Any] = {"directory": directory, "skipped": skipped}
+        if manifest is None:  # Accelerate itself wrote the checkpoint
+            return RestoreResult(RestoreReport(seconds), None, None, **fields)
+        if aligned is not None:
+            if self._accelerator.is_main_process:
+                aligned.report(str(directory))
+            fields |= {"missing_keys": aligned.missing_keys, "unexpected_keys": aligned.unexpected_keys}
+        return RestoreResult.from_manifest(manifest, seconds, **fields)
 
     def wait(self) -> SaveReport | None:
         """Wait until the last save is durable, on all processes.
@@ -298,21 +297,21 @@ class AcceleratorCheckpointer:
 
     def _load(
         self, directory: Path | ObjectUrl, *, strict: bool
-    ) -> tuple[DirectoryManifest | None, AlignedState | None]:
-        """Load a checkpoint on all processes; its manifest, None if Accelerate itself wrote it, and what was loaded."""
+    ) -> tuple[Path | ObjectUrl, DirectoryManifest | None, AlignedState | None]:
+        """Load a checkpoint on all processes: its place, manifest (None if Accelerate itself wrote it), and state."""
         self._whole.loaded_dir = None
         wait_for_writes(directory)
         if gather_or_raise(lambda: is_stock_checkpoint(directory))[0]:
             self._whole.close()
             gather_or_raise(lambda: self._accelerator.load_state(str(directory)))
-            return None, None
+            return directory, None, None
         read = verify_directory if self._whole.is_writer else read_directory_manifest
         manifest = _run_on_all(lambda: read(directory))
         if is_sharded_checkpoint(manifest):
             self._whole.close()
             self._sharded.load(directory)
-            return manifest, None
-        return manifest, self._whole.load_prepared(directory, strict=strict)
+            return directory, manifest, None
+        return directory, manifest, self._whole.load_prepared(directory, strict=strict)
 
 
 class _WholeCheckpointer(Checkpointer):
