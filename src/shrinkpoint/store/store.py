@@ -17,7 +17,7 @@ from typing import Any
 from shrinkpoint import validate
 from shrinkpoint.codec.decoded_tensors import is_mostly_codes
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.errors import ChainError, FormatError, MismatchError, NotFoundError, PolicyError, StorageError
+from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.plan import plan_within_memory
 from shrinkpoint.schemes.planner import Planner
@@ -34,13 +34,14 @@ from shrinkpoint.store.listing import (
     Lister,
     Listing,
     NewestFirst,
-    SkippedCheckpoint,
+    StepDirectory,
     StoreRestore,
     forget,
     iter_newest,
     read_step,
 )
 from shrinkpoint.store.manifest import Manifest, check_lossy_restores, check_note
+from shrinkpoint.store.newest import newest_that_loads
 from shrinkpoint.store.prune import prune
 from shrinkpoint.store.retention import Keep, PrunePlan, check_keep
 from shrinkpoint.store.save_report import SaveReport
@@ -598,22 +599,24 @@ def _restore_first(
     entries: NewestFirst, stores: Sequence[Store], load: Callable[[Store, Manifest], Any]
 ) -> StoreRestore | NotFoundError:
     """The first checkpoint that loads, or the error that none does."""
-    skipped: list[SkippedCheckpoint] = []
     forgotten: set[str] = set()  # ids
-    for entry, index in entries:
-        store = stores[index]
-        if entry.is_forgotten and entry.manifest is not None:
-            forgotten.add(entry.manifest.id)
-        if not entry.is_visible:
-            continue
-        try:
-            manifest = entry.read_manifest()
-            if manifest.id in forgotten:
-                continue
-            state = load(store, manifest)
-            return StoreRestore(entry.step, state, manifest, tuple(skipped), store.storage.describe())
-        except (FormatError, ChainError, StorageError, NotFoundError, MismatchError) as error:
-            skipped.append(SkippedCheckpoint(str(error), step=entry.step, error=error))
+
+    def load_entry(store: Store, entry: StepDirectory) -> StoreRestore | None:
+        manifest = entry.read_manifest()
+        if manifest.id in forgotten:
+            return None
+        return StoreRestore(entry.step, load(store, manifest), manifest, where=store.storage.describe())
+
+    def candidates() -> Iterator[tuple[int, Callable[[], StoreRestore | None]]]:
+        for entry, index in entries:
+            if entry.is_forgotten and entry.manifest is not None:
+                forgotten.add(entry.manifest.id)
+            if entry.is_visible:
+                yield entry.step, partial(load_entry, stores[index], entry)
+
+    restored, skipped = newest_that_loads(candidates(), warn=False)
+    if restored is not None:
+        return replace(restored, skipped=skipped)
     found, do = "no checkpoint", "save one first"
     if skipped:
         reasons = [f"step {checkpoint.step}: {checkpoint.reason}" for checkpoint in skipped]

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from shrinkpoint.store import SkippedCheckpoint
+from shrinkpoint.store.save_settings import SaveSettings
 from shrinkpoint.train.checkpoint_manager import CheckpointManager
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.gradients import GradientRecorder
@@ -56,6 +57,7 @@ __all__ = [
     "RestoreResult",
     "SaveDecisionPolicy",
     "SaveSchedule",
+    "SaveSettings",
     "SkippedCheckpoint",
     "SpecificStepsPolicy",
     "TensorBoardHook",

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from shrinkpoint import validate
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import PolicyError, StorageError, find_user_line, warn_at, warn_user
 from shrinkpoint.schemes.base import Scheme, resume_scheme
@@ -20,6 +19,7 @@ from shrinkpoint.schemes.plan import QuantizationPlan, exact_plan
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.save_report import SaveReport
+from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.tensors.flat_state import FlatState, allocate_like
 from shrinkpoint.tensors.memory import is_out_of_memory
 from shrinkpoint.tensors.side_streams import SideStreams
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("shrinkpoint")
 WriteState: TypeAlias = Callable[[FlatState, Scheme, bool], SaveReport]
 """Writes a state by a scheme; if the last argument is true, the state is a copy that the writer may keep."""
-OnSave: TypeAlias = Callable[[SaveReport], object]
-"""Called with the report of a checkpoint that is committed."""
 
 
 class BackgroundSaver:
@@ -45,22 +43,16 @@ class BackgroundSaver:
     kept; the memory of the rest, and of the copy before, is reused by the next one.
 
     Args:
-        scheme: "lossless", or a scheme with settings.
-        background: write in the background.
-        on_save: called with the report of every checkpoint that is committed, in the thread that wrote it.
+        settings: of the saves.
 
     Attributes:
         stall_seconds: seconds for which the last `save` held up the loop.
-
-    Raises:
-        PolicyError: an unknown scheme, `background` is no bool, or `on_save` no function.
     """
 
-    def __init__(self, scheme: str | Scheme, *, background: bool, on_save: OnSave | None = None) -> None:
+    def __init__(self, settings: SaveSettings) -> None:
         self.stall_seconds = 0.0
         self._stalls_since: float | None = None  # when `save` was called, while it has not returned
-        self._scheme, self._background = get_scheme(scheme), validate.check_bool("background", background)
-        self._on_save = check_on_save(on_save)
+        self._settings, self._scheme, self._background = settings, get_scheme(settings.scheme), settings.background
         self._worker, self._streams = BackgroundWorker(), SideStreams()
         self._last_report: SaveReport | None = None
         self._lossy_restores = 0  # behind the state that is being trained
@@ -231,19 +223,9 @@ class BackgroundSaver:
             copies = previous | {name: copy for name, copy in state.tensors.items() if name not in self._held_copies}
             self._free_copies = {name: copy for name, copy in copies.items() if copy.data_ptr() not in held}
         self._last_report = report
-        call_on_save(self._on_save, report)
+        call_on_save(self._settings.on_save, report)
         after()
         return report
-
-
-def check_on_save(on_save: Any) -> OnSave | None:
-    """Return a user's `on_save`.
-
-    Raises:
-        PolicyError: it cannot be called.
-    """
-    checked: OnSave | None = validate.check_optional_callable("on_save", on_save, expected="a function of a SaveReport")
-    return checked
 
 
 def call_on_save(on_save: OnSave | None, report: SaveReport) -> None:

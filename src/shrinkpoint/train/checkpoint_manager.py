@@ -31,11 +31,12 @@ from shrinkpoint.store.history import place_of
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.mirror import Mirror
 from shrinkpoint.store.retention import NO_METRIC, check_keep
+from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.store.store import restore_newest
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.train import partial_restore, state_dicts
-from shrinkpoint.train.background import BackgroundSaver, OnSave
+from shrinkpoint.train.background import BackgroundSaver
 from shrinkpoint.train.mirror_uploader import MirrorUploader
 from shrinkpoint.train.planning import make_save_plan
 from shrinkpoint.train.restore_result import RestoreResult
@@ -59,24 +60,17 @@ class CheckpointManager(BackgroundSaver):
 
     Args:
         where: a directory or a URL such as "s3://bucket/run", which need not exist yet, or a storage.
-        scheme: "lossless", or a scheme with settings. One that searches evaluates `model` during `save`, before
-            it returns; in a group of replicas all of them call `save`, and only the first one writes.
+        scheme, keyframe_every, background, threads, on_save: see `SaveSettings`. Where a scheme searches in a group of
+            replicas, all of them call `save`, and only the first one writes.
         keep: which checkpoints to keep, applied after every save; None keeps all. With `Keep(moments_last=)` a chain is
             written again without moments once none of its checkpoints is to keep them: beside the loop with
             `background`, else before `save` returns.
-        keyframe_every: greatest number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
-            files have four times the bytes of the state. None: no limit.
-        background: `save` returns as soon as the state is copied, and the copy is written beside the loop.
-        threads: native threads for coding; None: every core.
         mirror: a second place for the checkpoints, such as "s3://bucket/run". Each is copied there after it is
             committed, behind the loop, by the process that saves; `keep` is applied there, too. Restores look there.
         save_decision_policy: what `should_save` asks; None: the loop decides itself.
         group: the ranks that all call `should_save` at every step and get the same answer; None: this process alone.
         cache: of a URL: a directory on this machine for payloads that are read and written, which are not fetched
             again, or an `ObjectCache`; None: that of the environment variable `SHRINKPOINT_CACHE`, if it is set.
-        on_save: called with the `SaveReport` of every checkpoint once it is committed, in the thread that wrote it:
-            that of `save`, or with `background` one of its own, while the loop goes on. An exception of it is a
-            warning: the checkpoint is saved, and the run goes on.
 
     Attributes:
         store: the store.
@@ -104,7 +98,7 @@ class CheckpointManager(BackgroundSaver):
         cache: str | Path | ObjectCache | None = None,
         on_save: OnSave | None = None,
     ) -> None:
-        super().__init__(scheme, background=background, on_save=on_save)
+        super().__init__(SaveSettings(scheme, keyframe_every, background, threads, on_save=on_save))
         self._keep = check_keep(keep)
         self.store = Store(where, keyframe_every=keyframe_every, threads=threads, cache=cache)
         self.store.chain_limit.keep = self._keep

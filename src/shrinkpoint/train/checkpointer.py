@@ -33,10 +33,11 @@ from shrinkpoint.store.checkpoint_file import DecodedFile, Device, build_state
 from shrinkpoint.store.decode import decode_payload
 from shrinkpoint.store.delta_writer import DeltaWriter
 from shrinkpoint.store.manifest import DirectoryManifest, check_note
+from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.threads import ForkSafeLock
-from shrinkpoint.train.background import BackgroundSaver, OnSave
+from shrinkpoint.train.background import BackgroundSaver
 from shrinkpoint.train.planning import make_save_plan
 from shrinkpoint.train.restore_result import RestoreResult
 from shrinkpoint.train.state_dicts import mark_parameters
@@ -78,16 +79,8 @@ class Checkpointer(BackgroundSaver):
     state's size free hold a copy of it until it has been planned for and brought to the host.
 
     Args:
-        scheme: "lossless", or a scheme with settings.
-        keyframe_every: greatest number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
-            files have four times the bytes of the state. None: no limit.
-        background: `save` returns as soon as the state is copied, and the copy is written beside the loop; a save
-            waits for the previous one.
-        threads: native threads for coding; None: every core.
-        max_bytes: how much memory the tensors of one checkpoint may take when it is loaded; None: as for
-            `shrinkpoint.load`.
+        scheme, keyframe_every, background, threads, max_bytes, on_save: see `SaveSettings`.
         model: name of the object that a scheme evaluates.
-        on_save: called with the report of every checkpoint that is committed; see `CheckpointManager`.
 
     Attributes:
         keep: the rules by which the framework deletes checkpoints, so that chains end before they hold more than plain
@@ -108,13 +101,16 @@ class Checkpointer(BackgroundSaver):
         model: str = "model",
         on_save: OnSave | None = None,
     ) -> None:
-        super().__init__(scheme, background=background, on_save=on_save)
-        self._model, self._threads = validate.check_str("model", model), validate.check_threads(threads)
-        self._max_bytes = validate.check_optional_int("max_bytes", max_bytes, none_meaning="for the default")
+        super().__init__(SaveSettings(scheme, keyframe_every, background, threads, max_bytes, on_save))
+        self._model = validate.check_str("model", model)
         self._delta_writer = DeltaWriter(keyframe_every=keyframe_every, threads=threads)
         self._restored: tuple[Path | ObjectUrl, DirectoryManifest] | None = None  # which the next save goes on from
         self._root: Path | ObjectUrl | None = None  # the directory of the run that is saved
         self._pending_directory = ""  # real path of the last directory that was written
+
+    @property
+    def _load_limits(self) -> dict[str, Any]:
+        return {"threads": self._settings.threads, "max_bytes": self._settings.max_bytes}
 
     @property
     def keep(self) -> Keep | None:
@@ -228,7 +224,7 @@ class Checkpointer(BackgroundSaver):
             found, do = f"the payloads of {len(manifest.payloads)} ranks", "read it with shrinkpoint.train.dcp"
             raise MismatchError(str(directory), found=found, expected="the payload of one process", do=do)
         self._delta_writer.drop()  # otherwise three states would be in memory
-        return decode_payload(directory, manifest.payloads[0], threads=self._threads, max_bytes=self._max_bytes)
+        return decode_payload(directory, manifest.payloads[0], **self._load_limits)
 
     def discard(self, directory: AnyDirectory) -> None:
         """Delete a directory with all its files, once nothing is being written into it; a missing one is no error.

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import logging
-import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -17,24 +15,13 @@ from shrinkpoint.sharding.collectives import AllGather
 from shrinkpoint.storage import ObjectUrl
 from shrinkpoint.store import SkippedCheckpoint
 from shrinkpoint.store.directory import verify_directory
+from shrinkpoint.store.newest import newest_that_loads
 
-_log = logging.getLogger("shrinkpoint")
 PlaceT = TypeVar("PlaceT", bound=Path | ObjectUrl)
 
 
 class NoCheckpointError(NotFoundError, ValueError):
     """There is no checkpoint to resume from. Also a ValueError, which frameworks raise for this."""
-
-
-def numbered_dirs(root: Path, name: re.Pattern[str]) -> list[tuple[int, Path]]:
-    """Number and path of the directories in `root` whose name matches, lowest number first.
-
-    Args:
-        name: its first group is the number.
-    """
-    paths = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
-    matches = ((name.fullmatch(path.name), path) for path in paths)
-    return sorted((int(match[1]), path) for match, path in matches if match)
 
 
 def latest_valid(
@@ -59,33 +46,25 @@ def latest_valid(
     Returns:
         The directory, None if no candidate is valid; and the candidates that were skipped.
     """
-    skipped: list[SkippedCheckpoint] = []
-    for directory in candidates:
+
+    def find(directory: PlaceT) -> PlaceT:
         part = (0, 1) if share is None else share(directory)
         verify = check or partial(verify_directory, deep=deep, share=part)
-        error = _find_error(directory, verify, is_alone=gather is None)
         if gather is None:
-            reasons = [] if error is None else [str(error)]
-        else:
-            texts = gather("" if error is None else str(error) or type(error).__name__)
-            reasons, error = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text], None
-        if not reasons:
-            return directory, tuple(skipped)
-        for reason in reasons:
-            _log.warning("%s is passed over: %s", directory, reason)
-        skipped.append(SkippedCheckpoint("; ".join(reasons), directory=directory, error=error))
-    return None, tuple(skipped)
+            verify(directory)
+            return directory
+        text = ""
+        try:
+            verify(directory)
+        except Exception as error:  # other ranks wait for this one, so any exception counts as an invalid checkpoint
+            text = str(error) or type(error).__name__
+        if reasons := [f"rank {rank}: {text}" for rank, text in enumerate(gather(text)) if text]:
+            raise _RankError("; ".join(reasons))
+        return directory
+
+    pairs = ((directory, partial(find, directory)) for directory in candidates)
+    return newest_that_loads(pairs, errors=(ShrinkpointError if gather is None else _RankError,))
 
 
-# Beside `latest_valid`, so that the traceback of an error in `skipped` does not hold the frame that holds `skipped`.
-def _find_error(directory: PlaceT, check: Callable[[PlaceT], object], *, is_alone: bool) -> Exception | None:
-    """Error of a candidate. Where other ranks wait for this one, any exception counts as an invalid checkpoint."""
-    try:
-        check(directory)
-    except ShrinkpointError as error:
-        return error
-    except Exception as error:
-        if is_alone:
-            raise
-        return error
-    return None
+class _RankError(Exception):
+    """The errors of several ranks."""

@@ -113,9 +113,8 @@ def full(*_: object) -> None:
     raise NoSpaceError("disk", found="no space", do="look there")
 
 
-@pytest.mark.parametrize("damage", ["manifest", "bit", "base", "empty"])
-def test_a_damaged_newest_is_said_aloud_and_the_one_before_is_taken(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+def test_an_empty_newest_is_said_aloud_and_the_one_before_is_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = loop(tmp_path)
     save_state(run.accelerator)
@@ -123,18 +122,8 @@ def test_a_damaged_newest_is_said_aloud_and_the_one_before_is_taken(
     run.steps(1)
     save_state(run.accelerator)
     newest = tmp_path / "checkpoints/checkpoint_1"
-    if damage == "manifest":
-        (newest / folders.MANIFEST).unlink()
-    elif damage == "bit":
-        payload = newest / "rank-00000.safetensors"
-        data = bytearray(payload.read_bytes())
-        data[len(data) // 2] ^= 4
-        payload.write_bytes(data)
-    elif damage == "base":
-        shutil.rmtree(newest / "bases")
-    else:
-        shutil.rmtree(newest)
-        newest.mkdir()
+    shutil.rmtree(newest)
+    newest.mkdir()
     resumed_loop = loop(tmp_path, seed=2)
     resumed = load_state(resumed_loop.accelerator)
     assert resumed.directory.name == "checkpoint_0" and [entry.directory for entry in resumed.skipped] == [newest]
@@ -415,34 +404,3 @@ def test_what_lies_beside_numbered_checkpoints_stays(tmp_path: Path) -> None:
     assert {"best", "checkpoint_x", "checkpoint_3"} <= {path.name for path in places.iterdir()}
     assert not {"checkpoint_1", "checkpoint_2"} & {path.name for path in places.iterdir()}
     assert (tmp_path / "elsewhere" / "notes.txt").read_text() == "x"
-
-
-def test_leaving_the_block_says_what_failed_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = loop(tmp_path)
-    monkeypatch.setattr(LocalStorage, "create", full)
-    with pytest.raises(NoSpaceError), AcceleratorCheckpointer(run.accelerator, background=True) as shrink:
-        shrink.save_state()
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_whoever_is_told_of_saves_hears_of_each(tmp_path: Path, background: bool) -> None:
-    run, told = loop(tmp_path), []
-    with AcceleratorCheckpointer(run.accelerator, background=background, on_save=told.append) as shrink:
-        for _ in range(2):
-            shrink.save_state(step=run.steps(1).counter.seen["count"])
-    assert [(report.step, report.depth) for report in told] == [(2, 0), (4, 1)]
-    assert all(report.metrics()["bytes"] > 0 for report in told)
-
-
-@pytest.mark.filterwarnings("ignore:.*was saved below")
-def test_a_new_run_in_an_old_directory_keeps_what_it_saves(tmp_path: Path) -> None:
-    first = loop(tmp_path, limit=2)
-    for _ in range(4):
-        save_state(first.steps(1).accelerator)
-    second = loop(tmp_path, limit=2)
-    for number in range(2):
-        save_state(second.steps(1).accelerator)
-        assert (tmp_path / "checkpoints" / f"checkpoint_{number}" / folders.MANIFEST).exists()
-    third = loop(tmp_path, limit=2)
-    assert load_state(third.accelerator).directory.name == "checkpoint_1"
-    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"checkpoint_0", "checkpoint_1"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 
 from shrinkpoint.errors import PolicyError, StateError
-from shrinkpoint.store.directory import read_directory_manifest, verify_directory
+from shrinkpoint.store.directory import read_directory_manifest
 from shrinkpoint.train.lightning import ShrinkIO, ShrinkIOCallback, latest_valid
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
@@ -117,25 +116,6 @@ def test_an_exception_leaves_a_checkpoint(tmp_path):
 
 
 # what lies on the disk
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_only_what_is_to_be_kept_is_there_and_it_needs_no_other(tmp_path, background):
-    run = fit(tmp_path, ShrinkIO(background=background), epochs=4, save_top_k=1)
-    assert names(tmp_path / "all") == ["epoch=3.ckpt"] and not list((tmp_path / "all").glob(".*"))
-    verify_directory(tmp_path / "all/epoch=3.ckpt", deep=True)
-    shutil.copytree(tmp_path / "all/epoch=3.ckpt", tmp_path / "elsewhere")
-    shutil.rmtree(tmp_path / "all")
-    loaded = ShrinkIO().load_checkpoint(tmp_path / "elsewhere")
-    assert same(loaded["state_dict"], run.lightning_module.state_dict())
-    assert same(loaded["optimizer_states"], [run.optimizers[0].state_dict()])
-
-
-def test_a_run_that_goes_on_adds_a_delta_to_what_it_loaded(tmp_path):
-    fit(tmp_path, ShrinkIO(), epochs=1)
-    fit(tmp_path, ShrinkIO(), epochs=2, ckpt_path=tmp_path / "all/epoch=0.ckpt")
-    depths = {name: read_directory_manifest(tmp_path / "all" / name).depth for name in names(tmp_path / "all")}
-    assert depths == {"epoch=0.ckpt": 0, "epoch=1.ckpt": 1}
 
 
 def own_bytes(folder: Path) -> int:

@@ -69,15 +69,6 @@ def test_arguments_are_saved_as_the_user_passed_them(tmp_path):
 # going on
 
 
-@pytest.mark.parametrize(("step", "background"), [(2, False), (6, True)])
-def test_a_resumed_run_ends_as_the_one_that_was_not_interrupted(run, step, background):
-    trainer = made(ShrinkTrainer, run, trainer_shrink=ShrinkConfig(background=background))
-    assert same(ended(trainer, run / f"checkpoint-{step}"), whole())
-    assert (
-        read_directory_manifest(run / "checkpoint-8").depth == 3
-    )  # the first save after it is a delta against what was loaded
-
-
 def test_a_resume_between_epochs_and_in_accumulation_is_exact(tmp_path):
     settings = {"max_steps": -1, "num_train_epochs": 3, "gradient_accumulation_steps": 2, "count": 40}
     plain = ended(made(Trainer, tmp_path / "plain", save_strategy="no", **settings))
@@ -221,15 +212,6 @@ def test_a_checkpoint_just_in_time_is_one_like_all_others(tmp_path):
 # retention
 
 
-@pytest.mark.parametrize(("limit", "background"), [(1, False), (1, True), (2, False)])
-def test_the_newest_survives_the_deletion_of_every_older_one(tmp_path, limit, background):
-    settings = {"save_total_limit": limit, "save_steps": 1, "trainer_shrink": ShrinkConfig(background=background)}
-    made(ShrinkTrainer, tmp_path, trainer_callbacks=[Until(6)], **settings).train()
-    assert steps(tmp_path) == ([6] if limit == 1 else [5, 6])
-    verify_directory(tmp_path / "checkpoint-6", deep=True)
-    assert same(ended(made(ShrinkTrainer, tmp_path), True), whole())
-
-
 class Slow(Lossless):
     """Writes that take longer than training from save to save."""
 
@@ -334,19 +316,6 @@ def test_a_push_of_checkpoints_without_weights_is_refused(tmp_path, monkeypatch)
     with pytest.raises(PolicyError, match="hub_strategy"):
         made(ShrinkTrainer, tmp_path, push_to_hub=True)
     made(ShrinkTrainer, tmp_path, push_to_hub=True, hub_strategy="end")
-
-
-def test_an_error_of_a_save_in_the_background_ends_the_training_and_deletes_nothing(tmp_path):
-    class Full(ShrinkTrainer):
-        def _save_scaler(self, output_dir):
-            super()._save_scaler(output_dir)
-            if output_dir.endswith("checkpoint-4"):
-                (Path(output_dir) / "rank-00000.safetensors").mkdir()
-                (Path(output_dir) / "shrinkpoint.json").mkdir()
-
-    with pytest.raises(OSError, match=r"shrinkpoint\.json|rank"):
-        made(Full, tmp_path, save_total_limit=1, trainer_shrink=ShrinkConfig(background=True)).train()
-    assert latest_valid(tmp_path) == str(tmp_path / "checkpoint-2")
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -23,20 +24,20 @@ from shrinkpoint.errors import (
 )
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.planner import Planner
-from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.storage import AnyDirectory, ObjectUrl
-from shrinkpoint.store import SaveReport, SkippedCheckpoint
+from shrinkpoint.store import SaveReport
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.directory import read_directory_manifest, verify_directory
 from shrinkpoint.store.manifest import DirectoryManifest
+from shrinkpoint.store.newest import newest_that_loads
+from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.tensors.flat_state import unflatten
 from shrinkpoint.train.accelerate import prepared_state
 from shrinkpoint.train.accelerate.checkpoint_dirs import CheckpointDirs, is_stock_checkpoint
 from shrinkpoint.train.accelerate.prepared_state import PreparedState, collect_prepared
 from shrinkpoint.train.accelerate.sharded_checkpointer import ShardedCheckpointer, is_sharded_checkpoint
 from shrinkpoint.train.accelerate.training_loss import TrainingLoss, count_step_terms
-from shrinkpoint.train.background import OnSave, check_on_save
 from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
 from shrinkpoint.train.default_evaluation import add_evaluation
 from shrinkpoint.train.gradients import GradientRecorder
@@ -67,16 +68,9 @@ class AcceleratorCheckpointer:
 
     Args:
         accelerator: models may be prepared, and objects registered, before or after.
-        scheme: "lossless", or a scheme. Its `evaluate` is called with the unwrapped model, on the writing process. Of
-            "fisher", the loss is measured on batches of the training dataset, and kept within .1 %.
-        keyframe_every: greatest number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
-            files have four times the bytes of the state. None: no limit.
-        background: `save_state` returns once the state is copied, and the copy is written while training continues.
-        threads: native threads for coding; None: all cores.
-        max_bytes: how much memory the tensors of one checkpoint may take when it is loaded; None: as for
-            `shrinkpoint.load`.
-        on_save: called with the report of every checkpoint that is committed, on the process that commits it; see
-            `CheckpointManager`.
+        scheme, keyframe_every, background, threads, max_bytes, on_save: see `SaveSettings`. A scheme's `evaluate` is
+            called with the unwrapped model, on the writing process. "fisher" measures the loss on batches of the
+            training dataset, and keeps it within 0.1%. `on_save` is called on the process that commits.
         loss: for "fisher": called with the model and a batch; returns the loss. None: the model returns it, as those of
             transformers do.
 
@@ -98,19 +92,21 @@ class AcceleratorCheckpointer:
     ) -> None:
         do = "pass the one that prepares the model"
         validate.check_instance("accelerator", accelerator, Accelerator, expected="an Accelerator", do=do)
-        self._accelerator, self._background = accelerator, background
+        self._accelerator = accelerator
         self._dirs = CheckpointDirs(accelerator)
         if accelerator.project_configuration.project_dir is not None:
             _ = self._dirs.root  # refuses a URL
         self.stall_seconds = 0.0
         """Seconds for which the last `save_state` blocked training."""
         validate.check_optional_callable("loss", loss, expected="a function of a model and a batch")
-        scheme = get_scheme(add_evaluation(scheme, TrainingLoss(accelerator, loss)))
-        self._scheme, self._counts_terms = scheme, counts_terms(scheme)
-        settings: dict[str, Any] = {"scheme": scheme, "keyframe_every": keyframe_every, "threads": threads}
-        settings["on_save"] = check_on_save(on_save)
-        self._whole = _WholeCheckpointer(accelerator, background=background, max_bytes=max_bytes, **settings)
-        self._sharded = ShardedCheckpointer(accelerator, max_bytes=max_bytes, **settings)
+        scheme = add_evaluation(scheme, TrainingLoss(accelerator, loss))
+        settings = vars(SaveSettings(scheme, keyframe_every, background, threads, max_bytes, on_save))
+        self._whole = _WholeCheckpointer(accelerator, **settings)
+        self._background, self._scheme = background, self._whole.scheme
+        self._counts_terms = counts_terms(self._scheme)
+        self._sharded = ShardedCheckpointer(
+            accelerator, **{name: value for name, value in settings.items() if name != "background"}
+        )
         self.has_saved = False
         """Whether anything was saved."""
 
@@ -203,36 +199,33 @@ class AcceleratorCheckpointer:
             except Exception as error:  # of no checkpoint that exists
                 self._warn_main("the last save failed: %s", error)
         start = time.perf_counter()
-        skipped: list[SkippedCheckpoint] = []
 
         def find_candidates() -> Sequence[Path | ObjectUrl]:
             return self._dirs.load_candidates(input_dir) if self._accelerator.is_main_process else []
 
-        for directory in gather_or_raise(find_candidates)[0]:
-            try:
-                manifest, aligned = self._load(directory, strict=strict)
-            except _SKIPPABLE as error:
-                if input_dir is not None:
-                    raise
-                skipped.append(SkippedCheckpoint(str(error), directory=directory, error=error))
-                self._warn_main("%s is passed over: %s", directory, error)
-            else:
-                if self._dirs.root is not None:
-                    project, number = self._accelerator.project_configuration, self._dirs.next_free_number
-                    project.iteration = max(project.iteration, gather_or_raise(number)[0])
-                seconds = time.perf_counter() - start
-                if manifest is None:  # Accelerate itself wrote the checkpoint
-                    report = RestoreReport(seconds)
-                    return RestoreResult(report, None, None, directory=directory, skipped=tuple(skipped))
-                fields: dict[str, Any] = {"directory": directory, "skipped": tuple(skipped)}
-                if aligned is not None:
-                    if self._accelerator.is_main_process:
-                        aligned.report(str(directory))
-                    fields |= {"missing_keys": aligned.missing_keys, "unexpected_keys": aligned.unexpected_keys}
-                return RestoreResult.from_manifest(manifest, seconds, **fields)
-        reasons = "; ".join(checkpoint.reason for checkpoint in skipped)
-        found, do = f"no checkpoint that loads ({reasons})", "look at the reason for each of them, or begin again"
-        raise NoCheckpointError(str(self._dirs.root), found=found, do=do)
+        directories = gather_or_raise(find_candidates)[0]
+        loaded, skipped = newest_that_loads(
+            ((directory, partial(self._load, directory, strict=strict)) for directory in directories),
+            errors=_SKIPPABLE if input_dir is None else (),
+            warn=self._accelerator.is_main_process,
+        )
+        if loaded is None:
+            reasons = "; ".join(checkpoint.reason for checkpoint in skipped)
+            found, do = f"no checkpoint that loads ({reasons})", "look at the reason for each of them, or begin again"
+            raise NoCheckpointError(str(self._dirs.root), found=found, do=do)
+        directory, manifest, aligned = loaded
+        if (root := self._dirs.root) is not None:
+            project, number = self._accelerator.project_configuration, self._dirs.run(root).next_number
+            project.iteration = max(project.iteration, gather_or_raise(number)[0])
+        seconds = time.perf_counter() - start
+        fields: dict[str, Any] = {"directory": directory, "skipped": skipped}
+        if manifest is None:  # Accelerate itself wrote the checkpoint
+            return RestoreResult(RestoreReport(seconds), None, None, **fields)
+        if aligned is not None:
+            if self._accelerator.is_main_process:
+                aligned.report(str(directory))
+            fields |= {"missing_keys": aligned.missing_keys, "unexpected_keys": aligned.unexpected_keys}
+        return RestoreResult.from_manifest(manifest, seconds, **fields)
 
     def wait(self) -> SaveReport | None:
         """Wait until the last save is durable, on all processes.
@@ -306,21 +299,21 @@ class AcceleratorCheckpointer:
 
     def _load(
         self, directory: Path | ObjectUrl, *, strict: bool
-    ) -> tuple[DirectoryManifest | None, AlignedState | None]:
-        """Load a checkpoint on all processes; its manifest, None if Accelerate itself wrote it, and what was loaded."""
+    ) -> tuple[Path | ObjectUrl, DirectoryManifest | None, AlignedState | None]:
+        """Load a checkpoint on all processes: its place, manifest (None if Accelerate itself wrote it), and state."""
         self._whole.loaded_dir = None
         wait_for_writes(directory)
         if gather_or_raise(lambda: is_stock_checkpoint(directory))[0]:
             self._whole.close()
             gather_or_raise(lambda: self._accelerator.load_state(str(directory)))
-            return None, None
+            return directory, None, None
         read = verify_directory if self._whole.is_writer else read_directory_manifest
         manifest = _run_on_all(lambda: read(directory))
         if is_sharded_checkpoint(manifest):
             self._whole.close()
             self._sharded.load(directory)
-            return manifest, None
-        return manifest, self._whole.load_prepared(directory, strict=strict)
+            return directory, manifest, None
+        return directory, manifest, self._whole.load_prepared(directory, strict=strict)
 
 
 class _WholeCheckpointer(Checkpointer):
@@ -379,7 +372,7 @@ class _WholeCheckpointer(Checkpointer):
             state = self.load(directory).state
             self.loaded_dir = directory
             return state
-        decoded = decode_directory(directory, threads=self._threads, max_bytes=self._max_bytes)
+        decoded = decode_directory(directory, **self._load_limits)
         tensors, max_bytes = decoded.reference.tensors, decoded.max_copy_bytes
         return unflatten(decoded.tree, tensors, where=str(directory), max_bytes=max_bytes)
 

@@ -11,9 +11,10 @@ from accelerate import Accelerator
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.storage import AnyDirectory, ObjectUrl, is_object_url, local_path, resolve_directory
 from shrinkpoint.store import Keep
-from shrinkpoint.store.directory import is_checkpoint, newest_first
+from shrinkpoint.store.directory import is_checkpoint
 from shrinkpoint.train.checkpointer import wait_for_writes
-from shrinkpoint.train.newest_valid import NoCheckpointError, numbered_dirs
+from shrinkpoint.train.directory_run import DirectoryRun
+from shrinkpoint.train.newest_valid import NoCheckpointError
 
 _NUMBERED_DIR = re.compile(r"checkpoint_(\d{1,18})")
 _NUMBERING = "ProjectConfiguration(automatic_checkpoint_naming=True)"
@@ -82,33 +83,23 @@ class CheckpointDirs:
         root = self.root
         if root is None:
             raise PolicyError("load_state", found="no directory", do=f"pass input_dir=, or {_NUMBERING}")
-        candidates = newest_first(path for _, path in numbered_dirs(root, _NUMBERED_DIR))
-        if not candidates:
+        if not (candidates := self.run(root).newest_first()):
             expected = "checkpoint_0 or a later one"
             raise NoCheckpointError(str(root), found="no checkpoint", expected=expected, do="train first")
         return candidates
 
-    def next_free_number(self) -> int:
-        """The lowest number above those of all numbered checkpoints."""
-        return max((number for number, path in self._numbered() if has_saved_state(path)), default=-1) + 1
+    def run(self, root: Path) -> DirectoryRun:
+        """The numbered checkpoints below `root`."""
+
+        def number_of(name: str) -> int | None:
+            match = _NUMBERED_DIR.fullmatch(name)
+            return int(match[1]) if match else None
+
+        return DirectoryRun(root, number_of, has_saved_state)
 
     def expired(self) -> list[Path]:
-        """All numbered directories older than the newest `total_limit` checkpoints, oldest first.
-
-        The newest is the one that was saved last, whatever its number. Directories without a checkpoint do not count
-        towards the limit; they are older than checkpoints with higher numbers.
-        """
-        numbers = {path: number for number, path in self._numbered()}
-        complete = newest_first(filter(has_saved_state, numbers))
-        if self.keep is None or not complete:
-            return []
-        retained = complete[: self.keep.last]
-        lowest = min(numbers[path] for path in retained)
-        unfinished = [path for path, number in numbers.items() if path not in complete and number < lowest]
-        return [*unfinished, *reversed(complete[len(retained) :])]
-
-    def _numbered(self) -> list[tuple[int, Path]]:
-        return [] if self.root is None else numbered_dirs(self.root, _NUMBERED_DIR)
+        """Numbered directories that `total_limit` does not keep, oldest first."""
+        return [] if self.root is None or self.keep is None else self.run(self.root).expired(self.keep.last)
 
 
 def _resolve(directory: AnyDirectory, argument: str) -> Path | ObjectUrl:

@@ -23,7 +23,7 @@ from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store import Keep, SaveReport, layout
-from shrinkpoint.store.directory import is_checkpoint, newest_first
+from shrinkpoint.store.directory import is_checkpoint
 from shrinkpoint.tensors.dtypes import torch_dtype
 from shrinkpoint.tensors.names import StatePath
 from shrinkpoint.tensors.wrappers import match_names
@@ -31,6 +31,7 @@ from shrinkpoint.train.dcp.checkpoint_metadata import EntryMetadata
 from shrinkpoint.train.dcp.directory import latest_valid
 from shrinkpoint.train.dcp.reader import Reader, open_checkpoint, unflatten
 from shrinkpoint.train.dcp.writer import Writer
+from shrinkpoint.train.directory_run import DirectoryRun
 from shrinkpoint.train.restore_result import RestoreResult
 from shrinkpoint.train.state_alignment import NAMES_KEY, align_state, iter_leaves, label_of
 from shrinkpoint.train.state_dicts import check_state_dicts, check_tensor_fits, collect_state_dicts, load_state_dicts
@@ -50,8 +51,7 @@ class Manager:
         path: the directory of the checkpoints, which ranks share.
         keep: how many of the newest checkpoints stay; None: all. The newest is the one that was saved last; those that
             the run left behind when it went back to an older step are older than all others.
-        keyframe_every: of `Writer`.
-        threads: native threads for coding; None: every core, shared with the other ranks on this machine.
+        keyframe_every, threads: as of `Writer`.
         group: the ranks; None: all.
 
     Attributes:
@@ -74,10 +74,9 @@ class Manager:
     ) -> None:
         self._root = LocalStorage(path).path.absolute()
         self._keep = validate.check_optional_int("keep", keep, none_meaning="for all")
-        self._keyframe_every: int | Literal["auto"] | None = keyframe_every
-        if keyframe_every != "auto":
-            self._keyframe_every = validate.check_keyframe_every(keyframe_every)
-        self._threads, self._group = validate.check_threads(threads), group
+        self._threads, self._group = threads, group
+        self._writer_options: dict[str, Any] = {"keyframe_every": keyframe_every, "threads": threads, "group": group}
+        Writer(**self._writer_options)  # refuses wrong ones now
         self.last_report: SaveReport | None = None
         self.scheme = Lossless()
 
@@ -112,9 +111,7 @@ class Manager:
         reports: list[SaveReport] = []
         writer = Writer(
             directory,
-            keyframe_every=self._keyframe_every,
-            threads=self._threads,
-            group=self._group,
+            **self._writer_options,
             step=step,
             metrics=metrics,
             on_save=reports.append,
@@ -125,7 +122,8 @@ class Manager:
         if not reports:
             return None
         [self.last_report] = reports
-        self._delete_old()
+        for path in DirectoryRun(self._root, layout.step_of_dir).expired(self._keep):
+            shutil.rmtree(path, ignore_errors=True)
         return self.last_report
 
     def restore(
@@ -178,19 +176,6 @@ class Manager:
 
     def wait(self) -> None:
         """Return: a save is durable when `save` returns."""
-
-    def _delete_old(self) -> None:
-        """Delete all but the newest checkpoints; one without a manifest is deleted if its step is below theirs."""
-        numbered = {layout.step_of_dir(path.name): path for path in self._root.iterdir() if path.is_dir()}
-        steps = {path: step for step, path in numbered.items() if step is not None}
-        checkpoints = newest_first(filter(is_checkpoint, steps))
-        if self._keep is None or len(checkpoints) <= self._keep:
-            return
-        kept = checkpoints[: self._keep]
-        lowest = min(steps[path] for path in kept)
-        for path, step in steps.items():
-            if path not in kept and (path in checkpoints or step < lowest):
-                shutil.rmtree(path, ignore_errors=True)
 
 
 def _parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:

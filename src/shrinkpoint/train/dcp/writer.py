@@ -32,9 +32,10 @@ from shrinkpoint.store.directory import MANIFEST, commit, has_file, manifest_con
 from shrinkpoint.store.manifest import Payload, check_note
 from shrinkpoint.store.retention import check_keep
 from shrinkpoint.store.save_report import SaveReport
+from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.tensors.flat_state import snapshot
 from shrinkpoint.tensors.info import JSON
-from shrinkpoint.train.background import OnSave, call_on_save, check_on_save
+from shrinkpoint.train.background import call_on_save
 from shrinkpoint.train.checkpointer import SaveOptions
 from shrinkpoint.train.dcp import chain_registry, checkpoint_metadata
 from shrinkpoint.train.dcp.chain_registry import ChainState, RestoreOrigin
@@ -91,19 +92,16 @@ class Writer(CheckpointDirectory, StorageWriter):
     Args:
         path: directory of the next checkpoint, or a URL such as "s3://bucket/run/step-100"; None: it is passed to
             `dcp.save`.
-        scheme: "lossless", or a scheme with settings, which decides for global tensors over all ranks.
-        keyframe_every: greatest number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
-            files have four times the bytes of the state. None: no limit. "auto": 20 in a directory; 1 in a bucket,
-            where a delta needs the directories that it was made against, as there are no links.
+        scheme, keyframe_every, threads, on_save: see `SaveSettings`. A scheme decides for global tensors, over all
+            ranks. `keyframe_every="auto"`: 20 in a directory; 1 in a bucket, where a delta needs the directories that
+            it was made against, as there are no links. Without `threads`, the ranks on one machine share its cores.
+            `on_save` is called on the rank that coordinates; `async_save` in another process needs one that can be
+            pickled.
         chain: name of the chain; None: paths that differ only in numbers are one chain.
-        threads: native threads for coding; None: every core, shared with the other ranks on this machine.
         group: what is passed to `dcp.save` as `process_group`; only a lossy scheme needs it.
         model: the model whose state is saved; only a scheme that evaluates it needs it.
         step, metrics, note: stored in the manifest, for people.
         overwrite: False: raise if the directory has a checkpoint already.
-        on_save: called with the report of the checkpoint once it is committed, on the rank that coordinates, in the
-            thread that saves; see `CheckpointManager`. `async_save` in another process needs one that can be pickled.
-
         keep: the rules by which the caller deletes checkpoints, which ends chains before they hold more than plain
             checkpoints would; None: it keeps all. The writer itself deletes nothing.
 
@@ -133,17 +131,17 @@ class Writer(CheckpointDirectory, StorageWriter):
         keep: Keep | None = None,
     ) -> None:
         super().__init__(path, threads)
-        if keyframe_every != "auto":
-            keyframe_every = validate.check_keyframe_every(keyframe_every)
+        limit = 20 if keyframe_every == "auto" else keyframe_every
+        settings = SaveSettings(scheme, limit, threads=threads, on_save=on_save)
         if step is not None:
             validate.check_int("step", step, minimum=0, do="leave it out")
         if chain is not None:
             validate.check_str("chain", chain, do="leave it out: paths that differ only in numbers are one chain")
-        self._scheme, self._chain = get_scheme(scheme), chain
+        self._scheme, self._chain = get_scheme(settings.scheme), chain
         self._keyframe_option: int | Literal["auto"] | None = keyframe_every
         self._group, self._model, self._is_coordinator = group, model, True
         self._save_options = SaveOptions(step, validate.as_floats(metrics), check_note(note))
-        self._on_save, self._keep = check_on_save(on_save), check_keep(keep)
+        self._on_save, self._keep = settings.on_save, check_keep(keep)
         self.overwrite, self.save_id = overwrite, secrets.token_hex(8)
         self._condition: object = None  # what the manifest may replace
         self._restored: dict[str, RestoreOrigin] | None = None  # by the process that sent this writer

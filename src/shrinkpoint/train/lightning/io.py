@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ from shrinkpoint.schemes.planner import Planner
 from shrinkpoint.storage import ObjectUrl, hide_credentials, is_object_url, is_url, resolve_directory
 from shrinkpoint.store import Keep, SaveReport
 from shrinkpoint.store.directory import is_checkpoint
+from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.tensors.wrappers import match_state_keys
 from shrinkpoint.threads import ForkSafeLock
-from shrinkpoint.train.background import OnSave, check_on_save
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.default_evaluation import add_evaluation
 from shrinkpoint.train.lightning.slot_tensors import keep_slot_dtypes
@@ -63,20 +64,15 @@ class ShrinkIO(CheckpointIO):
     With a Trainer, `ShrinkIOCallback` tells the plugin which module is trained; schemes that evaluate need it.
 
     Args:
-        scheme: "lossless", or a scheme without a process group: only rank 0 calls it. With `ShrinkIOCallback`, "fisher"
-            measures the loss on validation batches, or on the last training batches, and keeps within .1 % of it.
-        keyframe_every: greatest number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
-            files have four times the bytes of the state. None: no limit.
-        background: a save returns once the state is copied, and the copy is written while training continues, one at a
-            time: a save that comes too early waits. A directory that Lightning removes meanwhile is removed after the
-            write has succeeded, and kept if it failed. A save outside of training is waited for, and so is one on
-            another thread than the training loop's, such as that of `AsyncCheckpointIO`.
-        threads: native threads for coding; None: all cores.
-        max_bytes: how much memory the tensors of one checkpoint may take when it is loaded; None: as for
-            `shrinkpoint.load`.
+        scheme, keyframe_every, background, threads, max_bytes, on_save: see `SaveSettings`. A scheme must have no
+            process group: only rank 0 calls it. With `ShrinkIOCallback`, "fisher" measures the loss on validation
+            batches, or on the last training batches, and keeps it within 0.1%. A Trainer's loggers get the numbers of
+            each save with `ShrinkIOCallback(log_saves=True)`.
+
+            With `background`, a directory that Lightning removes during a write is removed after the write has
+            succeeded, and kept if it failed. A save outside of training is waited for, and so is one on another thread
+            than the training loop's, such as that of `AsyncCheckpointIO`.
         model: the key of the model in what is saved: for a Trainer the default; for Fabric, the key in `fabric.save`.
-        on_save: called with the report of every checkpoint that is committed; see `CheckpointManager`. A Trainer's
-            loggers get the numbers with `ShrinkIOCallback(log_saves=True)`.
 
     Raises:
         PolicyError: an unknown scheme, a scheme with a group, or a number out of range.
@@ -93,20 +89,13 @@ class ShrinkIO(CheckpointIO):
         model: str = "state_dict",
         on_save: OnSave | None = None,
     ) -> None:
-        self._background, self._model, self._threads, self._max_bytes = background, model, threads, max_bytes
+        scheme = add_evaluation(scheme, TrainingLoss())
+        self._settings = SaveSettings(scheme, keyframe_every, background, threads, max_bytes, on_save)
+        self._model = model
         self.stall_seconds = 0.0
         """Seconds for which the last save blocked training."""
         self._counter = TermCounter()
-        self._checkpointer = Checkpointer(
-            scheme=add_evaluation(scheme, TrainingLoss()),
-            keyframe_every=keyframe_every,
-            background=background,
-            threads=threads,
-            max_bytes=max_bytes,
-            model=model,
-            on_save=self._note_saved,
-        )
-        self._on_save = check_on_save(on_save)
+        self._checkpointer = Checkpointer(**vars(replace(self._settings, on_save=self._note_saved)), model=model)
         self._new_reports: deque[SaveReport] = deque(maxlen=_MAX_REPORTS)
         require_single_process(self._checkpointer.scheme, "ShrinkIO")
         self._stock_io = TorchCheckpointIO()
@@ -197,7 +186,7 @@ class ShrinkIO(CheckpointIO):
         is_writer = getattr(rank_zero_only, "rank", 0) == 0  # other ranks never save: they keep no reference
         checkpointer = self._checkpointer
         if not is_writer:
-            checkpointer = Checkpointer(threads=self._threads, max_bytes=self._max_bytes)
+            checkpointer = Checkpointer(threads=self._settings.threads, max_bytes=self._settings.max_bytes)
         with self._lock.lock:
             self._removals.clear_unwritten()
             checkpoint = load_checkpoint_dict(checkpointer, directory, map_location)
@@ -261,8 +250,8 @@ class ShrinkIO(CheckpointIO):
 
     def _note_saved(self, report: SaveReport) -> None:
         self._new_reports.append(report)
-        if self._on_save is not None:
-            self._on_save(report)
+        if self._settings.on_save is not None:
+            self._settings.on_save(report)
 
     def _save_under_lock(self, checkpoint: dict[str, Any], path: _PATH) -> None:
         name, step = Path(str(path)).name, _global_step(checkpoint)
@@ -309,7 +298,7 @@ class ShrinkIO(CheckpointIO):
             if isinstance(error, StateError):
                 raise _with_hint(error) from error
             raise
-        self._writing_dir = directory if self._background else None
+        self._writing_dir = directory if self._settings.background else None
         if moved_file is not None:
             self.remove_checkpoint(moved_file)
 
@@ -318,7 +307,7 @@ class ShrinkIO(CheckpointIO):
         step = _global_step(checkpoint)
         if self._is_torn_down:
             self._is_torn_down, self._final_step = False, (step,)
-        return self._background and (self._final_step == (step,) or _is_idle(checkpoint))
+        return self._settings.background and (self._final_step == (step,) or _is_idle(checkpoint))
 
     def _is_other_thread(self) -> bool:
         """Whether this is not the thread of the training loop: such a caller reports errors, and never calls `wait`."""

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,8 +21,8 @@ from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.storage import local_path
 from shrinkpoint.store import SaveReport
 from shrinkpoint.store.directory import is_checkpoint
+from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
-from shrinkpoint.train.background import OnSave, check_on_save
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.newest_valid import NoCheckpointError
@@ -42,15 +43,9 @@ class ShrinkCallback(TrainerCallback):
     Resuming from a broken checkpoint is an error; `resume_from_checkpoint=latest_valid(output_dir)` skips broken ones.
 
     Args:
-        scheme: for the optimizer state: "lossless", or a scheme that needs no model and no process group.
-        keyframe_every: greatest number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
-            files have four times the bytes of the state. None: no limit.
-        background: write checkpoints while training continues.
-        threads: native threads for coding; None: all cores.
-        max_bytes: how much memory the tensors of one checkpoint may take when it is loaded; None: as for
-            `shrinkpoint.load`.
+        scheme, keyframe_every, background, threads, max_bytes, on_save: see `SaveSettings`. The scheme, for the
+            optimizer state, must need no model and no process group.
         resume_from_checkpoint: directory to restore from; None: the one that the Trainer resumes from.
-        on_save: called with the report of every checkpoint that is committed; see `CheckpointManager`.
 
     Raises:
         PolicyError: an argument is out of range, or the scheme is not supported.
@@ -67,15 +62,9 @@ class ShrinkCallback(TrainerCallback):
         resume_from_checkpoint: str | Path | None = None,
         on_save: OnSave | None = None,
     ) -> None:
-        self._on_save = check_on_save(on_save)
-        self._checkpointer = Checkpointer(
-            scheme=scheme,
-            keyframe_every=keyframe_every,
-            background=background,
-            threads=threads,
-            max_bytes=max_bytes,
-            on_save=self._saved,
-        )
+        settings = SaveSettings(scheme, keyframe_every, background, threads, max_bytes, on_save)
+        self._on_save = settings.on_save
+        self._checkpointer = Checkpointer(**vars(replace(settings, on_save=self._saved)))
         require_single_process(self._checkpointer.scheme, "ShrinkCallback")
         if resume_from_checkpoint is not None:
             local_path(resume_from_checkpoint, "resume_from_checkpoint")

@@ -24,11 +24,12 @@ from shrinkpoint.errors import CorruptError, ShrinkpointError, StorageError, Tru
 from shrinkpoint.storage import local_path
 from shrinkpoint.storage.zip_records import check_zip_records
 from shrinkpoint.store import Keep
-from shrinkpoint.store.directory import is_checkpoint, newest_first, verify_directory
+from shrinkpoint.store.directory import is_checkpoint, verify_directory
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.train import newest_valid
 from shrinkpoint.train.checkpointer import wait_for_writes
-from shrinkpoint.train.newest_valid import NoCheckpointError, numbered_dirs
+from shrinkpoint.train.directory_run import DirectoryRun
+from shrinkpoint.train.newest_valid import NoCheckpointError
 
 STATE_FILE = "trainer_state.json"
 SENTINEL = "checkpoint-is-incomplete.txt"
@@ -84,6 +85,14 @@ def latest_valid(output_dir: str | Path, *, deep: bool = True, optimizer: bool =
     return _require_valid(output_dir, directory, [] if is_first_save else errors)
 
 
+def directories_of(output_dir: str | Path) -> DirectoryRun:
+    """The checkpoint directories of a Trainer; their names end with the step."""
+    return DirectoryRun(
+        local_path(output_dir, "output_dir"),
+        lambda name: int(match[1]) if (match := _STEP_DIR.fullmatch(name)) else None,
+    )
+
+
 def find_resume_checkpoint(output_dir: str | Path, *, optimizer: bool) -> str | None:
     """The newest valid checkpoint of a run that must be resumed; None if there are no checkpoints at all.
 
@@ -98,11 +107,11 @@ def find_resume_checkpoint(output_dir: str | Path, *, optimizer: bool) -> str | 
 
 def _search_latest(output_dir: str | Path, *, deep: bool, optimizer: bool) -> tuple[str | None, list[Exception | None]]:
     """The newest valid checkpoint, and the errors of the newer ones."""
-    paths = [path for _, path in numbered_dirs(local_path(output_dir, "output_dir"), _STEP_DIR)]
-    for path in paths:
+    run = directories_of(output_dir)
+    for path in run.numbers():
         wait_for_writes(path)
     directory, skipped = newest_valid.latest_valid(
-        newest_first(paths),
+        run.newest_first(),
         check=lambda path: validate_checkpoint(path, deep=deep, optimizer=optimizer),
     )
     return None if directory is None else str(directory), [checkpoint.error for checkpoint in skipped]
@@ -168,9 +177,9 @@ def manifest_extra(directory: Path, state: Mapping[str, Any]) -> JSON:
 
 def mark_first_save(output_dir: str | Path, step: int) -> None:
     """Mark the directory of a step as unfinished if it will be the first one of its run: a kill leaves the mark."""
-    root = local_path(output_dir, "output_dir")
-    if not numbered_dirs(root, _STEP_DIR):
-        directory = root / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+    run = directories_of(output_dir)
+    if not run.numbers():
+        directory = run.root / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         directory.mkdir(parents=True, exist_ok=True)
         (directory / UNFINISHED).write_text("The optimizer of this checkpoint is not saved yet.\n")
 
@@ -209,7 +218,7 @@ def rotate(output_dir: str | Path, limit: int | None, keep: set[Path]) -> None:
     """
     if limit is None or limit <= 0:
         return
-    directories = newest_first(path for _, path in numbered_dirs(Path(output_dir), _STEP_DIR))[::-1]
+    directories = directories_of(output_dir).newest_first()[::-1]
     surplus = len(directories) - max(limit, len(keep))
     for path in [path for path in directories if path not in keep][: max(surplus, 0)]:
         shutil.rmtree(path, ignore_errors=True)

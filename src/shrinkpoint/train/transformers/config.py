@@ -20,19 +20,12 @@ from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.evaluate import Reading
 from shrinkpoint.schemes.fisher.scheme import Fisher
-from shrinkpoint.schemes.registry import get_scheme, lacks_evaluation, scheme_factory
-from shrinkpoint.train.background import OnSave, check_on_save
+from shrinkpoint.schemes.registry import lacks_evaluation, scheme_factory
+from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.planning import AttributeSnapshot
-from shrinkpoint.validate import (
-    check_bool,
-    check_instance,
-    check_keyframe_every,
-    check_optional_int,
-    check_str,
-    check_threads,
-)
+from shrinkpoint.validate import check_bool, check_instance, check_optional_int, check_str
 
 _TENSOR_ATTRIBUTES = ("_parameters", "_buffers", "_modules")
 """Not saved here: the caller of an Evaluation restores tensors and modules itself."""
@@ -43,22 +36,15 @@ class ShrinkConfig:
     """Settings of a `ShrinkTrainer`; the defaults are lossless.
 
     Attributes:
-        scheme: "lossless"; another name, also with settings, such as 'inshrinkerator(threshold="1%")'; a scheme; or a
-            factory of schemes, such as `sp.Fisher` or `functools.partial(sp.Fisher, budget="1%")`.
+        scheme, keyframe_every, background, threads, max_bytes, on_save: see `SaveSettings`. The scheme may also be a
+            factory of schemes, such as `sp.Fisher` or `functools.partial(sp.Fisher, budget="1%")`. With `background`,
+            older checkpoints are deleted only once the new one is complete.
         evaluate: metric of the Trainer's own evaluation, such as "eval_loss", that the scheme evaluates trial values
             with. None: for a `Fisher` whose budget is a share of the loss, such as "fisher", the loss on the evaluation
             dataset, or without one on the last training batches. Whether higher is better follows
             `greater_is_better` if it is `metric_for_best_model`, else its name.
         batches: number of batches for one evaluation; None: all of the evaluation dataset, or 8 of training.
         gradients: record gradients for the scheme, over the steps before each save.
-        keyframe_every: greatest number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
-            files have four times the bytes of the state. None: no limit.
-        background: write checkpoints while training continues, one at a time: a save that comes too early waits.
-            Older checkpoints are deleted only once the new one is complete.
-        threads: native threads for coding; None: all cores.
-        max_bytes: how much memory the tensors of one checkpoint may take when it is loaded; None: as for
-            `shrinkpoint.load`.
-        on_save: called with the report of every checkpoint that is committed; see `CheckpointManager`.
         log_saves: send the numbers of every checkpoint to the Trainer's loggers (`report_to`), as "checkpoint/bytes"
             and so on; with `background`, when the Trainer next waits for it.
 
@@ -79,17 +65,13 @@ class ShrinkConfig:
 
     def __post_init__(self) -> None:
         is_instance = not isinstance(self.scheme, str) and not callable(self.scheme)
-        if is_instance:
-            get_scheme(self.scheme)
-        elif isinstance(self.scheme, str):
+        if isinstance(self.scheme, str):
             scheme_factory(self.scheme)
+        self._save_settings(self.scheme if is_instance else "lossless")
         if self.evaluate is not None:
             check_str("evaluate", self.evaluate, do='name a metric of the evaluation, such as "eval_loss"')
         check_optional_int("batches", self.batches, none_meaning="for all")
-        check_keyframe_every(self.keyframe_every)
-        check_threads(self.threads)
-        check_on_save(self.on_save)
-        for name in ("gradients", "background", "log_saves"):
+        for name in ("gradients", "log_saves"):
             check_bool(name, getattr(self, name))
         if is_instance and (self.evaluate is not None or self.gradients):
             found, expected = f"{self.scheme!r}, which is made already", "a factory that takes evaluate= or gradients="
@@ -138,25 +120,17 @@ class ShrinkConfig:
             options |= {"evaluate": evaluate, "higher_is_better": higher_is_better}
         if recorder is not None:
             options["gradients"] = recorder
-        return Checkpointer(
-            scheme=self._make_scheme(options),
-            keyframe_every=self.keyframe_every,
-            background=self.background,
-            threads=self.threads,
-            max_bytes=self.max_bytes,
-            on_save=self.on_save,
-        )
-
-    def _make_scheme(self, options: dict[str, Any]) -> Scheme:
         factory = scheme_factory(self.scheme) if isinstance(self.scheme, str) else self.scheme
-        if not callable(factory):
-            return factory
         try:
-            return factory(**options)
+            scheme = factory(**options) if callable(factory) else factory
         except TypeError as error:
             names = " and ".join(sorted({"evaluate", "gradients"} & options.keys())) or "no arguments"
             found, do = f"one that does not take {names} ({error})", f"choose another one, or leave {names} out"
             raise PolicyError("ShrinkConfig, scheme", found=found, expected="a factory of schemes", do=do) from error
+        return Checkpointer(**vars(self._save_settings(scheme)))
+
+    def _save_settings(self, scheme: Any) -> SaveSettings:
+        return SaveSettings(scheme, self.keyframe_every, self.background, self.threads, self.max_bytes, self.on_save)
 
 
 def check_config(shrink: Any) -> ShrinkConfig:
