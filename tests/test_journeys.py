@@ -15,8 +15,8 @@ from torch import nn
 
 import shrinkpoint as sp
 
-SAVE = (667, 84, 2200)
-RESTORE = (379, 52, 2420)
+SAVE = (665, 83, 2150)
+RESTORE = (383, 54, 2430)
 GRADIENT = (88, 11, 130)
 
 

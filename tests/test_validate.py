@@ -285,6 +285,7 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
             "timeout": NO_NUMBER,
         },
     ),
+    "comm.CompressedManager": (lambda **wrong: comm.CompressedManager(**wrong), {"manager": [None, 3]}),
     "comm.LocalSteps": (
         lambda **wrong: comm.LocalSteps(**{"model": MODEL, "optimizer": SGD, **wrong}),
         {
