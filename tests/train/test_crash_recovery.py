@@ -1,6 +1,6 @@
 """Promise: killed at any file event of a save, a run goes on from the newest whole checkpoint, to the same weights.
 
-The judge is ckpt-chaos, which others wrote. SHRINKPOINT_CHAOS_POINTS: kills of each training (default 6).
+The judge is ckpt-chaos, which others wrote. SHRINKPOINT_CHAOS_POINTS: kills of each training (default 4).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from helpers.paths import REPOSITORY
 
 BENCHMARK = REPOSITORY / "benchmarks" / "crash_points.py"
-POINTS = int(os.environ.get("SHRINKPOINT_CHAOS_POINTS", "6"))
+POINTS = int(os.environ.get("SHRINKPOINT_CHAOS_POINTS", "4"))
 
 pytestmark = pytest.mark.nightly
 
