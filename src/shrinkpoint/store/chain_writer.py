@@ -102,9 +102,9 @@ def _quantize(scheme: Scheme, state: FlatState, reference: Reference | None) -> 
     A plan may have been made for a delta which then turned out to be impossible: what it wanted to store as differences
     is stored exactly.
     """
-    if reference is None or reference.is_base:
-        return scheme.quantize(state, reference)
     quantized = scheme.quantize(state, reference)
+    if reference is None or reference.is_base:
+        return quantized
     tensors = {
         name: tensor
         for name, tensor in quantized.quantized.items()
@@ -136,9 +136,7 @@ class ChainWriter(Generic[M]):
     Memory: one state on the CPU; of a tensor on a lattice a byte a value, and a sample of its original values.
 
     Args:
-        keyframe_every: a chain has at most this many files, its keyframe included; it ends earlier where they have four
-            times the bytes of the state. None: no limit.
-        threads: native threads for coding; None: every core.
+        keyframe_every, threads: see `SaveSettings`.
 
     Attributes:
         chain_limit: where chains end; whoever deletes checkpoints sets its `keep`.

@@ -29,11 +29,7 @@ from shrinkpoint.store.chain_limit import ChainBytes
 from shrinkpoint.store.chain_writer import ChainWriter, CheckpointPlace, WrittenPayload
 from shrinkpoint.store.checkpoint_file import DecodedFile
 from shrinkpoint.store.decode import decode_chain
-from shrinkpoint.store.delta_base import (
-    StoredFile,
-    as_delta_base,
-    warn_low_retention,
-)
+from shrinkpoint.store.delta_base import StoredFile, as_delta_base, warn_low_retention
 from shrinkpoint.store.directory import free_payload_name
 from shrinkpoint.store.manifest import Payload
 from shrinkpoint.store.save_report import SaveReport

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shlex
 import time
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -34,14 +33,13 @@ from shrinkpoint.store.listing import (
     Lister,
     Listing,
     NewestFirst,
-    StepDirectory,
     StoreRestore,
     forget,
     iter_newest,
     read_step,
 )
 from shrinkpoint.store.manifest import Manifest, check_lossy_restores, check_note
-from shrinkpoint.store.newest import newest_that_loads
+from shrinkpoint.store.newest import restore_first
 from shrinkpoint.store.prune import prune
 from shrinkpoint.store.retention import Keep, PrunePlan, check_keep
 from shrinkpoint.store.save_report import SaveReport
@@ -59,8 +57,6 @@ from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.threads import ForkSafeLock, reset_in_children
 
 _log = logging.getLogger("shrinkpoint")
-_MAX_REASONS = 5
-"""Checkpoints that an error tells why they do not load."""
 
 
 class Store:
@@ -76,9 +72,7 @@ class Store:
     Args:
         where: a directory or a URL such as "s3://bucket/run", which need not exist yet, or a storage. A copy of one
             step's directory is read as a store with that step, and nothing can be saved there.
-        keyframe_every: greatest number of checkpoints in a chain, its keyframe included; a chain ends earlier where its
-            files have four times the bytes of the state. None: no limit.
-        threads: native threads for coding; None: every core.
+        keyframe_every, threads: see `SaveSettings`.
         cache: of a URL: a directory on this machine for payloads that are read and written, which are not fetched
             again, or an `ObjectCache`; None: that of the environment variable `SHRINKPOINT_CACHE`, if it is set.
 
@@ -580,49 +574,17 @@ def restore_newest(
         StorageError: a store cannot be listed.
     """
 
-    def load(store: Store, manifest: Manifest) -> Any:
+    def load(index: int, manifest: Manifest) -> Any:
+        store = stores[index]
         if manifest.weights_only and not weights_only:
             raise store.weights_only_error(manifest)
         return store._load(manifest, device, tie, store is keep, max_bytes)
 
     for _ in range(chain.MAX_READS):
         entries = NewestFirst([store._lister for store in stores])
-        restored = _restore_first(entries, stores, load)
+        restored = restore_first(entries, [store.storage for store in stores], load)
         if not entries.has_changed():
             break
     if isinstance(restored, StoreRestore):
         return restored
     raise restored
-
-
-def _restore_first(
-    entries: NewestFirst, stores: Sequence[Store], load: Callable[[Store, Manifest], Any]
-) -> StoreRestore | NotFoundError:
-    """The first checkpoint that loads, or the error that none does."""
-    forgotten: set[str] = set()  # ids
-
-    def load_entry(store: Store, entry: StepDirectory) -> StoreRestore | None:
-        manifest = entry.read_manifest()
-        if manifest.id in forgotten:
-            return None
-        return StoreRestore(entry.step, load(store, manifest), manifest, where=store.storage.describe())
-
-    def candidates() -> Iterator[tuple[int, Callable[[], StoreRestore | None]]]:
-        for entry, index in entries:
-            if entry.is_forgotten and entry.manifest is not None:
-                forgotten.add(entry.manifest.id)
-            if entry.is_visible:
-                yield entry.step, partial(load_entry, stores[index], entry)
-
-    restored, skipped = newest_that_loads(candidates(), warn=False)
-    if restored is not None:
-        return replace(restored, skipped=skipped)
-    found, do = "no checkpoint", "save one first"
-    if skipped:
-        reasons = [f"step {checkpoint.step}: {checkpoint.reason}" for checkpoint in skipped]
-        if len(reasons) > _MAX_REASONS:
-            reasons[_MAX_REASONS:] = [f"and {len(reasons) - _MAX_REASONS} more"]
-        found = f"no checkpoint that loads ({'; '.join(reasons)})"
-        do = f"run `shrinkpoint verify {shlex.quote(stores[0].storage.describe())} --deep`"
-    where = ", ".join(store.storage.describe() for store in stores)
-    return NotFoundError(where, found=found, do=do)
