@@ -13,9 +13,9 @@ from shrinkpoint.errors import PolicyError
 from shrinkpoint_lab.forecast.average_cost import TORCH_BF16_HOOK
 from shrinkpoint_lab.forecast.message_cost import CandidateLike, measure_cost
 from shrinkpoint_lab.forecast.recommendation import (
-    DDP_CANDIDATES,
     DEFAULT_CANDIDATES,
     NO_COMPRESSION,
+    PIPELINE_CANDIDATES,
     recommend,
 )
 
@@ -61,7 +61,7 @@ def test_a_slow_link_asks_for_the_fewest_bytes_and_a_hidden_one_for_nothing() ->
 
 def test_of_gradients_torchs_own_hook_is_a_candidate_and_of_pipelines_it_is_not() -> None:
     advice = recommend(SHAPE, mbps=SLOW, repeats=1, parallelism="ddp")
-    assert {row.name for row in advice.estimates} == {NO_COMPRESSION, *DDP_CANDIDATES}
+    assert {row.name for row in advice.estimates} == {NO_COMPRESSION, *DEFAULT_CANDIDATES}
     hook = advice.estimate(TORCH_BF16_HOOK)
     assert (hook.ratio, advice.estimate("bf16").ratio) == (2, pytest.approx(2, rel=0.1))
     assert (
@@ -95,7 +95,7 @@ def test_tensors_that_are_not_of_one_message_are_refused(kind: str, dtypes: tupl
 
 
 def test_the_default_candidates_go_from_the_most_careful_to_the_least() -> None:
-    errors = [recommend(like=noise(), mbps=SLOW, repeats=1).estimate(str(one)).error for one in DEFAULT_CANDIDATES]
+    errors = [recommend(like=noise(), mbps=SLOW, repeats=1).estimate(str(one)).error for one in PIPELINE_CANDIDATES]
     assert errors == sorted(errors)
 
 

@@ -548,9 +548,14 @@ def _feedback_pair(
     return feedback, feedback if average_compressor is None else as_feedback(average_compressor)
 
 
-def all_reduce_sum(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """Sum numbers over the ranks of a group, with the same result on all."""
-    summed = torch.tensor(numbers, dtype=torch.float64, device=device)
-    dist.all_reduce(summed, group=group)
-    result: list[float] = summed.tolist()
+def reduce_numbers(
+    numbers: Sequence[float],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> list[float]:
+    """Reduce numbers over the ranks of a group, with the same result on all."""
+    reduced = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(reduced, op, group=group)
+    result: list[float] = reduced.tolist()
     return result

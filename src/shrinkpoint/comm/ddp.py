@@ -18,12 +18,12 @@ from shrinkpoint.comm.background_allreduce import BackgroundAllReduce
 from shrinkpoint.comm.bucket_function import BucketFunction, apply_before, check_before, check_without_hook
 from shrinkpoint.comm.compressed_allreduce import (
     CompressedAllReduce,
-    all_reduce_sum,
     check_hops,
     check_replica_options,
     check_replica_state,
     describe_rank,
     has_memory,
+    reduce_numbers,
 )
 from shrinkpoint.comm.gradient_layout import (
     SEGMENT_NUMEL,
@@ -377,7 +377,7 @@ class DDPCompression(RecordHolder[AverageRecord]):
                 self._accordion.add_gradient(buffer)
             future.set_result(buffer)
         accordion, device = self._accordion, buckets[0][0].device
-        if accordion is not None and accordion.end_step(lambda numbers: all_reduce_sum(numbers, self._group, device)):
+        if accordion is not None and accordion.end_step(lambda numbers: reduce_numbers(numbers, self._group, device)):
             self._all_reduce.switch(accordion.compressor, self._average_compressor)
 
     def _check_finite(self, buffer: Tensor, index: int) -> None:

@@ -20,7 +20,6 @@ from shrinkpoint.comm.compressed_allreduce import (
     CompressedCollective,
     CompressedReduceScatter,
     all_gather_tensor,
-    all_reduce_sum,
     as_feedback,
     check_hops,
     check_layouts,
@@ -28,6 +27,7 @@ from shrinkpoint.comm.compressed_allreduce import (
     check_replica_state,
     describe_rank,
     has_memory,
+    reduce_numbers,
 )
 from shrinkpoint.comm.compressors.base import Identity
 from shrinkpoint.comm.error_feedback import ErrorFeedback, NoFeedback
@@ -281,7 +281,7 @@ class FSDPCompression(RecordHolder[ShardRecord]):
             return
         if name in self._reduced_modules:
             self._reduced_modules.clear()
-            if self._accordion.end_step(lambda numbers: all_reduce_sum(numbers, group, device)):
+            if self._accordion.end_step(lambda numbers: reduce_numbers(numbers, group, device)):
                 self._switch(self._accordion.compressor)
         self._reduced_modules.add(name)
 
@@ -291,9 +291,9 @@ class FSDPCompression(RecordHolder[ShardRecord]):
             self._accordion.add_gradient(shard)
         if not self._raise_nonfinite:
             return
-        count = all_reduce_sum([float(shard.isfinite().logical_not().sum())], group, shard.device)
+        count = reduce_numbers([float(shard.isfinite().logical_not().sum())], group, shard.device)
         if name in self._replicate_groups:  # whose ranks would wait for an average
-            count = all_reduce_sum(count, self._replicate_groups[name], shard.device)
+            count = reduce_numbers(count, self._replicate_groups[name], shard.device)
         if count[0]:
             advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
             raise PolicyError(f"gradients of {name or 'the root'}", found="values that are not finite", do=advice)

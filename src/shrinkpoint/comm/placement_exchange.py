@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from shrinkpoint.comm.compressed_allreduce import (
     CompressedAllGather,
     CompressedReduceScatter,
-    all_reduce_sum,
+    reduce_numbers,
     share_numel,
 )
 from shrinkpoint.comm.compressors.base import Compressor
@@ -128,7 +128,7 @@ class PlacementExchange:
         if self._nonfinite != "raise":
             return
         count = float(local.isfinite().logical_not().sum())
-        if (count if is_same else all_reduce_sum([count], group, local.device)[0]) > 0:
+        if (count if is_same else reduce_numbers([count], group, local.device)[0]) > 0:
             advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
             raise PolicyError(self._name, found="values that are not finite", do=advice)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TypeAlias
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shrinkpoint import validate
+from shrinkpoint.comm.compressed_allreduce import reduce_numbers
 from shrinkpoint.comm.compressors.base import Compressor
 from shrinkpoint.comm.ddp import DDPCompression, reduced_parameters
 from shrinkpoint.comm.error_feedback import ErrorFeedback
@@ -128,14 +129,7 @@ def recommend(
         str(candidate): _make_exchange(candidate, model, group) for candidate in candidates
     }
 
-    exact: list[Tensor] = []
-    errors = dict.fromkeys(exchanges, 0.0)
-    for name, exchange in exchanges.items():  # the first exchange of each also warms up
-        _fill(buckets)
-        exchange.run(buckets)
-        if name == NO_COMPRESSION:
-            exact = [bucket.values.clone() for bucket in buckets]
-        errors[name] = _relative_error(exact, buckets)
+    errors = _measure_errors(exchanges.values(), buckets)  # the first exchange of each also warms up
     times: dict[str, list[float]] = {name: [] for name in exchanges}
     end = time.monotonic() + seconds
     for rounds in range(1, 1 << 30):
@@ -148,7 +142,7 @@ def recommend(
 
     # A round takes as long as its slowest rank. Ranks may see different errors only of values that are not finite.
     slowest = _maxima([second for row in times.values() for second in row], group, device)
-    worst = _maxima([*errors.values()], group, device)
+    worst = _maxima(errors, group, device)
     rows = []
     for index, (name, exchange) in enumerate(exchanges.items()):
         typical = median(slowest[index * rounds : (index + 1) * rounds])
@@ -173,8 +167,8 @@ def choose(rows: Sequence[Measurement], max_error: float | None) -> str:
 class _Bucket:
     """A bucket of gradients as DDP gives it to a communication hook."""
 
-    def __init__(self, parameters: list[nn.Parameter], gradients: list[Tensor], index: int, is_last: bool) -> None:
-        self._parameters, self._index, self._is_last = parameters, index, is_last
+    def __init__(self, parameters: list[nn.Parameter], gradients: list[Tensor], is_last: bool) -> None:
+        self._parameters, self._is_last = parameters, is_last
         self.original = torch.cat([gradient.reshape(-1) for gradient in gradients])
         self.values = torch.empty_like(self.original)
 
@@ -183,13 +177,6 @@ class _Bucket:
 
     def parameters(self) -> list[nn.Parameter]:
         return self._parameters
-
-    def gradients(self) -> list[Tensor]:
-        sizes = [parameter.numel() for parameter in self._parameters]
-        return [x.view(p.shape) for x, p in zip(torch.split(self.values, sizes), self._parameters, strict=True)]
-
-    def index(self) -> int:
-        return self._index
 
     def is_last(self) -> bool:
         return self._is_last
@@ -271,11 +258,19 @@ def _make_buckets(model: DistributedDataParallel, rank: int) -> list[_Bucket]:
     if not runs:
         advice = "compress a model that trains"
         raise PolicyError("recommend, model", found="no parameter that requires a gradient", do=advice)
-    last_run = len(runs) - 1
-    return [
-        _Bucket([p for p, _ in run], [gradient.detach() for _, gradient in run], index, index == last_run)
-        for index, run in enumerate(runs)
-    ]
+    return [_Bucket([p for p, _ in run], [x.detach() for _, x in run], run is runs[-1]) for run in runs]
+
+
+def _measure_errors(exchanges: Iterable[_Exchange], buckets: Sequence[_Bucket]) -> list[float]:
+    """The error of each exchange beside the first one, which is exact."""
+    exact: list[Tensor] = []
+    errors = []
+    for exchange in exchanges:
+        _fill(buckets)
+        exchange.run(buckets)
+        exact = exact or [bucket.values.clone() for bucket in buckets]
+        errors.append(_relative_error(exact, buckets))
+    return errors
 
 
 def _timed(exchange: _Exchange, buckets: Sequence[_Bucket], group: dist.ProcessGroup, device: torch.device) -> float:
@@ -295,7 +290,8 @@ def _relative_error(exact: Sequence[Tensor], buckets: Sequence[_Bucket]) -> floa
     """The error of all gradients together; infinite where a value is not finite."""
 
     def norm(tensors: Iterator[Tensor]) -> float:
-        return math.hypot(*(float(torch.linalg.vector_norm(x, dtype=_wide(x))) for x in tensors))
+        wide = ((x, torch.complex128 if x.is_complex() else torch.float64) for x in tensors)
+        return math.hypot(*(float(torch.linalg.vector_norm(x, dtype=dtype)) for x, dtype in wide))
 
     size = norm(iter(exact))
     distance = norm(bucket.values - x for bucket, x in zip(buckets, exact, strict=True))
@@ -303,13 +299,6 @@ def _relative_error(exact: Sequence[Tensor], buckets: Sequence[_Bucket]) -> floa
     return error if math.isfinite(error) else math.inf
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.complex128 if tensor.is_complex() else torch.float64
-
-
 def _maxima(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
     """The largest of each number over all ranks."""
-    largest = torch.tensor(numbers, dtype=torch.float64, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    result: list[float] = largest.tolist()
-    return result
+    return reduce_numbers(numbers, group, device, dist.ReduceOp.MAX)

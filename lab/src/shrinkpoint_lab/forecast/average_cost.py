@@ -29,12 +29,11 @@ from shrinkpoint.comm.link import CompressorLike
 from shrinkpoint.comm.low_rank import LowRank
 from shrinkpoint.comm.low_rank_allreduce import LowRankAllReduce, LowRankState
 from shrinkpoint.comm.matrix_layout import MatrixLayout
+from shrinkpoint.comm.recommendation import TORCH_BF16_HOOK
 from shrinkpoint_lab.forecast.loopback_group import LoopbackGroup
 from shrinkpoint_lab.forecast.message_cost import relative_error, synchronized_time
 from shrinkpoint_lab.forecast.step_model import CandidateCost, MessageCost
 
-TORCH_BF16_HOOK = "torch bf16 hook"
-"""Torch's own all-reduce of gradients in bfloat16 (`bf16_compress_hook`), as a candidate of `recommend`."""
 _WARMUP_STEPS = 2
 _MAX_SAMPLE = 1 << 24
 """Values of which torch's all-reduce is measured, at most; it takes as long for each of them."""

@@ -14,15 +14,12 @@ from shrinkpoint import validate
 from shrinkpoint.comm.compressors.layout import DTYPE_BY_NAME
 from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL
 from shrinkpoint.comm.low_rank import LowRank
+from shrinkpoint.comm.recommendation import DEFAULT_CANDIDATES, MIN_GAIN, NO_COMPRESSION, TORCH_BF16_HOOK
 from shrinkpoint.comm.spec import parse
 from shrinkpoint.errors import PolicyError
-from shrinkpoint_lab.forecast.average_cost import TORCH_BF16_HOOK, measure_average, measure_torch_hook, send_window
+from shrinkpoint_lab.forecast.average_cost import measure_average, measure_torch_hook, send_window
 from shrinkpoint_lab.forecast.message_cost import CandidateLike, measure_candidate
 from shrinkpoint_lab.forecast.step_model import CandidateCost, Parallelism, Schedule, Workload
-
-NO_COMPRESSION = "off"
-MIN_GAIN = 0.05
-"""The relative gain from which a candidate is preferred: measured errors of the model were of this size."""
 
 
 @dataclass(frozen=True)
@@ -149,10 +146,7 @@ def _format_cells(row: Estimate) -> tuple[str, ...]:
 
 Shape: TypeAlias = Sequence[int]
 
-DEFAULT_CANDIDATES: tuple[CandidateLike, ...] = ("bf16", "q8:64", "q4:64")
-"""The most accurate first; none of them changed what models learned in our measurements."""
-DDP_CANDIDATES: tuple[CandidateLike, ...] = (TORCH_BF16_HOOK, *DEFAULT_CANDIDATES)
-"""The same of gradients, which torch's own hook averages in bfloat16, too."""
+PIPELINE_CANDIDATES: tuple[CandidateLike, ...] = tuple(x for x in DEFAULT_CANDIDATES if x != TORCH_BF16_HOOK)
 
 
 def recommend(
@@ -224,7 +218,7 @@ def recommend(
         latency=latency_ms / 1000,
     )
     if candidates is None:
-        candidates = DDP_CANDIDATES if parallelism == "ddp" else DEFAULT_CANDIDATES
+        candidates = DEFAULT_CANDIDATES if parallelism == "ddp" else PIPELINE_CANDIDATES
     _check_candidates(candidates, parallelism)
     tensors = [_noise_tensor(one, dtype, device) for one in _shapes(shape)] if like is None else _tensors(like)
     _check_tensors(tensors, parallelism)
