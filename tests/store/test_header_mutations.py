@@ -13,7 +13,7 @@ from helpers.timeouts import PATIENCE
 
 PROGRAM = TESTS / "helpers" / "header_fuzz.py"
 CASES = int(os.environ.get("SHRINKPOINT_FUZZ_CASES", "300"))
-NIGHTLY_CASES = int(os.environ.get("SHRINKPOINT_FUZZ_CASES", "4000"))
+NIGHTLY_CASES = int(os.environ.get("SHRINKPOINT_FUZZ_CASES", "2000"))
 
 
 def run(count: int, seed: int) -> None:
