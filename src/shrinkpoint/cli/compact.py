@@ -10,7 +10,7 @@ import typer
 from shrinkpoint import humanize
 from shrinkpoint.cli.arguments import JsonOption, StoreArgument, complete_step, find_manifest, open_store, parse_store
 from shrinkpoint.cli.console import Column, print_json, print_line, print_table, show_progress
-from shrinkpoint.report.checkpoints import CheckpointReport, checkpoint_report
+from shrinkpoint.report.checkpoints import CheckpointReport
 from shrinkpoint.store import chain
 from shrinkpoint.store.listing import Listing
 
@@ -42,13 +42,14 @@ def command(
             opened.compact(step)
     _, after = open_store(store)
     rows = [
-        (checkpoint_report(before.manifests[rewritten]), checkpoint_report(after.manifests[rewritten]))
+        (CheckpointReport(before.manifests[rewritten]), CheckpointReport(after.manifests[rewritten]))
         for rewritten in steps
         if rewritten in after.manifests
     ]
     if json:
         changes = [
-            {"step": a.step, "before": _chain_json(a), "after": None if dry_run else _chain_json(b)} for a, b in rows
+            {"step": a.manifest.step, "before": _chain_json(a), "after": None if dry_run else _chain_json(b)}
+            for a, b in rows
         ]
         print_json({"applied": not dry_run, "rewritten": changes})
     else:
@@ -63,7 +64,7 @@ def _steps_to_rewrite(listing: Listing, store: str, step: int | None) -> list[in
 
 
 def _chain_json(row: CheckpointReport) -> dict[str, object]:
-    return {"depth": row.depth, "chain": row.chain, "stored_bytes": row.stored_bytes}
+    return {"depth": row.manifest.depth, "chain": row.chain, "stored_bytes": row.manifest.stored_bytes}
 
 
 def _print(store: str, rows: list[tuple[CheckpointReport, CheckpointReport]], dry_run: bool) -> None:
@@ -71,14 +72,14 @@ def _print(store: str, rows: list[tuple[CheckpointReport, CheckpointReport]], dr
         print_line(f"{store}: nothing to do, no delta depends on anything forgotten or gone")
         return
     columns = [
-        Column("step", [str(a.step) for a, _ in rows], align_right=True),
+        Column("step", [str(a.manifest.step) for a, _ in rows], align_right=True),
         Column("chain", [_format_chain(a) for a, _ in rows], wrap=True),
-        Column("stored", [humanize.size(a.stored_bytes) for a, _ in rows], align_right=True, drop_order=1),
+        Column("stored", [humanize.size(a.manifest.stored_bytes) for a, _ in rows], align_right=True, drop_order=1),
     ]
     if not dry_run:
         columns += [
             Column("chain now", [_format_chain(b) for _, b in rows], wrap=True),
-            Column("stored now", [humanize.size(b.stored_bytes) for _, b in rows], align_right=True),
+            Column("stored now", [humanize.size(b.manifest.stored_bytes) for _, b in rows], align_right=True),
         ]
     print_table(columns)
     print_line("")
@@ -87,7 +88,7 @@ def _print(store: str, rows: list[tuple[CheckpointReport, CheckpointReport]], dr
 
 
 def _format_chain(row: CheckpointReport) -> str:
-    if row.keyframe:
+    if not row.manifest.depth:
         return "keyframe"
     steps = [str(step) for step in row.chain]
     return " > ".join(steps if len(steps) < 6 else [steps[0], f"({len(steps) - 3} more)", *steps[-2:]])

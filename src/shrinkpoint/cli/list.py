@@ -70,10 +70,10 @@ def _totals(report: StoreReport) -> str:
 
 def _columns(rows: Sequence[CheckpointReport], is_run: bool) -> list[Column]:
     """The columns of a run's checkpoints, or of a store's; in a narrow terminal those of a run go in another order."""
-    steps = ["" if row.step is None else str(row.step) for row in rows]
-    ages = [humanize.age(row.created) for row in rows]
-    schemes, notes = [row.scheme for row in rows], [row.note for row in rows]
-    raw, stored = [row.raw_bytes for row in rows], [row.stored_bytes for row in rows]
+    steps = ["" if row.manifest.step is None else str(row.manifest.step) for row in rows]
+    ages = [humanize.age(row.manifest.created) for row in rows]
+    schemes, notes = [row.manifest.scheme for row in rows], [row.manifest.note for row in rows]
+    raw, stored = [row.manifest.raw_bytes for row in rows], [row.manifest.stored_bytes for row in rows]
     sizes, stored_sizes = [*map(humanize.size, raw)], [*map(humanize.size, stored)]
     size_columns = [
         Column("state", sizes, align_right=True, drop_order=4 if is_run else 3),
@@ -85,8 +85,12 @@ def _columns(rows: Sequence[CheckpointReport], is_run: bool) -> list[Column]:
             Column("folder", [row.folder or "" for row in rows], wrap=True),
             Column("step", steps, align_right=True, drop_order=1),
             Column("age", ages, align_right=True, drop_order=3),
-            Column("kind", [f"{row.kind}, left behind" if row.abandoned else row.kind for row in rows], drop_order=2),
-            Column("ranks", [str(row.ranks) for row in rows], align_right=True, drop_order=6),
+            Column(
+                "kind",
+                [f"{row.manifest.kind}, left behind" if row.abandoned else row.manifest.kind for row in rows],
+                drop_order=2,
+            ),
+            Column("ranks", [str(len(row.manifest.payloads)) for row in rows], align_right=True, drop_order=6),
             Column("scheme", schemes, drop_order=7),
             *size_columns,
             *_measured_columns(rows, drop_order=5),
@@ -99,23 +103,25 @@ def _columns(rows: Sequence[CheckpointReport], is_run: bool) -> list[Column]:
         Column("scheme", schemes, drop_order=6),
         *size_columns,
         *_measured_columns(rows, drop_order=4),
-        Column("lossy restores", [str(row.lossy_restores or "") for row in rows], align_right=True, drop_order=5),
+        Column(
+            "lossy restores", [str(row.manifest.lossy_restores or "") for row in rows], align_right=True, drop_order=5
+        ),
         Column("note", notes, drop_order=7, wrap=True),
     ]
 
 
 def _chain_label(row: CheckpointReport) -> str:
-    kind = "keyframe" if row.keyframe else f"delta {row.depth} on {row.chain[-2]}"
-    marks = {"weights only": row.weights_only, "left behind": row.abandoned, "forgotten": row.forgotten}
+    kind = "keyframe" if row.manifest.depth == 0 else f"delta {row.manifest.depth} on {row.chain[-2]}"
+    marks = {"weights only": row.manifest.weights_only, "left behind": row.abandoned, "forgotten": row.forgotten}
     return ", ".join([kind, *(mark for mark, is_set in marks.items() if is_set)])
 
 
 def _measured_columns(rows: Sequence[CheckpointReport], drop_order: int) -> Iterator[Column]:
     """The rise of the loss, if any checkpoint lost something, and each metric, the most frequent first."""
-    increases = [str(LossIncrease.from_loss(row.loss)) for row in rows]
+    increases = [str(LossIncrease.from_loss(row.manifest.loss)) for row in rows]
     if any(increases):
         yield Column("loss rise", increases, align_right=True, drop_order=drop_order)
-    frequencies = Counter(name for row in rows for name in row.metrics)
+    frequencies = Counter(name for row in rows for name in row.manifest.metrics)
     for index, (name, _) in enumerate(frequencies.most_common()):
-        cells = [humanize.number(row.metrics[name]) if name in row.metrics else "" for row in rows]
+        cells = [humanize.number(row.manifest.metrics[name]) if name in row.manifest.metrics else "" for row in rows]
         yield Column(name, cells, align_right=True, drop_order=drop_order + index)

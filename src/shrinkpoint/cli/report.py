@@ -24,7 +24,7 @@ from shrinkpoint.cli.prune import (
 )
 from shrinkpoint.cli.show import directory_files
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.report.checkpoints import checkpoint_report, payload_bytes, run_report, store_report
+from shrinkpoint.report.checkpoints import CheckpointReport, payload_bytes, run_report, store_report
 from shrinkpoint.report.files import read_file_report
 from shrinkpoint.report.page import render_page
 from shrinkpoint.report.run import RunReport
@@ -102,7 +102,7 @@ def _read(location: Location, name: str, keep: Keep) -> RunReport:
         return RunReport(name, None, None, (file,))
     if location.is_run:
         directory = location.newest_directory
-        shown = checkpoint_report(read_directory_manifest(directory), folder=directory.name)
+        shown = CheckpointReport(read_directory_manifest(directory), folder=directory.name)
         return RunReport(name, run_report(location.path), shown, tuple(directory_files(directory, shown)))
     storage, listing = open_store(str(location.path))
     store = store_report(
@@ -118,4 +118,4 @@ def _read(location: Location, name: str, keep: Keep) -> RunReport:
     files = [read_file_report(storage, manifest.key(payload.name)) for payload in manifest.payloads]
     plan = plan_prune(storage, listing, keep, datetime.now(timezone.utc))
     doomed = {step: join_reasons(plan.reasons[step]) for step in plan.delete}
-    return RunReport(name, store, checkpoint_report(manifest), tuple(files), doomed)
+    return RunReport(name, store, CheckpointReport(manifest), tuple(files), doomed)

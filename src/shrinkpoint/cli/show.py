@@ -18,7 +18,7 @@ from shrinkpoint.cli.arguments import (
     parse_location,
 )
 from shrinkpoint.cli.console import Column, paged, print_json, print_line, print_pairs, print_table
-from shrinkpoint.report.checkpoints import CheckpointReport, checkpoint_report
+from shrinkpoint.report.checkpoints import CheckpointReport
 from shrinkpoint.report.files import FileReport, TensorRow, read_file_report
 from shrinkpoint.storage import ObjectUrl, directory_storage, is_object_url
 from shrinkpoint.store.directory import read_directory_manifest
@@ -40,7 +40,7 @@ def command(
     report: CheckpointReport | None = None
     if location.is_run:
         directory = location.newest_directory
-        report = checkpoint_report(read_directory_manifest(directory), folder=str(directory))
+        report = CheckpointReport(read_directory_manifest(directory), folder=str(directory))
         files = directory_files(directory, report)
     elif location.file is not None:
         files = [read_file_report(location.file.storage, location.file.key, str(location.path))]
@@ -48,7 +48,7 @@ def command(
         storage, listing = open_store(str(location.path))
         manifest = find_manifest(listing, location)
         abandoned, forgotten = (manifest.step in steps for steps in (listing.abandoned, listing.forgotten))
-        report = checkpoint_report(manifest, abandoned=abandoned, forgotten=forgotten)
+        report = CheckpointReport(manifest, abandoned=abandoned, forgotten=forgotten)
         files = [read_file_report(storage, manifest.key(payload.name)) for payload in manifest.payloads]
     if json:
         documents = [file.to_json(tensors=tensors) for file in files]
@@ -63,7 +63,8 @@ def command(
 def directory_files(directory: Path | ObjectUrl, report: CheckpointReport) -> list[FileReport]:
     """Reports the files of a framework's checkpoint."""
     storage = directory_storage(directory)
-    return [read_file_report(storage, name, str(directory / name)) for name, _, _ in report.files]
+    payloads = report.manifest.payloads
+    return [read_file_report(storage, file.name, str(directory / file.name)) for file in payloads]
 
 
 def _print_header(place: str, report: CheckpointReport | None, files: Sequence[FileReport]) -> None:
@@ -74,7 +75,7 @@ def _print_header(place: str, report: CheckpointReport | None, files: Sequence[F
         sizes = f"{humanize.size(file.raw_bytes)} of state in {humanize.size(file.size)} ({ratio})"
         print_pairs([("kind", _parent_text(file)), ("scheme", file.scheme), ("size", sizes), ("digest", file.digest)])
     elif report.folder is None:
-        print_line(f"{place}, step {report.step}", "bold")
+        print_line(f"{place}, step {report.manifest.step}", "bold")
         print_pairs(list(_store_rows(report, files[0])))
     else:
         print_line(report.folder, "bold")
@@ -82,40 +83,43 @@ def _print_header(place: str, report: CheckpointReport | None, files: Sequence[F
 
 
 def _store_rows(report: CheckpointReport, file: FileReport) -> Iterator[tuple[str, str]]:
+    manifest = report.manifest
     yield "made", _created_text(report)
-    yield "kind", "keyframe" if report.keyframe else f"delta; chain {' > '.join(_shorten(report.chain))}"
+    yield "kind", "keyframe" if not manifest.depth else f"delta; chain {' > '.join(_shorten(report.chain))}"
     yield from _manifest_rows(report)
-    yield "weights only", "retention has deleted the optimizer's moments" if report.weights_only else ""
+    yield "weights only", "retention has deleted the optimizer's moments" if manifest.weights_only else ""
     yield "forgotten", "deleted by the next `prune` unless a checkpoint depends on it" if report.forgotten else ""
     yield "file", file.where
     yield "digest", file.digest
-    yield "id", report.id
+    yield "id", manifest.id
 
 
 def _directory_rows(report: CheckpointReport) -> Iterator[tuple[str, str]]:
-    yield "step", "" if report.step is None else str(report.step)
+    manifest = report.manifest
+    yield "step", "" if manifest.step is None else str(manifest.step)
     yield "made", _created_text(report)
     place = "in other directories" if is_object_url(report.folder) else "linked here"
-    below = f"delta; {humanize.count(report.depth, 'file')} below, {place}"
-    yield "kind", "keyframe" if report.keyframe else below
-    yield "ranks", str(report.ranks) if report.ranks > 1 else ""
+    below = f"delta; {humanize.count(manifest.depth, 'file')} below, {place}"
+    yield "kind", below if manifest.depth else "keyframe"
+    yield "ranks", str(len(manifest.payloads)) if len(manifest.payloads) > 1 else ""
     yield from _manifest_rows(report)
 
 
 def _manifest_rows(report: CheckpointReport) -> Iterator[tuple[str, str]]:
     """The rows that checkpoints of stores and of frameworks share."""
-    yield "scheme", report.scheme
-    ratio = humanize.ratio(report.raw_bytes, report.stored_bytes)
-    yield "size", f"{humanize.size(report.raw_bytes)} of state in {humanize.size(report.stored_bytes)} ({ratio})"
-    if report.depth:
+    manifest = report.manifest
+    yield "scheme", manifest.scheme
+    raw, stored = manifest.raw_bytes, manifest.stored_bytes
+    yield "size", f"{humanize.size(raw)} of state in {humanize.size(stored)} ({humanize.ratio(raw, stored)})"
+    if manifest.depth:
         yield "with its bases", humanize.size(report.disk_bytes)
-    yield "metrics", ", ".join(f"{name} {humanize.number(value)}" for name, value in report.metrics.items())
-    yield "lost", _loss_settings(report.loss)
-    yield "loss", str(LossIncrease.from_loss(report.loss))
-    yield "stayed exact", _unquantized_text(report.loss)
-    yield "lossy restores", str(report.lossy_restores or "")
+    yield "metrics", ", ".join(f"{name} {humanize.number(value)}" for name, value in manifest.metrics.items())
+    yield "lost", _loss_settings(manifest.loss)
+    yield "loss", str(LossIncrease.from_loss(manifest.loss))
+    yield "stayed exact", _unquantized_text(manifest.loss)
+    yield "lossy restores", str(manifest.lossy_restores or "")
     yield "left behind", "the run has gone back to an older step since" if report.abandoned else ""
-    yield "note", report.note
+    yield "note", manifest.note
 
 
 def _loss_settings(loss: JSON) -> str:
@@ -143,7 +147,7 @@ def _is_count(value: JSON) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def _shorten(steps: Sequence[int]) -> list[str]:
+def _shorten(steps: Sequence[int | None]) -> list[str]:
     texts = [str(step) for step in steps]
     return texts if len(texts) <= 8 else [*texts[:2], f"({len(texts) - 5} more)", *texts[-3:]]
 
@@ -155,8 +159,9 @@ def _parent_text(file: FileReport) -> str:
 
 
 def _created_text(report: CheckpointReport) -> str:
-    age = humanize.age(report.created)
-    return f"{report.created[:19].replace('T', ' ')} UTC, {'just now' if age == 'now' else f'{age} ago'}"
+    manifest = report.manifest
+    age = humanize.age(manifest.created)
+    return f"{manifest.created[:19].replace('T', ' ')} UTC, {'just now' if age == 'now' else f'{age} ago'}"
 
 
 def _print_file(file: FileReport, tensors: bool, values: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from shrinkpoint.store.history import abandoned_steps, is_abandoned, newest_plac
 from shrinkpoint.store.listing import Listing
 from shrinkpoint.store.loss_increase import LossIncrease
 from shrinkpoint.store.manifest import DirectoryManifest, Manifest
-from shrinkpoint.tensors.info import JSON
 
 _STORE_ONLY = ("id", "chain", "forgotten", "keyframe", "weights_only")
 _DIRECTORY_ONLY = ("folder", "ranks")
@@ -24,61 +23,28 @@ _DIRECTORY_ONLY = ("folder", "ranks")
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """One checkpoint of a store or of a framework's run, from its manifest.
+    """The manifest of a checkpoint, and its place in the store or the run.
 
     Attributes:
         folder: path of its directory, relative to the run; None for a checkpoint of a store.
-        step: the training step it was saved at; None if unknown.
-        id: random hex; a step that is saved again gets a new one; "" for a checkpoint of a run.
-        created: UTC, ISO 8601.
-        scheme: which scheme wrote it.
-        depth: deltas above the keyframe, on the rank that has most; 0 for a keyframe.
-        chain: the steps it is decoded from, keyframe first, itself last; empty for a checkpoint of a run.
-        ranks: how many processes wrote it.
-        raw_bytes: bytes of the tensors of the state.
-        stored_bytes: bytes of its own files, without links to its bases.
-        disk_bytes: bytes of all files that it needs, its bases included.
-        metrics: what the training loop measured.
-        lossy_restores: how many lossy restores the state has behind it.
-        loss: what was lost, and what was measured to decide it; None: nothing.
-        note: free text.
-        stats: what the save measured of itself: `seconds`, `stall`, `retention`, as far as known.
-        weights_only: retention has deleted what the optimizers kept for each parameter.
-        abandoned: the run has gone back to an older step since, and left it behind.
+        abandoned: the run has gone back to an older step since, and left the checkpoint behind.
         forgotten: hidden, and deleted by the next `prune` unless a kept checkpoint depends on it.
-        files: (name, bytes, header digest) of its payloads.
     """
 
-    folder: str | None
-    step: int | None
-    id: str
-    created: str
-    scheme: str
-    depth: int
-    chain: tuple[int, ...]
-    ranks: int
-    raw_bytes: int
-    stored_bytes: int
-    disk_bytes: int
-    metrics: dict[str, float]
-    lossy_restores: int
-    loss: JSON
-    note: str
-    stats: dict[str, float]
-    weights_only: bool
-    abandoned: bool
-    forgotten: bool
-    files: tuple[tuple[str, int, str], ...]
+    manifest: Manifest | DirectoryManifest
+    folder: str | None = None
+    abandoned: bool = False
+    forgotten: bool = False
 
     @property
-    def keyframe(self) -> bool:
-        return self.depth == 0
+    def chain(self) -> tuple[int | None, ...]:
+        """The steps that a store's checkpoint is decoded from, keyframe first, its own last."""
+        return (*(base.step for base in self.manifest.bases), self.manifest.step)
 
     @property
-    def kind(self) -> str:
-        """What people call it: a keyframe, or a delta with its depth; and whether it has weights only."""
-        kind = "keyframe" if self.keyframe else f"delta {self.depth}"
-        return f"{kind}, weights only" if self.weights_only else kind
+    def disk_bytes(self) -> int:
+        """Bytes of all files that the checkpoint needs, its bases included."""
+        return sum(file_sizes([self.manifest]).values())
 
     def to_json(self, *, loss: bool = True) -> dict[str, Any]:
         """The report as a JSON object, with the fields that a store's or a run's checkpoint has.
@@ -90,18 +56,36 @@ class CheckpointReport:
         Args:
             loss: include what the scheme recorded of the loss; a store's checkpoint has no entry if nothing was lost.
         """
-        increase = LossIncrease.from_loss(self.loss)
+        manifest, increase = self.manifest, LossIncrease.from_loss(self.manifest.loss)
         document = {
-            **asdict(self),
-            "files": [{"name": name, "bytes": size, "digest": digest} for name, size, digest in self.files],
-            "keyframe": self.keyframe,
-            "ratio": _ratio(self.raw_bytes, self.stored_bytes),
+            "folder": self.folder,
+            "step": manifest.step,
+            "id": manifest.id,
+            "created": manifest.created,
+            "scheme": manifest.scheme,
+            "depth": manifest.depth,
+            "chain": self.chain,
+            "ranks": len(manifest.payloads),
+            "raw_bytes": manifest.raw_bytes,
+            "stored_bytes": manifest.stored_bytes,
+            "disk_bytes": self.disk_bytes,
+            "metrics": dict(manifest.metrics),
+            "lossy_restores": manifest.lossy_restores,
+            "loss": manifest.loss,
+            "note": manifest.note,
+            "stats": dict(manifest.stats),
+            "weights_only": manifest.weights_only,
+            "abandoned": self.abandoned,
+            "forgotten": self.forgotten,
+            "files": [{"name": file.name, "bytes": file.size, "digest": file.digest} for file in manifest.payloads],
+            "keyframe": manifest.depth == 0,
+            "ratio": _ratio(manifest.raw_bytes, manifest.stored_bytes),
             "rise": increase.value,
             "measured": increase.is_measured,
             "predicted": increase.predicted,
         }
         omitted = set(_DIRECTORY_ONLY if self.folder is None else _STORE_ONLY)
-        if not loss or (self.loss is None and self.folder is None):
+        if not loss or (manifest.loss is None and self.folder is None):
             omitted.add("loss")
         return {name: value for name, value in document.items() if name not in omitted}
 
@@ -126,7 +110,7 @@ class StoreReport:
 
     @property
     def raw_bytes(self) -> int:
-        return sum(checkpoint.raw_bytes for checkpoint in self.checkpoints)
+        return sum(checkpoint.manifest.raw_bytes for checkpoint in self.checkpoints)
 
     def to_json(self) -> dict[str, Any]:
         """The report as a JSON object; only `show` prints what a scheme recorded of the loss."""
@@ -138,46 +122,6 @@ class StoreReport:
             "stored_bytes": self.stored_bytes,
         }
         return document if self.is_run else {**document, "ratio": _ratio(self.raw_bytes, self.stored_bytes)}
-
-
-def checkpoint_report(
-    manifest: Manifest | DirectoryManifest,
-    *,
-    folder: str | None = None,
-    abandoned: bool = False,
-    forgotten: bool = False,
-) -> CheckpointReport:
-    """Reports what the manifest of a checkpoint says, without looking at its files.
-
-    Args:
-        folder: path of the directory of a framework's checkpoint; None for one of a store.
-        abandoned: the present line of history left it behind.
-    """
-    chain: tuple[int, ...] = ()
-    if folder is None and manifest.step is not None:
-        chain = (*(base.step for base in manifest.bases), manifest.step)
-    return CheckpointReport(
-        folder=folder,
-        step=manifest.step,
-        id=manifest.id if folder is None else "",
-        created=manifest.created,
-        scheme=manifest.scheme,
-        depth=manifest.depth,
-        chain=chain,
-        ranks=1 if folder is None else len(manifest.payloads),
-        raw_bytes=manifest.raw_bytes,
-        stored_bytes=manifest.stored_bytes,
-        disk_bytes=sum(file_sizes([manifest]).values()),
-        metrics=dict(manifest.metrics),
-        lossy_restores=manifest.lossy_restores,
-        loss=manifest.loss,
-        note=manifest.note,
-        stats=dict(manifest.stats),
-        weights_only=manifest.weights_only,
-        abandoned=abandoned,
-        forgotten=forgotten,
-        files=tuple((payload.name, payload.size, payload.digest) for payload in manifest.payloads),
-    )
 
 
 def store_report(
@@ -196,7 +140,7 @@ def store_report(
     rising = sorted(manifests, key=lambda manifest: manifest.step)
     abandoned = abandoned_steps(manifest for manifest in rising if manifest.step not in forgotten)
     reports = [
-        checkpoint_report(manifest, abandoned=manifest.step in abandoned, forgotten=manifest.step in forgotten)
+        CheckpointReport(manifest, abandoned=manifest.step in abandoned, forgotten=manifest.step in forgotten)
         for manifest in rising
     ]
     if stored_bytes is None:
@@ -229,7 +173,7 @@ def run_report(root: Path | ObjectUrl) -> StoreReport:
             broken.append((error.where, error.found))
     newest = newest_place(map(place_of, manifests.values()))
     reports = (
-        checkpoint_report(manifest, folder=folder, abandoned=is_abandoned(place_of(manifest), newest))
+        CheckpointReport(manifest, folder=folder, abandoned=is_abandoned(place_of(manifest), newest))
         for folder, manifest in manifests.items()
     )
     stored_bytes = sum(file_sizes(manifests.values()).values())

@@ -67,10 +67,10 @@ def _bytes_figure(runs: Sequence[RunReport]) -> Figure:
     for run, color, prefix in _each(runs, ", "):
         rows = run.checkpoints
         hover = [_describe(row) for row in rows]
-        raw = [row.raw_bytes or None for row in rows]
+        raw = [row.manifest.raw_bytes or None for row in rows]
         _add(figure, f"{prefix}torch.save", run.steps, raw, _TORCH_COLOR, hover, dash="dot")
-        stored = [row.stored_bytes or None for row in rows]
-        symbols = ["diamond" if row.keyframe else "circle" for row in rows]
+        stored = [row.manifest.stored_bytes or None for row in rows]
+        symbols = ["diamond" if row.manifest.depth == 0 else "circle" for row in rows]
         _add(figure, f"{prefix}stored", run.steps, stored, color, hover, symbols)
     caption = "Bytes of each checkpoint beside those of its state, which torch.save writes. Diamonds are keyframes."
     return Figure("Bytes by step", caption, figure)
@@ -94,10 +94,12 @@ def _chain_figure(runs: Sequence[RunReport]) -> Figure:
     figure = _figure("deltas above the keyframe")
     for run, color, prefix in _each(runs, ": "):
         pairs = list(zip(run.steps, run.checkpoints, strict=True))
-        kept = [(step, row) for step, row in pairs if row.step not in run.doomed]
-        _add_points(figure, f"{prefix}keyframe", [pair for pair in kept if pair[1].keyframe], color, "diamond")
-        _add_points(figure, f"{prefix}delta", [pair for pair in kept if not pair[1].keyframe], color, "circle")
-        doomed = [(step, row) for step, row in pairs if row.step in run.doomed]
+        kept = [(step, row) for step, row in pairs if row.manifest.step not in run.doomed]
+        _add_points(
+            figure, f"{prefix}keyframe", [pair for pair in kept if not pair[1].manifest.depth], color, "diamond"
+        )
+        _add_points(figure, f"{prefix}delta", [pair for pair in kept if pair[1].manifest.depth], color, "circle")
+        doomed = [(step, row) for step, row in pairs if row.manifest.step in run.doomed]
         _add_points(figure, f"{prefix}deleted by the next prune", doomed, _DOOMED_COLOR, "x", run.deletion_reason)
     caption = "A restore reads a keyframe and every delta above it. Crosses are what the next prune deletes."
     return Figure("Chains", caption, figure)
@@ -106,7 +108,7 @@ def _chain_figure(runs: Sequence[RunReport]) -> Figure:
 def _rise_figure(runs: Sequence[RunReport]) -> Figure:
     figure = _figure("rise of the loss", percent=True)
     for run, color, prefix in _each(runs, ": "):
-        increases = [LossIncrease.from_loss(row.loss) for row in run.checkpoints]
+        increases = [LossIncrease.from_loss(row.manifest.loss) for row in run.checkpoints]
         values = [increase.value if increase.is_lossy else 0.0 for increase in increases]
         hover = [f"{_describe(row)}<br>{text(_loss_text(row))}" for row in run.checkpoints]
         _add(figure, f"{prefix}measured, or nothing lost", run.steps, values, color, hover)
@@ -150,11 +152,11 @@ _STATS = (
 
 def _stat_figures(runs: Sequence[RunReport]) -> Iterator[Figure]:
     for key, title, unit, caption in _STATS:
-        if not any(key in row.stats for run in runs for row in run.checkpoints):
+        if not any(key in row.manifest.stats for run in runs for row in run.checkpoints):
             continue
         figure = _figure(unit, percent=key == "retention")
         for run, color in zip(runs, COLORS, strict=False):
-            values = [row.stats.get(key) for row in run.checkpoints]
+            values = [row.manifest.stats.get(key) for row in run.checkpoints]
             _add(figure, text(run.name), run.steps, values, color, [_describe(row) for row in run.checkpoints])
         figure.update_layout(showlegend=len(runs) > 1)
         yield Figure(title, caption, figure)
@@ -253,7 +255,7 @@ def _add_points(
     if not members:
         return
     hover = [_describe(row) + ("" if note is None else f"<br>{text(note(row))}") for _, row in members]
-    heights = [row.depth if at is None else at for _, row in members]
+    heights = [row.manifest.depth if at is None else at for _, row in members]
     figure.add_scatter(
         x=[step for step, _ in members],
         y=heights,
@@ -267,10 +269,12 @@ def _add_points(
 
 
 def _loss_text(row: CheckpointReport) -> str:
-    return f"loss {str(LossIncrease.from_loss(row.loss)) or 'as before'}"
+    return f"loss {str(LossIncrease.from_loss(row.manifest.loss)) or 'as before'}"
 
 
 def _describe(row: CheckpointReport) -> str:
     """What a mark says of its checkpoint."""
-    where = f"step {row.step}" if row.folder is None else row.folder
-    return f"{text(where)}<br>{text(row.scheme)}, {row.kind}<br>{humanize.sizes(row.raw_bytes, row.stored_bytes)}"
+    manifest = row.manifest
+    where = f"step {manifest.step}" if row.folder is None else row.folder
+    sizes = humanize.sizes(manifest.raw_bytes, manifest.stored_bytes)
+    return f"{text(where)}<br>{text(manifest.scheme)}, {manifest.kind}<br>{sizes}"

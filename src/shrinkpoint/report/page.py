@@ -93,7 +93,7 @@ def _details(run: RunReport, suffix: str) -> _Details:
         tables.append(_Table(f"Checkpoints{suffix}", _CHECKPOINT_HEADS, rows, _CHECKPOINT_NUMBERS))
     if run.store is not None and run.store.broken:
         tables.append(_Table(f"Unreadable{suffix}", ("where", "found"), run.store.broken))
-    loss = run.shown.loss if run.shown is not None and isinstance(run.shown.loss, dict) else {}
+    loss = run.shown.manifest.loss if run.shown is not None and isinstance(run.shown.manifest.loss, dict) else {}
     chosen = loss.get("chosen")
     settings = [(str(k).replace("_", " "), str(v)) for k, v in chosen.items()] if isinstance(chosen, dict) else []
     tensors = sorted((row for file in run.files for row in file.tensors), key=lambda row: -row.stored_bytes)
@@ -111,24 +111,24 @@ _CHECKPOINT_NUMBERS = ("step", "state", "stored", "ratio", "loss rise", "progres
 
 def _checkpoint_row(run: RunReport, row: CheckpointReport) -> tuple[str, ...]:
     def stat(name: str, scale: float = 1.0, unit: str = "s") -> str:
-        return f"{scale * row.stats[name]:.3g} {unit}" if name in row.stats else ""
+        return f"{scale * row.manifest.stats[name]:.3g} {unit}" if name in row.manifest.stats else ""
 
     reason = run.deletion_reason(row)
     fate = f"deletes it: {reason}" if reason else "keeps it"
     return (
-        row.folder or str(row.step),
-        row.created[:19].replace("T", " "),
-        row.kind,
-        row.scheme,
-        humanize.size(row.raw_bytes),
-        humanize.size(row.stored_bytes),
-        humanize.ratio(row.raw_bytes, row.stored_bytes),
-        str(LossIncrease.from_loss(row.loss)),
+        row.folder or str(row.manifest.step),
+        row.manifest.created[:19].replace("T", " "),
+        row.manifest.kind,
+        row.manifest.scheme,
+        humanize.size(row.manifest.raw_bytes),
+        humanize.size(row.manifest.stored_bytes),
+        humanize.ratio(row.manifest.raw_bytes, row.manifest.stored_bytes),
+        str(LossIncrease.from_loss(row.manifest.loss)),
         stat("retention", 100, "%"),
         stat("stall"),
         stat("seconds"),
         fate if run.store is not None and not run.store.is_run else "",
-        row.note,
+        row.manifest.note,
     )
 
 

@@ -37,21 +37,23 @@ class RunReport:
     @property
     def steps(self) -> list[int]:
         """The steps of the checkpoints; their numbers where a run does not name its steps."""
-        return [number if row.step is None else row.step for number, row in enumerate(self.checkpoints)]
+        return [
+            number if row.manifest.step is None else row.manifest.step for number, row in enumerate(self.checkpoints)
+        ]
 
     @property
     def shown_name(self) -> str:
         """What the page calls the checkpoint whose tensors it shows."""
         if self.shown is None:
             return "the file"
-        return self.shown.folder or f"step {self.shown.step}"
+        return self.shown.folder or f"step {self.shown.manifest.step}"
 
     def totals(self) -> list[tuple[str, str]]:
         """The numbers at the top of the page, under their names."""
         if self.store is None:
             raw, stored = (sum(getattr(file, name) for file in self.files) for name in ("raw_bytes", "size"))
             return [("scheme", self.files[0].scheme), *_size_texts(raw, stored)]
-        stats = [row.stats for row in self.checkpoints]
+        stats = [row.manifest.stats for row in self.checkpoints]
         stalls, seconds = (sorted(row[name] for row in stats if name in row) for name in ("stall", "seconds"))
         return [
             ("checkpoints", f"{len(self.checkpoints):,}"),
@@ -65,17 +67,17 @@ class RunReport:
 
     def deletion_reason(self, row: CheckpointReport) -> str:
         """Why the next prune deletes a checkpoint; "" if it does not."""
-        return "" if row.step is None else self.doomed.get(row.step, "")
+        return "" if row.manifest.step is None else self.doomed.get(row.manifest.step, "")
 
     def cumulative_bytes(self) -> tuple[list[int], list[int]]:
         """Bytes that `torch.save` would have written until each checkpoint, and those that were."""
-        raw = accumulate(row.raw_bytes for row in self.checkpoints)
-        return [*raw], [*accumulate(row.stored_bytes for row in self.checkpoints)]
+        raw = accumulate(row.manifest.raw_bytes for row in self.checkpoints)
+        return [*raw], [*accumulate(row.manifest.stored_bytes for row in self.checkpoints)]
 
 
 def worst_rise(checkpoints: tuple[CheckpointReport, ...]) -> str:
     """The largest rise of the loss that was measured, and how many checkpoints were not measured."""
-    increases = [LossIncrease.from_loss(row.loss) for row in checkpoints]
+    increases = [LossIncrease.from_loss(row.manifest.loss) for row in checkpoints]
     measured = [increase for increase in increases if increase.value is not None]
     unmeasured = sum(increase.is_lossy and increase.value is None for increase in increases)
     worst = str(max(measured, key=lambda increase: increase.value or 0.0)) if measured else ""

@@ -1,8 +1,8 @@
-"""Writes checkpoints of a store again: against other parents, or without moments. Nothing is committed here."""
+"""Rewrites checkpoints of a store: against other parents, as keyframes, or without moments."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import NamedTuple
@@ -10,15 +10,16 @@ from typing import NamedTuple
 from shrinkpoint.codec.decoded_tensors import as_decoded
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import ChainError, FormatError
-from shrinkpoint.progress import track
+from shrinkpoint.progress import Task, track
 from shrinkpoint.schemes.lossless import Recode
 from shrinkpoint.storage import Storage
-from shrinkpoint.store.chain import store_chain
+from shrinkpoint.store.chain import is_orphaned, orphaned_deltas, store_chain
 from shrinkpoint.store.checkpoint_file import build_state
 from shrinkpoint.store.decode import decode_chain, iter_checkpoints
-from shrinkpoint.store.listing import Listing
-from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.listing import Listing, read_step, scan
+from shrinkpoint.store.manifest import ChainLink, Manifest
 from shrinkpoint.store.retention import RewriteTarget
+from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.store.transaction import CheckpointTransaction
 from shrinkpoint.tensors.dtypes import materialize
 from shrinkpoint.tensors.flat_state import flatten, without_optimizer_state
@@ -26,16 +27,17 @@ from shrinkpoint.tensors.optimizers import has_optimizer_state
 
 
 class RewrittenCheckpoint(NamedTuple):
-    """A checkpoint that was written again, but for its manifest.
+    """A checkpoint whose payload was written again; `transaction.commit_manifest(after)` commits it.
 
     Attributes:
         before, after: its manifests.
+        report: of the new payload.
         names: of the files and links that were written, relative to the step's directory.
-        transaction: commits it.
     """
 
     before: Manifest
     after: Manifest
+    report: SaveReport
     names: frozenset[str]
     transaction: CheckpointTransaction
 
@@ -90,14 +92,61 @@ def write_again(
         flat_state = without_optimizer_state(state) if target.weights_only else flatten(state)
         transaction = transactions.enter_context(CheckpointTransaction(storage, listing, step, parent, reference))
         scheme = Recode(decoded.reference.quantized, manifest.loss, manifest.scheme)
-        transaction.add(flat_state, scheme=scheme, threads=threads)
+        report = transaction.add(flat_state, scheme=scheme, threads=threads)
         after = transaction.rewritten_manifest(manifest, weights_only=target.weights_only)
         names = transaction.written_names
         entry = listing.directories[step]
         listing = listing.replace(step, replace(entry, names=entry.names | names))
         taken = transaction.take_reference()
-        # As a reader decodes them: contiguous.
-        tensors = {name: materialize(tensor).contiguous() for name, tensor in taken.tensors.items()}
-        previous = Reference(as_decoded(tensors), dict(taken.quantized))
-        rewritten.append(RewrittenCheckpoint(manifest, after, names, transaction))
+        previous = None
+        if any(other.parent == step for other in targets):
+            # As a reader decodes them: contiguous.
+            tensors = {name: materialize(tensor).contiguous() for name, tensor in taken.tensors.items()}
+            previous = Reference(as_decoded(tensors), dict(taken.quantized))
+        rewritten.append(RewrittenCheckpoint(manifest, after, report, names, transaction))
     return rewritten
+
+
+def rewrite_as_keyframe(storage: Storage, manifest: Manifest, *, threads: int | None = None) -> RewrittenCheckpoint:
+    """Rewrite a delta as a keyframe, and commit it; deltas that were made against it keep its old file.
+
+    Raises:
+        ChainError, FormatError: it does not load; nothing is changed.
+        StorageError: reading or writing failed; the checkpoint loads, unchanged or as a keyframe.
+    """
+    return _rewrite_and_commit(storage, scan(storage), RewriteTarget(manifest, manifest.weights_only, None), threads)
+
+
+def merge_orphaned_deltas(storage: Storage, *, threads: int | None = None) -> Iterator[RewrittenCheckpoint]:
+    """Rewrite and commit each delta that depends on a file of a checkpoint which is forgotten, deleted or saved again.
+
+    It becomes a delta against its nearest ancestor that is still visible, or a keyframe if there is none. So a sequence
+    of deltas whose middle is forgotten merges into one. Memory: three states.
+    """
+    listing = scan(storage)
+    with Task(f"compacting {storage.describe()}", len(orphaned_deltas(listing.visible))) as task:
+        for step in listing.visible:
+            listing.raise_unreadable()
+            manifest = listing.visible[step]
+            if not is_orphaned(listing.visible, manifest):
+                continue
+            intact = (base.step for base in reversed(manifest.bases) if _has(listing, base))
+            target = RewriteTarget(manifest, manifest.weights_only, next(intact, None))
+            yield _rewrite_and_commit(storage, listing, target, threads)
+            listing = listing.replace(step, read_step(storage, step))
+            task.advance()
+
+
+def _has(listing: Listing, base: ChainLink) -> bool:
+    """Whether a base's checkpoint is visible and, by its id, holds the values it held when the delta was made."""
+    manifest = listing.visible.get(base.step)
+    return manifest is not None and manifest.id == base.id
+
+
+def _rewrite_and_commit(
+    storage: Storage, listing: Listing, target: RewriteTarget, threads: int | None
+) -> RewrittenCheckpoint:
+    with ExitStack() as transactions:
+        (rewritten,) = write_again(storage, listing, [target], transactions, threads)
+        rewritten.transaction.commit_manifest(rewritten.after)
+        return rewritten

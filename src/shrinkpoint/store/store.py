@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -42,16 +42,11 @@ from shrinkpoint.store.manifest import Manifest, check_lossy_restores, check_not
 from shrinkpoint.store.newest import restore_first
 from shrinkpoint.store.prune import prune
 from shrinkpoint.store.retention import Keep, PrunePlan, check_keep
+from shrinkpoint.store.rewrite import merge_orphaned_deltas, rewrite_as_keyframe
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.store.step_storage import find_store
 from shrinkpoint.store.store_html import store_html
-from shrinkpoint.store.transaction import (
-    CheckpointTransaction,
-    Rewrite,
-    StoreLock,
-    merge_orphaned_deltas,
-    rewrite_as_keyframe,
-)
+from shrinkpoint.store.transaction import CheckpointTransaction, StoreLock
 from shrinkpoint.store.verify import Finding, verify
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.threads import ForkSafeLock, reset_in_children
@@ -520,18 +515,15 @@ class Store:
         """
         with self._store_lock.for_writing():
             self._check_idle()
-            rewrites = [*self._rewrite(step)]
-            self._follow_rewrites([after.step for _, after, _ in rewrites])
+            if step is None:
+                rewrites = [*merge_orphaned_deltas(self.storage, threads=self._threads)]
+            else:
+                manifest = self.manifest(step)
+                is_delta = bool(manifest.bases)
+                rewrites = [rewrite_as_keyframe(self.storage, manifest, threads=self._threads)] if is_delta else []
+            self._follow_rewrites([rewrite.after.step for rewrite in rewrites])
             self._store_lock.remove_orphans()
-            return [report for _, _, report in rewrites]
-
-    def _rewrite(self, step: int | None) -> Iterator[Rewrite]:
-        if step is None:
-            yield from merge_orphaned_deltas(self.storage, threads=self._threads)
-            return
-        manifest = self.manifest(step)
-        if manifest.bases:
-            yield rewrite_as_keyframe(self.storage, manifest, threads=self._threads)
+            return [rewrite.report for rewrite in rewrites]
 
     def _follow_rewrites(self, steps: Container[int]) -> None:
         """If the checkpoint of the reference was written again, let the next delta be against its new file."""

@@ -1,4 +1,4 @@
-"""Everything that writes checkpoints to a store: its lock, the transaction that writes one, and compaction."""
+"""The lock of a store, and the transaction that writes one of its checkpoints."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ from typing import Literal
 
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import PolicyError, StorageError
-from shrinkpoint.progress import Task
 from shrinkpoint.schemes.base import Scheme
-from shrinkpoint.schemes.lossless import Recode
 from shrinkpoint.storage import Storage
 from shrinkpoint.store import chain, layout
 from shrinkpoint.store.chain_limit import ChainBytes
 from shrinkpoint.store.chain_writer import CheckpointPlace
-from shrinkpoint.store.checkpoint_file import build_state
-from shrinkpoint.store.decode import decode_chain
 from shrinkpoint.store.history import Place
-from shrinkpoint.store.listing import Lister, Listing, put_manifest, read_step, scan
+from shrinkpoint.store.listing import Lister, Listing, put_manifest
 from shrinkpoint.store.manifest import ChainLink, Manifest, Payload, encode_store_manifest, utc_timestamp
 from shrinkpoint.store.save_report import SaveReport
-from shrinkpoint.tensors.flat_state import FlatState, flatten
+from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.threads import ForkSafeLock
 
@@ -294,58 +290,3 @@ class CheckpointTransaction(CheckpointPlace):
     def _misuse_error(self, found: str) -> PolicyError:
         do = "begin another checkpoint"
         return PolicyError(f"step {self.step}", found=found, expected="add once, then commit once", do=do)
-
-
-Rewrite = tuple[Manifest, Manifest, SaveReport]
-"""The manifests of a checkpoint before and after it was rewritten, and the report of that save."""
-
-
-def rewrite_as_keyframe(storage: Storage, manifest: Manifest, *, threads: int | None = None) -> Rewrite:
-    """Rewrite a delta as a keyframe; deltas that were made against it keep its old file.
-
-    Raises:
-        ChainError, FormatError: it does not load; nothing is changed.
-        StorageError: reading or writing failed; the checkpoint loads, unchanged or as a keyframe.
-    """
-    return _rewrite(storage, scan(storage), manifest, None, threads)
-
-
-def merge_orphaned_deltas(storage: Storage, *, threads: int | None = None) -> Iterator[Rewrite]:
-    """Rewrite each delta that depends on a file of a checkpoint which is forgotten, deleted or saved again.
-
-    It becomes a delta against its nearest ancestor that is still visible, or a keyframe if there is none. So a sequence
-    of deltas whose middle is forgotten merges into one. Memory: three states.
-    """
-    listing = scan(storage)
-    with Task(f"compacting {storage.describe()}", len(chain.orphaned_deltas(listing.visible))) as task:
-        for step in listing.visible:
-            listing.raise_unreadable()
-            manifest = listing.visible[step]
-            if not chain.is_orphaned(listing.visible, manifest):
-                continue
-            yield _rewrite(storage, listing, manifest, _nearest_visible(listing, manifest), threads)
-            listing = listing.replace(step, read_step(storage, step))
-            task.advance()
-
-
-def _nearest_visible(listing: Listing, manifest: Manifest) -> Manifest | None:
-    """The closest ancestor that is visible and, by its id, holds the values it held when the delta was made."""
-    ancestors = ((listing.visible.get(base.step), base.id) for base in reversed(manifest.bases))
-    return next((ancestor for ancestor, id in ancestors if ancestor is not None and ancestor.id == id), None)
-
-
-def _rewrite(
-    storage: Storage, listing: Listing, manifest: Manifest, parent: Manifest | None, threads: int | None
-) -> Rewrite:
-    """Rewrite without further loss, whatever the scheme was: the decoded values are encoded exactly."""
-    reference = decode_chain(chain.store_chain(storage, parent), threads=threads).reference if parent else None
-    decoded = decode_chain(chain.store_chain(storage, manifest), threads=threads)
-    with CheckpointTransaction(storage, listing, manifest.step, parent, reference) as transaction:
-        scheme = Recode(decoded.reference.quantized, manifest.loss, manifest.scheme)
-        state = flatten(
-            build_state(decoded, f"step {manifest.step}")
-        )  # which infers roles and optimizer settings again
-        report = transaction.add(state, scheme=scheme, threads=threads)
-        rewritten = transaction.rewritten_manifest(manifest, weights_only=manifest.weights_only)
-        transaction.commit_manifest(rewritten)
-        return manifest, rewritten, report
