@@ -11,7 +11,7 @@ import torch
 from helpers.strategies import same
 
 from shrinkpoint.store import Store
-from shrinkpoint.store.leaves import ChainLeaves
+from shrinkpoint.store.decode import ChainLeaves
 from shrinkpoint.store.load import find_chain
 from shrinkpoint.tensors.compare import compare_states, compare_tensors
 from shrinkpoint.tensors.names import named_leaves

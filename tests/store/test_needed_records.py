@@ -16,7 +16,7 @@ from shrinkpoint.errors import ChainError, CorruptError, ShrinkpointError
 from shrinkpoint.storage import LocalStorage, MemoryStorage
 from shrinkpoint.store import decode
 from shrinkpoint.store.chain import store_chain
-from shrinkpoint.store.needed_records import needed_records
+from shrinkpoint.store.decode import needed_records
 from shrinkpoint.tensors.dtypes import tensor_bytes
 from shrinkpoint.tensors.flat_state import flatten
 

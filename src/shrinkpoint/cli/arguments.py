@@ -19,9 +19,9 @@ from shrinkpoint.cli.console import print_note
 from shrinkpoint.errors import NotFoundError, PolicyError
 from shrinkpoint.storage import LocalStorage, Storage, directory_storage, is_object_url, resolve_storage
 from shrinkpoint.storage.object_url import ObjectUrl, parse_object_url
-from shrinkpoint.store.directory import find_checkpoints, find_run, read_directory_manifest
+from shrinkpoint.store.directory import find_run, read_directory_manifest
 from shrinkpoint.store.file_place import FilePlace, place_file
-from shrinkpoint.store.identify import EMPTY_DIRECTORY, Identification, identify
+from shrinkpoint.store.identify import EMPTY_DIRECTORY, Identification, find_checkpoints, identify
 from shrinkpoint.store.listing import Listing, list_steps, scan
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.step_storage import find_store
@@ -313,7 +313,7 @@ def _decode_directory(directory: Path | ObjectUrl) -> DecodedFile:
 def open_leaves(location: Location) -> LeafSource:
     """Opens a checkpoint to read its leaves some at a time; raises as `decode_location` does."""
     from shrinkpoint.store.chain import chain_identity, directory_chain, file_chain, store_chain, use_current
-    from shrinkpoint.store.leaves import ChainLeaves
+    from shrinkpoint.store.decode import ChainLeaves
     from shrinkpoint.tensors.compare import StateLeaves
     from shrinkpoint.tensors.flat_state import flatten
     from shrinkpoint.train.dcp import load

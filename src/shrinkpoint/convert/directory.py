@@ -15,7 +15,8 @@ from shrinkpoint.convert import dcp, safetensors_file, sharded_index, torch_file
 from shrinkpoint.convert.part import Part, read_bytes, safe_join
 from shrinkpoint.errors import CorruptError, NotFoundError, StateError
 from shrinkpoint.storage.base import RESERVED
-from shrinkpoint.store.directory import is_checkpoint, own_files
+from shrinkpoint.store.directory import own_files
+from shrinkpoint.store.identify import is_checkpoint
 from shrinkpoint.tensors.flat_state import flatten
 
 MAX_OPAQUE_BYTES = 1 << 20

@@ -18,7 +18,8 @@ from shrinkpoint.storage.base import RESERVED
 from shrinkpoint.store import Store, layout
 from shrinkpoint.store.checkpoint_file import build_state
 from shrinkpoint.store.decode import decode_directory
-from shrinkpoint.store.directory import find_checkpoints, read_directory_manifest
+from shrinkpoint.store.directory import read_directory_manifest
+from shrinkpoint.store.identify import find_checkpoints
 from shrinkpoint.store.listing import scan
 from shrinkpoint.store.load import load
 from shrinkpoint.store.step_storage import StepStorage, find_store

@@ -11,8 +11,9 @@ from typing import Any
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.storage import LocalStorage, ObjectUrl, Storage
 from shrinkpoint.store.chain import file_sizes
-from shrinkpoint.store.directory import find_checkpoints, own_keys, read_directory_manifest
+from shrinkpoint.store.directory import own_keys, read_directory_manifest
 from shrinkpoint.store.history import abandoned_steps, is_abandoned, newest_place, place_of
+from shrinkpoint.store.identify import find_checkpoints
 from shrinkpoint.store.listing import Listing
 from shrinkpoint.store.loss_increase import LossIncrease
 from shrinkpoint.store.manifest import DirectoryManifest, Manifest

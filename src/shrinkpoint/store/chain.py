@@ -26,6 +26,7 @@ from shrinkpoint.errors import (
 from shrinkpoint.storage import AnyDirectory, LocalStorage, Source, Storage, directory_storage
 from shrinkpoint.store import layout
 from shrinkpoint.store.file_place import AnyPlace, FilePlace, place_file
+from shrinkpoint.store.identify import identify
 from shrinkpoint.store.manifest import ChainLink, DirectoryManifest, Manifest, Payload
 
 M = TypeVar("M")
@@ -351,8 +352,6 @@ def _identified_errors(place: FilePlace) -> Iterator[None]:
     try:
         yield
     except (NotFoundError, CorruptError, TruncatedError) as error:
-        from shrinkpoint.store.identify import identify  # which looks for checkpoints, and so imports this
-
         result = None if place.path is None else identify(place.path)
         if result is None:
             raise

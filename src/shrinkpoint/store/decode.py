@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from shrinkpoint.codec import recipe as recipes
+from shrinkpoint.codec.recipe import CopyRecipe, LatticeRecipe, PlainRecipe, Recipe, RecipeParser
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.container import FileReader
+from shrinkpoint.container.metadata import RecordHead
 from shrinkpoint.errors import NotFoundError, ShrinkpointError
 from shrinkpoint.storage import AnyDirectory, Storage, map_requests
 from shrinkpoint.store.chain import (
@@ -23,9 +26,10 @@ from shrinkpoint.store.chain import (
 from shrinkpoint.store.checkpoint_file import Allowance, DecodedFile, decode_records
 from shrinkpoint.store.directory import read_directory_manifest
 from shrinkpoint.store.manifest import DirectoryManifest, Manifest, Payload
-from shrinkpoint.store.needed_records import needed_records
+from shrinkpoint.tensors.compare import LeafInfo
+from shrinkpoint.tensors.flat_state import unflatten
 from shrinkpoint.tensors.info import JSON
-from shrinkpoint.tensors.tree_selection import SelectedLeaves
+from shrinkpoint.tensors.tree_selection import SelectedLeaves, list_leaves
 
 SelectLeaves: TypeAlias = Callable[[JSON, str], SelectedLeaves]
 """Selects leaves of a state's tree; the second argument is the file, for messages."""
@@ -118,6 +122,42 @@ def _decode_last(
     return content
 
 
+def needed_records(reader: FileReader, names: Collection[str] | None) -> tuple[frozenset[int], frozenset[str]]:
+    """Return the records that decoding some tensors of a file needs, and the names of the parent's tensors besides.
+
+    Args:
+        reader: the file.
+        names: of the tensors; those that the file lacks need nothing. None: all of them.
+
+    Returns:
+        Indices of records, and names; more than needed where a recipe does not say exactly what it needs.
+    """
+    heads, parse = reader.records, RecipeParser()
+    record_of = {info.name: index for index, head in enumerate(heads) for info in head.infos}
+    by_ordinal = [info.name for head in heads for info in head.infos]
+    needed = set(range(len(heads))) if names is None else {record_of[name] for name in names if name in record_of}
+    parents: set[str] = set()
+    for index in reversed(range(len(heads))):  # a record needs earlier ones only
+        if index not in needed:
+            continue
+        head = heads[index]
+        try:
+            recipe = parse(head.recipe, len(head.infos))
+            others = [by_ordinal[ordinal] for ordinal in recipes.ordinals(recipe)]
+        except (ValueError, LookupError):  # decoding it says what is wrong
+            continue
+        needed.update(record_of[name] for name in others if record_of[name] < index)
+        if _may_need_parent(head, recipe):
+            parents.update(others, (info.name for info in head.infos))
+    return frozenset(needed), frozenset(parents)
+
+
+def _may_need_parent(head: RecordHead, recipe: Recipe) -> bool:
+    if isinstance(recipe, LatticeRecipe):
+        return recipe.base
+    return not isinstance(recipe, PlainRecipe | CopyRecipe)
+
+
 def _iter_headers(files: Sequence[ChainFile]) -> Iterator[tuple[ChainFile, FileReader]]:
     """The files of a chain with their headers, the last first; many at a time from a service, and open then."""
     storage, order = files[0].storage, files[::-1]
@@ -205,3 +245,49 @@ def decode_payload(
 ) -> DecodedFile:
     """Decode a payload of a framework's directory whose manifest has been read; raises as `decode_chain` does."""
     return decode_chain(directory_chain(directory, payload), threads=threads, max_bytes=max_bytes)
+
+
+class ChainLeaves:
+    """The leaves of a checkpoint, by the names of `named_leaves`. Its files are read when some leaves are.
+
+    Args:
+        chain: the files, keyframe first.
+        threads: native threads; None: every core.
+
+    Attributes:
+        leaves: what there is, in the order of the state.
+        tree: the state's structure.
+
+    Raises:
+        ChainError, FormatError, StorageError: as `decode_chain`.
+    """
+
+    def __init__(self, chain: Iterable[ChainFile], *, threads: int | None = None) -> None:
+        files = []
+        for file in chain:
+            reader = file.read_header()
+            infos = {info.name: info for head in reader.records for info in head.infos}
+            files.append(replace(file, header=reader) if len(infos) <= MAX_KEPT_TENSORS else file)
+        self._files, self._threads = tuple(files), threads
+        self._where, self.tree = reader.where, reader.tree
+        self._trees = list_leaves(self.tree, self._where)
+        self.leaves: Mapping[str, LeafInfo] = {
+            name: LeafInfo(infos[leaf.tensor].nbytes if leaf.tensor in infos else 0, leaf.is_array)
+            for name, leaf in self._trees.items()
+        }
+
+    def read(self, names: Sequence[str]) -> Mapping[str, Any]:
+        """The values of some leaves; only what they need is decoded.
+
+        Raises:
+            ChainError, FormatError, StorageError: as `decode_chain`.
+        """
+        chosen = {name: self._trees[name] for name in names}
+        stored = frozenset(leaf.tensor for leaf in chosen.values() if leaf.tensor)
+
+        def select(tree: JSON, where: str) -> SelectedLeaves:
+            return SelectedLeaves([leaf.tree for leaf in chosen.values()], stored, (), is_empty=not chosen)
+
+        decoded = decode_chain(self._files, select=select, threads=self._threads)
+        tensors, max_bytes = decoded.reference.tensors, decoded.max_copy_bytes
+        return dict(zip(names, unflatten(decoded.tree, tensors, where=self._where, max_bytes=max_bytes), strict=True))

@@ -34,7 +34,6 @@ from shrinkpoint.storage import (
     ObjectUrl,
     Storage,
     directory_storage,
-    local_path,
     map_requests,
     natural_key,
     object_size,
@@ -45,6 +44,7 @@ from shrinkpoint.store import layout
 from shrinkpoint.store.chain import ChainFile, directory_chain, manifest_identity, use_current
 from shrinkpoint.store.file_place import FilePlace, place_file
 from shrinkpoint.store.history import Line, Others, Place, oldest_first, place_of
+from shrinkpoint.store.identify import MANIFEST, find_checkpoints, has_file, is_checkpoint, is_of_run
 from shrinkpoint.store.manifest import (
     MAX_DIRECTORY_MANIFEST_BYTES,
     DirectoryManifest,
@@ -58,7 +58,6 @@ from shrinkpoint.store.manifest import (
 )
 from shrinkpoint.tensors.info import JSON
 
-MANIFEST = "shrinkpoint.json"
 README = "README.txt"
 _README = """\
 This directory is a compressed checkpoint, written by the Python package shrinkpoint.
@@ -80,44 +79,7 @@ PlaceT = TypeVar("PlaceT", bound=Path | ObjectUrl)
 
 _LINES: defaultdict[str, Line] = defaultdict(Line)
 """The lines on which this process saves, by the directory of the run."""
-_CHECKPOINT_NAME = re.compile(
-    r"(|.*[^a-z])(checkpoint|ckpt|step|epoch|iter|version)[-_=]?\d.*|\d+|.*\.ckpt|checkpoint|ckpt|last|latest|best|final"
-)
-"""Names that frameworks and people give to the checkpoints of a run."""
-_RUN_FOLDER = re.compile(r"checkpoints?|ckpts?|lightning_logs|version_\d+")
-"""Directories of a run in which its checkpoints are."""
 _OWN_KEY = re.compile(f"{layout.PAYLOAD.pattern}|{layout.BASE.pattern}")
-
-
-def is_checkpoint(directory: AnyDirectory) -> bool:
-    """Whether a directory has a manifest of ours; its files are not looked at."""
-    return has_file(directory, MANIFEST)
-
-
-def has_file(directory: AnyDirectory, name: str) -> bool:
-    """Whether a directory has a file of this name; one of a bucket, an object."""
-    return place_file(str(resolve_directory(directory) / name)).exists
-
-
-@overload
-def find_checkpoints(root: str | Path) -> list[Path]: ...
-
-
-@overload
-def find_checkpoints(root: ObjectUrl) -> list[ObjectUrl]: ...
-
-
-def find_checkpoints(root: str | Path | ObjectUrl) -> list[Path] | list[ObjectUrl]:
-    """The checkpoints of a run: the directory itself, else those in it, at most two levels down, in the order of the
-    numbers in their names."""
-    if isinstance(root, ObjectUrl):
-        return _find_in_bucket(root)
-    path = local_path(root)
-    if is_checkpoint(path):
-        return [path]
-    names = [file.parent.relative_to(path) for pattern in ("*", "*/*") for file in path.glob(f"{pattern}/{MANIFEST}")]
-    visible = [name for name in names if not any(part.startswith(".") for part in name.parts)]
-    return [path / name for name in sorted(visible, key=lambda name: natural_key(name.as_posix()))]
 
 
 @overload
@@ -143,14 +105,6 @@ def find_run(root: Path | ObjectUrl) -> Sequence[Path | ObjectUrl]:
         what = f"a directory with checkpoints of other names, such as {found[-1]}"
         raise NotFoundError(str(root), found=what, expected=expected, do="name one of them")
     return newest_first(run)
-
-
-def is_of_run(root: Path | ObjectUrl, place: Path | ObjectUrl) -> bool:
-    """Whether a checkpoint below a directory has a name that says that it belongs to a run there."""
-    if place == root:
-        return True
-    *folders, name = str(place)[len(str(root)) :].strip("/").split("/")
-    return _CHECKPOINT_NAME.fullmatch(name.lower()) is not None and all(map(_RUN_FOLDER.fullmatch, folders))
 
 
 def newest_first(directories: Iterable[PlaceT]) -> list[PlaceT]:
@@ -194,20 +148,11 @@ def _read_others(directory: Path | ObjectUrl) -> Others:
             paths = (path for path in root.iterdir() if path.is_dir())
             names = {path.name for path in paths if re.sub("[0-9]+", "#", path.name) == pattern or is_checkpoint(path)}
         elif root.prefix:
-            names = {url.name for url in _find_in_bucket(root) if url.parent == root}
+            names = {url.name for url in find_checkpoints(root) if url.parent == root}
     except (ShrinkpointError, OSError) as error:  # no reason to lose a checkpoint
         _log.warning("%s is not compared with the checkpoints beside it: %s", directory, error)
     others = {name: _find_step(root / name) for name in sorted(names - {directory.name}, key=natural_key)}
     return Others(others, [find_place(directory).sequence] if is_checkpoint(directory) else [])
-
-
-def _find_in_bucket(root: ObjectUrl) -> list[ObjectUrl]:
-    keys = [key for key in directory_storage(root).list() if key.rpartition("/")[2] == MANIFEST]
-    if MANIFEST in keys:
-        return [root]
-    parts = [key.split("/")[:-1] for key in keys]
-    names = ["/".join(name) for name in parts if len(name) <= 2 and not any(part.startswith(".") for part in name)]
-    return [root / name for name in sorted(names, key=natural_key)]
 
 
 def read_directory_manifest(directory: AnyDirectory) -> DirectoryManifest:

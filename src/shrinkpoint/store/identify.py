@@ -1,4 +1,4 @@
-"""Identifies a path that is no file of ours, from names and first bytes, for messages. No unpickling; no torch."""
+"""Finds checkpoints below a directory, and identifies what else a path may be. No unpickling; no torch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,27 @@ import struct
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import overload
 
 from shrinkpoint.container.header import MAX_HEADER_BYTES, PREFIX
+from shrinkpoint.storage import AnyDirectory, ObjectUrl, directory_storage, local_path, natural_key, resolve_directory
 from shrinkpoint.store import layout
-from shrinkpoint.store.directory import find_checkpoints, is_checkpoint, is_of_run
+from shrinkpoint.store.file_place import place_file
 
+MANIFEST = "shrinkpoint.json"
+"""Name of the manifest of a framework's directory."""
 EMPTY_DIRECTORY = "an empty directory"
 MAX_ENTRIES = 1000
 """Number of names of a directory that are looked at."""
 _HEAD_BYTES = 512
 _MARK = 8 + PREFIX.index(b"shrinkpoint")
 """Offset of the name by which a file is ours; what is before it, other programs write too."""
+_CHECKPOINT_NAME = re.compile(
+    r"(|.*[^a-z])(checkpoint|ckpt|step|epoch|iter|version)[-_=]?\d.*|\d+|.*\.ckpt|checkpoint|ckpt|last|latest|best|final"
+)
+"""Names that frameworks and people give to the checkpoints of a run."""
+_RUN_FOLDER = re.compile(r"checkpoints?|ckpts?|lightning_logs|version_\d+")
+"""Directories of a run in which its checkpoints are."""
 _RUN = re.compile(r"(checkpoint|step|epoch|global_step|version|iter)[-_=]?[0-9].*|checkpoints|lightning_logs")
 _MAGIC = (
     (b"PK\x03\x04", "a zip archive, such as torch.save writes", "torch.load(path, weights_only=True)"),
@@ -30,6 +40,54 @@ _MAGIC = (
 )
 _PICKLE = re.compile(rb"\x80[\x02-\x05][\x8a\x95}cX(\x8c\]K].*", re.DOTALL)
 _TENSOR_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+
+
+def is_checkpoint(directory: AnyDirectory) -> bool:
+    """Whether a directory has a manifest of ours; its files are not looked at."""
+    return has_file(directory, MANIFEST)
+
+
+def has_file(directory: AnyDirectory, name: str) -> bool:
+    """Whether a directory has a file of this name; one of a bucket, an object."""
+    return place_file(str(resolve_directory(directory) / name)).exists
+
+
+@overload
+def find_checkpoints(root: str | Path) -> list[Path]: ...
+
+
+@overload
+def find_checkpoints(root: ObjectUrl) -> list[ObjectUrl]: ...
+
+
+def find_checkpoints(root: str | Path | ObjectUrl) -> list[Path] | list[ObjectUrl]:
+    """The checkpoints of a run: the directory itself, else those in it, at most two levels down, in the order of the
+    numbers in their names."""
+    if isinstance(root, ObjectUrl):
+        return _find_in_bucket(root)
+    path = local_path(root)
+    if is_checkpoint(path):
+        return [path]
+    names = [file.parent.relative_to(path) for pattern in ("*", "*/*") for file in path.glob(f"{pattern}/{MANIFEST}")]
+    visible = [name for name in names if not any(part.startswith(".") for part in name.parts)]
+    return [path / name for name in sorted(visible, key=lambda name: natural_key(name.as_posix()))]
+
+
+def is_of_run(root: Path | ObjectUrl, place: Path | ObjectUrl) -> bool:
+    """Whether a checkpoint below a directory has a name that says that it belongs to a run there."""
+    if place == root:
+        return True
+    *folders, name = str(place)[len(str(root)) :].strip("/").split("/")
+    return _CHECKPOINT_NAME.fullmatch(name.lower()) is not None and all(map(_RUN_FOLDER.fullmatch, folders))
+
+
+def _find_in_bucket(root: ObjectUrl) -> list[ObjectUrl]:
+    keys = [key for key in directory_storage(root).list() if key.rpartition("/")[2] == MANIFEST]
+    if MANIFEST in keys:
+        return [root]
+    parts = [key.split("/")[:-1] for key in keys]
+    names = ["/".join(name) for name in parts if len(name) <= 2 and not any(part.startswith(".") for part in name)]
+    return [root / name for name in sorted(names, key=natural_key)]
 
 
 @dataclass(frozen=True)

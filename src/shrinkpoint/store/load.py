@@ -26,9 +26,9 @@ from shrinkpoint.store import chain as chains
 from shrinkpoint.store import layout
 from shrinkpoint.store.checkpoint_file import Device, build_state
 from shrinkpoint.store.decode import SelectLeaves, decode_chain
-from shrinkpoint.store.directory import find_checkpoints, find_run, read_directory_manifest
+from shrinkpoint.store.directory import find_run, read_directory_manifest
 from shrinkpoint.store.file_place import FilePlace, place_file
-from shrinkpoint.store.identify import identify
+from shrinkpoint.store.identify import find_checkpoints, identify
 from shrinkpoint.store.step_storage import find_store
 from shrinkpoint.store.store import Store
 from shrinkpoint.tensors.info import JSON

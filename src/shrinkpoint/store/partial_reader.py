@@ -12,9 +12,8 @@ from torch import Tensor
 from shrinkpoint.codec.coder import Bytes, default_threads
 from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
 from shrinkpoint.guard import read_guard
-from shrinkpoint.store.decode_plan import Cache, DecodePlan
+from shrinkpoint.store.decode_plan import Cache, DecodePlan, close_chain, open_chain
 from shrinkpoint.store.file_place import AnyPlace
-from shrinkpoint.store.partial_file import close_chain, open_chain
 from shrinkpoint.tensors.dtypes import empty, tensor_bytes, torch_dtype
 from shrinkpoint.tensors.info import ITEMSIZE, TensorInfo
 

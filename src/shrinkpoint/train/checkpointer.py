@@ -32,6 +32,7 @@ from shrinkpoint.store.chain import manifest_identity, use_current
 from shrinkpoint.store.checkpoint_file import DecodedFile, Device, build_state
 from shrinkpoint.store.decode import decode_payload
 from shrinkpoint.store.delta_writer import DeltaWriter
+from shrinkpoint.store.identify import MANIFEST
 from shrinkpoint.store.manifest import DirectoryManifest, check_note
 from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.tensors.flat_state import FlatState, flatten
@@ -312,7 +313,7 @@ def _delete_objects(url: ObjectUrl) -> None:
     """Delete all objects of a checkpoint, its manifest first: then there is none that has lost its payload."""
     storage = directory_storage(url)
     keys = storage.list()
-    for key in sorted(keys, key=lambda key: key != directories.MANIFEST):
+    for key in sorted(keys, key=lambda key: key != MANIFEST):
         storage.delete(key)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from shrinkpoint.store.directory import is_checkpoint, newest_first
+from shrinkpoint.store.directory import newest_first
+from shrinkpoint.store.identify import is_checkpoint
 
 
 class DirectoryRun:

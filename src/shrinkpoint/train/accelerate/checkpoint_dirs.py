@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.storage import AnyDirectory, ObjectUrl, is_object_url, local_path, resolve_directory
 from shrinkpoint.store import Keep
-from shrinkpoint.store.directory import is_checkpoint
+from shrinkpoint.store.identify import is_checkpoint
 from shrinkpoint.train.checkpointer import wait_for_writes
 from shrinkpoint.train.directory_run import DirectoryRun
 from shrinkpoint.train.newest_valid import NoCheckpointError

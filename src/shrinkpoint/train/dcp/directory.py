@@ -26,8 +26,9 @@ from shrinkpoint.storage import (
     resolve_directory,
 )
 from shrinkpoint.storage.object_url import parse_object_url
-from shrinkpoint.store.directory import MANIFEST, find_place, is_checkpoint
+from shrinkpoint.store.directory import find_place
 from shrinkpoint.store.history import Place, oldest_first
+from shrinkpoint.store.identify import MANIFEST, is_checkpoint
 from shrinkpoint.train import newest_valid
 
 

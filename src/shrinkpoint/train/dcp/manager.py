@@ -23,7 +23,7 @@ from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store import Keep, SaveReport, layout
-from shrinkpoint.store.directory import is_checkpoint
+from shrinkpoint.store.identify import is_checkpoint
 from shrinkpoint.tensors.dtypes import torch_dtype
 from shrinkpoint.tensors.names import StatePath
 from shrinkpoint.tensors.wrappers import match_names

@@ -29,7 +29,8 @@ from shrinkpoint.errors import (
 )
 from shrinkpoint.storage import AnyDirectory, ObjectUrl, resolve_directory
 from shrinkpoint.store.chain import manifest_identity, use_current
-from shrinkpoint.store.directory import MANIFEST, read_directory_manifest
+from shrinkpoint.store.directory import read_directory_manifest
+from shrinkpoint.store.identify import MANIFEST
 from shrinkpoint.store.load import check_patterns, no_match_error
 from shrinkpoint.store.manifest import DirectoryManifest
 from shrinkpoint.tensors.dtypes import as_bits, empty, torch_dtype

@@ -28,7 +28,8 @@ from shrinkpoint.sharding.collectives import Collectives, LocalCollectives, make
 from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.storage import AnyDirectory, ObjectUrl, directory_storage
 from shrinkpoint.store import Keep
-from shrinkpoint.store.directory import MANIFEST, commit, has_file, manifest_condition
+from shrinkpoint.store.directory import commit, manifest_condition
+from shrinkpoint.store.identify import MANIFEST, has_file
 from shrinkpoint.store.manifest import Payload, check_note
 from shrinkpoint.store.retention import check_keep
 from shrinkpoint.store.save_report import SaveReport

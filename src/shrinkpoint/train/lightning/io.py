@@ -28,7 +28,7 @@ from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.planner import Planner
 from shrinkpoint.storage import ObjectUrl, hide_credentials, is_object_url, is_url, resolve_directory
 from shrinkpoint.store import Keep, SaveReport
-from shrinkpoint.store.directory import is_checkpoint
+from shrinkpoint.store.identify import is_checkpoint
 from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.tensors.wrappers import match_state_keys
 from shrinkpoint.threads import ForkSafeLock

@@ -16,7 +16,8 @@ from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from torch import Tensor
 
 from shrinkpoint.errors import PolicyError, ShrinkpointError
-from shrinkpoint.store.directory import is_checkpoint, newest_first, read_directory_manifest
+from shrinkpoint.store.directory import newest_first, read_directory_manifest
+from shrinkpoint.store.identify import is_checkpoint
 from shrinkpoint.tensors.wrappers import match_state_keys
 from shrinkpoint.train import newest_valid
 from shrinkpoint.train.checkpointer import Checkpointer

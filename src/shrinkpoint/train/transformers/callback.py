@@ -20,7 +20,7 @@ from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.storage import local_path
 from shrinkpoint.store import SaveReport
-from shrinkpoint.store.directory import is_checkpoint
+from shrinkpoint.store.identify import is_checkpoint
 from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.train.checkpointer import Checkpointer

@@ -24,7 +24,8 @@ from shrinkpoint.errors import CorruptError, ShrinkpointError, StorageError, Tru
 from shrinkpoint.storage import local_path
 from shrinkpoint.storage.zip_records import check_zip_records
 from shrinkpoint.store import Keep
-from shrinkpoint.store.directory import is_checkpoint, verify_directory
+from shrinkpoint.store.directory import verify_directory
+from shrinkpoint.store.identify import is_checkpoint
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.train import newest_valid
 from shrinkpoint.train.checkpointer import wait_for_writes

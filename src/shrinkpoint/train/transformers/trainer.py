@@ -19,7 +19,7 @@ from shrinkpoint.errors import NotFoundError, PolicyError
 from shrinkpoint.schemes.planner import Planner
 from shrinkpoint.storage import local_path
 from shrinkpoint.store import SaveReport
-from shrinkpoint.store.directory import is_checkpoint
+from shrinkpoint.store.identify import is_checkpoint
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.tensors.wrappers import match_state_keys
 from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes

@@ -20,7 +20,8 @@ from shrinkpoint.storage import LocalStorage, Storage, is_object_url, local_path
 from shrinkpoint.store.chain import chain_identity, use_current
 from shrinkpoint.store.checkpoint_file import build_state
 from shrinkpoint.store.decode import decode_chain
-from shrinkpoint.store.directory import is_checkpoint, read_directory_manifest
+from shrinkpoint.store.directory import read_directory_manifest
+from shrinkpoint.store.identify import is_checkpoint
 from shrinkpoint.store.load import find_chain, find_directory, list_names
 from shrinkpoint.store.step_storage import find_store
 from shrinkpoint.tensors.info import JSON
