@@ -57,7 +57,6 @@ def command(
 
 
 def _steps_to_rewrite(listing: Listing, store: str, step: int | None) -> list[int]:
-    """The steps that `Store.compact` rewrites."""
     if step is not None:
         return [step] if find_manifest(listing, replace(parse_store(store), step=step)).bases else []
     return chain.orphaned_deltas(listing.visible)

@@ -150,7 +150,6 @@ def command(
 
 
 def _import(series: CheckpointSeries, options: _Options, scheme: Scheme) -> None:
-    """Converts a series into a store or a single file of ours; a dry run only measures what it would take."""
     from shrinkpoint.convert.import_ import Importer, import_to_file, verify_import
 
     checkpoints, out, exact = series.checkpoints, options.out, None
@@ -185,7 +184,6 @@ def _import(series: CheckpointSeries, options: _Options, scheme: Scheme) -> None
 
 
 def _export(series: CheckpointSeries, out: Path, options: _Options, form: str) -> None:
-    """Writes a series in a form that others read: one checkpoint to `out`, several of a run into it."""
     _check_separate(options.source, out)
     used_names: set[str] | None = set() if series.is_run_dir and len(series.checkpoints) > 1 else None
     with local_target(out, force=options.force) as path, show_progress("converting"):
@@ -208,7 +206,6 @@ def _export(series: CheckpointSeries, out: Path, options: _Options, form: str) -
 
 
 def _print_unchecked(names: Iterable[Iterable[str]]) -> None:
-    """Names files that were read and have no checksum, in one line."""
     files = [*dict.fromkeys(chain.from_iterable(names))]
     if files:
         listed = ", ".join(files[:_MAX_LISTED]) + (

@@ -125,7 +125,6 @@ def _check_needed(option: str, is_given: bool, others: Mapping[str, object]) -> 
 
 
 def _check_target(out: Path, force: bool) -> None:
-    """Refuse a directory, and without `force` a file that exists."""
     if is_object_url(out):
         return
     if out.is_dir():
@@ -176,7 +175,6 @@ def _export_pretrained(
 def _export_compressed(
     location: Location, out: Path, scheme: Scheme, only: Sequence[str], force: bool, json: bool
 ) -> None:
-    """Writes a single file of ours, compressed with a scheme."""
     from shrinkpoint.convert.export import select_state
     from shrinkpoint.store.checkpoint_file import build_state
     from shrinkpoint.store.single_file import save
@@ -213,7 +211,6 @@ def _scheme_of(text: str, evaluate: str | None, calibrate: str | None, threshold
 def _export_plain(
     location: Location, out: Path, form: ExportForm, only: Sequence[str], force: bool, json: bool
 ) -> None:
-    """Writes a torch file or a safetensors file."""
     from shrinkpoint.convert.export import write_state
     from shrinkpoint.store.checkpoint_file import build_state
 

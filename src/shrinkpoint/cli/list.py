@@ -46,7 +46,6 @@ def command(
 
 
 def _print(store: str, report: StoreReport, hidden: int) -> None:
-    """Prints a report; `hidden` counts the forgotten checkpoints that it leaves out."""
     place = report.where if report.is_run else store
     if report.checkpoints or report.is_run:
         styles = ["dim" if row.forgotten else "" for row in report.checkpoints]
@@ -69,7 +68,6 @@ def _totals(report: StoreReport) -> str:
 
 
 def _columns(rows: Sequence[CheckpointReport], is_run: bool) -> list[Column]:
-    """The columns of a run's checkpoints, or of a store's; in a narrow terminal those of a run go in another order."""
     steps = ["" if row.manifest.step is None else str(row.manifest.step) for row in rows]
     ages = [humanize.age(row.manifest.created) for row in rows]
     schemes, notes = [row.manifest.scheme for row in rows], [row.manifest.note for row in rows]

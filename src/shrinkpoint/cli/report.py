@@ -74,7 +74,6 @@ def command(
 
 
 def _check_out(out: Path, force: bool) -> None:
-    """Refuse to replace what is no page of ours."""
     if not out.exists() or force:
         return
     head = b""

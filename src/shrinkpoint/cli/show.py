@@ -106,7 +106,6 @@ def _directory_rows(report: CheckpointReport) -> Iterator[tuple[str, str]]:
 
 
 def _manifest_rows(report: CheckpointReport) -> Iterator[tuple[str, str]]:
-    """The rows that checkpoints of stores and of frameworks share."""
     manifest = report.manifest
     yield "scheme", manifest.scheme
     raw, stored = manifest.raw_bytes, manifest.stored_bytes

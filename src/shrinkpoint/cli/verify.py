@@ -59,12 +59,10 @@ def command(
 
 
 def _is_orphan(finding: Finding) -> bool:
-    """Whether a finding is a file of an unfinished save, which the next save removes; it harms no checkpoint."""
     return finding.step is None and finding.loads
 
 
 def _verify_all(location: Location, deep: bool) -> tuple[list[Finding], int]:
-    """The findings, and the number of checkpoints or files that were verified."""
     if location.file is not None:
         return _verify_file(location, location.file, deep), 1
     directories = location.directories

@@ -72,7 +72,6 @@ def select_state(state: Any, patterns: Sequence[str]) -> Any:
 
 
 def _select(value: Any, patterns: Sequence[str], path: StatePath) -> Any:
-    """Removes the leaves that no pattern matches, and containers that become empty."""
     items = child_items(value)
     if items is None:
         return value if any(fnmatchcase(tensor_name(path), pattern) for pattern in patterns) else _ABSENT
@@ -82,7 +81,6 @@ def _select(value: Any, patterns: Sequence[str], path: StatePath) -> Any:
 
 
 def _numpy_to_torch(value: Any) -> Any:
-    """Replaces numpy values by tensors and numbers, which `torch.load(weights_only=True)` accepts."""
     if isinstance(value, np.ndarray):
         return as_tensor(value)
     if isinstance(value, np.generic):
@@ -105,7 +103,6 @@ def _rebuild(container: Any, pairs: list[tuple[Any, Any]]) -> Any:
 
 
 def _check_dtypes(tensors: Mapping[str, Tensor]) -> None:
-    """Raises `PolicyError` for a tensor of a dtype that safetensors does not have."""
     for name, tensor in tensors.items():
         if dtype_name(tensor.dtype) not in SAFETENSORS_DTYPES:
             found, do = f"dtype {dtype_name(tensor.dtype)}", "export --to torch, or leave it out with --only"

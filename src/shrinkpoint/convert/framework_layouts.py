@@ -57,7 +57,6 @@ def to_framework_part(path: Path, manifest: DirectoryManifest, state: Any, *, op
 
 
 def _trainer_files(state: dict[str, Any]) -> Iterator[tuple[str, Part]]:
-    """Yields the files of the Hugging Face Trainer."""
     if "model" in state:
         yield "model.safetensors", _weights_part(state["model"])
     for name in ("optimizer", "scheduler", "scaler"):
@@ -72,7 +71,6 @@ def _trainer_files(state: dict[str, Any]) -> Iterator[tuple[str, Part]]:
 
 
 def _accelerate_files(state: dict[str, Any]) -> Iterator[tuple[str, Part]]:
-    """Yields the files of `Accelerator.save_state`."""
     for index, model in enumerate(_as_list(state.get("model"))):
         yield f"model{_index_suffix(index)}.safetensors", _weights_part(model)
     for name in ("optimizer", "scheduler"):

@@ -225,7 +225,6 @@ def _add(
     symbols: Sequence[str] | None = None,
     dash: str = "solid",
 ) -> None:
-    """Add a line with a mark at each step."""
     mode = "lines" if dash != "solid" else "lines+markers"
     marker = {"symbol": symbols or "circle", "size": 8, "color": color}
     line = {"color": color, "dash": dash, "width": 1.5}
@@ -273,7 +272,6 @@ def _loss_text(row: CheckpointReport) -> str:
 
 
 def _describe(row: CheckpointReport) -> str:
-    """What a mark says of its checkpoint."""
     manifest = row.manifest
     where = f"step {manifest.step}" if row.folder is None else row.folder
     sizes = humanize.sizes(manifest.raw_bytes, manifest.stored_bytes)

@@ -243,7 +243,6 @@ class Lease:
         return version_condition(send_request(self._where, "locking", put))
 
     def _read(self) -> LockNote | None:
-        """What the lock object says; None if there is none."""
         import obstore
 
         def get() -> LockNote:

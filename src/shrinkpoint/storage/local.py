@@ -489,7 +489,6 @@ def _check_free(path: Path, where: str) -> None:
 
 
 def _make_dirs(directory: Path) -> None:
-    """Create a directory and its parents, each durably."""
     if not directory.is_dir():
         _make_dirs(directory.parent)
         with suppress(FileExistsError):  # created meanwhile; opening reports a file of this name

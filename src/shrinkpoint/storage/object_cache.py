@@ -205,7 +205,6 @@ class ObjectCache:
             return None
 
     def _warn(self, error: Exception) -> None:
-        """Log why there is no copy, once."""
         if not self._has_warned:
             self._has_warned = True
             _log.warning("%s caches nothing now: %s", self.directory, error)

@@ -302,7 +302,6 @@ class ObjectStorage:
         return f"{self.url}/{key}" if key else str(self.url)
 
     def _own_lease(self) -> Lease | None:
-        """The lease that this process holds."""
         return self._lease if self._lease is not None and self._lease.is_own else None
 
     def _check_lease(self) -> None:

@@ -331,7 +331,6 @@ class BaseVerifier:
             self._damage.update(dict.fromkeys(due, error))
 
     def _read_share(self, files: dict[str, StoredFile]) -> None:
-        """Read the next share of the chain."""
         total = sum(file.size for file in files.values())
         budget = min(total, max(-(-total // MAX_SAVES_PER_PASS), MIN_BYTES))
         passes = 0

@@ -245,7 +245,6 @@ class DeltaWriter(ChainWriter[Payload]):
         return None
 
     def _link_chain(self, place: DirectoryPlace, payload: Payload) -> Sequence[StoredFile] | None:
-        """Hard-link the files of the base into a directory; None if that is impossible."""
         storage, base_dir = place.storage, self._base_dir
         assert isinstance(storage, LocalStorage) and isinstance(base_dir, Path)
         for path, digest in _base_files(base_dir, payload):
@@ -281,7 +280,6 @@ def _can_refer(place: Path | ObjectUrl, base: Path | ObjectUrl | None) -> bool:
 
 
 def _base_files(directory: Path, payload: Payload) -> list[tuple[Path, str]]:
-    """The paths of a chain's files and their digests, keyframe first."""
     bases = [(directory / layout.base_name(digest), digest) for digest, _ in payload.bases]
     own = directory / layout.base_name(payload.digest)  # if the directory itself was deleted
     return [*bases, (own if own.is_file() else directory / payload.name, payload.digest)]

@@ -127,7 +127,6 @@ def note_restored(directory: AnyDirectory, manifest: DirectoryManifest | None) -
 
 
 def _find_step(directory: Path | ObjectUrl) -> tuple[int | None, Place]:
-    """Step and place of a checkpoint; see `find_place`."""
     try:
         manifest = read_directory_manifest(directory)
         return manifest.step, place_of(manifest)
@@ -320,7 +319,6 @@ def own_keys(directory: AnyDirectory) -> set[str]:
 
 
 def _names_in(root: Path) -> list[str]:
-    """The names of what is in a directory; none where there is no directory, or none that can be read."""
     try:
         return [path.name for path in root.iterdir()]
     except OSError:

@@ -490,7 +490,6 @@ def load_with_digest(data: bytes, where: str) -> dict[str, JSON]:
 
 
 def _manifest_error(where: str, found: str, expected: str = "") -> CorruptError:
-    """The error for a document that cannot be trusted."""
     do = "this checkpoint cannot be trusted: restore another, then `forget` and `prune` it"
     return CorruptError(where, found=found, expected=expected, do=do)
 
@@ -517,7 +516,6 @@ def _expect(value: JSON, kind: type) -> Any:
 
 
 def _count(value: JSON) -> int:
-    """Return a whole number from 0 to 2^63 - 1."""
     if not 0 <= _expect(value, int) < 1 << 63:
         raise ValueError(f"a count of {value}"[:60])
     return int(value)
@@ -531,7 +529,6 @@ def _payload_name(value: JSON) -> str:
 
 
 def _digest(value: JSON) -> str:
-    """Return a header digest in hex."""
     if not layout.BASE.fullmatch(layout.base_name(_expect(value, str))):
         raise ValueError(f"a digest {value!r}")
     return str(value)

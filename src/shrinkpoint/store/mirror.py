@@ -296,7 +296,6 @@ def _open_intact(file: ChainFile) -> Source:
 
 
 def _with_file(content: Listing, key: str) -> Listing:
-    """A listing with one more file."""
     head, _, name = key.partition("/")
     step = layout.step_of_dir(head)
     assert step is not None
@@ -305,7 +304,6 @@ def _with_file(content: Listing, key: str) -> Listing:
 
 
 def _check_apart(source: Storage, target: Storage) -> None:
-    """Raise a PolicyError if one of two places is within the other."""
     first, second = (
         storage.path.resolve().as_posix() if isinstance(storage, LocalStorage) else str(getattr(storage, "url", ""))
         for storage in (source, target)

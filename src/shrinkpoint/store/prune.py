@@ -172,7 +172,6 @@ class _Prune:
 
 
 def _needed_bytes(manifests: Sequence[Manifest]) -> int:
-    """Bytes of all files that checkpoints need, each once, and of their manifests."""
     return sum(chain.file_sizes(manifests).values()) + sum(
         len(encode_store_manifest(manifest)) for manifest in manifests
     )

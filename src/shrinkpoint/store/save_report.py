@@ -135,7 +135,6 @@ class SaveReport:
         return f"<SaveReport {', '.join(filter(None, parts))}>"
 
     def _repr_html_(self) -> str:
-        """The numbers and the bytes of each role, for a notebook."""
         lost = str(LossIncrease.from_loss(self.loss_report))
         numbers = [
             ("scheme", self.scheme),

@@ -306,7 +306,6 @@ class Store:
         return None if self._writer.references.manifest is None else self._writer.references.reference
 
     def _delta_parent(self, listing: Listing, step: int) -> Manifest | None:
-        """The checkpoint to write a delta against: that of the reference, if its files are unchanged."""
         reference = self._writer.references.manifest
         parent = listing.manifests.get(reference.step) if reference is not None else None
         if reference is None or parent is None or parent.step >= step:

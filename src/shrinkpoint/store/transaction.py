@@ -60,7 +60,6 @@ class StoreLock:
             self._is_clean = True
 
     def _hold_storage_lock(self) -> Generator[None, None, None]:
-        """Holds the storage's lock from the first `next` until it is closed."""
         with self._storage.lock():
             yield
 

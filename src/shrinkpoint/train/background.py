@@ -175,7 +175,6 @@ class BackgroundSaver:
             self._free_copies |= allocate_like(missing)
 
     def _resume_from(self, manifest: Manifest[Any]) -> None:
-        """Note that a checkpoint was restored, and let the scheme go on from there."""
         self._lossy_restores = manifest.lossy_restores + manifest.is_lossy
         resume_scheme(self._scheme, manifest.loss, self._lossy_restores)
 
@@ -184,11 +183,9 @@ class BackgroundSaver:
         self._held_copies, self._free_copies = {}, {}
 
     def _last_reference(self) -> Reference | None:
-        """What the writer holds of the last checkpoint; None: nothing."""
         raise NotImplementedError
 
     def _release(self) -> None:
-        """Let go of what a subclass holds beside the copies."""
         raise NotImplementedError
 
     @torch.no_grad()

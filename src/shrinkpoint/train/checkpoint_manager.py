@@ -353,7 +353,6 @@ class CheckpointManager(BackgroundSaver):
                 self._uploader.start()
 
     def _finish_save(self) -> None:
-        """What follows a commit, in the thread that wrote."""
         try:
             self._apply_retention()
         finally:
@@ -418,7 +417,6 @@ class CheckpointManager(BackgroundSaver):
 
 
 def _check_names(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """The objects that are not None, by name."""
     if NAMES_KEY in objects:
         raise PolicyError(NAMES_KEY, found="a name that is taken", expected="another name", do="rename the object")
     for name in ("extra", "metrics"):

@@ -305,7 +305,6 @@ def wait_for_writes(directory: AnyDirectory) -> None:
 
 
 def _real_name(directory: Path | ObjectUrl) -> str:
-    """One name for all paths of a directory."""
     return os.path.realpath(directory) if isinstance(directory, Path) else str(directory)
 
 

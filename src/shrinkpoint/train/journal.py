@@ -366,7 +366,6 @@ class Journal:
             warn_user(f"journal: {text}; remove them, or a crash resumes from the newest of them", UserWarning)
 
     def _agree(self, compute: Callable[[], T]) -> list[T]:
-        """What a function returns on every rank; if it raises on one, all raise."""
         return [compute()] if self._group.size() == 1 else gather_or_raise(compute, self._group)
 
     def _open(self) -> None:
@@ -471,7 +470,6 @@ class Journal:
         return self._max_bytes is None or self._num_bytes + self._record_bytes() <= self._max_bytes
 
     def _record_bytes(self) -> int:
-        """Bytes of a record, at most."""
         counts = len(json.dumps(self._compression.counts()))
         return self._gradient_bytes + self._state.nbytes + counts + _RECORD_OVERHEAD
 
@@ -590,7 +588,6 @@ def _check_manager(manager: LoopCheckpoints, *, is_sharded: bool) -> None:
 
 
 def _place(manager: LoopCheckpoints, directory: str | Path | None) -> Path:
-    """The journal's directory."""
     if directory is not None:
         return LocalStorage(directory).path.absolute()
     if manager.journal_directory is None:

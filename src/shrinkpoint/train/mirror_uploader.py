@@ -151,7 +151,6 @@ class MirrorUploader:
             return is_due
 
     def _copy_missing(self) -> None:
-        """Copy checkpoints, oldest first, until none is missing."""
         if not self._is_locked:
             self._lock.enter_context(self._mirror.target.lock())
             self._is_locked = True

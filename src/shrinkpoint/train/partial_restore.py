@@ -107,7 +107,6 @@ def select_parts(targets: Mapping[str, Any], only: RestoreSelection) -> Selected
 
 
 def _check_targets(targets: Mapping[str, Any]) -> None:
-    """Raise unless the objects are a model, alone or with its optimizer."""
     if not {"model"} <= set(targets) <= {"model", "optimizer"} or not hasattr(targets["model"], "state_dict"):
         found, expected = ", ".join(targets) or "nothing", "model= alone, or with its optimizer=; a module"
         raise PolicyError("only", found=found, expected=expected, do="restore the rest in a call of its own")
@@ -247,7 +246,6 @@ def _copy_to_device(value: Any, current: Any, parameter: Tensor) -> Any:
 
 @torch.no_grad()
 def _merge_part(live: Tensor, saved: Tensor, index: _TorchIndex) -> Tensor:
-    """A copy of `live` with the values of `saved` at an index."""
     merged = live.detach().clone()
     live_index, saved_index = (
         index.to(tensor.device) if isinstance(index, Tensor) else index for tensor in (live, saved)
@@ -296,7 +294,6 @@ def _mask_or_rows(part: Sequence[Any] | Tensor, tensor: Tensor, where: str) -> T
 
 
 def _box_slices(part: tuple[Any, ...], tensor: Tensor, where: str) -> tuple[slice, ...]:
-    """The slices of a box, one for each of its axes."""
     if any(not isinstance(side, slice) and len(side) != 2 for side in part):
         raise PolicyError(
             where, found=repr(part)[:200], expected=_EXPECTED_PART, do="write e.g. (slice(0, 512), (0, 64))"

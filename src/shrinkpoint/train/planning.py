@@ -156,13 +156,11 @@ class AttributeSnapshot:
 
 
 def _has_same_items(container: Any, copy: Any) -> bool:
-    """Whether two containers hold the same objects in the same order."""
     pairs = zip(_iter_items(container), _iter_items(copy), strict=True)
     return len(container) == len(copy) and all(item is recorded for item, recorded in pairs)
 
 
 def _iter_items(container: Any) -> Iterator[Any]:
-    """The items of a container; of a dict, keys and values."""
     if not isinstance(container, dict):
         return iter(container)
     return (part for pair in container.items() for part in pair)

@@ -32,7 +32,6 @@ class RestoreReport:
     lossy_restores: int = 0
 
     def _repr_html_(self) -> str:
-        """The numbers, for a notebook."""
         numbers = [
             ("scheme", self.scheme),
             ("state", humanize.size(self.raw_bytes)),

@@ -500,7 +500,6 @@ def _is_torch_optimizer(optimizer: Optimizer) -> bool:
 
 
 def _defaults(optimizer: Optimizer) -> Mapping[str, Any]:
-    """The hyperparameters of an optimizer; empty for a class that keeps none."""
     return getattr(optimizer, "defaults", None) or {}
 
 
@@ -539,7 +538,6 @@ def _init_parameters(obj: Any) -> frozenset[str]:
 
 
 def _check_scaler_is_enabled(scaler: Any, saved: Any, where: str) -> None:
-    """Raise if a gradient scaler that is on would load the state of one that was off."""
     required = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
     if scaler.is_enabled() and (not isinstance(saved, Mapping) or not required <= saved.keys()):
         found, do = "the state of one that was off", "leave it out, or turn it off"

@@ -497,7 +497,6 @@ def wait(accelerator: Accelerator) -> SaveReport | None:
 
 
 def _set_options(**settings: object) -> dict[str, Any]:
-    """The settings that a call gives."""
     return {name: value for name, value in settings.items() if value is not UNSET}
 
 

@@ -109,7 +109,6 @@ def align_prepared(accelerator: Accelerator, state: Any, where: str, *, strict: 
 
 
 def _live_objects(accelerator: Accelerator) -> dict[str, Any]:
-    """Prepared models, optimizers and schedulers, by the names of their states."""
     models = [unwrap_model(model) for model in accelerator._models]
     objects = {"model": models, "optimizer": accelerator._optimizers}
     single = {name: _unwrap_single(values) for name, values in objects.items() if values}

@@ -226,13 +226,11 @@ def payload_index(manifest: DirectoryManifest, rank: int) -> int | None:
 
 
 def _scheme_config(scheme: Scheme) -> dict[str, object]:
-    """What a scheme was made with; nothing of what it has learned."""
     arguments = scheme.arguments if isinstance(scheme, SpecMixin) else {}
     return {**arguments, "": (type(scheme), repr(scheme))}
 
 
 def _are_equal(config: Mapping[str, object], other: Mapping[str, object]) -> bool:
-    """Whether all settings are equal; functions and other objects that are no plain values are compared, too."""
     if config.keys() != other.keys():
         return False
     # Equality of an arbitrary object may return anything, such as a tensor.

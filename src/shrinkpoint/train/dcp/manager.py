@@ -179,7 +179,6 @@ class Manager:
 
 
 def _parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
-    """The names of the parameters of all modules, by `id`."""
     names: dict[int, str] = {}
     for _, obj in iter_leaves(objects):
         if isinstance(obj, nn.Module):

@@ -125,7 +125,6 @@ def _verify_header(directory: Path | ObjectUrl, payload: Payload) -> FileReader:
 
 
 def _check_stored_tensor(where: str, info: TensorInfo | None, entry: EntryMetadata, chunk: ChunkMetadata) -> None:
-    """Raise if a stored tensor is missing, or is not the chunk that the manifest declares."""
     if info is None or (info.shape, info.dtype) != (chunk.sizes, entry.dtype):
         found = "no such tensor" if info is None else f"{info.dtype} of shape {info.shape}"
         raise CorruptError(where, found=found, expected=f"{entry.dtype} of shape {chunk.sizes}", do=_ADVICE)
@@ -166,7 +165,6 @@ class _TensorsByName(Mapping[str, Tensor]):
 
 
 def _subtree(tree: JSON, fqn: str, where: str) -> JSON:
-    """The subtree of an entry in the tree of a payload."""
     pairs = tree.get("$d") if isinstance(tree, dict) and len(tree) == 1 else None
     if isinstance(pairs, list):  # a name that begins with "$", or with lone surrogates
         keys = (fqn, {"$s": fqn.encode("utf-8", "surrogatepass").hex()})
@@ -208,7 +206,6 @@ def unpickle_plain(data: io.BytesIO, fqn: str) -> Any:
 
 
 def _describe_unsupported(data: io.BytesIO) -> str:
-    """The kind of the value that cannot be stored."""
     data.seek(0)
     try:
         names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(data))

@@ -295,7 +295,6 @@ def _select_entries(metadata: CheckpointMetadata, only: str | Sequence[str], whe
 
 
 def _allocate(entry: EntryMetadata, root: Path | ObjectUrl) -> Tensor:
-    """Uninitialized memory for a global tensor."""
     chunk_bytes = sum(entry.nbytes(chunk.sizes) for chunk in entry.chunks)
     if chunk_bytes != entry.nbytes(entry.size):
         found, expected = f"boxes of {chunk_bytes} bytes", f"{entry.nbytes(entry.size)}, all of the tensor"
@@ -317,7 +316,6 @@ def unflatten(state: Mapping[str, Any], entries: Mapping[str, EntryMetadata]) ->
 
 
 def _child(level: Any, key: str | int, default: Any) -> Any:
-    """The value of a key in a list or dict, which is set to `default` if it is missing."""
     if isinstance(level, list) and isinstance(key, int):
         level.extend([None] * (key + 1 - len(level)))
         level[key] = default if level[key] is None else level[key]

@@ -193,7 +193,6 @@ def _collect_optimizers(
     planner: SavePlanner,
     mappings: Mapping[str, Any],
 ) -> list[tuple[StatePath, dict[Any, Any]]]:
-    """The path and the state dict of each optimizer."""
     optimizers: dict[StatePath, _OptimizerState] = {}
     for fqn, path in paths.items():
         if _is_slot(path):

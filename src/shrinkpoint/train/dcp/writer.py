@@ -326,7 +326,6 @@ class Writer(CheckpointDirectory, StorageWriter):
 
 
 def _worst_stats(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The longest time and the least retention of all ranks, as far as they are known."""
     names = dict.fromkeys(name for rank in stats for name in rank)
     by_name = {name: [rank[name] for rank in stats if name in rank] for name in names}
     return {name: min(values) if name == "retention" else max(values) for name, values in by_name.items()}

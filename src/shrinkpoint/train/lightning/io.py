@@ -498,7 +498,6 @@ class _OptionsError(PolicyError, TypeError):
 
 
 def _missing_module_error(scheme: Scheme, module: nn.Module | None, *, is_other_thread: bool) -> PolicyError:
-    """The error of a save whose scheme evaluates, if the module whose weights are saved is not known."""
     do = "add ShrinkIOCallback() to the Trainer's callbacks; with Fabric, call watch(model) of this plugin"
     if is_other_thread:
         do = "leave AsyncCheckpointIO out, and pass background=True: training must wait for evaluations"
@@ -516,7 +515,6 @@ def _owns_parameters(module: nn.Module, state: Any) -> bool:
 
 
 def _target_device(map_location: Any) -> torch.device | None:
-    """The device that `map_location` gives for tensors on the CPU."""
     if map_location is None or isinstance(map_location, torch.device):
         return map_location
     if isinstance(map_location, Mapping):
@@ -569,6 +567,5 @@ def _monitored_metrics(checkpoint: Mapping[str, Any], path: _PATH) -> dict[str, 
 
 
 def _with_hint(error: StateError) -> StateError:
-    """The same error with advice in Lightning's terms."""
     advice = next((hint for where, hint in _HINT_BY_KEY.items() if error.where.startswith(where)), _DEFAULT_HINT)
     return StateError(error.where, found=error.found, expected=error.expected, do=advice)

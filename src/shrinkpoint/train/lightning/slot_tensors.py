@@ -57,7 +57,6 @@ def _iter_optimizer_states(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _iter_weights(value: Any) -> Iterator[Tensor]:
-    """The tensors of a checkpoint outside of its optimizers."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict | list) and not (isinstance(value, dict) and is_optimizer_state(value)):

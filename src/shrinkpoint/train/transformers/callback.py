@@ -85,7 +85,6 @@ class ShrinkCallback(TrainerCallback):
         return self._checkpointer.stall_seconds
 
     def _saved(self, report: SaveReport) -> None:
-        """Called with the report of every checkpoint that is committed."""
         directory = Path(report.path)
         (directory / checkpoint_dirs.UNFINISHED).unlink(missing_ok=True)
         checkpoint_dirs.remove_stale(directory, ("optimizer", "rng"))
@@ -275,7 +274,6 @@ def _check_arguments(args: Any, state: Any) -> None:
 
 
 def _stateful_objects(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The objects whose states are saved and restored, by name."""
     optimizer = kwargs["optimizer"]
     scaler = getattr(optimizer, "scaler", None)
     objects = {"optimizer": optimizer, "scheduler": kwargs["lr_scheduler"], "scaler": scaler}

@@ -319,7 +319,6 @@ def _error(kind: type[ErrorT], path: Path, found: str, expected: str) -> ErrorT:
 
 
 def _iter_weight_files(root: Path) -> Iterator[Path]:
-    """Yield the Trainer's weight files: of the model, and of adapters and modules in subdirectories."""
     for path in sorted([*root.glob("*"), *root.glob("*/*")]):
         if path.is_file() and WEIGHT_FILES.fullmatch(path.name):
             yield path

@@ -202,7 +202,6 @@ class Evaluation:
         return Reading(value, batch_losses if len(losses) > 1 and is_mean else None)
 
     def _evaluate(self, losses: list[tuple[float, int | None]]) -> float:
-        """Return the metric."""
         loss_only = self._metric == f"{self._prefix}_loss" or self._trainer.compute_metrics is None
         with isolate(self._trainer), _record_batch_losses(self._trainer, losses):
             output = self._trainer.evaluation_loop(
@@ -225,7 +224,6 @@ class Evaluation:
         return self._loader
 
     def _subset(self) -> Any:
-        """The part of the dataset that is evaluated."""
         if self._batches is None:
             return self._dataset
         count = self._batches * self._trainer.args.eval_batch_size
@@ -237,7 +235,6 @@ class Evaluation:
 
 @contextmanager
 def _record_batch_losses(trainer: Any, losses: list[tuple[float, int | None]]) -> Iterator[None]:
-    """Append loss and number of examples of each batch to `losses`."""
     step = trainer.prediction_step
 
     def prediction_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -258,7 +258,6 @@ def _resolve_auto(auto_class: Any, config: PreTrainedConfig, options: Mapping[st
 
 
 def _named_class(config: PreTrainedConfig, where: str) -> Any:
-    """The class that a configuration names."""
     names = config.architectures or []
     model_class = getattr(transformers, names[0], None) if names else None
     if model_class is None:
@@ -316,7 +315,6 @@ def _separate_memory(model: Any) -> None:
 
 
 def _main_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
-    """The floating dtype of most values."""
     counts: dict[torch.dtype, int] = {}
     for tensor in tensors.values():
         if tensor.is_floating_point():
@@ -337,7 +335,6 @@ def _copy_small_files(source: Path | None, target: Path) -> None:
 
 @contextmanager
 def _without_progress() -> Iterator[None]:
-    """Show no progress bars of transformers."""
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -285,7 +285,6 @@ class ShrinkTrainer(Trainer):
 
     @property
     def _model(self) -> Any:
-        """The user's module, without wrappers."""
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
     @property
@@ -461,7 +460,6 @@ class _LoadedParts:
 
 
 def _check_settings(trainer: ShrinkTrainer) -> None:
-    """Raise if the settings do not fit the training arguments."""
     args = trainer.args
     if not trainer._has_full_state:
         if not trainer.shrink.is_default:
