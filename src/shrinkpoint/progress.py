@@ -24,7 +24,7 @@ _log = logging.getLogger("shrinkpoint")
 
 @dataclass(frozen=True)
 class TaskProgress:
-    """How far a task is.
+    """Progress of a task.
 
     Attributes:
         key: of the task, different from those of all others; several may run at a time, one inside of another.
@@ -54,7 +54,7 @@ class TaskProgress:
 
     @property
     def amount(self) -> str:
-        """What is done, and of how much, in words."""
+        """Progress in words: done, and of how much."""
         show = humanize.size if self.unit == "bytes" else str
         return show(self.done) if self.total is None else f"{show(self.done)} of {show(self.total)}"
 
@@ -106,7 +106,7 @@ def _watch(listener: ProgressListener) -> Iterator[None]:
 
 
 def is_watched() -> bool:
-    """Whether anybody is told of the tasks that begin here."""
+    """True if anybody is told of the tasks that begin here."""
     return _LISTENER.get() is not None
 
 

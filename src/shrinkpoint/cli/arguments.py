@@ -144,11 +144,11 @@ class Location:
 
     @property
     def is_run(self) -> bool:
-        """Whether it is a framework's checkpoint directory, or a directory with some in it and no store."""
+        """True if it is a framework's checkpoint directory, or a directory with some in it and no store."""
         return bool(self.directories) and not scan(directory_storage(self.path)).keys
 
     def identify(self) -> Identification | None:
-        """What else than a checkpoint of ours lies there; None if unknown, and in a bucket."""
+        """Identification of a place that is no checkpoint of ours; None if unknown, and in a bucket."""
         return identify(self.path) if isinstance(self.path, Path) else None
 
     @property

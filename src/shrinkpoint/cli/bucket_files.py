@@ -73,7 +73,7 @@ def local_target(where: Path, *, force: bool) -> Iterator[Path]:
 
 
 def has_objects(url: ObjectUrl) -> bool:
-    """Whether there is an object of this name, or one below it."""
+    """True if there is an object of this name, or one below it."""
     return find_object(url) is not None or bool(resolve_storage(str(url)).list())
 
 

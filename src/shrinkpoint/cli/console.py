@@ -1,4 +1,4 @@
-"""What a command says: lines, tables and JSON on stdout, notes on stderr, and its exit code."""
+"""Output of a command: lines, tables and JSON on stdout, notes on stderr, and its exit code."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def _pager_command() -> str:
 
 
 def _run_pager(command: str, text: str) -> bool:
-    """Whether the pager has shown the text; False if the shell does not find it."""
+    """True if the pager has shown the text; False if the shell does not find it."""
     env = {"LESS": "FRX", "LV": "-c", **os.environ}  # as git sets them
     pager = subprocess.Popen(
         command, shell=True, stdin=subprocess.PIPE, env=env, encoding=sys.stdout.encoding, errors="replace"

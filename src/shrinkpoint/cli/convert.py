@@ -84,7 +84,7 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Replace what is at D
 
 @dataclass(frozen=True)
 class _Options:
-    """What the command line asks for.
+    """Options of the command line.
 
     Attributes:
         copy: what is read: of a URL, its copy on this machine.

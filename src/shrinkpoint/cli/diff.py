@@ -22,7 +22,7 @@ _LOCATION_HELP = "A file, a store (its newest checkpoint), STORE@STEP, or what `
 
 
 class SortKey(str, Enum):
-    """What `diff` ranks tensors by."""
+    """Measure by which `diff` ranks tensors."""
 
     RELATIVE = "relative"
     MAX = "max"

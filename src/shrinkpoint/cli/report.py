@@ -85,7 +85,7 @@ def _check_out(out: Path, force: bool) -> None:
 
 
 def _short_names(places: Sequence[str]) -> list[str]:
-    """What the page calls each place: the last part of its path, or all of it where that says nothing.
+    """Name of each place on the page: the last part of its path, or all of it where that says nothing.
 
     >>> _short_names(["runs/a/store", "runs/b"]), _short_names(["runs/a/store", "runs/b/store"]), _short_names(["."])
     (['store', 'b'], ['runs/a/store', 'runs/b/store'], ['.'])
@@ -95,7 +95,7 @@ def _short_names(places: Sequence[str]) -> list[str]:
 
 
 def _read(location: Location, name: str, keep: Keep) -> RunReport:
-    """What the page says of one place; files are read as far as their headers."""
+    """Report of one place; files are read as far as their headers."""
     if location.file is not None:
         file = read_file_report(location.file.storage, location.file.key, str(location.path))
         return RunReport(name, None, None, (file,))

@@ -122,7 +122,7 @@ def _manifest_rows(report: CheckpointReport) -> Iterator[tuple[str, str]]:
 
 
 def _loss_settings(loss: JSON) -> str:
-    """What a scheme recorded of its loss, in short; --json shows all of it."""
+    """Short text of the settings that a scheme recorded; --json shows all of them."""
     if not loss or not isinstance(loss, dict):
         return "nothing" if loss else ""
     chosen, exact, optimizer = loss.get("chosen"), loss.get("exact"), loss.get("optimizer")

@@ -157,7 +157,7 @@ def write_part(path: Path, content: Any, description: dict[str, Any]) -> None:
 
 
 def is_ours(directory: Path) -> bool:
-    """Whether an integration of this library wrote the checkpoint in a directory, and torch has not replaced it."""
+    """True if an integration of this library wrote the checkpoint in a directory, and torch has not replaced it."""
     if not is_checkpoint(directory) or not (directory / dcp.METADATA_FILE).is_file():
         return is_checkpoint(directory)
     from shrinkpoint.train.dcp.checkpoint_metadata import is_overwritten_by_torch  # needs torch.distributed

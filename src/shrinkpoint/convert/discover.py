@@ -287,7 +287,7 @@ def _child_checkpoint(path: Path, step: int) -> SourceCheckpoint | None:
 
 
 def _is_alias(path: Path, checkpoints: Iterable[SourceCheckpoint]) -> bool:
-    """Whether a file (`last.ckpt`) is another name of one of the checkpoints."""
+    """True if a file (`last.ckpt`) is another name of one of the checkpoints."""
     return path.exists() and any(path.samefile(checkpoint.path) for checkpoint in checkpoints)
 
 
@@ -309,14 +309,14 @@ def _native_checkpoint(path: Path) -> SourceCheckpoint | None:
 
 
 def is_store(path: Path) -> bool:
-    """Whether a directory holds a checkpoint of a store."""
+    """True if a directory holds a checkpoint of a store."""
     return any(
         layout.step_of_dir(child.name) is not None and (child / layout.MANIFEST).is_file() for child in path.iterdir()
     )
 
 
 def is_new_store(path: Path) -> bool:
-    """Whether a directory is empty, or holds only what the first save of a store leaves when it is killed."""
+    """True if a directory is empty, or holds only what the first save of a store leaves when it is killed."""
     steps = [child for child in path.iterdir() if not child.name.startswith(RESERVED)]
     return all(layout.step_of_dir(step.name) is not None and step.is_dir() for step in steps) and all(
         file.name.startswith(RESERVED) or layout.PAYLOAD.fullmatch(file.name)

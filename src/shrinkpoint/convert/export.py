@@ -27,7 +27,7 @@ _ABSENT = object()
 
 
 class ExportCounts(NamedTuple):
-    """What `write_state` wrote: how many tensors (each name counted), bytes, values left out, numpy values replaced."""
+    """Counts of `write_state`: tensors (each name counted), bytes, values left out, numpy values replaced."""
 
     tensors: int
     nbytes: int

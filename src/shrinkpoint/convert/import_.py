@@ -118,7 +118,7 @@ class Importer:
         )
 
     def _is_stored(self, checkpoint: SourceCheckpoint, state: FlatState, manifest: Manifest) -> bool:
-        """Whether a stored checkpoint is that of a state; raises `PolicyError` if its structure differs.
+        """True if a stored checkpoint is that of a state; raises `PolicyError` if its structure differs.
 
         If forced, nothing is raised and values are compared too; else `verify_import` compares them.
         """
@@ -142,7 +142,7 @@ class Importer:
             return str(error)
 
     def _has_values(self, state: FlatState, manifest: Manifest) -> bool:
-        """Whether a stored checkpoint has the values of a state; of a lossy one, or one that is broken, never."""
+        """True if a stored checkpoint has the values of a state; of a lossy one, or one that is broken, never."""
         if manifest.scheme != Lossless.id:
             return False
         try:

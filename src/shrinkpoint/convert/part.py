@@ -74,7 +74,7 @@ def safe_join(directory: Path, name: object, where: str) -> Path:
 
 
 def _is_file_name(name: str) -> bool:
-    """Whether this operating system takes `name` as that of an entry of a directory."""
+    """True if this operating system takes `name` as that of an entry of a directory."""
     try:
         os.fsencode(name)
     except UnicodeEncodeError:

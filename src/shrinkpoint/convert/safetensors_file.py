@@ -47,7 +47,7 @@ def read(path: Path) -> Part:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a safetensors file is one that this library wrote; False where its header cannot be read."""
+    """True if a safetensors file is one that this library wrote; False where its header cannot be read."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             return _OWN_KEY in (file.metadata() or {})

@@ -15,7 +15,7 @@ _MAX_INDEX_BYTES = 64 << 20
 
 
 def is_index(path: Path) -> bool:
-    """Whether a file is an index by its name: `model.safetensors.index.json`, `pytorch_model.bin.index.json`."""
+    """True if a file is an index by its name: `model.safetensors.index.json`, `pytorch_model.bin.index.json`."""
     return path.name.endswith((".safetensors" + INDEX_SUFFIX, ".bin" + INDEX_SUFFIX))
 
 

@@ -44,7 +44,7 @@ _ADVICE = (
 
 
 def is_torch_file(path: Path) -> bool:
-    """Whether a file is one of `torch.save`: a zip file with a pickle, or the format from before torch 1.6.
+    """True if a file is one of `torch.save`: a zip file with a pickle, or the format from before torch 1.6.
 
     One whose beginning is damaged is still known by the directory at its end.
     """

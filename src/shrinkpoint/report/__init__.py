@@ -1,1 +1,1 @@
-"""What stores, runs and files hold: as plain data, and as a page."""
+"""Reports of stores, runs and files: as plain data, and as a page."""

@@ -1,4 +1,4 @@
-"""What manifests say of the checkpoints of a store or a run, as plain data; imports no torch."""
+"""Reports the checkpoints of a store or a run from their manifests, as plain data; imports no torch."""
 
 from __future__ import annotations
 

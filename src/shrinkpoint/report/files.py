@@ -1,4 +1,4 @@
-"""What the header of a file says of its tensors, as plain data; imports no torch."""
+"""Reports the tensors of a file from its header, as plain data; imports no torch."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _tensor_rows(head: RecordHead) -> Iterator[TensorRow]:
 
 
 def describe_recipe(recipe: JSON) -> str:
-    """What was done to the tensors of a record, in words; of a recipe that no writer of ours makes, "unknown".
+    """Coding of the tensors of a record, in words; "unknown" for a recipe that no writer of ours makes.
 
     >>> describe_recipe({"kind": "quantized", "bins": 16, "residual": True})
     'differences on 16 levels'

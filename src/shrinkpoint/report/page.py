@@ -73,7 +73,7 @@ class _Table:
 
 @dataclass(frozen=True)
 class _Details:
-    """What the page says of one run below its figures.
+    """Tables of one run below its figures.
 
     Attributes:
         tables: of checkpoints.
@@ -133,7 +133,7 @@ def _checkpoint_row(run: RunReport, row: CheckpointReport) -> tuple[str, ...]:
 
 
 def _exact_tables(reasons: object) -> list[_Table]:
-    """Why tensors stayed exact under a lossy scheme."""
+    """Tables of the reasons for which tensors stayed exact under a lossy scheme."""
     if not isinstance(reasons, dict) or not reasons:
         return []
     rows = []

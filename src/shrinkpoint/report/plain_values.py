@@ -85,7 +85,7 @@ def _has_tensor(tree: JSON, depth: int) -> bool:
 
 
 def _is_small(tree: JSON) -> bool:
-    """Whether a value is shown on one line: a scalar, or a sequence of at most 8; a dict gets a line for each value."""
+    """True if a value is shown on one line: a scalar, or a sequence of at most 8; a dict gets a line for each value."""
     tag, inner = _split_tag(tree)
     content = inner if tag in ("$u", "$z") else tree
     if isinstance(content, list):

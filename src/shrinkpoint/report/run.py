@@ -1,4 +1,4 @@
-"""What a page says of one store, run or file."""
+"""Contents of a page about one store, run or file."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RunReport:
 
     @property
     def shown_name(self) -> str:
-        """What the page calls the checkpoint whose tensors it shows."""
+        """Name of the checkpoint whose tensors the page shows."""
         if self.shown is None:
             return "the file"
         return self.shown.folder or f"step {self.shown.manifest.step}"
@@ -66,7 +66,7 @@ class RunReport:
         ]
 
     def deletion_reason(self, row: CheckpointReport) -> str:
-        """Why the next prune deletes a checkpoint; "" if it does not."""
+        """Reason for which the next prune deletes a checkpoint; "" if it does not."""
         return "" if row.manifest.step is None else self.doomed.get(row.manifest.step, "")
 
     def cumulative_bytes(self) -> tuple[list[int], list[int]]:

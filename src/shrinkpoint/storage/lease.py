@@ -38,7 +38,7 @@ _MAX_ATTEMPTS = 5  # to take a lease that others take and free at the same time
 
 @dataclass(frozen=True)
 class LockNote:
-    """What the lock object says of its holder.
+    """Contents of the lock object about its holder.
 
     Attributes:
         token: random text of one holder; "" where it is free.
@@ -66,7 +66,7 @@ class LockNote:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the holder was a process of this machine that has ended."""
+        """True if the holder was a process of this machine that has ended."""
         if not self.pid or not self.machine or self.machine != _machine():
             return False
         return not is_process_alive(self.pid)
@@ -109,7 +109,7 @@ class Lease:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process took it, and not one of which this is a fork."""
+        """True if this process took it, and not one of which this is a fork."""
         return self._pid == os.getpid()
 
     def acquire(self) -> None:

@@ -505,7 +505,7 @@ def _fsync_dir(directory: Path) -> None:
 
 
 def is_being_written(path: Path) -> bool:
-    """Whether the writer of a temporary file still has it open."""
+    """True if the writer of a temporary file still has it open."""
     try:
         with FileIO(path, opener=open_regular) as file:
             return not try_lock(file.fileno())
@@ -573,7 +573,7 @@ def _lock_owner(fd: int) -> str:
 
 
 def is_process_alive(pid: int) -> bool:
-    """Whether a process of this machine has this id; True where the system does not say."""
+    """True if a process of this machine has this id; True where the system does not say."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

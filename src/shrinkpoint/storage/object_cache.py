@@ -86,7 +86,7 @@ class ObjectCache:
 
     @property
     def max_bytes(self) -> int:
-        """How much it may take; 0 where the file system does not say."""
+        """Bytes that the cache may take; 0 where the file system does not say."""
         if self._max_bytes is None:
             with suppress(OSError):
                 existing = next(path for path in (self.directory, *self.directory.parents) if path.exists())

@@ -136,7 +136,7 @@ def _translate(where: str, operation: str, error: Exception) -> ShrinkpointError
 
 
 def _reason(text: str, kind: str) -> str:
-    """What is said of an error: status, code, and how often the request was tried again."""
+    """Text of an error: status, code, and the number of retries."""
     status, code, retries = _STATUS.search(text), _CODE.search(text), _RETRIES.search(text)
     parts = [match[1].strip() for match in (status, code) if match]
     if not parts:

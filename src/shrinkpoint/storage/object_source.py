@@ -74,7 +74,7 @@ class ObjectSource(Source):
 
     @property
     def e_tag(self) -> str | None:
-        """What the service says of its content; None if it says nothing."""
+        """ETag of the content; None if the service sends none."""
         e_tag: str | None = self._meta["e_tag"]
         return e_tag
 
@@ -106,7 +106,7 @@ class ObjectSource(Source):
             submit_or_run(self._pool, self._fetch, indices, futures)
 
     def _has_blocks(self, begin: int, end: int) -> bool:
-        """Whether all blocks of a range are there, or on the way."""
+        """True if all blocks of a range are there, or on the way."""
         with self._lock:
             return end - begin <= _MAX_BLOCKS and all(index in self._blocks for index in range(begin, end))
 

@@ -316,7 +316,7 @@ def _version_of(meta: Mapping[str, Any]) -> object:
 
 @contextmanager
 def _bucket_errors(where: str) -> Iterator[None]:
-    """Where an object is written, there is no object that could be missing: the bucket is."""
+    """Turn "not found" while an object is written into an error about the bucket."""
     try:
         yield
     except FileNotFoundError as error:

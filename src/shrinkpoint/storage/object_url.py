@@ -54,7 +54,7 @@ class ObjectUrl:
 
 
 def is_object_url(value: object) -> TypeGuard[str | Path]:
-    """Whether a path is a URL of object storage; also after pathlib has removed one of its slashes.
+    """True if a path is a URL of object storage; also after pathlib has removed one of its slashes.
 
     >>> [is_object_url(text) for text in ("s3://bucket/run", "s3:/bucket", "gs://b", "hdfs://b", "runs/s3")]
     [True, True, True, False, False]

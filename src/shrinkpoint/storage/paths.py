@@ -38,7 +38,7 @@ def open_regular(path: str | os.PathLike[str], flags: int, mode: int = 0o666) ->
 
 
 def is_regular(path: Path) -> bool:
-    """Whether a path is a regular file itself; a symbolic link to one is not."""
+    """True if a path is a regular file itself; a symbolic link to one is not."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except OSError:
@@ -46,7 +46,7 @@ def is_regular(path: Path) -> bool:
 
 
 def what_is_at(path: Path) -> str:
-    """What is at a path, for messages; symbolic links are followed."""
+    """Kind of a path, for messages; symbolic links are followed."""
     for status in (path.stat, path.lstat):
         try:
             return _FILE_TYPES.get(stat.S_IFMT(status().st_mode), "no regular file")
@@ -75,7 +75,7 @@ class PathTypeError(PolicyError, TypeError):
 
 
 def is_url(value: object) -> bool:
-    """Whether a path is a URL, of which pathlib would make a directory called `s3:`.
+    """True if a path is a URL, of which pathlib would make a directory called `s3:`.
 
     >>> [is_url(text) for text in ("s3://bucket/run", "s3:/bucket/run", "gs::x", "C:/run", "runs/a:b", "./http/x")]
     [True, True, True, False, False, False]

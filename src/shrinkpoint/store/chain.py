@@ -62,12 +62,12 @@ def use_current(read: Callable[[], M], use: Callable[[M], T], identify: Callable
 
 
 def manifest_identity(manifest: Manifest[Any]) -> object:
-    """What tells the files that a manifest names from those of another one."""
+    """Key that differs if two manifests name different files."""
     return manifest.id, manifest.payloads, manifest.bases
 
 
 def chain_identity(files: Sequence[ChainFile]) -> object:
-    """What tells a chain from another one: digests, keys and checkpoints of its files.
+    """Key that differs if two chains differ: digests, keys and checkpoints of the files.
 
     A step that is saved twice with the same values has its first digest and its first name again, and another id.
     """
@@ -235,13 +235,13 @@ def store_chain(storage: Storage, manifest: Manifest) -> tuple[ChainFile, ...]:
 
 
 def is_current(manifests: Mapping[int, Manifest], base: ChainLink) -> bool:
-    """Whether the step a base came from still holds that very file, and was not saved again or deleted since."""
+    """True if the step a base came from still holds that very file, and was not saved again or deleted since."""
     manifest = manifests.get(base.step)
     return manifest is not None and manifest.digest == base.digest
 
 
 def is_orphaned(manifests: Mapping[int, Manifest], manifest: Manifest) -> bool:
-    """Whether a delta depends on a file of a checkpoint that is not there: forgotten, deleted, saved again."""
+    """True if a delta depends on a file of a checkpoint that is not there: forgotten, deleted, saved again."""
     return not all(is_current(manifests, base) for base in manifest.bases)
 
 

@@ -1,4 +1,4 @@
-"""Where the chains of a writer end: before a restore takes long, and before they hold more than they save. No torch.
+"""Limits of a writer's chains: the time of a restore, and the bytes that a chain holds. No torch.
 
 A base stays on the disk as long as a delta needs it, whether retention wants it or not. With `Keep(last=1)`, a keyframe
 of 0.78 of the state's bytes and a delta of 0.76 would hold 1.54 times the bytes of the one checkpoint that is kept. So
@@ -63,7 +63,7 @@ class ChainLimit:
         self._wait = self._waited = 0  # keyframes between two attempts, and those since the last one
 
     def allows_delta(self, chain: ChainBytes) -> bool:
-        """Whether a delta may be written behind a chain."""
+        """True if a delta may be written behind a chain."""
         total, every = sum(chain.sizes), self._keyframe_every
         max_read = max(MAX_CHAIN_STATES * chain.raw_bytes, MIN_CHAIN_BYTES)
         if every is not None and (len(chain.sizes) >= every or total >= max_read):
@@ -73,7 +73,7 @@ class ChainLimit:
         return total + size <= _allowance(self.keep, chain, size)
 
     def accepts_delta(self, chain: ChainBytes, size: int, raw_bytes: int) -> bool:
-        """Whether a delta that has been written may stay; else a keyframe takes its place.
+        """True if a delta that has been written may stay; else a keyframe takes its place.
 
         Args:
             chain: without the delta.

@@ -30,7 +30,7 @@ M = TypeVar("M")
 
 
 class CheckpointPlace(ABC):
-    """Where one checkpoint is written. Until its manifest is there, `remove` undoes what was written.
+    """The place of one checkpoint. Until its manifest is there, `remove` undoes what was written.
 
     Args:
         storage: what holds its files.

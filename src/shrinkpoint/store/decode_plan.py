@@ -81,7 +81,7 @@ class PartialFile:
         return f"{self.reader.where}: {self.head(index).label}"
 
     def is_same(self, index: int) -> bool:
-        """Whether a record only states that its tensors have not changed since the parent."""
+        """True if a record only states that its tensors have not changed since the parent."""
         return bool(self.head(index).recipe == {"kind": "same"})
 
     def tensors_before(self, index: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the next delta is made against: the decoded tensors of the last checkpoint, how much of the weights' progress
+"""Base of the next delta: the decoded tensors of the last checkpoint, how much of the weights' progress
 they hold, and whether the files that they were decoded from are still intact.
 
 Right after a restore the weights are exactly the values that a quantizer chose. In a save that follows soon, most of
@@ -99,7 +99,7 @@ class ReferenceCache(Generic[M]):
 
     @property
     def reference(self) -> Reference:
-        """What is held; empty if it was to be decoded again and could not be: then nothing is held any more."""
+        """Tensors that are held; empty after a decoding that failed: then nothing is held any more."""
         self.ensure_decoded()
         return self._reference
 
@@ -225,17 +225,17 @@ class StoredFile:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a file of this machine, which is read while others are written."""
+        """True if it is a file of this machine, which is read while others are written."""
         return isinstance(self.storage, LocalStorage)
 
     @property
     def is_verified_by_service(self) -> bool:
-        """Whether its storage compares what it holds with checksums itself, and says when an object is replaced."""
+        """True if its storage compares what it holds with checksums itself, and says when an object is replaced."""
         return hasattr(self.storage, "version")
 
     @property
     def is_readable(self) -> bool:
-        """Whether its bytes can be read again; a storage that only counts bytes keeps none."""
+        """True if its bytes can be read again; a storage that only counts bytes keeps none."""
         return getattr(self.storage, "keeps_payloads", True)
 
     def stamp(self) -> object:
@@ -394,7 +394,7 @@ class _FileScan:
 
     @property
     def is_done(self) -> bool:
-        """Whether all parts have been compared."""
+        """True if all parts have been compared."""
         return self._part_index == len(self._parts)
 
     def read(self, file: StoredFile, max_bytes: int) -> int:

@@ -273,7 +273,7 @@ class _UncommittedPayload(NamedTuple):
 
 
 def _can_refer(place: Path | ObjectUrl, base: Path | ObjectUrl | None) -> bool:
-    """Whether a delta in one directory can name files of another one."""
+    """True if a delta in one directory can name files of another one."""
     if isinstance(place, Path) or not isinstance(base, ObjectUrl):
         return isinstance(place, Path) and isinstance(base, Path)
     return (place.scheme, place.bucket) == (base.scheme, base.bucket)

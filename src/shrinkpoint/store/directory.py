@@ -168,7 +168,7 @@ def read_directory_manifest(directory: AnyDirectory) -> DirectoryManifest:
 
 
 def has_committed(directory: AnyDirectory, payload: Payload) -> bool:
-    """Whether a checkpoint exists in a directory, and this payload is one of its payloads.
+    """True if a checkpoint exists in a directory, and this payload is one of its payloads.
 
     Raises:
         NotFoundError: there is no manifest.
@@ -363,7 +363,7 @@ def _write_readme(root: Path) -> None:
 
 
 def _is_own_readme(path: Path) -> bool:
-    """Whether a README was written by this package, in any release."""
+    """True if a README was written by this package, in any release."""
     first = _README.partition("\n")[0].encode()
     if not path.is_file():  # reading a pipe would wait
         return False

@@ -1,4 +1,4 @@
-"""Where a single file lies: in a directory or in a bucket, and where the files that it names may be."""
+"""Place of a single file, in a directory or in a bucket, and candidates for the files that it names."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class FilePlace:
 
     @property
     def exists(self) -> bool:
-        """Whether there is such a file or object.
+        """True if there is such a file or object.
 
         Raises:
             StorageError: the bucket cannot be asked.
@@ -58,7 +58,7 @@ class FilePlace:
         return self.storage.open(self.key)
 
     def is_same(self, other: FilePlace) -> bool:
-        """Whether both are one file."""
+        """True if both are one file."""
         if self.path is None or other.path is None:
             return str(self) == str(other)
         with suppress(OSError):
@@ -74,7 +74,7 @@ class FilePlace:
         return str(self)
 
     def candidates(self, name: str) -> Sequence[FilePlace]:
-        """Where the file that this one names, relative to the directory in which it was written, may be now.
+        """Candidates for a file that this one names relative to the directory in which it was written.
 
         Of a file in a bucket: in this bucket. Of another one: on this machine.
         """
@@ -104,7 +104,7 @@ AnyPlace: TypeAlias = str | Path | FilePlace
 
 
 def _can_be_file(path: Path) -> bool:
-    """Whether a path ends with a name; "/" and "a/.." do not."""
+    """True if a path ends with a name; "/" and "a/.." do not."""
     return path.name not in ("", "..")
 
 

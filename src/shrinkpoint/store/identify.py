@@ -43,12 +43,12 @@ _TENSOR_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 
 def is_checkpoint(directory: AnyDirectory) -> bool:
-    """Whether a directory has a manifest of ours; its files are not looked at."""
+    """True if a directory has a manifest of ours; its files are not looked at."""
     return has_file(directory, MANIFEST)
 
 
 def has_file(directory: AnyDirectory, name: str) -> bool:
-    """Whether a directory has a file of this name; one of a bucket, an object."""
+    """True if a directory has a file of this name; one of a bucket, an object."""
     return place_file(str(resolve_directory(directory) / name)).exists
 
 
@@ -74,7 +74,7 @@ def find_checkpoints(root: str | Path | ObjectUrl) -> list[Path] | list[ObjectUr
 
 
 def is_of_run(root: Path | ObjectUrl, place: Path | ObjectUrl) -> bool:
-    """Whether a checkpoint below a directory has a name that says that it belongs to a run there."""
+    """True if a checkpoint below a directory has a name that says that it belongs to a run there."""
     if place == root:
         return True
     *folders, name = str(place)[len(str(root)) :].strip("/").split("/")
@@ -92,7 +92,7 @@ def _find_in_bucket(root: ObjectUrl) -> list[ObjectUrl]:
 
 @dataclass(frozen=True)
 class Identification:
-    """What a path is, and what reads it.
+    """Kind of a path, and advice on what reads it.
 
     Attributes:
         description: in words, "a file of torch.save".
@@ -139,7 +139,7 @@ def _identify_file(path: Path) -> Identification | None:
 
 
 def _is_ours(head: bytes) -> bool:
-    """Whether a header begins with our name, some bits of which may be damaged."""
+    """True if a header begins with our name, some bits of which may be damaged."""
     name = head[_MARK:][: len(PREFIX) - _MARK + 8]
     return sum(a == b for a, b in zip(name, PREFIX[_MARK - 8 :], strict=False)) > (len(PREFIX) - _MARK + 8) // 2
 
@@ -182,7 +182,7 @@ def _identify_directory(path: Path) -> Identification:
 
 
 def _identify_foreign_dir(path: Path, names: set[str]) -> str | None:
-    """What another framework wrote there, in words; None if unknown."""
+    """Kind of directory that another framework wrote, in words; None if unknown."""
     if ".metadata" in names:
         return "a checkpoint of torch.distributed.checkpoint"
     tensors = sorted(name for name in names if name.endswith(_TENSOR_SUFFIXES))

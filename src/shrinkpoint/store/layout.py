@@ -79,12 +79,12 @@ def step_of(key: str) -> int | None:
 
 
 def is_own_name(name: str) -> bool:
-    """Whether a store writes files of this name into a step's directory."""
+    """True if a store writes files of this name into a step's directory."""
     return name in (MANIFEST, FORGOTTEN) or bool(BASE.fullmatch(name) or PAYLOAD.fullmatch(name))
 
 
 def is_step_dir(name: str) -> bool:
-    """Whether a store makes directories of this name, so that an empty one may be removed."""
+    """True if a store makes directories of this name, so that an empty one may be removed."""
     head, _, rest = name.partition("/")
     return rest in ("", BASES) and step_of_dir(head) is not None
 

@@ -93,12 +93,12 @@ class StepDirectory:
 
     @property
     def is_visible(self) -> bool:
-        """Whether there is a checkpoint that is not forgotten; its manifest may be broken."""
+        """True if there is a checkpoint that is not forgotten; its manifest may be broken."""
         return (self.manifest is not None or self.error is not None) and not self.is_forgotten
 
     @property
     def has_manifest(self) -> bool:
-        """Whether there is a checkpoint that is not forgotten, and its manifest can be read."""
+        """True if there is a checkpoint that is not forgotten, and its manifest can be read."""
         return self.manifest is not None and not self.is_forgotten
 
     @property
@@ -196,7 +196,7 @@ class Listing:
         return abandoned_steps(self.visible.values())
 
     def __contains__(self, key: object) -> bool:
-        """Whether there is such a key."""
+        """True if there is such a key."""
         step = layout.step_of(key) if isinstance(key, str) else None
         return step is not None and str(key).partition("/")[2] in self.file_names(step)
 
@@ -319,7 +319,7 @@ class Lister:
 
     @property
     def has_rollback(self) -> bool:
-        """Whether the order of saving may be another than that of the steps, so that only manifests tell it.
+        """True if the order of saving may be another than that of the steps, so that only manifests tell it.
 
         Raises:
             StorageError: the store cannot be listed.
@@ -408,7 +408,7 @@ class NewestFirst:
         self._is_over = True
 
     def has_changed(self) -> bool:
-        """Whether a checkpoint newer than the last one given is new, gone, or not as it was; after the end, any one."""
+        """True if a checkpoint newer than the last one given is new, gone, or not as it was; after the end, any one."""
         passed, pairs = self._given, iter_newest(self._listers)
         if not self._is_over:
             *passed, last = passed
@@ -421,7 +421,7 @@ class NewestFirst:
 
 
 def _identities(pairs: Iterable[tuple[StepDirectory, int]]) -> Iterator[object]:
-    """What tells each checkpoint that is visible from a later one of its step."""
+    """Keys that differ if a visible checkpoint was replaced by a later one of its step."""
     for entry, index in pairs:
         if entry.is_visible:
             manifest = entry.manifest
@@ -533,7 +533,7 @@ def _stamps(storage: LocalStorage, step: int, old: _Stamps | None = None) -> _St
 
 
 def _is_old(stamps: _Stamps) -> bool:
-    """Whether another change would leave a trace: of two in one tick of a file system's clock only one does."""
+    """True if another change would leave a trace: of two in one tick of a file system's clock only one does."""
     newest = max((max(stamp[1:3]) for stamp in stamps if stamp), default=0)
     return time.time_ns() - newest > _MIN_AGE
 
@@ -569,7 +569,7 @@ def read_manifest(storage: Storage, step: int) -> Manifest:
 
 
 def _is_hidden(storage: Storage, manifest: Manifest) -> bool:
-    """Whether the marker hides this checkpoint, and not an earlier one of the same step."""
+    """True if the marker hides this checkpoint, and not an earlier one of the same step."""
     try:
         with storage.open(layout.forgotten_key(manifest.step)) as source:
             mark = _encode_mark(manifest.id)

@@ -1,4 +1,4 @@
-"""What a checkpoint lost, as a manifest's `loss` says it."""
+"""Rise of the loss by a checkpoint, parsed from a manifest's `loss`."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _percent(share: float) -> str:
 
 
 def _keeps_weights(chosen: JSON) -> bool:
-    """Whether all weights are exact, and only optimizer moments are quantized."""
+    """True if all weights are exact, and only optimizer moments are quantized."""
     return isinstance(chosen, dict) and "step_in_deviations" in chosen and chosen["step_in_deviations"] is None
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint is: it exists when its manifest does.
+"""Manifests: a checkpoint exists when its manifest does.
 
 One class, two encodings: that of a step of a store (`manifest.json`), and that of a directory which a framework names
 (`shrinkpoint.json`). A new field goes into `Manifest`, `_shared_to_json` and `_shared_from_json`.
@@ -151,7 +151,7 @@ class Manifest(Generic[StepT]):
             object.__setattr__(self, "stored_bytes", sum(payload.size for payload in self.payloads))
 
     def __repr__(self) -> str:
-        """Which checkpoint it is and what it takes, in one short line."""
+        """Short line with step, scheme, kind and size."""
         step = "no step" if self.step is None else f"step {self.step}"
         return f"<Manifest {step}, {self.scheme}, {self.kind}, {humanize.sizes(self.raw_bytes, self.stored_bytes)}>"
 
@@ -167,13 +167,13 @@ class Manifest(Generic[StepT]):
 
     @property
     def kind(self) -> str:
-        """What people call it: a keyframe, or a delta with its depth; and whether it has weights only."""
+        """Kind in words: a keyframe, or a delta with its depth; "weights only" if it has no moments."""
         kind = f"delta {self.depth}" if self.depth else "keyframe"
         return f"{kind}, weights only" if self.weights_only else kind
 
     @property
     def is_lossy(self) -> bool:
-        """Whether a restore gives other values than were saved."""
+        """True if a restore gives other values than were saved."""
         return isinstance(self.loss, dict) and self.loss.get("chosen") is not None
 
     @property
@@ -285,7 +285,7 @@ def _dump_within(document: Mapping[str, JSON], max_bytes: int) -> bytes:
 
 
 def names_payload(data: bytes, payload: Payload) -> bool:
-    """Whether the bytes of a directory's manifest are intact and name a payload; they are not parsed.
+    """True if the bytes of a directory's manifest are intact and name a payload; they are not parsed.
 
     Every rank asks this at every save, of a manifest that grows with the number of ranks. Its encoding is canonical,
     so that the digest is of all bytes but its own entry, and a payload's row has one spelling.

@@ -163,7 +163,7 @@ class Mirror:
         return tuple(id for id in dict.fromkeys(ids) if id != manifest.id)[-_MAX_REPLACED:]
 
     def _holds(self, key: str, digest: str) -> bool:
-        """Whether an object of the target that no manifest names is the file with this digest."""
+        """True if an object of the target that no manifest names is the file with this digest."""
         with suppress(FormatError), self.target.open(key) as source:
             return FileReader(source, key).digest == digest
         return False
@@ -199,7 +199,7 @@ def select_missing(local: Listing, content: Listing, keep: Keep | None, now: dat
 
 @dataclass(frozen=True)
 class Place:
-    """Where a file is in a mirror, or is to be copied to."""
+    """Place of a file in a mirror, present or to be copied."""
 
     key: str
     is_missing: bool

@@ -103,7 +103,7 @@ class _Prune:
         self._notes: dict[int, str] = {}
 
     def finish(self) -> PrunePlan:
-        """What was done, or would be."""
+        """Plan of what was done, or would be."""
         notes = {step: (*self._plan.reasons[step], note) for step, note in self._notes.items()}
         return replace(self._plan, reasons={**self._plan.reasons, **notes})
 
@@ -178,7 +178,7 @@ def _needed_bytes(manifests: Sequence[Manifest]) -> int:
 
 
 def _has_links(storage: Storage, listing: Listing) -> bool:
-    """Whether a delta written here gets links to its bases, as far as those that are there tell."""
+    """True if a delta written here gets links to its bases, as far as those that are there tell."""
     bases = [base for manifest in listing.manifests.values() for base in manifest.bases]
     return getattr(storage, "has_links", True) and (not bases or any(base.name for base in bases))
 
@@ -223,7 +223,7 @@ def _with_moments(storage: Storage, manifests: Sequence[Manifest], settled: set[
 def _targets(
     selected: Mapping[int, Manifest], manifests: Sequence[Manifest], stripped: frozenset[int]
 ) -> tuple[RewriteTarget, ...]:
-    """What has to be written again so that a chain has neither the moments of `stripped` nor what no rule selects.
+    """Rewrites after which a chain has neither the moments of `stripped` nor what no rule selects.
 
     A checkpoint becomes a delta against its nearest ancestor among them that is like it: with moments, or without.
 

@@ -27,7 +27,7 @@ _SPAN = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([smhdw])")
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints to keep: those that any of the given rules selects.
+    """Rules of retention: a checkpoint stays if any of them selects it.
 
     The newest checkpoint is the one that was saved last. It is always kept, since a run resumes from it, and so is
     every base of a kept one. Checkpoints that the run left behind when it went back to an older step count as older
@@ -101,7 +101,7 @@ def check_keep(keep: object) -> Keep | None:
 
 @dataclass(frozen=True)
 class RetentionDecision:
-    """Which checkpoints to keep and to drop.
+    """Checkpoints to keep and to drop.
 
     Attributes:
         keep, drop: steps, rising.
@@ -217,7 +217,7 @@ class RewriteTarget:
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """What a prune deletes and writes again, and why.
+    """Deletions and rewrites of a prune, with reasons.
 
     Attributes:
         delete, keep: steps, rising.
@@ -241,7 +241,7 @@ class PrunePlan:
     bases: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
-        """What it frees, in one short line."""
+        """Short line with what the plan frees."""
         count = humanize.count(len(self.delete), "checkpoint")
         again = f", writes {len(self.rewrite)} again" if self.rewrite else ""
         return f"<PrunePlan deletes {count} and {humanize.size(self.bytes)}, keeps {len(self.keep)}{again}>"

@@ -43,7 +43,7 @@ class RewrittenCheckpoint(NamedTuple):
 
 
 def has_moments(storage: Storage, manifest: Manifest) -> bool:
-    """Whether the optimizers of a checkpoint have state for their parameters; False if its header cannot be read.
+    """True if the optimizers of a checkpoint have state for their parameters; False if its header cannot be read.
 
     Raises:
         StorageError: reading failed.
@@ -138,7 +138,7 @@ def merge_orphaned_deltas(storage: Storage, *, threads: int | None = None) -> It
 
 
 def _has(listing: Listing, base: ChainLink) -> bool:
-    """Whether a base's checkpoint is visible and, by its id, holds the values it held when the delta was made."""
+    """True if a base's checkpoint is visible and, by its id, holds the values it held when the delta was made."""
     manifest = listing.visible.get(base.step)
     return manifest is not None and manifest.id == base.id
 

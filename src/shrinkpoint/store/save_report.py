@@ -1,4 +1,4 @@
-"""What a save reports: bytes by role, time, and what was lost."""
+"""Report of a save: bytes by role, time, and the rise of the loss."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class SaveReport:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the loss was measured; True where nothing was lost."""
+        """True if the loss was measured; True where nothing was lost."""
         return LossIncrease.from_loss(self.loss_report).is_measured
 
     @property
@@ -124,7 +124,7 @@ class SaveReport:
         return f"{self.path}: {self.scheme}, {self._kind}, {sizes}, {lost}"
 
     def __repr__(self) -> str:
-        """What was written, in one short line.
+        """Short line with what was written.
 
         >>> SaveReport("a", "fisher", True, 2200, 100, 1.0, loss_report={"chosen": {}, "measured": False})
         <SaveReport fisher, keyframe, 100 B of 2.20 kB (22.00x), loss not measured, 1.00 s>
@@ -190,7 +190,7 @@ class SaveReport:
 
     @property
     def stats(self) -> dict[str, float]:
-        """What a manifest records of the save, as far as it is known."""
+        """Statistics of the save for the manifest, as far as they are known."""
         values = {"seconds": self.seconds, "retention": self.retention, "stall": self.stall_seconds}
         return {name: round(value, 6) for name, value in values.items() if value is not None}
 

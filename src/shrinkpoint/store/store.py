@@ -106,7 +106,7 @@ class Store:
         return f"Store({self.storage.describe()!r})"
 
     def _repr_html_(self) -> str:
-        """What is in the store, for a notebook: totals, and the newest checkpoints."""
+        """Contents of the store for a notebook: totals, and the newest checkpoints."""
         return store_html(self.storage.describe(), self.list())
 
     def __enter__(self) -> Store:
@@ -165,7 +165,7 @@ class Store:
         return entry.read_manifest()
 
     def has_checkpoint(self) -> bool:
-        """Whether there is a checkpoint that is not forgotten; its manifest may be broken."""
+        """True if there is a checkpoint that is not forgotten; its manifest may be broken."""
         return any(entry.is_visible for entry in self._lister.iter_directories())
 
     def verify(self, *, deep: bool = False) -> Sequence[Finding]:

@@ -1,4 +1,4 @@
-"""What a notebook shows of a store."""
+"""HTML of a store for a notebook."""
 
 from __future__ import annotations
 

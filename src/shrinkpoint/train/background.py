@@ -272,7 +272,7 @@ class BackgroundWorker:
 
     @property
     def is_running(self) -> bool:
-        """Whether a job runs, or is about to."""
+        """True if a job runs, or is about to."""
         job = self._job
         return job is not None and not job.done.is_set()
 

@@ -117,7 +117,7 @@ class CheckpointManager(BackgroundSaver):
         return f"CheckpointManager({self.store.storage.describe()!r})"
 
     def should_save(self, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
-        """Whether the `save_decision_policy` wants this step saved; False for a step that is saved already.
+        """True if the `save_decision_policy` wants this step saved; False for a step that is saved already.
 
         After a restore, steps beyond the restored one count as not saved.
 
@@ -142,13 +142,13 @@ class CheckpointManager(BackgroundSaver):
 
     @property
     def journal_directory(self) -> Path | None:
-        """Where a `Journal` of these checkpoints is; None in a bucket, where nothing is appended."""
+        """Directory of a `Journal` of these checkpoints; None in a bucket, where nothing is appended."""
         storage = self.store.storage
         return storage.path.absolute() / "journal" if isinstance(storage, LocalStorage) else None
 
     @property
     def reached_preemption(self) -> bool:
-        """Whether the process was told to end (SIGTERM) when `should_save` was called last; the same on all ranks.
+        """True if the process was told to end (SIGTERM) when `should_save` was called last; the same on all ranks.
 
         Always False without a `PreemptionCheckpointingPolicy`.
         """

@@ -48,7 +48,7 @@ _log = logging.getLogger("shrinkpoint")
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """What a caller says about one save into a directory.
+    """Arguments of one save into a directory.
 
     Attributes:
         step: number of the training step; None if not given.
@@ -317,7 +317,7 @@ def _delete_objects(url: ObjectUrl) -> None:
 
 
 def _may_be_committed(directory: Path | ObjectUrl, digest: str) -> bool:
-    """Whether a directory's manifest names this payload; True if the manifest cannot be read."""
+    """True if a directory's manifest names this payload; True if the manifest cannot be read."""
     try:
         manifest = directories.read_directory_manifest(directory)
         return any(payload.digest == digest for payload in manifest.payloads)

@@ -40,7 +40,7 @@ class DefaultEvaluation:
 
     @property
     def description(self) -> str:
-        """What is measured, in words."""
+        """Description of the examples that are measured."""
         return "" if self._source is None else self._source.describe()
 
     def __call__(self, model: Any) -> float:

@@ -99,12 +99,12 @@ class GradientRecorder:
 
     @property
     def is_recording(self) -> bool:
-        """Whether the gradients of the next step are recorded."""
+        """True if the gradients of the next step are recorded."""
         return self._save_interval is None or -(self._step + 1) % self._save_interval < self._batches
 
     @property
     def ready(self) -> bool:
-        """Whether `mean` has any average."""
+        """True if `mean` has any average."""
         self._drain_copies()
         return bool(self._mean)
 
@@ -190,7 +190,7 @@ class GradientRecorder:
 
     @property
     def _has_gaps(self) -> bool:
-        """Whether steps between two windows are not recorded; else the average never starts anew."""
+        """True if steps between two windows are not recorded; else the average never starts anew."""
         return self._save_interval is not None and self._batches < self._save_interval
 
     def _iter_gradients(self) -> Iterator[tuple[str, Tensor]]:

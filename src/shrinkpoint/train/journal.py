@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class LoopCheckpoints(Protocol):
-    """What saves and restores the checkpoints between which a journal is written.
+    """Manager of the checkpoints between which a journal is written.
 
     Attributes:
         is_sharded: whether every rank saves its part, in calls that all make; else the first rank saves for all.
@@ -187,7 +187,7 @@ class Journal:
 
     @property
     def is_full(self) -> bool:
-        """Whether the next step would exceed `max_bytes`: save now.
+        """True if the next step would exceed `max_bytes`: save now.
 
         It is the same on all ranks if their buffers change in the same steps.
         """
@@ -463,7 +463,7 @@ class Journal:
             self._directory.delete(lambda other, rank: other < start)
 
     def _header(self) -> dict[str, Any]:
-        """What a journal and the run that resumes from it have in common."""
+        """Settings that a journal and the run that resumes from it share."""
         return {"rank": self._rank, "ranks": self._group.size(), "config": self._compression.config()}
 
     def _has_room(self) -> bool:

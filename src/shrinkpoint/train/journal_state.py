@@ -1,4 +1,4 @@
-"""What a journal keeps beside gradients: generators and changing buffers, and digests that a replay is judged by."""
+"""State in a journal beside gradients: generators, changing buffers, and digests to check a replay."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from shrinkpoint.store.save_report import SaveReport
 
 
 class ScalarWriter(Protocol):
-    """What `torch.utils.tensorboard.SummaryWriter` is, and others are like."""
+    """Interface of `torch.utils.tensorboard.SummaryWriter`, which other loggers share."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int | None, /) -> Any:
         """Write one number."""

@@ -23,7 +23,7 @@ _MAX_STEPS = 16
 
 
 def count_terms(batch: Any, *, shift: bool = False) -> Tensor | int:
-    """How many terms the loss of a batch averages.
+    """Number of terms that the loss of a batch averages.
 
     Integer labels (of a mapping, or the last item of a tuple) are a term each, but for those that are -100; so are the
     values of a batch that is one tensor of integers. Any other batch has as many terms as examples.
@@ -50,7 +50,7 @@ def count_terms(batch: Any, *, shift: bool = False) -> Tensor | int:
 
 
 def find_labels(batch: Any) -> Tensor | None:
-    """What a loss compares its outputs with; None if a batch does not say."""
+    """Targets of a loss; None if a batch does not tell."""
     if isinstance(batch, Tensor):
         return batch
     if isinstance(batch, Mapping):

@@ -142,7 +142,7 @@ class MirrorUploader:
             self._release()
 
     def _is_due_again(self) -> bool:
-        """Whether another attempt is due, which begins now; else the thread has ended."""
+        """True if another attempt is due, which begins now; else the thread has ended."""
         with self._mutex.lock:
             is_due, self._is_due = self._is_due, False
             if not is_due:

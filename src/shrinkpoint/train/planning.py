@@ -23,7 +23,7 @@ _CONTAINER_TYPES = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
 
 
 class SavePlan(NamedTuple):
-    """How one state is written.
+    """Plan for writing one state.
 
     Attributes:
         scheme: writes the state, or a copy of it, unless there is `plan_copy`.

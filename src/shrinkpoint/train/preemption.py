@@ -45,7 +45,7 @@ class PreemptionWatch:
 
     @property
     def is_active(self) -> bool:
-        """Whether the signal is noted: this is not closed, and not the copy in a forked process."""
+        """True if the signal is noted: this is not closed, and not the copy in a forked process."""
         return self in _WATCHES and self._pid == os.getpid()
 
     def close(self) -> None:

@@ -69,7 +69,7 @@ class RecentBatches:
 
     @property
     def terms(self) -> float | None:
-        """How many loss terms an optimizer step averages: those of a batch, times `accumulate`, times the ranks.
+        """Number of loss terms of an optimizer step: those of a batch, times `accumulate`, times the ranks.
 
         Labels of integers are a term each, but for -100; else examples are counted. None before the first batch.
         """
@@ -77,7 +77,7 @@ class RecentBatches:
 
     @property
     def description(self) -> str:
-        """What is measured, in words."""
+        """Description of the examples that are measured."""
         return self._ring.describe()
 
     def __call__(self, model: Any) -> float:
@@ -108,7 +108,7 @@ class BatchRing:
         self._max_batch_bytes = validate.check_int("max_bytes", max_bytes) // batches
 
     def describe(self) -> str:
-        """What is in it, in words."""
+        """Description of the batches, in words."""
         return f"the last {len(self._batches)} training batches"
 
     def add(self, batch: Any) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DecisionContext:
-    """What a policy may look at besides steps.
+    """Inputs of a policy besides steps.
 
     Attributes:
         seconds: since the last save was decided; before the first one, since the schedule was made.
@@ -48,7 +48,7 @@ class SaveDecisionPolicy(Protocol):
     """
 
     def should_save(self, step: int, previous_steps: Sequence[int], *, context: DecisionContext) -> bool:
-        """Whether to save at this step, which is none of the previous ones.
+        """True if to save at this step, which is none of the previous ones.
 
         Args:
             previous_steps: of the checkpoints there were at the beginning, and of those decided since.
@@ -216,13 +216,13 @@ class SaveSchedule:
 
     @property
     def reached_preemption(self) -> bool:
-        """Whether the process was told to end when `should_save` was called last; the same on all ranks."""
+        """True if the process was told to end when `should_save` was called last; the same on all ranks."""
         return self._is_preempted
 
     def should_save(
         self, step: int, *, metrics: Mapping[str, Any] | None = None, is_saving_in_progress: bool = False
     ) -> bool:
-        """Whether to save at this step; False if that has been decided for it, or `note_saved` was called with it.
+        """True if to save at this step; False if that has been decided for it, or `note_saved` was called with it.
 
         Args:
             metrics: numbers by name, of this step.

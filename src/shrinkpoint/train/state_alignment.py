@@ -81,7 +81,7 @@ class AlignedState:
 
 
 def is_optimizer(obj: Any) -> bool:
-    """Whether an object has the groups of an optimizer."""
+    """True if an object has the groups of an optimizer."""
     return isinstance(getattr(obj, "param_groups", None), list)
 
 
@@ -101,7 +101,7 @@ def iter_leaves(obj: Any, path: StatePath = ()) -> Iterator[tuple[StatePath, Any
 
 
 def collect_names(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """What is stored under `NAMES_KEY`: names of the parameters of optimizers, and the optimizer of each scheduler.
+    """Value under `NAMES_KEY`: names of the parameters of optimizers, and the optimizer of each scheduler.
 
     Args:
         objects: the objects that are saved, by the names of their states.
@@ -412,7 +412,7 @@ def _iter_parameters(objects: Mapping[str, Any]) -> Iterator[tuple[StatePath, st
 
 
 def label_of(path: StatePath) -> str:
-    """How an object at a path of a nest is called in names and messages."""
+    """Label of an object at a path of a nest, in names and messages."""
     return "/".join(map(str, path))
 
 
@@ -436,7 +436,7 @@ def _replace(state: Any, path: StatePath, value: Any) -> Any:
 
 
 def _are_names(names: Any, saved: Any) -> bool:
-    """Whether these are names, or None, of all parameters in the saved state of an optimizer."""
+    """True if these are names, or None, of all parameters in the saved state of an optimizer."""
     groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
     if not isinstance(groups, list) or not isinstance(names, list) or len(groups) != len(names):
         return False

@@ -85,7 +85,7 @@ def mark_parameters(state: FlatState, objects: Mapping[str, Any]) -> FlatState:
 
 
 def has_optimizer(obj: Any) -> bool:
-    """Whether an object is an optimizer, or a dict, list or tuple with one in it."""
+    """True if an object is an optimizer, or a dict, list or tuple with one in it."""
     return any(is_optimizer(leaf) for _, leaf in iter_leaves(obj))
 
 
@@ -137,7 +137,7 @@ def check_state_dicts(
 
 
 def is_checked(obj: Any) -> bool:
-    """Whether `check_state_dicts` can tell what an object, or each object of a nest, will load."""
+    """True if `check_state_dicts` can tell what an object, or each object of a nest, will load."""
     if isinstance(obj, Mapping | list | tuple):
         return all(map(is_checked, obj.values() if isinstance(obj, Mapping) else obj))
     return isinstance(obj, nn.Module | Optimizer | torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler)
@@ -279,7 +279,7 @@ def _check_dtype_fits(saved: torch.dtype, dtype: torch.dtype, where: str, altern
 
 
 def can_represent(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether every value of `narrow` is a value of `wide`; of dtypes that torch does not compare, only if they match.
+    """True if every value of `narrow` is a value of `wide`; of dtypes that torch does not compare, only if they match.
 
     >>> can_represent(torch.float32, torch.bfloat16), can_represent(torch.float16, torch.bfloat16)
     (True, False)
@@ -358,7 +358,7 @@ def _check_optimizer_layout(optimizer: Optimizer, saved: dict[str, Any], where: 
 
 
 def _has_parameter_shape(optimizer: Optimizer, parameter: Tensor, slot: str) -> bool:
-    """Whether a slot has the shape of its parameter; optimizers other than torch's may keep projections there."""
+    """True if a slot has the shape of its parameter; optimizers other than torch's may keep projections there."""
     optimizer = unwrap_optimizer(optimizer)
     value = optimizer.state.get(parameter, {}).get(slot)
     return _is_torch_optimizer(optimizer) or (isinstance(value, Tensor) and value.shape == parameter.shape)
@@ -402,7 +402,7 @@ def _check_slot_dtypes(
 def _follows_parameter(
     value: Tensor, parameter: Tensor, optimizer: Optimizer, saved_dtypes: Mapping[int, torch.dtype]
 ) -> bool:
-    """Whether a tensor of a slot gets the dtype of the live parameter: it had that of the saved one.
+    """True if a tensor of a slot gets the dtype of the live parameter: it had that of the saved one.
 
     Without the saved parameter's dtype, torch's own optimizers are taken at their habit.
     """
@@ -504,7 +504,7 @@ def _defaults(optimizer: Optimizer) -> Mapping[str, Any]:
 
 
 def _is_hyperparameter(value: Any) -> bool:
-    """Whether a default is a number: switches and None differ between releases of torch."""
+    """True if a default is a number: switches and None differ between releases of torch."""
     return not isinstance(value, bool) and isinstance(value, int | float | tuple | Tensor)
 
 

@@ -108,7 +108,7 @@ class AcceleratorCheckpointer:
             accelerator, **{name: value for name, value in settings.items() if name != "background"}
         )
         self.has_saved = False
-        """Whether anything was saved."""
+        """True if anything was saved."""
 
     def __enter__(self) -> AcceleratorCheckpointer:
         return self
@@ -330,13 +330,13 @@ class _WholeCheckpointer(Checkpointer):
 
     @property
     def is_writer(self) -> bool:
-        """Whether this process writes."""
+        """True if this process writes."""
         on_each_node = self._accelerator.project_configuration.save_on_each_node
         return bool(self._accelerator.is_local_main_process if on_each_node else self._accelerator.is_main_process)
 
     @property
     def participates(self) -> bool:
-        """Whether this process writes, or takes part in a search for the scheme's settings."""
+        """True if this process writes, or takes part in a search for the scheme's settings."""
         return self.is_writer or (isinstance(self.scheme, Planner) and not self.scheme.is_writer)
 
     def save_prepared(self, directory: Path | ObjectUrl, prepared: PreparedState, **options: Any) -> SaveReport | None:
@@ -378,7 +378,7 @@ class _WholeCheckpointer(Checkpointer):
 
 
 def _run_on_all(compute: Callable[[], T]) -> T:
-    """What this process computes; if any process fails, all raise the error of the first that does."""
+    """Result of this process; if any process fails, all raise the error of the first that does."""
     results: list[T] = []
     gather_or_raise(lambda: results.append(compute()))
     return results[0]

@@ -108,12 +108,12 @@ def _resolve(directory: AnyDirectory, argument: str) -> Path | ObjectUrl:
 
 
 def has_saved_state(directory: Path | ObjectUrl) -> bool:
-    """Whether a directory holds a checkpoint, ours or one of Accelerate itself."""
+    """True if a directory holds a checkpoint, ours or one of Accelerate itself."""
     return is_checkpoint(directory) or is_stock_checkpoint(directory)
 
 
 def is_stock_checkpoint(directory: Path | ObjectUrl) -> bool:
-    """Whether Accelerate itself saved to a directory; the file is one of the last that it writes."""
+    """True if Accelerate itself saved to a directory; the file is one of the last that it writes."""
     if isinstance(directory, ObjectUrl):  # Accelerate saves to no bucket
         return False
     return not is_checkpoint(directory) and (directory / "random_states_0.pkl").is_file()

@@ -50,7 +50,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def has_sharded_model(accelerator: Accelerator) -> bool:
-    """Whether a model is sharded over processes."""
+    """True if a model is sharded over processes."""
     return any(isinstance(parameter, DTensor) for model in accelerator._models for parameter in model.parameters())
 
 
@@ -347,7 +347,7 @@ def _generator(loader: Any, sampler: Any) -> torch.Generator | None:
 
 
 def _is_mid_epoch(generator: torch.Generator, loader: Any) -> bool:
-    """Whether an epoch that the generator shuffled has begun and not ended."""
+    """True if an epoch that the generator shuffled has begun and not ended."""
     # A dataloader that skips batches (`skip_first_batches`) is another object with the same generator.
     active_loaders = getattr(getattr(loader, "gradient_state", None), "dataloader_references", ())
     return any(active is not None and _generator(active, _sampler(active)) is generator for active in active_loaders)

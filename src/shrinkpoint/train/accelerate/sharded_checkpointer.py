@@ -160,7 +160,7 @@ class ShardedCheckpointer:
 
 
 def is_sharded_checkpoint(manifest: DirectoryManifest) -> bool:
-    """Whether a checkpoint was saved through torch.distributed.checkpoint."""
+    """True if a checkpoint was saved through torch.distributed.checkpoint."""
     return isinstance(manifest.extra, dict) and DCP_KEY in manifest.extra
 
 

@@ -245,7 +245,7 @@ def _is_committed(directory: str, payload: Payload) -> bool:
 
 
 def _shares_most_tensors(directory: str, payload: Payload, state: FlatState) -> bool:
-    """Whether most bytes of a state are in a payload as the same shards; with another number of ranks they are not."""
+    """True if most bytes of a state are in a payload as the same shards; with another number of ranks they are not."""
     storage = directory_storage(directory)
     with storage.open(payload.name) as source:
         records = FileReader(source, storage.describe(payload.name)).records

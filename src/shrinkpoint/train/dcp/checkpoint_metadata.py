@@ -328,7 +328,7 @@ def metadata_file_bytes(id: str) -> bytes:
 
 
 def is_overwritten_by_torch(directory: str | Path) -> bool:
-    """Whether torch's own writer has saved into this directory after ours."""
+    """True if torch's own writer has saved into this directory after ours."""
     path, manifest = Path(directory) / METADATA_FILE, Path(directory) / MANIFEST
     if not path.is_file():  # opening a pipe would block
         return False

@@ -68,7 +68,7 @@ class CheckpointDirectory:
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a path, or a URL of object storage."""
+        """True if it is a path, or a URL of object storage."""
         return is_place(checkpoint_id)
 
     def _set_checkpoint_id(self, value: Any) -> None:
@@ -88,7 +88,7 @@ class CheckpointDirectory:
 
 
 def is_place(value: Any) -> bool:
-    """Whether a value is a path, or a URL of object storage."""
+    """True if a value is a path, or a URL of object storage."""
     if isinstance(value, str | os.PathLike) and not is_url(value) and os.fspath(value):
         return True
     with suppress(PolicyError):
@@ -130,7 +130,7 @@ def latest_valid(
 
 
 def file_share(directory: Path | ObjectUrl, collectives: Collectives) -> tuple[int, int]:
-    """Which part of a checkpoint's files this rank checks: (i, n), every n-th from the i-th on; a collective.
+    """Share of a checkpoint's files that this rank checks: (i, n), every n-th from the i-th on; a collective.
 
     n is the number of ranks that see the same manifest: the same inode, changed at the same nanosecond. A copy on
     another disk differs in both; only a copy of a whole disk, block by block, is taken for the disk.
@@ -144,7 +144,7 @@ def file_share(directory: Path | ObjectUrl, collectives: Collectives) -> tuple[i
 
 
 def _manifest_stamp(directory: Path | ObjectUrl) -> object:
-    """What tells the manifest of a directory from copies of it; None if it cannot be asked for."""
+    """Key that tells the manifest of a directory from its copies; None if it cannot be asked for."""
     storage = directory_storage(directory)
     with suppress(ShrinkpointError):
         if isinstance(storage, LocalStorage):
@@ -155,7 +155,7 @@ def _manifest_stamp(directory: Path | ObjectUrl) -> object:
 
 
 def _own_candidate_names(root: Path | ObjectUrl, rank: int) -> set[str] | ShrinkpointError:
-    """What a rank finds, or why it cannot look: of a bucket, which looks the same to all, only the first rank does."""
+    """Names that a rank finds, or its error; only the first rank looks into a bucket, which is the same for all."""
     if isinstance(root, ObjectUrl) and rank > 0:
         return set()
     try:

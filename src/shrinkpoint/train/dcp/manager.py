@@ -85,7 +85,7 @@ class Manager:
 
     @property
     def journal_directory(self) -> Path:
-        """Where a `Journal` of these checkpoints is."""
+        """Directory of a `Journal` of these checkpoints."""
         return self._root / "journal"
 
     def save(self, step: int, *, metrics: Mapping[str, Any] | None = None, **objects: Any) -> SaveReport | None:
@@ -190,7 +190,7 @@ def _parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
 
 
 def _keys(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
-    """How each parameter of an optimizer is called in a checkpoint, in the order of its groups."""
+    """Name of each parameter of an optimizer in a checkpoint, in the order of its groups."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     keys = [names.get(id(parameter), f"{index}") for index, parameter in enumerate(parameters)]
     if len(set(keys)) < len(keys):
@@ -254,7 +254,7 @@ def _by_number(objects: Mapping[str, Any], state: Any) -> dict[str, Any]:
 
 
 def _targets(entries: Mapping[str, EntryMetadata], objects: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What a checkpoint's entries are read into: tensors of modules themselves, and new ones.
+    """Targets of a checkpoint's entries: the modules' own tensors, and new ones.
 
     Raises:
         MismatchError: it lacks an object, or a module has other tensors.

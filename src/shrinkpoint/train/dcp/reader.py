@@ -141,7 +141,7 @@ class Reader(CheckpointDirectory, StorageReader):
         return done
 
     def _take_current(self) -> bool:
-        """Whether the checkpoint was saved again with the same layout, so that the plan can be read of the new one.
+        """True if the checkpoint was saved again with the same layout, so that the plan can be read of the new one.
 
         Not among several ranks: others may have read the old one already.
         """

@@ -40,7 +40,7 @@ _ItemKey = tuple[int, int]
 
 @dataclass(frozen=True)
 class CollectedState:
-    """What this rank writes.
+    """Items that this rank writes.
 
     Attributes:
         state: a tensor for each shard, named after its entry and its offsets; objects are in the tree.
@@ -233,7 +233,7 @@ def _add_hyperparameter(optimizers: Mapping[StatePath, _OptimizerState], path: S
 
 @dataclass(frozen=True)
 class RankSlots:
-    """What a rank reports before torch divides among the ranks what several of them have.
+    """Report of a rank before torch divides replicated entries among the ranks.
 
     Attributes:
         slot_hashes: a hash of `_HASH_BYTES` bytes for each moment that the rank has, sorted and joined.
@@ -350,20 +350,20 @@ class _Paths:
         return path
 
     def is_slot(self, fqn: str) -> bool:
-        """Whether an entry is what an optimizer keeps for a parameter."""
+        """True if an entry is what an optimizer keeps for a parameter."""
         is_slot = self._slots.get(fqn)
         if is_slot is None:
             is_slot = self._slots[fqn] = _is_slot(self[fqn])
         return is_slot
 
     def is_moment(self, item: WriteItem) -> bool:
-        """Whether an item is a shard of such an entry that has axes and values: only these are moved."""
+        """True if an item is a shard of such an entry that has axes and values: only these are moved."""
         data = item.tensor_data
         return data is not None and len(data.size) > 0 and self.is_slot(item.index.fqn) and 0 not in data.chunk.sizes
 
 
 class _RanksOfSlots:
-    """Which ranks have which slots, by the hashes that they report; nothing is unpacked before it is asked for."""
+    """Owners of slots, by the hashes that ranks report; nothing is unpacked before it is asked for."""
 
     def __init__(self, reports: Sequence[Any]) -> None:
         # A planner that drops storage_data: nothing is moved.
@@ -377,7 +377,7 @@ class _RanksOfSlots:
         return sum(len(joined) // _HASH_BYTES for joined in self._joined)
 
     def has(self, rank: int, index: MetadataIndex) -> bool:
-        """Whether a rank has a slot."""
+        """True if a rank has a slot."""
         hashes = self._by_rank.get(rank)
         if hashes is None:
             hashes = self._by_rank[rank] = frozenset(self._unpack(rank))

@@ -60,14 +60,14 @@ _log = logging.getLogger("shrinkpoint")
 
 
 class _RankInfo(NamedTuple):
-    """What the coordinator sends to a rank; it must be the same for every save, as torch may replay its plans."""
+    """Message of the coordinator to a rank, equal for every save, since torch may replay its plans."""
 
     rank: int
     world_size: int
 
 
 class _WriteInfo(NamedTuple):
-    """What a rank that has written a payload sends to the coordinator."""
+    """Message to the coordinator of a rank that has written a payload."""
 
     payload: Payload
     entries: WrittenEntries
@@ -148,7 +148,7 @@ class Writer(CheckpointDirectory, StorageWriter):
         self._restored: dict[str, RestoreOrigin] | None = None  # by the process that sent this writer
 
     def __getstate__(self) -> dict[str, Any]:
-        """What `async_save` sends to another process: no group and no model, but what was restored here."""
+        """State for the process of `async_save`: no group and no model, but what was restored here."""
         return {
             **self.__dict__,
             "_group": None,

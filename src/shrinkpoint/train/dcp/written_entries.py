@@ -1,4 +1,4 @@
-"""Which rank wrote which entry: reports of ten bytes an entry, and their union on the coordinator, in arrays.
+"""Entries by the rank that wrote them: ten bytes an entry, and their union on the coordinator, in arrays.
 
 R ranks that write shards of T tensors report R x T entries to one process. As objects of torch with their names, these
 would be 80 bytes each on the wire and half a kilobyte in memory.

@@ -1,4 +1,4 @@
-"""What a scheme needs of a Trainer: the module behind the state, its gradients and its batches."""
+"""Gives a scheme the Trainer's module, gradients and batches."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class ShrinkIOCallback(pl.Callback):
 
 
 def _settings(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-    """What checkpoints hold beside the state of training, under Lightning's names."""
+    """Entries of checkpoints beside the state of training, under Lightning's names."""
     owners: list[Any] = [owner for owner in (pl_module, getattr(trainer, "datamodule", None)) if owner is not None]
     callbacks: list[Any] = trainer.callbacks
     return {
@@ -156,5 +156,5 @@ def _live_objects(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[st
 
 
 def _is_same_optimizer(optimizer: Any, other: Any) -> bool:
-    """Whether two objects are the same optimizer; with manual optimization, one of them is a wrapper."""
+    """True if two objects are the same optimizer; with manual optimization, one of them is a wrapper."""
     return getattr(optimizer, "optimizer", optimizer) is getattr(other, "optimizer", other)

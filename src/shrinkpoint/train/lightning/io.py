@@ -303,14 +303,14 @@ class ShrinkIO(CheckpointIO):
             self.remove_checkpoint(moved_file)
 
     def _is_final_save(self, checkpoint: Mapping[str, Any]) -> bool:
-        """Whether no later call may wait for this save: training has not begun, or is where it ended."""
+        """True if no later call may wait for this save: training has not begun, or is where it ended."""
         step = _global_step(checkpoint)
         if self._is_torn_down:
             self._is_torn_down, self._final_step = False, (step,)
         return self._settings.background and (self._final_step == (step,) or _is_idle(checkpoint))
 
     def _is_other_thread(self) -> bool:
-        """Whether this is not the thread of the training loop: such a caller reports errors, and never calls `wait`."""
+        """True if this is not the thread of the training loop: such a caller reports errors, and never calls `wait`."""
         if self._loop_thread is None:
             self._loop_thread = threading.main_thread().ident
         return threading.get_ident() != self._loop_thread
@@ -464,7 +464,7 @@ def require_local_path(path: _PATH) -> Path:
 
 
 def is_own_directory(place: Path | ObjectUrl) -> bool:
-    """Whether a place is to be read as a checkpoint of ours: on this machine any directory."""
+    """True if a place is to be read as a checkpoint of ours: on this machine any directory."""
     return place.is_dir() if isinstance(place, Path) else is_checkpoint(place)
 
 
@@ -508,7 +508,7 @@ def _missing_module_error(scheme: Scheme, module: nn.Module | None, *, is_other_
 
 
 def _owns_parameters(module: nn.Module, state: Any) -> bool:
-    """Whether the saved tensors are a module's own parameters, and not another module's or averages of them."""
+    """True if the saved tensors are a module's own parameters, and not another module's or averages of them."""
     addresses = {parameter.data_ptr() for parameter in module.parameters() if parameter.numel()}
     saved = state.values() if isinstance(state, Mapping) else ()
     return any(isinstance(value, Tensor) and value.data_ptr() in addresses for value in saved)
@@ -526,7 +526,7 @@ def _target_device(map_location: Any) -> torch.device | None:
 
 
 def _is_idle(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether a Trainer saved outside of an epoch: before training, after it, or without any."""
+    """True if a Trainer saved outside of an epoch: before training, after it, or without any."""
     try:
         epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
         return bool(epochs["ready"] == epochs["completed"])
@@ -535,7 +535,7 @@ def _is_idle(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def _has_retention(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether a Trainer deletes checkpoints; of Fabric, which deletes none, False.
+    """True if a Trainer deletes checkpoints; of Fabric, which deletes none, False.
 
     A plugin is not told how many stay, so that the ModelCheckpoint that calls it is looked for. Where there is none, as
     in the thread of an `AsyncCheckpointIO`, it is taken to delete.

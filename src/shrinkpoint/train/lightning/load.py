@@ -125,7 +125,7 @@ def latest_valid(directory: _PATH) -> Path | None:
 
 
 def _is_candidate(path: Path, root: Path) -> bool:
-    """Whether a directory is a checkpoint, or an unfinished one."""
+    """True if a directory is a checkpoint, or an unfinished one."""
     is_hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
     return not is_hidden and (path.suffix == ".ckpt" or is_checkpoint(path))
 

@@ -41,7 +41,7 @@ class Validation:
         self._batches: list[Any] = []
 
     def describe(self) -> str:
-        """What has been measured, in words."""
+        """Description of the measurements, in words."""
         return f"{len(self._batches)} validation batches"
 
     def __call__(self, module: pl.LightningModule) -> float:

@@ -340,7 +340,7 @@ def save_auxiliary_files(trainer: Any, model: Any, output_dir: str) -> None:
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether only adapters of a model are saved (PEFT)."""
+    """True if only adapters of a model are saved (PEFT)."""
     if getattr(model, "_hf_peft_config_loaded", False):
         return True
     if not is_peft_available():

@@ -80,13 +80,13 @@ class ShrinkConfig:
 
     @property
     def measures_by_default(self) -> bool:
-        """Whether the scheme measures the loss, and nothing says with what."""
+        """True if the scheme measures the loss, and nothing says with what."""
         factory = scheme_factory(self.scheme) if isinstance(self.scheme, str) else self.scheme
         return self.evaluate is None and callable(factory) and lacks_evaluation(factory)
 
     @property
     def is_default(self) -> bool:
-        """Whether every setting has its default."""
+        """True if every setting has its default."""
         return self == ShrinkConfig()
 
     def make_recorder(self, model: nn.Module, save_interval: int | None) -> GradientRecorder | None:
@@ -175,7 +175,7 @@ class Evaluation:
 
     @property
     def higher_is_better(self) -> bool:
-        """Whether a higher value of the metric is better."""
+        """True if a higher value of the metric is better."""
         args = self._trainer.args
         best_metric = args.metric_for_best_model
         is_best_metric = best_metric is not None and f"eval_{best_metric.removeprefix('eval_')}" == self._metric
@@ -184,7 +184,7 @@ class Evaluation:
         return not self._metric.endswith("loss")
 
     def describe(self) -> str:
-        """What is measured, in words."""
+        """Description of the examples that are measured."""
         loader = self._get_loader()
         return f"{len(loader) if hasattr(loader, '__len__') else 'all'} batches of the evaluation dataset"
 

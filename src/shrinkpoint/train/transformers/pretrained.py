@@ -76,7 +76,7 @@ def from_pretrained(
 
 @dataclass(frozen=True)
 class PretrainedExport:
-    """What `export_pretrained` wrote.
+    """Report of `export_pretrained`.
 
     Attributes:
         path: the directory.
@@ -218,7 +218,7 @@ def _is_auto(model_class: Any) -> bool:
 
 
 def _config_source(config: Any, weights: PretrainedWeights, directory: Path | None) -> Any:
-    """What a configuration is read from.
+    """Source of a configuration.
 
     Raises:
         NotFoundError: there is none.

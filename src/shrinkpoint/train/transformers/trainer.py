@@ -267,7 +267,7 @@ class ShrinkTrainer(Trainer):
 
     @property
     def _has_full_state(self) -> bool:
-        """Whether one process holds the whole state, so that this class saves it."""
+        """True if one process holds the whole state, so that this class saves it."""
         return not (
             self.is_deepspeed_enabled
             or self.is_fsdp_enabled
@@ -278,7 +278,7 @@ class ShrinkTrainer(Trainer):
         )
 
     def _is_own(self, part: str) -> bool:
-        """Whether a class behind this one saves or loads a part of a checkpoint by methods of its own."""
+        """True if a class behind this one saves or loads a part of a checkpoint by methods of its own."""
         order = type(self).__mro__
         behind = order[order.index(ShrinkTrainer) + 1 : order.index(Trainer)]
         return any(method in vars(cls) for cls in behind for method in _METHODS[part])
@@ -417,7 +417,7 @@ class _ModelCheckpointer:
 
     @property
     def participates(self) -> bool:
-        """Whether this process writes, or takes part in the search for the scheme's settings."""
+        """True if this process writes, or takes part in the search for the scheme's settings."""
         if self._trainer.args.should_save:
             return True
         scheme = self.for_model().scheme

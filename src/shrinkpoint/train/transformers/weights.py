@@ -182,7 +182,7 @@ class _WeightSearch:
 
 
 def _belongs_to_weights(path: StatePath, weights: StatePath) -> bool:
-    """Whether a path is that of the weights, or of a small file beside them in a converted directory."""
+    """True if a path is that of the weights, or of a small file beside them in a converted directory."""
     is_beside = len(weights) == len(path) == 2 and weights[0] == path[0] == "state"
     return path == weights or bool(is_beside and SMALL_FILES.fullmatch(str(path[1])))
 
