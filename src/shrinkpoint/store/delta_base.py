@@ -223,21 +223,6 @@ class StoredFile:
         """Its name in messages."""
         return self.storage.describe(self.key)
 
-    @property
-    def is_local(self) -> bool:
-        """True if it is a file of this machine, which is read while others are written."""
-        return isinstance(self.storage, LocalStorage)
-
-    @property
-    def is_verified_by_service(self) -> bool:
-        """True if its storage compares what it holds with checksums itself, and says when an object is replaced."""
-        return hasattr(self.storage, "version")
-
-    @property
-    def is_readable(self) -> bool:
-        """True if its bytes can be read again; a storage that only counts bytes keeps none."""
-        return getattr(self.storage, "keeps_payloads", True)
-
     def stamp(self) -> object:
         """A value that changes when the file is written to or replaced; None if the storage has none.
 
@@ -287,7 +272,7 @@ class BaseVerifier:
         Args:
             files: the chain, keyframe first.
         """
-        files = [file for file in files if file.is_readable]
+        files = [file for file in files if getattr(file.storage, "keeps_payloads", True)]
         stamps = {file.digest: self._stamps[file.digest] for file in files if file.digest in self._stamps}
         self._stamps = stamps
         self._scans = {file.digest: self._scans[file.digest] for file in files if file.digest in self._scans}
@@ -298,8 +283,10 @@ class BaseVerifier:
                 if verified == MISSING or verified != stamp:  # of a file that is missing nothing was verified
                     self._begin_scan(file).read(file, file.size)
                     stamps[file.digest] = stamp  # taken before reading
-            self._due = {file.digest: file for file in files if not file.is_verified_by_service}
-            if sum(file.size for file in files) <= MIN_BYTES or not all(file.is_local for file in files):
+            # A storage with versions compares what it holds with checksums itself.
+            self._due = {file.digest: file for file in files if not hasattr(file.storage, "version")}
+            is_local = all(isinstance(file.storage, LocalStorage) for file in files)
+            if sum(file.size for file in files) <= MIN_BYTES or not is_local:
                 self._check_share()
         except ShrinkpointError as error:
             self._damage[files[0].digest] = error
@@ -379,18 +366,15 @@ class _FileScan:
                 self._parts.append((end, size - end, 0, xxh3_128(source.read(end, size - end))))
         self.header_bytes = size - sum(pad + part_size for _, part_size, pad, _ in self._parts)
         """Bytes of the header, which are read when the scan begins."""
-        self._reset()
+        self._part_index = self._part_offset = 0  # the current part, and the bytes of it read so far
+        self._hasher = Hasher()
 
     def restart(self, file: StoredFile) -> None:
         """Compare the header with its digest, and begin again with the first part."""
         with file.storage.open(file.key) as source:
             _drop_page_cache(source)
             _check_same_file(file, read_digest(source, file.where), source.size)
-        self._reset()
-
-    def _reset(self) -> None:
-        self._part_index = self._part_offset = 0  # the current part, and the bytes of it read so far
-        self._hasher = Hasher()
+        self._part_index, self._part_offset, self._hasher = 0, 0, Hasher()
 
     @property
     def is_done(self) -> bool:

@@ -372,14 +372,15 @@ def _store_manifest_from_json(document: Mapping[str, JSON]) -> Manifest:
     if ("weights_only" in document, document.get("weights_only") is True) != (weights_only, weights_only):
         raise ValueError(f"weights_only that format {document['format']} does not have")
     raw_bytes = _count(document["raw_bytes"])  # of all payloads; counted for the first
+    rows = [_expect(row, list) for row in _expect(document["files"], list)]
     payloads = tuple(
-        _store_payload_from_json(row, 0 if index else raw_bytes)
-        for index, row in enumerate(_expect(document["files"], list))
+        Payload(_payload_name(name), _count(size), _digest(digest), 0 if index else raw_bytes)
+        for index, (name, size, digest) in enumerate(rows)
     )
     manifest: Manifest = Manifest(
         **_shared_from_json(document),
         payloads=payloads,
-        bases=tuple(_chain_link_from_json(row) for row in _expect(document["bases"], list)),
+        bases=tuple(_chain_link(*_expect(row, list)) for row in _expect(document["bases"], list)),
         weights_only=weights_only,
         replaced=tuple(_expect(id, str) for id in _expect(document.get("replaced", []), list)),
         stored_bytes=_count(document["stored_bytes"]),
@@ -418,16 +419,6 @@ def _check_payload_names(payloads: tuple[Payload, ...]) -> None:
         raise ValueError("no payload, or the same one twice")
 
 
-def _store_payload_from_json(row: JSON, raw_bytes: int) -> Payload:
-    name, size, digest = _expect(row, list)
-    return Payload(_payload_name(name), _count(size), _digest(digest), raw_bytes)
-
-
-def _chain_link_from_json(row: JSON) -> ChainLink:
-    step, id, digest, size, file, name = _expect(row, list)
-    return _chain_link(step, id, digest, size, file, name)
-
-
 @lru_cache(maxsize=1024, typed=True)
 def _chain_link(step: JSON, id: JSON, digest: JSON, size: JSON, file: JSON, name: JSON) -> ChainLink:
     """A checked link; the manifests of a chain have the same ones, and share them."""
@@ -439,15 +430,12 @@ def _chain_link(step: JSON, id: JSON, digest: JSON, size: JSON, file: JSON, name
 
 def _payload_from_json(row: JSON) -> Payload:
     name, size, digest, raw_bytes, bases = _expect(row, list)
-    pairs = tuple(_base_from_json(base) for base in _expect(bases, list))
+    pairs = tuple(
+        (_digest(base), _count(size)) for base, size in (_expect(pair, list) for pair in _expect(bases, list))
+    )
     if len({digest, *(base for base, _ in pairs)}) < len(pairs) + 1:
         raise ValueError("a chain that leads back to itself")
     return Payload(_payload_name(name), _count(size), _digest(digest), _count(raw_bytes), pairs)
-
-
-def _base_from_json(row: JSON) -> tuple[str, int]:
-    digest, size = _expect(row, list)
-    return _digest(digest), _count(size)
 
 
 def utc_timestamp() -> str:
