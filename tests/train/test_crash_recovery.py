@@ -39,7 +39,7 @@ def test_every_resume_after_a_kill_in_a_save_is_right(
 
 @pytest.mark.parametrize("framework", ["loop", "transformers", "lightning", "dcp"])
 def test_the_judge_can_resume_the_stock_run_too(tmp_path: Path, chaos: ModuleType, framework: str) -> None:
-    """Beside ours: what comes of its kills is the stock framework's business, and is in docs/design.md."""
+    """Beside ours: what comes of its kills is the stock framework's business, and is in docs/store_studies.md."""
     found = chaos.trial(framework, "stock", tmp_path / "work", points=max(2, POINTS // 3), jobs=2)
     assert found.control == "PASS" and found.kills > 0
     print(chaos.table([found]))
