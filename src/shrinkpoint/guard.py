@@ -34,7 +34,7 @@ def read_guard(where: str) -> Iterator[None]:
         raise StorageError(where, found=_error_text(error), do="look at the file system") from error
     except MemoryError as error:
         do = "read it where there is more memory, or restore another checkpoint"
-        raise CorruptError(where, found="what takes more memory than there is", do=do) from error
+        raise CorruptError(where, found="out of memory", do=do) from error
     except Exception as error:
         raise CorruptError(where, found=f"bytes that no release writes ({_error_text(error)})", do=_DO) from error
 

@@ -165,7 +165,7 @@ def tried(read: Callable[[], Any]) -> tuple[bool, Any]:
     try:
         return True, read()
     except ShrinkpointError as error:
-        if "more memory than there is" in error.found:
+        if "out of memory" in error.found:
             raise Wrong(f"memory was taken by what a file says: {error}") from error
         return False, error
 

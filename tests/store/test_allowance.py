@@ -298,7 +298,7 @@ resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20),) * 2)
 try:
     sp.load(sys.argv[1], threads=1, max_bytes=1 << 40)
 except CorruptError as error:
-    sys.exit(0 if "more memory than there is" in error.found and isinstance(error.__cause__, MemoryError) else 3)
+    sys.exit(0 if "out of memory" in error.found and isinstance(error.__cause__, MemoryError) else 3)
 sys.exit(4)
 """
 

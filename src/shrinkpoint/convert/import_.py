@@ -251,7 +251,7 @@ def read_flat(checkpoint: SourceCheckpoint, opaque: bool) -> tuple[FlatState, tu
         return flatten(state), names, unchecked
     except MemoryError as error:
         do = "convert it where there is more memory"
-        raise StateError(str(checkpoint.path), found="a state that takes more memory than there is", do=do) from error
+        raise StateError(str(checkpoint.path), found="out of memory while the state was read", do=do) from error
     except ShrinkpointError as error:
         if str(checkpoint.path) in error.where:
             raise

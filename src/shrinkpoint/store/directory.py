@@ -48,13 +48,12 @@ from shrinkpoint.store.identify import MANIFEST, find_checkpoints, has_file, is_
 from shrinkpoint.store.manifest import (
     MAX_DIRECTORY_MANIFEST_BYTES,
     DirectoryManifest,
-    Manifest,
     Payload,
     decode_directory_manifest,
     encode_directory_manifest,
     names_payload,
+    new_manifest,
     read_limited,
-    utc_timestamp,
 )
 from shrinkpoint.tensors.info import JSON
 
@@ -269,17 +268,16 @@ def commit(
     step = None if step is None else layout.check_step(step)
     line = _LINES[str(place.parent)]
     sequence, abandoned = own_place = line.next_place(step, lambda: _read_others(place))
-    manifest: DirectoryManifest = Manifest(
-        id=id or secrets.token_hex(8),
-        created=utc_timestamp(),
+    manifest: DirectoryManifest = new_manifest(
+        id=id,
         scheme=scheme,
         payloads=tuple(payloads),
         step=step,
-        metrics=dict(metrics or {}),
+        metrics=metrics,
         lossy_restores=lossy_restores,
         loss=loss,
         note=note,
-        stats=dict(stats or {}),
+        stats=stats,
         extra=extra,
         sequence=sequence,
         abandoned=abandoned,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import secrets
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
@@ -188,6 +189,23 @@ class Manifest(Generic[StepT]):
     def key(self: Manifest, name: str) -> str:
         """The key of a file in this checkpoint's directory of a store."""
         return f"{layout.step_dir(self.step)}/{name}"
+
+
+def new_manifest(
+    *,
+    id: str | None = None,
+    metrics: Mapping[str, float] | None = None,
+    stats: Mapping[str, float] | None = None,
+    **fields: Any,
+) -> Manifest[Any]:
+    """The manifest of a checkpoint that is made now, with a new id unless one is given; `fields` are of `Manifest`."""
+    return Manifest(
+        id=id or secrets.token_hex(8),
+        created=utc_timestamp(),
+        metrics=dict(metrics or {}),
+        stats=dict(stats or {}),
+        **fields,
+    )
 
 
 DirectoryManifest: TypeAlias = "Manifest[int | None]"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -17,7 +16,7 @@ from shrinkpoint.store.chain_limit import ChainBytes
 from shrinkpoint.store.chain_writer import CheckpointPlace
 from shrinkpoint.store.history import Place
 from shrinkpoint.store.listing import Lister, Listing, put_manifest
-from shrinkpoint.store.manifest import ChainLink, Manifest, Payload, encode_store_manifest, utc_timestamp
+from shrinkpoint.store.manifest import ChainLink, Manifest, Payload, encode_store_manifest, new_manifest
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON
@@ -215,18 +214,16 @@ class CheckpointTransaction(CheckpointPlace):
             StorageError: writing failed; the checkpoint may exist or not, and is complete if it does.
         """
         report = self._written_report()
-        manifest = Manifest(
-            id=secrets.token_hex(8),
+        manifest: Manifest = new_manifest(
             step=self.step,
-            created=utc_timestamp(),
             scheme=report.scheme,
             payloads=(self._payload(),),
             bases=self._bases,
-            metrics=dict(metrics or {}),
+            metrics=metrics,
             lossy_restores=lossy_restores,
             loss=report.loss_report,
             note=note,
-            stats=dict(stats or {}),
+            stats=stats,
             sequence=self._place.sequence,
             abandoned=self._place.abandoned,
         )
