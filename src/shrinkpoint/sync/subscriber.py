@@ -16,8 +16,7 @@ from shrinkpoint import humanize, validate
 from shrinkpoint.errors import ChainError, FormatError, NotFoundError
 from shrinkpoint.storage import Storage
 from shrinkpoint.sync.group import open_place
-from shrinkpoint.sync.in_place import plan_writes, write_all
-from shrinkpoint.sync.model_tensors import AnyModel, check_own_memory, model_tensors
+from shrinkpoint.sync.model_tensors import AnyModel, check_own_memory, model_tensors, plan_writes, write_all
 from shrinkpoint.sync.published import Published
 from shrinkpoint.sync.reader import HeldVersion, VersionReader
 from shrinkpoint.tensors.flat_state import unflatten
@@ -44,10 +43,8 @@ class Update:
     pause: float
 
     def __str__(self) -> str:
-        size, pause = humanize.size(self.nbytes), 1000 * self.pause
-        return (
-            f"version {self.version} from {self.previous}: {size} read, {self.changed} values written in {pause:.1f} ms"
-        )
+        read, pause = f"{humanize.size(self.nbytes)} read", 1000 * self.pause
+        return f"version {self.version} from {self.previous}: {read}, {self.changed} values written in {pause:.1f} ms"
 
 
 class Subscriber:
