@@ -15,8 +15,7 @@ from shrinkpoint import validate
 from shrinkpoint.comm.boundary import CompressionSwitch, check_ids, find_sparse_spec, parse_directions, split_ids
 from shrinkpoint.comm.compressors.base import Compressor
 from shrinkpoint.comm.error_feedback import ErrorFeedback
-from shrinkpoint.comm.link import CompressorLike, Link, MessageContext, NonfinitePolicy
-from shrinkpoint.comm.stats import LinkStats
+from shrinkpoint.comm.link import CompressorLike, Link, LinkStats, MessageContext, NonfinitePolicy
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.tensors.nest import map_nested_tensors
 
