@@ -6,7 +6,6 @@ handed over and decoded on the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 
 import pytest
@@ -56,35 +55,18 @@ def device(request, tmp_path):
     dist.destroy_process_group()
 
 
-@dataclass(frozen=True)
-class Place:
-    """A rank of a group, as far as an encoder asks for it."""
-
-    number: int
-    world_size: int
-
-    def rank(self) -> int:
-        return self.number
-
-    def size(self) -> int:
-        return self.world_size
-
-
 def averages(spec: str, tensors: list[Tensor], steps: int = 3) -> list[Tensor]:
     """The averages of each step at each rank; what ranks send is handed over in this process."""
-    places = [Place(rank, len(tensors)) for rank in range(len(tensors))]
-    sides = [CompressedAllReduce(spec, name="loopback") for _ in places]
+    world_size = len(tensors)
+    sides = [CompressedAllReduce(spec, name="loopback") for _ in tensors]
     found = []
     for step in range(steps):
-        rows = [(tensor * (step + 1)).view(len(places), -1) for tensor in tensors]
-        sent = [
-            side.reduce_scatter.encode(row, place.rank()) for side, row, place in zip(sides, rows, places, strict=True)
-        ]
+        rows = [(tensor * (step + 1)).view(world_size, -1) for tensor in tensors]
+        sent = [side.reduce_scatter.encode(row, rank) for rank, (side, row) in enumerate(zip(sides, rows, strict=True))]
         averaged = []
-        for side, place, encoded in zip(sides, places, sent, strict=True):
-            received = [one.messages[place.rank()] for one in sent]
-            total = side.reduce_scatter.decode(encoded, received, place.rank())
-            averaged.append(side.all_gather.encode(total.div_(len(places)), place))
+        for rank, (side, encoded) in enumerate(zip(sides, sent, strict=True)):
+            total = side.reduce_scatter.decode(encoded, [one.messages[rank] for one in sent], rank)
+            averaged.append(side.all_gather.encode(total.div_(world_size), rank, world_size))
         for side, encoded, row in zip(sides, averaged, rows, strict=True):
             side.all_gather.decode(encoded, [one.message for one in averaged], row)
         found += rows

@@ -40,7 +40,7 @@ def share_numel(numel: int, world_size: int) -> int:
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group sends tensors of this device by gloo, without a copy to another device."""
+    """True if the group sends tensors of this device by gloo, without a copy to another device."""
     return device.type == "cpu" and bool(group._get_backend(device).name() == "gloo")
 
 
@@ -87,6 +87,14 @@ def as_feedback(compressor: CompressorLike) -> ErrorFeedback:
         advice = "use a compressor, or EF, EFMixed or EF21"
         raise PolicyError(feedback.spec, found="feedback by sample id", expected="one for sums over samples", do=advice)
     feedback.new_state().wire_bytes((SHARE_MULTIPLE,), torch.float32, MessageInfo())
+    return feedback
+
+
+def as_stateless(where: str, compressor: CompressorLike) -> NoFeedback:
+    """Return a compressor or spec as a feedback without memory; a PolicyError if it has one."""
+    feedback = as_feedback(compressor)
+    if not isinstance(feedback, NoFeedback):
+        raise PolicyError(where, found=feedback.spec, expected="a compressor", do="leave out the feedback")
     return feedback
 
 
@@ -161,12 +169,6 @@ class CompressedCollective:
             layouts[layout].receiver.load_state_dict(saved_state["into"])
         self._layouts = layouts
 
-    def with_memory(self, saved_state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The saved state of a layout, with empty memories in place of none if this has feedback."""
-        if self.feedback.is_stateless or saved_state["out"] or saved_state["into"]:
-            return saved_state
-        return _LayoutState(self.feedback, saved_state["count"]).state_dict()
-
     def counts(self) -> dict[str, int]:
         """The number of collectives so far, by layout."""
         return {layout: state.count for layout, state in self._layouts.items()}
@@ -176,7 +178,7 @@ class CompressedCollective:
         self._layouts = {layout: _LayoutState(self.feedback, count) for layout, count in counts.items()}
 
     def residuals(self) -> dict[str, dict[int, Tensor]]:
-        """What messages have lost and the next ones would make up for, by layout and slot.
+        """The losses of messages that the next ones would make up for, by layout and slot.
 
         Nothing of feedback without residuals. With a decay they are what would be left of them.
         """
@@ -205,14 +207,8 @@ class CompressedCollective:
             packed = state.sender.pack(tensor, info)
             short = -packed.wire.numel() % MESSAGE_ALIGN
             wire = F.pad(packed.wire, (0, short)) if short else packed.wire
-        is_sampled = self.stats.messages % SAMPLE_INTERVAL == 0
-        self.stats.add_message(copies * tensor.nbytes, copies * wire.numel())
-        if is_sampled:
-            decoded = packed.decoded
-            if decoded is None:
-                decoded = state.feedback.compressor.decode(packed.wire, torch.empty_like(tensor), info.context)
-            self.stats.add_error(tensor, decoded)
-        self.stats.add_nonfinite(state.sender.count_nonfinite(tensor, packed.wire, info))
+        size, sender = wire.numel(), state.sender
+        self.stats.add_packed(tensor, packed, size, sender, info, sample_every=SAMPLE_INTERVAL, copies=copies)
         return wire
 
     def message_bytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -446,15 +442,17 @@ class CompressedAllReduce:
         In a state of an earlier version the second hop may have no feedback: there it starts with empty memories.
         """
         check_hops("two hops", state)
-        second = {layout: self.all_gather.with_memory(saved) for layout, saved in state["second"].items()}
+        feedback, second = self.all_gather.feedback, dict(state["second"])
+        old = [] if feedback.is_stateless else [x for x, saved in second.items() if not (saved["out"] or saved["into"])]
+        second |= {layout: _LayoutState(feedback, second[layout]["count"]).state_dict() for layout in old}
         self.reduce_scatter.load_state_dict(state["first"])
         self.all_gather.load_state_dict(second)
-        if any(second[layout] is not saved for layout, saved in state["second"].items()):
-            text = f"the state has no feedback of averages: that of {self.all_gather.feedback} starts empty"
+        if old:
+            text = f"the state has no feedback of averages: that of {feedback} starts empty"
             warn_user(f"{self.all_gather.name} hop: {text}", UserWarning)
 
     def residuals(self) -> dict[str, Tensor]:
-        """What messages of this rank have lost and the next ones would make up for, as flat tensors by layout.
+        """The losses of this rank's messages that the next ones would make up for, as flat tensors by layout.
 
         They may be shorter or longer than the tensors that were averaged. In the first hop a rank's own share is not
         sent, and loses nothing. In the second hop it loses some of the average, which is the sum of so many tensors.

@@ -167,7 +167,7 @@ class DDPCompression(GradientAveraging[AverageRecord]):
         self._background: dict[torch.device, BackgroundAllReduce] = {}
         self._buckets: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
         self._num_parameters, self._num_handed_over = len(parameters), 0
-        self._config_check = self._make_config_check()
+        self._config_check: ConfigCheck | None = self._make_config_check()
         self._model = weakref.ref(model)  # its reducer has this object, which no garbage collector sees
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -175,7 +175,9 @@ class DDPCompression(GradientAveraging[AverageRecord]):
 
         The last bucket of a step waits for all.
         """
-        self._config_check.check()
+        if self._config_check is not None:  # in the first backward pass
+            self._config_check.check()
+            self._config_check = None
         try:
             if self._before is not None:
                 _apply_before(self._before, bucket)

@@ -22,6 +22,7 @@ from shrinkpoint.comm.compressed_allreduce import (
     CompressedReduceScatter,
     all_gather_tensor,
     as_feedback,
+    as_stateless,
     check_hops,
     check_layouts,
     reduce_numbers,
@@ -101,10 +102,8 @@ class FSDPCompression(GradientAveraging[ShardRecord]):
         validate.check_instance("compress_fsdp, root", root, nn.Module, expected=expected, do=advice)
         self.link_stats = {"all-gather": LinkStats(), "reduce-scatter": LinkStats()}
         gradients = gradients if accordion is None else accordion.compressor
-        weight_feedback = None if weights is None else as_feedback(weights)
-        if weight_feedback is not None and not isinstance(weight_feedback, NoFeedback):  # weights are sent twice a step
-            found, advice = weight_feedback.spec, "leave out the feedback"
-            raise PolicyError("all-gather", found=found, expected="a compressor", do=advice)
+        # without feedback: weights are sent again in the backward pass, unchanged
+        weight_feedback = None if weights is None else as_stateless("all-gather", weights)
         gradient_feedback = None if gradients is None else as_feedback(gradients)
         weight_spec = weight_feedback and weight_feedback.shared_spec
         gradient_spec = accordion.describe() if accordion else gradient_feedback and gradient_feedback.shared_spec
@@ -123,32 +122,38 @@ class FSDPCompression(GradientAveraging[ShardRecord]):
         self._reduced_modules: set[str] = set()
         for name, param_group in _param_groups(root):
             _check_param_group(name, param_group, is_lossy)
-            self._original_comms.append((param_group, param_group._all_gather_comm, param_group._reduce_scatter_comm))
-            if weight_feedback is not None:
-                gather = CompressedAllGather(weight_feedback, self.link_stats["all-gather"], name=f"fsdp {name}")
-                self._gathers[name] = gather
-                param_group._all_gather_comm = _AllGather(gather, min_numel, self)
-            if gradient_feedback is not None:
-                stats = self.link_stats["reduce-scatter"]
-                scatter = CompressedReduceScatter(gradient_feedback, stats, name=f"fsdp {name}")
-                hook = _ReduceScatter(scatter, min_numel, self, name)
-                self._reduce_scatters[name] = param_group._reduce_scatter_comm = hook
-            group = getattr(param_group.mesh_info, "replicate_process_group", None)
-            if group is not None:
-                self._replicate_groups[name] = group
-            if group is not None and replicas is not None:
-                hops = {hop: self.link_stats.setdefault(hop, LinkStats()) for hop in ("first hop", "second hop")}
-                all_reduce = CompressedAllReduce(replicas, name=f"fsdp {name}", link_stats=hops)
-                self._all_reduces[name] = _ReplicaAllReduce(param_group, all_reduce, min_numel, self.check_config)
+            self._attach(name, param_group, weight_feedback, gradient_feedback, replicas)
         if replicas is not None and not self._all_reduces:
-            where, problem, expected = (
-                "compress_fsdp(all_reduce=...)",
-                "a model without replicas",
-                "replicated shards (HSDP)",
-            )
+            where, expected = "compress_fsdp(all_reduce=...)", "replicated shards (HSDP)"
             advice = "shard it over a mesh of (replicas, shards), or leave out all_reduce"
-            raise PolicyError(where, found=problem, expected=expected, do=advice)
+            raise PolicyError(where, found="a model without replicas", expected=expected, do=advice)
         self._config_checks = self._make_config_checks()
+
+    def _attach(
+        self,
+        name: str,
+        param_group: Any,
+        weights: ErrorFeedback | None,
+        gradients: ErrorFeedback | None,
+        replicas: CompressorLike,
+    ) -> None:
+        """Let a module communicate in compressed messages; None for torch's own messages."""
+        self._original_comms.append((param_group, param_group._all_gather_comm, param_group._reduce_scatter_comm))
+        if weights is not None:
+            gather = CompressedAllGather(weights, self.link_stats["all-gather"], name=f"fsdp {name}")
+            self._gathers[name] = gather
+            param_group._all_gather_comm = _AllGather(gather, self._min_numel, self)
+        if gradients is not None:
+            scatter = CompressedReduceScatter(gradients, self.link_stats["reduce-scatter"], name=f"fsdp {name}")
+            hook = _ReduceScatter(scatter, self._min_numel, self, name)
+            self._reduce_scatters[name] = param_group._reduce_scatter_comm = hook
+        group = getattr(param_group.mesh_info, "replicate_process_group", None)
+        if group is not None:
+            self._replicate_groups[name] = group
+        if group is not None and replicas is not None:
+            hops = {hop: self.link_stats.setdefault(hop, LinkStats()) for hop in ("first hop", "second hop")}
+            all_reduce = CompressedAllReduce(replicas, name=f"fsdp {name}", link_stats=hops)
+            self._all_reduces[name] = _ReplicaAllReduce(param_group, all_reduce, self._min_numel, self.check_config)
 
     def detach(self) -> None:
         """Restore the original communication of every module."""
@@ -195,7 +200,6 @@ class FSDPCompression(GradientAveraging[ShardRecord]):
         self._config_checks = self._make_config_checks()
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise an error for what `state_dict` of this rank and configuration does not return."""
         own = self.state_dict()
         self._check_common_state(state, own)
         for kind in ("all_gather", "reduce_scatter", "all_reduce"):
@@ -226,7 +230,7 @@ class FSDPCompression(GradientAveraging[ShardRecord]):
         return [parameter for _, parameter in self._named_shards()]
 
     def config(self) -> dict[str, Any]:
-        """What a run that is resumed from a journal must have in common with this one, on this rank."""
+        """The configuration that a run which is resumed from a journal must have on this rank, too."""
         layout = None if self._record is None else self._record.layout_digest
         return {**self._config, "shard_compressor": self._shard_spec, "layout": layout}
 
@@ -299,7 +303,7 @@ class FSDPCompression(GradientAveraging[ShardRecord]):
         return list(self._root.named_parameters())
 
     def _collectives(self) -> dict[str, CompressedCollective]:
-        """What sends messages, by kind and name of the module."""
+        """The senders of messages, by kind and name of the module."""
         result: dict[str, CompressedCollective] = {f"gather {name}": hop for name, hop in self._gathers.items()}
         result |= {f"scatter {name}": hook.scatter for name, hook in self._reduce_scatters.items()}
         for name, replicas in self._all_reduces.items():
@@ -311,7 +315,6 @@ class FSDPCompression(GradientAveraging[ShardRecord]):
             hook.scatter.switch(as_feedback(compressor))
 
     def _make_config_checks(self) -> dict[int, ConfigCheck]:
-        """One check for each group that messages are sent in."""
         counts: dict[str, Any] = {name: hook.scatter.counts() for name, hook in self._reduce_scatters.items()}
         counts |= {f"{name}, all-gather": gather.counts() for name, gather in self._gathers.items()}
         for name, one in self._all_reduces.items():
@@ -432,7 +435,7 @@ class _ReplicaAllReduce:
 
 
 def _shard_info(mesh_info: Any) -> Any:
-    """What FSDP2 knows of a mesh of replicas and shards, without the replicas."""
+    """FSDP2's description of a mesh of replicas and shards, without the replicas."""
     [kind] = [one for one in type(mesh_info).__mro__ if one.__name__ == "FSDPMeshInfo"]
     known = {field.name: getattr(mesh_info, field.name) for field in dataclasses.fields(kind) if field.init}
     info = kind(**(known | {"replicate_mesh_dim": None}))
@@ -441,7 +444,7 @@ def _shard_info(mesh_info: Any) -> Any:
 
 
 def _is_counts(value: JSON) -> TypeGuard[dict[str, dict[str, int]]]:
-    """Whether JSON has the form of `FSDPCompression.counts`."""
+    """True if JSON has the form of `FSDPCompression.counts`."""
     layouts = value.values() if isinstance(value, dict) else [None]
     return all(isinstance(x, dict) and all(type(n) is int and n >= 0 for n in x.values()) for x in layouts)
 

@@ -86,10 +86,6 @@ class GlobalWeights:
                 filled.copy_to(flat)
                 filled.copy_from(average(flat, filled.segment.name))
 
-    def digest(self) -> str:
-        """A digest of all bits: 32 hex digits."""
-        return digest_tensors(self.tensors.values())
-
     def check_fit(self, tensors: Mapping[str, Any]) -> None:
         """Raise a MismatchError if saved tensors are not those of these weights."""
         expected = {name: describe_tensor(weights) for name, weights in self.tensors.items()}

@@ -93,7 +93,7 @@ class GradientAveraging(ABC, Generic[RecordT]):
 
     @property
     def has_feedback(self) -> bool:
-        """Whether ranks remember what their messages to each other have lost."""
+        """True if ranks remember what their messages to each other have lost."""
         return not all(feedback.is_stateless for feedback in self._feedbacks())
 
     def stop_recording(self) -> None:

@@ -171,7 +171,7 @@ class FilledSegment(SegmentValues):
 
 
 def _is_next(run: Tensor, other: Tensor) -> bool:
-    """Whether the values of the other run, 1-d as both are, follow in the same memory."""
+    """True if the values of the other run, 1-d as both are, follow in the same memory."""
     is_same = run.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     return is_same and run.storage_offset() + run.numel() == other.storage_offset()
 
@@ -274,7 +274,7 @@ def align_numel(numel: int) -> int:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether values fill their memory, in whatever order of axes: DDP's buckets keep that order for the gradient."""
+    """True if values fill their memory, in whatever order of axes: DDP's buckets keep that order for the gradient."""
     end = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride != end:

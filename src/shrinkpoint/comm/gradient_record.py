@@ -86,7 +86,7 @@ class GradientRecord(ABC):
     @property
     @abstractmethod
     def is_empty(self) -> bool:
-        """Whether there was no backward pass since `clear`."""
+        """True if there was no backward pass since `clear`."""
 
     @abstractmethod
     def messages(self, step: int) -> Sequence[Tensor]:
@@ -217,7 +217,6 @@ class AverageRecord(GradientRecord):
             self._scatter(segment, values, flats)
 
     def _message_bytes(self, segment: Segment) -> int:
-        """The size of each of a segment's messages."""
         dtype = self._dtypes[segment.index]
         if self._world_size == 1:
             return segment.numel * dtype.itemsize

@@ -25,7 +25,7 @@ from shrinkpoint.tensors.dtypes import tensor_bytes
 CompressorLike = Compressor | ErrorFeedback | str | None
 """A compressor, a feedback around one, or the spec of either; None for no compression."""
 NonfinitePolicy = Literal["pass", "raise"]
-"""What is done about values that are not finite: they are sent as such, or are an error."""
+"""The treatment of values that are not finite: they are sent as such, or are an error."""
 _KEY_MASK = (1 << 32) - 1
 _ID_BYTES = 8
 FINITE_VALUES = "finite values"
@@ -33,7 +33,7 @@ FINITE_VALUES = "finite values"
 
 
 def check_nonfinite(where: str, nonfinite: Any) -> NonfinitePolicy:
-    """Return what is done about values that are not finite; a PolicyError if it is no `NonfinitePolicy`."""
+    """Return the policy; a PolicyError if it is none."""
     policy: NonfinitePolicy = validate.check_choice(f"{where}, nonfinite", nonfinite, get_args(NonfinitePolicy))
     return policy
 
@@ -132,10 +132,43 @@ class LinkStats:
         merged._seconds["decode"] += receiver._seconds["decode"]
         return merged
 
-    def add_message(self, raw_bytes: int, wire_bytes: int) -> None:
+    def add_message(self, raw_bytes: int, wire_bytes: int, nonfinite: Tensor | int = 0) -> None:
+        """Count a message, and its values that are not finite; a tensor has no axes, and is not waited for."""
         self.messages += 1
         self.raw_bytes += raw_bytes
         self.wire_bytes += wire_bytes
+        self._nonfinite = self._nonfinite + nonfinite
+
+    def add_packed(
+        self,
+        tensor: Tensor,
+        packed: PackedMessage,
+        size: int,
+        state: FeedbackState,
+        info: MessageInfo,
+        *,
+        sample_every: int,
+        copies: int = 1,
+    ) -> Tensor | int:
+        """Count a message that `state` packed and that is sent to some ranks; measure the error of some messages.
+
+        Args:
+            size: in bytes, of all that is sent.
+            sample_every: the error is measured on one of this number of messages; 0 for none.
+
+        Returns:
+            The number of values that are not finite.
+        """
+        is_sampled = sample_every and self.messages % sample_every == 0 and tensor.numel()
+        self.add_message(copies * tensor.nbytes, copies * size)
+        nonfinite = state.count_nonfinite(tensor, packed.wire, info)
+        self._nonfinite = self._nonfinite + nonfinite
+        if is_sampled:
+            with torch.no_grad():  # a message of unknown content is one without a memory
+                decoded = packed.decoded
+                decoded = state.unpack(packed.wire, torch.empty_like(tensor), info) if decoded is None else decoded
+                self.add_error(tensor, decoded)
+        return nonfinite
 
     def add_uncompressed(self, tensor: Tensor) -> None:
         """Count a tensor that is sent or received uncompressed."""
@@ -165,10 +198,6 @@ class LinkStats:
         counts = torch.isfinite(error)
         self._error = self._error + torch.where(counts, error, 0.0).to(torch.float64)
         self._samples = self._samples + counts.to(torch.int64)
-
-    def add_nonfinite(self, nonfinite: Tensor | int) -> None:
-        """Record how many values of a message were not finite; a tensor has no axes, and is not waited for."""
-        self._nonfinite = self._nonfinite + nonfinite
 
     def _collect_events(self) -> None:
         for phase, began, ended in self._timed:
@@ -240,11 +269,11 @@ class Link:
 
     @property
     def is_size_fixed(self) -> bool:
-        """Whether the size of a message follows from the shape alone, and not from earlier messages or sample ids."""
+        """True if the size of a message follows from the shape alone, and not from earlier messages or sample ids."""
         return not isinstance(self.feedback, AQSGD) and not isinstance(self.compressor, SameIndices)
 
     def is_compressible(self, tensor: Tensor) -> bool:
-        """Whether a tensor (or meta tensor) is compressed; others are sent uncompressed."""
+        """True if a tensor (or meta tensor) is compressed; others are sent uncompressed."""
         return tensor.is_floating_point() and tensor.numel() >= max(self._min_numel, 1)
 
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, context: MessageContext | None = None) -> int:
@@ -283,7 +312,10 @@ class Link:
             packed = state.pack(tensor.detach(), info)
             wire = packed.wire if header is None else torch.cat((header, packed.wire))
         self._remember(context, info, packed.wire, tensor)
-        self._record_sent(tensor, packed, wire.numel(), context, info)
+        size, every = wire.numel(), self._sample_every
+        nonfinite = self.stats.add_packed(tensor, packed, size, state, info, sample_every=every)
+        if self._raise_nonfinite:
+            self._pending_counts.append((context, nonfinite))
         self._advance(context, state.restarts)
         return wire
 
@@ -310,12 +342,10 @@ class Link:
         if ids is not None:
             self._ids[info.key] = ids
         self._remember(context, info, body, out)
-        self.stats.add_message(out.nbytes, wire.numel())
+        count = count_nonfinite(out) if self._raise_nonfinite else 0
+        self.stats.add_message(out.nbytes, wire.numel(), count)
         self._advance(context, state.restarts)
-        if self._raise_nonfinite:
-            count = count_nonfinite(out)
-            self.stats.add_nonfinite(count)
-            _raise_if_nonfinite(self.name, count, context)
+        _raise_if_nonfinite(self.name, count, context)
         return out
 
     def indices(self, context: MessageContext | None = None) -> Tensor | None:
@@ -418,22 +448,6 @@ class Link:
         if context.training:
             self._counts[context.key] = self._counts.get(context.key, 0) + 1
             self.stats.restarts = restarts
-
-    def _record_sent(
-        self, tensor: Tensor, packed: PackedMessage, size: int, context: MessageContext, info: MessageInfo
-    ) -> None:
-        is_sampled = bool(self._sample_every) and self.stats.messages % self._sample_every == 0
-        self.stats.add_message(tensor.nbytes, size)
-        if is_sampled and tensor.numel():
-            with torch.no_grad():
-                decoded = packed.decoded
-                if decoded is None:
-                    decoded = self.compressor.decode(packed.wire, torch.empty_like(tensor), info.context)
-                self.stats.add_error(tensor, decoded)
-        count = self._state_for(context).count_nonfinite(tensor, packed.wire, info)
-        self.stats.add_nonfinite(count)
-        if self._raise_nonfinite:
-            self._pending_counts.append((context, count))
 
 
 def _read_ids(where: str, wire: Tensor, header_bytes: int, expected_ids: Tensor | None) -> Tensor | None:

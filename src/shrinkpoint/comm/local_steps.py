@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _STATE_KEYS = {"config", "round", "steps_in_round", "weights", "outer", "feedback", "residuals"}
 _in_use: WeakValueDictionary[int, LocalSteps] = WeakValueDictionary()
-"""What averages each model, by the `id` of the model, which it keeps: two would average each other's rounds."""
+"""The LocalSteps of each model by `id(model)`: two of one model would average each other's rounds."""
 
 Problem = tuple[str, str, str, str]
 """The `where`, `found`, `expected` and `do` of an error."""
@@ -203,7 +203,7 @@ class LocalSteps:
                     self._commit_round(self._manager)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank needs to continue bit for bit, with its model and inner optimizer. Tensors are not copied."""
+        """The state to continue bit for bit with, beside model and inner optimizer. Tensors are not copied."""
         return {
             "config": self._config(),
             "round": self.round,
@@ -253,7 +253,6 @@ class LocalSteps:
         self._compare(self._facts(), None, timeout)
 
     def _compare(self, facts: Mapping[str, str | int], problem: Problem | None, timeout: float | None = None) -> None:
-        """Raise an error on every rank if one has a problem or other facts, or says nothing in time."""
         self._check.publish({self._group.rank(): {"facts": list(facts.items()), "problem": problem}})
         self._check.check(timeout)
 
@@ -325,7 +324,6 @@ class LocalSteps:
         return num_trained
 
     def _recovery_state(self) -> dict[str, Any]:
-        """Everything that a replica takes over from another one."""
         return {
             "setup": self._setup,
             "round": self.round,
@@ -335,7 +333,6 @@ class LocalSteps:
         }
 
     def _recover(self, state: Any) -> None:
-        """Take over the state of another replica; a MismatchError if that has another model or other settings."""
         setups = [list(setup.items()) for setup in (state["setup"], self._setup)]
         _compare_facts([{"facts": setup, "problem": None} for setup in setups])
         self._weights.load(state["weights"])
@@ -346,8 +343,9 @@ class LocalSteps:
         self.round, self.steps_in_round = state["round"], 0
 
     def _facts(self) -> dict[str, str | int]:
-        """What must be the same on all ranks whenever a round ends."""
-        return {"round": self.round, "outer": _describe(self.outer), "global weights": self._weights.digest()}
+        """The facts that must be the same on all ranks whenever a round ends."""
+        digest = digest_tensors(self._weights.tensors.values())
+        return {"round": self.round, "outer": _describe(self.outer), "global weights": digest}
 
     def _find_unknown(self) -> Problem | None:
         """A parameter that is trained and would not be averaged: ranks would have other values of it."""
@@ -460,7 +458,6 @@ def _describe_model(trained: Mapping[str, nn.Parameter], frozen: Mapping[str, nn
 
 
 def _has_values(parameter: nn.Parameter) -> bool:
-    """Whether all values of a parameter are here."""
     return not (is_lazy(parameter) or isinstance(parameter, DTensor) or parameter.is_meta)
 
 
@@ -495,7 +492,6 @@ def _find_problem(
 
 
 def _describe(optimizer: Optimizer) -> str:
-    """The type and the settings of an optimizer, as text."""
     groups = [
         ", ".join(f"{key}={value!r}" for key, value in sorted(group.items()) if key != "params")
         for group in optimizer.param_groups

@@ -140,7 +140,7 @@ def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
 
 
 class MatrixMemory:
-    """What a rank remembers of one matrix between steps, and its factors in the step under way.
+    """The memory of one matrix between steps at this rank, and its factors in the step under way.
 
     Attributes:
         residual: what was not sent yet, and during a step the gradient with it: float32, (rows, columns).
@@ -312,7 +312,6 @@ class LowRankAllReduce(BackgroundAllReduce):
 
 
 def _check_like(where: str, saved: object, tensor: Tensor) -> None:
-    """Raise MismatchError for what is no float32 tensor of the shape of this one."""
     if isinstance(saved, Tensor) and (saved.shape, saved.dtype) == (tensor.shape, tensor.dtype):
         return
     found = f"{saved.dtype} {tuple(saved.shape)}" if isinstance(saved, Tensor) else validate.describe_value(saved)

@@ -21,7 +21,7 @@ from shrinkpoint.errors import MismatchError, PolicyError
 
 _HANDLE_ATTRIBUTE = "_shrinkpoint_wire"
 _COUNT_NAME = re.compile(r"[0-9]{1,18}\.[0-9]{1,18}")
-"""Of a count in the state of a link: micro-batch and tensor."""
+"""The name of a count in the state of a link: micro-batch and tensor."""
 
 
 def compress_pipeline(
@@ -89,7 +89,7 @@ class _BoundaryPlan:
         ]
 
     def needs_ids(self, first: int = 0) -> bool:
-        """Whether a boundary from the first on needs sample ids."""
+        """True if a boundary from the first on needs sample ids."""
         later = [compressor for pair in self.compressors[first:] for compressor in pair.values()]
         return any(isinstance(compressor, ErrorFeedback) and compressor.needs_ids for compressor in later)
 
@@ -175,7 +175,8 @@ class CompressedPipeline:
             PolicyError: the handle was created without a schedule, or its stages were built for one shape.
         """
         flags = [name for name in vars(self._schedule or object) if name.endswith("_forward_initialized")]
-        static = [index for index, stage in self._stages.items() if _has_static_shapes(stage.stage)]
+        metas = {index: getattr(stage.stage, "_user_meta", None) for index, stage in self._stages.items()}
+        static = [index for index, meta in metas.items() if meta is None or meta.has_any()]  # given, or traced
         if not flags or static:
             problem = f"stages {static} have the shapes that they were built with"
             if not static:
@@ -245,7 +246,7 @@ class CompressedPipeline:
             self.check()
 
     def compresses(self, training: bool) -> bool:
-        """Whether a step is compressed, which is in training or an evaluation."""
+        """True if a step is compressed, which is in training or an evaluation."""
         return training or self.inference
 
     def sample_ids_for(self, stage: int, slot: int) -> Tensor | None:
@@ -335,7 +336,6 @@ def _check_per_link(per_link: Any, common: Mapping[str, Any], num_stages: int) -
 
 
 def _check_link_state(where: str, state: object) -> None:
-    """Raise MismatchError for what `Link.state_dict` does not return."""
     entries = check_entries(where, state, ("how", "counts", "feedback"))
     for name, count in check_mapping(f"{where}, counts", entries["counts"]).items():
         if not isinstance(name, str) or not _COUNT_NAME.fullmatch(name):
@@ -358,9 +358,3 @@ def _load_links(links: Mapping[str, Link], states: Mapping[str, Any]) -> None:
             raise
         found, do = f"what a feedback does not take ({error!r:.80})", "load it as it was saved"
         raise MismatchError(f"link {name}", found=found, expected="its state", do=do) from error
-
-
-def _has_static_shapes(stage: Any) -> bool:
-    """Whether the shapes of a stage's messages were given when it was built or traced."""
-    user_meta = getattr(stage, "_user_meta", None)
-    return user_meta is None or user_meta.has_any()

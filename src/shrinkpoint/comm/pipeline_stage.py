@@ -157,8 +157,11 @@ class CompressedStage:
         ops = original(slot)
         if self._input_grads is None or not ops:
             return ops
-        infos = enumerate(self.stage.grad_send_info)
-        transfers = [(target, target is not None and self._has_gradient(i, grads[i])) for i, target in infos]
+        meta = getattr(self.stage, "_get_grad_send_meta", None)  # newer releases of torch have it
+        transfers = [
+            (target, target is not None and (grads[index] if meta is None else meta(index)) is not None)
+            for index, target in enumerate(self.stage.grad_send_info)
+        ]
         return self._send(ops, slot, transfers, self._input_grads)
 
     def _receive_forward(self, original: Callable[[int], list[Any]], slot: int) -> list[Any]:
@@ -238,7 +241,7 @@ class CompressedStage:
         return []
 
     def _is_posted_here(self, ops: list[Any], transfers: _Transfers, direction: Direction) -> bool:
-        """Whether gloo carries all messages of a list, and all are compressed ones of one boundary."""
+        """True if gloo carries all messages of a list, and all are compressed ones of one boundary."""
         link = direction.link
         if link is None or not self._pipeline.compresses(self.stage.has_backward):
             return False
@@ -296,11 +299,6 @@ class CompressedStage:
             if error.expected != FINITE_VALUES:
                 raise
             self._pipeline.defer_error(error)
-
-    def _has_gradient(self, index: int, grad: Tensor | None) -> bool:
-        """Whether torch sends a gradient for the input of this index."""
-        meta = getattr(self.stage, "_get_grad_send_meta", None)
-        return grad is not None if meta is None else meta(index) is not None
 
     def _check_output(self, tensor: Tensor, index: int, slot: int) -> None:
         """Check that the next stage has a buffer for an output: a longer message would end its process."""

@@ -62,7 +62,7 @@ class SparseAllReduce:
         self._all_gather.load_state_dict(state["all-gather"])
 
     def residuals(self) -> dict[str, Tensor]:
-        """What messages of this rank have lost and the next ones would make up for, as flat tensors by layout."""
+        """The losses of this rank's messages that the next ones would make up for, as flat tensors by layout."""
         layouts = self._all_gather.residuals().items()
         return {layout: row for layout, rows in layouts for row in rows.values()}
 

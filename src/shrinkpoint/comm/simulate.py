@@ -79,7 +79,6 @@ def insert_compression(
 def _check_points(
     model: nn.Module, after: Sequence[str], overrides: Mapping[int, Mapping[str, CompressorLike]]
 ) -> dict[str, nn.Module]:
-    """Check where compression is inserted, and return the modules of the model by name."""
     expected, advice = "a torch.nn.Module", "pass the model"
     validate.check_instance("insert_compression, model", model, nn.Module, expected=expected, do=advice)
     if isinstance(after, str) or not isinstance(after, Sequence):

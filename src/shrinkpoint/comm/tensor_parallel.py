@@ -25,11 +25,10 @@ from shrinkpoint import validate
 from shrinkpoint.comm.compressed_allreduce import (
     CompressedAllGather,
     CompressedReduceScatter,
-    as_feedback,
+    as_stateless,
     reduce_numbers,
     share_numel,
 )
-from shrinkpoint.comm.error_feedback import NoFeedback
 from shrinkpoint.comm.link import CompressorLike, LinkStats, NonfinitePolicy, check_nonfinite
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ConfigCheck, replica_check
 from shrinkpoint.errors import PolicyError
@@ -101,8 +100,9 @@ class TensorParallelCompression:
         validate.check_int("compress_tensor_parallel, min_numel", min_numel, minimum=0)
         validate.check_float("compress_tensor_parallel, timeout", timeout)
         self._feedbacks = {
-            "forward": _as_stateless("forward", forward),
-            "backward": _as_stateless("backward", backward),
+            # without feedback: a message has nothing to do with the one before
+            way: None if compressor is None else as_stateless(f"compress_tensor_parallel, {way}", compressor)
+            for way, compressor in (("forward", forward), ("backward", backward))
         }
         self.link_stats = {way: LinkStats() for way in self._feedbacks}
         self._min_numel, self._nonfinite, self._timeout = min_numel, nonfinite, timeout
@@ -132,11 +132,9 @@ class TensorParallelCompression:
             self._checks[ranks] = replica_check(group, "compress_tensor_parallel", self._config, self._timeout)
 
     def _check_config(self, group: dist.ProcessGroup) -> None:
-        """Compare the configurations of the ranks of a group, before its first message."""
         self._checks[tuple(dist.get_process_group_ranks(group))].check()
 
     def _compress(self, name: str, style: ParallelStyle) -> ParallelStyle:
-        """The compressed form of a style; a PolicyError if it is none of torch's."""
         if isinstance(style, ColwiseParallel | RowwiseParallel) and type(style) in _STYLES:
             return _LinearStyle(style, name, self)
         if type(style) is SequenceParallel:
@@ -300,7 +298,6 @@ def _local(tensor: DTensor) -> Tensor:
 
 
 def _from_local(local: Tensor, mesh: DeviceMesh, placement: Placement, like: DTensor) -> DTensor:
-    """A new DTensor of the shape of another."""
     strides = torch.empty(like.shape, device="meta").stride()
     local = local.contiguous()
     return DTensor.from_local(
@@ -432,14 +429,3 @@ def _change(
         return tensor
     changed = _redistribute(tensor, mesh, source, source if target is None else target, exchanges)
     return changed.to_local() if is_local else changed
-
-
-def _as_stateless(way: str, compressor: CompressorLike) -> NoFeedback | None:
-    """The compressor of a direction; a PolicyError for a feedback: the next message has nothing to do with this one."""
-    if compressor is None:
-        return None
-    feedback = as_feedback(compressor)
-    if not isinstance(feedback, NoFeedback):
-        where = f"compress_tensor_parallel, {way}"
-        raise PolicyError(where, found=feedback.spec, expected="a compressor", do="leave out the feedback")
-    return feedback

@@ -15,12 +15,12 @@ from shrinkpoint.sync.published import KEY, Published
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
 _PUBLISHER, _CLOSED, _NOTHING = -2, -3, -1
-"""What a rank says instead of the version that it holds."""
+"""Numbers that a rank sends instead of the version that it holds."""
 _MAX_MESSAGE = 1 << 30  # bytes
 
 
 class _Rank(NamedTuple):
-    """What a rank says before files are sent.
+    """The message of a rank before files are sent.
 
     Attributes:
         version: that it holds; or `_PUBLISHER`, `_CLOSED`, `_NOTHING`.

@@ -92,7 +92,7 @@ def capture(
 
 @dataclass(frozen=True)
 class TensorWrite:
-    """What one tensor gets, and what it had.
+    """The new values of one tensor, and its old ones.
 
     Attributes:
         target: the live tensor, as integers.
@@ -123,7 +123,7 @@ class TensorWrite:
 
 
 def plan_writes(live: Mapping[str, Tensor], new: Mapping[str, Tensor], where: str) -> list[TensorWrite]:
-    """What has to be written so that a model has the values of a new version; nothing is written yet.
+    """Plan the writes that give a model the values of a new version; nothing is written yet.
 
     Args:
         live: the model's tensors by name.
@@ -173,7 +173,7 @@ def write_all(live: Mapping[str, Tensor], writes: Sequence[TensorWrite]) -> floa
 
 
 def _plan_write(target: Tensor, new: Tensor) -> TensorWrite | None:
-    """What one tensor gets; None if it has these bits already."""
+    """The write of one tensor; None if it has these bits already."""
     target, new = as_bits(target), as_bits(new)
     if not target.is_contiguous():
         new = new.to(target.device)

@@ -32,7 +32,7 @@ _log = logging.getLogger("shrinkpoint")
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What publishing a version took.
+    """The size and the time of a version that was published.
 
     Attributes:
         version: its number.

@@ -52,7 +52,7 @@ class VersionReader:
         self._data, self._published = b"", None  # type: tuple[bytes, Published | None]
 
     def published(self) -> Published | None:
-        """What is published now; None if nothing is. Reads one small object.
+        """Read what is published now, one small object; None if nothing is.
 
         Raises:
             FormatError: it is damaged.

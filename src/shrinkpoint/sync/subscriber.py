@@ -24,7 +24,7 @@ from shrinkpoint.tensors.flat_state import unflatten
 
 @dataclass(frozen=True)
 class Update:
-    """What an update did.
+    """The result of an update.
 
     Attributes:
         version: that the model has now.
@@ -159,7 +159,7 @@ class Subscriber:
             yield update
 
     def _receive(self) -> Published | None:
-        """What the publisher of the group sends next; None if that is nothing more."""
+        """Receive what the publisher of the group sends next; None if it has closed."""
         assert self._link is not None
         held = self._held
         storage = self._link.receive(None if held is None else held.version, "" if held is None else held.id)
@@ -169,7 +169,7 @@ class Subscriber:
         return self._reader.published()
 
     def _wait_for_newer(self, live: dict[str, Tensor], wait: float) -> Published | None:
-        """What is published, once the model does not have it; None if that takes too long."""
+        """Wait for a version that the model does not have; None if that takes too long."""
         deadline = time.monotonic() + wait
         while True:
             published = self._reader.published()
@@ -180,7 +180,7 @@ class Subscriber:
             time.sleep(min(self._poll, rest))
 
     def _has(self, published: Published, live: dict[str, Tensor]) -> bool:
-        """Whether the tensors have this version, and nobody has written into them since."""
+        """True if the tensors have this version, and nobody has written into them since."""
         if self._applied != (published.id, published.version) or len(live) != len(self._written):
             return False
         return all(written.is_as_left(tensor) for written, tensor in zip(self._written, live.values(), strict=True))
@@ -209,7 +209,7 @@ class _Written:
         self._changes = _count_changes(tensor)
 
     def is_as_left(self, tensor: Tensor) -> bool:
-        """Whether a tensor is this one, unchanged, as far as torch counts changes (not those through `.data`)."""
+        """True if a tensor is this one, unchanged, as far as torch counts changes (not those through `.data`)."""
         is_same = tensor.data_ptr() == self._address and _memory_of(tensor) == self._storage
         return is_same and _count_changes(tensor) == self._changes
 
