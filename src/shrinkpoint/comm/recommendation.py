@@ -266,7 +266,8 @@ def _measure_errors(exchanges: Iterable[_Exchange], buckets: Sequence[_Bucket]) 
         _fill(buckets)
         exchange.run(buckets)
         exact = exact or [bucket.values.clone() for bucket in buckets]
-        errors.append(relative_error(exact, [bucket.values for bucket in buckets]))
+        error = relative_error(exact, [bucket.values for bucket in buckets])
+        errors.append(error if math.isfinite(error) else math.inf)
     return errors
 
 
@@ -278,12 +279,11 @@ def synchronized_time(device: torch.device) -> float:
 
 
 def relative_error(exact: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """The norm of the difference over the norm of the exact values; infinite where a value is not finite."""
+    """The norm of the difference over the norm of the exact values; nan or infinite where a value is not finite."""
 
     def norm(tensors: Iterable[Tensor]) -> float:
         wide = ((x, torch.complex128 if x.is_complex() else torch.float64) for x in tensors)
         return math.hypot(*(float(torch.linalg.vector_norm(x, dtype=dtype)) for x, dtype in wide))
 
     size, distance = norm(exact), norm(other - x for x, other in zip(exact, others, strict=True))
-    error = distance / size if size else (math.inf if distance else 0.0)
-    return error if math.isfinite(error) else math.inf
+    return distance / size if size else (math.inf if distance else 0.0)
