@@ -10,7 +10,6 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -113,23 +112,10 @@ def _timed(function: Callable[[Any], Any], seconds: list[float]) -> Callable[[An
     return call
 
 
-@dataclass(frozen=True)
-class Place:
-    """A rank of a group of two, as far as an encoder asks for it."""
-
-    number: int
-
-    def rank(self) -> int:
-        return self.number
-
-    def size(self) -> int:
-        return 2
-
-
 def _hops(job: Job, spec: str) -> None:
     """What one of two ranks computes for a segment: both hops, without the messages' way."""
     numel = 1 << 12 if job.is_quick else SEGMENT_NUMEL
-    side, place = CompressedAllReduce(spec, name="loopback"), Place(0)
+    side = CompressedAllReduce(spec, name="loopback")
     rows = torch.randn(2, numel // 2, device=job.device)
     host: list[float] = []
 
@@ -137,7 +123,7 @@ def _hops(job: Job, spec: str) -> None:
         began = time.perf_counter()
         sent = side.reduce_scatter.encode(rows, 0)
         total = side.reduce_scatter.decode(sent, [None, sent.messages[1]], 0)
-        encoded = side.all_gather.encode(total.div_(2), place)
+        encoded = side.all_gather.encode(total.div_(2), 0, 2)
         side.all_gather.decode(encoded, [encoded.message, encoded.message], torch.empty_like(rows))
         host.append(time.perf_counter() - began)
 

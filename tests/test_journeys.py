@@ -17,7 +17,7 @@ import shrinkpoint as sp
 
 SAVE = (665, 83, 2150)
 RESTORE = (383, 54, 2430)
-GRADIENT = (88, 11, 130)
+GRADIENT = (80, 10, 124)
 
 
 def assert_within(counts: tuple[int, int, int], limits: tuple[int, int, int]) -> None:

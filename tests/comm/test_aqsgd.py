@@ -11,7 +11,7 @@ import torch
 from helpers.comm_links import batches, cross, ends, same
 
 from shrinkpoint.comm import AQSGD, Link, MessageContext, Uniform, parse
-from shrinkpoint.comm.sample_cache import SampleCache
+from shrinkpoint.comm.aqsgd import SampleCache
 from shrinkpoint.errors import MismatchError, PolicyError, StorageError
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

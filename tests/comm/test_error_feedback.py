@@ -162,7 +162,7 @@ WAYS = """
     from helpers.replica_search import drawn, join, leave
     from shrinkpoint.comm import Accordion, LocalSteps, OuterSGD, background_allreduce, compress_ddp, compress_fsdp
     from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce
-    from shrinkpoint.comm.sparse_allreduce import SparseAllReduce
+    from shrinkpoint.comm.round_average import SparseAllReduce
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel as DDP

@@ -11,7 +11,7 @@ from torch import nn
 from shrinkpoint.comm import Link, LowRank, Uniform, parse
 from shrinkpoint.comm.gradient_layout import PARAMETER_ALIGN, FilledSegment, GradientCollector
 from shrinkpoint.comm.low_rank import orthonormal_rows, start_rows, subtract_product, unit_rows
-from shrinkpoint.comm.matrix_layout import MatrixLayout
+from shrinkpoint.comm.low_rank_allreduce import MatrixLayout
 from shrinkpoint.errors import PolicyError
 
 

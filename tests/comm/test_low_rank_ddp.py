@@ -10,8 +10,7 @@ from helpers.processes import ranks
 
 from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce
 from shrinkpoint.comm.low_rank import LowRank
-from shrinkpoint.comm.low_rank_allreduce import LowRankState
-from shrinkpoint.comm.matrix_layout import MatrixLayout
+from shrinkpoint.comm.low_rank_allreduce import LowRankState, MatrixLayout
 from shrinkpoint.errors import MismatchError
 
 RANKS = (1, 2, 3, 4, 5, 6, 7, 8)

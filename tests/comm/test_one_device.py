@@ -6,7 +6,6 @@ handed over and decoded on the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 
 import pytest
@@ -23,7 +22,7 @@ from shrinkpoint.comm import LocalSteps, compress_ddp, compress_fsdp
 from shrinkpoint.comm.background_allreduce import StreamAllReduce
 from shrinkpoint.comm.compressed_allreduce import CompressedAllGather, CompressedAllReduce, as_feedback
 from shrinkpoint.comm.gradient_layout import FilledSegment, Piece, Segment
-from shrinkpoint.comm.stats import LinkStats
+from shrinkpoint.comm.link import LinkStats
 
 SPECS = (
     "exact",
@@ -56,35 +55,18 @@ def device(request, tmp_path):
     dist.destroy_process_group()
 
 
-@dataclass(frozen=True)
-class Place:
-    """A rank of a group, as far as an encoder asks for it."""
-
-    number: int
-    world_size: int
-
-    def rank(self) -> int:
-        return self.number
-
-    def size(self) -> int:
-        return self.world_size
-
-
 def averages(spec: str, tensors: list[Tensor], steps: int = 3) -> list[Tensor]:
     """The averages of each step at each rank; what ranks send is handed over in this process."""
-    places = [Place(rank, len(tensors)) for rank in range(len(tensors))]
-    sides = [CompressedAllReduce(spec, name="loopback") for _ in places]
+    world_size = len(tensors)
+    sides = [CompressedAllReduce(spec, name="loopback") for _ in tensors]
     found = []
     for step in range(steps):
-        rows = [(tensor * (step + 1)).view(len(places), -1) for tensor in tensors]
-        sent = [
-            side.reduce_scatter.encode(row, place.rank()) for side, row, place in zip(sides, rows, places, strict=True)
-        ]
+        rows = [(tensor * (step + 1)).view(world_size, -1) for tensor in tensors]
+        sent = [side.reduce_scatter.encode(row, rank) for rank, (side, row) in enumerate(zip(sides, rows, strict=True))]
         averaged = []
-        for side, place, encoded in zip(sides, places, sent, strict=True):
-            received = [one.messages[place.rank()] for one in sent]
-            total = side.reduce_scatter.decode(encoded, received, place.rank())
-            averaged.append(side.all_gather.encode(total.div_(len(places)), place))
+        for rank, (side, encoded) in enumerate(zip(sides, sent, strict=True)):
+            total = side.reduce_scatter.decode(encoded, [one.messages[rank] for one in sent], rank)
+            averaged.append(side.all_gather.encode(total.div_(world_size), rank, world_size))
         for side, encoded, row in zip(sides, averaged, rows, strict=True):
             side.all_gather.decode(encoded, [one.message for one in averaged], row)
         found += rows
@@ -113,7 +95,7 @@ def test_a_gathered_row_is_what_its_message_says(device, spec, async_op):
         work.wait()
     expected = torch.zeros(1, 2048)
     again = CompressedAllGather(as_feedback(spec), LinkStats(), name="one")
-    encoded = again.encode(row.cpu(), dist.group.WORLD)
+    encoded = again.encode(row.cpu(), dist.get_rank(), dist.get_world_size())
     again.decode(encoded, [encoded.message], expected)
     assert torch.equal(rows.cpu(), expected)
     assert not torch.equal(rows, row.view(1, -1))

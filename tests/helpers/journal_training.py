@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import shrinkpoint as sp
 from shrinkpoint.comm import compress_ddp, compress_fsdp
-from shrinkpoint.comm.flat_gradient import local_tensor
+from shrinkpoint.comm.gradient_record import local_tensor
 from shrinkpoint.train import Journal, JournalRestore
 from shrinkpoint.train.dcp import Manager
 

@@ -196,7 +196,7 @@ def test_an_answer_that_was_lost_begins_another_series():
 
 
 def test_an_interrupt_while_the_model_is_written_gives_it_back(monkeypatch: pytest.MonkeyPatch):
-    from shrinkpoint.sync.in_place import TensorWrite
+    from shrinkpoint.sync.model_tensors import TensorWrite
 
     storage, state = MemoryStorage(), {f"w{index}": torch.randn(500) for index in range(6)}
     live = zeros_like(state)

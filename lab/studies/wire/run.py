@@ -36,7 +36,7 @@ from shrinkpoint import comm
 from shrinkpoint.errors import LossWarning
 
 TASK_FILES = ("wire/run.py", "wire/task.py", "wire/image.py", "wire/text.py", "workloads/image.py", "workloads/text.py")
-CODE = ("compressors/*.py", "error_feedback.py", "aqsgd.py", "sample_cache.py", "link.py", "simulate.py")
+CODE = ("compressors/*.py", "error_feedback.py", "aqsgd.py", "link.py", "simulate.py")
 """What decides the values that cross, under src/shrinkpoint/comm; native/wire_* and hadamard.hpp as well."""
 WAYS = ("forward", "backward")
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from shrinkpoint.comm.error_feedback import ErrorFeedback as ErrorFeedback
     from shrinkpoint.comm.fsdp import compress_fsdp as compress_fsdp
     from shrinkpoint.comm.link import Link as Link
+    from shrinkpoint.comm.link import LinkStats as LinkStats
     from shrinkpoint.comm.link import MessageContext as MessageContext
     from shrinkpoint.comm.local_steps import LocalSteps as LocalSteps
     from shrinkpoint.comm.local_steps import OuterSGD as OuterSGD
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from shrinkpoint.comm.simulate import CompressionPoints as CompressionPoints
     from shrinkpoint.comm.simulate import insert_compression as insert_compression
     from shrinkpoint.comm.spec import parse as parse
-    from shrinkpoint.comm.stats import LinkStats as LinkStats
     from shrinkpoint.comm.tensor_parallel import compress_tensor_parallel as compress_tensor_parallel
 
 _NAMES = {
@@ -60,14 +60,13 @@ _NAMES = {
     "ddp": "compress_ddp",
     "error_feedback": "EF EF21 EFMixed ErrorFeedback",
     "fsdp": "compress_fsdp",
-    "link": "Link MessageContext",
+    "link": "Link LinkStats MessageContext",
     "local_steps": "LocalSteps OuterSGD",
     "low_rank": "LowRank",
     "pipeline": "compress_pipeline CompressedPipeline",
     "recommendation": "recommend",
     "simulate": "CompressionPoints insert_compression",
     "spec": "parse",
-    "stats": "LinkStats",
     "tensor_parallel": "compress_tensor_parallel",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

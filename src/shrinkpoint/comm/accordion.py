@@ -88,14 +88,12 @@ class Accordion(Generic[CompressorT]):
             return False
         squares, counted, fell = all_reduce_sum([self.squares, float(self.counted), float(self.fell)])
         norm = math.sqrt(squares / counted) if counted else math.nan
-        was_critical, self.critical = self.critical, self._is_critical(norm) or fell > 0
+        # the change may be nan, of windows that cannot be compared
+        is_steady = abs(self.previous - norm) < self.threshold * self.previous or self.previous == norm == 0
+        was_critical, self.critical = self.critical, not is_steady or fell > 0
         self.previous = norm
         self.squares, self.steps, self.counted, self.fell = 0.0, 0, 0, False
         return was_critical != self.critical
-
-    def _is_critical(self, norm: float) -> bool:
-        """Whether the norm changed by the threshold, or cannot be compared."""
-        return not abs(self.previous - norm) < self.threshold * self.previous and not self.previous == norm == 0
 
     def describe(self) -> dict[str, Any]:
         """The configuration that all ranks must have in common."""

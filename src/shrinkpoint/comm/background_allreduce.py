@@ -1,4 +1,7 @@
-"""Averages of gradient segments that run beside the backward pass: in threads on gloo, on a stream on a GPU."""
+"""Averages of gradient segments that run beside the backward pass: in threads on gloo, on a stream on a GPU.
+
+`HierarchicalAllReduce` averages in two levels: exactly within a node, in compressed messages between nodes.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
 
@@ -19,9 +23,11 @@ from shrinkpoint.comm.compressed_allreduce import (
     EncodedRow,
     EncodedRows,
     is_gloo,
+    other_ranks,
     share_numel,
 )
 from shrinkpoint.comm.gradient_layout import Segment, SegmentValues
+from shrinkpoint.comm.rendezvous import group_timeout
 from shrinkpoint.threads import end_thread_with
 
 MAX_IN_FLIGHT = 8
@@ -77,30 +83,25 @@ class StreamAllReduce(BackgroundAllReduce):
         return
 
     def submit(self, values: SegmentValues) -> None:
-        if self._stream is None:
-            self._average(values)
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            self._average(values)
+        segment = values.segment
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):  # None changes no stream
+            flat = torch.empty(segment.numel, dtype=values.dtype, device=segment.device)
+            values.copy_to(flat)
+            values.copy_from(self._all_reduce_for(segment).average_(flat, self._group, segment.name))
 
     def wait(self) -> None:
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-
-    def _average(self, values: SegmentValues) -> None:
-        segment = values.segment
-        flat = torch.empty(segment.numel, dtype=values.dtype, device=segment.device)
-        values.copy_to(flat)
-        values.copy_from(self._all_reduce_for(segment).average_(flat, self._group, segment.name))
 
 
 class _Receives:
     """The messages of one hop of a segment from all other ranks: posted receives and their buffers."""
 
     def __init__(self, size: int, tag: int, group: dist.ProcessGroup) -> None:
-        self.messages = [torch.empty(size, dtype=torch.uint8) for _ in range(group.size())]
-        self._works = [group.recv([self.messages[rank]], rank, tag) for rank in _other_ranks(group)]
+        self.messages, self.tag = [torch.empty(size, dtype=torch.uint8) for _ in range(group.size())], tag
+        self._works = [group.recv([self.messages[rank]], rank, tag) for rank in other_ranks(group)]
 
     def wait(self) -> list[Tensor]:
         """Wait for all messages, and return them by rank; that of this rank itself is not filled."""
@@ -144,7 +145,7 @@ class ThreadedAllReduce(BackgroundAllReduce):
         self._submitted: list[int] = []
         self._receives: dict[int, tuple[_Receives, _Receives] | None] = {}
         self._receives_lock = threading.Lock()
-        self._first_tag: int | None = None
+        self._first_tag = _FIRST_TAG
         self._scratch: dict[tuple[int, int, torch.dtype], Tensor] = {}
         self._in_flight = threading.Semaphore(MAX_IN_FLIGHT)
         self._progress, self._num_done = threading.Condition(), 0
@@ -153,15 +154,15 @@ class ThreadedAllReduce(BackgroundAllReduce):
     def begin(self, segments: Sequence[Segment]) -> None:
         if self._error is not None:
             raise self._error
-        if not self._stages:
-            self._start_threads()
         self._segments = {segment.index: segment for segment in segments}
-        if self._first_tag is None:
-            self._first_tag = _take_tags(self._group, 2 * (1 + max(self._segments, default=0)))
+        if not self._stages:
+            self._first_tag = _next_tags.get(self._group, _FIRST_TAG)
+            _next_tags[self._group] = self._first_tag + 2 * (1 + max(self._segments, default=0))
+            self._start_threads()
         self._order = self._submitted if set(self._submitted) == set(self._segments) else list(self._segments)
         self._submitted, self._num_done, self._receives = [], 0, {}
-        for place in range(MAX_IN_FLIGHT):
-            self._post_receives_at(place)
+        for index in self._order[:MAX_IN_FLIGHT]:
+            self._post_receives(index)
 
     def submit(self, values: SegmentValues) -> None:
         index = values.segment.index
@@ -184,8 +185,8 @@ class ThreadedAllReduce(BackgroundAllReduce):
         self._in_flight.acquire()
         segment, all_reduce, rank = values.segment, self._all_reduce_for(values.segment), self._group.rank()
         receives = self._post_receives(segment.index)
-        assert receives is not None  # a segment is submitted once in a step
-        scratch = self._scratch_for(0, segment).view(self._group.size(), -1)
+        assert receives is not None  # the dtype is known, and a segment is submitted once in a step
+        scratch = self._scratch_for(0, segment)
         encoded = all_reduce.reduce_scatter.encode(values.read_rows(scratch), rank, segment.name)
         if encoded.own_row.data_ptr() == scratch[rank].data_ptr():
             # The next segment overwrites the scratch before the second stage sums this one.
@@ -200,7 +201,7 @@ class ThreadedAllReduce(BackgroundAllReduce):
         messages = transfer.receives[0].wait()
         total = transfer.all_reduce.reduce_scatter.decode(transfer.rows, messages, self._group.rank())
         mean = total.div_(world_size).to(self._dtypes[segment.index])
-        transfer.row = transfer.all_reduce.all_gather.encode(mean, self._group, segment.name)
+        transfer.row = transfer.all_reduce.all_gather.encode(mean, self._group.rank(), world_size, segment.name)
         self._send(transfer, [transfer.row.message] * world_size, hop=1)
         self._enqueue(2, lambda: self._fill(transfer))
 
@@ -210,52 +211,47 @@ class ThreadedAllReduce(BackgroundAllReduce):
         assert row is not None
         messages = transfer.receives[1].wait()
         messages[self._group.rank()] = row.message
-        scratch = self._scratch_for(1, segment).view(self._group.size(), -1)
+        scratch = self._scratch_for(1, segment)
         transfer.values.write_rows(scratch, lambda rows: transfer.all_reduce.all_gather.decode(row, messages, rows))
         for work in transfer.sends:
             work.wait()
         self._receives[segment.index] = None
-        self._post_receives_at(self._order.index(segment.index) + MAX_IN_FLIGHT)
+        for index in self._order[self._order.index(segment.index) + MAX_IN_FLIGHT :][:1]:
+            self._post_receives(index)
         self._in_flight.release()
         with self._progress:
             self._num_done += 1
             self._progress.notify_all()
 
     def _send(self, transfer: _Transfer, messages: Sequence[Tensor | None], hop: int) -> None:
-        for rank in _other_ranks(self._group):
+        for rank in other_ranks(self._group):
             message = messages[rank]
             assert message is not None
-            transfer.sends.append(self._group.send([message], rank, self._tag(transfer.values.segment, hop)))
-
-    def _post_receives_at(self, place: int) -> None:
-        """Post the receives of a segment by its place in the order of the last step, if its dtype is known by then."""
-        if place < len(self._order) and self._order[place] in self._dtypes:
-            self._post_receives(self._order[place])
+            transfer.sends.append(self._group.send([message], rank, transfer.receives[hop].tag))
 
     def _post_receives(self, index: int) -> tuple[_Receives, _Receives] | None:
-        """Post the receives of both hops of a segment, unless that was done in this step; None if it is done."""
+        """Post the receives of both hops of a segment, unless that was done in this step.
+
+        Returns:
+            The receives; None if the segment is averaged already, or if its dtype is not known yet.
+        """
         with self._receives_lock:
-            if index not in self._receives:
-                segment = self._segments[index]
+            if index not in self._receives and index in self._dtypes:
+                segment, dtype = self._segments[index], self._dtypes[index]
                 share = share_numel(segment.numel, self._group.size())
-                hops = self._all_reduce_for(segment).hops
-                sizes = [hop.message_bytes(share, self._dtypes[index]) for hop in hops]
                 first, second = (
-                    _Receives(size, self._tag(segment, hop), self._group) for hop, size in enumerate(sizes)
+                    _Receives(hop.message_bytes(share, dtype), self._first_tag + 2 * index + number, self._group)
+                    for number, hop in enumerate(self._all_reduce_for(segment).hops)
                 )
                 self._receives[index] = first, second
-            return self._receives[index]
-
-    def _tag(self, segment: Segment, hop: int) -> int:
-        assert self._first_tag is not None  # a step has begun
-        return self._first_tag + 2 * segment.index + hop
+            return self._receives.get(index)
 
     def _scratch_for(self, stage: int, segment: Segment) -> Tensor:
-        """A tensor of a stage for the values of a segment, which is used again for others of its size."""
+        """A tensor of a row for each rank, which a stage uses again for other segments of this size."""
         world_size, dtype = self._group.size(), self._dtypes[segment.index]
-        key = (stage, world_size * share_numel(segment.numel, world_size), dtype)
+        key = (stage, share_numel(segment.numel, world_size), dtype)
         if key not in self._scratch:
-            self._scratch[key] = torch.empty(key[1], dtype=dtype)
+            self._scratch[key] = torch.empty(world_size, key[1], dtype=dtype)
         return self._scratch[key]
 
     def _start_threads(self) -> None:
@@ -273,16 +269,13 @@ class ThreadedAllReduce(BackgroundAllReduce):
                 if self._error is None:
                     with torch.no_grad():
                         work()
-            except BaseException as error:  # it is raised by `wait`
-                self._fail(error)
+            except BaseException as error:
+                with self._progress:
+                    self._error = self._error or error  # raised by `wait`
+                    self._progress.notify_all()
+                self._in_flight.release()  # the first stage may wait for a segment that is never done
 
         self._stages[stage].put(task)
-
-    def _fail(self, error: BaseException) -> None:
-        with self._progress:
-            self._error = self._error or error
-            self._progress.notify_all()
-        self._in_flight.release()  # of the first stage, which would wait for a segment that is never done
 
 
 def _run_tasks(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
@@ -291,12 +284,86 @@ def _run_tasks(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
         del task
 
 
-def _take_tags(group: dist.ProcessGroup, count: int) -> int:
-    """The first of so many tags that are for the caller alone; all ranks of the group take theirs in the same order."""
-    first = _next_tags.get(group, _FIRST_TAG)
-    _next_tags[group] = first + count
-    return first
+class NodeGroups:
+    """The ranks of this node, and those of other nodes that have the same place there, as groups of their own.
+
+    Ranks of a node follow each other in the group. The node has a group for each direction, in which threads of
+    their own make collectives. All ranks of the group create them alike.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ranks_per_node: int) -> None:
+        members = dist.get_process_group_ranks(group)
+        first, place = group.rank() - group.rank() % ranks_per_node, group.rank() % ranks_per_node
+        node_members = members[first : first + ranks_per_node]
+        timeout, backend = timedelta(seconds=group_timeout(group)), dist.get_backend_config(group)
+        # a group that its members alone create
+        new_group = partial(dist.new_group, timeout=timeout, backend=backend, use_local_synchronization=True)
+        self.reduce: dist.ProcessGroup = new_group(node_members)
+        self.gather: dist.ProcessGroup = new_group(node_members)
+        self.across: dist.ProcessGroup = new_group(members[place::ranks_per_node])
 
 
-def _other_ranks(group: dist.ProcessGroup) -> list[int]:
-    return [rank for rank in range(group.size()) if rank != group.rank()]
+class _NodeShare(SegmentValues):
+    """This rank's share of the average of its node: reading and writing it are collectives within the node."""
+
+    def __init__(
+        self, values: SegmentValues, segment: Segment, all_reduce: CompressedAllReduce, groups: NodeGroups
+    ) -> None:
+        self.segment, self._values, self._all_reduce, self._groups = segment, values, all_reduce, groups
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.promote_types(self._values.dtype, torch.float32)
+
+    def copy_to(self, flat: Tensor) -> None:
+        rows = self._new_rows(flat)
+        self._values.copy_to(rows.view(-1))
+        total = self._all_reduce.reduce_scatter(rows, self._groups.reduce, self.segment.name)
+        flat[: self.segment.numel] = total.div_(len(rows))
+        flat[self.segment.numel :] = 0
+
+    def copy_from(self, flat: Tensor) -> None:
+        rows = self._new_rows(flat)
+        share = flat[: self.segment.numel].to(rows.dtype)
+        self._all_reduce.all_gather(share, rows, self._groups.gather, self.segment.name)
+        self._values.copy_from(rows.view(-1))
+
+    def _new_rows(self, flat: Tensor) -> Tensor:
+        shape = self._groups.reduce.size(), self.segment.numel
+        return torch.empty(shape, dtype=self._values.dtype, device=flat.device)
+
+
+class HierarchicalAllReduce(BackgroundAllReduce):
+    """Averages segments within a node first, of which each rank then averages a share with the other nodes.
+
+    A rank sends to other nodes the messages of its share alone, and all shares of a node together are one model's.
+
+    Args:
+        node_all_reduce: within the node; exact, so that all ranks of it get the same bits.
+        all_reduce_for: between nodes.
+    """
+
+    def __init__(
+        self,
+        groups: NodeGroups,
+        device: torch.device,
+        node_all_reduce: CompressedAllReduce,
+        all_reduce_for: AllReduceFor,
+    ) -> None:
+        self._groups, self._node_all_reduce = groups, node_all_reduce
+        self._across = BackgroundAllReduce.create(groups.across, device, all_reduce_for)
+
+    def begin(self, segments: Sequence[Segment]) -> None:
+        self._across.begin([self._share(segment) for segment in segments])
+
+    def submit(self, values: SegmentValues) -> None:
+        self._across.submit(_NodeShare(values, self._share(values.segment), self._node_all_reduce, self._groups))
+
+    def wait(self) -> None:
+        self._across.wait()
+
+    def close(self) -> None:
+        self._across.close()
+
+    def _share(self, segment: Segment) -> Segment:
+        return replace(segment, numel=share_numel(segment.numel, self._groups.reduce.size()))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,14 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shrinkpoint import validate
-from shrinkpoint.comm.accordion import Accordion
 from shrinkpoint.comm.compressors.base import Compressor, CompressorContext, Identity
 from shrinkpoint.comm.error_feedback import ErrorFeedback, MessageInfo, NoFeedback
-from shrinkpoint.comm.link import CompressorLike, NonfinitePolicy, check_nonfinite
+from shrinkpoint.comm.link import CompressorLike, LinkStats
 from shrinkpoint.comm.spec import as_compressor
 from shrinkpoint.comm.state_check import check_entries, check_mapping, part_error
-from shrinkpoint.comm.stats import LinkStats
-from shrinkpoint.errors import MismatchError, PolicyError, warn_user
+from shrinkpoint.errors import PolicyError, warn_user
 
 SHARE_MULTIPLE = 64
 """The size of a rank's share of a tensor is a multiple of this, so that groups of a power of two start with a share."""
@@ -42,16 +40,13 @@ def share_numel(numel: int, world_size: int) -> int:
 
 
 def is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group sends tensors of this device by gloo, without a copy to another device."""
+    """True if the group sends tensors of this device by gloo, without a copy to another device."""
     return device.type == "cpu" and bool(group._get_backend(device).name() == "gloo")
 
 
-class RankAndSize(Protocol):
-    """What encoding needs to know of a group: the rank of this process in it, and the number of ranks."""
-
-    def rank(self) -> int: ...
-
-    def size(self) -> int: ...
+def other_ranks(group: dist.ProcessGroup) -> list[int]:
+    """All ranks of a group but this one."""
+    return [rank for rank in range(group.size()) if rank != group.rank()]
 
 
 class _P2PExchange:
@@ -68,11 +63,10 @@ class _P2PExchange:
     def __init__(
         self, send_tensors: Sequence[Tensor], recv_tensors: Sequence[Tensor], group: dist.ProcessGroup
     ) -> None:
-        other_ranks = [rank for rank in range(group.size()) if rank != group.rank()]
         self._tensors = send_tensors, recv_tensors
         # torch.distributed's own functions refuse a group that it has not made, as those of torchft are
-        self._works = [group.recv([recv_tensors[rank]], rank, _TAG) for rank in other_ranks]
-        self._works += [group.send([send_tensors[rank]], rank, _TAG) for rank in other_ranks]
+        self._works = [group.recv([recv_tensors[rank]], rank, _TAG) for rank in other_ranks(group)]
+        self._works += [group.send([send_tensors[rank]], rank, _TAG) for rank in other_ranks(group)]
 
     def wait(self, *timeout: Any) -> None:
         """Wait until all messages are sent and received, each as long as a `timedelta`, or as the group waits."""
@@ -96,62 +90,12 @@ def as_feedback(compressor: CompressorLike) -> ErrorFeedback:
     return feedback
 
 
-def check_replica_options(
-    where: str,
-    accordion: Accordion[CompressorLike] | None,
-    min_numel: int,
-    nonfinite: NonfinitePolicy,
-    timeout: float,
-) -> None:
-    """Check the options that `compress_ddp` and `compress_fsdp` share.
-
-    Raises:
-        PolicyError: one of them is out of range, or a compressor of the Accordion is unusable: now, not at the switch.
-    """
-    check_nonfinite(where, nonfinite)
-    validate.check_int(f"{where}, min_numel", min_numel, minimum=0)
-    validate.check_float(f"{where}, timeout", timeout)
-    if accordion is not None:
-        expected, advice = "an Accordion, or None", "make one: Accordion(strong, mild)"
-        validate.check_instance(f"{where}, accordion", accordion, Accordion, expected=expected, do=advice)
-        for compressor in (accordion.strong, accordion.mild):
-            as_feedback(compressor)
-
-
-def has_memory(feedbacks: Iterable[ErrorFeedback], accordion: Accordion[CompressorLike] | None) -> bool:
-    """Whether a rank remembers what its own messages have lost: with these, or after a switch of the Accordion."""
-    choices = () if accordion is None else (accordion.strong, accordion.mild)
-    return not all(feedback.is_stateless for feedback in (*feedbacks, *map(as_feedback, choices)))
-
-
-def describe_rank(group: dist.ProcessGroup) -> str:
-    """Which rank of how many this process is, as a state says it."""
-    return f"rank {group.rank()} of {group.size()}"
-
-
-def check_replica_state(where: str, state: object, own: Mapping[str, Any]) -> None:
-    """Check a state of the gradients of a model on this rank, as far as `compress_ddp` and `compress_fsdp` share it.
-
-    Args:
-        own: what `state_dict` returns now.
-
-    Raises:
-        PolicyError: it is no mapping.
-        MismatchError: it is of another configuration, lacks something, or is the feedback of another rank, which makes
-            up for what other messages have lost.
-    """
-    expected, advice = "what state_dict() returned", "load the state of the same rank"
-    saved = validate.check_instance(f"{where}, state", state, Mapping, expected=expected, do=advice)
-    if saved.get("words") != own["words"]:
-        problem, advice = f"a state of {saved.get('words')}", "compress with the saved configuration"
-        raise MismatchError(where, found=problem, expected=f"{own['words']}", do=advice)
-    if missing := sorted(own.keys() - saved.keys()):
-        found, advice = f"a state without {', '.join(missing)}", "load all that state_dict() returned"
-        raise MismatchError(where, found=found, do=advice)
-    if "rank" in own and saved["rank"] != own["rank"]:
-        found = f"the feedback of {saved['rank']!r:.60}"
-        advice = "let each rank load what it saved itself; or load nothing on all ranks: feedback begins anew"
-        raise MismatchError(where, found=found, expected=own["rank"], do=advice)
+def as_stateless(where: str, compressor: CompressorLike) -> NoFeedback:
+    """Return a compressor or spec as a feedback without memory; a PolicyError if it has one."""
+    feedback = as_feedback(compressor)
+    if not isinstance(feedback, NoFeedback):
+        raise PolicyError(where, found=feedback.spec, expected="a compressor", do="leave out the feedback")
+    return feedback
 
 
 def check_layouts(where: str, state: object) -> None:
@@ -225,12 +169,6 @@ class CompressedCollective:
             layouts[layout].receiver.load_state_dict(saved_state["into"])
         self._layouts = layouts
 
-    def with_memory(self, saved_state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The saved state of a layout, with empty memories in place of none if this has feedback."""
-        if self.feedback.is_stateless or saved_state["out"] or saved_state["into"]:
-            return saved_state
-        return _LayoutState(self.feedback, saved_state["count"]).state_dict()
-
     def counts(self) -> dict[str, int]:
         """The number of collectives so far, by layout."""
         return {layout: state.count for layout, state in self._layouts.items()}
@@ -240,7 +178,7 @@ class CompressedCollective:
         self._layouts = {layout: _LayoutState(self.feedback, count) for layout, count in counts.items()}
 
     def residuals(self) -> dict[str, dict[int, Tensor]]:
-        """What messages have lost and the next ones would make up for, by layout and slot.
+        """The losses of messages that the next ones would make up for, by layout and slot.
 
         Nothing of feedback without residuals. With a decay they are what would be left of them.
         """
@@ -269,14 +207,8 @@ class CompressedCollective:
             packed = state.sender.pack(tensor, info)
             short = -packed.wire.numel() % MESSAGE_ALIGN
             wire = F.pad(packed.wire, (0, short)) if short else packed.wire
-        is_sampled = self.stats.messages % SAMPLE_INTERVAL == 0
-        self.stats.add_message(copies * tensor.nbytes, copies * wire.numel())
-        if is_sampled:
-            decoded = packed.decoded
-            if decoded is None:
-                decoded = state.feedback.compressor.decode(packed.wire, torch.empty_like(tensor), info.context)
-            self.stats.add_error(tensor, decoded)
-        self.stats.add_nonfinite(state.sender.count_nonfinite(tensor, packed.wire, info))
+        size, sender = wire.numel(), state.sender
+        self.stats.add_packed(tensor, packed, size, sender, info, sample_every=SAMPLE_INTERVAL, copies=copies)
         return wire
 
     def message_bytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -388,7 +320,7 @@ class CompressedAllGather(CompressedCollective):
             rows: of shape (ranks, values); contiguous.
             async_op: whether to return work that fills the rows when it is waited for.
         """
-        encoded = self.encode(row, group, layout)
+        encoded = self.encode(row, group.rank(), group.size(), layout)
         gathered = encoded.message.new_empty(group.size(), encoded.message.numel())
         work = self._all_gather(gathered, encoded.message, group, async_op)
         if async_op:
@@ -396,9 +328,9 @@ class CompressedAllGather(CompressedCollective):
         self.decode(encoded, gathered.unbind(), rows)
         return None
 
-    def encode(self, row: Tensor, group: RankAndSize, layout: str = "") -> EncodedRow:
+    def encode(self, row: Tensor, rank: int, world_size: int, layout: str = "") -> EncodedRow:
         """Encode the row of this rank."""
-        state, rank, world_size = self._layout_state(layout), group.rank(), group.size()
+        state = self._layout_state(layout)
         info = self._message_info(layout, state.count, rank, world_size, rank)
         return EncodedRow(self._pack(row, state, info, copies=world_size - 1), layout, state, state.count)
 
@@ -510,15 +442,17 @@ class CompressedAllReduce:
         In a state of an earlier version the second hop may have no feedback: there it starts with empty memories.
         """
         check_hops("two hops", state)
-        second = {layout: self.all_gather.with_memory(saved) for layout, saved in state["second"].items()}
+        feedback, second = self.all_gather.feedback, dict(state["second"])
+        old = [] if feedback.is_stateless else [x for x, saved in second.items() if not (saved["out"] or saved["into"])]
+        second |= {layout: _LayoutState(feedback, second[layout]["count"]).state_dict() for layout in old}
         self.reduce_scatter.load_state_dict(state["first"])
         self.all_gather.load_state_dict(second)
-        if any(second[layout] is not saved for layout, saved in state["second"].items()):
-            text = f"the state has no feedback of averages: that of {self.all_gather.feedback} starts empty"
+        if old:
+            text = f"the state has no feedback of averages: that of {feedback} starts empty"
             warn_user(f"{self.all_gather.name} hop: {text}", UserWarning)
 
     def residuals(self) -> dict[str, Tensor]:
-        """What messages of this rank have lost and the next ones would make up for, as flat tensors by layout.
+        """The losses of this rank's messages that the next ones would make up for, as flat tensors by layout.
 
         They may be shorter or longer than the tensors that were averaged. In the first hop a rank's own share is not
         sent, and loses nothing. In the second hop it loses some of the average, which is the sum of so many tensors.

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from shrinkpoint import validate
 from shrinkpoint.comm.compressed_allreduce import all_gather_tensor
-from shrinkpoint.comm.link import CompressorLike
+from shrinkpoint.comm.link import CompressorLike, LinkStats
 from shrinkpoint.comm.round_average import RoundAverage
-from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MembershipError, MismatchError, PolicyError, ShrinkpointError, missing_extra
 
 if TYPE_CHECKING:

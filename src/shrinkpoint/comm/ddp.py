@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,36 +13,28 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shrinkpoint import validate
 from shrinkpoint.comm.accordion import Accordion
-from shrinkpoint.comm.average_record import AverageRecord
-from shrinkpoint.comm.background_allreduce import BackgroundAllReduce
-from shrinkpoint.comm.bucket_function import BucketFunction, apply_before, check_before, check_without_hook
-from shrinkpoint.comm.compressed_allreduce import (
-    CompressedAllReduce,
-    check_hops,
-    check_replica_options,
-    check_replica_state,
-    describe_rank,
-    has_memory,
-    reduce_numbers,
+from shrinkpoint.comm.background_allreduce import (
+    BackgroundAllReduce,
+    HierarchicalAllReduce,
+    NodeGroups,
 )
-from shrinkpoint.comm.gradient_layout import (
-    SEGMENT_NUMEL,
-    FilledSegment,
-    GradientCollector,
-    GradientLayout,
-    Segment,
-)
-from shrinkpoint.comm.gradient_record import RecordHolder, check_refusal, check_single_record
-from shrinkpoint.comm.hierarchical_allreduce import HierarchicalAllReduce, NodeGroups, check_ranks_per_node
-from shrinkpoint.comm.link import CompressorLike, NonfinitePolicy
+from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce, check_hops, reduce_numbers
+from shrinkpoint.comm.error_feedback import ErrorFeedback
+from shrinkpoint.comm.gradient_averaging import GradientAveraging, not_replayable
+from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL, GradientCollector, GradientLayout, Segment
+from shrinkpoint.comm.gradient_record import AverageRecord
+from shrinkpoint.comm.link import CompressorLike, LinkStats, NonfinitePolicy
 from shrinkpoint.comm.low_rank import LowRank
-from shrinkpoint.comm.low_rank_allreduce import LowRankAllReduce, LowRankState
-from shrinkpoint.comm.matrix_layout import MatrixLayout
+from shrinkpoint.comm.low_rank_allreduce import LowRankAllReduce, LowRankState, MatrixLayout
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ConfigCheck, replica_check
 from shrinkpoint.comm.spec import parse
-from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.tensors.info import JSON
+
+BucketFunction = Callable[[Any], "torch.futures.Future[Any] | Tensor | None"]
+"""Changes a `torch.distributed.GradBucket` in place and returns None, or returns its values or a future of them."""
+_MIXED_PRECISION_HOOK = "_reducer_allreduce_and_upcast_hook"
+"""The hook of torch's own that DistributedDataParallel registers for `mixed_precision`."""
 
 
 def compress_ddp(
@@ -113,7 +105,7 @@ _comm_hook.__annotations__ = {}  # torch compares them with types, and these are
 _comm_hook.__qualname__ = "compress_ddp"  # what torch's log of the model, and the error of a second call, name
 
 
-class DDPCompression(RecordHolder[AverageRecord]):
+class DDPCompression(GradientAveraging[AverageRecord]):
     """Handle of the compressed gradients of one model, which `compress_ddp` returns.
 
     Attributes:
@@ -127,40 +119,39 @@ class DDPCompression(RecordHolder[AverageRecord]):
         self,
         model: DistributedDataParallel,
         compressor: CompressorLike | LowRank,
-        average_compressor: CompressorLike,
-        accordion: Accordion[CompressorLike] | None,
-        before: BucketFunction | None,
-        ranks_per_node: int,
-        min_numel: int,
-        segment_numel: int,
-        nonfinite: NonfinitePolicy,
-        timeout: float,
+        average_compressor: CompressorLike = None,
+        accordion: Accordion[CompressorLike] | None = None,
+        before: BucketFunction | None = None,
+        ranks_per_node: int = 1,
+        min_numel: int = 0,
+        segment_numel: int = SEGMENT_NUMEL,
+        nonfinite: NonfinitePolicy = "pass",
+        timeout: float = CONFIG_TIMEOUT,
     ) -> None:
-        if not isinstance(model, DistributedDataParallel):
-            problem, expected = validate.type_name(model), "a DistributedDataParallel model"
-            raise PolicyError("compress_ddp", found=problem, expected=expected, do="wrap it first")
-        if getattr(model, "skip_all_reduce_unused_params", False):
-            advice = "leave it out: with find_unused_parameters=True such gradients are sent as zeros"
-            problem = "skip_all_reduce_unused_params=True"
-            raise PolicyError("compress_ddp", found=problem, expected="every gradient in each step", do=advice)
-        check_without_hook(model)
-        check_before(before)
-        check_replica_options("compress_ddp", accordion, min_numel, nonfinite, timeout)
+        _check_model(model)
+        if before is not None and not callable(before):
+            advice = "write before=lambda bucket: bucket.buffer().mul_(.5), or partial(hook, state) of a hook of torch"
+            raise validate.argument_error("compress_ddp, before", before, "a function of a bucket", advice)
+        super().__init__("compress_ddp", accordion, min_numel, nonfinite, timeout)
         validate.check_int("compress_ddp, segment_numel", segment_numel)
         self._group: dist.ProcessGroup = model.process_group
-        check_ranks_per_node("compress_ddp", ranks_per_node, self._group)
-        self._ranks_per_node = ranks_per_node
-        self._accordion, self._average_compressor = accordion, average_compressor
-        self._min_numel, self._nonfinite, self._timeout, self._before = min_numel, nonfinite, timeout, before
-        plain_compressor, low_rank = _split_low_rank(compressor if accordion is None else accordion.compressor)
-        self._all_reduce = CompressedAllReduce(plain_compressor, average_compressor, name="ddp")
+        validate.check_int("compress_ddp, ranks_per_node", ranks_per_node)
+        if self._group.size() % ranks_per_node:
+            problem, expected = f"{ranks_per_node} of {self._group.size()} ranks", "a divisor of the number of ranks"
+            advice = "give every node as many ranks, or leave it out"
+            raise PolicyError("compress_ddp, ranks_per_node", found=problem, expected=expected, do=advice)
+        self._ranks_per_node, self._average_compressor, self._before = ranks_per_node, average_compressor, before
+        given = compressor if accordion is None else accordion.compressor
+        given = parse(given) if isinstance(given, str) else given
+        low_rank = given if isinstance(given, LowRank) else None
+        plain = given.compressor if isinstance(given, LowRank) else given
+        self._all_reduce = CompressedAllReduce(plain, average_compressor, name="ddp")
         self._exact_all_reduce = CompressedAllReduce(None, name="ddp", link_stats=self._all_reduce.link_stats)
+        self._node_all_reduce = CompressedAllReduce(None, name="ddp node") if ranks_per_node > 1 else None
         self.link_stats: dict[str, LinkStats] = self._all_reduce.link_stats
-        parameters = reduced_parameters(model)
-        self._node_all_reduce: CompressedAllReduce | None = None
-        if ranks_per_node > 1:
-            self._node_all_reduce = CompressedAllReduce(None, name="ddp node")
+        if self._node_all_reduce is not None:
             self.link_stats |= {f"{hop}, node": stats for hop, stats in self._node_all_reduce.link_stats.items()}
+        parameters = reduced_parameters(model)
         self._low_rank: LowRankState | None = None
         if low_rank is None:
             self._layout = GradientLayout(parameters, min_numel, segment_numel)
@@ -169,14 +160,14 @@ class DDPCompression(RecordHolder[AverageRecord]):
             raise PolicyError("compress_ddp", found=problem, expected="one level of low rank", do=advice)
         else:
             layout = self._layout = MatrixLayout(parameters, low_rank, min_numel, segment_numel)
-            all_reduce = CompressedAllReduce(plain_compressor, average_compressor, name="ddp right")
+            all_reduce = CompressedAllReduce(plain, average_compressor, name="ddp right")
             self._low_rank = LowRankState(low_rank, layout, all_reduce)
             self.link_stats |= {f"{hop}, right": stats for hop, stats in all_reduce.link_stats.items()}
         self._collector = GradientCollector(self._layout)
         self._background: dict[torch.device, BackgroundAllReduce] = {}
         self._buckets: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
         self._num_parameters, self._num_handed_over = len(parameters), 0
-        self._config_check = self._make_config_check()
+        self._config_check: ConfigCheck | None = self._make_config_check()
         self._model = weakref.ref(model)  # its reducer has this object, which no garbage collector sees
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -184,25 +175,95 @@ class DDPCompression(RecordHolder[AverageRecord]):
 
         The last bucket of a step waits for all.
         """
-        self._config_check.check()
+        if self._config_check is not None:  # in the first backward pass
+            self._config_check.check()
+            self._config_check = None
         try:
             if self._before is not None:
-                apply_before(self._before, bucket)
+                _apply_before(self._before, bucket)
             if not self._buckets:
                 self._begin_step()
             future = self._submit(bucket)
-            if self._is_last(bucket):
+            self._num_handed_over += len(bucket.parameters())
+            # in the first step of a static graph torch calls no bucket the last
+            is_all = self.model.static_graph and self._num_handed_over == self._num_parameters
+            if bucket.is_last() or is_all:
                 self._end_step()
         except BaseException:
             self._buckets, self._collector = [], GradientCollector(self._layout)
             raise
         return future
 
+    def _begin_step(self) -> None:
+        self._num_handed_over = 0
+        if self._record is not None:
+            self._record.clear()  # gradients contain those of the backward passes before
+        if self._group.size() > 1:
+            for device in dict.fromkeys(segment.device for segment in self._layout.segments):
+                if device not in self._background:
+                    self._background[device] = self._make_background(device)
+                self._background[device].begin([one for one in self._layout.segments if one.device == device])
+
+    def _submit(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Start with the segments that a bucket completes."""
+        buffer = bucket.buffer()
+        if buffer.is_sparse:
+            advice = "give the embedding sparse=False"
+            raise PolicyError("compress_ddp", found="a sparse gradient", expected="dense ones", do=advice)
+        future: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=[buffer.device] if buffer.device.type == "cuda" else None
+        )
+        self._buckets.append((buffer, future))
+        if self._group.size() == 1 and self._record is None:
+            return future
+        flat, start = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer, 0
+        for parameter in bucket.parameters():
+            end = start + parameter.numel() * (2 if parameter.is_complex() else 1)
+            for filled in self._collector.add(parameter, flat[start:end]):
+                if self._group.size() > 1:
+                    self._background[buffer.device].submit(filled)
+                elif self._record is not None:
+                    self._record.add_own(filled)
+            start = end
+        return future
+
+    def _end_step(self) -> None:
+        """Wait for all segments, and let the backward pass end."""
+        missing = self._collector.end_step()
+        if missing and self._group.size() > 1:
+            advice = "call compress_ddp right after the model was made, and do not change requires_grad later"
+            problem = f"no gradient of {', '.join(missing[:4])}"
+            raise PolicyError("compress_ddp", found=problem, expected="one of each parameter", do=advice)
+        for background in self._background.values():
+            background.wait()
+        buckets, self._buckets = self._buckets, []
+        accordion, device = self._accordion, buckets[0][0].device
+        for index, (buffer, future) in enumerate(buckets):
+            if self._nonfinite == "raise" and not bool(buffer.isfinite().all()):
+                advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
+                raise PolicyError(f"gradients, bucket {index}", found="values that are not finite", do=advice)
+            if accordion is not None:
+                accordion.add_gradient(buffer)
+            future.set_result(buffer)
+        if accordion is not None and accordion.end_step(lambda numbers: reduce_numbers(numbers, self._group, device)):
+            self._all_reduce.switch(accordion.compressor, self._average_compressor)
+
+    def _make_background(self, device: torch.device) -> BackgroundAllReduce:
+        is_one_node = self._group.size() == self._ranks_per_node > 1
+
+        def all_reduce_for(segment: Segment) -> CompressedAllReduce:
+            return self._exact_all_reduce if segment.is_exact or is_one_node else self._all_reduce
+
+        if self._node_all_reduce is not None:
+            groups = NodeGroups(self._group, self._ranks_per_node)
+            return HierarchicalAllReduce(groups, device, self._node_all_reduce, all_reduce_for)
+        if self._low_rank is None:
+            return BackgroundAllReduce.create(self._group, device, all_reduce_for)
+        return LowRankAllReduce(self._group, device, all_reduce_for, self._low_rank)
+
     def state_dict(self) -> dict[str, Any]:
         """The feedback and Accordion state of this rank; each rank has its own. Tensors are not copied."""
-        state: dict[str, Any] = {"words": self.config(), "hops": self._all_reduce.state_dict()}
-        if self._has_memory:
-            state["rank"] = describe_rank(self._group)
+        state: dict[str, Any] = {"words": self.config(), "hops": self._all_reduce.state_dict(), **self._rank_state()}
         if self._low_rank is not None:
             state["low_rank"] = self._low_rank.state_dict()
         return state if self._accordion is None else {**state, "accordion": self._accordion.state_dict()}
@@ -214,7 +275,7 @@ class DDPCompression(RecordHolder[AverageRecord]):
             MismatchError: it has another configuration, or is of another rank, whose messages have lost something else;
                 or, in the next backward pass, ranks loaded different steps.
         """
-        check_replica_state("compress_ddp", state, self.state_dict())
+        self._check_common_state(state, self.state_dict())
         check_hops("compress_ddp", state["hops"])
         if self._accordion is not None:
             self._accordion.load_state_dict(state["accordion"])
@@ -224,10 +285,13 @@ class DDPCompression(RecordHolder[AverageRecord]):
         self._all_reduce.load_state_dict(state["hops"])
         self._config_check = self._make_config_check()
 
-    @property
-    def _has_memory(self) -> bool:
-        feedbacks = [hop.feedback for hop in self._all_reduce.hops]
-        return self._low_rank is not None or has_memory(feedbacks, self._accordion)
+    def _feedbacks(self) -> Iterable[ErrorFeedback]:
+        return [hop.feedback for hop in self._all_reduce.hops]
+
+    def _rank_state(self) -> dict[str, str]:
+        if self._low_rank is not None:  # a residual of each matrix
+            return {"rank": f"rank {self._group.rank()} of {self._group.size()}"}
+        return super()._rank_state()
 
     @property
     def model(self) -> DistributedDataParallel:
@@ -264,26 +328,19 @@ class DDPCompression(RecordHolder[AverageRecord]):
                 compressor, since what is kept is what was sent.
         """
         self._check_recordable()
-        check_single_record("compress_ddp", self._record)
+        self._check_not_recorded()
         if compressor is not None:
             found, advice = f"shard_compressor={compressor}", "leave it out: DDP keeps what it has sent"
             raise PolicyError("journal", found=found, expected="None", do=advice)
         parameters = [parameter for _, parameter in reduced_parameters(self.model)]
         hops = self._all_reduce.all_gather, self._exact_all_reduce.all_gather
-        self._record = AverageRecord(self._layout, parameters, self._group, *hops)
+        self._record = AverageRecord(parameters, self._layout, self._group, hops)
         return self._record
-
-    @property
-    def has_feedback(self) -> bool:
-        """Whether ranks remember what their messages to each other have lost."""
-        return not all(hop.feedback.is_stateless for hop in self._all_reduce.hops)
 
     def counts(self) -> int:
         """The number of steps whose gradients were sent; 0 on a group of one rank."""
-        counts = [
-            count for hop in (self._all_reduce, self._exact_all_reduce) for count in hop.all_gather.counts().values()
-        ]
-        return max(counts, default=0)
+        hops = self._all_reduce.all_gather, self._exact_all_reduce.all_gather
+        return max((count for hop in hops for count in hop.counts().values()), default=0)
 
     def restart(self, counts: JSON) -> None:
         """Go on as if so many steps had been made, without feedback of earlier ones; on all ranks alike."""
@@ -292,9 +349,7 @@ class DDPCompression(RecordHolder[AverageRecord]):
             raise MismatchError("compress_ddp", found=f"{counts!r:.60}", expected=expected, do=advice)
         for is_exact, all_reduce in enumerate((self._all_reduce, self._exact_all_reduce)):
             segments = [segment for segment in self._layout.segments if segment.is_exact == bool(is_exact)]
-            numbers = {segment.name: counts for segment in segments if counts}
-            for hop in all_reduce.hops:
-                hop.restart(numbers)
+            all_reduce.restart({segment.name: counts for segment in segments if counts})
         self._config_check = self._make_config_check()
 
     def _check_recordable(self) -> None:
@@ -313,89 +368,12 @@ class DDPCompression(RecordHolder[AverageRecord]):
         elif getattr(self.model, "mixed_precision", None) is not None:
             problem, advice = "gradients in another dtype than their parameters", "use torch.autocast"
         else:
-            ignored = [name for name, p in self.module.named_parameters() if p.requires_grad]
-            ignored = [name for name in ignored if name in self.model.parameters_to_ignore]
+            trained = [name for name, p in self.module.named_parameters() if p.requires_grad]
+            ignored = [name for name in trained if name in self.model.parameters_to_ignore]
             if ignored:
                 problem, advice = f"{ignored[0]}, which DDP ignores", "freeze it, or let DDP average it"
-        check_refusal(problem, advice)
-
-    def _is_last(self, bucket: Any) -> bool:
-        """Whether a step has no more buckets. In the first step of a static graph torch calls none of them the last."""
-        self._num_handed_over += len(bucket.parameters())
-        is_all = self.model.static_graph and self._num_handed_over == self._num_parameters
-        return bool(bucket.is_last()) or is_all
-
-    def _begin_step(self) -> None:
-        self._num_handed_over = 0
-        if self._record is not None:
-            self._record.begin()
-        if self._group.size() == 1:
-            return
-        for device, segments in self._layout.segments_by_device().items():
-            if device not in self._background:
-                self._background[device] = self._make_background(device)
-            self._background[device].begin(segments)
-
-    def _submit(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Start with the segments that a bucket completes."""
-        buffer = bucket.buffer()
-        if buffer.is_sparse:
-            advice = "give the embedding sparse=False"
-            raise PolicyError("compress_ddp", found="a sparse gradient", expected="dense ones", do=advice)
-        future: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=[buffer.device] if buffer.device.type == "cuda" else None
-        )
-        self._buckets.append((buffer, future))
-        if self._group.size() > 1 or self._record is not None:
-            flat, start = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer, 0
-            for parameter in bucket.parameters():
-                end = start + parameter.numel() * (2 if parameter.is_complex() else 1)
-                for filled in self._collector.add(parameter, flat[start:end]):
-                    self._submit_segment(filled, buffer.device)
-                start = end
-        return future
-
-    def _submit_segment(self, filled: FilledSegment, device: torch.device) -> None:
-        if self._group.size() > 1:
-            self._background[device].submit(filled)
-        elif self._record is not None:
-            self._record.add_own(filled)
-
-    def _end_step(self) -> None:
-        """Wait for all segments, and let the backward pass end."""
-        missing = self._collector.end_step()
-        if missing and self._group.size() > 1:
-            advice = "call compress_ddp right after the model was made, and do not change requires_grad later"
-            problem = f"no gradient of {', '.join(missing[:4])}"
-            raise PolicyError("compress_ddp", found=problem, expected="one of each parameter", do=advice)
-        for background in self._background.values():
-            background.wait()
-        buckets, self._buckets = self._buckets, []
-        for index, (buffer, future) in enumerate(buckets):
-            self._check_finite(buffer, index)
-            if self._accordion is not None:
-                self._accordion.add_gradient(buffer)
-            future.set_result(buffer)
-        accordion, device = self._accordion, buckets[0][0].device
-        if accordion is not None and accordion.end_step(lambda numbers: reduce_numbers(numbers, self._group, device)):
-            self._all_reduce.switch(accordion.compressor, self._average_compressor)
-
-    def _check_finite(self, buffer: Tensor, index: int) -> None:
-        if self._nonfinite == "raise" and not bool(buffer.isfinite().all()):
-            advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
-            raise PolicyError(f"gradients, bucket {index}", found="values that are not finite", do=advice)
-
-    def _make_background(self, device: torch.device) -> BackgroundAllReduce:
-        if self._node_all_reduce is not None:
-            groups = NodeGroups(self._group, self._ranks_per_node)
-            return HierarchicalAllReduce(groups, device, self._node_all_reduce, self._all_reduce_for)
-        if self._low_rank is None:
-            return BackgroundAllReduce.create(self._group, device, self._all_reduce_for)
-        return LowRankAllReduce(self._group, device, self._all_reduce_for, self._low_rank)
-
-    def _all_reduce_for(self, segment: Segment) -> CompressedAllReduce:
-        is_one_node = self._group.size() == self._ranks_per_node > 1
-        return self._exact_all_reduce if segment.is_exact or is_one_node else self._all_reduce
+        if problem:
+            raise not_replayable(problem, advice)
 
     def config(self) -> dict[str, Any]:
         """The configuration that all ranks, and a state to load, must have in common."""
@@ -416,13 +394,58 @@ class DDPCompression(RecordHolder[AverageRecord]):
         return replica_check(self._group, "compress_ddp", config, self._timeout)
 
 
-def _split_low_rank(compressor: CompressorLike | LowRank) -> tuple[CompressorLike, LowRank | None]:
-    """The compressor of what is sent, and the low rank of matrices if that was asked for."""
-    parsed = parse(compressor) if isinstance(compressor, str) else compressor
-    return (parsed.compressor, parsed) if isinstance(parsed, LowRank) else (parsed, None)
-
-
 def reduced_parameters(model: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:
     """The parameters whose gradients DDP averages, with their names."""
     named_parameters = model.module.named_parameters()
     return [(name, p) for name, p in named_parameters if p.requires_grad and name not in model.parameters_to_ignore]
+
+
+def _check_model(model: object) -> None:
+    """Raise PolicyError if gradients of a model cannot be compressed, such as of one that has a communication hook.
+
+    torch takes one hook, and does not give it back. torch itself adds one at once for `mixed_precision`, and one at the
+    first forward pass for optimizers in the backward pass.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        problem, expected = validate.type_name(model), "a DistributedDataParallel model"
+        raise PolicyError("compress_ddp", found=problem, expected=expected, do="wrap it first")
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        advice = "leave it out: with find_unused_parameters=True such gradients are sent as zeros"
+        problem = "skip_all_reduce_unused_params=True"
+        raise PolicyError("compress_ddp", found=problem, expected="every gradient in each step", do=advice)
+    reduced = getattr(model, "_module_parameters", ())  # the parameters in which DDP looks for such optimizers, too
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in reduced):
+        problem, expected = "optimizers in the backward pass, which have a hook of DDP", "optimizers that a loop steps"
+        advice = "leave out _apply_optimizer_in_backward, and step an optimizer after the backward pass"
+        raise PolicyError("compress_ddp", found=problem, expected=expected, do=advice)
+    data: dict[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    hook = data.get("comm_hook")
+    if hook == _MIXED_PRECISION_HOOK:
+        advice = "leave out mixed_precision= of DistributedDataParallel, and use torch.autocast"
+        raise PolicyError("compress_ddp", found="a model with mixed_precision", expected="one without", do=advice)
+    if hook:
+        problem, expected = f"a model with the hook {hook}", "one without a hook"
+        advice = "compress a new DistributedDataParallel without it; what changes gradients before is before="
+        raise PolicyError("compress_ddp", found=problem, expected=expected, do=advice)
+
+
+def _apply_before(function: BucketFunction, bucket: Any) -> None:
+    """Replace the gradients of a bucket by the result of a user's function, and wait for it if that is a future.
+
+    Raises:
+        PolicyError: it returned something else, or a tensor of another shape.
+    """
+    result: Any = function(bucket)
+    if isinstance(result, torch._C.Future):  # the base of torch.futures.Future and of a collective's future
+        result = result.wait()
+    if isinstance(result, list | tuple) and len(result) == 1:  # the future of a collective has a list
+        result = result[0]
+    if result is None:
+        return
+    buffer = bucket.buffer()
+    if not isinstance(result, Tensor) or result.shape != buffer.shape:
+        problem = f"a tensor of {result.numel()} values" if isinstance(result, Tensor) else validate.type_name(result)
+        expected = f"None, or the {buffer.numel()} values of the bucket as a tensor or a future"
+        advice = "change bucket.buffer() in place, or return a tensor like it"
+        raise PolicyError("compress_ddp(before=...)", found=problem, expected=expected, do=advice)
+    buffer.copy_(result)

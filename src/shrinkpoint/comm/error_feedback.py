@@ -20,7 +20,7 @@ from shrinkpoint.errors import MismatchError, PolicyError
 _RESIDUAL_KEY = 0x5BD1E995
 """Added to the key of a message for its second half in EF-mixed, so that the halves have different keys."""
 _BUFFER_NAME = re.compile(r"[0-9]{1,18}\.[0-9]{1,18}")
-"""Of a buffer in a state: slot and index."""
+"""The name of a buffer in a state: slot and index."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,11 @@ class BufferState(FeedbackState):
         A batch with fewer rows than the buffer uses its first rows. Any other change of shape starts a new buffer.
         """
         buffer = self._buffers.get(info.key)
-        if buffer is None or not _shape_fits(buffer.shape, like.shape):
+        fits = buffer is not None and (
+            buffer.shape == like.shape
+            or (buffer.dim() == like.dim() > 0 and buffer.shape[1:] == like.shape[1:] and len(buffer) > len(like))
+        )
+        if buffer is None or not fits:
             self.restarts += buffer is not None
             buffer = torch.zeros(like.shape, dtype=torch.float32, device=like.device)
         elif buffer.device != like.device:
@@ -238,12 +242,6 @@ class BufferState(FeedbackState):
             slot, _, index = name.partition(".")
             buffers[int(slot), int(index)] = buffer.detach().clone()
         self._buffers = buffers
-
-
-def _shape_fits(buffer_shape: torch.Size, shape: torch.Size) -> bool:
-    if buffer_shape == shape:
-        return True
-    return len(buffer_shape) == len(shape) > 0 and buffer_shape[1:] == shape[1:] and buffer_shape[0] > shape[0]
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -21,22 +22,17 @@ from shrinkpoint.comm.compressed_allreduce import (
     CompressedReduceScatter,
     all_gather_tensor,
     as_feedback,
+    as_stateless,
     check_hops,
     check_layouts,
-    check_replica_options,
-    check_replica_state,
-    describe_rank,
-    has_memory,
     reduce_numbers,
 )
 from shrinkpoint.comm.compressors.base import Identity
 from shrinkpoint.comm.error_feedback import ErrorFeedback, NoFeedback
-from shrinkpoint.comm.fsdp_replicas import ReplicaAllReduce, replicate_group
-from shrinkpoint.comm.gradient_record import RecordHolder, check_refusal, check_single_record
-from shrinkpoint.comm.link import CompressorLike, NonfinitePolicy
+from shrinkpoint.comm.gradient_averaging import GradientAveraging, not_replayable
+from shrinkpoint.comm.gradient_record import ShardRecord
+from shrinkpoint.comm.link import CompressorLike, LinkStats, NonfinitePolicy
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ConfigCheck, replica_check
-from shrinkpoint.comm.shard_record import ShardRecord
-from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.tensors.info import JSON
 
@@ -82,7 +78,7 @@ def compress_fsdp(
     return FSDPCompression(root, all_gather, reduce_scatter, all_reduce, accordion, min_numel, nonfinite, timeout)
 
 
-class FSDPCompression(RecordHolder[ShardRecord]):
+class FSDPCompression(GradientAveraging[ShardRecord]):
     """Handle of the compressed messages of one sharded model, which `compress_fsdp` returns.
 
     Attributes:
@@ -101,13 +97,13 @@ class FSDPCompression(RecordHolder[ShardRecord]):
         nonfinite: NonfinitePolicy,
         timeout: float,
     ) -> None:
-        check_replica_options("compress_fsdp", accordion, min_numel, nonfinite, timeout)
+        super().__init__("compress_fsdp", accordion, min_numel, nonfinite, timeout)
         expected, advice = "a module that fully_shard was applied to", "apply it first"
         validate.check_instance("compress_fsdp, root", root, nn.Module, expected=expected, do=advice)
         self.link_stats = {"all-gather": LinkStats(), "reduce-scatter": LinkStats()}
-        self._accordion, self._timeout, self._raise_nonfinite = accordion, timeout, nonfinite == "raise"
         gradients = gradients if accordion is None else accordion.compressor
-        weight_feedback = None if weights is None else _as_stateless(weights)
+        # without feedback: weights are sent again in the backward pass, unchanged
+        weight_feedback = None if weights is None else as_stateless("all-gather", weights)
         gradient_feedback = None if gradients is None else as_feedback(gradients)
         weight_spec = weight_feedback and weight_feedback.shared_spec
         gradient_spec = accordion.describe() if accordion else gradient_feedback and gradient_feedback.shared_spec
@@ -121,33 +117,43 @@ class FSDPCompression(RecordHolder[ShardRecord]):
         self._original_comms: list[tuple[Any, Any, Any]] = []
         self._gathers: dict[str, CompressedAllGather] = {}
         self._replicate_groups: dict[str, dist.ProcessGroup] = {}
-        self._all_reduces: dict[str, ReplicaAllReduce] = {}
+        self._all_reduces: dict[str, _ReplicaAllReduce] = {}
         self._reduce_scatters: dict[str, _ReduceScatter] = {}
         self._reduced_modules: set[str] = set()
         for name, param_group in _param_groups(root):
-            _check_uncompressed(param_group)
-            if is_lossy:
-                _check_tensor_parallel(name, param_group)
-            self._original_comms.append((param_group, param_group._all_gather_comm, param_group._reduce_scatter_comm))
-            if weight_feedback is not None:
-                gather = CompressedAllGather(weight_feedback, self.link_stats["all-gather"], name=f"fsdp {name}")
-                self._gathers[name] = gather
-                param_group._all_gather_comm = _AllGather(gather, min_numel, self)
-            if gradient_feedback is not None:
-                stats = self.link_stats["reduce-scatter"]
-                scatter = CompressedReduceScatter(gradient_feedback, stats, name=f"fsdp {name}")
-                hook = _ReduceScatter(scatter, min_numel, self, name)
-                self._reduce_scatters[name] = param_group._reduce_scatter_comm = hook
-            self._add_replicas(name, param_group, replicas, min_numel)
+            _check_param_group(name, param_group, is_lossy)
+            self._attach(name, param_group, weight_feedback, gradient_feedback, replicas)
         if replicas is not None and not self._all_reduces:
-            problem, do = (
-                "a model without replicas",
-                "shard it over a mesh of (replicas, shards), or leave out all_reduce",
-            )
-            raise PolicyError(
-                "compress_fsdp(all_reduce=...)", found=problem, expected="replicated shards (HSDP)", do=do
-            )
+            where, expected = "compress_fsdp(all_reduce=...)", "replicated shards (HSDP)"
+            advice = "shard it over a mesh of (replicas, shards), or leave out all_reduce"
+            raise PolicyError(where, found="a model without replicas", expected=expected, do=advice)
         self._config_checks = self._make_config_checks()
+
+    def _attach(
+        self,
+        name: str,
+        param_group: Any,
+        weights: ErrorFeedback | None,
+        gradients: ErrorFeedback | None,
+        replicas: CompressorLike,
+    ) -> None:
+        """Let a module communicate in compressed messages; None for torch's own messages."""
+        self._original_comms.append((param_group, param_group._all_gather_comm, param_group._reduce_scatter_comm))
+        if weights is not None:
+            gather = CompressedAllGather(weights, self.link_stats["all-gather"], name=f"fsdp {name}")
+            self._gathers[name] = gather
+            param_group._all_gather_comm = _AllGather(gather, self._min_numel, self)
+        if gradients is not None:
+            scatter = CompressedReduceScatter(gradients, self.link_stats["reduce-scatter"], name=f"fsdp {name}")
+            hook = _ReduceScatter(scatter, self._min_numel, self, name)
+            self._reduce_scatters[name] = param_group._reduce_scatter_comm = hook
+        group = getattr(param_group.mesh_info, "replicate_process_group", None)
+        if group is not None:
+            self._replicate_groups[name] = group
+        if group is not None and replicas is not None:
+            hops = {hop: self.link_stats.setdefault(hop, LinkStats()) for hop in ("first hop", "second hop")}
+            all_reduce = CompressedAllReduce(replicas, name=f"fsdp {name}", link_stats=hops)
+            self._all_reduces[name] = _ReplicaAllReduce(param_group, all_reduce, self._min_numel, self.check_config)
 
     def detach(self) -> None:
         """Restore the original communication of every module."""
@@ -163,9 +169,8 @@ class FSDPCompression(RecordHolder[ShardRecord]):
             "words": self._config,
             "all_gather": {name: gather.state_dict() for name, gather in self._gathers.items()},
             "reduce_scatter": {name: hook.scatter.state_dict() for name, hook in self._reduce_scatters.items()},
+            **self._rank_state(),
         }
-        if self._has_memory:
-            state["rank"] = describe_rank(self.group)
         if self._all_reduces:
             state["all_reduce"] = {name: one.all_reduce.state_dict() for name, one in self._all_reduces.items()}
         if self._accordion is not None:
@@ -195,9 +200,8 @@ class FSDPCompression(RecordHolder[ShardRecord]):
         self._config_checks = self._make_config_checks()
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise an error for what `state_dict` of this rank and configuration does not return."""
         own = self.state_dict()
-        check_replica_state("compress_fsdp", state, own)
+        self._check_common_state(state, own)
         for kind in ("all_gather", "reduce_scatter", "all_reduce"):
             saved_states = state.get(kind, {})
             if not isinstance(saved_states, Mapping) or saved_states.keys() != own.get(kind, {}).keys():
@@ -207,9 +211,8 @@ class FSDPCompression(RecordHolder[ShardRecord]):
                 check = check_hops if kind == "all_reduce" else check_layouts
                 check(f"compress_fsdp, {kind} of {name or 'the root'}", saved_state)
 
-    @property
-    def _has_memory(self) -> bool:
-        return has_memory([collective.feedback for collective in self._collectives().values()], self._accordion)
+    def _feedbacks(self) -> Iterable[ErrorFeedback]:
+        return [collective.feedback for collective in self._collectives().values()]
 
     @property
     def module(self) -> nn.Module:
@@ -222,17 +225,12 @@ class FSDPCompression(RecordHolder[ShardRecord]):
         group: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
         return group
 
-    @property
-    def has_feedback(self) -> bool:
-        """Whether ranks remember what their messages to each other have lost."""
-        return any(not collective.feedback.is_stateless for collective in self._collectives().values())
-
     def parameters(self) -> list[Tensor]:
         """This rank's shards of the parameters, and the parameters that are not sharded."""
         return [parameter for _, parameter in self._named_shards()]
 
     def config(self) -> dict[str, Any]:
-        """What a run that is resumed from a journal must have in common with this one, on this rank."""
+        """The configuration that a run which is resumed from a journal must have on this rank, too."""
         layout = None if self._record is None else self._record.layout_digest
         return {**self._config, "shard_compressor": self._shard_spec, "layout": layout}
 
@@ -260,11 +258,11 @@ class FSDPCompression(RecordHolder[ShardRecord]):
             PolicyError: an Accordion; a compressor with feedback; they are kept for another journal.
         """
         if self._accordion is not None:
-            check_refusal("an Accordion, whose choice is not in a record", "use one compressor")
-        check_single_record("compress_fsdp", self._record)
+            raise not_replayable("an Accordion, whose choice is not in a record", "use one compressor")
+        self._check_not_recorded()
         feedback = as_feedback(compressor)
         if not isinstance(feedback, NoFeedback):
-            check_refusal(f"shard_compressor={feedback.spec}", "leave out the feedback")
+            raise not_replayable(f"shard_compressor={feedback.spec}", "leave out the feedback")
         named_shards = [(name, parameter) for name, parameter in self._named_shards() if parameter.requires_grad]
         self._shard_spec = feedback.spec
         self._record = ShardRecord(named_shards, feedback.compressor, self.group.rank())
@@ -289,7 +287,7 @@ class FSDPCompression(RecordHolder[ShardRecord]):
         """Called after the gradients of a module were summed; a PolicyError if they must be finite and are not."""
         if self._accordion is not None:
             self._accordion.add_gradient(shard)
-        if not self._raise_nonfinite:
+        if self._nonfinite != "raise":
             return
         count = reduce_numbers([float(shard.isfinite().logical_not().sum())], group, shard.device)
         if name in self._replicate_groups:  # whose ranks would wait for an average
@@ -305,31 +303,18 @@ class FSDPCompression(RecordHolder[ShardRecord]):
         return list(self._root.named_parameters())
 
     def _collectives(self) -> dict[str, CompressedCollective]:
-        """What sends messages, by kind and name of the module."""
+        """The senders of messages, by kind and name of the module."""
         result: dict[str, CompressedCollective] = {f"gather {name}": hop for name, hop in self._gathers.items()}
         result |= {f"scatter {name}": hook.scatter for name, hook in self._reduce_scatters.items()}
         for name, replicas in self._all_reduces.items():
             result |= {f"hop {index} {name}": hop for index, hop in enumerate(replicas.all_reduce.hops)}
         return result
 
-    def _add_replicas(self, name: str, param_group: Any, compressor: CompressorLike, min_numel: int) -> None:
-        """Note the group of a module's replicas, and let it average in compressed messages if that is asked for."""
-        group = replicate_group(param_group)
-        if group is None:
-            return
-        self._replicate_groups[name] = group
-        if compressor is None:
-            return
-        hops = {hop: self.link_stats.setdefault(hop, LinkStats()) for hop in ("first hop", "second hop")}
-        all_reduce = CompressedAllReduce(compressor, name=f"fsdp {name}", link_stats=hops)
-        self._all_reduces[name] = ReplicaAllReduce(param_group, all_reduce, min_numel, self.check_config)
-
     def _switch(self, compressor: CompressorLike) -> None:
         for hook in self._reduce_scatters.values():
             hook.scatter.switch(as_feedback(compressor))
 
     def _make_config_checks(self) -> dict[int, ConfigCheck]:
-        """One check for each group that messages are sent in."""
         counts: dict[str, Any] = {name: hook.scatter.counts() for name, hook in self._reduce_scatters.items()}
         counts |= {f"{name}, all-gather": gather.counts() for name, gather in self._gathers.items()}
         for name, one in self._all_reduces.items():
@@ -337,14 +322,14 @@ class FSDPCompression(RecordHolder[ShardRecord]):
         config = {**self._config, "counts": counts}
         if self._accordion is not None:
             config |= self._accordion.progress()
-        checks: dict[int, ConfigCheck] = {}
+        groups: list[dist.ProcessGroup] = []
         for param_group, _, _ in self._original_comms:
-            for group in (param_group._all_gather_process_group, param_group._reduce_scatter_process_group):
-                if id(group) not in checks and group.size() > 1:
-                    checks[id(group)] = replica_check(group, "compress_fsdp", config, self._timeout)
-        for all_reduce in self._all_reduces.values():
-            if id(all_reduce.group) not in checks and all_reduce.group.size() > 1:
-                checks[id(all_reduce.group)] = replica_check(all_reduce.group, "compress_fsdp", config, self._timeout)
+            groups += param_group._all_gather_process_group, param_group._reduce_scatter_process_group
+        groups += (all_reduce.group for all_reduce in self._all_reduces.values())
+        checks: dict[int, ConfigCheck] = {}
+        for group in groups:
+            if id(group) not in checks and group.size() > 1:
+                checks[id(group)] = replica_check(group, "compress_fsdp", config, self._timeout)
         return checks
 
 
@@ -397,8 +382,69 @@ class _ReduceScatter(_CommAllocator):
         self._compression.end_reduction(self._name, output_tensor, group)
 
 
+class _ReplicaAllReduce:
+    """Averages the gradient shards of one module over its replicas, instead of torch's own all-reduce.
+
+    For torch the module is then sharded in one dimension, with a hook of a user that runs after each reduce-scatter.
+
+    Args:
+        param_group: FSDP2's parameter group of the module.
+        all_reduce: what averages.
+        min_numel: smaller shards are sent uncompressed.
+        check_config: called with the replicas before each message.
+
+    Attributes:
+        group: the replicas.
+
+    Raises:
+        PolicyError: this release of torch has no such hook, or the user has set one.
+    """
+
+    def __init__(
+        self,
+        param_group: Any,
+        all_reduce: CompressedAllReduce,
+        min_numel: int,
+        check_config: Callable[[dist.ProcessGroup], None],
+    ) -> None:
+        self.all_reduce, self.group = all_reduce, param_group.mesh_info.replicate_process_group
+        self._uncompressed = CompressedAllReduce(Identity(), name="fsdp small", link_stats=all_reduce.link_stats)
+        self._param_group, self._min_numel, self._check_config = param_group, min_numel, check_config
+        self._original_infos = param_group.mesh_info, param_group.post_forward_mesh_info
+        if getattr(param_group, "_all_reduce_hook", "missing") is not None:
+            problem = "a hook of the user's, or a torch without such hooks"
+            where, advice = "compress_fsdp(all_reduce=...)", "remove it, or use torch's own all-reduce"
+            raise PolicyError(where, found=problem, expected="no all-reduce hook", do=advice)
+        shard_info = _shard_info(param_group.mesh_info)
+        if param_group.post_forward_mesh_info is param_group.mesh_info:
+            param_group.post_forward_mesh_info = shard_info
+        param_group.mesh_info, param_group._all_reduce_hook = shard_info, self._average_
+
+    def detach(self) -> None:
+        """Restore torch's own all-reduce."""
+        self._param_group.mesh_info, self._param_group.post_forward_mesh_info = self._original_infos
+        self._param_group._all_reduce_hook = None
+
+    def _average_(self, shard: Tensor) -> None:
+        """Average a flat gradient shard over the replicas; sum it where the user has set what sums are divided by."""
+        self._check_config(self.group)
+        is_small = shard.numel() < max(self._min_numel, 1)
+        (self._uncompressed if is_small else self.all_reduce).average_(shard, self.group, f"{shard.numel()}")
+        if self._param_group.gradient_divide_factor is not None:
+            shard.mul_(self.group.size())
+
+
+def _shard_info(mesh_info: Any) -> Any:
+    """FSDP2's description of a mesh of replicas and shards, without the replicas."""
+    [kind] = [one for one in type(mesh_info).__mro__ if one.__name__ == "FSDPMeshInfo"]
+    known = {field.name: getattr(mesh_info, field.name) for field in dataclasses.fields(kind) if field.init}
+    info = kind(**(known | {"replicate_mesh_dim": None}))
+    info.reduce_scatter_process_group = getattr(mesh_info, "reduce_scatter_process_group", None)
+    return info
+
+
 def _is_counts(value: JSON) -> TypeGuard[dict[str, dict[str, int]]]:
-    """Whether JSON has the form of `FSDPCompression.counts`."""
+    """True if JSON has the form of `FSDPCompression.counts`."""
     layouts = value.values() if isinstance(value, dict) else [None]
     return all(isinstance(x, dict) and all(type(n) is int and n >= 0 for n in x.values()) for x in layouts)
 
@@ -412,45 +458,29 @@ def _apply_reduce_op_(total: Tensor, op: Any, world_size: int) -> Tensor:
     if kind == kinds.PREMUL_SUM:
         return total.mul_(op.factor)
     if kind != kinds.SUM:
-        raise PolicyError(
-            "reduce-scatter", found=str(kind), expected="SUM, AVG or PREMUL_SUM", do="reduce by one of these"
-        )
+        expected, advice = "SUM, AVG or PREMUL_SUM", "reduce by one of these"
+        raise PolicyError("reduce-scatter", found=str(kind), expected=expected, do=advice)
     return total
 
 
-def _as_stateless(compressor: CompressorLike) -> ErrorFeedback:
-    """Return the compressor of weights, without feedback: weights are sent again in backward, unchanged."""
-    feedback = as_feedback(compressor)
-    if not isinstance(feedback, NoFeedback):
-        raise PolicyError("all-gather", found=feedback.spec, expected="a compressor", do="leave out the feedback")
-    return feedback
+def _check_param_group(name: str, param_group: Any, is_lossy: bool) -> None:
+    """Raise PolicyError if the messages of a module are compressed already, or cannot be rounded.
 
-
-def _check_uncompressed(param_group: Any) -> None:
-    """Raise PolicyError if the messages of a module are compressed already."""
-    if isinstance(param_group._all_gather_comm, _AllGather) or isinstance(
-        param_group._reduce_scatter_comm, _ReduceScatter
-    ):
+    Values are rounded together with their neighbours in a message. If tensor parallelism splits some parameters of a
+    message and replicates others, the neighbours of the replicated ones differ between its ranks, and so would they.
+    """
+    gather, scatter = param_group._all_gather_comm, param_group._reduce_scatter_comm
+    if isinstance(gather, _AllGather) or isinstance(scatter, _ReduceScatter):
         problem, do = "a model that is compressed already", "call detach() of what compress_fsdp returned first"
         raise PolicyError("compress_fsdp", found=problem, expected="one that is not", do=do)
-
-
-def _check_tensor_parallel(name: str, param_group: Any) -> None:
-    """Raise PolicyError if a message has parameters that tensor parallelism splits, and some that it replicates.
-
-    Values are rounded together with those beside them, which differ between the ranks of tensor parallelism: what these
-    must have in common would drift apart.
-    """
     mesh_dims = param_group.mesh_info.mesh.ndim
     is_split = {
         any(isinstance(placement, Shard) for placement in param.sharded_param.placements[mesh_dims:])
         for param in param_group.fsdp_params
     }
-    if len(is_split) > 1:
-        where, problem = (
-            f"compress_fsdp, {name or 'the root'}",
-            "parameters that are split over ranks, and replicated ones",
-        )
+    if is_lossy and len(is_split) > 1:
+        where = f"compress_fsdp, {name or 'the root'}"
+        problem = "parameters that are split over ranks, and replicated ones"
         advice = (
             "call fully_shard on modules of one kind each, such as norms by themselves, or compress none: None, None"
         )

@@ -30,7 +30,12 @@ class GlobalWeights:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = dict(parameters)
-        self.tensors: dict[str, Tensor] = {name: _widen(parameter) for name, parameter in parameters.items()}
+        self.tensors: dict[str, Tensor] = {
+            name: parameter.detach().to(
+                torch.promote_types(parameter.dtype, torch.float32), copy=True, memory_format=torch.contiguous_format
+            )
+            for name, parameter in parameters.items()
+        }
         self._layout = GradientLayout(self.tensors.items(), 0, SEGMENT_NUMEL)
 
     def broadcast(self, group: dist.ProcessGroup) -> None:
@@ -81,10 +86,6 @@ class GlobalWeights:
                 filled.copy_to(flat)
                 filled.copy_from(average(flat, filled.segment.name))
 
-    def digest(self) -> str:
-        """A digest of all bits: 32 hex digits."""
-        return digest_tensors(self.tensors.values())
-
     def check_fit(self, tensors: Mapping[str, Any]) -> None:
         """Raise a MismatchError if saved tensors are not those of these weights."""
         expected = {name: describe_tensor(weights) for name, weights in self.tensors.items()}
@@ -105,13 +106,6 @@ class GlobalWeights:
             weights.copy_(tensors[name])
 
 
-def broadcast_parameter(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
-    """Give a parameter the values that rank 0 of the group has, in place."""
-    values = parameter.detach().contiguous()
-    dist.broadcast(values.view(-1).view(torch.uint8), dist.get_global_rank(group, 0), group)
-    parameter.detach().copy_(values)
-
-
 def digest_tensors(tensors: Iterable[Tensor]) -> str:
     """A digest of all bits: 32 hex digits."""
     parts = [bytes.fromhex(_native.xxh3_128(tensor_bytes(tensor.detach().cpu().contiguous()))) for tensor in tensors]
@@ -121,8 +115,3 @@ def digest_tensors(tensors: Iterable[Tensor]) -> str:
 def describe_tensor(tensor: Tensor) -> str:
     """The dtype and shape of a tensor, as text."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-
-
-def _widen(parameter: Tensor) -> Tensor:
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
-    return parameter.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)

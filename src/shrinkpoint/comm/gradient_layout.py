@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -171,7 +171,7 @@ class FilledSegment(SegmentValues):
 
 
 def _is_next(run: Tensor, other: Tensor) -> bool:
-    """Whether the values of the other run, 1-d as both are, follow in the same memory."""
+    """True if the values of the other run, 1-d as both are, follow in the same memory."""
     is_same = run.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     return is_same and run.storage_offset() + run.numel() == other.storage_offset()
 
@@ -187,21 +187,20 @@ class GradientLayout:
         parameters: name and parameter of all gradients.
         min_numel: gradients with fewer values are sent uncompressed, in segments of their own.
         segment_numel: the size of segments.
+
+    Attributes:
+        segments: all segments, by index.
+        names: the name of each parameter by its `id`.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[tuple[str, Tensor]],
-        min_numel: int,
-        segment_numel: int,
-    ) -> None:
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]], min_numel: int, segment_numel: int) -> None:
         self.segments: list[Segment] = []
         self._pieces: dict[int, list[tuple[int, Piece]]] = {}
-        self._names: dict[int, str] = {}
+        self.names: dict[int, str] = {}
         self._dtypes: dict[int, torch.dtype] = {}
         groups: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
         for name, parameter in reversed(list(parameters)):
-            self._add_name(name, parameter)
+            self.names[id(parameter)], self._dtypes[id(parameter)] = name, parameter.dtype
             is_exact = parameter.numel() < min_numel
             groups.setdefault((parameter.device, parameter.dtype, is_exact), []).append(parameter)
         for (device, _, is_exact), members in groups.items():
@@ -218,22 +217,10 @@ class GradientLayout:
             raise PolicyError("gradients", found=problem, expected="one of a parameter known from the start", do=advice)
         return [(self.segments[index], piece) for index, piece in self._pieces[id(parameter)]]
 
-    def segments_by_device(self) -> dict[torch.device, list[Segment]]:
-        """The segments on each device."""
-        devices = dict.fromkeys(segment.device for segment in self.segments)
-        return {device: [segment for segment in self.segments if segment.device == device] for device in devices}
-
-    def missing_names(self, found: Container[int]) -> list[str]:
-        """The names of the parameters whose `id` is not among those found."""
-        return [name for key, name in self._names.items() if key not in found]
-
     def digest(self) -> str:
         """A digest of names, dtypes, sizes and places: 16 hex digits; equal on ranks that have the same layout."""
-        text = "\n".join(f"{name} {self._dtypes[key]} {self._pieces[key]}" for key, name in self._names.items())
+        text = "\n".join(f"{name} {self._dtypes[key]} {self._pieces[key]}" for key, name in self.names.items())
         return hashlib.sha256(f"{self.segments}\n{text}".encode()).hexdigest()[:16]
-
-    def _add_name(self, name: str, parameter: Tensor) -> None:
-        self._names[id(parameter)], self._dtypes[id(parameter)] = name, parameter.dtype
 
     def _lay_out(self, members: list[Tensor], device: torch.device, is_exact: bool, segment_numel: int) -> None:
         """Append the segments of gradients of one dtype: of equal sizes, except for the last one."""
@@ -275,7 +262,8 @@ class GradientCollector:
 
     def end_step(self) -> list[str]:
         """Begin the next step; return the names of parameters whose gradients are missing in this one."""
-        missing, self._found = self._layout.missing_names(self._found), set()
+        missing = [name for key, name in self._layout.names.items() if key not in self._found]
+        self._found.clear()
         self._filled.clear()
         return missing
 
@@ -286,7 +274,7 @@ def align_numel(numel: int) -> int:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether values fill their memory, in whatever order of axes: DDP's buckets keep that order for the gradient."""
+    """True if values fill their memory, in whatever order of axes: DDP's buckets keep that order for the gradient."""
     end = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride != end:

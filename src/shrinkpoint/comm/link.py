@@ -1,9 +1,11 @@
-"""One end of one direction of a boundary: tensors become messages, messages become tensors."""
+"""One end of one direction of a boundary: tensors become messages, messages become tensors; and its statistics."""
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -17,14 +19,13 @@ from shrinkpoint.comm.compressors.layout import count_nonfinite
 from shrinkpoint.comm.compressors.sparse import SameIndices
 from shrinkpoint.comm.error_feedback import ErrorFeedback, FeedbackState, MessageInfo, NoFeedback, PackedMessage
 from shrinkpoint.comm.spec import as_compressor
-from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
 CompressorLike = Compressor | ErrorFeedback | str | None
 """A compressor, a feedback around one, or the spec of either; None for no compression."""
 NonfinitePolicy = Literal["pass", "raise"]
-"""What is done about values that are not finite: they are sent as such, or are an error."""
+"""The treatment of values that are not finite: they are sent as such, or are an error."""
 _KEY_MASK = (1 << 32) - 1
 _ID_BYTES = 8
 FINITE_VALUES = "finite values"
@@ -32,7 +33,7 @@ FINITE_VALUES = "finite values"
 
 
 def check_nonfinite(where: str, nonfinite: Any) -> NonfinitePolicy:
-    """Return what is done about values that are not finite; a PolicyError if it is no `NonfinitePolicy`."""
+    """Return the policy; a PolicyError if it is none."""
     policy: NonfinitePolicy = validate.check_choice(f"{where}, nonfinite", nonfinite, get_args(NonfinitePolicy))
     return policy
 
@@ -59,6 +60,154 @@ class MessageContext:
     @property
     def key(self) -> tuple[int, int]:
         return self.slot, self.tensor
+
+
+@dataclass
+class LinkStats:
+    """Statistics of one end of a link. Only reading them may wait for a GPU, recording does not.
+
+    Attributes:
+        messages: the number of messages packed or unpacked.
+        raw_bytes: size of the tensors.
+        wire_bytes: size of the messages.
+        restarts: how often a feedback replaced a buffer because the shape had changed.
+        events: whether to time work on a GPU by CUDA events; else its seconds are those of launching it on the host.
+    """
+
+    messages: int = 0
+    raw_bytes: int = 0
+    wire_bytes: int = 0
+    restarts: int = 0
+    events: bool = False
+    _seconds: dict[str, float] = field(default_factory=lambda: {"encode": 0.0, "decode": 0.0}, repr=False)
+    _timed: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list, repr=False)
+    _error: Tensor | float = field(default=0.0, repr=False)
+    _samples: Tensor | int = field(default=0, repr=False)
+    _nonfinite: Tensor | int = field(default=0, repr=False)
+
+    @property
+    def encode_seconds(self) -> float:
+        """Seconds spent on packing, feedback included."""
+        self._collect_events()
+        return self._seconds["encode"]
+
+    @property
+    def decode_seconds(self) -> float:
+        """Seconds spent on unpacking, feedback included."""
+        self._collect_events()
+        return self._seconds["decode"]
+
+    @property
+    def relative_error(self) -> float | None:
+        """The mean of `|x - decoded| / |x|` (2-norms) over the sampled messages of the sender; None if there are none.
+
+        Messages with a value that is not finite are left out.
+        """
+        samples = int(self._samples)
+        return float(self._error) / samples if samples else None
+
+    @property
+    def nonfinite(self) -> int:
+        """The number of nan and infinite values in all tensors that were sent.
+
+        A receiver counts those that it received if they are an error. A tensor for several ranks counts once, and a
+        rank's own share of an average, which is not sent, not at all.
+        """
+        return int(self._nonfinite)
+
+    @property
+    def ratio(self) -> float:
+        """Size of the tensors, in their own dtype, over that of the messages; 1 without messages."""
+        return self.raw_bytes / self.wire_bytes if self.wire_bytes else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """All statistics as plain values, for JSON."""
+        names = ("messages", "raw_bytes", "wire_bytes", "ratio", "encode_seconds", "decode_seconds")
+        return {name: getattr(self, name) for name in (*names, "relative_error", "nonfinite", "restarts")}
+
+    def merged_with(self, receiver: LinkStats) -> LinkStats:
+        """The statistics of both ends as one: those of this sender, with the decoding time of the receiver."""
+        receiver._collect_events()
+        merged = replace(self, _seconds=dict(self._seconds), _timed=list(self._timed))
+        merged._seconds["decode"] += receiver._seconds["decode"]
+        return merged
+
+    def add_message(self, raw_bytes: int, wire_bytes: int, nonfinite: Tensor | int = 0) -> None:
+        """Count a message, and its values that are not finite; a tensor has no axes, and is not waited for."""
+        self.messages += 1
+        self.raw_bytes += raw_bytes
+        self.wire_bytes += wire_bytes
+        self._nonfinite = self._nonfinite + nonfinite
+
+    def add_packed(
+        self,
+        tensor: Tensor,
+        packed: PackedMessage,
+        size: int,
+        state: FeedbackState,
+        info: MessageInfo,
+        *,
+        sample_every: int,
+        copies: int = 1,
+    ) -> Tensor | int:
+        """Count a message that `state` packed and that is sent to some ranks; measure the error of some messages.
+
+        Args:
+            size: in bytes, of all that is sent.
+            sample_every: the error is measured on one of this number of messages; 0 for none.
+
+        Returns:
+            The number of values that are not finite.
+        """
+        is_sampled = sample_every and self.messages % sample_every == 0 and tensor.numel()
+        self.add_message(copies * tensor.nbytes, copies * size)
+        nonfinite = state.count_nonfinite(tensor, packed.wire, info)
+        self._nonfinite = self._nonfinite + nonfinite
+        if is_sampled:
+            with torch.no_grad():  # a message of unknown content is one without a memory
+                decoded = packed.decoded
+                decoded = state.unpack(packed.wire, torch.empty_like(tensor), info) if decoded is None else decoded
+                self.add_error(tensor, decoded)
+        return nonfinite
+
+    def add_uncompressed(self, tensor: Tensor) -> None:
+        """Count a tensor that is sent or received uncompressed."""
+        self.add_message(tensor.nbytes, tensor.nbytes)
+
+    @contextmanager
+    def timing(self, phase: str, device: torch.device) -> Iterator[None]:
+        """Add the time of a block to "encode" or "decode"."""
+        if self.events and device.type == "cuda":
+            with torch.cuda.device(device):
+                start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                start_event.record()
+                yield
+                end_event.record()
+            self._timed.append((phase, start_event, end_event))
+            return
+        start = time.perf_counter()
+        yield
+        self._seconds[phase] += time.perf_counter() - start
+
+    def add_error(self, tensor: Tensor, decoded: Tensor) -> None:
+        """Record the relative error of a message."""
+        dtype = torch.complex64 if tensor.is_complex() else torch.float32
+        tensor = tensor.detach().to(dtype)
+        size = torch.linalg.vector_norm(tensor)
+        error = torch.linalg.vector_norm(tensor - decoded.to(dtype)) / size
+        counts = torch.isfinite(error)
+        self._error = self._error + torch.where(counts, error, 0.0).to(torch.float64)
+        self._samples = self._samples + counts.to(torch.int64)
+
+    def _collect_events(self) -> None:
+        for phase, began, ended in self._timed:
+            ended.synchronize()
+            self._seconds[phase] += began.elapsed_time(ended) / 1000
+        self._timed.clear()
+
+
+_LastMessage = tuple[FeedbackState, MessageInfo, Tensor, torch.Size, torch.dtype]
+"""The end and the description of a message, the message, and the shape and dtype of its tensor."""
 
 
 class Link:
@@ -106,9 +255,7 @@ class Link:
         self._with_ids = with_ids or self.feedback.needs_ids
         self._raise_nonfinite, self._sample_every, self._min_numel = nonfinite == "raise", sample_every, min_numel
         self._counts: dict[tuple[int, int], int] = {}
-        self._last_messages: dict[
-            tuple[int, int], tuple[FeedbackState, MessageInfo, Tensor, torch.Size, torch.dtype]
-        ] = {}
+        self._last_messages: dict[tuple[int, int], _LastMessage] = {}
         self._ids: dict[tuple[int, int], Tensor] = {}
         self._is_sender: bool | None = None
         self._pending_counts: list[tuple[MessageContext, Tensor | int]] = []
@@ -122,11 +269,11 @@ class Link:
 
     @property
     def is_size_fixed(self) -> bool:
-        """Whether the size of a message follows from the shape alone, and not from earlier messages or sample ids."""
+        """True if the size of a message follows from the shape alone, and not from earlier messages or sample ids."""
         return not isinstance(self.feedback, AQSGD) and not isinstance(self.compressor, SameIndices)
 
     def is_compressible(self, tensor: Tensor) -> bool:
-        """Whether a tensor (or meta tensor) is compressed; others are sent uncompressed."""
+        """True if a tensor (or meta tensor) is compressed; others are sent uncompressed."""
         return tensor.is_floating_point() and tensor.numel() >= max(self._min_numel, 1)
 
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, context: MessageContext | None = None) -> int:
@@ -165,7 +312,10 @@ class Link:
             packed = state.pack(tensor.detach(), info)
             wire = packed.wire if header is None else torch.cat((header, packed.wire))
         self._remember(context, info, packed.wire, tensor)
-        self._record_sent(tensor, packed, wire.numel(), context, info)
+        size, every = wire.numel(), self._sample_every
+        nonfinite = self.stats.add_packed(tensor, packed, size, state, info, sample_every=every)
+        if self._raise_nonfinite:
+            self._pending_counts.append((context, nonfinite))
         self._advance(context, state.restarts)
         return wire
 
@@ -192,12 +342,10 @@ class Link:
         if ids is not None:
             self._ids[info.key] = ids
         self._remember(context, info, body, out)
-        self.stats.add_message(out.nbytes, wire.numel())
+        count = count_nonfinite(out) if self._raise_nonfinite else 0
+        self.stats.add_message(out.nbytes, wire.numel(), count)
         self._advance(context, state.restarts)
-        if self._raise_nonfinite:
-            count = count_nonfinite(out)
-            self.stats.add_nonfinite(count)
-            _raise_if_nonfinite(self.name, count, context)
+        _raise_if_nonfinite(self.name, count, context)
         return out
 
     def indices(self, context: MessageContext | None = None) -> Tensor | None:
@@ -283,7 +431,12 @@ class Link:
         header_bytes = self._id_header_bytes(tensor.shape, context)
         if not header_bytes:
             return None
-        ids = _check_ids(f"link {self.name}, sample ids", context.ids, header_bytes // _ID_BYTES)
+        ids, count = context.ids, header_bytes // _ID_BYTES
+        where, advice = f"link {self.name}, sample ids", "give them with set_sample_ids"
+        if ids is None:
+            raise PolicyError(where, found="none", expected=f"{count}", do=advice)
+        if ids.numel() != count:
+            raise MismatchError(where, found=f"{ids.numel()}", expected=f"{count}", do=advice)
         self._ids[context.key] = ids
         return ids.to(tensor.device, torch.int64).contiguous().view(torch.uint8)
 
@@ -295,31 +448,6 @@ class Link:
         if context.training:
             self._counts[context.key] = self._counts.get(context.key, 0) + 1
             self.stats.restarts = restarts
-
-    def _record_sent(
-        self, tensor: Tensor, packed: PackedMessage, size: int, context: MessageContext, info: MessageInfo
-    ) -> None:
-        is_sampled = bool(self._sample_every) and self.stats.messages % self._sample_every == 0
-        self.stats.add_message(tensor.nbytes, size)
-        if is_sampled and tensor.numel():
-            with torch.no_grad():
-                decoded = packed.decoded
-                if decoded is None:
-                    decoded = self.compressor.decode(packed.wire, torch.empty_like(tensor), info.context)
-                self.stats.add_error(tensor, decoded)
-        count = self._state_for(context).count_nonfinite(tensor, packed.wire, info)
-        self.stats.add_nonfinite(count)
-        if self._raise_nonfinite:
-            self._pending_counts.append((context, count))
-
-
-def _check_ids(where: str, ids: Tensor | None, count: int) -> Tensor:
-    advice = "give them with set_sample_ids"
-    if ids is None:
-        raise PolicyError(where, found="none", expected=f"{count}", do=advice)
-    if ids.numel() != count:
-        raise MismatchError(where, found=f"{ids.numel()}", expected=f"{count}", do=advice)
-    return ids
 
 
 def _read_ids(where: str, wire: Tensor, header_bytes: int, expected_ids: Tensor | None) -> Tensor | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -18,12 +17,11 @@ from torch.optim import Optimizer
 
 from shrinkpoint import validate
 from shrinkpoint.comm.compressed_manager import CompressedManager, is_lost
-from shrinkpoint.comm.global_weights import GlobalWeights, broadcast_parameter, describe_tensor, digest_tensors
-from shrinkpoint.comm.link import FINITE_VALUES, CompressorLike
-from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ConfigCheck, Problem, compare_facts
+from shrinkpoint.comm.global_weights import GlobalWeights, describe_tensor, digest_tensors
+from shrinkpoint.comm.link import FINITE_VALUES, CompressorLike, LinkStats
+from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ConfigCheck
 from shrinkpoint.comm.round_average import RoundAverage
 from shrinkpoint.comm.state_check import check_entries, check_mapping
-from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError
 
 if TYPE_CHECKING:
@@ -31,9 +29,10 @@ if TYPE_CHECKING:
 
 _STATE_KEYS = {"config", "round", "steps_in_round", "weights", "outer", "feedback", "residuals"}
 _in_use: WeakValueDictionary[int, LocalSteps] = WeakValueDictionary()
-"""What averages each model, by the `id` of the model, which it keeps: two would average each other's rounds."""
+"""The LocalSteps of each model by `id(model)`: two of one model would average each other's rounds."""
 
-
+Problem = tuple[str, str, str, str]
+"""The `where`, `found`, `expected` and `do` of an error."""
 OuterOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 """Makes the optimizer of the global weights, whose `grad` is the mean pseudo-gradient."""
 
@@ -134,7 +133,10 @@ class LocalSteps:
         self._optimizers = _check_optimizers(optimizer)
         self._every = validate.check_int("LocalSteps, every", every, do="take 30")
         validate.check_float("LocalSteps, timeout", timeout)
-        make_outer = _check_outer(OuterSGD() if outer is None else outer)
+        make_outer = OuterSGD() if outer is None else outer
+        if isinstance(make_outer, type) or not callable(make_outer):
+            expected, advice = "a function that makes an optimizer of tensors", "pass OuterSGD(lr=0.7, momentum=0.9)"
+            raise validate.argument_error("LocalSteps, outer", make_outer, expected, advice)
         if manager is not None and group is not None:
             advice = "leave out the group: the manager forms it"
             raise PolicyError("LocalSteps", found="a group and a manager", expected="one of them", do=advice)
@@ -146,7 +148,7 @@ class LocalSteps:
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         self._model, self._parameter_ids = model, {id(p) for p in parameters.values()}
-        problem = _find_user(model) or _find_problem(parameters, self._optimizers)
+        problem = _find_problem(model, parameters, self._optimizers)
         self._setup: dict[str, str | int] = {"every": self._every, "compressor": self._average.feedback.shared_spec}
         if problem is None:
             self._weights = GlobalWeights(parameters)
@@ -157,7 +159,8 @@ class LocalSteps:
                 self._enter(_check_group(group), problem, timeout)
             else:
                 if problem is not None:
-                    raise _problem_error(problem)
+                    where, found, expected, advice = problem
+                    raise PolicyError(where, found=found, expected=expected, do=advice)
                 self._manager.register_state_dict_fn("shrinkpoint.LocalSteps", self._recover, self._recovery_state)
                 self._commit_round(self._manager)
         _in_use[id(model)] = self
@@ -200,7 +203,7 @@ class LocalSteps:
                     self._commit_round(self._manager)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank needs to continue bit for bit, with its model and inner optimizer. Tensors are not copied."""
+        """The state to continue bit for bit with, beside model and inner optimizer. Tensors are not copied."""
         return {
             "config": self._config(),
             "round": self.round,
@@ -236,20 +239,20 @@ class LocalSteps:
     def _enter(self, group: dist.ProcessGroup, problem: Problem | None, timeout: float) -> None:
         """Compare models and settings of all ranks of a group, and begin with the weights of rank 0."""
         advice = "make the same objects and take the same number of steps in the same order on every rank"
-        compare = partial(compare_facts, "LocalSteps")
-        self._group, self._check = group, ConfigCheck(group, "local steps", "LocalSteps", compare, advice=advice)
+        self._group, self._check = group, ConfigCheck(group, "local steps", "LocalSteps", _compare_facts, advice=advice)
         self._compare(self._setup, problem, timeout)
         frozen = [parameter for parameter in self._frozen.values() if _has_values(parameter)]
         self._check.publish({group.rank(): {"frozen": digest_tensors(frozen)}})
         digests = self._check.read(timeout)
         if any(digest != digests[0] for digest in digests):
             for parameter in frozen:
-                broadcast_parameter(parameter, group)
+                values = parameter.detach().contiguous()
+                dist.broadcast(values.view(-1).view(torch.uint8), dist.get_global_rank(group, 0), group)
+                parameter.detach().copy_(values)
         self._weights.broadcast(group)
         self._compare(self._facts(), None, timeout)
 
     def _compare(self, facts: Mapping[str, str | int], problem: Problem | None, timeout: float | None = None) -> None:
-        """Raise an error on every rank if one has a problem or other facts, or says nothing in time."""
         self._check.publish({self._group.rank(): {"facts": list(facts.items()), "problem": problem}})
         self._check.check(timeout)
 
@@ -308,7 +311,7 @@ class LocalSteps:
         message = {"facts": list(self._facts().items()), "problem": problem, "has_trained": has_trained}
         gradients = [weights.grad for weights in self._weights.tensors.values() if weights.grad is not None]
         messages = manager.gather(message, gradients[0].device)
-        compare_facts("LocalSteps", messages)
+        _compare_facts(messages)
         num_trained: int = sum(message["has_trained"] for message in messages)
         if not num_trained:
             self._weights.clear_gradients()
@@ -321,7 +324,6 @@ class LocalSteps:
         return num_trained
 
     def _recovery_state(self) -> dict[str, Any]:
-        """Everything that a replica takes over from another one."""
         return {
             "setup": self._setup,
             "round": self.round,
@@ -331,9 +333,8 @@ class LocalSteps:
         }
 
     def _recover(self, state: Any) -> None:
-        """Take over the state of another replica; a MismatchError if that has another model or other settings."""
         setups = [list(setup.items()) for setup in (state["setup"], self._setup)]
-        compare_facts("LocalSteps", [{"facts": setup, "problem": None} for setup in setups])
+        _compare_facts([{"facts": setup, "problem": None} for setup in setups])
         self._weights.load(state["weights"])
         self._weights.copy_to_parameters()
         for name, values in state["frozen"].items():
@@ -342,8 +343,9 @@ class LocalSteps:
         self.round, self.steps_in_round = state["round"], 0
 
     def _facts(self) -> dict[str, str | int]:
-        """What must be the same on all ranks whenever a round ends."""
-        return {"round": self.round, "outer": _describe(self.outer), "global weights": self._weights.digest()}
+        """The facts that must be the same on all ranks whenever a round ends."""
+        digest = digest_tensors(self._weights.tensors.values())
+        return {"round": self.round, "outer": _describe(self.outer), "global weights": digest}
 
     def _find_unknown(self) -> Problem | None:
         """A parameter that is trained and would not be averaged: ranks would have other values of it."""
@@ -411,14 +413,6 @@ def _check_state(state: Any) -> None:
         validate.check_instance(where, residual, torch.Tensor, expected="a tensor", do=advice)
 
 
-def _check_outer(outer: Any) -> OuterOptimizer:
-    if isinstance(outer, type) or not callable(outer):
-        expected, advice = "a function that makes an optimizer of tensors", "pass OuterSGD(lr=0.7, momentum=0.9)"
-        raise validate.argument_error("LocalSteps, outer", outer, expected, advice)
-    make_outer: OuterOptimizer = outer
-    return make_outer
-
-
 def _make_outer(make_outer: OuterOptimizer, tensors: list[torch.Tensor]) -> Optimizer:
     """The outer optimizer; a PolicyError if it is none, or not of exactly these tensors."""
     outer: Any = make_outer(tensors)
@@ -433,6 +427,28 @@ def _make_outer(make_outer: OuterOptimizer, tensors: list[torch.Tensor]) -> Opti
     return outer
 
 
+def _compare_facts(messages: Sequence[Any]) -> None:
+    """Raise an error if a rank has a problem, or if facts of two ranks differ.
+
+    Args:
+        messages: for each rank "facts", pairs of a name and a value; and "problem", the parts of an error, or None.
+    """
+    for rank, message in enumerate(messages):
+        if message["problem"] is not None:
+            place, found, expected, advice = message["problem"]
+            raise PolicyError(f"{place}, rank {rank}", found=found, expected=expected, do=advice)
+    first = dict(messages[0]["facts"])
+    for rank, message in enumerate(messages):
+        facts = dict(message["facts"])
+        for name in {**first, **facts}:
+            if first.get(name) != facts.get(name):
+                problem = f"{name}: {first.get(name, 'none')} on rank 0, {facts.get(name, 'none')} on rank {rank}"
+                advice = "give every rank the same model and the same arguments"
+                if name in ("round", "global weights"):
+                    advice = "call step equally often on every rank, and load the state of the same step, or none"
+                raise MismatchError("LocalSteps", found=problem, expected="the same on all ranks", do=advice)
+
+
 def _describe_model(trained: Mapping[str, nn.Parameter], frozen: Mapping[str, nn.Parameter]) -> dict[str, str]:
     """The parameters that must be alike on all ranks, as text by a name for messages."""
     texts = {f"parameter {at}": f"{name}, {describe_tensor(p)}" for at, (name, p) in enumerate(trained.items())}
@@ -442,25 +458,16 @@ def _describe_model(trained: Mapping[str, nn.Parameter], frozen: Mapping[str, nn
 
 
 def _has_values(parameter: nn.Parameter) -> bool:
-    """Whether all values of a parameter are here."""
     return not (is_lazy(parameter) or isinstance(parameter, DTensor) or parameter.is_meta)
 
 
-def _problem_error(problem: Problem) -> PolicyError:
-    where, found, expected, advice = problem
-    return PolicyError(where, found=found, expected=expected, do=advice)
-
-
-def _find_user(model: nn.Module) -> Problem | None:
-    """Why this model cannot have a LocalSteps: it has one in use."""
-    if id(model) not in _in_use:
-        return None
-    advice = "delete the other one, or call its close(), before making one again"
-    return "LocalSteps, model", "a model that another LocalSteps averages", "a model of this one alone", advice
-
-
-def _find_problem(parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> Problem | None:
-    """Why these parameters cannot be averaged, as the parts of an error; None if they can."""
+def _find_problem(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]
+) -> Problem | None:
+    """Why these parameters of a model cannot be averaged, as the parts of an error; None if they can."""
+    if id(model) in _in_use:
+        advice = "delete the other one, or call its close(), before making one again"
+        return "LocalSteps, model", "a model that another LocalSteps averages", "a model of this one alone", advice
     if not parameters:
         return "LocalSteps, model", "no parameter that requires a gradient", "one or more", "pass what is trained"
     for name, parameter in parameters.items():
@@ -485,7 +492,6 @@ def _find_problem(parameters: Mapping[str, nn.Parameter], optimizers: Sequence[O
 
 
 def _describe(optimizer: Optimizer) -> str:
-    """The type and the settings of an optimizer, as text."""
     groups = [
         ", ".join(f"{key}={value!r}" for key, value in sorted(group.items()) if key != "params")
         for group in optimizer.param_groups

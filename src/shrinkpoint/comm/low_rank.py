@@ -56,7 +56,7 @@ class LowRank:
         return f"lowrank{self.rank}{inner}"
 
     def fits(self, rows: int, columns: int) -> bool:
-        """Whether a matrix of this shape is sent as factors."""
+        """True if a matrix of this shape is sent as factors."""
         return 0 < MIN_SAVING * self.rank * (rows + columns) <= rows * columns
 
     def __str__(self) -> str:

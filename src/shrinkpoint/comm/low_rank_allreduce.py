@@ -1,9 +1,13 @@
-"""Averages of low-rank gradients beside the backward pass: of first factors, then of second ones."""
+"""Averages of low-rank gradients beside the backward pass: of first factors, then of second ones.
+
+`MatrixLayout` says which gradients are sent as factors, and where these are in segments.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,14 +18,129 @@ from torch import Tensor
 from shrinkpoint import validate
 from shrinkpoint.comm.background_allreduce import AllReduceFor, BackgroundAllReduce, StreamAllReduce
 from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce, check_hops
-from shrinkpoint.comm.gradient_layout import FilledSegment, Piece, Segment, SegmentValues
+from shrinkpoint.comm.gradient_layout import (
+    FilledSegment,
+    GradientLayout,
+    Piece,
+    Segment,
+    SegmentValues,
+    align_numel,
+    is_dense,
+)
 from shrinkpoint.comm.low_rank import LowRank, orthonormal_rows, start_rows, subtract_product, unit_rows
-from shrinkpoint.comm.matrix_layout import Matrix, MatrixGroup, MatrixLayout
 from shrinkpoint.comm.state_check import check_entries, check_mapping, part_error
 
 
+@dataclass(frozen=True)
+class Matrix:
+    """A gradient that is sent as factors.
+
+    Attributes:
+        name: of the parameter.
+        rows, columns: its shape as its values lie in memory.
+        left, right: where the first and the second factor are in the segments of factors: transposed, (rank, values).
+    """
+
+    name: str
+    rows: int
+    columns: int
+    left: Piece
+    right: Piece
+
+
+@dataclass(frozen=True)
+class MatrixGroup:
+    """Matrices whose factors are sent together.
+
+    Attributes:
+        matrices: by the place of their gradients in the segment.
+        left, right: the segments of first and of second factors.
+    """
+
+    matrices: dict[int, Matrix]
+    left: Segment
+    right: Segment
+
+
+class MatrixLayout(GradientLayout):
+    """Assigns gradients to segments as `GradientLayout`, but leaves those whole that are sent as factors.
+
+    A segment of matrices is not sent itself: its `groups` entry has those that are.
+
+    Args:
+        low_rank: says which matrices are sent as factors; complex ones are not.
+        min_numel, segment_numel: as `GradientLayout`; a segment of matrices has more values if one alone has more.
+
+    Attributes:
+        groups: the matrices of a segment, by its index.
+        factor_segments: what is sent of all matrices.
+    """
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, Tensor]], low_rank: LowRank, min_numel: int, segment_numel: int
+    ) -> None:
+        named = list(parameters)
+        shapes = {name: _matrix_shape(p) for name, p in named if p.numel() >= min_numel and not p.is_complex()}
+        shapes = {name: shape for name, shape in shapes.items() if low_rank.fits(*shape)}
+        super().__init__([(name, p) for name, p in named if name not in shapes], min_numel, segment_numel)
+        self.groups: dict[int, MatrixGroup] = {}
+        queues: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
+        for name, parameter in reversed(named):
+            if name in shapes:
+                self.names[id(parameter)], self._dtypes[id(parameter)] = name, parameter.dtype
+                queues.setdefault((parameter.device, parameter.dtype), []).append((name, parameter))
+        batches = [batch for members in queues.values() for batch in _batches(members, segment_numel)]
+        first_right = len(self.segments) + len(batches)
+        for place, batch in enumerate(batches):
+            self._add_group(batch, shapes, low_rank.rank, first_right + place)
+        self.factor_segments = [segment for group in self.groups.values() for segment in (group.left, group.right)]
+
+    def digest(self) -> str:
+        return f"{super().digest()} of {len(self.factor_segments)} segments of factors"
+
+    def _add_group(
+        self, members: list[tuple[str, Tensor]], shapes: dict[str, tuple[int, int]], rank: int, right_index: int
+    ) -> None:
+        index, device, offset, ends = len(self.segments), members[0][1].device, 0, [0, 0]
+        matrices = {}
+        for name, parameter in members:
+            self._pieces[id(parameter)] = [(index, Piece(0, offset, parameter.numel()))]
+            pieces = [Piece(0, end, rank * numel) for end, numel in zip(ends, shapes[name], strict=True)]
+            matrices[offset] = Matrix(name, *shapes[name], *pieces)
+            ends = [piece.offset + align_numel(piece.numel) for piece in pieces]
+            offset += parameter.numel()
+        self.segments.append(Segment(index, offset, len(members), False, device))
+        places = zip((index, right_index), ends, strict=True)
+        factors = [Segment(place, numel, len(members), False, device) for place, numel in places]
+        self.groups[index] = MatrixGroup(matrices, *factors)
+
+
+def _batches(members: list[tuple[str, Tensor]], segment_numel: int) -> list[list[tuple[str, Tensor]]]:
+    """Cut a list of parameters into batches of at most a number of values, or of one parameter."""
+    batches: list[list[tuple[str, Tensor]]] = []
+    room = 0
+    for name, parameter in members:
+        if not batches or parameter.numel() > room:
+            batches.append([])
+            room = segment_numel
+        batches[-1].append((name, parameter))
+        room -= parameter.numel()
+    return batches
+
+
+def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
+    """Rows and columns of a gradient in DDP's buckets, where dense ones lie in memory as their parameters do.
+
+    Rows are those of the axis whose neighbours are furthest apart, which is the first of a contiguous tensor.
+    """
+    if parameter.dim() < 2 or not parameter.numel():
+        return 0, 0
+    axis = max(range(parameter.dim()), key=parameter.stride) if is_dense(parameter) else 0
+    return parameter.shape[axis], parameter.numel() // parameter.shape[axis]
+
+
 class MatrixMemory:
-    """What a rank remembers of one matrix between steps, and its factors in the step under way.
+    """The memory of one matrix between steps at this rank, and its factors in the step under way.
 
     Attributes:
         residual: what was not sent yet, and during a step the gradient with it: float32, (rows, columns).
@@ -29,7 +148,6 @@ class MatrixMemory:
     """
 
     def __init__(self, matrix: Matrix, rank: int, device: torch.device) -> None:
-        self.matrix = matrix
         self.residual = torch.zeros(matrix.rows, matrix.columns, device=device)
         self._start = start_rows(rank, matrix.columns, zlib.crc32(matrix.name.encode())).to(device)
         self.right = self._start
@@ -64,10 +182,11 @@ class _Factors(SegmentValues):
     def __init__(
         self,
         segment: Segment,
+        rank: int,
         parts: Sequence[tuple[Piece, Callable[[], Tensor], Callable[[Tensor], None]]],
         on_done: Callable[[], None] | None = None,
     ) -> None:
-        self.segment, self._parts, self._on_done = segment, parts, on_done
+        self.segment, self._rank, self._parts, self._on_done = segment, rank, parts, on_done
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,12 +195,11 @@ class _Factors(SegmentValues):
     def copy_to(self, flat: Tensor) -> None:
         flat.zero_()
         for piece, compute, _ in self._parts:
-            values = compute()
-            flat[piece.offset : piece.offset + piece.numel].view_as(values).copy_(values)
+            flat[piece.offset : piece.offset + piece.numel].view(self._rank, -1).copy_(compute())
 
     def copy_from(self, flat: Tensor) -> None:
         for piece, _, use in self._parts:
-            use(flat[piece.offset : piece.offset + piece.numel])
+            use(flat[piece.offset : piece.offset + piece.numel].view(self._rank, -1))
         if self._on_done is not None:
             self._on_done()
 
@@ -107,19 +225,19 @@ class LowRankState:
         """The left factors of a segment of matrices, as values to be averaged."""
         group = self.layout.groups[filled.segment.index]
         parts = [
-            (matrix.left, partial(memory.first_factor, run), self._shaped(memory.set_left))
+            (matrix.left, partial(memory.first_factor, run), memory.set_left)
             for matrix, memory, run in self._runs(filled, group)
         ]
-        return _Factors(group.left, parts, on_done)
+        return _Factors(group.left, self._rank, parts, on_done)
 
     def second_factors(self, filled: FilledSegment) -> SegmentValues:
         """The right factors of a segment of matrices, which fill it with the average gradient."""
         group = self.layout.groups[filled.segment.index]
         parts = [
-            (matrix.right, memory.second_factor, self._shaped(partial(memory.fill, run)))
+            (matrix.right, memory.second_factor, partial(memory.fill, run))
             for matrix, memory, run in self._runs(filled, group)
         ]
-        return _Factors(group.right, parts)
+        return _Factors(group.right, self._rank, parts)
 
     def state_dict(self) -> dict[str, Any]:
         """The memories of this rank by the names of parameters; tensors are not copied."""
@@ -148,9 +266,6 @@ class LowRankState:
     def _runs(self, filled: FilledSegment, group: MatrixGroup) -> list[tuple[Matrix, MatrixMemory, Tensor]]:
         matrices = [(group.matrices[piece.offset], run) for run, piece in filled.runs]
         return [(matrix, self._memories[matrix.name], run) for matrix, run in matrices]
-
-    def _shaped(self, use: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-        return lambda flat: use(flat.view(self._rank, -1))
 
 
 class LowRankAllReduce(BackgroundAllReduce):
@@ -197,7 +312,6 @@ class LowRankAllReduce(BackgroundAllReduce):
 
 
 def _check_like(where: str, saved: object, tensor: Tensor) -> None:
-    """Raise MismatchError for what is no float32 tensor of the shape of this one."""
     if isinstance(saved, Tensor) and (saved.shape, saved.dtype) == (tensor.shape, tensor.dtype):
         return
     found = f"{saved.dtype} {tuple(saved.shape)}" if isinstance(saved, Tensor) else validate.describe_value(saved)

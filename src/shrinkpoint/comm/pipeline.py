@@ -13,16 +13,15 @@ from shrinkpoint import validate
 from shrinkpoint.comm.boundary import CompressionSwitch, check_ids, find_sparse_spec, parse_directions, split_ids
 from shrinkpoint.comm.compressors.base import Compressor, Identity
 from shrinkpoint.comm.error_feedback import ErrorFeedback
-from shrinkpoint.comm.link import CompressorLike, Link, NonfinitePolicy, check_nonfinite
+from shrinkpoint.comm.link import CompressorLike, Link, LinkStats, NonfinitePolicy, check_nonfinite
 from shrinkpoint.comm.pipeline_stage import Boundary, CompressedStage, Direction, check_stage_api
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, SampleIdBroadcast, stage_check
 from shrinkpoint.comm.state_check import check_entries, check_mapping, part_error
-from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import MismatchError, PolicyError
 
 _HANDLE_ATTRIBUTE = "_shrinkpoint_wire"
 _COUNT_NAME = re.compile(r"[0-9]{1,18}\.[0-9]{1,18}")
-"""Of a count in the state of a link: micro-batch and tensor."""
+"""The name of a count in the state of a link: micro-batch and tensor."""
 
 
 def compress_pipeline(
@@ -68,9 +67,9 @@ def compress_pipeline(
         validate.check_int(f"compress_pipeline, {name}", value, minimum=0)
     validate.check_float("compress_pipeline, timeout", timeout)
     stages, schedule = _find_stages(schedule_or_stages)
-    plan = _BoundaryPlan({"forward": forward, "backward": backward}, per_link, stages[0].num_stages)
     options = {"nonfinite": nonfinite, "min_numel": min_numel, "sample_every": sample_every}
-    return CompressedPipeline(stages, schedule, plan, options, timeout)
+    plan = _BoundaryPlan({"forward": forward, "backward": backward}, per_link, stages[0].num_stages, options)
+    return CompressedPipeline(stages, schedule, plan, timeout)
 
 
 class _BoundaryPlan:
@@ -81,28 +80,31 @@ class _BoundaryPlan:
         common: Mapping[str, CompressorLike],
         per_link: Mapping[int, Mapping[str, CompressorLike]] | None,
         num_stages: int,
+        options: Mapping[str, Any],
     ) -> None:
-        overrides = _check_per_link(per_link, common, num_stages)
+        self.options, overrides = options, _check_per_link(per_link, common, num_stages)
         self.compressors: list[dict[str, Compressor | ErrorFeedback | None]] = [
             parse_directions("compress_pipeline", boundary, {**common, **overrides.get(boundary, {})})
             for boundary in range(num_stages - 1)
         ]
 
     def needs_ids(self, first: int = 0) -> bool:
-        """Whether a boundary from the first on needs sample ids."""
+        """True if a boundary from the first on needs sample ids."""
         later = [compressor for pair in self.compressors[first:] for compressor in pair.values()]
         return any(isinstance(compressor, ErrorFeedback) and compressor.needs_ids for compressor in later)
 
-    def boundary(self, number: int, neighbour: int, options: Mapping[str, Any]) -> Boundary:
-        return Boundary(neighbour, *(self._direction(number, name, options) for name in ("forward", "backward")))
-
-    def _direction(self, number: int, direction: str, options: Mapping[str, Any]) -> Direction:
-        compressor, name = self.compressors[number][direction], f"{number} {direction}"
-        with_ids = direction == "forward" and self.needs_ids(number)  # for its gradients, and for later boundaries
-        if compressor is None and with_ids:
-            compressor = Identity()
-        link = None if compressor is None else Link(compressor, name=name, with_ids=with_ids, **options)
-        return Direction(name, link, LinkStats() if link is None else link.stats)
+    def boundary(self, number: int, neighbour: int) -> Boundary:
+        """The directions of a boundary at the end whose neighbour is this stage."""
+        links: list[Link | None] = []
+        for way, compressor in self.compressors[number].items():
+            # sample ids cross forward, for gradients and for later boundaries
+            with_ids = way == "forward" and self.needs_ids(number)
+            used = Identity() if compressor is None and with_ids else compressor
+            name = f"{number} {way}"
+            links.append(None if used is None else Link(used, name=name, with_ids=with_ids, **self.options))
+        stats = [LinkStats() if link is None else link.stats for link in links]
+        forward = Direction(f"{number} forward", neighbour, links[0], stats[0])
+        return forward, Direction(f"{number} backward", neighbour, links[1], stats[1], forward=links[0])
 
 
 class CompressedPipeline:
@@ -116,9 +118,7 @@ class CompressedPipeline:
 
     inference = CompressionSwitch("evaluation is not compressed")
 
-    def __init__(
-        self, stages: Sequence[Any], schedule: Any, plan: _BoundaryPlan, options: Mapping[str, Any], timeout: float
-    ) -> None:
+    def __init__(self, stages: Sequence[Any], schedule: Any, plan: _BoundaryPlan, timeout: float) -> None:
         self._schedule, self._timeout = schedule, timeout
         self.sparse_spec = find_sparse_spec(pair["forward"] for pair in plan.compressors)
         self._next_ids: Tensor | None = None
@@ -134,11 +134,11 @@ class CompressedPipeline:
         self._stages: dict[int, CompressedStage] = {}
         for stage in stages:
             index: int = stage.stage_index
-            previous_boundary = None if stage.is_first else plan.boundary(index - 1, index - 1, options)
-            next_boundary = None if stage.is_last else plan.boundary(index, index + 1, options)
-            self._stages[index] = CompressedStage(stage, previous_boundary, next_boundary, self)
+            previous = None if stage.is_first else plan.boundary(index - 1, index - 1)
+            following = None if stage.is_last else plan.boundary(index, index + 1)
+            self._stages[index] = CompressedStage(stage, previous, following, self)
             setattr(stage, _HANDLE_ATTRIBUTE, self)
-        self._publish({"nonfinite": options["nonfinite"]})
+        self._publish({"nonfinite": plan.options["nonfinite"]})
 
     @property
     def links(self) -> dict[str, Link]:
@@ -175,7 +175,8 @@ class CompressedPipeline:
             PolicyError: the handle was created without a schedule, or its stages were built for one shape.
         """
         flags = [name for name in vars(self._schedule or object) if name.endswith("_forward_initialized")]
-        static = [index for index, stage in self._stages.items() if _has_static_shapes(stage.stage)]
+        metas = {index: getattr(stage.stage, "_user_meta", None) for index, stage in self._stages.items()}
+        static = [index for index, meta in metas.items() if meta is None or meta.has_any()]  # given, or traced
         if not flags or static:
             problem = f"stages {static} have the shapes that they were built with"
             if not static:
@@ -223,9 +224,10 @@ class CompressedPipeline:
         if errors:
             raise errors[0]
 
-    # The StageHost protocol.
+    # What stages call.
 
     def begin_step(self, stage: int) -> None:
+        """Called at the start of a step, before the stage's first message."""
         if self._started_stages and stage not in self._started_stages:  # another stage of this rank began the step
             self._started_stages.add(stage)
             return
@@ -238,14 +240,17 @@ class CompressedPipeline:
             self._ids = self._id_broadcast.broadcast(self._ids)
 
     def end_step(self, stage: int) -> None:
+        """Called at the end of a step, after the stage's last message."""
         self._finished_stages.add(stage)
         if self._finished_stages == self._stages.keys():
             self.check()
 
     def compresses(self, training: bool) -> bool:
+        """True if a step is compressed, which is in training or an evaluation."""
         return training or self.inference
 
     def sample_ids_for(self, stage: int, slot: int) -> Tensor | None:
+        """The sample ids of a micro-batch, if this rank knows them without a message."""
         if self._ids is not None:
             count = getattr(self._schedule, "_n_microbatches", None) or len(self._stages[stage].stage.args_recv_info)
             return split_ids(self._ids, int(count))[slot]
@@ -253,6 +258,7 @@ class CompressedPipeline:
         return None if previous_stage is None else previous_stage.sample_ids(slot)
 
     def defer_error(self, error: PolicyError) -> None:
+        """Raise an error about values later, when no other rank waits for a message of this one."""
         self._deferred_errors.append(error)
 
     def _verify_mode(self, mode: tuple[bool, bool]) -> None:
@@ -288,9 +294,7 @@ class CompressedPipeline:
         """The directions at this rank's stages that cross to another rank."""
         for index, compressed_stage in self._stages.items():
             ranks = compressed_stage.stage.stage_index_to_group_rank
-            for boundary in compressed_stage.boundaries:
-                if ranks[boundary.neighbour] != ranks[index]:
-                    yield from (boundary.forward, boundary.backward)
+            yield from (one for one in compressed_stage.directions if ranks[one.neighbour] != ranks[index])
 
 
 def _find_stages(schedule_or_stages: Any) -> tuple[list[Any], Any]:
@@ -332,7 +336,6 @@ def _check_per_link(per_link: Any, common: Mapping[str, Any], num_stages: int) -
 
 
 def _check_link_state(where: str, state: object) -> None:
-    """Raise MismatchError for what `Link.state_dict` does not return."""
     entries = check_entries(where, state, ("how", "counts", "feedback"))
     for name, count in check_mapping(f"{where}, counts", entries["counts"]).items():
         if not isinstance(name, str) or not _COUNT_NAME.fullmatch(name):
@@ -355,9 +358,3 @@ def _load_links(links: Mapping[str, Link], states: Mapping[str, Any]) -> None:
             raise
         found, do = f"what a feedback does not take ({error!r:.80})", "load it as it was saved"
         raise MismatchError(f"link {name}", found=found, expected="its state", do=do) from error
-
-
-def _has_static_shapes(stage: Any) -> bool:
-    """Whether the shapes of a stage's messages were given when it was built or traced."""
-    user_meta = getattr(stage, "_user_meta", None)
-    return user_meta is None or user_meta.has_any()

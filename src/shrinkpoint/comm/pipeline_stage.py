@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from shrinkpoint.comm.compressed_allreduce import is_gloo
 from shrinkpoint.comm.compressors.sparse import SameIndices
-from shrinkpoint.comm.link import FINITE_VALUES, Link, MessageContext
-from shrinkpoint.comm.stats import LinkStats
+from shrinkpoint.comm.link import FINITE_VALUES, Link, LinkStats, MessageContext
 from shrinkpoint.errors import MismatchError, PolicyError
+
+if TYPE_CHECKING:
+    from shrinkpoint.comm.pipeline import CompressedPipeline
 
 _REPLACEMENTS = {
     "get_fwd_recv_ops": "_receive_forward",
@@ -38,20 +40,22 @@ _Transfers = Sequence[tuple[int | None, bool]]
 
 @dataclass(frozen=True)
 class Direction:
-    """One direction of a boundary, at one of its ends. Without a link everything is sent uncompressed."""
+    """One direction of a boundary, at one of its ends. Without a link everything is sent uncompressed.
+
+    Attributes:
+        neighbour: the index of the stage at the other end.
+        forward: of a direction of gradients, the link of the activations at the same boundary.
+    """
 
     name: str
+    neighbour: int
     link: Link | None
     stats: LinkStats
+    forward: Link | None = None
 
 
-@dataclass(frozen=True)
-class Boundary:
-    """One boundary, at one of its ends; `neighbour` is the index of the stage at the other end."""
-
-    neighbour: int
-    forward: Direction
-    backward: Direction
+Boundary = tuple[Direction, Direction]
+"""The forward and the backward direction of a boundary, at one of its ends."""
 
 
 @dataclass(frozen=True)
@@ -62,25 +66,6 @@ class _PendingReceive:
     out: Tensor
     context: MessageContext
     work: dist.Work | None = None
-
-
-class StageHost(Protocol):
-    """The interface of a rank to its stages."""
-
-    def begin_step(self, stage: int) -> None:
-        """Called at the start of a step, before its first message."""
-
-    def end_step(self, stage: int) -> None:
-        """Called at the end of a step, after the stage's last message."""
-
-    def compresses(self, training: bool) -> bool:
-        """Whether a step is compressed, which is in training or an evaluation."""
-
-    def sample_ids_for(self, stage: int, slot: int) -> Tensor | None:
-        """The sample ids of a micro-batch, if this rank knows them without a message."""
-
-    def defer_error(self, error: PolicyError) -> None:
-        """Raise an error about values later, when no other rank waits for a message of this one."""
 
 
 class CompressedStage:
@@ -98,18 +83,19 @@ class CompressedStage:
 
     Args:
         stage: a `PipelineStage`, or a stage built by the tracing frontend.
-        previous_boundary: the boundary to the previous stage; None for the first stage.
-        next_boundary: the boundary to the next stage; None for the last stage.
-        host: this rank.
+        previous: the boundary to the previous stage; None for the first stage.
+        next: the boundary to the next stage; None for the last stage.
+        pipeline: the handle of all stages of this rank.
     """
 
     def __init__(
-        self, stage: Any, previous_boundary: Boundary | None, next_boundary: Boundary | None, host: StageHost
+        self, stage: Any, previous: Boundary | None, next: Boundary | None, pipeline: CompressedPipeline
     ) -> None:
-        self.stage, self._host = stage, host
-        self.previous_boundary, self.next_boundary = previous_boundary, next_boundary
-        self.boundaries = [boundary for boundary in (previous_boundary, next_boundary) if boundary is not None]
-        self.directions = [side for boundary in self.boundaries for side in (boundary.forward, boundary.backward)]
+        self.stage, self._pipeline = stage, pipeline
+        self.directions = [*(previous or ()), *(next or ())]
+        none: tuple[Direction | None, Direction | None] = None, None
+        self._inputs, self._input_grads = previous or none
+        self._outputs, self._output_grads = next or none
         self.index: int = stage.stage_index
         self._pending_receives: dict[tuple[str, int], list[_PendingReceive]] = {}
         self._posted: set[tuple[str, int]] = set()  # directions and micro-batches of this step
@@ -117,11 +103,17 @@ class CompressedStage:
         self._received_ids: dict[int, Tensor | None] = {}
         self._module_buffers: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         self._original_methods: dict[str, Any] = {}
-        self._attach()
+        last = "perform_reduce_grad" if hasattr(stage, "perform_reduce_grad") else "scale_grads"
+        optional = {_INFERENCE_CLEANUP: "_clean_up_inference", last: "_finish"}
+        for name, replacement in {**_REPLACEMENTS, **optional}.items():
+            original = getattr(stage, name, None)
+            if original is not None:
+                self._original_methods[name] = vars(stage).get(name)
+                setattr(stage, name, functools.partial(getattr(self, replacement), original))
 
     def sample_ids(self, slot: int) -> Tensor | None:
         """The sample ids of a micro-batch; None if they are unknown."""
-        ids = self._host.sample_ids_for(self.index, slot)
+        ids = self._pipeline.sample_ids_for(self.index, slot)
         return self._received_ids.get(slot) if ids is None else ids
 
     def detach(self) -> None:
@@ -132,15 +124,6 @@ class CompressedStage:
             else:
                 setattr(self.stage, name, method)
         self._original_methods.clear()
-
-    def _attach(self) -> None:
-        last = "perform_reduce_grad" if hasattr(self.stage, "perform_reduce_grad") else "scale_grads"
-        optional = {_INFERENCE_CLEANUP: "_clean_up_inference", last: "_finish"}
-        for name, replacement in {**_REPLACEMENTS, **optional}.items():
-            original = getattr(self.stage, name, None)
-            if original is not None:
-                self._original_methods[name] = vars(self.stage).get(name)
-                setattr(self.stage, name, functools.partial(getattr(self, replacement), original))
 
     # Replacements of methods of torch, which are passed as `original`.
 
@@ -153,42 +136,43 @@ class CompressedStage:
         for direction in self.directions:
             if direction.link is not None:
                 direction.link.forget_expected()
-        self._host.begin_step(self.index)
+        self._pipeline.begin_step(self.index)
 
     def _finish(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
-        self._host.end_step(self.index)
+        self._pipeline.end_step(self.index)
 
     def _send_forward(self, original: Callable[[int], list[Any]], slot: int) -> list[Any]:
         ops = original(slot)
-        if self.next_boundary is None:
+        if self._outputs is None:
             return ops
         infos = self.stage.act_send_info.items()
         targets = [(target, index) for index, stages in infos for target in stages if target is not None]
         for op, (_, index) in zip(ops, targets, strict=True):
             self._check_output(op.tensor, index, slot)
-        return self._send(ops, slot, [(target, True) for target, _ in targets], self.next_boundary, backward=False)
+        return self._send(ops, slot, [(target, True) for target, _ in targets], self._outputs)
 
     def _send_backward(self, original: Callable[[int], list[Any]], slot: int) -> list[Any]:
         grads = self.stage.bwd_cache.get(slot, ())
         ops = original(slot)
-        if self.previous_boundary is None or not ops:
+        if self._input_grads is None or not ops:
             return ops
-        infos = enumerate(self.stage.grad_send_info)
-        transfers = [(target, target is not None and self._has_gradient(i, grads[i])) for i, target in infos]
-        return self._send(ops, slot, transfers, self.previous_boundary, backward=True)
+        meta = getattr(self.stage, "_get_grad_send_meta", None)  # newer releases of torch have it
+        transfers = [
+            (target, target is not None and (grads[index] if meta is None else meta(index)) is not None)
+            for index, target in enumerate(self.stage.grad_send_info)
+        ]
+        return self._send(ops, slot, transfers, self._input_grads)
 
     def _receive_forward(self, original: Callable[[int], list[Any]], slot: int) -> list[Any]:
-        if self.previous_boundary is None:
+        if self._inputs is None:
             return original(slot)
-        slots = self.stage.args_recv_info
-        return self._receive(original, slot, slots, self._forward_transfers, self.previous_boundary, backward=False)
+        return self._receive(original, slot, self.stage.args_recv_info, self._forward_transfers, self._inputs)
 
     def _receive_backward(self, original: Callable[[int], list[Any]], slot: int) -> list[Any]:
-        if self.next_boundary is None:
+        if self._output_grads is None:
             return original(slot)
-        slots = self.stage.grad_recv_info
-        return self._receive(original, slot, slots, self._backward_transfers, self.next_boundary, backward=True)
+        return self._receive(original, slot, self.stage.grad_recv_info, self._backward_transfers, self._output_grads)
 
     def _forward_transfers(self, slot: int) -> _Transfers:
         infos = self.stage.args_recv_info[slot]
@@ -202,13 +186,13 @@ class CompressedStage:
         return [(target[0] if target else None, info.buffer is not None) for target, info in pairs]
 
     def _consume_forward(self, original: Callable[[int], Any], slot: int) -> Any:
-        if self.previous_boundary is not None:
-            self._unpack(self.previous_boundary.forward, slot)
+        if self._inputs is not None:
+            self._unpack(self._inputs, slot)
         return original(slot)
 
     def _consume_backward(self, original: Callable[[int], Any], slot: int) -> Any:
-        if self.next_boundary is not None:
-            self._unpack(self.next_boundary.backward, slot)
+        if self._output_grads is not None:
+            self._unpack(self._output_grads, slot)
         return original(slot)
 
     def _infer_shapes(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -222,12 +206,10 @@ class CompressedStage:
         original()
         self._restore_buffers()
 
-    def _send(
-        self, ops: list[Any], slot: int, transfers: _Transfers, boundary: Boundary, *, backward: bool
-    ) -> list[Any]:
-        for op, link, context in self._compressed_ops(ops, slot, transfers, boundary, backward=backward):
+    def _send(self, ops: list[Any], slot: int, transfers: _Transfers, direction: Direction) -> list[Any]:
+        for op, link, context in self._compressed_ops(ops, slot, transfers, direction):
             op.tensor = link.pack(op.tensor, context)
-            op.tag = _message_tag(self.index, boundary.neighbour, slot, context.tensor)
+            op.tag = _message_tag(self.index, direction.neighbour, slot, context.tensor)
             self._sent_buffers.append(op.tensor)  # a transport may read it until the step ends
             self._defer_nonfinite(link.check)
         return ops
@@ -238,47 +220,43 @@ class CompressedStage:
         slot: int,
         slots: Iterable[int],
         transfers: Callable[[int], _Transfers],
-        boundary: Boundary,
-        *,
-        backward: bool,
+        direction: Direction,
     ) -> list[Any]:
         """Receive a micro-batch, and on gloo with it all of the step; returns the messages that torch has to post."""
-        direction = boundary.backward if backward else boundary.forward
         if (direction.name, slot) in self._posted:
             return []
         ops = original(slot)
         if not ops:  # an evaluation has no gradients
             return ops
-        is_own = self._is_posted_here(ops, transfers(slot), boundary, direction)
-        self._expect(ops, slot, transfers(slot), boundary, backward=backward)
+        is_own = self._is_posted_here(ops, transfers(slot), direction)
+        self._expect(ops, slot, transfers(slot), direction)
         if not is_own:
             return ops
         self._post(ops, direction, slot)
         for other in slots if direction.link is not None and direction.link.is_size_fixed else ():
             if (direction.name, other) not in self._posted:
                 ops = original(other)
-                self._expect(ops, other, transfers(other), boundary, backward=backward)
+                self._expect(ops, other, transfers(other), direction)
                 self._post(ops, direction, other)
         return []
 
-    def _is_posted_here(self, ops: list[Any], transfers: _Transfers, boundary: Boundary, direction: Direction) -> bool:
-        """Whether gloo carries all messages of a list, and all are compressed ones of one boundary."""
+    def _is_posted_here(self, ops: list[Any], transfers: _Transfers, direction: Direction) -> bool:
+        """True if gloo carries all messages of a list, and all are compressed ones of one boundary."""
         link = direction.link
-        if link is None or not self._host.compresses(self.stage.has_backward):
+        if link is None or not self._pipeline.compresses(self.stage.has_backward):
             return False
-        numbers = _tensor_numbers(transfers, boundary.neighbour, len(ops))
+        numbers = _tensor_numbers(transfers, direction.neighbour, len(ops))
         return None not in numbers and all(
             link.is_compressible(op.tensor) and is_gloo(op.group, op.tensor.device) for op in ops
         )
 
-    def _expect(self, ops: list[Any], slot: int, transfers: _Transfers, boundary: Boundary, *, backward: bool) -> None:
+    def _expect(self, ops: list[Any], slot: int, transfers: _Transfers, direction: Direction) -> None:
         """Replace the tensors of a list by buffers for their messages."""
-        direction = boundary.backward if backward else boundary.forward
         pending = self._pending_receives[direction.name, slot] = []
-        for op, link, context in self._compressed_ops(ops, slot, transfers, boundary, backward=backward):
+        for op, link, context in self._compressed_ops(ops, slot, transfers, direction):
             out = op.tensor.detach()
             op.tensor = torch.empty(link.expect(out.shape, out.dtype, context), dtype=torch.uint8, device=out.device)
-            op.tag = _message_tag(boundary.neighbour, self.index, slot, context.tensor)
+            op.tag = _message_tag(direction.neighbour, self.index, slot, context.tensor)
             pending.append(_PendingReceive(op.tensor, out, context))
 
     def _post(self, ops: list[Any], direction: Direction, slot: int) -> None:
@@ -288,16 +266,18 @@ class CompressedStage:
         self._posted.add((direction.name, slot))
 
     def _compressed_ops(
-        self, ops: list[Any], slot: int, transfers: _Transfers, boundary: Boundary, *, backward: bool
+        self, ops: list[Any], slot: int, transfers: _Transfers, direction: Direction
     ) -> Iterator[tuple[Any, Link, MessageContext]]:
         """Yield the messages over a boundary that are compressed; count others unless compression is off."""
-        direction = boundary.backward if backward else boundary.forward
-        link, is_compressed = direction.link, self._host.compresses(self.stage.has_backward)
-        for op, number in zip(ops, _tensor_numbers(transfers, boundary.neighbour, len(ops)), strict=True):
+        link, is_compressed = direction.link, self._pipeline.compresses(self.stage.has_backward)
+        for op, number in zip(ops, _tensor_numbers(transfers, direction.neighbour, len(ops)), strict=True):
             if number is None or not is_compressed:
                 continue
             if link is not None and link.is_compressible(op.tensor):
-                yield op, link, self._message_context(boundary, slot, number, backward=backward)
+                context = MessageContext(slot, number, training=self.stage.has_backward, ids=self.sample_ids(slot))
+                if direction.forward is not None and isinstance(link.compressor, SameIndices):
+                    context = replace(context, indices=direction.forward.indices(context))
+                yield op, link, context
             else:
                 direction.stats.add_uncompressed(op.tensor)
 
@@ -318,19 +298,7 @@ class CompressedStage:
         except PolicyError as error:
             if error.expected != FINITE_VALUES:
                 raise
-            self._host.defer_error(error)
-
-    def _message_context(self, boundary: Boundary, slot: int, tensor: int, *, backward: bool) -> MessageContext:
-        context = MessageContext(slot, tensor, training=self.stage.has_backward, ids=self.sample_ids(slot))
-        forward, link = boundary.forward.link, boundary.backward.link
-        if not backward or forward is None or link is None or not isinstance(link.compressor, SameIndices):
-            return context
-        return replace(context, indices=forward.indices(context))
-
-    def _has_gradient(self, index: int, grad: Tensor | None) -> bool:
-        """Whether torch sends a gradient for the input of this index."""
-        meta = getattr(self.stage, "_get_grad_send_meta", None)
-        return grad is not None if meta is None else meta(index) is not None
+            self._pipeline.defer_error(error)
 
     def _check_output(self, tensor: Tensor, index: int, slot: int) -> None:
         """Check that the next stage has a buffer for an output: a longer message would end its process."""

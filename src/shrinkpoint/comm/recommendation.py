@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import TypeAlias
 
@@ -19,9 +20,7 @@ from shrinkpoint.comm.compressed_allreduce import reduce_numbers
 from shrinkpoint.comm.compressors.base import Compressor
 from shrinkpoint.comm.ddp import DDPCompression, reduced_parameters
 from shrinkpoint.comm.error_feedback import ErrorFeedback
-from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL
 from shrinkpoint.comm.low_rank import LowRank
-from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT
 from shrinkpoint.errors import PolicyError
 
 NO_COMPRESSION = "off"
@@ -125,9 +124,12 @@ def recommend(
     group: dist.ProcessGroup = model.process_group
     buckets = _make_buckets(model, group.rank())
     device = buckets[0].values.device
-    exchanges = {NO_COMPRESSION: _TorchExchange(group, None)} | {
-        str(candidate): _make_exchange(candidate, model, group) for candidate in candidates
-    }
+    maxima = partial(reduce_numbers, group=group, device=device, op=dist.ReduceOp.MAX)
+    exchanges: dict[str, _Exchange] = {NO_COMPRESSION: _TorchExchange(group, None)}
+    for candidate in candidates:
+        is_hook = candidate == TORCH_BF16_HOOK
+        exchange = _TorchExchange(group, torch.bfloat16) if is_hook else _CompressedExchange(model, candidate)
+        exchanges[str(candidate)] = exchange
 
     errors = _measure_errors(exchanges.values(), buckets)  # the first exchange of each also warms up
     times: dict[str, list[float]] = {name: [] for name in exchanges}
@@ -135,14 +137,17 @@ def recommend(
     for rounds in range(1, 1 << 30):
         for name, exchange in exchanges.items():
             _fill(buckets)
-            times[name].append(_timed(exchange, buckets, group, device))
+            maxima([0.0])  # ranks start together
+            start = synchronized_time(device)
+            exchange.run(buckets)
+            times[name].append(synchronized_time(device) - start)
         is_over = rounds >= _MIN_ROUNDS and time.monotonic() > end
-        if _maxima([float(is_over)], group, device)[0]:  # all ranks end in the same round
+        if maxima([float(is_over)])[0]:  # all ranks end in the same round
             break
 
     # A round takes as long as its slowest rank. Ranks may see different errors only of values that are not finite.
-    slowest = _maxima([second for row in times.values() for second in row], group, device)
-    worst = _maxima(errors, group, device)
+    slowest = maxima([second for row in times.values() for second in row])
+    worst = maxima(errors)
     rows = []
     for index, (name, exchange) in enumerate(exchanges.items()):
         typical = median(slowest[index * rounds : (index + 1) * rounds])
@@ -212,8 +217,8 @@ class _TorchExchange:
 class _CompressedExchange:
     """The two hops of `compress_ddp`."""
 
-    def __init__(self, replicas: DDPCompression) -> None:
-        self._replicas, self._count = replicas, 0
+    def __init__(self, model: DistributedDataParallel, candidate: Candidate) -> None:
+        self._replicas, self._count = DDPCompression(model, candidate), 0
 
     def run(self, buckets: Sequence[_Bucket]) -> None:
         self._count += 1
@@ -225,14 +230,6 @@ class _CompressedExchange:
 
 
 _Exchange: TypeAlias = _TorchExchange | _CompressedExchange
-
-
-def _make_exchange(candidate: Candidate, model: DistributedDataParallel, group: dist.ProcessGroup) -> _Exchange:
-    if candidate == TORCH_BF16_HOOK:
-        return _TorchExchange(group, torch.bfloat16)
-    return _CompressedExchange(
-        DDPCompression(model, candidate, None, None, None, 1, 0, SEGMENT_NUMEL, "pass", CONFIG_TIMEOUT)
-    )
 
 
 def _make_buckets(model: DistributedDataParallel, rank: int) -> list[_Bucket]:
@@ -269,36 +266,24 @@ def _measure_errors(exchanges: Iterable[_Exchange], buckets: Sequence[_Bucket]) 
         _fill(buckets)
         exchange.run(buckets)
         exact = exact or [bucket.values.clone() for bucket in buckets]
-        errors.append(_relative_error(exact, buckets))
+        error = relative_error(exact, [bucket.values for bucket in buckets])
+        errors.append(error if math.isfinite(error) else math.inf)
     return errors
 
 
-def _timed(exchange: _Exchange, buckets: Sequence[_Bucket], group: dist.ProcessGroup, device: torch.device) -> float:
-    _maxima([0.0], group, device)  # ranks start together
-    start = _synchronized_time(device)
-    exchange.run(buckets)
-    return _synchronized_time(device) - start
-
-
-def _synchronized_time(device: torch.device) -> float:
+def synchronized_time(device: torch.device) -> float:
+    """Seconds of a clock, after all that the device has been asked to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def _relative_error(exact: Sequence[Tensor], buckets: Sequence[_Bucket]) -> float:
-    """The error of all gradients together; infinite where a value is not finite."""
+def relative_error(exact: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """The norm of the difference over the norm of the exact values; nan or infinite where a value is not finite."""
 
-    def norm(tensors: Iterator[Tensor]) -> float:
+    def norm(tensors: Iterable[Tensor]) -> float:
         wide = ((x, torch.complex128 if x.is_complex() else torch.float64) for x in tensors)
         return math.hypot(*(float(torch.linalg.vector_norm(x, dtype=dtype)) for x, dtype in wide))
 
-    size = norm(iter(exact))
-    distance = norm(bucket.values - x for bucket, x in zip(buckets, exact, strict=True))
-    error = distance / size if size else (math.inf if distance else 0.0)
-    return error if math.isfinite(error) else math.inf
-
-
-def _maxima(numbers: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
-    """The largest of each number over all ranks."""
-    return reduce_numbers(numbers, group, device, dist.ReduceOp.MAX)
+    size, distance = norm(exact), norm(other - x for x, other in zip(exact, others, strict=True))
+    return distance / size if size else (math.inf if distance else 0.0)

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from shrinkpoint.errors import MismatchError, PolicyError
 
-Problem = tuple[str, str, str, str]
-"""The `where`, `found`, `expected` and `do` of an error."""
 CONFIG_TIMEOUT = 30.0
 """Seconds to wait for the configuration of another rank, by default."""
 _MAX_LAG_STEPS = 64
@@ -152,9 +150,7 @@ class ConfigCheck:
             self._compare(self.read(timeout))
 
 
-def replica_check(
-    group: dist.ProcessGroup | None, where: str, config: Mapping[str, Any], timeout: float = CONFIG_TIMEOUT
-) -> ConfigCheck:
+def replica_check(group: dist.ProcessGroup, where: str, config: Mapping[str, Any], timeout: float) -> ConfigCheck:
     """Publish the configuration of this rank, which must be equal on all ranks. The first `check` compares them."""
 
     def compare(configs: Sequence[Any]) -> None:
@@ -165,30 +161,8 @@ def replica_check(
             raise MismatchError(where, found=problem, expected="the same on all ranks", do="set all ranks up alike")
 
     check = ConfigCheck(group, where, where, compare, timeout=timeout)
-    check.publish({dist.get_rank(group): config})
+    check.publish({group.rank(): config})
     return check
-
-
-def compare_facts(where: str, messages: Sequence[Any]) -> None:
-    """Raise an error if a rank has a problem, or if facts of two ranks differ.
-
-    Args:
-        messages: for each rank "facts", pairs of a name and a value; and "problem", the parts of an error, or None.
-    """
-    for rank, message in enumerate(messages):
-        if message["problem"] is not None:
-            place, found, expected, advice = message["problem"]
-            raise PolicyError(f"{place}, rank {rank}", found=found, expected=expected, do=advice)
-    first = dict(messages[0]["facts"])
-    for rank, message in enumerate(messages):
-        facts = dict(message["facts"])
-        for name in {**first, **facts}:
-            if first.get(name) != facts.get(name):
-                problem = f"{name}: {first.get(name, 'none')} on rank 0, {facts.get(name, 'none')} on rank {rank}"
-                advice = "give every rank the same model and the same arguments"
-                if name in ("round", "global weights"):
-                    advice = "call step equally often on every rank, and load the state of the same step, or none"
-                raise MismatchError(where, found=problem, expected="the same on all ranks", do=advice)
 
 
 def stage_check(group: dist.ProcessGroup | None, num_stages: int) -> ConfigCheck:
@@ -258,16 +232,13 @@ class SampleIdBroadcast:
             if self._step > _MAX_LAG_STEPS:
                 self._channel.delete(0, self._step - _MAX_LAG_STEPS)
         else:
-            message = self._receive()
+            timeout = group_timeout(self._channel.group)
+            try:
+                message = self._channel.read(0, timeout, self._step)
+            except (TimeoutError, ConnectionError) as error:
+                problem = f"the first stage published no sample ids of step {self._step} within {timeout:g} s"
+                raise MismatchError("pipeline", found=problem, do="begin the same steps on every rank") from error
         if not message:
             advice = "call set_sample_ids on the rank of the first stage before each step"
             raise PolicyError("AQSGD", found="no sample ids", expected="one a row of the batch", do=advice)
         return torch.frombuffer(bytearray.fromhex(message), dtype=torch.int64)
-
-    def _receive(self) -> str:
-        timeout = group_timeout(self._channel.group)
-        try:
-            return self._channel.read(0, timeout, self._step)
-        except (TimeoutError, ConnectionError) as error:
-            problem = f"the first stage published no sample ids of step {self._step} within {timeout:g} s"
-            raise MismatchError("pipeline", found=problem, do="begin the same steps on every rank") from error

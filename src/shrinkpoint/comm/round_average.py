@@ -1,17 +1,74 @@
-"""The compressed average of a round, whose error feedback outlives a failed round and a change of ranks."""
+"""Averages of local steps: in one hop of sparse messages or in two hops, with feedback that outlives a failed round."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce, as_feedback
-from shrinkpoint.comm.link import CompressorLike
-from shrinkpoint.comm.sparse_allreduce import SparseAllReduce, is_sparse
-from shrinkpoint.comm.stats import LinkStats
+from shrinkpoint.comm.compressed_allreduce import CompressedAllGather, CompressedAllReduce, as_feedback
+from shrinkpoint.comm.compressors.sparse import RandomK, TopK
+from shrinkpoint.comm.link import CompressorLike, LinkStats
+from shrinkpoint.errors import MismatchError
+
+
+class SparseAllReduce:
+    """Averages tensors over the ranks of a group, to the same bits on every rank: all decode the same bytes.
+
+    Every rank sends its message to all others. The mean of sparse tensors has more values than each of them: to send it
+    in messages of the same size, as a second hop would, loses most of it at first, and without feedback for good.
+
+    Args:
+        compressor: for the tensors.
+        name: of the tensors; part of the seed of noise and random indices.
+
+    Attributes:
+        link_stats: statistics of "all-gather".
+    """
+
+    def __init__(self, compressor: CompressorLike, *, name: str) -> None:
+        self.link_stats = {"all-gather": LinkStats()}
+        self._all_gather = CompressedAllGather(as_feedback(compressor), self.link_stats["all-gather"], name=name)
+
+    def average_(self, tensor: Tensor, group: dist.ProcessGroup, layout: str = "") -> Tensor:
+        """Average a tensor over ranks in place, and return it.
+
+        Args:
+            tensor: float32 or float64, 1-d, contiguous; of the same length on every rank.
+            layout: the name of its layout.
+        """
+        if group.size() == 1 or not tensor.numel():
+            return tensor
+        rows = torch.empty(group.size(), tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        self._all_gather(tensor, rows, group, layout)
+        total = tensor.copy_(rows[0])
+        for row in rows[1:]:  # in the order of ranks, one after the other: a sum has one value
+            total.add_(row)
+        return total.div_(group.size())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The feedback state of this rank; each rank has its own."""
+        return {"all-gather": self._all_gather.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` of the same rank returned; a MismatchError if it is another kind of state."""
+        if set(state) != {"all-gather"}:
+            problem, advice = f"a state of {sorted(state)}", "give what state_dict() of the same rank gave"
+            raise MismatchError("all-gather", found=problem, expected="one of an all-gather", do=advice)
+        self._all_gather.load_state_dict(state["all-gather"])
+
+    def residuals(self) -> dict[str, Tensor]:
+        """The losses of this rank's messages that the next ones would make up for, as flat tensors by layout."""
+        layouts = self._all_gather.residuals().items()
+        return {layout: row for layout, rows in layouts for row in rows.values()}
+
+    def restart(self, counts: Mapping[str, int]) -> None:
+        """Begin without memories, as if so many averages of each layout had been made."""
+        self._all_gather.restart(counts)
 
 
 class RoundAverage:
@@ -28,7 +85,8 @@ class RoundAverage:
 
     def __init__(self, compressor: CompressorLike, name: str) -> None:
         self.feedback = as_feedback(compressor)
-        average_type = SparseAllReduce if is_sparse(self.feedback) else CompressedAllReduce
+        is_sparse = isinstance(self.feedback.compressor, TopK | RandomK)
+        average_type = SparseAllReduce if is_sparse else CompressedAllReduce
         self._average: SparseAllReduce | CompressedAllReduce = average_type(self.feedback, name=name)
         self.link_stats: dict[str, LinkStats] = self._average.link_stats
         self.residuals: dict[str, Tensor] = {}

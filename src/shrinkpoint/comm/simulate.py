@@ -15,8 +15,7 @@ from shrinkpoint import validate
 from shrinkpoint.comm.boundary import CompressionSwitch, check_ids, find_sparse_spec, parse_directions, split_ids
 from shrinkpoint.comm.compressors.base import Compressor
 from shrinkpoint.comm.error_feedback import ErrorFeedback
-from shrinkpoint.comm.link import CompressorLike, Link, MessageContext, NonfinitePolicy
-from shrinkpoint.comm.stats import LinkStats
+from shrinkpoint.comm.link import CompressorLike, Link, LinkStats, MessageContext, NonfinitePolicy
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.tensors.nest import map_nested_tensors
 
@@ -80,7 +79,6 @@ def insert_compression(
 def _check_points(
     model: nn.Module, after: Sequence[str], overrides: Mapping[int, Mapping[str, CompressorLike]]
 ) -> dict[str, nn.Module]:
-    """Check where compression is inserted, and return the modules of the model by name."""
     expected, advice = "a torch.nn.Module", "pass the model"
     validate.check_instance("insert_compression, model", model, nn.Module, expected=expected, do=advice)
     if isinstance(after, str) or not isinstance(after, Sequence):

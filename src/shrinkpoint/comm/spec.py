@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from shrinkpoint import validate
@@ -50,22 +50,18 @@ def parse(text: str) -> Compressor | ErrorFeedback | LowRank:
     Raises:
         PolicyError: the text is not a spec, or a number in it is out of range.
     """
-    stripped = _check_text(text).strip()
+    _check_text(text)
+    stripped = text.strip()
     parsed: ErrorFeedback | LowRank | None = _match_rule(_FEEDBACKS, stripped) or _match_rule(_LOW_RANKS, stripped)
     return parse_compressor(stripped) if parsed is None else parsed
 
 
-def _check_text(text: object) -> str:
-    if isinstance(text, str):
-        _check_size(text)
-        return text
-    is_parsed = isinstance(text, (Compressor, ErrorFeedback, LowRank))
-    advice = "use it as it is: it is one already" if is_parsed else 'write "q4:64", or "exact" for no compression'
-    raise validate.argument_error("spec", text, 'a spec as text, such as "q4:64"', advice)
-
-
-def _check_size(text: str) -> None:
-    """Raise PolicyError for a text that is too long or too deeply nested to be read."""
+def _check_text(text: object) -> None:
+    """Raise PolicyError for something else than a text, or for one that is too long or too deeply nested to be read."""
+    if not isinstance(text, str):
+        is_parsed = isinstance(text, (Compressor, ErrorFeedback, LowRank))
+        advice = "use it as it is: it is one already" if is_parsed else 'write "q4:64", or "exact" for no compression'
+        raise validate.argument_error("spec", text, 'a spec as text, such as "q4:64"', advice)
     num_parts = sum(map(text.partition("folder=")[0].count, "(:"))
     if len(text) > _MAX_CHARS or num_parts > _MAX_PARTS or re.search(rf"\d{{{_MAX_DIGITS + 1}}}", text):
         expected = f"at most {_MAX_CHARS} characters, {_MAX_PARTS} brackets and colons, and numbers of few digits"
@@ -96,7 +92,7 @@ def parse_compressor(text: str) -> Compressor:
     compressor: Compressor | None = _match_rule(_COMPRESSORS, text.strip())
     if compressor is None:
         for name, rules in (("a feedback", _FEEDBACKS), ("a low rank", _LOW_RANKS)):
-            if any(re.fullmatch(pattern, text.strip()) for pattern, _, _ in rules):
+            if any(re.fullmatch(pattern, text.strip()) for pattern, _ in rules):
                 advice = "write one alone, without what is around it, or the compressor that it has"
                 raise PolicyError(f"spec {text!r}", found=name, expected="a compressor without a memory", do=advice)
         problem, expected = "no compressor and no feedback", f"one of {_SPEC_EXAMPLES}"
@@ -117,17 +113,17 @@ def _similar_spec(text: str) -> str | None:
         return None
 
 
-_Rule = tuple[str, Callable[..., Any], Mapping[str, Callable[[str], Any]]]
-"""A pattern, what it stands for, and the conversion of each of its groups into an argument."""
+_Rule = tuple[str, Callable[..., Any]]
+"""A pattern, and what makes the object that it stands for from its groups (`_CONVERSIONS`)."""
 
 
 def _match_rule(rules: tuple[_Rule, ...], text: str) -> Any:
-    """Make what the first rule that matches stands for; None if there is none."""
-    for pattern, make, conversions in rules:
+    """Make the object that the first rule which matches stands for; None if no rule matches."""
+    for pattern, make in rules:
         match = re.fullmatch(pattern, text)
         if match:
-            arguments = {name: convert(match[name]) for name, convert in conversions.items() if match[name] is not None}
-            return make(**arguments)
+            found = {name: value for name, value in match.groupdict().items() if value is not None}
+            return make(**{name: _CONVERSIONS[name](value) for name, value in found.items()})
     return None
 
 
@@ -136,12 +132,8 @@ def _share(percent: str) -> float:
     return float(f"{mantissa}e{int(exponent or 0) - 2}")  # by way of text: the float next to what was written
 
 
-def _group(text: str) -> Any:
-    return int(text) if text.isdigit() else text
-
-
-def _values(text: str) -> Any:
-    return text if text in ("fp32", "fp16", "bf16") else parse_compressor(text)
+def _efmixed(compressor: Compressor, fraction: float | None = None) -> EFMixed:
+    return EFMixed(compressor) if fraction is None else EFMixed(compressor, fraction)
 
 
 def _aqsgd(text: str, inner: str, folder: str | None = None) -> AQSGD:
@@ -160,55 +152,32 @@ def _aqsgd(text: str, inner: str, folder: str | None = None) -> AQSGD:
 
 _NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 _VALUES = r"(?::(?P<values>.+))?"
+_CONVERSIONS: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("bits", "block", "rank", "seed"), int),
+    **dict.fromkeys(("decay", "fraction", "outlier_threshold"), float),
+    **dict.fromkeys(("dither", "scaled"), bool),
+    **dict.fromkeys(("dtype", "folder", "inner", "text"), str),
+    **dict.fromkeys(("group", "per"), lambda text: int(text) if text.isdigit() else text),
+    "compressor": parse_compressor,
+    "share": _share,
+    "values": lambda text: text if text in ("fp32", "fp16", "bf16") else parse_compressor(text),
+}
+"""How the text of each group of a pattern becomes an argument."""
 _COMPRESSORS: tuple[_Rule, ...] = (
-    ("exact", Identity, {}),
-    ("(?P<dtype>bf16|fp16)", Cast, {"dtype": str}),
-    (
-        r"q(?P<bits>\d+)(?::(?P<group>\d+|row|channel))?(?P<dither>:dither)?",
-        Uniform,
-        {"bits": int, "group": _group, "dither": bool},
-    ),
-    (r"n(?P<bits>\d+)(?::(?P<group>\d+))?", NormalFloat, {"bits": int, "group": int}),
-    (r"block(?P<bits>\d+)(?::(?P<block>\d+))?", BlockFloat, {"bits": int, "block": int}),
-    (
-        rf"h(?P<block>\d+)(?:>(?P<outlier_threshold>{_NUMBER}))?\((?P<compressor>.*)\)",
-        Hadamard,
-        {"compressor": parse_compressor, "block": int, "outlier_threshold": float},
-    ),
-    (
-        rf"top(?P<share>{_NUMBER})(?::(?P<per>tensor|\d+))?{_VALUES}",
-        TopK,
-        {"share": _share, "values": _values, "per": _group},
-    ),
-    (
-        rf"rand(?P<share>{_NUMBER})(?P<scaled>:scaled)?(?::seed(?P<seed>\d+))?{_VALUES}",
-        RandomK,
-        {"share": _share, "values": _values, "scaled": bool, "seed": int},
-    ),
-    (rf"same{_VALUES}", SameIndices, {"values": _values}),
+    (r"exact", Identity),
+    (r"(?P<dtype>bf16|fp16)", Cast),
+    (r"q(?P<bits>\d+)(?::(?P<group>\d+|row|channel))?(?P<dither>:dither)?", Uniform),
+    (r"n(?P<bits>\d+)(?::(?P<group>\d+))?", NormalFloat),
+    (r"block(?P<bits>\d+)(?::(?P<block>\d+))?", BlockFloat),
+    (rf"h(?P<block>\d+)(?:>(?P<outlier_threshold>{_NUMBER}))?\((?P<compressor>.*)\)", Hadamard),
+    (rf"top(?P<share>{_NUMBER})(?::(?P<per>tensor|\d+))?{_VALUES}", TopK),
+    (rf"rand(?P<share>{_NUMBER})(?P<scaled>:scaled)?(?::seed(?P<seed>\d+))?{_VALUES}", RandomK),
+    (rf"same{_VALUES}", SameIndices),
 )
 _FEEDBACKS: tuple[_Rule, ...] = (
-    (
-        rf"(?s)ef\((?P<compressor>.*?)(?:,\s*decay=(?P<decay>{_NUMBER}))?\)",
-        EF,
-        {"compressor": parse_compressor, "decay": float},
-    ),
-    (r"(?s)ef21\((?P<compressor>.*)\)", EF21, {"compressor": parse_compressor}),
-    (
-        rf"(?s)efmixed\((?P<compressor>.*?)(?:,\s*share=(?P<share>{_NUMBER}))?\)",
-        EFMixed,
-        {"compressor": parse_compressor, "share": float},
-    ),
-    (
-        r"(?s)(?P<text>aq\((?P<inner>.*?)(?:,\s*folder=(?P<folder>.*))?\))",
-        _aqsgd,
-        {"text": str, "inner": str, "folder": str},
-    ),
+    (rf"(?s)ef\((?P<compressor>.*?)(?:,\s*decay=(?P<decay>{_NUMBER}))?\)", EF),
+    (r"(?s)ef21\((?P<compressor>.*)\)", EF21),
+    (rf"(?s)efmixed\((?P<compressor>.*?)(?:,\s*share=(?P<fraction>{_NUMBER}))?\)", _efmixed),
+    (r"(?s)(?P<text>aq\((?P<inner>.*?)(?:,\s*folder=(?P<folder>.*))?\))", _aqsgd),
 )
-_LOW_RANKS: tuple[_Rule, ...] = (
-    (
-        r"(?s)lowrank(?P<rank>\d+)(?:\((?P<compressor>.*)\))?",
-        LowRank,
-        {"rank": int, "compressor": parse_compressor},
-    ),
-)
+_LOW_RANKS: tuple[_Rule, ...] = ((r"(?s)lowrank(?P<rank>\d+)(?:\((?P<compressor>.*)\))?", LowRank),)

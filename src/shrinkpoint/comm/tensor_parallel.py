@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -19,13 +22,15 @@ from torch.distributed.tensor.parallel import (
 )
 
 from shrinkpoint import validate
-from shrinkpoint.comm.compressed_allreduce import as_feedback
-from shrinkpoint.comm.compressors.base import Compressor
-from shrinkpoint.comm.error_feedback import NoFeedback
-from shrinkpoint.comm.link import CompressorLike, NonfinitePolicy, check_nonfinite
-from shrinkpoint.comm.placement_exchange import PlacementExchange, redistribute
+from shrinkpoint.comm.compressed_allreduce import (
+    CompressedAllGather,
+    CompressedReduceScatter,
+    as_stateless,
+    reduce_numbers,
+    share_numel,
+)
+from shrinkpoint.comm.link import CompressorLike, LinkStats, NonfinitePolicy, check_nonfinite
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ConfigCheck, replica_check
-from shrinkpoint.comm.stats import LinkStats
 from shrinkpoint.errors import PolicyError
 
 Plan = ParallelStyle | Mapping[str, ParallelStyle]
@@ -94,14 +99,21 @@ class TensorParallelCompression:
         check_nonfinite("compress_tensor_parallel", nonfinite)
         validate.check_int("compress_tensor_parallel, min_numel", min_numel, minimum=0)
         validate.check_float("compress_tensor_parallel, timeout", timeout)
-        given = {"forward": forward, "backward": backward}
-        self._compressors = {way: _stateless_compressor(way, compressor) for way, compressor in given.items()}
-        self.link_stats = {way: LinkStats() for way in given}
+        self._feedbacks = {
+            # without feedback: a message has nothing to do with the one before
+            way: None if compressor is None else as_stateless(f"compress_tensor_parallel, {way}", compressor)
+            for way, compressor in (("forward", forward), ("backward", backward))
+        }
+        self.link_stats = {way: LinkStats() for way in self._feedbacks}
         self._min_numel, self._nonfinite, self._timeout = min_numel, nonfinite, timeout
         self._is_attached = True
         self._checks: dict[tuple[int, ...], ConfigCheck] = {}
-        styles = {"": plan} if isinstance(plan, ParallelStyle) else _check_plan(plan)
-        specs = {way: compressor and compressor.spec for way, compressor in self._compressors.items()}
+        if not isinstance(plan, ParallelStyle):
+            expected = "a style of torch, or a dict of them by the names of modules"
+            advice = 'write {"up": ColwiseParallel()}'
+            validate.check_instance("compress_tensor_parallel, plan", plan, Mapping, expected=expected, do=advice)
+        styles = {"": plan} if isinstance(plan, ParallelStyle) else plan
+        specs = {way: feedback and feedback.spec for way, feedback in self._feedbacks.items()}
         described = {name: repr(style) for name, style in styles.items()}
         self._config = {**specs, "min_numel": min_numel, "nonfinite": nonfinite, "plan": described}
         compressed = {name: self._compress(name, style) for name, style in styles.items()}
@@ -113,15 +125,6 @@ class TensorParallelCompression:
         """Send torch's own messages from now on, in modules that were parallelized already, too; on every rank."""
         self._is_attached, self._checks = False, {}
 
-    def exchanges(self, name: str, module: nn.Module) -> tuple[PlacementExchange, PlacementExchange]:
-        """What changes the placement of a module's activations, and of their gradients."""
-
-        def is_enabled() -> bool:
-            return self._is_attached and (self.inference or module.training)
-
-        forward = self._exchange("forward", f"{name} forward", is_enabled)
-        return forward, self._exchange("backward", f"{name} backward", lambda: self._is_attached)
-
     def publish_config(self, group: dist.ProcessGroup) -> None:
         """Tell the ranks of a group the configuration of this one, which they compare before the first message."""
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -131,19 +134,7 @@ class TensorParallelCompression:
     def _check_config(self, group: dist.ProcessGroup) -> None:
         self._checks[tuple(dist.get_process_group_ranks(group))].check()
 
-    def _exchange(self, way: str, name: str, is_enabled: Callable[[], bool]) -> PlacementExchange:
-        return PlacementExchange(
-            self._compressors[way],
-            self.link_stats[way],
-            name=name,
-            min_numel=self._min_numel,
-            nonfinite=self._nonfinite,
-            check_config=self._check_config,
-            is_enabled=is_enabled,
-        )
-
     def _compress(self, name: str, style: ParallelStyle) -> ParallelStyle:
-        """The compressed form of a style; a PolicyError if it is none of torch's."""
         if isinstance(style, ColwiseParallel | RowwiseParallel) and type(style) in _STYLES:
             return _LinearStyle(style, name, self)
         if type(style) is SequenceParallel:
@@ -161,6 +152,159 @@ class TensorParallelCompression:
         raise PolicyError(where, found=validate.type_name(style), expected=expected, do=advice)
 
 
+class _PlacementExchange:
+    """Turns partial sums into sums or shards of them, and shards into whole tensors, over one dimension of a mesh.
+
+    All ranks decode the same bytes, so that what is replicated has the same bits on every rank. Nothing is remembered:
+    noise is the same in every call, so that an activation that is computed again has the same bits again.
+
+    Args:
+        name: of the module; part of the seed of noise, and of errors.
+        module: its activations, or their gradients, are changed.
+        way: "forward" or "backward".
+    """
+
+    def __init__(self, compression: TensorParallelCompression, name: str, module: nn.Module, way: str) -> None:
+        self._compression, self._module, self._way, self._name = compression, module, way, f"{name} {way}"
+        self._feedback, self._stats = compression._feedbacks[way], compression.link_stats[way]
+
+    def __call__(self, tensor: DTensor, target: Placement) -> DTensor:
+        """Return the tensor with another placement on its mesh of one dimension; no graph is recorded."""
+        [source], mesh = tensor.placements, tensor.device_mesh
+        if source == target:
+            return tensor
+        exchange = self._find_exchange(tensor, source, target)
+        if exchange is None:
+            return tensor.redistribute(placements=[target])
+        group = mesh.get_group()
+        self._compression._check_config(group)
+        local = exchange(_local(tensor), group)
+        if self._compression._nonfinite == "raise":
+            count = float(local.isfinite().logical_not().sum())
+            if not isinstance(target, Replicate):  # ranks have different results
+                [count] = reduce_numbers([count], group, local.device)
+            if count:
+                advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
+                raise PolicyError(self._name, found="values that are not finite", do=advice)
+        return _from_local(local, mesh, target, tensor)
+
+    def _find_exchange(
+        self, tensor: DTensor, source: Placement, target: Placement
+    ) -> Callable[[Tensor, dist.ProcessGroup], Tensor] | None:
+        """The exchange that compresses this change; None where torch makes it."""
+        ranks, compression = tensor.device_mesh.size(), self._compression
+        if self._feedback is None or ranks == 1 or not compression._is_attached:
+            return None
+        if self._way == "forward" and not (compression.inference or self._module.training):
+            return None
+        if not tensor.is_floating_point() or tensor.numel() < max(compression._min_numel, 1):
+            return None
+        dims = [placement.dim for placement in (source, target) if isinstance(placement, Shard)]
+        if any(type(placement) not in (Partial, Replicate, Shard) for placement in (source, target)):
+            return None  # an embedding's mask, or shards that are not in the order of ranks
+        if any(tensor.shape[dim] % ranks for dim in dims):
+            return None  # uneven shards
+        if isinstance(source, Partial) and source.reduce_op == "sum":
+            if isinstance(target, Shard):
+                return lambda local, group: self._reduce_scatter(local, group, dims[0])
+            return self._all_reduce if isinstance(target, Replicate) else None
+        if isinstance(source, Shard) and isinstance(target, Replicate):
+            return lambda local, group: self._all_gather(local, group, dims[0])
+        return None
+
+    def _all_reduce(self, local: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Sum over ranks: every rank sums up a share, and sends it to all."""
+        ranks, numel = group.size(), local.numel()
+        share = share_numel(numel, ranks)
+        rows = F.pad(local.reshape(-1), (0, share * ranks - numel)).view(ranks, share)
+        total = self._scatter(rows, group).to(local.dtype)
+        gathered = self._gather(total, group)
+        return gathered.view(-1)[:numel].view(local.shape)
+
+    def _reduce_scatter(self, local: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        """Sum over ranks the chunk of this rank along a dimension."""
+        chunks = local.chunk(group.size(), dim)
+        rows = torch.stack([chunk.reshape(-1) for chunk in chunks])
+        return self._scatter(rows, group).to(local.dtype).view(chunks[group.rank()].shape)
+
+    def _all_gather(self, local: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        """Join the chunks of all ranks along a dimension."""
+        rows = self._gather(local.reshape(-1), group)
+        return torch.cat([row.view(local.shape) for row in rows], dim)
+
+    def _scatter(self, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        assert self._feedback is not None
+        return CompressedReduceScatter(self._feedback, self._stats, name=f"{self._name} first")(rows, group)
+
+    def _gather(self, row: Tensor, group: dist.ProcessGroup) -> Tensor:
+        assert self._feedback is not None
+        rows = row.new_empty(group.size(), row.numel())
+        CompressedAllGather(self._feedback, self._stats, name=f"{self._name} second")(row, rows, group)
+        return rows
+
+
+_Exchanges = tuple[_PlacementExchange, _PlacementExchange]
+"""Forward and backward."""
+
+
+class _Redistribute(torch.autograd.Function):
+    """A DTensor with another placement; backward its gradient with the placement of before."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: DTensor, target: Placement, exchange: _PlacementExchange, backward: _PlacementExchange
+    ) -> DTensor:
+        [source] = tensor.placements
+        ctx.source, ctx.exchange = source, backward
+        ctx.set_materialize_grads(False)
+        changed = exchange(tensor, target)
+        return _from_local(_local(changed), changed.device_mesh, target, changed)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor | None) -> tuple[DTensor | None, None, None, None]:
+        if gradient is None:
+            return None, None, None, None
+        # every rank's part of a sum has the gradient of the sum
+        target = Replicate() if isinstance(ctx.source, Partial) else ctx.source
+        return ctx.exchange(gradient, target), None, None, None
+
+
+def _redistribute(
+    tensor: Tensor,
+    mesh: DeviceMesh,
+    source: Placement,
+    target: Placement,
+    exchanges: _Exchanges,
+) -> DTensor:
+    """Return a tensor with the target placement on a mesh of one dimension.
+
+    Args:
+        tensor: a DTensor, whose own placement counts, or this rank's part of one that is placed as `source`.
+    """
+    if not isinstance(tensor, DTensor):
+        tensor = DTensor.from_local(tensor, mesh, [source], run_check=False)
+    if len(tensor.placements) != 1:
+        advice = "parallelize over a mesh of one dimension, such as mesh['tp']"
+        raise PolicyError("tensor parallel", found=f"a tensor placed as {tensor.placements}", do=advice)
+    target = Shard(target.dim % tensor.dim()) if type(target) is Shard else target
+    changed: DTensor = _Redistribute.apply(tensor, target, *exchanges)  # type: ignore[no-untyped-call]
+    return changed
+
+
+def _local(tensor: DTensor) -> Tensor:
+    """This rank's part, once it has arrived."""
+    local: Tensor = tensor.to_local()
+    return local.wait() if hasattr(local, "wait") else local
+
+
+def _from_local(local: Tensor, mesh: DeviceMesh, placement: Placement, like: DTensor) -> DTensor:
+    strides = torch.empty(like.shape, device="meta").stride()
+    local = local.contiguous()
+    return DTensor.from_local(
+        local.view_as(local), mesh, [placement], run_check=False, shape=like.shape, stride=strides
+    )
+
+
 class _CompressedStyle(ParallelStyle):
     """Redistributes inputs and outputs of modules in compressed messages."""
 
@@ -168,11 +312,13 @@ class _CompressedStyle(ParallelStyle):
         super().__init__()
         self._name, self._compression, self._num_modules = name, compression, 0
 
-    def _exchanges(self, module: nn.Module, mesh: DeviceMesh) -> tuple[PlacementExchange, PlacementExchange]:
-        """Those of the next module that the style is applied to."""
+    def _exchanges(self, module: nn.Module, mesh: DeviceMesh) -> _Exchanges:
+        """The exchanges of the next module that the style is applied to, forward and backward."""
         self._compression.publish_config(mesh.get_group())
         self._num_modules += 1
-        return self._compression.exchanges(f"{self._name or 'module'} {self._num_modules}", module)
+        name = f"{self._name or 'module'} {self._num_modules}"
+        make = partial(_PlacementExchange, self._compression, name, module)
+        return make("forward"), make("backward")
 
 
 class _LinearStyle(_CompressedStyle):
@@ -196,7 +342,7 @@ class _LinearStyle(_CompressedStyle):
         [source], [target] = self._style.input_layouts, self._style.output_layouts
 
         def prepare_input(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            return redistribute(inputs[0], device_mesh, source, desired, *exchanges), *inputs[1:]
+            return _redistribute(inputs[0], device_mesh, source, desired, exchanges), *inputs[1:]
 
         def prepare_output(_: nn.Module, inputs: object, output: Tensor) -> Tensor:
             is_local = self._style.use_local_output
@@ -274,31 +420,12 @@ def _change(
     mesh: DeviceMesh,
     source: Placement | None,
     target: Placement | None,
-    exchanges: tuple[PlacementExchange, PlacementExchange],
+    exchanges: _Exchanges,
     *,
     is_local: bool,
 ) -> Any:
     """One input or output with its desired placement; the same object without a layout."""
     if source is None:
         return tensor
-    changed = redistribute(tensor, mesh, source, source if target is None else target, *exchanges)
+    changed = _redistribute(tensor, mesh, source, source if target is None else target, exchanges)
     return changed.to_local() if is_local else changed
-
-
-def _check_plan(plan: object) -> Mapping[str, ParallelStyle]:
-    expected, advice = "a style of torch, or a dict of them by the names of modules", 'write {"up": ColwiseParallel()}'
-    checked: Mapping[str, ParallelStyle] = validate.check_instance(
-        "compress_tensor_parallel, plan", plan, Mapping, expected=expected, do=advice
-    )
-    return checked
-
-
-def _stateless_compressor(way: str, compressor: CompressorLike) -> Compressor | None:
-    """The compressor of a direction; a PolicyError for a feedback: the next message has nothing to do with this one."""
-    if compressor is None:
-        return None
-    feedback = as_feedback(compressor)
-    if not isinstance(feedback, NoFeedback):
-        where = f"compress_tensor_parallel, {way}"
-        raise PolicyError(where, found=feedback.spec, expected="a compressor", do="leave out the feedback")
-    return feedback.compressor

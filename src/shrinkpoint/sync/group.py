@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,12 @@ from shrinkpoint.sync.published import KEY, Published
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
 _PUBLISHER, _CLOSED, _NOTHING = -2, -3, -1
-"""What a rank says instead of the version that it holds."""
+"""Numbers that a rank sends instead of the version that it holds."""
 _MAX_MESSAGE = 1 << 30  # bytes
 
 
-@dataclass(frozen=True)
-class _Rank:
-    """What a rank says before files are sent.
+class _Rank(NamedTuple):
+    """The message of a rank before files are sent.
 
     Attributes:
         version: that it holds; or `_PUBLISHER`, `_CLOSED`, `_NOTHING`.
@@ -43,8 +42,11 @@ class GroupLink:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        expected, do = "a process group that this process belongs to", "pass what torch.distributed.new_group returned"
         if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+            expected, do = (
+                "a process group that this process belongs to",
+                "pass what torch.distributed.new_group returned",
+            )
             raise PolicyError("group", found=f"{type(group).__name__}", expected=expected, do=do)
         self._group = group
         self._device = torch.device("cpu")
@@ -60,8 +62,8 @@ class GroupLink:
         """The publisher's half of the first exchange: whether some other rank lacks the version published last."""
         ranks = self._gather(_Rank(_PUBLISHER))
         self._publisher_of(ranks)
-        expected = _NOTHING if published is None else published.version, _id_number(published)
-        return any((rank.version, rank.id) != expected for rank in ranks if rank.version != _PUBLISHER)
+        last = _Rank(_NOTHING) if published is None else _Rank(published.version, _series_number(published.id))
+        return any(rank != last for rank in ranks if rank.version != _PUBLISHER)
 
     def send(self, published: Published, storage: Storage) -> None:
         """The publisher's half of the second exchange: the list of versions, and the files of the newest."""
@@ -98,7 +100,7 @@ class GroupLink:
 
     def _gather(self, own: _Rank) -> list[_Rank]:
         parts = [self._empty(2, torch.int64) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(parts, torch.tensor([own.version, own.id], device=self._device), group=self._group)
+        dist.all_gather(parts, torch.tensor(own, device=self._device), group=self._group)
         return [_Rank(*part.tolist()) for part in parts]
 
     def _publisher_of(self, ranks: list[_Rank]) -> int:
@@ -142,10 +144,6 @@ def open_place(
         assert where is not None
         return resolve_storage(where, "where"), None
     return MemoryStorage(), GroupLink(group)
-
-
-def _id_number(published: Published | None) -> int:
-    return 0 if published is None else _series_number(published.id)
 
 
 def _series_number(id: str) -> int:

@@ -1,4 +1,4 @@
-"""What is published in one place: the newest version, and the files from which it can be decoded. No torch.
+"""The list of what is published in one place: the newest version, and the files that decode to it. No torch.
 
 A version exists when `published.json` names it: its files are written before. Each file is whole (a keyframe) or a
 delta against the version before, and a version may have both: who follows takes the delta, who joins the keyframe.
@@ -52,7 +52,7 @@ class VersionFile:
 
     @property
     def key(self) -> str:
-        """Where it is stored."""
+        """The key of the file in the storage."""
         return file_key(self.version, self.base, self.token)
 
     @property
@@ -72,13 +72,13 @@ def new_token(storage: Storage) -> str:
 
 
 def is_own_key(key: str) -> bool:
-    """Whether a file of the place is one of ours."""
+    """True if a file of the place is one of ours."""
     return key.startswith(_PREFIX) and key.endswith(".safetensors")
 
 
 @dataclass(frozen=True)
 class Published:
-    """What `published.json` says.
+    """The content of `published.json`.
 
     Attributes:
         id: random hex of this series of versions.

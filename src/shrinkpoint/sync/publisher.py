@@ -32,7 +32,7 @@ _log = logging.getLogger("shrinkpoint")
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What publishing a version took.
+    """The size and the time of a version that was published.
 
     Attributes:
         version: its number.
@@ -155,7 +155,8 @@ class Publisher:
         began = time.perf_counter()
         if self._is_closed:
             raise PolicyError(repr(self), found="a closed publisher", expected="an open one", do="make another one")
-        number = self._check_version(version)
+        number, do = self._next if version is None else version, "count versions upwards, or leave the version out"
+        number = validate.check_int("version", number, minimum=self._next, maximum=MAX_VERSION - 1, do=do)
         validate.check_bool("keyframe", keyframe)
         state = capture(model_tensors(model), self._dtype, self._spare)
         self._spare, last = {}, self._published
@@ -166,7 +167,8 @@ class Publisher:
             is_lacking = self._link is not None and self._link.ask_versions(self._published)
             if keyframe or is_lacking or self._needs_keyframe(written):
                 written.append(self._write(state, number))
-            files = _smallest(written)
+            # no delta that is as large as the keyframe beside it
+            files = written[1:] if len(written) == 2 and written[0].size >= written[1].size else written
             published = self._publish(files)
         except BaseException:
             if self._published is last:  # else they may be named
@@ -181,10 +183,6 @@ class Publisher:
         report = PublishReport(number, state.nbytes, sizes.get(False), sizes.get(True), time.perf_counter() - began)
         _log.info("published %s, in %.2f s", report, report.seconds)
         return report
-
-    def _check_version(self, version: int | None) -> int:
-        number, do = self._next if version is None else version, "count versions upwards, or leave the version out"
-        return validate.check_int("version", number, minimum=self._next, maximum=MAX_VERSION - 1, do=do)
 
     def _needs_keyframe(self, written: list[VersionFile]) -> bool:
         if self._published is None or not written:
@@ -258,10 +256,3 @@ class Publisher:
             self._reference = dict(reader.read(self._published, None).reference.tensors)
         except ShrinkpointError as error:
             _log.warning("the next version is a keyframe, the last one does not load: %s", error)
-
-
-def _smallest(written: list[VersionFile]) -> list[VersionFile]:
-    """The files of a version that are worth reading: no delta that is as large as the keyframe beside it."""
-    if len(written) == 2 and written[0].size >= written[1].size:
-        return written[1:]
-    return written

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from shrinkpoint.codec.decoded_tensors import as_decoded
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import ChainError, CorruptError, FormatError, NotFoundError, ShrinkpointError
-from shrinkpoint.storage import Source, Storage
-from shrinkpoint.store.checkpoint_file import Allowance, DecodedFile, decode_records
+from shrinkpoint.storage import Storage
+from shrinkpoint.store.checkpoint_file import Allowance, decode_records
 from shrinkpoint.sync.published import KEY, MAX_BYTES, Published, VersionFile
 from shrinkpoint.tensors.info import JSON
 
@@ -53,7 +52,7 @@ class VersionReader:
         self._data, self._published = b"", None  # type: tuple[bytes, Published | None]
 
     def published(self) -> Published | None:
-        """What is published now; None if nothing is. Reads one small object.
+        """Read what is published now, one small object; None if nothing is.
 
         Raises:
             FormatError: it is damaged.
@@ -101,27 +100,16 @@ class VersionReader:
         allowance = Allowance(self._max_bytes, minimum=2 * held)  # a small delta of a large model is no attack
         tree = None if base is None else base.tree
         for file in route:
-            decoded = self._read_file(file, partial(self._decode_file, reference=reference, allowance=allowance))
+            where = self.storage.describe(file.key)
+            with self.storage.open(file.key) as source:
+                if (read_ahead := getattr(source, "read_ahead", None)) is not None:
+                    read_ahead()  # a file of a bucket whole, so that no record waits for a request of its own
+                reader = FileReader(source, where)
+                if (source.size, reader.digest) != (file.size, file.digest):
+                    found = f"{source.size} bytes with header digest {reader.digest}"
+                    expected = f"{file.size} bytes with {file.digest}"
+                    raise ChainError(where, found=found, expected=expected, do=_DO)
+                decoded = decode_records(reader, reference, threads=self._threads, allowance=allowance)
             tree, reference = decoded.tree, decoded.reference
         assert reference is not None
         return HeldVersion(published.id, published.version, tree, reference, nbytes)
-
-    def _read_file(self, file: VersionFile, decode: partial[DecodedFile]) -> DecodedFile:
-        where = self.storage.describe(file.key)
-        with self.storage.open(file.key) as source:
-            _read_ahead(source)
-            reader = FileReader(source, where)
-            if (source.size, reader.digest) != (file.size, file.digest):
-                found = f"{source.size} bytes with header digest {reader.digest}"
-                expected = f"{file.size} bytes with {file.digest}"
-                raise ChainError(where, found=found, expected=expected, do=_DO)
-            return decode(reader)
-
-    def _decode_file(self, reader: FileReader, reference: Reference | None, allowance: Allowance) -> DecodedFile:
-        return decode_records(reader, reference, threads=self._threads, allowance=allowance)
-
-
-def _read_ahead(source: Source) -> None:
-    """Begin to fetch a file of a bucket whole, so that no record waits for a request of its own."""
-    if (read_ahead := getattr(source, "read_ahead", None)) is not None:
-        read_ahead()

@@ -16,8 +16,7 @@ from shrinkpoint import humanize, validate
 from shrinkpoint.errors import ChainError, FormatError, NotFoundError
 from shrinkpoint.storage import Storage
 from shrinkpoint.sync.group import open_place
-from shrinkpoint.sync.in_place import plan_writes, write_all
-from shrinkpoint.sync.model_tensors import AnyModel, check_own_memory, model_tensors
+from shrinkpoint.sync.model_tensors import AnyModel, check_own_memory, model_tensors, plan_writes, write_all
 from shrinkpoint.sync.published import Published
 from shrinkpoint.sync.reader import HeldVersion, VersionReader
 from shrinkpoint.tensors.flat_state import unflatten
@@ -25,7 +24,7 @@ from shrinkpoint.tensors.flat_state import unflatten
 
 @dataclass(frozen=True)
 class Update:
-    """What an update did.
+    """The result of an update.
 
     Attributes:
         version: that the model has now.
@@ -44,10 +43,8 @@ class Update:
     pause: float
 
     def __str__(self) -> str:
-        size, pause = humanize.size(self.nbytes), 1000 * self.pause
-        return (
-            f"version {self.version} from {self.previous}: {size} read, {self.changed} values written in {pause:.1f} ms"
-        )
+        read, pause = f"{humanize.size(self.nbytes)} read", 1000 * self.pause
+        return f"version {self.version} from {self.previous}: {read}, {self.changed} values written in {pause:.1f} ms"
 
 
 class Subscriber:
@@ -162,7 +159,7 @@ class Subscriber:
             yield update
 
     def _receive(self) -> Published | None:
-        """What the publisher of the group sends next; None if that is nothing more."""
+        """Receive what the publisher of the group sends next; None if it has closed."""
         assert self._link is not None
         held = self._held
         storage = self._link.receive(None if held is None else held.version, "" if held is None else held.id)
@@ -172,7 +169,7 @@ class Subscriber:
         return self._reader.published()
 
     def _wait_for_newer(self, live: dict[str, Tensor], wait: float) -> Published | None:
-        """What is published, once the model does not have it; None if that takes too long."""
+        """Wait for a version that the model does not have; None if that takes too long."""
         deadline = time.monotonic() + wait
         while True:
             published = self._reader.published()
@@ -183,7 +180,7 @@ class Subscriber:
             time.sleep(min(self._poll, rest))
 
     def _has(self, published: Published, live: dict[str, Tensor]) -> bool:
-        """Whether the tensors have this version, and nobody has written into them since."""
+        """True if the tensors have this version, and nobody has written into them since."""
         if self._applied != (published.id, published.version) or len(live) != len(self._written):
             return False
         return all(written.is_as_left(tensor) for written, tensor in zip(self._written, live.values(), strict=True))
@@ -212,7 +209,7 @@ class _Written:
         self._changes = _count_changes(tensor)
 
     def is_as_left(self, tensor: Tensor) -> bool:
-        """Whether a tensor is this one, unchanged, as far as torch counts changes (not those through `.data`)."""
+        """True if a tensor is this one, unchanged, as far as torch counts changes (not those through `.data`)."""
         is_same = tensor.data_ptr() == self._address and _memory_of(tensor) == self._storage
         return is_same and _count_changes(tensor) == self._changes
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from shrinkpoint import validate
 from shrinkpoint.comm.ddp import DDPCompression
 from shrinkpoint.comm.fsdp import FSDPCompression
-from shrinkpoint.comm.gradient_record import GradientAveraging
+from shrinkpoint.comm.gradient_averaging import GradientAveraging
 from shrinkpoint.comm.link import CompressorLike
 from shrinkpoint.errors import MismatchError, PolicyError, warn_user
 from shrinkpoint.guard import read_guard
@@ -569,7 +569,7 @@ def _common_place(places: list[tuple[int, int] | None], start: int, *, strict: b
     return None
 
 
-def _check_feedback(compression: GradientAveraging, feedback: str) -> None:
+def _check_feedback(compression: GradientAveraging[Any], feedback: str) -> None:
     if compression.has_feedback and feedback == "refuse":
         found, expected = "error feedback, which is not on the wire", "a compressor without it"
         do = 'compress with "q4:64", say, or pass feedback="restart", with which all memories are empty after a replay'

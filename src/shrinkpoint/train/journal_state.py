@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shrinkpoint._native import Hasher
-from shrinkpoint.comm.flat_gradient import local_tensor
+from shrinkpoint.comm.gradient_record import local_tensor
 from shrinkpoint.container.journal_file import JournalRecord
 from shrinkpoint.errors import MismatchError
 from shrinkpoint.tensors.dtypes import tensor_bytes

@@ -27,11 +27,9 @@ from shrinkpoint.comm.gradient_layout import (
 )
 from shrinkpoint.comm.link import CompressorLike
 from shrinkpoint.comm.low_rank import LowRank
-from shrinkpoint.comm.low_rank_allreduce import LowRankAllReduce, LowRankState
-from shrinkpoint.comm.matrix_layout import MatrixLayout
-from shrinkpoint.comm.recommendation import TORCH_BF16_HOOK
+from shrinkpoint.comm.low_rank_allreduce import LowRankAllReduce, LowRankState, MatrixLayout
+from shrinkpoint.comm.recommendation import TORCH_BF16_HOOK, relative_error, synchronized_time
 from shrinkpoint_lab.forecast.loopback_group import LoopbackGroup
-from shrinkpoint_lab.forecast.message_cost import relative_error, synchronized_time
 from shrinkpoint_lab.forecast.step_model import CandidateCost, MessageCost
 
 _WARMUP_STEPS = 2
@@ -126,7 +124,7 @@ class _LoneRank:
         encoded = all_reduce.reduce_scatter.encode(values.read_rows(scratch), 0, segment.name)
         received = [encoded.own_row if message is None else message for message in encoded.messages]
         total = all_reduce.reduce_scatter.decode(encoded, received, 0)
-        row = all_reduce.all_gather.encode(total.div_(world_size).to(values.dtype), self._group, segment.name)
+        row = all_reduce.all_gather.encode(total.div_(world_size).to(values.dtype), 0, world_size, segment.name)
         messages = [row.message] * world_size
         values.write_rows(scratch, lambda rows: all_reduce.all_gather.decode(row, messages, rows))
 
@@ -178,9 +176,9 @@ def _busy_seconds(work: Callable[[], None], tensor: Tensor) -> float:
 
     A rank computes beside its gradients, so that threads which wait for a core count whether or not one is free here.
     """
-    start, busy = synchronized_time(tensor), time.process_time()
+    start, busy = synchronized_time(tensor.device), time.process_time()
     work()
-    seconds = synchronized_time(tensor) - start
+    seconds = synchronized_time(tensor.device) - start
     return max(seconds, (time.process_time() - busy) / torch.get_num_threads())
 
 
@@ -210,10 +208,10 @@ def _cast_seconds(flat: Tensor, bucket_numel: int, repeats: int) -> float:
     """Seconds of the casts of all values and back."""
     seconds = []
     for _ in range(_WARMUP_STEPS + repeats):
-        start = synchronized_time(flat)
+        start = synchronized_time(flat.device)
         for bucket in torch.split(flat, bucket_numel):
             bucket.copy_(bucket.to(torch.bfloat16))
-        seconds.append(synchronized_time(flat) - start)
+        seconds.append(synchronized_time(flat.device) - start)
     return median(seconds[_WARMUP_STEPS:])
 
 

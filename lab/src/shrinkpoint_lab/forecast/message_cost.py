@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 from typing import TypeAlias
@@ -17,6 +14,7 @@ from shrinkpoint.comm.compressors.base import Compressor
 from shrinkpoint.comm.error_feedback import ErrorFeedback
 from shrinkpoint.comm.link import Link, MessageContext
 from shrinkpoint.comm.low_rank import LowRank
+from shrinkpoint.comm.recommendation import relative_error, synchronized_time
 from shrinkpoint.comm.spec import as_compressor
 from shrinkpoint_lab.forecast.step_model import CandidateCost, MessageCost
 
@@ -57,11 +55,11 @@ def _time_messages(
     sender, receiver = (Link(compressor, name="recommend", sample_every=0) for _ in range(2))
     tensor, out, error, seconds = tensor.detach(), torch.empty_like(tensor, requires_grad=False), 0.0, []
     for index in range(_WARMUP_MESSAGES + repeats):
-        times = [synchronized_time(tensor)]
+        times = [synchronized_time(tensor.device)]
         wire = sender.pack(tensor, context)
-        times.append(synchronized_time(tensor))
+        times.append(synchronized_time(tensor.device))
         receiver.unpack(wire, out, context)
-        times.append(synchronized_time(tensor))
+        times.append(synchronized_time(tensor.device))
         seconds.append((times[1] - times[0], times[2] - times[1]))
         error = relative_error([tensor], [out]) if index == 0 else error
     encode, decode = (median(column) for column in zip(*seconds[_WARMUP_MESSAGES:], strict=True))
@@ -83,20 +81,3 @@ def measure_candidate(candidate: CandidateLike, tensors: tuple[Tensor, Tensor], 
 
 def _row_ids(tensor: Tensor) -> Tensor:
     return torch.arange(tensor.shape[0] if tensor.dim() else 1)
-
-
-def relative_error(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """The norm of the difference over that of the first ones; 0 for two times 0, nan where a value is not finite."""
-    norm = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
-    pairs = zip(tensors, others, strict=True)
-    distance = math.sqrt(sum(float((tensor.double() - other.double()).square().sum()) for tensor, other in pairs))
-    if norm == 0:
-        return math.inf if distance else 0.0
-    return distance / norm
-
-
-def synchronized_time(tensor: Tensor) -> float:
-    """Seconds of a clock, after all that the tensor's device has been asked to do."""
-    if tensor.device.type == "cuda":
-        torch.cuda.synchronize(tensor.device)
-    return time.perf_counter()

@@ -21,7 +21,7 @@ from shrinkpoint.errors import MismatchError
 
 @dataclass(frozen=True)
 class CompressorContext:
-    """What both ends know of a message besides its compressor.
+    """The facts about a message that both ends know besides its compressor.
 
     Attributes:
         key: different for all messages of a link, below 2^32; the seed of noise and of random indices.
@@ -74,7 +74,7 @@ class Compressor(ABC):
     def proves_finite(
         self, wire: Tensor, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT
     ) -> bool:
-        """Whether a message on a CPU shows, at little cost, that all values of the tensor were finite."""
+        """True if a message on a CPU shows, at little cost, that all values of the tensor were finite."""
         return False
 
     def indices(self, wire: Tensor, shape: Sequence[int], context: CompressorContext = NO_CONTEXT) -> Tensor | None:

@@ -102,24 +102,19 @@ class Hadamard(Compressor):
 
     def _encode_native(self, tensor: Tensor, context: CompressorContext) -> Tensor:
         blocks, threads = self._num_blocks(tensor.numel()), native_threads(tensor.numel())
-        flat = flat_native(tensor)
-        values, signs = tensor_bytes(flat), tensor_bytes(_signs(self.block, tensor.device))
-        is_bfloat16 = flat.dtype == torch.bfloat16
-        rotated = self._scratch(blocks)
-        if self.outlier_threshold is None:
-            _native.rotate(values, signs, tensor_bytes(rotated), bfloat16=is_bfloat16, threads=threads)
-            return self.compressor.encode(rotated, context)
-        flags, limit = torch.empty(blocks, dtype=torch.uint8), self.outlier_threshold / self.block
+        flat, rotated = flat_native(tensor), self._scratch(blocks)
+        flags = None if self.outlier_threshold is None else torch.empty(blocks, dtype=torch.uint8)
         _native.rotate(
-            values,
-            signs,
+            tensor_bytes(flat),
+            tensor_bytes(_signs(self.block, tensor.device)),
             tensor_bytes(rotated),
-            flags=flags.numpy(),
-            limit=limit,
-            bfloat16=is_bfloat16,
+            flags=None if flags is None else flags.numpy(),
+            limit=(self.outlier_threshold or 0.0) / self.block,
+            bfloat16=flat.dtype == torch.bfloat16,
             threads=threads,
         )
-        return torch.cat([pack_planes(flags, 1), self.compressor.encode(rotated, context)])
+        message = self.compressor.encode(rotated, context)
+        return message if flags is None else torch.cat([pack_planes(flags, 1), message])
 
     def _decode_native(self, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor:
         blocks, threads = self._num_blocks(out.numel()), native_threads(out.numel())

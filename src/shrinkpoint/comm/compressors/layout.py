@@ -46,7 +46,7 @@ def fill_tensor(out: Tensor, values: Tensor) -> Tensor:
 
 
 def _fits_range(values: Tensor, max_value: float) -> bool:
-    """Whether all magnitudes are known to be at most `max_value`; on a GPU False, since looking would wait for it."""
+    """True if all magnitudes are known to be at most `max_value`; on a GPU False, since looking would wait for it."""
     if values.device.type != "cpu" or not values.numel():
         return not values.numel()
     smallest, largest = values.aminmax()
@@ -64,7 +64,7 @@ def count_nonfinite(tensor: Tensor) -> Tensor | int:
 
 
 def is_known_finite(tensor: Tensor) -> bool:
-    """Whether all values are finite; on a GPU False, since looking would wait for it."""
+    """True if all values are finite; on a GPU False, since looking would wait for it."""
     return tensor.device.type == "cpu" and not int(count_nonfinite(tensor))
 
 
@@ -199,5 +199,5 @@ def _unpack_planes_torch(data: Tensor, count: int, bits: int) -> Tensor:
 
 
 def _part_shifts(width: int, device: torch.device) -> Tensor:
-    """Where the codes of a byte of a plane start, from its low bits up: shape (8 / width, 1)."""
+    """The first bit of each code in a byte of a plane, from the low bits up: shape (8 / width, 1)."""
     return torch.arange(0, 8, width, dtype=torch.uint8, device=device)[:, None]

@@ -91,7 +91,7 @@ class _Quantizer(Compressor):
         return not head.numel() or not self._marks_nonfinite(head)
 
     def _marks_nonfinite(self, head: Tensor) -> bool:
-        """Whether one of the bfloat16 scales is not finite."""
+        """True if one of the bfloat16 scales is not finite."""
         return not is_known_finite(view_dtype(head, torch.bfloat16))
 
     @abstractmethod
