@@ -12,10 +12,9 @@ from typing import TypeVar
 import torch
 
 from shrinkpoint.codec.coder import default_threads
-from shrinkpoint.codec.decoded_tensors import DecodedTensors, as_decoded
 from shrinkpoint.codec.recipe import CodedRecipe, Recipe, RecipeParser, ordinals
 from shrinkpoint.codec.record import decode
-from shrinkpoint.codec.reference import QuantizedTensor, Reference
+from shrinkpoint.codec.reference import DecodedTensors, QuantizedTensor, Reference, as_decoded
 from shrinkpoint.tensors.info import JSON, EncodedRecord, TensorInfo
 from shrinkpoint.tensors.memory import Arena
 from shrinkpoint.threads import submit_or_run

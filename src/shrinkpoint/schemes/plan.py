@@ -11,9 +11,17 @@ from torch import Tensor
 
 from shrinkpoint.codec.code_streams import CODERS
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
-from shrinkpoint.codec.decoded_tensors import CastSource, DecodedTensors, LatticeSource, TensorSource
 from shrinkpoint.codec.lattice import LatticeTensor
-from shrinkpoint.codec.reference import QuantizedTensor, Reference, RowSample, to_host
+from shrinkpoint.codec.reference import (
+    CastSource,
+    DecodedTensors,
+    LatticeSource,
+    QuantizedTensor,
+    Reference,
+    RowSample,
+    TensorSource,
+    to_host,
+)
 from shrinkpoint.errors import warn_user
 from shrinkpoint.schemes import optimizer_modes
 from shrinkpoint.schemes.base import QuantizedState, Scheme

@@ -124,7 +124,7 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
         evaluator = save.evaluator or TrialEvaluator(save.state, self._evaluate)
         with evaluator, Task(f"{self.id}: measuring the loss", self.expected_evaluations) as task:
             metric = DegradationMetric(evaluator.evaluate, higher_is_better=self._higher_is_better, task=task)
-            perturbations = make_perturbations(save.selection, save.state, save.tensors.global_name)
+            perturbations = make_perturbations(save.selection, save.state, save.tensors.global_names)
             if self._calibration.needs_test(save.selection.global_names):
                 evaluator.reads = ReadRecorder()
             problem = self._calibration.find_problem(metric, perturbations, self.max_rise, self.compute_on_all)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from shrinkpoint.codec.decoded_tensors import as_decoded
-from shrinkpoint.codec.reference import Reference
+from shrinkpoint.codec.reference import Reference, as_decoded
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import ChainError, CorruptError, FormatError, NotFoundError, ShrinkpointError
 from shrinkpoint.storage import Source, Storage

@@ -112,7 +112,7 @@ class TensorInfo:
     role: Role = Role.OTHER
     offsets: tuple[int, ...] | None = None
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 

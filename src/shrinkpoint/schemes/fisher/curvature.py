@@ -69,10 +69,6 @@ class GlobalWeights:
             lambda parts: merge_mean_std(parts)[1],
         )
 
-    def global_name(self, name: str) -> str:
-        """The name of the global tensor that a local tensor is a shard of."""
-        return self.tensors.global_name(name)
-
     def local_seed(self, name: str, global_seed: int) -> int:
         """The dither seed of a local shard, given that of the global tensor."""
         shard = self.tensors.local_shards[name]
@@ -97,7 +93,7 @@ def total_entropy_bits(tensors: GlobalTensors, codes: Mapping[str, Tensor], *, a
         codes: codes of local shards, integers of any dtype.
         are_sampled: `codes` are those of some rows only; the result is extrapolated to whole tensors.
     """
-    split = {name: count_codes(values) for name, values in codes.items() if not tensors.is_whole(name)}
+    split = {name: count_codes(values) for name, values in codes.items() if name not in tensors.whole}
     histograms = tensors.reduce_arrays(split, HistogramSum())
     reports = tensors.reduce_primary(
         {name: None if name in split else (values.numel(), entropy_bits(values)) for name, values in codes.items()},
@@ -312,7 +308,7 @@ def estimate_curvatures(
     """
     statistics = MomentStatistics(state) if statistics is None else statistics
     local = {name: _read_local(name, weights, state, recorded.get(name), statistics) for name in weights.local}
-    whole = {name for name in local if weights.tensors.is_whole(name)}
+    whole = {name for name in local if name in weights.tensors.whole}
     kinds = weights.tensors.reduce(
         {name: (_kind(curvature), curvature.mean if name in whole else 0.0) for name, curvature in local.items()},
         _merge_kinds,
@@ -335,7 +331,7 @@ def estimate_curvatures(
             summaries[name] = _Summary(sums.mean, True, marginals=sums, is_remote=True)
     has_absolute = any(0 < summary.mean < math.inf and not summary.relative_only for summary in summaries.values())
     return {
-        name: _combine(name, curvature, summaries[weights.global_name(name)], weights, has_absolute)
+        name: _combine(name, curvature, summaries[weights.tensors.global_names[name]], weights, has_absolute)
         for name, curvature in local.items()
     }
 
@@ -344,7 +340,7 @@ def _read_local(
     name: str, weights: GlobalWeights, state: FlatState, recorded: Tensor | None, statistics: MomentStatistics
 ) -> Curvature:
     info = state.optimizer_info.get(name)
-    if info is not None and not weights.tensors.is_whole(name):
+    if info is not None and name not in weights.tensors.whole:
         info = replace(info, factors=None, blocks=None)  # these are of whole tensors
     return Curvature.from_optimizer(weights.local[name], state, info, recorded, statistics)
 

@@ -150,7 +150,7 @@ def remote_marginals(global_tensors: GlobalTensors, state: FlatState, weights: C
     remote = global_tensors.union(
         name
         for name, tensor in state.tensors.items()
-        if (moment := moments.get(global_tensors.global_name(name))) is not None
+        if (moment := moments.get(global_tensors.global_names[name])) is not None
         and tensor.numel()
         and global_tensors.colocated_name(name, moment) is None
     )
@@ -161,7 +161,7 @@ def remote_marginals(global_tensors: GlobalTensors, state: FlatState, weights: C
     reports = [report for report in global_tensors.all_gather(decays.most_common(1)) if report]
     beta, step = max(reports, key=lambda report: report[0][1])[0][0] if reports else (None, None)
     local = [
-        name for name in state.tensors if global_tensors.global_name(name) in owners and state.tensors[name].numel()
+        name for name in state.tensors if global_tensors.global_names[name] in owners and state.tensors[name].numel()
     ]
     factor = bias_factor(beta, step)
 

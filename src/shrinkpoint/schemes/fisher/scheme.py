@@ -500,7 +500,7 @@ class Fisher(Planner["FisherChoice"]):
         tensors, drop, others = save.tensors, self._moments == "drop", save.unchanged | dict(moments)
         coded = {*coded, *others}
         coded |= {name for name, info in save.state.infos.items() if drop and info.role in MOMENT_ROLES}
-        sizes = {name: 8 * info.nbytes for name, info in save.state.infos.items() if tensors.is_primary(name)}
+        sizes = {name: 8 * info.nbytes for name, info in save.state.infos.items() if name in tensors.primary}
         exact, raw = tensors.sum_over_ranks(
             sum(size for name, size in sizes.items() if name not in coded), sum(sizes.values())
         )

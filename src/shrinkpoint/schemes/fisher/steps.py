@@ -19,7 +19,7 @@ from shrinkpoint.codec.lattice import (
     as_matrix,
     scale_counts,
 )
-from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, Reference, RowSample
+from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, Reference, RowSample, tensor_rows
 from shrinkpoint.quantize.error_feedback import quantize_with_feedback
 from shrinkpoint.quantize.layer_types import EMBEDDING, HEAD, layer_type_from_name
 from shrinkpoint.quantize.map_tensors import map_tensors
@@ -241,12 +241,13 @@ class StepCandidates:
         self._factors: FeedbackFactors | dict[str, Tensor | None] = {} if factors is None else factors
         self.without_feedback = set[str]()
         self._global, self._reference, self._parent_log_step = weights, reference, parent_log_step
+        self._global_names = global_names = weights.tensors.global_names
         self._starts = starts or {}
         typical = reference_curvature(weights, curvatures)
-        types = {weights.global_name(name): layer_type for name, layer_type in (layer_types or {}).items()}
+        types = {global_names[name]: layer_type for name, layer_type in (layer_types or {}).items()}
         scales, seeds = dict[str, float](), dict[str, int]()
         for name, weight in weights.local.items():
-            global_name = weights.global_name(name)
+            global_name = global_names[name]
             scales[name] = step_scale(global_name, weight, curvatures[name], typical, types)
             seeds[name] = weights.local_seed(name, weight_dither_seed(global_name, lossy_restores, seed))
         inherited = self._inherited_lattices()
@@ -257,7 +258,7 @@ class StepCandidates:
 
         def is_too_coarse(name: str) -> bool:
             lattice, std = inherited[name], scales[name] * self._std(name)
-            if weights.tensors.is_whole(name) and _is_fine(lattice, curvatures[name], typical, std):
+            if name in weights.tensors.whole and _is_fine(lattice, curvatures[name], typical, std):
                 return False  # without making a fresh one, which takes a logarithm for each row and column
             return _is_too_coarse(lattice, make_fresh(name))
 
@@ -265,7 +266,7 @@ class StepCandidates:
         too_coarse = weights.tensors.union(
             name for name in inherited if name not in self._stochastic and is_too_coarse(name)
         )
-        self._inherited = {name for name in inherited if weights.global_name(name) not in too_coarse}
+        self._inherited = {name for name in inherited if global_names[name] not in too_coarse}
         self.unit_lattices: dict[str, Lattice] = {}
         for name in weights.local:
             lattice = inherited[name] if name in self._inherited else make_fresh(name)
@@ -283,7 +284,9 @@ class StepCandidates:
     def curvature_term(self, log_step: int) -> float:
         """The rise, for a single loss term, that errors uniform in each cell would cause at this step size."""
         total = 0.0
-        for name in filter(self._global.tensors.is_primary, self.unit_lattices):
+        for name in self.unit_lattices:
+            if name not in self._global.tensors.primary:
+                continue
             lattice, device = self._lattice_at(name, log_step), self.weights[name].device
             squared = (torch.exp2(side.to(device, torch.float64) / 4) for side in (lattice.rows, lattice.columns))
             total += self.curvatures[name].weighted_sum(*squared) / 24
@@ -315,12 +318,12 @@ class StepCandidates:
         accepted = {
             name: result
             for name, result in results.items()
-            if result is not None and self._global.global_name(name) not in left_out
+            if result is not None and self._global_names[name] not in left_out
         }
         points = {name: weight_points for name, (weight_points, _) in accepted.items()}
-        terms = [weight_terms for name, (_, weight_terms) in accepted.items() if self._global.tensors.is_primary(name)]
+        terms = [weight_terms for name, (_, weight_terms) in accepted.items() if name in self._global.tensors.primary]
         slope, curvature = tensors.sum_over_ranks(sum(slope for slope, _ in terms), sum(term for _, term in terms))
-        names = dict.fromkeys((*map(self._global.global_name, self.unit_lattices), *sorted(left_out)))
+        names = dict.fromkeys((*(self._global_names[name] for name in self.unit_lattices), *sorted(left_out)))
         ordered = tuple(name for name in names if name in left_out)
         dtypes = {name: self.weights[name].dtype for name in points}
         return QuantizedWeights(log_step, points, slope, curvature, hysteresis.threshold, ordered, dtypes)
@@ -345,7 +348,7 @@ class StepCandidates:
 
     def _std(self, name: str) -> float:
         """The standard deviation of the global tensor of a local weight."""
-        return self._global.std[self._global.global_name(name)]
+        return self._global.std[self._global_names[name]]
 
     def _fresh_lattice(
         self, name: str, curvature: Curvature, typical: float, seed: int, scale: float
@@ -377,7 +380,7 @@ class StepCandidates:
             if points is not None:
                 return points, curvature.rise_terms(weight, points, threads, with_curvature=with_curvature)
         weights = curvature.error_weights(with_curvature=with_curvature)
-        gain = hysteresis.gains.get(self._global.global_name(name), 1.0)
+        gain = hysteresis.gains.get(self._global_names[name], 1.0)
         result = quantize_weight(weight, lattice, previous, hysteresis.threshold, gain, weights, threads)
         if result is None:
             return None
@@ -419,7 +422,7 @@ class StepCandidates:
         steps = replace(lattice, rows=lattice.rows[rows]).scales(device=weight.device)
         codes = (as_matrix(weight)[rows].to(torch.float32) / steps).round()
         if self._reference is not None and self._reference.has_like(name, tuple(weight.shape), weight.dtype):
-            parent = self._reference.rows(name, rows)
+            parent = tensor_rows(self._reference.tensors, name, rows)
             codes = codes - (parent.to(weight.device, torch.float32) / steps).round()
         return codes
 
@@ -448,7 +451,7 @@ class StepCandidates:
         return {
             name: rescale(parent.lattice, -self._parent_log_step)
             for name, parent in points.items()
-            if self._global.global_name(name) in inheriting
+            if self._global_names[name] in inheriting
         }
 
 

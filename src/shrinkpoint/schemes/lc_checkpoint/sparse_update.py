@@ -53,8 +53,8 @@ class SparseUpdate(ResidualScheme):
         state: FlatState,
         stats: GlobalStats,
     ) -> dict[str, CodebookTensor]:
-        is_primary = stats.global_tensors.is_primary
-        distances = {name: diff.abs().reshape(-1) for name, diff in differences.items() if is_primary(name)}
+        primary = stats.global_tensors.primary
+        distances = {name: diff.abs().reshape(-1) for name, diff in differences.items() if name in primary}
         counts = stats.global_tensors.all_gather(sum(distance.numel() for distance in distances.values()))
         count = min(math.ceil(self._fraction * sum(counts)), sum(counts))
         if not count:
