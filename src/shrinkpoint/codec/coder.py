@@ -27,7 +27,7 @@ class NumberFormat:
     width: int
     mantissa: int = 0
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         return self.width // 8
 

@@ -239,7 +239,7 @@ def decode(
         inputs = DecodeInputs(
             sources.fetch,
             sources.fetch_params,
-            default_threads(threads),
+            default_threads(None) if threads is None else threads,
             allocate,
             digests,
             sources.fetch_codes,

@@ -30,8 +30,7 @@ from shrinkpoint.schemes.select import exact_reasons
 from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.tensors.flat_state import FlatState, snapshot
 from shrinkpoint.tensors.info import JSON, Role
-from shrinkpoint.tensors.memory import is_out_of_memory
-from shrinkpoint.tensors.side_streams import wait_for_devices
+from shrinkpoint.tensors.memory import is_out_of_memory, wait_for_devices
 
 _log = logging.getLogger("shrinkpoint")
 _FREE_MEMORY = "free memory, or save less often"

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from shrinkpoint import humanize
 from shrinkpoint.codec.lattice import LatticeTensor, as_matrix
+from shrinkpoint.codec.parallel import map_tensors
 from shrinkpoint.codec.reference import QuantizedTensor, Reference, lattice_source, tensor_rows
 from shrinkpoint.errors import warn_user
-from shrinkpoint.quantize.map_tensors import map_tensors
 from shrinkpoint.quantize.statistics import ValueSums, value_sums
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.dtypes import as_bits

@@ -157,7 +157,7 @@ class GlobalStats:
 
         limit = _kth_smallest({"": magnitudes.float().cpu()}, str, add_up, lambda count: count - k)[""]
         local = int((magnitudes > limit).sum()), int((magnitudes == limit).sum())
-        reports = self.global_tensors.all_gather(local)
+        reports = self.global_tensors.collectives.all_gather(local)
         remaining = k - sum(above for above, _ in reports) - sum(ties for _, ties in reports[:rank])
         return local[0] + min(max(remaining, 0), local[1])
 

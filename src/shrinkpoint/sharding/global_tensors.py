@@ -207,12 +207,6 @@ class GlobalTensors:
         """The number of values of the global tensor that a local tensor is a shard of."""
         return self.local_shards[name].spec.global_numel
 
-    def sampled_rows(self, name: str, max_numel: int) -> slice:
-        """Rows of a local shard that are every n-th of the global matrix: about `max_numel` values of all of it."""
-        spec = self.local_shards[name].spec
-        stride = max(1, spec.global_numel // max_numel)
-        return slice(-spec.first_row % stride, None, stride)
-
     def colocated_name(self, name: str, global_name: str) -> str | None:
         """The local tensor that is the same box of another global tensor; None if there is none."""
         shard = self.local_shards[name]
@@ -225,23 +219,6 @@ class GlobalTensors:
         return same_box and a.spec.global_shape == b.spec.global_shape and a.spec.global_name != b.spec.global_name
 
     # collectives: all ranks call each of these in the same order
-
-    def all_gather(self, obj: T) -> list[T]:
-        """The objects of all ranks, in rank order; for what is small."""
-        return self.collectives.all_gather(obj)
-
-    def value_if_equal(self, obj: T) -> T | None:
-        """The object that all ranks have; None if they differ."""
-        first, *rest = self.all_gather(obj)
-        return first if all(other == first for other in rest) else None
-
-    def max_over_ranks(self, number: int | None) -> int | None:
-        """The largest number that a rank has; None if none has any."""
-        return max((other for other in self.all_gather(number) if other is not None), default=None)
-
-    def sum_over_ranks(self, *numbers: float) -> tuple[float, ...]:
-        """The sum of each number over ranks."""
-        return tuple(map(math.fsum, zip(*self.all_gather(numbers), strict=True)))
 
     def reduce(self, reports: Mapping[str, T], merge: Callable[[list[T]], R]) -> dict[str, R]:
         """Merge the reports of the shards of each tensor.

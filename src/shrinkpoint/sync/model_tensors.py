@@ -13,7 +13,7 @@ from shrinkpoint import validate
 from shrinkpoint.errors import MismatchError, StateError
 from shrinkpoint.tensors.dtypes import dtype_name, empty
 from shrinkpoint.tensors.flat_state import FlatState, copy_tensors, flatten
-from shrinkpoint.tensors.side_streams import wait_for_devices
+from shrinkpoint.tensors.memory import wait_for_devices
 from shrinkpoint.tensors.wrappers import unwrapped
 
 AnyModel: TypeAlias = nn.Module | Mapping[str, Tensor]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -127,6 +128,7 @@ class RecordPlan:
     contexts: ContextMap
 
 
+@no_gc()  # which would visit the many objects that are created here
 def plan_records(state: FlatState, reference: Reference | None, quantized: Mapping[str, QuantizedTensor]) -> RecordPlan:
     """Sort the tensors of a state into unchanged ones, copies and groups to be coded.
 
@@ -134,13 +136,6 @@ def plan_records(state: FlatState, reference: Reference | None, quantized: Mappi
         reference: the parent's decoded tensors; None: there is no parent.
         quantized: name of a quantized tensor -> its codes and codebook or lattice.
     """
-    with no_gc():
-        return _plan_records(state, reference, quantized)
-
-
-def _plan_records(
-    state: FlatState, reference: Reference | None, quantized: Mapping[str, QuantizedTensor]
-) -> RecordPlan:
     unchanged: list[TensorInfo] = []
     changed: list[TensorInfo] = []
     shared = set[str]() if reference is None else reference.shared_names(state.infos.values())
@@ -172,16 +167,15 @@ def _plan_records(
 def _is_unchanged(name: str, state: FlatState, reference: Reference, quantized_tensor: QuantizedTensor | None) -> bool:
     """Whether a tensor equals the parent's of the same layout."""
     is_residual = isinstance(quantized_tensor, CodebookTensor) and quantized_tensor.residual
-    source = lattice_source(reference.tensors, name)
     if quantized_tensor is not None and not is_residual:
         # A reader keeps the codes for the next delta, so they must be equal; where they are, values mostly are.
         parent_codes = reference.quantized.get(name)
         if parent_codes is None or not _have_equal_codes(quantized_tensor, parent_codes):
             return False
-        sources = source, lattice_source(state.tensors, name)
-        if all(made_from is not None and not made_from.quantized.relative_to for made_from in sources):
+        sources = [lattice_source(tensors, name) for tensors in (reference.tensors, state.tensors)]
+        if all(source is not None and not source.quantized.relative_to for source in sources):
             return True
-    if source is not None:  # decoding more than the first row is mostly needless
+    if lattice_source(reference.tensors, name) is not None:  # decoding more than the first row is mostly needless
         heads = [tensor_rows(tensors, name, slice(1)) for tensors in (state.tensors, reference.tensors)]
         if not same_bits(*heads):
             return False
@@ -222,8 +216,8 @@ def _find_copies(
             continue
         key = _content_key(info, tensor) if content is None else (info.dtype, info.shape, content)
         candidates = names_by_content.setdefault(key, [])
-        equal = candidates if content is not None else _equal_names(candidates, tensor, state)
-        source = next(iter(equal), None)
+        is_key = content is not None  # candidates have the same content
+        source = next((name for name in candidates if is_key or same_bits(state.tensors[name], tensor)), None)
         if source is None and casts.has_narrow:
             wide = casts.sources(info, tensor)
             source = next((name for name in wide if _is_exact_cast(tensor, state.tensors[name])), None)
@@ -234,10 +228,6 @@ def _find_copies(
         if casts.has_narrow:
             casts.add(info, tensor)
     return copies
-
-
-def _equal_names(names: Sequence[str], tensor: Tensor, state: FlatState) -> Iterator[str]:
-    return (name for name in names if same_bits(state.tensors[name], tensor))
 
 
 def _small_contents(infos: Sequence[TensorInfo], state: FlatState) -> dict[str, bytes]:
@@ -325,7 +315,7 @@ def _value_groups(infos: list[TensorInfo], contexts: ContextMap, shared: Collect
         has_reference = info.name in shared
         has_moments = bool(contexts.moments(info))
         # Tensors without values have neither rows nor columns, and are stored as they are.
-        return (info.dtype, info.role, _group_taps(info), has_reference, has_moments, not num_numbers(info))
+        return (info.dtype, info.role, _group_taps(info), has_reference, has_moments, not info.nbytes)
 
     return [
         RecordGroup(
@@ -336,13 +326,13 @@ def _value_groups(infos: list[TensorInfo], contexts: ContextMap, shared: Collect
 
 
 def _bundle(
-    infos: Iterable[TensorInfo], make_key: Callable[[TensorInfo], _Key]
+    infos: Sequence[TensorInfo], make_key: Callable[[TensorInfo], _Key]
 ) -> Iterator[tuple[_Key, list[TensorInfo]]]:
     """Yield the tensors of each record, with their key: a large tensor alone, small ones together until it is full."""
     bundles: dict[_Key, list[TensorInfo]] = {}
     bundle_numel: dict[_Key, int] = {}
-    for info in infos:
-        key, numel = make_key(info), num_numbers(info)
+    for info, numel in zip(infos, [num_numbers(info) for info in infos], strict=True):
+        key = make_key(info)
         if numel >= MAX_SHARED_NUMEL:
             key = (*key, info.name)
         elif bundle_numel.get(key, 0) + numel > MAX_BUNDLE_NUMEL:
@@ -449,10 +439,10 @@ def _contexts_first(groups: Sequence[RecordGroup]) -> list[RecordGroup]:
         ValueError: groups depend on each other.
     """
     numbers = {info.name: number for number, group in enumerate(groups) for info in group.infos}
-    waiting = [
-        (group, {numbers[name] for name in _context_tensors(group) if name in numbers} - {number})
-        for number, group in enumerate(groups)
-    ]
+    waiting = []
+    for number, group in enumerate(groups):
+        contexts = [*chain.from_iterable(group.moments), *group.context_names]
+        waiting.append((group, {numbers[name] for name in contexts if name in numbers} - {number}))
     ordered: list[RecordGroup] = []
     done = set[int]()
     while waiting:
@@ -463,12 +453,6 @@ def _contexts_first(groups: Sequence[RecordGroup]) -> list[RecordGroup]:
         ordered.append(group)
         done.add(numbers[group.infos[0].name])
     return ordered
-
-
-def _context_tensors(group: RecordGroup) -> Iterator[str]:
-    """Names of the tensors of the same file that must be decoded before this group."""
-    yield from (name for pair in group.moments for name in pair)
-    yield from group.context_names
 
 
 def _role_order(info: TensorInfo) -> int:

@@ -25,9 +25,8 @@ from shrinkpoint.codec.lattice_record import LatticeInput, encode_lattice_record
 from shrinkpoint.codec.parallel import map_ordered
 from shrinkpoint.codec.record import encode_copies, encode_plain, encode_same
 from shrinkpoint.codec.reference import QuantizedTensor, Reference, lattice_source
-from shrinkpoint.schemes.encode.coder_choices import ChainChoices, CoderChoice, GroupKind, SaveChoices
 from shrinkpoint.schemes.encode.record_groups import RecordGroup, plan_records
-from shrinkpoint.schemes.encode.value_records import ValueEncoder
+from shrinkpoint.schemes.encode.value_records import ChainChoices, CoderChoice, GroupKind, SaveChoices, ValueEncoder
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import EncodedRecord
 
@@ -68,10 +67,13 @@ def encode_records(
         {} if choices is None else choices, [group for group in plan.groups if group.kind == "values"]
     )
     values = ValueEncoder(state, reference, plan.contexts, ordinals, save_choices, chunk)
-    encoder = _RecordEncoder(state, reference, quantized, values, ordinals, coders, workers)
+    encoder = _RecordEncoder(state, reference, quantized, values, ordinals, coders)
     if plan.unchanged and reference is not None:
         yield encode_same("~same", plan.unchanged, reference)
-    for records in encoder.encode_all(plan.groups):
+    groups = plan.groups
+    # Codes are fewer than the bytes of their tensors, but what is needed to code them grows with these.
+    sizes = [sum(info.nbytes for info in group.infos) for group in groups]
+    for records in map_ordered(lambda index, count: encoder.encode(index, groups[index], count), sizes, workers):
         yield from records
     if plan.copies:
         sources = [ordinals[source] for _, source in plan.copies]
@@ -121,7 +123,6 @@ class _RecordEncoder:
 
     Attributes:
         ordinals: name -> ordinal in the file, of all tensors but copies.
-        workers: number of threads; records are coded in parallel.
     """
 
     state: FlatState
@@ -130,17 +131,9 @@ class _RecordEncoder:
     values: ValueEncoder
     ordinals: dict[str, int]
     coders: Sequence[str]
-    workers: int
 
-    def encode_all(self, groups: Sequence[RecordGroup]) -> Iterator[list[EncodedRecord]]:
-        """Yield the records of each group; some are coded ahead."""
-        return map_ordered(
-            lambda index, threads: self._encode_group(index, groups[index], threads),
-            [_raw_bytes(group) for group in groups],
-            self.workers,
-        )
-
-    def _encode_group(self, index: int, group: RecordGroup, threads: int) -> list[EncodedRecord]:
+    def encode(self, index: int, group: RecordGroup, threads: int) -> list[EncodedRecord]:
+        """Return the records of a group; one, unless its tensors are stored as they are."""
         name = group.infos[0].name if len(group.infos) == 1 else f"~{index}"
         encode_group = {"codes": self._encode_codebooks, "points": self._encode_lattices, "values": self.values.encode}
         encoded = encode_group[group.kind](name, group, threads)
@@ -199,8 +192,3 @@ class _RecordEncoder:
 
     def _moment_ordinals(self, group: RecordGroup) -> tuple[tuple[int, int], ...]:
         return tuple((self.ordinals[first], self.ordinals[second]) for first, second in group.moments)
-
-
-def _raw_bytes(group: RecordGroup) -> int:
-    """Bytes of a group's tensors; their codes are fewer, but what is needed to code them grows with the tensors."""
-    return sum(info.nbytes for info in group.infos)

@@ -26,16 +26,16 @@ from shrinkpoint.codec.lattice import (
     matrix_shape,
     scale_counts,
 )
+from shrinkpoint.codec.parallel import map_tensors
 from shrinkpoint.quantize.lattice import quantize_to_lattice
-from shrinkpoint.quantize.map_tensors import map_tensors
-from shrinkpoint.quantize.second_moment import (
+from shrinkpoint.quantize.statistics import (
     LOG_UNITS_PER_OCTAVE,
     SecondMomentSums,
     quantize_second_moment,
     relative_squares,
     square_sums,
 )
-from shrinkpoint.schemes.fisher.moment_statistics import MomentStatistics
+from shrinkpoint.schemes.fisher.curvature import MomentStatistics
 from shrinkpoint.sharding.global_tensors import GlobalTensors, Marginals
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.optimizers import MomentKind

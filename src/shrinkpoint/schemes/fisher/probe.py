@@ -57,14 +57,15 @@ def probe(weights: GlobalWeights, loss_increase: MeasureLossIncrease) -> dict[st
         perturbed = {}
         for name, weight in members.items():
             title = weights.tensors.global_names[name]
-            seed = weights.local_seed(name, seeds[title])
+            shard = weights.tensors.local_shards[name]
+            seed = shard.spec.dither_seed(seeds[title], shard.sizes)
             perturbed[name] = add_uniform_noise(weight, seed, weights.std[title])
         squares = sum(
             float((perturbed[name].float() - weight.float()).square().sum())
             for name, weight in members.items()
             if name in weights.tensors.primary
         )
-        measurements[group] = loss_increase(perturbed), weights.tensors.sum_over_ranks(squares)[0]
+        measurements[group] = loss_increase(perturbed), weights.tensors.collectives.sum_over_ranks(squares)[0]
     return curvature_by_group(measurements)
 
 
