@@ -27,7 +27,7 @@ from shrinkpoint.codec.coder import Bytes
 from shrinkpoint.codec.lattice import Lattice, LatticeTensor
 from shrinkpoint.codec.pack import digest_arrays, num_numbers
 from shrinkpoint.codec.recipe import Recipe
-from shrinkpoint.codec.reference import QuantizedTensor, Reference, lattice_source, names_by_ordinal, tensor_layout
+from shrinkpoint.codec.reference import DecodedTensors, QuantizedTensor, Reference, lattice_source, tensor_layout
 from shrinkpoint.errors import ChainError, CorruptError, ShrinkpointError, TruncatedError
 from shrinkpoint.guard import read_guard
 from shrinkpoint.tensors.dtypes import dtype_name, tensor_bytes, tensor_from_bytes, torch_dtype
@@ -386,18 +386,14 @@ def moment_pairs(view: RecordView, moments: Sequence[tuple[int, int]]) -> list[t
     return pairs
 
 
+@dataclass(frozen=True)
 class DecodedSources:
     """The decoded tensors that a record of a file may refer to: earlier ones of the file, and the parent's."""
 
-    def __init__(
-        self,
-        decoded: Mapping[str, Tensor],
-        quantized: Mapping[str, QuantizedTensor],
-        reference: Reference | None,
-        digests: RecordDigests,
-    ) -> None:
-        self._own, self._own_quantized, self._digests = decoded, quantized, digests
-        self._reference = reference
+    own: Mapping[str, Tensor]
+    own_quantized: Mapping[str, QuantizedTensor]
+    reference: Reference | None
+    digests: RecordDigests
 
     def view(self, encoded: EncodedRecord, recipe: Recipe | None) -> RecordView:
         parts = {name: memoryview(part) for name, part in encoded.parts.items()}
@@ -410,47 +406,47 @@ class DecodedSources:
 
     @cached_property
     def _names(self) -> Sequence[str]:
-        return names_by_ordinal(self._own)
+        return self.own.names if isinstance(self.own, DecodedTensors) else list(self.own)
 
     def _tensor_at(self, ordinal: int) -> TensorInfo:
-        return _info_of(self._names[ordinal], self._own)
+        return _info_of(self._names[ordinal], self.own)
 
     def _parent_tensor(self, name: str) -> TensorInfo | None:
-        if self._reference is None or name not in self._reference.tensors:
+        if self.reference is None or name not in self.reference.tensors:
             return None
-        return _info_of(name, self._reference.tensors)
+        return _info_of(name, self.reference.tensors)
 
     def check_parent(self, infos: Sequence[TensorInfo]) -> Reference:
         """Raise ChainError unless the parent has these tensors, of the same shapes and dtypes."""
-        expected = f"a base with digest {self._digests.base}"
-        if self._reference is None:
+        expected = f"a base with digest {self.digests.base}"
+        if self.reference is None:
             found, do = "a delta without its parent", "load it through its store, or give base="
-            raise ChainError(self._digests.where, found=found, expected=expected, do=do)
-        shared = self._reference.shared_names(infos)
+            raise ChainError(self.digests.where, found=found, expected=expected, do=do)
+        shared = self.reference.shared_names(infos)
         for info in infos:
             if info.name not in shared:
                 found = f"a parent without tensor {info.name!r} of shape {list(info.shape)} and {info.dtype}"
                 do = "give the checkpoint that this one was made against"
-                raise ChainError(self._digests.where, found=found, expected=expected, do=do)
-        return self._reference
+                raise ChainError(self.digests.where, found=found, expected=expected, do=do)
+        return self.reference
 
     def fetch(self, span: ByteRange) -> Bytes:
         if span.codes and span.same_file:
-            tensor = self._own_quantized[span.name]
+            tensor = self.own_quantized[span.name]
             if not isinstance(tensor, CodebookTensor):
                 raise ValueError(f"the context codes are those of {span.name!r}, which has none")
             return tensor_bytes(tensor.codes)[span.start : span.stop]
         if span.same_file:
-            return tensor_bytes(self._own[span.name])[span.start : span.stop]
-        assert self._reference is not None
+            return tensor_bytes(self.own[span.name])[span.start : span.stop]
+        assert self.reference is not None
         if span.codes:
-            if not self._reference.has_codes(span.name):
-                self._digests.check_base_digest("none: its tensors are not quantized")
-            return tensor_bytes(self._reference.quantized[span.name].codes)[span.start : span.stop]
-        return tensor_bytes(self._reference.tensors[span.name])[span.start : span.stop]
+            if not self.reference.has_codes(span.name):
+                self.digests.check_base_digest("none: its tensors are not quantized")
+            return tensor_bytes(self.reference.quantized[span.name].codes)[span.start : span.stop]
+        return tensor_bytes(self.reference.tensors[span.name])[span.start : span.stop]
 
     def fetch_codes(self, span: ByteRange) -> LatticeTensor | None:
-        tensors = self._own if span.same_file else self._reference.tensors if self._reference is not None else {}
+        tensors = self.own if span.same_file else self.reference.tensors if self.reference is not None else {}
         source = lattice_source(tensors, span.name)
         is_usable = source is not None and source.dtype == torch.float32 and not source.quantized.relative_to
         if source is None or not is_usable or (span.start, span.stop) != (0, 4 * source.quantized.codes.numel()):
@@ -458,14 +454,14 @@ class DecodedSources:
         return source.quantized
 
     def fetch_lattice_tensor(self, name: str) -> LatticeTensor | None:
-        tensor = None if self._reference is None else self._reference.quantized.get(name)
+        tensor = None if self.reference is None else self.reference.quantized.get(name)
         return tensor if isinstance(tensor, LatticeTensor) else None
 
     def fetch_params(self, name: str) -> QuantizerParams:
-        quantized = {} if self._reference is None else self._reference.quantized
+        quantized = {} if self.reference is None else self.reference.quantized
         tensor = quantized.get(name)
         if tensor is None:
-            self._digests.check_base_digest("none: its tensors are not quantized")
+            self.digests.check_base_digest("none: its tensors are not quantized")
         assert tensor is not None
         return tensor.lattice if isinstance(tensor, LatticeTensor) else tensor
 

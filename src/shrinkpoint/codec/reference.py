@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
@@ -211,11 +211,6 @@ class RowSample(NamedTuple):
         """Copy rows of a tensor to host memory; None: every n-th, of about `MAX_SAMPLED_VALUES` values."""
         rows = slice(0, None, max(1, tensor.numel() // MAX_SAMPLED_VALUES)) if rows is None else rows
         return cls(tuple(tensor.shape), rows, copy_to_host(as_matrix(tensor)[rows]))
-
-
-def names_by_ordinal(tensors: Mapping[str, Tensor]) -> Sequence[str]:
-    """Return the names of the file's earlier tensors in order, indexed by ordinal."""
-    return tensors.names if isinstance(tensors, DecodedTensors) else list(tensors)
 
 
 def to_host(tensors: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:

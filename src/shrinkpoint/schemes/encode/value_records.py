@@ -51,7 +51,7 @@ def coder_configs(
     if record.context.base is not None:
         base_zeros = _trailing_zeros(_union(number, record.context.base, exact), number.mantissa) if shift else 0
         yield from _delta_configs(number, context, role, info, min(shift, base_zeros))
-    if values.nbytes < record.nbytes:
+    if values.nbytes < record.values.nbytes:
         sample = _sample(values.view(words.dtype))
     yield from _level_configs(number, sample, context, role, sign, shift)
 
@@ -335,8 +335,8 @@ class ValueEncoder:
             return None if configs is None else self._encode_record(record, configs, threads)
 
         encoded = _with_known_bits(attempt)
-        promised = _MAX_GROWTH * choice.ratio * record.nbytes + _HEADER_OVERHEAD
-        return encoded if _encoded_size(encoded) < min(promised, record.nbytes - _HEADER_OVERHEAD) else None
+        promised = _MAX_GROWTH * choice.ratio * record.values.nbytes + _HEADER_OVERHEAD
+        return encoded if _encoded_size(encoded) < min(promised, record.values.nbytes - _HEADER_OVERHEAD) else None
 
     def _encode_smallest(
         self, name: str, group: RecordGroup, threads: int
@@ -346,14 +346,14 @@ class ValueEncoder:
         choice: CoderChoice | None = None
         for taps in sorted({1, group.taps}):
             record = self._record(name, group, taps)
-            if record.nbytes <= _HEADER_OVERHEAD:
+            if record.values.nbytes <= _HEADER_OVERHEAD:
                 return None, None
-            smallest_so_far = min(_encoded_size(best), record.nbytes - _HEADER_OVERHEAD)
+            smallest_so_far = min(_encoded_size(best), record.values.nbytes - _HEADER_OVERHEAD)
             encoded, configs = self._measure(record, smallest_so_far, threads)
             size = _encoded_size(encoded)
             if size < smallest_so_far:
                 best = encoded
-                choice = CoderChoice(taps, tuple(map(config_kind, configs)), size / record.nbytes)
+                choice = CoderChoice(taps, tuple(map(config_kind, configs)), size / record.values.nbytes)
         return best, choice
 
     def _measure(
