@@ -15,8 +15,8 @@ from torch import nn
 
 import shrinkpoint as sp
 
-SAVE = (665, 83, 2150)
-RESTORE = (383, 54, 2430)
+SAVE = (630, 73, 1290)
+RESTORE = (376, 50, 1320)
 GRADIENT = (80, 10, 124)
 
 

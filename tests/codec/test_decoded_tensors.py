@@ -6,9 +6,16 @@ import pytest
 import torch
 from helpers.lattice_records import points_of
 
-from shrinkpoint.codec.decoded_tensors import CastSource, DecodedTensors, LatticeSource, tensor_layout, tensor_rows
 from shrinkpoint.codec.lattice import as_matrix
-from shrinkpoint.codec.reference import Reference, RowSample
+from shrinkpoint.codec.reference import (
+    CastSource,
+    DecodedTensors,
+    LatticeSource,
+    Reference,
+    RowSample,
+    tensor_layout,
+    tensor_rows,
+)
 
 ROWS = [slice(None), slice(0), slice(1), slice(2, None, 3), slice(1, 4), slice(0, None, 100)]
 
@@ -52,10 +59,10 @@ def test_rows_of_any_shape_are_decoded(shape: tuple[int, ...]) -> None:
     tensors = state(shape)
     plain = points_of("linear", shape)
     tensors.add({"plain": LatticeSource(plain, torch.float32), "all": plain.dequantize(torch.float32)})
-    assert all(torch.equal(tensors.rows("plain", rows), tensors.rows("all", rows)) for rows in ROWS)
+    assert all(torch.equal(tensor_rows(tensors, "plain", rows), tensor_rows(tensors, "all", rows)) for rows in ROWS)
     for name in ("v", "m", "w", "low"):
         for rows in ROWS:
-            assert torch.equal(tensors.rows(name, rows), as_matrix(tensors[name])[rows])
+            assert torch.equal(tensor_rows(tensors, name, rows), as_matrix(tensors[name])[rows])
 
 
 def test_a_subset_needs_nothing_that_is_not_in_it() -> None:

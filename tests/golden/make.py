@@ -5,7 +5,7 @@ what is there. `v3` is for format 3; its folders hold files by kind of record, s
 
 Into an empty folder it writes the same bytes again where training gives the same bits, but for two kinds of files.
 Manifests, `forgotten` and `.metadata` hold times and identifiers. `fisher_restored` was written when logarithms of
-second moments were float64. They are integers since (`quantize/second_moment.py`): the mean of a column of that file,
+second moments were float64. They are integers since (`quantize/statistics.py`): the mean of a column of that file,
 -4.5004 eighths of an octave, becomes -4.4999, which rounds to another exponent. The file stays as it is.
 """
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.schemes.base import QuantizedState, Scheme
 from shrinkpoint.schemes.evaluate import ShardedModelEvaluator
-from shrinkpoint.schemes.plan_shards import plan_shards
+from shrinkpoint.schemes.planner import plan_shards
 from shrinkpoint.sharding.collectives import Collectives
 from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec
 from shrinkpoint.tensors.flat_state import FlatState

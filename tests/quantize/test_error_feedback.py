@@ -9,8 +9,7 @@ from torch import Tensor
 
 from shrinkpoint import _native
 from shrinkpoint.codec.lattice import Lattice, as_matrix
-from shrinkpoint.quantize.error_feedback import feedback_factor, quantize_with_feedback
-from shrinkpoint.quantize.lattice import quantize_to_lattice
+from shrinkpoint.quantize.lattice import feedback_factor, quantize_to_lattice, quantize_with_feedback
 
 SHAPES = [(70, 33), (5, 2), (130, 66), (1, 9)]
 

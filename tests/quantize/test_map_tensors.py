@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shrinkpoint as sp
-from shrinkpoint.quantize.map_tensors import MIN_BATCH_NUMEL, map_tensors
+from shrinkpoint.codec.parallel import MIN_BATCH_NUMEL, map_tensors
 
 SIZES = [3, 1, MIN_BATCH_NUMEL, 0, 5, MIN_BATCH_NUMEL + 1, 2]
 

@@ -13,20 +13,20 @@ from torch import Tensor
 
 from shrinkpoint import _native
 from shrinkpoint.codec.lattice import ZERO_CODE, Lattice, as_matrix
-from shrinkpoint.quantize import second_moment
+from shrinkpoint.quantize import statistics
 from shrinkpoint.quantize.lattice import (
     ErrorWeights,
     quantization_error_sums,
     quantize_to_lattice,
     quantize_with_errors,
 )
-from shrinkpoint.quantize.second_moment import (
+from shrinkpoint.quantize.statistics import (
     LOG_UNITS_PER_OCTAVE,
     quantize_second_moment,
     relative_squares,
     second_moment_sums,
+    value_sums,
 )
-from shrinkpoint.quantize.statistics import value_sums
 
 SHAPES = [(1, 1), (7,), (1, 3000), (300, 5), (259, 1030), (3, 2, 3, 3), (2050, 1), (0, 4)]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -65,7 +65,7 @@ def instruction_set(request):
 def test_the_native_core_and_torch_give_the_same_sums_and_codes(shape, dtype):
     m, v = moments(shape, dtype)
     for first in (m, None):
-        native, plain = second_moment_sums(v, first), second_moment._second_moment_sums_torch(v, first, True)
+        native, plain = second_moment_sums(v, first), statistics._second_moment_sums_torch(v, first, True)
         assert (native.is_finite, native.has_negative) == (plain.is_finite, plain.has_negative) == (True, False)
         for name in ("logs", "counts"):
             a, b = getattr(native, name), getattr(plain, name)
@@ -79,7 +79,7 @@ def test_the_native_core_and_torch_give_the_same_sums_and_codes(shape, dtype):
         for step in (4, 24) if v.numel() else ():
             lattice = lattice_of(shape, step)
             points, sums = quantize_second_moment(v, first, lattice, 0.6)
-            other, other_sums = second_moment._quantize_torch(v, first, lattice, 0.6)
+            other, other_sums = statistics._quantize_torch(v, first, lattice, 0.6)
             assert points.codes.dtype == torch.int8 and torch.equal(points.codes, other.codes)
             assert (sums is None) == (other_sums is None) == (first is None)
             if sums is not None and other_sums is not None:
@@ -116,7 +116,7 @@ def test_codes_are_the_nearest_powers_and_zero_where_nothing_is_present():
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0])
 @pytest.mark.parametrize("where", ["m", "v"])
 def test_what_is_not_finite_or_below_zero_is_reported(value, where):
-    for device_path in (second_moment_sums, lambda v, m: second_moment._second_moment_sums_torch(v, m, True)):
+    for device_path in (second_moment_sums, lambda v, m: statistics._second_moment_sums_torch(v, m, True)):
         m, v = moments((40, 70), torch.float32)
         (v if where == "v" else m)[39, 69] = value
         sums = device_path(v, m)

@@ -20,7 +20,7 @@ import shrinkpoint as sp
 from shrinkpoint.errors import LossWarning
 from shrinkpoint.schemes.calibration import REPEAT_INTERVAL, Calibration
 from shrinkpoint.schemes.evaluate import DegradationMetric, Reading, ShardedModelEvaluator
-from shrinkpoint.schemes.plan_shards import plan_shards
+from shrinkpoint.schemes.planner import plan_shards
 from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.storage import MemoryStorage
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import shrinkpoint as sp
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.schemes.plan_shards import plan_shards
+from shrinkpoint.schemes.planner import plan_shards
 from shrinkpoint.schemes.select import is_bitwise_equal, unchanged_tensors
 from shrinkpoint.sharding.collectives import Collectives
 from shrinkpoint.sharding.global_tensors import GlobalTensors

@@ -16,7 +16,7 @@ from helpers.small_training import Run, Silent
 import shrinkpoint as sp
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import LossWarning, UnmeasuredLossWarning, warn_user
-from shrinkpoint.schemes.plan_shards import plan_shards
+from shrinkpoint.schemes.planner import plan_shards
 from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.train.checkpointer import Checkpointer

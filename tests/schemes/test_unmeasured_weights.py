@@ -17,7 +17,7 @@ import shrinkpoint as sp
 from shrinkpoint.errors import LossWarning
 from shrinkpoint.schemes.calibration import MAX_ENTRIES, top_level_entries
 from shrinkpoint.schemes.evaluate import ShardedModelEvaluator
-from shrinkpoint.schemes.plan_shards import plan_shards
+from shrinkpoint.schemes.planner import plan_shards
 from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.tensors.flat_state import flatten

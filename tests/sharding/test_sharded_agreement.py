@@ -20,7 +20,7 @@ from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.evaluate import ShardedModelEvaluator
 from shrinkpoint.schemes.fisher.curvature import Curvature
 from shrinkpoint.schemes.fisher.steps import StepCandidates
-from shrinkpoint.schemes.plan_shards import check_shardable, plan_shards
+from shrinkpoint.schemes.planner import check_shardable, plan_shards
 from shrinkpoint.sharding.collectives import LocalCollectives
 from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec
 from shrinkpoint.tensors.flat_state import FlatState, flatten

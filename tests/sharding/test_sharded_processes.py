@@ -19,7 +19,7 @@ SETUP = """
     from helpers.replica_search import digest, join, leave
     import shrinkpoint as sp
     from shrinkpoint.tensors.info import Role, TensorInfo
-    from shrinkpoint.schemes.plan_shards import plan_shards
+    from shrinkpoint.schemes.planner import plan_shards
     from shrinkpoint.schemes.evaluate import ShardedModelEvaluator
     from shrinkpoint.sharding.collectives import make_collectives
     from shrinkpoint.sharding.shard_spec import ShardSpec, ShardLayout

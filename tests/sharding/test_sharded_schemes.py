@@ -15,7 +15,7 @@ import shrinkpoint as sp
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.errors import LossWarning
 from shrinkpoint.schemes.base import Scheme
-from shrinkpoint.schemes.plan_shards import plan_shards
+from shrinkpoint.schemes.planner import plan_shards
 from shrinkpoint.sharding.collectives import LocalCollectives
 from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec
 from shrinkpoint.tensors.flat_state import FlatState, flatten

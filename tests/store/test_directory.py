@@ -22,7 +22,7 @@ import shrinkpoint as sp
 from shrinkpoint.errors import ChainError, CorruptError, FormatError, NotFoundError, ShrinkpointError, StorageError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.lossless import Lossless
-from shrinkpoint.schemes.plan_shards import plan_shards
+from shrinkpoint.schemes.planner import plan_shards
 from shrinkpoint.sharding.collectives import LocalCollectives
 from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec
 from shrinkpoint.store import chain_limit, directory

@@ -10,8 +10,7 @@ from helpers.strategies import difference
 from torch import nn
 
 from shrinkpoint import Fisher, Store
-from shrinkpoint.codec.decoded_tensors import as_decoded
-from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, RowSample
+from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, RowSample, as_decoded
 from shrinkpoint.errors import StorageError
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.tensors.flat_state import flatten

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shrinkpoint.tensors.flat_state import copy_on_devices, flatten, snapshot
-from shrinkpoint.tensors.side_streams import SideStreams
+from shrinkpoint.tensors.memory import SideStreams
 
 
 def test_tensors_in_host_memory_need_no_streams():

@@ -20,6 +20,7 @@ from torch import nn
 
 import shrinkpoint as sp
 from shrinkpoint.codec.lattice import LatticeTensor
+from shrinkpoint.codec.reference import lattice_source
 from shrinkpoint.errors import LossWarning
 from shrinkpoint.storage import MemoryStorage, Storage
 from shrinkpoint.store import SaveReport
@@ -264,7 +265,7 @@ def test_in_the_background_a_copy_of_what_is_on_lattices_reuses_the_memory_of_th
             manager.wait()
         reference = manager.store.reference
     first, *later = scheme.addresses
-    coded = {name for name in first if reference.lattice_source(name) is not None}
+    coded = {name for name in first if lattice_source(reference.tensors, name) is not None}
     exact = {name for name in first if reference.tensors[name].numel()} - coded
     assert coded and exact
     assert all(addresses[name] == first[name] for addresses in later for name in coded)

@@ -2,8 +2,8 @@
 
 `recipe` describes how a record was encoded, `pack` lays its tensors out as one array of numbers, `coder` entropy-codes
 such an array with the native core, and `record` joins these stages. `codebook_tensor` and `lattice` describe quantized
-tensors; `coded_record`, `codebook_record` and `lattice_record` hold the encoders and decoders of the kinds of record,
-with the interface in `decoder`.
+tensors; `coded_record`, `codebook_record`, `lattice_record` and `lattice_decoder` hold the encoders and decoders of the
+kinds of record, with the interface in `decoder`.
 """
 
 from shrinkpoint.codec.code_streams import CODERS, DELTA_CODERS

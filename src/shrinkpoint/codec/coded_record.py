@@ -59,10 +59,6 @@ class RecordInput:
     context: CodingContext
     moments: tuple[tuple[int, int], ...] = ()
 
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes
-
 
 def encode(record: RecordInput, configs: tuple[CoderConfig, ...], *, threads: int | None = None) -> EncodedRecord:
     """Entropy-code a record, each tap with its configuration; the last configuration serves all later taps."""

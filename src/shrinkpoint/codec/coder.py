@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shrinkpoint import _native
 from shrinkpoint._native import Companion, Predictor, Tokens
-from shrinkpoint.tensors.info import DTYPES, JSON
+from shrinkpoint.tensors.info import DTYPES
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class NumberFormat:
     width: int
     mantissa: int = 0
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         return self.width // 8
 
@@ -119,36 +119,6 @@ class CoderConfig:
     def needs_base(self) -> bool:
         """Whether a decoder needs `CodingContext.base`."""
         return self.predictor in ("base", "adam", "square") or self.companion == "base"
-
-    def to_json(self) -> JSON:
-        """Return the fields that differ from their defaults; defaults are left out to keep headers small."""
-        out: dict[str, JSON] = {"tokens": self.tokens}
-        for field_ in fields(self)[1:]:
-            value = getattr(self, field_.name)
-            if value != field_.default:
-                out[field_.name] = list(value) if isinstance(value, tuple) else value
-        return out
-
-    @classmethod
-    def from_json(cls, data: JSON) -> CoderConfig:
-        """Parse the stored fields; the native core checks their combination.
-
-        Raises:
-            ValueError: a field is unknown, of another type or out of range.
-        """
-        if not isinstance(data, dict) or "tokens" not in data:
-            raise ValueError("a run is not an object, or has no tokens")
-        for name, value in data.items():
-            kind = list if name == "parameters" else _FIELD_TYPES.get(name)
-            if kind is None or type(value) is not kind:
-                raise ValueError(f"a run has {name}={value!r}")
-        config = cls(**{**data, "parameters": tuple(data.get("parameters", ()))})
-        small = all(0 <= n < 1 << 12 for n in (config.fine, config.shift, config.top)) and abs(config.bias) < 1 << 20
-        if not small or not 0 < config.chunk <= MAX_CHUNK or not all(type(p) is float for p in config.parameters):
-            raise ValueError("a run has a number out of range")
-        if len(config.parameters) not in (0, 4):
-            raise ValueError("a run lacks some of its parameters")
-        return config
 
     def encode(
         self, number_format: NumberFormat, values: Bytes, context: CodingContext, threads: int
@@ -246,9 +216,6 @@ class CoderConfig:
             "moment1_base": context.moment1_base if self.predictor == "square" else None,
             "hint": context.hint,
         }
-
-
-_FIELD_TYPES = {field_.name: type(field_.default) for field_ in fields(CoderConfig)[1:]} | {"tokens": str}
 
 
 @dataclass(frozen=True)

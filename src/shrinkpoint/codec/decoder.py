@@ -17,6 +17,7 @@ from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from shrinkpoint import _native
@@ -26,11 +27,11 @@ from shrinkpoint.codec.coder import Bytes
 from shrinkpoint.codec.lattice import Lattice, LatticeTensor
 from shrinkpoint.codec.pack import digest_arrays, num_numbers
 from shrinkpoint.codec.recipe import Recipe
-from shrinkpoint.codec.reference import QuantizedTensor
+from shrinkpoint.codec.reference import DecodedTensors, QuantizedTensor, Reference, lattice_source, tensor_layout
 from shrinkpoint.errors import ChainError, CorruptError, ShrinkpointError, TruncatedError
 from shrinkpoint.guard import read_guard
-from shrinkpoint.tensors.dtypes import tensor_bytes, tensor_from_bytes, torch_dtype
-from shrinkpoint.tensors.info import DTYPES, ITEMSIZE, JSON, TensorInfo
+from shrinkpoint.tensors.dtypes import dtype_name, tensor_bytes, tensor_from_bytes, torch_dtype
+from shrinkpoint.tensors.info import DTYPES, ITEMSIZE, JSON, EncodedRecord, TensorInfo
 
 _ADVICE = "restore an older checkpoint; `shrinkpoint verify` names what else is hit"
 
@@ -379,11 +380,92 @@ def moment_pairs(view: RecordView, moments: Sequence[tuple[int, int]]) -> list[t
     if len(pairs) != len(view.infos):
         raise ValueError(f"{len(pairs)} pairs of moments for {len(view.infos)} tensors")
     for info, pair in zip(view.infos, pairs, strict=True):
-        fits = all(moment.shape == info.shape and _is_codable_float(moment) for moment in pair)
+        fits = all(moment.shape == info.shape and DTYPES[moment.dtype].kind == "float" for moment in pair)
         if not fits or num_numbers(info) != info.numel:
             raise ValueError(f"moments of {info.name!r} that do not fit it")
     return pairs
 
 
-def _is_codable_float(info: TensorInfo) -> bool:
-    return DTYPES[info.dtype].kind == "float"
+@dataclass(frozen=True)
+class DecodedSources:
+    """The decoded tensors that a record of a file may refer to: earlier ones of the file, and the parent's."""
+
+    own: Mapping[str, Tensor]
+    own_quantized: Mapping[str, QuantizedTensor]
+    reference: Reference | None
+    digests: RecordDigests
+
+    def view(self, encoded: EncodedRecord, recipe: Recipe | None) -> RecordView:
+        parts = {name: memoryview(part) for name, part in encoded.parts.items()}
+
+        def read(part: str, begin: int, end: int) -> memoryview:
+            return parts[part][begin:end]
+
+        sizes = {name: part.nbytes for name, part in parts.items()}
+        return RecordView(encoded.infos, encoded.recipe, sizes, read, self._tensor_at, self._parent_tensor, recipe)
+
+    @cached_property
+    def _names(self) -> Sequence[str]:
+        return self.own.names if isinstance(self.own, DecodedTensors) else list(self.own)
+
+    def _tensor_at(self, ordinal: int) -> TensorInfo:
+        return _info_of(self._names[ordinal], self.own)
+
+    def _parent_tensor(self, name: str) -> TensorInfo | None:
+        if self.reference is None or name not in self.reference.tensors:
+            return None
+        return _info_of(name, self.reference.tensors)
+
+    def check_parent(self, infos: Sequence[TensorInfo]) -> Reference:
+        """Raise ChainError unless the parent has these tensors, of the same shapes and dtypes."""
+        expected = f"a base with digest {self.digests.base}"
+        if self.reference is None:
+            found, do = "a delta without its parent", "load it through its store, or give base="
+            raise ChainError(self.digests.where, found=found, expected=expected, do=do)
+        shared = self.reference.shared_names(infos)
+        for info in infos:
+            if info.name not in shared:
+                found = f"a parent without tensor {info.name!r} of shape {list(info.shape)} and {info.dtype}"
+                do = "give the checkpoint that this one was made against"
+                raise ChainError(self.digests.where, found=found, expected=expected, do=do)
+        return self.reference
+
+    def fetch(self, span: ByteRange) -> Bytes:
+        if span.codes and span.same_file:
+            tensor = self.own_quantized[span.name]
+            if not isinstance(tensor, CodebookTensor):
+                raise ValueError(f"the context codes are those of {span.name!r}, which has none")
+            return tensor_bytes(tensor.codes)[span.start : span.stop]
+        if span.same_file:
+            return tensor_bytes(self.own[span.name])[span.start : span.stop]
+        assert self.reference is not None
+        if span.codes:
+            if not self.reference.has_codes(span.name):
+                self.digests.check_base_digest("none: its tensors are not quantized")
+            return tensor_bytes(self.reference.quantized[span.name].codes)[span.start : span.stop]
+        return tensor_bytes(self.reference.tensors[span.name])[span.start : span.stop]
+
+    def fetch_codes(self, span: ByteRange) -> LatticeTensor | None:
+        tensors = self.own if span.same_file else self.reference.tensors if self.reference is not None else {}
+        source = lattice_source(tensors, span.name)
+        is_usable = source is not None and source.dtype == torch.float32 and not source.quantized.relative_to
+        if source is None or not is_usable or (span.start, span.stop) != (0, 4 * source.quantized.codes.numel()):
+            return None
+        return source.quantized
+
+    def fetch_lattice_tensor(self, name: str) -> LatticeTensor | None:
+        tensor = None if self.reference is None else self.reference.quantized.get(name)
+        return tensor if isinstance(tensor, LatticeTensor) else None
+
+    def fetch_params(self, name: str) -> QuantizerParams:
+        quantized = {} if self.reference is None else self.reference.quantized
+        tensor = quantized.get(name)
+        if tensor is None:
+            self.digests.check_base_digest("none: its tensors are not quantized")
+        assert tensor is not None
+        return tensor.lattice if isinstance(tensor, LatticeTensor) else tensor
+
+
+def _info_of(name: str, tensors: Mapping[str, Tensor]) -> TensorInfo:
+    shape, dtype = tensor_layout(tensors, name)
+    return TensorInfo(name, shape, dtype_name(dtype))

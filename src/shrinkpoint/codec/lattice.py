@@ -13,6 +13,8 @@ from torch import Tensor
 from shrinkpoint import _native
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
 Spacing = Literal["linear", "relative", "log"]
 """How the points of a lattice are spaced.
 
@@ -110,11 +112,19 @@ class Lattice:
         cached: tuple[tuple[int, int], _native.Lattice] | None = self.__dict__.get(_NATIVE_FORM)
         if cached is not None and cached[0] == shape:
             return cached[1]
-        rows, columns = tensor_bytes(self.rows), tensor_bytes(self.columns)
-        form = _native.Lattice(rows, columns, *shape, powers=self.spacing == "log", step=self.step, seed=self.seed)
+        sides = code_bytes(self.rows), code_bytes(self.columns)
+        form = _native.Lattice(*sides, *shape, powers=self.spacing == "log", step=self.step, seed=self.seed)
         if _MIN_VALUES_PER_EXPONENT * (self.rows.numel() + self.columns.numel()) <= shape[0] * shape[1]:
             self.__dict__[_NATIVE_FORM] = shape, form
         return form
+
+    def has_counts_for(self, shape: tuple[int, ...]) -> bool:
+        """Whether this lattice has as many exponents as a tensor of this shape needs."""
+        return (self.rows.numel(), self.columns.numel()) == scale_counts(self.spacing, shape)
+
+    def has_normal_steps(self, shape: tuple[int, ...]) -> bool:
+        """Whether every scale of a tensor of this shape is a normal float32."""
+        return self.to_native(matrix_shape(shape)).has_normal_steps
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != _NATIVE_FORM}
@@ -163,7 +173,11 @@ class LatticeTensor:
     def to_native(self) -> _native.Lattice:
         """Return the native core's form of the lattice, by which these codes are decoded."""
         form = self.lattice.to_native(matrix_shape(tuple(self.codes.shape)))
-        return form if self.origin is None or self.gain == 1 else form.with_gain(tensor_bytes(self.origin), self.gain)
+        return form if self.origin is None or self.gain == 1 else form.with_gain(code_bytes(self.origin), self.gain)
+
+    def native_values(self) -> tuple[_native.Lattice, Bytes]:
+        """Return the values as the native core takes them: a lattice, and codes on it."""
+        return self.to_native(), code_bytes(self.codes)
 
     def cpu(self) -> LatticeTensor:
         """Return the same tensor in CPU memory."""
@@ -217,8 +231,7 @@ class LatticeTensor:
         out = np.empty((len(indices), width), np.float32)
         if out.size:
             _native.lattice_run_values(
-                self.to_native(),
-                tensor_bytes(self.codes),
+                *self.native_values(),
                 out.reshape(-1).view(np.uint8),
                 squares=None if second_moments is None else tensor_bytes(second_moments.to(torch.float32)),
                 first=indices.start * width,
@@ -229,12 +242,16 @@ class LatticeTensor:
         return torch.from_numpy(out).to(dtype)
 
     def _dequantize_native(self, second_moments: Tensor | None) -> Tensor:
-        lattice = self.to_native()
         values = _native.empty(4 * self.codes.numel())
         squares = None if second_moments is None else tensor_bytes(second_moments.to(torch.float32))
         threads = torch.get_num_threads()
-        _native.lattice_values(lattice, tensor_bytes(self.codes), values, squares=squares, threads=threads)
+        _native.lattice_values(*self.native_values(), values, squares=squares, threads=threads)
         return torch.from_numpy(values.view(np.float32)).reshape(self.codes.shape)
+
+
+def code_bytes(codes: Tensor) -> Bytes:
+    """Return codes or exponents on the CPU as bytes, in row-major order."""
+    return codes.numpy().reshape(-1).view(np.uint8)
 
 
 def narrow_codes(codes: Tensor) -> Tensor:

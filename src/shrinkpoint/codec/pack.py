@@ -55,11 +55,6 @@ def _transpose(values: Bytes, itemsize: int, shape: tuple[int, int]) -> Bytes:
     return np.ascontiguousarray(values.view(f"u{itemsize}").reshape(shape).T).reshape(-1).view(np.uint8)
 
 
-def is_codable_float(dtype: torch.dtype) -> bool:
-    """Whether `pack_float32` accepts tensors of a dtype: floats of any width except two in a byte."""
-    return dtype.is_floating_point and dtype is not getattr(torch, "float4_e2m1fn_x2", None)
-
-
 def pack_float32(names: Sequence[str], source: Mapping[str, Tensor], taps: int) -> Bytes:
     """Like `pack_tensors`, of float tensors converted to float32 (exact for the narrower dtypes)."""
     tensors = [source[name] for name in names]

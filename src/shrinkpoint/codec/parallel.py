@@ -1,21 +1,21 @@
-"""Decodes the records of a file on several threads; records that do not depend on each other run concurrently."""
+"""Decodes records and maps tensors on several threads; records that do not depend on each other run concurrently."""
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from shrinkpoint.codec.coder import default_threads
-from shrinkpoint.codec.decoded_tensors import DecodedTensors, as_decoded
 from shrinkpoint.codec.recipe import CodedRecipe, Recipe, RecipeParser, ordinals
 from shrinkpoint.codec.record import decode
-from shrinkpoint.codec.reference import QuantizedTensor, Reference
+from shrinkpoint.codec.reference import DecodedTensors, QuantizedTensor, Reference, as_decoded
 from shrinkpoint.tensors.info import JSON, EncodedRecord, TensorInfo
 from shrinkpoint.tensors.memory import Arena
 from shrinkpoint.threads import submit_or_run
@@ -218,3 +218,36 @@ def _independent_ranges(recipes: Sequence[Recipe | None], counts: Sequence[int])
             start, num_decoded = index, num_tensors
         num_tensors += tensors
     yield range(start, len(recipes))
+
+
+MIN_BATCH_NUMEL = 1 << 19
+"""Number of values from which tensors are a task for a thread: handing over fewer costs more than it gains."""
+
+
+def map_tensors(function: Callable[[str, int], T], tensors: Mapping[str, Tensor]) -> dict[str, T]:
+    """Return `function(name, threads)` of each tensor, by name in the same order.
+
+    Tensors in host memory are shared out among as many threads as torch uses: large ones one by one, small ones in
+    batches, each by one thread; `threads` is more for a tensor that is alone. Others are taken in this thread, whose
+    CUDA stream is current.
+    """
+    workers = torch.get_num_threads()
+    if workers == 1 or not all(tensor.is_cpu for tensor in tensors.values()):
+        return {name: function(name, workers) for name in tensors}
+    batches, sizes = list[list[str]](), list[int]()
+    for name, tensor in tensors.items():
+        if not sizes or sizes[-1] >= MIN_BATCH_NUMEL or tensor.numel() >= MIN_BATCH_NUMEL:
+            batches.append([])
+            sizes.append(0)
+        batches[-1].append(name)
+        sizes[-1] += tensor.numel()
+
+    def compute(index: int, threads: int) -> list[T]:
+        return [function(name, threads) for name in batches[index]]
+
+    results = map_ordered(compute, [4 * size for size in sizes], workers)
+    return {
+        name: result
+        for batch, part in zip(batches, results, strict=True)
+        for name, result in zip(batch, part, strict=True)
+    }

@@ -6,11 +6,11 @@ The keys of the JSON are part of the format, and differ from the names of the fi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TypeAlias
 
 from shrinkpoint.codec.codebook_tensor import MAX_CODES, RESERVED_CODES
-from shrinkpoint.codec.coder import CoderConfig
+from shrinkpoint.codec.coder import MAX_CHUNK, CoderConfig
 from shrinkpoint.codec.lattice import SPACINGS, Spacing
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.tensors.names import short_repr
@@ -169,21 +169,21 @@ def to_json(recipe: Recipe) -> JSON:
         case CopyRecipe(sources):
             required = {"kind": "copy", "of": _ranges_to_json(sources)}
         case CodedRecipe(runs, taps, base, moments):
-            required = {"kind": "coded", "runs": [run.to_json() for run in runs]}
+            required = {"kind": "coded", "runs": [_run_to_json(run) for run in runs]}
             optional = {"taps": taps if taps > 1 else None, "base": base, "moments": _pairs_to_json(moments)}
         case CodebookRecipe(bins, first, codes, centers, exact, exacts):
             required = {"kind": "quantized", "bins": bins, "first": first, "codes": _codes_to_json(codes)}
             optional = {
-                "centers": None if centers is None else centers.to_json(),
+                "centers": None if centers is None else _run_to_json(centers),
                 "exact": exact if exact != "BF16" else None,
-                "exacts": None if exacts is None else exacts.to_json(),
+                "exacts": None if exacts is None else _run_to_json(exacts),
                 "base": recipe.base,
                 "moments": _pairs_to_json(recipe.moments),
                 "residual": recipe.residual,
                 "under": _ranges_to_json(recipe.contexts),
             }
         case LatticeRecipe(spacing, run, step, base, inherited, relative_to, gains, origin):
-            required = {"kind": "gridded", "law": spacing, "run": run.to_json()}
+            required = {"kind": "gridded", "law": spacing, "run": _run_to_json(run)}
             optional = {
                 "step": step if step > 1 else None,
                 "base": base,
@@ -198,7 +198,7 @@ def to_json(recipe: Recipe) -> JSON:
 def _codes_to_json(codes: CodesRecipe) -> JSON:
     match codes:
         case CoderConfig() as run:
-            return {"run": run.to_json()}
+            return {"run": _run_to_json(run)}
         case BitPacked(bits):
             return {"packed": bits}
         case CyclicDelta(modulus, rearranged, runs):
@@ -276,7 +276,7 @@ def from_json(data: JSON, members: int | None = None) -> Recipe:
 def _coded_from_json(runs: list[JSON], taps: JSON = 1, base: JSON = False, moments: JSON = ()) -> CodedRecipe:
     if type(taps) is not int or not 1 <= taps <= MAX_TAPS or type(base) is not bool or not 1 <= len(runs) <= taps:
         raise ValueError("a coded recipe has taps, base or runs out of range")
-    return CodedRecipe(tuple(CoderConfig.from_json(run) for run in runs), taps, base, _pairs_from_json(moments))
+    return CodedRecipe(tuple(_run_from_json(run) for run in runs), taps, base, _pairs_from_json(moments))
 
 
 def _codebook_from_json(
@@ -304,9 +304,9 @@ def _codebook_from_json(
         bins,
         first,
         codes_recipe,
-        None if centers is None else CoderConfig.from_json(centers),
+        None if centers is None else _run_from_json(centers),
         exact,
-        None if exacts is None else CoderConfig.from_json(exacts),
+        None if exacts is None else _run_from_json(exacts),
         base,
         _pairs_from_json(moments),
         residual,
@@ -332,7 +332,7 @@ def _lattice_from_json(
         raise ValueError("a gridded recipe inherits lattices without a base")
     if (spacing == "relative") != (others != ()) or others == []:
         raise ValueError("a gridded recipe lacks the second moments of its law, or has some without need")
-    config = CoderConfig.from_json(run)
+    config = _run_from_json(run)
     if config.tokens != "codes" or config.predictor != "base" or config.moments:
         raise ValueError("a gridded recipe with a coder that lattices do not use")
     if type(gains) is not bool or type(origin) is not bool or (gains and spacing != "linear"):
@@ -351,7 +351,7 @@ def uses_context(codes: CodesRecipe) -> bool:
 def _codes_from_json(data: dict[str, JSON]) -> CodesRecipe:
     match data:
         case {"run": run, **rest} if not rest:
-            return CoderConfig.from_json(run)
+            return _run_from_json(run)
         case {"packed": bits, **rest} if not rest and type(bits) is int and 1 <= bits <= 8:
             return BitPacked(bits)
         case {"lzma": bits, **rest} if not rest and type(bits) is int and 1 <= bits <= 8:
@@ -361,6 +361,40 @@ def _codes_from_json(data: dict[str, JSON]) -> CodesRecipe:
         ):
             return CyclicDelta(modulus, rearranged, runs)
     raise ValueError(f"a quantized recipe has codes of an unknown kind {short_repr(data, 80)}")
+
+
+_RUN_TYPES = {field_.name: type(field_.default) for field_ in fields(CoderConfig)[1:]} | {"tokens": str}
+
+
+def _run_to_json(run: CoderConfig) -> JSON:
+    """Return the fields that differ from their defaults; defaults are left out to keep headers small."""
+    out: dict[str, JSON] = {"tokens": run.tokens}
+    for field_ in fields(run)[1:]:
+        value = getattr(run, field_.name)
+        if value != field_.default:
+            out[field_.name] = list(value) if isinstance(value, tuple) else value
+    return out
+
+
+def _run_from_json(data: JSON) -> CoderConfig:
+    """Parse the stored fields; the native core checks their combination.
+
+    Raises:
+        ValueError: a field is unknown, of another type or out of range.
+    """
+    if not isinstance(data, dict) or "tokens" not in data:
+        raise ValueError("a run is not an object, or has no tokens")
+    for name, value in data.items():
+        kind = list if name == "parameters" else _RUN_TYPES.get(name)
+        if kind is None or type(value) is not kind:
+            raise ValueError(f"a run has {name}={value!r}")
+    run = CoderConfig(**{**data, "parameters": tuple(data.get("parameters", ()))})
+    small = all(0 <= n < 1 << 12 for n in (run.fine, run.shift, run.top)) and abs(run.bias) < 1 << 20
+    if not small or not 0 < run.chunk <= MAX_CHUNK or not all(type(p) is float for p in run.parameters):
+        raise ValueError("a run has a number out of range")
+    if len(run.parameters) not in (0, 4):
+        raise ValueError("a run lacks some of its parameters")
+    return run
 
 
 def _pairs_to_json(moments: Sequence[tuple[int, int]]) -> JSON:

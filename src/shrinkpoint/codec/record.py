@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from itertools import groupby
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from shrinkpoint import _native
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.codec import recipe as recipes
 from shrinkpoint.codec.codebook_record import CodebookDecoder
-from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.coded_record import CodedDecoder
 from shrinkpoint.codec.coder import Bytes, default_threads
-from shrinkpoint.codec.decoded_tensors import (
-    DecodedTensors,
-    LatticeSource,
-    TensorSource,
-    lattice_source,
-    tensor_layout,
-)
 from shrinkpoint.codec.decoder import (
     ByteRange,
     DecodedPart,
+    DecodedSources,
     DecodeInputs,
-    QuantizerParams,
     RecordDecoder,
     RecordDigests,
     RecordView,
@@ -37,7 +27,7 @@ from shrinkpoint.codec.decoder import (
     decode_errors,
 )
 from shrinkpoint.codec.lattice import LatticeTensor
-from shrinkpoint.codec.lattice_record import LatticeDecoder
+from shrinkpoint.codec.lattice_decoder import LatticeDecoder
 from shrinkpoint.codec.pack import digest_arrays, pack_tensors
 from shrinkpoint.codec.recipe import (
     CodebookRecipe,
@@ -48,9 +38,14 @@ from shrinkpoint.codec.recipe import (
     Recipe,
     SameRecipe,
 )
-from shrinkpoint.codec.reference import QuantizedTensor, Reference, names_by_ordinal
-from shrinkpoint.errors import ChainError
-from shrinkpoint.tensors.dtypes import dtype_name, tensor_bytes, tensor_from_bytes, torch_dtype
+from shrinkpoint.codec.reference import (
+    DecodedTensors,
+    LatticeSource,
+    QuantizedTensor,
+    Reference,
+    TensorSource,
+)
+from shrinkpoint.tensors.dtypes import tensor_bytes, tensor_from_bytes, torch_dtype
 from shrinkpoint.tensors.info import ITEMSIZE, EncodedRecord, TensorInfo
 
 _CASTS = {("F32", "BF16"), ("F32", "F16")}  # (dtype of the source, dtype of the copy)
@@ -230,8 +225,8 @@ def decode(
     """
     where = f"{where}: record {encoded.name!r}"
     digests = RecordDigests(where, encoded.digest, encoded.base)
-    with decode_errors(where):
-        sources = _DecodedSources(decoded, quantized or {}, reference, digests)
+    try:
+        sources = DecodedSources(decoded, quantized or {}, reference, digests)
         view = sources.view(encoded, recipe)
         if isinstance(view.parsed_recipe, SameRecipe):
             parent = sources.check_parent(encoded.infos)
@@ -244,7 +239,7 @@ def decode(
         inputs = DecodeInputs(
             sources.fetch,
             sources.fetch_params,
-            default_threads(threads),
+            default_threads(None) if threads is None else threads,
             allocate,
             digests,
             sources.fetch_codes,
@@ -254,8 +249,10 @@ def decode(
             trust_base,
             sources.fetch_lattice_tensor,
         )
-        parts = decoder.decode(0, decoder.count, inputs)
-        return _decoded_reference(encoded.infos, parts)
+        return _decoded_reference(encoded.infos, decoder.decode(0, decoder.count, inputs))
+    except Exception:
+        with decode_errors(where):
+            raise
 
 
 def _decoded_reference(infos: Sequence[TensorInfo], parts: Sequence[DecodedPart]) -> Reference:
@@ -271,91 +268,3 @@ def _decoded_reference(infos: Sequence[TensorInfo], parts: Sequence[DecodedPart]
         elif values is not None:
             tensors[info.name] = values
     return Reference(DecodedTensors(tensors), forms)
-
-
-class _DecodedSources:
-    """The decoded tensors that a record of a file may refer to: earlier ones of the file, and the parent's."""
-
-    def __init__(
-        self,
-        decoded: Mapping[str, Tensor],
-        quantized: Mapping[str, QuantizedTensor],
-        reference: Reference | None,
-        digests: RecordDigests,
-    ) -> None:
-        self._own, self._own_quantized, self._digests = decoded, quantized, digests
-        self._reference = reference
-
-    def view(self, encoded: EncodedRecord, recipe: Recipe | None) -> RecordView:
-        parts = {name: memoryview(part) for name, part in encoded.parts.items()}
-
-        def read(part: str, begin: int, end: int) -> memoryview:
-            return parts[part][begin:end]
-
-        sizes = {name: part.nbytes for name, part in parts.items()}
-        return RecordView(encoded.infos, encoded.recipe, sizes, read, self._tensor_at, self._parent_tensor, recipe)
-
-    @cached_property
-    def _names(self) -> Sequence[str]:
-        return names_by_ordinal(self._own)
-
-    def _tensor_at(self, ordinal: int) -> TensorInfo:
-        return _info_of(self._names[ordinal], self._own)
-
-    def _parent_tensor(self, name: str) -> TensorInfo | None:
-        if self._reference is None or name not in self._reference.tensors:
-            return None
-        return _info_of(name, self._reference.tensors)
-
-    def check_parent(self, infos: Sequence[TensorInfo]) -> Reference:
-        """Raise ChainError unless the parent has these tensors, of the same shapes and dtypes."""
-        expected = f"a base with digest {self._digests.base}"
-        if self._reference is None:
-            found, do = "a delta without its parent", "load it through its store, or give base="
-            raise ChainError(self._digests.where, found=found, expected=expected, do=do)
-        for info in infos:
-            if not self._reference.has_like(info.name, info.shape, torch_dtype(info.dtype)):
-                found = f"a parent without tensor {info.name!r} of shape {list(info.shape)} and {info.dtype}"
-                do = "give the checkpoint that this one was made against"
-                raise ChainError(self._digests.where, found=found, expected=expected, do=do)
-        return self._reference
-
-    def fetch(self, span: ByteRange) -> Bytes:
-        if span.codes and span.same_file:
-            tensor = self._own_quantized[span.name]
-            if not isinstance(tensor, CodebookTensor):
-                raise ValueError(f"the context codes are those of {span.name!r}, which has none")
-            return tensor_bytes(tensor.codes)[span.start : span.stop]
-        if span.same_file:
-            return tensor_bytes(self._own[span.name])[span.start : span.stop]
-        assert self._reference is not None
-        if span.codes:
-            if not self._reference.has_codes(span.name):
-                self._digests.check_base_digest("none: its tensors are not quantized")
-            return tensor_bytes(self._reference.quantized[span.name].codes)[span.start : span.stop]
-        return tensor_bytes(self._reference.tensors[span.name])[span.start : span.stop]
-
-    def fetch_codes(self, span: ByteRange) -> LatticeTensor | None:
-        tensors = self._own if span.same_file else self._reference.tensors if self._reference is not None else {}
-        source = lattice_source(tensors, span.name)
-        is_usable = source is not None and source.dtype == torch.float32 and not source.quantized.relative_to
-        if source is None or not is_usable or (span.start, span.stop) != (0, 4 * source.quantized.codes.numel()):
-            return None
-        return source.quantized
-
-    def fetch_lattice_tensor(self, name: str) -> LatticeTensor | None:
-        tensor = None if self._reference is None else self._reference.quantized.get(name)
-        return tensor if isinstance(tensor, LatticeTensor) else None
-
-    def fetch_params(self, name: str) -> QuantizerParams:
-        quantized = {} if self._reference is None else self._reference.quantized
-        tensor = quantized.get(name)
-        if tensor is None:
-            self._digests.check_base_digest("none: its tensors are not quantized")
-        assert tensor is not None
-        return tensor.lattice if isinstance(tensor, LatticeTensor) else tensor
-
-
-def _info_of(name: str, tensors: Mapping[str, Tensor]) -> TensorInfo:
-    shape, dtype = tensor_layout(tensors, name)
-    return TensorInfo(name, shape, dtype_name(dtype))

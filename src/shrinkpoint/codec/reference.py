@@ -1,8 +1,8 @@
-"""The decoded parent checkpoint, which writer and reader both have."""
+"""Tensors of a checkpoint held as what they are made from, and the decoded parent, which writer and reader have."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
@@ -10,16 +10,181 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
-from shrinkpoint.codec.decoded_tensors import (
-    DecodedTensors,
-    LatticeSource,
-    as_decoded,
-    lattice_source,
-    tensor_layout,
-    tensor_rows,
-)
 from shrinkpoint.codec.lattice import LatticeTensor, as_matrix
-from shrinkpoint.tensors.dtypes import copy_to_host, empty
+from shrinkpoint.tensors.dtypes import TORCH_DTYPES, copy_to_host, empty
+from shrinkpoint.tensors.info import TensorInfo
+
+
+class LatticeSource(NamedTuple):
+    """A tensor on a lattice: a quarter of its values' bytes.
+
+    Attributes:
+        quantized: its codes and lattice.
+        dtype: of its values.
+        values: the values, if they have been decoded already.
+    """
+
+    quantized: LatticeTensor
+    dtype: torch.dtype
+    values: Tensor | None = None
+
+
+class CastSource(NamedTuple):
+    """A tensor that is another one in a narrower dtype.
+
+    Attributes:
+        name: of the other tensor.
+        dtype: of its values.
+    """
+
+    name: str
+    dtype: torch.dtype
+
+
+TensorSource: TypeAlias = Tensor | LatticeSource | CastSource
+
+
+class DecodedTensors(Mapping[str, Tensor]):
+    """Tensors by name, decoded anew whenever they are asked for, unless they are held as values.
+
+    Args:
+        sources: by name.
+
+    Attributes:
+        names: the names in order, indexed by ordinal; listing the keys for each record would take quadratic time.
+    """
+
+    def __init__(self, sources: Mapping[str, TensorSource] | None = None) -> None:
+        self._sources: dict[str, TensorSource] = {}
+        self.names: list[str] = []
+        self.add(sources or {})
+
+    def add(self, sources: Mapping[str, TensorSource] | Mapping[str, Tensor]) -> None:
+        """Add the tensors of the next record; of those of another mapping of this kind, their sources."""
+        self._sources.update(sources._sources if isinstance(sources, DecodedTensors) else sources)
+        self.names.extend(sources)
+
+    def skip(self, names: Iterable[str]) -> None:
+        """Number the tensors of the next record, which nobody needs."""
+        self.names.extend(names)
+
+    def __getitem__(self, name: str) -> Tensor:
+        source = self._sources[name]
+        if isinstance(source, Tensor):
+            return source
+        if isinstance(source, CastSource):
+            return self[source.name].to(source.dtype)
+        if source.values is not None:
+            return source.values
+        other = source.quantized.relative_to
+        return source.quantized.dequantize(source.dtype, self[other] if other else None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sources
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held: of values, and of codes."""
+        return sum(_held_bytes(source) for source in self._sources.values())
+
+    def subset(self, names: Iterable[str]) -> DecodedTensors:
+        """Return these tensors alone; what one of them is made from must be among them, or it is held as values."""
+        names = list(names)
+        chosen = set(names)
+        return DecodedTensors({name: self._self_contained(name, chosen) for name in names})
+
+    def needed_names(self) -> set[str]:
+        """Return the names of the tensors that others are made from."""
+        out = set()
+        for source in self._sources.values():
+            if isinstance(source, CastSource):
+                out.add(source.name)
+            elif isinstance(source, LatticeSource) and source.quantized.relative_to:
+                out.add(source.quantized.relative_to)
+        return out
+
+    def without_values(self) -> DecodedTensors:
+        """Return the same tensors, those that can be decoded without their values."""
+        return DecodedTensors(
+            {
+                name: source._replace(values=None) if isinstance(source, LatticeSource) else source
+                for name, source in self._sources.items()
+            }
+        )
+
+    def replace_tensors(self, tensors: Mapping[str, Tensor]) -> DecodedTensors:
+        """Return the same tensors, some of those that are held as values with other memory."""
+        return DecodedTensors({**self._sources, **tensors})
+
+    def held_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that are held as values alone, by name."""
+        return {name: source for name, source in self._sources.items() if isinstance(source, Tensor)}
+
+    def _self_contained(self, name: str, names: set[str]) -> TensorSource:
+        source = self._sources[name]
+        if isinstance(source, CastSource) and source.name not in names:
+            return self[name]
+        is_relative = isinstance(source, LatticeSource) and source.quantized.relative_to not in {"", *names}
+        return source._replace(values=self[name]) if isinstance(source, LatticeSource) and is_relative else source
+
+
+def _held_bytes(source: TensorSource) -> int:
+    if isinstance(source, Tensor):
+        return source.nbytes
+    if isinstance(source, CastSource):
+        return 0
+    return source.quantized.nbytes + (0 if source.values is None else source.values.nbytes)
+
+
+_MAX_EXACT_SHARE = 8
+
+
+def is_mostly_codes(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether at most an eighth of the values' bytes belong to tensors that are held as values alone."""
+    exact = coded = 0
+    for source in as_decoded(tensors)._sources.values():
+        if isinstance(source, Tensor):
+            exact += source.nbytes
+        elif isinstance(source, LatticeSource):
+            coded += source.quantized.codes.numel() * source.dtype.itemsize
+    return exact <= (exact + coded) // _MAX_EXACT_SHARE
+
+
+def as_decoded(tensors: Mapping[str, Tensor]) -> DecodedTensors:
+    """Return any tensors by name as `DecodedTensors`."""
+    return tensors if isinstance(tensors, DecodedTensors) else DecodedTensors(tensors)
+
+
+def tensor_layout(tensors: Mapping[str, Tensor], name: str) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return shape and dtype of a tensor, without decoding it."""
+    source = tensors._sources[name] if isinstance(tensors, DecodedTensors) else tensors[name]
+    if isinstance(source, CastSource):
+        return tensor_layout(tensors, source.name)[0], source.dtype
+    return tuple((source if isinstance(source, Tensor) else source.quantized.codes).shape), source.dtype
+
+
+def tensor_rows(tensors: Mapping[str, Tensor], name: str, rows: slice) -> Tensor:
+    """Return some rows of a tensor, viewed as a matrix, without decoding others."""
+    source = tensors._sources[name] if isinstance(tensors, DecodedTensors) else tensors[name]
+    if isinstance(source, CastSource):
+        return tensor_rows(tensors, source.name, rows).to(source.dtype)
+    if isinstance(source, Tensor) or source.values is not None:
+        return as_matrix(tensors[name])[rows]
+    other = source.quantized.relative_to
+    return source.quantized.dequantize_rows(rows, source.dtype, tensor_rows(tensors, other, rows) if other else None)
+
+
+def lattice_source(tensors: Mapping[str, Tensor], name: str) -> LatticeSource | None:
+    """Return the codes that a tensor's values are made from; None if it is held as values alone."""
+    source = tensors._sources[name] if isinstance(tensors, DecodedTensors) else None
+    return source if isinstance(source, LatticeSource) else None
+
 
 QuantizedTensor: TypeAlias = CodebookTensor | LatticeTensor
 """A quantized tensor: codes with the codebook or lattice that they index."""
@@ -46,11 +211,6 @@ class RowSample(NamedTuple):
         """Copy rows of a tensor to host memory; None: every n-th, of about `MAX_SAMPLED_VALUES` values."""
         rows = slice(0, None, max(1, tensor.numel() // MAX_SAMPLED_VALUES)) if rows is None else rows
         return cls(tuple(tensor.shape), rows, copy_to_host(as_matrix(tensor)[rows]))
-
-
-def names_by_ordinal(tensors: Mapping[str, Tensor]) -> Sequence[str]:
-    """Return the names of the file's earlier tensors in order, indexed by ordinal."""
-    return tensors.names if isinstance(tensors, DecodedTensors) else list(tensors)
 
 
 def to_host(tensors: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
@@ -91,6 +251,15 @@ class Reference:
     originals: Mapping[str, Tensor] | Mapping[str, RowSample] = field(default_factory=dict, repr=False)
     is_base: bool = True
 
+    def shared_names(self, infos: Iterable[TensorInfo]) -> set[str]:
+        """Return the names of those tensors that the parent has with the same shape and dtype."""
+        return {
+            info.name
+            for info in infos
+            if info.name in self.tensors
+            and tensor_layout(self.tensors, info.name) == (info.shape, TORCH_DTYPES.get(info.dtype))
+        }
+
     def has_like(self, name: str, shape: tuple[int, ...], dtype: object) -> bool:
         """Whether there is a tensor of this name, shape and dtype."""
         return name in self.tensors and tensor_layout(self.tensors, name) == (shape, dtype)
@@ -99,25 +268,17 @@ class Reference:
         """Return the tensor of this name, or None if there is none of the same shape and dtype."""
         return self.tensors[name] if self.has_like(name, shape, dtype) else None
 
-    def rows(self, name: str, rows: slice) -> Tensor:
-        """Return some rows of a tensor, viewed as a matrix; only these are decoded."""
-        return tensor_rows(self.tensors, name, rows)
-
     def original_rows(self, name: str, shape: tuple[int, ...], rows: slice) -> Tensor | None:
         """Return some rows of a tensor before quantization; None if they are not available, or its shape is another."""
         originals = self.originals
         if name not in originals:
             return None
         if isinstance(originals, DecodedTensors):
-            return originals.rows(name, rows) if originals.layout(name)[0] == shape else None
+            return tensor_rows(originals, name, rows) if tensor_layout(originals, name)[0] == shape else None
         original = originals[name]
         if isinstance(original, Tensor):
             return as_matrix(original)[rows] if tuple(original.shape) == shape else None
         return original.values if (original.shape, original.rows) == (shape, rows) else None
-
-    def lattice_source(self, name: str) -> LatticeSource | None:
-        """Return the codes that a tensor's values are made from; None if there are none."""
-        return lattice_source(self.tensors, name)
 
     def data_addresses(self) -> set[int]:
         """Return the addresses of all values that are held, as `Tensor.data_ptr` gives them."""

@@ -7,14 +7,20 @@ is in the header, cover every byte of the payload.
 from __future__ import annotations
 
 import json
-import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from shrinkpoint._native import xxh3_128
-from shrinkpoint.container.strict_json import corrupt_error, expect_type, load_json
+from shrinkpoint.container.strict_json import (
+    SIZE_LIMIT,
+    corrupt_error,
+    expect_numbers,
+    expect_type,
+    load_json,
+    nbytes_of,
+)
 from shrinkpoint.errors import TruncatedError
 from shrinkpoint.tensors.info import DTYPES, ITEMSIZE, JSON
 
@@ -34,9 +40,6 @@ MARKER_SHAPE = (0, (1 << 64) - 1)
 """Its shape: valid for safetensors, and more than a dimension of a tensor can be."""
 _BLANK_DIGEST = b"0" * 32
 _DIGEST_SLICE = slice(8 + len(PREFIX), 8 + len(PREFIX) + 32)
-_DIGEST_PATTERN = re.compile("[0-9a-f]{32}")
-SIZE_LIMIT = 1 << 63
-"""Exclusive upper bound of every size, dimension and offset of a file."""
 
 
 class Readable(Protocol):
@@ -78,18 +81,6 @@ class Header:
     fields: dict[str, JSON]
     slots: tuple[Slot, ...]
     start: int
-
-
-def nbytes_of(shape: Sequence[int], itemsize: int) -> int | None:
-    """Return the bytes of a tensor; None if a product of its dimensions on the way exceeds `SIZE_LIMIT`."""
-    size = itemsize
-    for dim in shape:
-        size *= dim
-        if not size:
-            return 0
-        if size >= SIZE_LIMIT:  # early, since many dims could make a number of megabytes
-            return None
-    return size
 
 
 def encode_header(metadata_json: str, slots: Sequence[Slot], length: int = 0) -> tuple[bytes, str]:
@@ -167,48 +158,27 @@ def _parse_slots(entries: dict[str, JSON], where: str) -> tuple[tuple[Slot, ...]
     """The entries, and the bytes of the payload that they fill."""
     slots, cursor = [], 0
     for name, value in entries.items():
-        slot = _parse_slot(name, value, where)
-        if slot.begin != cursor:
-            fault = "overlaps the previous one" if slot.begin < cursor else "leaves a hole before it"
-            found = f"entry {name!r}, which begins at {slot.begin} and {fault}"
+        what = f"entry {name!r}"
+        fields = expect_type(value, dict, where, what)
+        if fields.keys() != {"dtype", "shape", "data_offsets"}:
+            raise corrupt_error(where, f"{what} with the keys {sorted(fields)}", "dtype, shape and data_offsets")
+        dtype = expect_type(fields["dtype"], str, where, f"the dtype of {what}")
+        if dtype not in SAFETENSORS_DTYPES:
+            raise corrupt_error(where, f"{what} of dtype {dtype!r}", "a dtype of safetensors that this format uses")
+        limit = 1 << 64 if name == MARKER_ENTRY else SIZE_LIMIT
+        shape = tuple(expect_numbers(fields["shape"], 0, limit, where, f"the shape of {what}"))
+        offsets = expect_numbers(fields["data_offsets"], 0, SIZE_LIMIT, where, f"the offsets of {what}")
+        size = nbytes_of(shape, ITEMSIZE[dtype])
+        if len(offsets) != 2 or offsets[1] - offsets[0] != size:
+            raise corrupt_error(where, f"{what} at {offsets}", f"two offsets {size} bytes apart, as its shape says")
+        begin, end = offsets
+        if begin != cursor:
+            fault = "overlaps the previous one" if begin < cursor else "leaves a hole before it"
+            found = f"{what}, which begins at {begin} and {fault}"
             raise corrupt_error(where, found, f"a beginning at {cursor}")
-        slots.append(slot)
-        cursor = slot.end
+        slots.append(Slot(name, dtype, shape, begin, end))
+        cursor = end
     return tuple(slots), cursor
-
-
-def _parse_slot(name: str, value: JSON, where: str) -> Slot:
-    what = f"entry {name!r}"
-    fields = expect_type(value, dict, where, what)
-    if fields.keys() != {"dtype", "shape", "data_offsets"}:
-        raise corrupt_error(where, f"{what} with the keys {sorted(fields)}", "dtype, shape and data_offsets")
-    dtype = expect_type(fields["dtype"], str, where, f"the dtype of {what}")
-    if dtype not in SAFETENSORS_DTYPES:
-        raise corrupt_error(where, f"{what} of dtype {dtype!r}", "a dtype of safetensors that this format uses")
-    limit = 1 << 64 if name == MARKER_ENTRY else SIZE_LIMIT
-    shape = shape_from_json(fields["shape"], where, f"the shape of {what}", limit)
-    offsets = shape_from_json(fields["data_offsets"], where, f"the offsets of {what}")
-    size = nbytes_of(shape, ITEMSIZE[dtype])
-    if len(offsets) != 2 or offsets[1] - offsets[0] != size:
-        raise corrupt_error(where, f"{what} at {list(offsets)}", f"two offsets {size} bytes apart, as its shape says")
-    return Slot(name, dtype, shape, offsets[0], offsets[1])
-
-
-def shape_from_json(value: JSON, where: str, what: str, limit: int = SIZE_LIMIT) -> tuple[int, ...]:
-    """Return `value` as a tuple if it is a list of whole numbers from 0 to `limit` - 1; else raise a CorruptError."""
-    numbers = expect_type(value, list, where, what)
-    for number in numbers:
-        if not 0 <= expect_type(number, int, where, what) < limit:
-            raise corrupt_error(where, f"{number} in {what}", "a number from 0 to 2^63 - 1")
-    return tuple(numbers)
-
-
-def check_hexdigest(value: JSON, where: str, what: str) -> str:
-    """Return `value` if it is a digest in hex; else raise a CorruptError."""
-    digest = expect_type(value, str, where, what)
-    if not _DIGEST_PATTERN.fullmatch(digest):
-        raise corrupt_error(where, f"{digest[:40]!r} for {what}", "32 hex digits")
-    return digest
 
 
 def _truncated_error(where: str, found: str, expected: str) -> TruncatedError:

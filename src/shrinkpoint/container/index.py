@@ -7,35 +7,144 @@ A zlib stream of one JSON object, whose columns hold what records and tensors ha
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import add, sub
 
 from shrinkpoint._native import xxh3_128
-from shrinkpoint.container.header import (
-    SIZE_LIMIT,
-    Header,
-    Readable,
-    Slot,
-    check_hexdigest,
-    nbytes_of,
-    shape_from_json,
-)
+from shrinkpoint.container.header import Header, Readable, Slot
 from shrinkpoint.container.metadata import (
+    INDEX_ENTRY,
     ROLES,
     Entry,
     FileMetadata,
+    PayloadLayout,
     RecordHead,
-    add_unique,
     is_plain,
     is_standard_entry,
 )
-from shrinkpoint.container.name_columns import NameColumns, check_patterns, join_names, name_chars
-from shrinkpoint.container.payload_layout import INDEX_ENTRY, PayloadLayout
-from shrinkpoint.container.strict_json import corrupt_error, expect_type, load_json
+from shrinkpoint.container.strict_json import (
+    SIZE_LIMIT,
+    corrupt_error,
+    expect_hexdigest,
+    expect_numbers,
+    expect_type,
+    expect_unique,
+    load_json,
+    nbytes_of,
+)
 from shrinkpoint.tensors.info import ITEMSIZE, JSON, EncodedRecord, Role, TensorInfo
+
+NUMBER_MARK = "\n"
+"""Stands for a number in a pattern."""
+_MAX_DIGITS = 19
+"""Digits of the largest number."""
+_NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,14})(?![0-9])")
+
+
+class NameColumns:
+    """Collects names.
+
+    Attributes:
+        patterns: text with a `NUMBER_MARK` for each number, or a list of one text, which is a name itself.
+        indexes: of its pattern, for each name.
+        numbers: for each name, each number less the one at its place in the last name of the same pattern, or less 0.
+    """
+
+    def __init__(self) -> None:
+        self.patterns: list[str | list[str]] = []
+        self.indexes: list[int] = []
+        self.numbers: list[int] = []
+        self._last: dict[str, tuple[int, list[int]]] = {}  # by pattern its index, and the numbers in its last name
+
+    def extend(self, names: Iterable[str]) -> None:
+        """Append names; the same name twice is no error."""
+        split, last = _NUMBER.split, self._last
+        for name in names:
+            pieces = split(name)
+            if NUMBER_MARK in name:
+                self.indexes.append(len(self.patterns))
+                self.patterns.append([name])
+                continue
+            pattern = NUMBER_MARK.join(pieces[::2])
+            values = [*map(int, pieces[1::2])]
+            if pattern in last:
+                index, previous = last[pattern]
+                self.numbers += map(sub, values, previous)
+            else:
+                index = len(self.patterns)
+                self.numbers += values
+                self.patterns.append(pattern)
+            last[pattern] = index, values
+            self.indexes.append(index)
+
+
+def name_chars(patterns: Sequence[JSON], indexes: Sequence[int]) -> int:
+    """Return an upper bound of the number of characters of all names."""
+    sizes = [len(pattern[0] if type(pattern) is list else pattern) for pattern in patterns]
+    marks = [_count_numbers(pattern) for pattern in patterns]
+    return sum((sizes[i] + _MAX_DIGITS * marks[i]) * times for i, times in Counter(indexes).items())
+
+
+def check_patterns(value: JSON, where: str) -> list[JSON]:
+    """Return `value` if it is a list of patterns; else raise a CorruptError."""
+    patterns = expect_type(value, list, where, "the patterns of names")
+    for pattern in patterns:
+        if type(pattern) is list and len(pattern) == 1:
+            expect_type(pattern[0], str, where, "a name")
+        else:
+            expect_type(pattern, str, where, "a pattern of names")
+    return patterns
+
+
+def join_names(patterns: Sequence[JSON], indexes: Sequence[int], numbers: Sequence[int], where: str) -> list[str]:
+    """Return the names.
+
+    Args:
+        patterns: as `check_patterns` returns them.
+        indexes: each below `len(patterns)`.
+        numbers: whole numbers between -2^63 and 2^63.
+
+    Raises:
+        CorruptError: numbers are too many or too few, or one of a name is not within 0 to 2^63 - 1.
+    """
+    marks = [_count_numbers(pattern) for pattern in patterns]
+    count = sum(marks[index] for index in indexes)
+    if count != len(numbers):
+        raise corrupt_error(where, f"{len(numbers)} numbers in names", f"{count}, as their patterns say")
+    formats = [_format(pattern) for pattern in patterns]
+    values: list[tuple[int, ...]] = [(0,) * mark for mark in marks]
+    names, begin = [], 0
+    for index in indexes:
+        if not (mark := marks[index]):
+            names.append(formats[index])
+            continue
+        if mark == 1:
+            current = (values[index][0] + numbers[begin],)
+        else:
+            current = tuple(map(add, values[index], numbers[begin : begin + mark]))
+        if min(current) < 0 or max(current) >= SIZE_LIMIT:
+            raise corrupt_error(where, f"the numbers {current[:4]} in a name", "numbers from 0 to 2^63 - 1")
+        values[index] = current
+        names.append(formats[index] % current)
+        begin += mark
+    return names
+
+
+def _count_numbers(pattern: JSON) -> int:
+    return 0 if type(pattern) is list else pattern.count(NUMBER_MARK)
+
+
+def _format(pattern: JSON) -> str:
+    """A `%` format with as many numbers as the pattern; the name itself if there are none."""
+    if not _count_numbers(pattern):
+        return str(pattern[0] if type(pattern) is list else pattern)
+    return str(pattern).replace("%", "%%").replace(NUMBER_MARK, "%d")
+
 
 MAX_INDEX_BYTES = 100_000_000
 """Largest index, and largest JSON text in it, in bytes: as of a header."""
@@ -195,7 +304,7 @@ def parse_index(header: Header, fields: Mapping[str, JSON], source: Readable, wh
 def _read_index(header: Header, fields: Mapping[str, JSON], source: Readable, where: str) -> bytes:
     if fields.keys() != {"format", "writer", "index"}:
         raise corrupt_error(where, f"a document with the keys {sorted(fields)}", "format, writer and index")
-    expected = check_hexdigest(fields["index"], where, "the digest of the index")
+    expected = expect_hexdigest(fields["index"], where, "the digest of the index")
     slot = header.slots[-1] if header.slots else None
     if slot is None or slot.name != INDEX_ENTRY:
         raise corrupt_error(where, "a file without an index", f"{INDEX_ENTRY!r} as its last entry")
@@ -229,23 +338,13 @@ def _columns(value: JSON, columns: Sequence[str], where: str, what: str) -> list
     return [expect_type(fields[column], list, where, f"{column!r} of {what}") for column in columns]
 
 
-def _check_numbers(numbers: list[JSON], begin: int, end: int, where: str, what: str) -> list[int]:
-    """Return `numbers` if all are whole and within `begin` to `end` - 1; else raise a CorruptError."""
-    if {*map(type, numbers)} <= {int} and (not numbers or (begin <= min(numbers) and max(numbers) < end)):
-        return numbers
-    for number in numbers:
-        if not begin <= expect_type(number, int, where, what) < end:
-            raise corrupt_error(where, f"{number} in {what}", f"a number from {begin} to {end - 1}")
-    return numbers
-
-
 def _parse_tensors(document: Mapping[str, JSON], limit: int, where: str) -> list[TensorInfo]:
     patterns = check_patterns(document["patterns"], where)
-    kinds = [_kind_from_json(value, where) for value in expect_type(document["kinds"], list, where, "the kinds")]
+    kinds = _parse_kinds(expect_type(document["kinds"], list, where, "the kinds"), where)
     indexes, numbers, kind_column = _columns(document["tensors"], _TENSOR_COLUMNS, where, "the tensors")
-    _check_numbers(indexes, 0, len(patterns), where, "the patterns of tensors")
-    _check_numbers(numbers, 1 - SIZE_LIMIT, SIZE_LIMIT, where, "the numbers in names")
-    _check_numbers(kind_column, 0, len(kinds), where, "the kinds of tensors")
+    expect_numbers(indexes, 0, len(patterns), where, "the patterns of tensors")
+    expect_numbers(numbers, 1 - SIZE_LIMIT, SIZE_LIMIT, where, "the numbers in names")
+    expect_numbers(kind_column, 0, len(kinds), where, "the kinds of tensors")
     if len(kind_column) != len(indexes):
         raise corrupt_error(where, f"{len(kind_column)} kinds of {len(indexes)} tensors", "as many")
     size = description_size(patterns, indexes, kinds, kind_column)
@@ -255,23 +354,27 @@ def _parse_tensors(document: Mapping[str, JSON], limit: int, where: str) -> list
     return [TensorInfo(name, *kinds[kind]) for name, kind in zip(names, kind_column, strict=True)]
 
 
-def _kind_from_json(value: JSON, where: str) -> _Kind:
-    what = "a kind of tensors"
-    fields = expect_type(value, list, where, what)
-    if len(fields) not in (3, 4):
-        raise corrupt_error(where, f"{what} with {len(fields)} fields", "3 or 4")
-    dtype = expect_type(fields[0], str, where, f"the dtype of {what}")
-    shape = shape_from_json(fields[1], where, f"the shape of {what}")
-    if dtype not in ITEMSIZE or nbytes_of(shape, ITEMSIZE[dtype]) is None:
-        found = f"tensors of dtype {dtype!r} and shape {list(shape)[:16]}"
-        raise corrupt_error(where, found, "a known dtype and size")
-    role = expect_type(fields[2], str, where, f"the role of {what}")
-    if role not in ROLES:
-        raise corrupt_error(where, f"{what} with the role {role!r}", f"one of {sorted(ROLES)}")
-    offsets = None if len(fields) == 3 else shape_from_json(fields[3], where, f"the offsets of {what}")
-    if offsets is not None and len(offsets) != len(shape):
-        raise corrupt_error(where, f"{what} with {len(offsets)} offsets", f"{len(shape)}")
-    return shape, dtype, ROLES[role], offsets
+def _parse_kinds(values: list[JSON], where: str) -> list[_Kind]:
+    kinds, what = list[_Kind](), "a kind of tensors"
+    for value in values:
+        fields = expect_type(value, list, where, what)
+        if len(fields) not in (3, 4):
+            raise corrupt_error(where, f"{what} with {len(fields)} fields", "3 or 4")
+        dtype = expect_type(fields[0], str, where, f"the dtype of {what}")
+        shape = tuple(expect_numbers(fields[1], 0, SIZE_LIMIT, where, f"the shape of {what}"))
+        if dtype not in ITEMSIZE or nbytes_of(shape, ITEMSIZE[dtype]) is None:
+            found = f"tensors of dtype {dtype!r} and shape {list(shape)[:16]}"
+            raise corrupt_error(where, found, "a known dtype and size")
+        role = expect_type(fields[2], str, where, f"the role of {what}")
+        if role not in ROLES:
+            raise corrupt_error(where, f"{what} with the role {role!r}", f"one of {sorted(ROLES)}")
+        offsets = None
+        if len(fields) == 4:
+            offsets = tuple(expect_numbers(fields[3], 0, SIZE_LIMIT, where, f"the offsets of {what}"))
+            if len(offsets) != len(shape):
+                raise corrupt_error(where, f"{what} with {len(offsets)} offsets", f"{len(shape)}")
+        kinds.append((shape, dtype, ROLES[role], offsets))
+    return kinds
 
 
 @dataclass(frozen=True)
@@ -283,30 +386,31 @@ class _Row:
     recipe: JSON
     digest: str
     base: str | None
-    parts: tuple[tuple[str, int, str], ...]
+    parts: list[tuple[str, int, str]]
 
 
-def _parse_rows(document: Mapping[str, JSON], infos: list[TensorInfo], digests: bytes, where: str) -> Iterator[_Row]:
+def _parse_rows(document: Mapping[str, JSON], infos: list[TensorInfo], digests: bytes, where: str) -> list[_Row]:
     """The records in their order; every column is checked before the first of them."""
     recipes = expect_type(document["recipes"], list, where, "the recipes")
-    part_names = [
-        _parse_part_names(value, where) for value in expect_type(document["part_names"], list, where, "parts")
-    ]
+    part_names = expect_type(document["part_names"], list, where, "parts")
+    for names in part_names:
+        for name in expect_type(names, list, where, "parts"):
+            expect_type(name, str, where, "the name of a part")
+        expect_unique(names, where, "parts")
     columns = _columns(document["records"], _RECORD_COLUMNS, where, "the records")
     names, recipe_column, counts, parts, bases = columns
     if len({*map(len, columns)}) > 1:
         raise corrupt_error(where, f"columns of {[*map(len, columns)]} records", "columns of one length")
-    _check_numbers(recipe_column, 0, len(recipes), where, "the recipes of records")
-    _check_numbers(counts, 1, SIZE_LIMIT, where, "the tensors of records")
-    _check_numbers(parts, 0, len(part_names), where, "the parts of records")
-    _check_numbers(bases, 0, 2, where, "the bases of records")
+    expect_numbers(recipe_column, 0, len(recipes), where, "the recipes of records")
+    expect_numbers(counts, 1, SIZE_LIMIT, where, "the tensors of records")
+    expect_numbers(parts, 0, len(part_names), where, "the parts of records")
+    expect_numbers(bases, 0, 2, where, "the bases of records")
     if sum(counts) != len(infos):
         raise corrupt_error(where, f"records of {sum(counts)} tensors", f"{len(infos)}, as many as there are")
     plain = [is_plain(recipe) for recipe in recipes]
     coded_parts = [part_names[p] for p, r in zip(parts, recipe_column, strict=True) if not plain[r]]
     coded = sum(map(len, coded_parts))
-    sizes = expect_type(document["sizes"], list, where, "the sizes")
-    _check_numbers(sizes, 0, SIZE_LIMIT, where, "the sizes")
+    sizes = expect_numbers(document["sizes"], 0, SIZE_LIMIT, where, "the sizes")
     if len(sizes) != coded:
         raise corrupt_error(where, f"{len(sizes)} sizes", f"{coded}, one for each part")
     expected = _DIGEST_BYTES * (len(names) + sum(bases) + coded)
@@ -316,35 +420,29 @@ def _parse_rows(document: Mapping[str, JSON], infos: list[TensorInfo], digests: 
     hexdigits, size_column, tensors = digests.hex(), iter(sizes), iter(infos)
     step = 2 * _DIGEST_BYTES
     each_digest = (hexdigits[begin : begin + step] for begin in range(0, len(hexdigits), step))
+    out = []
     for index, (name, recipe, count, part, base) in enumerate(rows):
         own = tuple(islice(tensors, count))
         name = own[0].name if name is None else expect_type(name, str, where, f"the name of record {index}")
         digest = next(each_digest)
         base_digest = next(each_digest) if base else None
+        own_parts = part_names[part]
         if plain[recipe]:
-            size = sum(info.nbytes for info in own)
-            stored = tuple((part_name, size, digest) for part_name in part_names[part])
+            if len(own_parts) != 1:
+                raise corrupt_error(where, f"record {name!r}, plain, with {len(own_parts)} parts", "one")
+            stored = [(own_parts[0], sum(info.nbytes for info in own), digest)]
         else:
-            stored = tuple((part_name, next(size_column), next(each_digest)) for part_name in part_names[part])
-        yield _Row(name, own, recipes[recipe], digest, base_digest, stored)
+            stored = [(part_name, next(size_column), next(each_digest)) for part_name in own_parts]
+        out.append(_Row(name, own, recipes[recipe], digest, base_digest, stored))
+    expect_unique([row.name for row in out], where, "records")
+    expect_unique([info.name for info in infos], where, "tensors")
+    return out
 
 
-def _parse_part_names(value: JSON, where: str) -> list[str]:
-    names = [expect_type(name, str, where, "the name of a part") for name in expect_type(value, list, where, "parts")]
-    add_unique(set(), names, where, "parts")
-    return names
-
-
-def _place_records(rows: Iterator[_Row], start: int, where: str) -> tuple[tuple[RecordHead, ...], PayloadLayout]:
-    """The records with the places of their parts; no two records and no two tensors have one name."""
+def _place_records(rows: Sequence[_Row], start: int, where: str) -> tuple[tuple[RecordHead, ...], PayloadLayout]:
+    """The records with the places of their parts."""
     layout, records = PayloadLayout(), []
-    record_names: set[str] = set()
-    tensor_names: set[str] = set()
     for row in rows:
-        add_unique(record_names, [row.name], where, "records")
-        add_unique(tensor_names, [info.name for info in row.infos], where, "tensors")
-        if is_plain(row.recipe) and len(row.parts) != 1:
-            raise corrupt_error(where, f"record {row.name!r}, plain, with {len(row.parts)} parts", "one")
         tensor = row.infos[0] if is_standard_entry(row.recipe, row.infos) else None
         parts = {}
         for part, size, digest in row.parts:

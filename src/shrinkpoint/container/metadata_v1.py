@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from shrinkpoint.container.header import ALIGN, SIZE_LIMIT, Header, Slot, check_hexdigest, nbytes_of, shape_from_json
+from shrinkpoint.container.header import ALIGN, Header, Slot
 from shrinkpoint.container.metadata import (
     FILLER_PREFIX,
     RENAMED_PREFIX,
@@ -12,12 +12,19 @@ from shrinkpoint.container.metadata import (
     Entry,
     FileMetadata,
     RecordHead,
-    add_unique,
     filler_size,
     is_plain,
     is_standard_entry,
 )
-from shrinkpoint.container.strict_json import corrupt_error, expect_type
+from shrinkpoint.container.strict_json import (
+    SIZE_LIMIT,
+    corrupt_error,
+    expect_hexdigest,
+    expect_numbers,
+    expect_type,
+    expect_unique,
+    nbytes_of,
+)
 from shrinkpoint.tensors.info import ITEMSIZE, JSON, TensorInfo
 
 _KEYS = {"format", "writer", "scheme", "parent", "recipes", "records", "tree", "report"}
@@ -39,13 +46,10 @@ def _records_from_json(header: Header, fields: Mapping[str, JSON], where: str) -
     recipes = expect_type(fields["recipes"], list, where, "the recipes")
     claims = _unclaimed_entries(header, where)
     records = []
-    names: set[str] = set()
-    tensors: set[str] = set()
     for index, value in enumerate(expect_type(fields["records"], list, where, "the records")):
-        record = _record_from_json(value, recipes, claims, where, f"record {index}")
-        add_unique(names, [record.name], where, "records")
-        add_unique(tensors, [info.name for info in record.infos], where, "tensors")
-        records.append(record)
+        records.append(_record_from_json(value, recipes, claims, where, f"record {index}"))
+    expect_unique([record.name for record in records], where, "records")
+    expect_unique([info.name for record in records for info in record.infos], where, "tensors")
     unclaimed = next(claims, None)
     if unclaimed is not None:
         raise corrupt_error(where, f"entry {unclaimed[0].name!r}, which no record claims", "a record for every entry")
@@ -87,14 +91,14 @@ def _record_from_json(
     recipe = expect_type(fields[1], int, where, f"the recipe of {what}")
     if not 0 <= recipe < len(recipes):
         raise corrupt_error(where, f"recipe {recipe} for {what}", f"one of {len(recipes)}")
-    digest = check_hexdigest(fields[2], where, f"the digest of {what}")
-    base = None if fields[3] is None else check_hexdigest(fields[3], where, f"the base of {what}")
+    digest = expect_hexdigest(fields[2], where, f"the digest of {what}")
+    base = None if fields[3] is None else expect_hexdigest(fields[3], where, f"the base of {what}")
     parts = {}
     for part, own in expect_type(fields[5], dict, where, f"the parts of {what}").items():
         slot, pad, offset = next(entries, (None, 0, 0))
         if slot is None:
             raise corrupt_error(where, f"part {part!r} of {what} without an entry", "one")
-        stored = digest if own is None else check_hexdigest(own, where, f"the digest of part {part!r} of {what}")
+        stored = digest if own is None else expect_hexdigest(own, where, f"the digest of part {part!r} of {what}")
         parts[part] = Entry(slot.name, offset, slot.size, stored, pad)
         _check_entry(slot, part, name, recipes[recipe], infos, where)
     record = RecordHead(name, infos, recipes[recipe], digest, base, parts)
@@ -133,13 +137,15 @@ def _info_from_json(value: JSON, where: str, what: str) -> TensorInfo:
     name = expect_type(fields[0], str, where, f"the name of {what}")
     what = f"tensor {name!r}"
     dtype = expect_type(fields[1], str, where, f"the dtype of {what}")
-    shape = shape_from_json(fields[2], where, f"the shape of {what}")
+    shape = tuple(expect_numbers(fields[2], 0, SIZE_LIMIT, where, f"the shape of {what}"))
     if dtype not in ITEMSIZE or nbytes_of(shape, ITEMSIZE[dtype]) is None:
         raise corrupt_error(where, f"{what} of dtype {dtype!r} and shape {list(shape)[:16]}", "a known dtype and size")
     role = expect_type(fields[3], str, where, f"the role of {what}")
     if role not in ROLES:
         raise corrupt_error(where, f"{what} with the role {role!r}", f"one of {sorted(ROLES)}")
-    offsets = None if len(fields) == 4 else shape_from_json(fields[4], where, f"the offsets of {what}")
+    offsets = None
+    if len(fields) == 5:
+        offsets = tuple(expect_numbers(fields[4], 0, SIZE_LIMIT, where, f"the offsets of {what}"))
     if offsets is not None and len(offsets) != len(shape):
         raise corrupt_error(where, f"{what} with {len(offsets)} offsets", f"{len(shape)}")
     return TensorInfo(name, shape, dtype, ROLES[role], offsets)

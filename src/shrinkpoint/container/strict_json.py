@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from itertools import chain
 from reprlib import Repr
 from typing import NoReturn, TypeVar
@@ -20,8 +21,12 @@ MAX_NESTS = 1 << 20
 MIN_NEST_BYTES = 8
 """Fewest bytes per list or object of a text with more than `MAX_NESTS` of them."""
 
+SIZE_LIMIT = 1 << 63
+"""Exclusive upper bound of every size, dimension and offset of a file."""
+
 T = TypeVar("T")
 _NAMES: dict[type, str] = {dict: "object", list: "array", str: "string", int: "whole number"}
+_DIGEST_PATTERN = re.compile("[0-9a-f]{32}")
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 _NEST_TYPES = (dict, list, tuple)
 _MAX_MESSAGE = 400  # characters from a file in a message
@@ -50,6 +55,44 @@ def expect_type(value: JSON, kind: type[T], where: str, what: str) -> T:
     if type(value) is not kind:
         raise corrupt_error(where, f"{_brief.repr(value)} for {what}", f"a JSON {_NAMES[kind]}")
     return value
+
+
+def expect_numbers(value: JSON, begin: int, end: int, where: str, what: str) -> list[int]:
+    """Return `value` if it is a list of whole numbers from `begin` to `end` - 1; else raise a CorruptError."""
+    numbers = expect_type(value, list, where, what)
+    if {*map(type, numbers)} <= {int} and (not numbers or (begin <= min(numbers) and max(numbers) < end)):
+        return numbers
+    for number in numbers:
+        if not begin <= expect_type(number, int, where, what) < end:
+            raise corrupt_error(where, f"{number} in {what}", f"a number from {begin} to {end - 1}")
+    return numbers
+
+
+def expect_unique(names: Sequence[str], where: str, what: str) -> None:
+    """Raise a CorruptError if a name occurs twice."""
+    if len(set(names)) < len(names):
+        (name, _), *_ = Counter(names).most_common(1)
+        raise corrupt_error(where, f"two {what} named {name!r}", "one")
+
+
+def expect_hexdigest(value: JSON, where: str, what: str) -> str:
+    """Return `value` if it is a digest in hex; else raise a CorruptError."""
+    digest = expect_type(value, str, where, what)
+    if not _DIGEST_PATTERN.fullmatch(digest):
+        raise corrupt_error(where, f"{digest[:40]!r} for {what}", "32 hex digits")
+    return digest
+
+
+def nbytes_of(shape: Sequence[int], itemsize: int) -> int | None:
+    """Return the bytes of a tensor; None if a product of its dimensions on the way exceeds `SIZE_LIMIT`."""
+    size = itemsize
+    for dim in shape:
+        size *= dim
+        if not size:
+            return 0
+        if size >= SIZE_LIMIT:  # early, since many dims could make a number of megabytes
+            return None
+    return size
 
 
 def load_json(data: str | bytes, where: str, what: str) -> JSON:

@@ -13,8 +13,7 @@ from typing import Protocol
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.container import header
 from shrinkpoint.container.index import MAX_INDEX_BYTES, IndexBuilder
-from shrinkpoint.container.metadata import FORMAT_VERSION, is_plain, is_standard_entry
-from shrinkpoint.container.payload_layout import PayloadLayout
+from shrinkpoint.container.metadata import FORMAT_VERSION, PayloadLayout, is_plain, is_standard_entry
 from shrinkpoint.container.strict_json import MAX_JSON_DEPTH, count_nests, json_depth, max_nests
 from shrinkpoint.errors import PolicyError, StateError
 from shrinkpoint.tensors.info import JSON, EncodedRecord, TensorInfo

@@ -114,7 +114,7 @@ class Calibration:
     def forget_differences(self, tensors: GlobalTensors) -> None:
         """Forget everything unless all ranks remember the same; a collective."""
         digest = zlib.crc32(repr(self.state).encode())
-        if tensors.value_if_equal(digest) is None:
+        if tensors.collectives.value_if_equal(digest) is None:
             self.set_state(Calibration().state)
 
     @property
@@ -131,7 +131,7 @@ class Calibration:
         """The selection without the weights that `evaluate` does not look at, which stay exact; a collective."""
         unmeasured = frozenset(self.unmeasured)
         return selection.exclude(
-            [name for name in selection.tensors if tensors.global_name(name) in unmeasured], tensors
+            [name for name in selection.tensors if tensors.global_names[name] in unmeasured], tensors
         )
 
     @property
@@ -217,7 +217,7 @@ class Calibration:
         if not names:
             return None
         paths = tensors.reduce(
-            {source: tensors.global_name(cast) for cast, source in selection.cast_sources.items()},
+            {source: tensors.global_names[cast] for cast, source in selection.cast_sources.items()},
             lambda shards: shards[0],
         )
         entries = top_level_entries({name: paths.get(name, name) for name in names}, tensors.shapes)
@@ -370,9 +370,9 @@ class _EntryTest:
         return frozenset().union(*self._compute_on_all(lambda: read))
 
     def _perturb(self, names: frozenset[str], deviations: float = 1.0, *, zero: bool = False) -> Reading:
-        chosen = {n: x for n, x in self._selection.tensors.items() if self._tensors.global_name(n) in names}
-        selection, global_name = replace(self._selection, tensors=chosen), self._tensors.global_name
-        noise, zeros = make_perturbations(selection, self._state, global_name, deviations)
+        chosen = {n: x for n, x in self._selection.tensors.items() if self._tensors.global_names[n] in names}
+        selection = replace(self._selection, tensors=chosen)
+        noise, zeros = make_perturbations(selection, self._state, self._tensors.global_names, deviations)
         return self._metric.evaluate(zeros() if zero else noise())
 
 
@@ -420,16 +420,16 @@ def find_failure(
 
 
 def make_perturbations(
-    selection: TensorSelection, state: FlatState, global_name: Callable[[str], str] = str, deviations: float = 1.0
+    selection: TensorSelection, state: FlatState, global_names: Mapping[str, str], deviations: float = 1.0
 ) -> tuple[MakeValues, ...]:
     """Makers of clearly different weights, for those selected: with noise of some standard deviations, and zeros.
 
     Args:
-        global_name: of a local weight; shards and copies of one global tensor get noise of the same seed.
+        global_names: of local weights; shards and copies of one global tensor get noise of the same seed.
     """
 
     def noise() -> TrialValues:
-        seeds = {name: zlib.crc32(global_name(name).encode()) for name in selection.tensors}
+        seeds = {name: zlib.crc32(global_names[name].encode()) for name in selection.tensors}
         return {name: _add_noise(x, seeds[name], deviations) for name, x in selection.tensors.items()}
 
     def zeros() -> TrialValues:

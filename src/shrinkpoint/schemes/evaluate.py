@@ -440,7 +440,9 @@ class ShardedModelEvaluator(TrialEvaluator):
         self._global_tensors = global_tensors
         if not self._measures:
             return
-        reports = global_tensors.all_gather((bool(self.quantizable), self._find_remote_copy(global_tensors)))
+        reports = global_tensors.collectives.all_gather(
+            (bool(self.quantizable), self._find_remote_copy(global_tensors))
+        )
         if not any(has_parameters for has_parameters, _ in reports):
             found, do = "no weight that is a parameter of the model in memory", "say which model is saved"
             raise PolicyError("evaluate", found=found, expected="tensors that share memory with it", do=do)
@@ -470,7 +472,7 @@ class ShardedModelEvaluator(TrialEvaluator):
     def evaluate(self, values: Mapping[str, Tensor]) -> Reading:
         """Evaluate the model with these values, as `TrialEvaluator.evaluate`; a collective that averages over ranks."""
         assert self._global_tensors is not None
-        return _mean(self._global_tensors.all_gather(super().evaluate(values)))
+        return _mean(self._global_tensors.collectives.all_gather(super().evaluate(values)))
 
     def _argument(self, values: Mapping[str, Tensor]) -> Any:
         for name, value in values.items():

@@ -11,9 +11,17 @@ from torch import Tensor
 
 from shrinkpoint.codec.code_streams import CODERS
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
-from shrinkpoint.codec.decoded_tensors import CastSource, DecodedTensors, LatticeSource, TensorSource
 from shrinkpoint.codec.lattice import LatticeTensor
-from shrinkpoint.codec.reference import QuantizedTensor, Reference, RowSample, to_host
+from shrinkpoint.codec.reference import (
+    CastSource,
+    DecodedTensors,
+    LatticeSource,
+    QuantizedTensor,
+    Reference,
+    RowSample,
+    TensorSource,
+    to_host,
+)
 from shrinkpoint.errors import warn_user
 from shrinkpoint.schemes import optimizer_modes
 from shrinkpoint.schemes.base import QuantizedState, Scheme
@@ -22,8 +30,7 @@ from shrinkpoint.schemes.select import exact_reasons
 from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.tensors.flat_state import FlatState, snapshot
 from shrinkpoint.tensors.info import JSON, Role
-from shrinkpoint.tensors.memory import is_out_of_memory
-from shrinkpoint.tensors.side_streams import wait_for_devices
+from shrinkpoint.tensors.memory import is_out_of_memory, wait_for_devices
 
 _log = logging.getLogger("shrinkpoint")
 _FREE_MEMORY = "free memory, or save less often"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -15,14 +16,24 @@ from torch import Tensor
 
 from shrinkpoint import validate
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
+from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.progress import Task
-from shrinkpoint.schemes.base import QuantizedState, SpecMixin, check_seed
+from shrinkpoint.schemes.base import QuantizedState, Scheme, SpecMixin, check_seed
 from shrinkpoint.schemes.calibration import Calibration, EvaluateProblem, UnmeasuredLossNotice, make_perturbations
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
-from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, ReadRecorder, TrialEvaluator
-from shrinkpoint.schemes.plan import QuantizationPlan
+from shrinkpoint.schemes.evaluate import (
+    DegradationMetric,
+    Evaluate,
+    ReadRecorder,
+    ShardedModelEvaluator,
+    TrialEvaluator,
+)
+from shrinkpoint.schemes.lossless import Lossless
+from shrinkpoint.schemes.plan import QuantizationPlan, plan_within_memory
+from shrinkpoint.schemes.residual import ResidualScheme
 from shrinkpoint.schemes.select import TensorSelection, select_tensors, unchanged_tensors
 from shrinkpoint.sharding.global_tensors import GlobalTensors
+from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON
 
@@ -124,7 +135,7 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
         evaluator = save.evaluator or TrialEvaluator(save.state, self._evaluate)
         with evaluator, Task(f"{self.id}: measuring the loss", self.expected_evaluations) as task:
             metric = DegradationMetric(evaluator.evaluate, higher_is_better=self._higher_is_better, task=task)
-            perturbations = make_perturbations(save.selection, save.state, save.tensors.global_name)
+            perturbations = make_perturbations(save.selection, save.state, save.tensors.global_names)
             if self._calibration.needs_test(save.selection.global_names):
                 evaluator.reads = ReadRecorder()
             problem = self._calibration.find_problem(metric, perturbations, self.max_rise, self.compute_on_all)
@@ -266,3 +277,88 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
     def min_size(self, tensors: GlobalTensors) -> tuple[int, int] | None:
         """`min_weight_size`; None if this rank lacks parts of tensors, and cannot tell why its shards stay exact."""
         return self.min_weight_size if tensors.is_complete else None
+
+
+def plan_shards(
+    scheme: Scheme,
+    state: FlatState,
+    reference: Reference | None,
+    layout: ShardLayout,
+    evaluator: ShardedModelEvaluator | None = None,
+) -> Scheme:
+    """Plan the quantization of this rank's shards from statistics of global tensors; a collective.
+
+    All shards of one tensor get the same recipe, and decisions about all tensors are the same on all ranks. A rank
+    that is alone, and has all of every tensor, decides as a process without shards.
+
+    Args:
+        scheme: of the same settings on every rank.
+        state: this rank's tensors.
+        reference: the decoded tensors of this rank's previous file; None if there is none. If any rank that has
+            tensors has none, all ranks plan as if they had none.
+        layout: where this rank's tensors lie in global tensors.
+        evaluator: measures the model, for schemes that measure.
+
+    Returns:
+        The scheme that quantizes and encodes this rank's shards.
+
+    Raises:
+        PolicyError: the scheme cannot be planned by several ranks; before any rank waits for another.
+        MismatchError: ranks have different schemes, or tensors of one name that differ.
+        ShrinkpointError: an error of this rank or of another; on all ranks.
+    """
+    if isinstance(scheme, Lossless):
+        return scheme
+    check_shardable(scheme, measures=evaluator is not None)
+
+    def plan(state: FlatState) -> Scheme:
+        return layout.collectives.run_all_or_raise(lambda: _plan(scheme, state, reference, layout, evaluator))
+
+    return plan_within_memory(plan, state, scheme, use_host=False)
+
+
+def check_shardable(scheme: Scheme, *, measures: bool = False) -> None:
+    """Check that several ranks can plan a scheme together; no collective.
+
+    Args:
+        measures: every rank has the model that is saved.
+
+    Raises:
+        PolicyError: they cannot.
+    """
+    if isinstance(scheme, Lossless):
+        return
+    if not isinstance(scheme, Planner | ResidualScheme):
+        expected, do = "a scheme that several ranks can decide together", "take one of this library's"
+        raise PolicyError("scheme", found=repr(scheme), expected=expected, do=do)
+    if isinstance(scheme, Planner) and scheme.shares_trials:
+        found, do = "ranks that share the trials of one state", "leave group= away: all ranks measure each trial"
+        raise PolicyError("group", found=found, expected="None, where ranks have parts of the state", do=do)
+    if isinstance(scheme, Planner) and scheme.needs_evaluation and not measures:
+        found, do = "no model that is saved", "say which one it is, or how much may be lost without measuring"
+        raise PolicyError("evaluate", found=found, expected="a model to measure on every rank", do=do)
+
+
+def _plan(
+    scheme: Scheme,
+    state: FlatState,
+    reference: Reference | None,
+    layout: ShardLayout,
+    evaluator: ShardedModelEvaluator | None,
+) -> QuantizationPlan:
+    tensors = GlobalTensors(state, layout)
+    lacks_reference = bool(state.tensors) and reference is None
+    is_no_base = reference is not None and not reference.is_base
+    description = f"{type(scheme).__name__}, {scheme!r}"
+    reports = tensors.collectives.all_gather((zlib.crc32(description.encode()), lacks_reference, is_no_base))
+    if len({digest for digest, *_ in reports}) > 1:
+        found = " and ".join(sorted({*tensors.collectives.all_gather(description)}))
+        raise MismatchError("scheme", found=found, expected="the same on all ranks", do="set all ranks up alike")
+    if any(without_reference for _, without_reference, _ in reports):
+        reference = None
+    if reference is not None and any(without_base for *_, without_base in reports):
+        reference = replace(reference, is_base=False)
+    evaluator = ShardedModelEvaluator(state) if evaluator is None else evaluator
+    evaluator.join(tensors)
+    assert isinstance(scheme, Planner | ResidualScheme)
+    return scheme.plan(state, reference, evaluator, tensors)

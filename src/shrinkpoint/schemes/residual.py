@@ -167,7 +167,7 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
             _warn_diverged(diverged)
         moments = {name: codes.cpu() for name, codes in self.quantize_optimizer(owned, residuals, stats).items()}
         selection.warn_nonfinite()
-        num_residuals, num_moments = tensors.sum_over_ranks(len(residuals), len(moments))
+        num_residuals, num_moments = tensors.collectives.sum_over_ranks(len(residuals), len(moments))
         optimizer = self._optimizer
         if optimizer == "lossy" and global_tensors is not None:  # levels are of all ranks: now, while these take part
             moments |= optimizer_modes.quantize_moments(state, stats)

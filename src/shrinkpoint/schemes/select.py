@@ -16,9 +16,9 @@ from torch import Tensor
 
 from shrinkpoint import humanize
 from shrinkpoint.codec.lattice import LatticeTensor, as_matrix
-from shrinkpoint.codec.reference import QuantizedTensor, Reference
+from shrinkpoint.codec.parallel import map_tensors
+from shrinkpoint.codec.reference import QuantizedTensor, Reference, lattice_source, tensor_rows
 from shrinkpoint.errors import warn_user
-from shrinkpoint.quantize.map_tensors import map_tensors
 from shrinkpoint.quantize.statistics import ValueSums, value_sums
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.dtypes import as_bits
@@ -138,13 +138,13 @@ def select_tensors(
     names, sources, nonfinite = _decide({name: reports[name] for name in global_tensors.shapes if name in reports})
     local = {name: tensor for name, tensor in candidates.items() if tensor.numel()}
     local_sources = {
-        name: global_tensors.colocated_name(name, sources[global_tensors.global_name(name)])
+        name: global_tensors.colocated_name(name, sources[global_tensors.global_names[name]])
         for name in local
-        if global_tensors.global_name(name) in sources
+        if global_tensors.global_names[name] in sources
     }
     selected = frozenset(names)
     return TensorSelection(
-        {name: tensor for name, tensor in local.items() if global_tensors.global_name(name) in selected},
+        {name: tensor for name, tensor in local.items() if global_tensors.global_names[name] in selected},
         {name: source for name, source in local_sources.items() if source is not None},
         nonfinite,
         names,
@@ -197,7 +197,7 @@ def _find_masters(
     if tensor.dtype == torch.float32:
         return ()
     masters = [n for n in colocated[_shard_key(global_tensors, name)] if candidates[n].dtype == torch.float32]
-    return tuple(global_tensors.global_name(master) for master in masters if is_cast(tensor, candidates[master]))
+    return tuple(global_tensors.global_names[master] for master in masters if is_cast(tensor, candidates[master]))
 
 
 def _find_tied(
@@ -217,7 +217,7 @@ def _find_tied(
         for twin in colocated[_shard_key(global_tensors, name)]
         if twin in optimized and candidates[twin].dtype == tensor.dtype
     ]
-    return tuple(global_tensors.global_name(twin) for twin in twins if is_cast(tensor, candidates[twin]))
+    return tuple(global_tensors.global_names[twin] for twin in twins if is_cast(tensor, candidates[twin]))
 
 
 def _merge_reports(shards: Sequence[_ShardReport]) -> _ShardReport:
@@ -314,6 +314,7 @@ def unchanged_tensors(
     names = list(names)
     unchanged: dict[str, QuantizedTensor] = {}
     origins = {name: None if reference is None else reference.quantized.get(name) for name in names}
+    shared = set[str]() if reference is None else reference.shared_names(state.infos[name] for name in names)
     # Those that others are relative to come first: where one has changed, the others cannot be written again.
     for name, origin in sorted(origins.items(), key=lambda item: _relative_to(item[1]) != ""):
         tensor = state.tensors[name]
@@ -321,27 +322,29 @@ def unchanged_tensors(
             continue
         if _relative_to(origin) and _relative_to(origin) not in unchanged:
             continue
-        if reference.has_like(name, tuple(tensor.shape), tensor.dtype) and _equals_parent(tensor, name, reference):
+        if name in shared and _equals_parent(tensor, name, reference):
             unchanged[name] = origin
     independent = global_tensors.tensors_where_all(
         {name: name in unchanged and not _relative_to(unchanged[name]) for name in names}
     )
-    local = {name for name in unchanged if global_tensors.global_name(name) in independent}
+    local = {name for name in unchanged if global_tensors.global_names[name] in independent}
     dependent = global_tensors.tensors_where_all(
         {name: name in unchanged and _relative_to(unchanged[name]) in local for name in names}
     )
     complete = independent | dependent
     return {
-        name: unchanged[name] for name in names if name in unchanged and global_tensors.global_name(name) in complete
+        name: unchanged[name] for name in names if name in unchanged and global_tensors.global_names[name] in complete
     }
 
 
 def _equals_parent(tensor: Tensor, name: str, reference: Reference) -> bool:
     """Whether a tensor has the parent's bits; of a parent on a lattice, the first rows are decoded first."""
-    if reference.lattice_source(name) is not None:
+    if lattice_source(reference.tensors, name) is not None:
         matrix = as_matrix(tensor.detach())
         head = slice(-(-_HEAD_VALUES // max(1, matrix.shape[1])))
-        if not torch.equal(as_bits(matrix[head]), as_bits(reference.rows(name, head)).to(tensor.device)):
+        if not torch.equal(
+            as_bits(matrix[head]), as_bits(tensor_rows(reference.tensors, name, head)).to(tensor.device)
+        ):
             return False
     return is_bitwise_equal(tensor, reference.tensors[name])
 

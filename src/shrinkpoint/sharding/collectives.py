@@ -7,6 +7,7 @@ numbers in float64 or int64, so that all ranks have the same bits."""
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 import zlib
 from abc import ABC, abstractmethod
@@ -101,6 +102,19 @@ class Collectives(ABC):
             obj: an exception is raised by all ranks.
         """
         return self._exchange([_to_message(pack_error(obj))] * self.world_size)
+
+    def value_if_equal(self, obj: T) -> T | None:
+        """The object that all ranks have; None if they differ."""
+        first, *rest = self.all_gather(obj)
+        return first if all(other == first for other in rest) else None
+
+    def max_over_ranks(self, number: int | None) -> int | None:
+        """The largest number that a rank has; None if none has any."""
+        return max((other for other in self.all_gather(number) if other is not None), default=None)
+
+    def sum_over_ranks(self, *numbers: float) -> tuple[float, ...]:
+        """The sum of each number over ranks."""
+        return tuple(map(math.fsum, zip(*self.all_gather(numbers), strict=True)))
 
     def owner(self, key: int | str) -> int:
         """The rank that merges the reports of a key; it is another one in each reduction, which spreads the bytes."""

@@ -46,7 +46,7 @@ class GlobalStats:
 
     def global_name(self, name: str) -> str:
         """The name of the global tensor that a local tensor is a shard of."""
-        return self.global_tensors.global_name(name)
+        return self.global_tensors.global_names[name]
 
     def global_numel(self, name: str) -> int:
         """The number of values of the global tensor that a local tensor is a shard of."""
@@ -54,7 +54,7 @@ class GlobalStats:
 
     def is_whole(self, name: str) -> bool:
         """Whether this rank has all of the global tensor that a local tensor is a shard of."""
-        return self.global_tensors.is_whole(name)
+        return name in self.global_tensors.whole
 
     def local_seed(self, name: str, global_seed: int) -> int:
         """The seed of random numbers that differ between the shards of a tensor."""
@@ -157,7 +157,7 @@ class GlobalStats:
 
         limit = _kth_smallest({"": magnitudes.float().cpu()}, str, add_up, lambda count: count - k)[""]
         local = int((magnitudes > limit).sum()), int((magnitudes == limit).sum())
-        reports = self.global_tensors.all_gather(local)
+        reports = self.global_tensors.collectives.all_gather(local)
         remaining = k - sum(above for above, _ in reports) - sum(ties for _, ties in reports[:rank])
         return local[0] + min(max(remaining, 0), local[1])
 

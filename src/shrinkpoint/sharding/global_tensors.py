@@ -114,6 +114,9 @@ class GlobalTensors:
     Attributes:
         collectives: of the layout.
         local_shards: this rank's shards, by local name.
+        global_names: the global tensor that each of them is a shard of, by local name.
+        whole: local names of the shards that are all of their global tensor.
+        primary: local names of the shards that count in sums over ranks: no rank before has the same values.
         shapes, roles: of each global tensor, by global name, in the order in which ranks name them.
 
     Raises:
@@ -150,6 +153,9 @@ class GlobalTensors:
             spec = ShardSpec(report.global_name, report.global_shape, report.offsets)
             is_primary = position not in duplicates and math.prod(report.sizes) > 0
             self.local_shards[name] = TensorShard(spec, report.sizes, is_primary)
+        self.global_names = {name: shard.spec.global_name for name, shard in self.local_shards.items()}
+        self.whole = frozenset(name for name, shard in self.local_shards.items() if shard.is_whole)
+        self.primary = frozenset(name for name, shard in self.local_shards.items() if shard.is_primary)
         self._name_of_box = {
             (shard.spec.global_name, shard.spec.offsets, shard.sizes): name for name, shard in self.local_shards.items()
         }
@@ -195,30 +201,11 @@ class GlobalTensors:
     @property
     def is_complete(self) -> bool:
         """Whether this rank has every tensor, and all of each: then no other rank has a shard that it does not see."""
-        whole = {shard.spec.global_name for shard in self.local_shards.values() if shard.is_whole}
-        return whole == self.shapes.keys()
-
-    def global_name(self, name: str) -> str:
-        """The name of the global tensor that a local tensor is a shard of."""
-        return self.local_shards[name].spec.global_name
+        return {self.global_names[name] for name in self.whole} == self.shapes.keys()
 
     def global_numel(self, name: str) -> int:
         """The number of values of the global tensor that a local tensor is a shard of."""
         return self.local_shards[name].spec.global_numel
-
-    def sampled_rows(self, name: str, max_numel: int) -> slice:
-        """Rows of a local shard that are every n-th of the global matrix: about `max_numel` values of all of it."""
-        spec = self.local_shards[name].spec
-        stride = max(1, spec.global_numel // max_numel)
-        return slice(-spec.first_row % stride, None, stride)
-
-    def is_whole(self, name: str) -> bool:
-        """Whether this rank has all of the global tensor that a local tensor is a shard of."""
-        return self.local_shards[name].is_whole
-
-    def is_primary(self, name: str) -> bool:
-        """Whether a local shard counts in sums over ranks: it has values that no rank before has."""
-        return self.local_shards[name].is_primary
 
     def colocated_name(self, name: str, global_name: str) -> str | None:
         """The local tensor that is the same box of another global tensor; None if there is none."""
@@ -233,23 +220,6 @@ class GlobalTensors:
 
     # collectives: all ranks call each of these in the same order
 
-    def all_gather(self, obj: T) -> list[T]:
-        """The objects of all ranks, in rank order; for what is small."""
-        return self.collectives.all_gather(obj)
-
-    def value_if_equal(self, obj: T) -> T | None:
-        """The object that all ranks have; None if they differ."""
-        first, *rest = self.all_gather(obj)
-        return first if all(other == first for other in rest) else None
-
-    def max_over_ranks(self, number: int | None) -> int | None:
-        """The largest number that a rank has; None if none has any."""
-        return max((other for other in self.all_gather(number) if other is not None), default=None)
-
-    def sum_over_ranks(self, *numbers: float) -> tuple[float, ...]:
-        """The sum of each number over ranks."""
-        return tuple(map(math.fsum, zip(*self.all_gather(numbers), strict=True)))
-
     def reduce(self, reports: Mapping[str, T], merge: Callable[[list[T]], R]) -> dict[str, R]:
         """Merge the reports of the shards of each tensor.
 
@@ -260,12 +230,12 @@ class GlobalTensors:
         Returns:
             By global name, in the order in which ranks report; without the tensors of which none reports a shard.
         """
-        indexed = [(self._index[self.global_name(name)], report) for name, report in reports.items()]
+        indexed = [(self._index[self.global_names[name]], report) for name, report in reports.items()]
         return {self._names[index]: result for index, result in self.collectives.reduce(indexed, merge).items()}
 
     def reduce_primary(self, reports: Mapping[str, T], merge: Callable[[list[T]], R]) -> dict[str, R]:
         """`reduce` the reports of primary shards: each box counts once, even if several ranks have it."""
-        return self.reduce({name: report for name, report in reports.items() if self.is_primary(name)}, merge)
+        return self.reduce({name: report for name, report in reports.items() if name in self.primary}, merge)
 
     def reduce_statistic(
         self,
@@ -282,9 +252,9 @@ class GlobalTensors:
 
         return self.reduce(
             {
-                name: (compute(x), []) if self.is_whole(name) else (None, [compute_part(x)])
+                name: (compute(x), []) if name in self.whole else (None, [compute_part(x)])
                 for name, x in tensors.items()
-                if self.is_primary(name)
+                if name in self.primary
             },
             merge_reports,
         )
@@ -293,8 +263,8 @@ class GlobalTensors:
         """Merge the arrays that primary shards report, cell by cell; by global name."""
         reports: dict[int, list[R]] = {}
         for name, array in arrays.items():
-            if self.is_primary(name):
-                reports.setdefault(self._index[self.global_name(name)], []).append(array)
+            if name in self.primary:
+                reports.setdefault(self._index[self.global_names[name]], []).append(array)
         merged = self.collectives.reduce_arrays(reports, kind)
         return {self._names[index]: array for index, array in merged.items()}
 
@@ -320,7 +290,7 @@ class GlobalTensors:
             columns: False: sum only by row; the second of the local sums is not read.
         """
         cells, values = [np.empty(0, np.int64)], [np.empty(0, np.float32)]
-        for name in filter(self.is_primary, names):
+        for name in (name for name in names if name in self.primary):
             shard = self.local_shards[name]
             cells.append((self._index[shard.spec.global_name] << CELL_BITS) + _marginal_cells(shard, columns))
             values.append(_shard_sums(*local_sums(name), shard, columns).numpy())

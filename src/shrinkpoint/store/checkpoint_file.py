@@ -14,9 +14,8 @@ import torch
 
 from shrinkpoint import validate
 from shrinkpoint.codec.coder import default_threads
-from shrinkpoint.codec.decoded_tensors import lattice_source
 from shrinkpoint.codec.parallel import decode_all
-from shrinkpoint.codec.reference import QuantizedTensor, Reference, RowSample
+from shrinkpoint.codec.reference import QuantizedTensor, Reference, RowSample, lattice_source
 from shrinkpoint.container import FileReader, FileWriter
 from shrinkpoint.errors import CorruptError, PolicyError
 from shrinkpoint.guard import no_gc, read_guard

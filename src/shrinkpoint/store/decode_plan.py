@@ -22,7 +22,6 @@ from torch import Tensor
 
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.coder import Bytes
-from shrinkpoint.codec.decoded_tensors import as_decoded
 from shrinkpoint.codec.decoder import (
     ByteRange,
     DecodedRange,
@@ -36,7 +35,7 @@ from shrinkpoint.codec.decoder import (
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.pack import num_numbers
 from shrinkpoint.codec.record import decode, record_decoder, required_tensors
-from shrinkpoint.codec.reference import Reference
+from shrinkpoint.codec.reference import Reference, as_decoded
 from shrinkpoint.container import FileReader, RecordHead
 from shrinkpoint.errors import ChainError, NotFoundError, PolicyError
 from shrinkpoint.storage import Source

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from shrinkpoint._native import Hasher, progress_sums, xxh3_128
-from shrinkpoint.codec.decoded_tensors import as_decoded, tensor_layout
 from shrinkpoint.codec.parallel import thread_pool
-from shrinkpoint.codec.reference import Reference, RowSample
+from shrinkpoint.codec.reference import Reference, RowSample, as_decoded, tensor_layout, tensor_rows
 from shrinkpoint.container import FileReader
 from shrinkpoint.container.header import read_digest
 from shrinkpoint.container.reader import WINDOW_BYTES
@@ -167,12 +166,14 @@ class ReferenceCache(Generic[M]):
                 continue
             if tensor_layout(parent.tensors, name)[0] != sample.shape:
                 continue
-            parent_stored = parent.rows(name, sample.rows)
+            parent_stored = tensor_rows(parent.tensors, name, sample.rows)
             original = parent.original_rows(name, sample.shape, sample.rows)
             if original is None and name not in parent.quantized:
                 original = parent_stored  # exact tensors have no separate original
             if original is not None:
-                weights[name] = _SampledWeight(original, parent_stored, sample.values, stored.rows(name, sample.rows))
+                weights[name] = _SampledWeight(
+                    original, parent_stored, sample.values, tensor_rows(stored.tensors, name, sample.rows)
+                )
         columns = [dict(zip(weights, column, strict=True)) for column in zip(*weights.values(), strict=True)]
         return retained_fraction(*columns) if weights else None
 

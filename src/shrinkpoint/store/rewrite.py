@@ -7,8 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import NamedTuple
 
-from shrinkpoint.codec.decoded_tensors import as_decoded
-from shrinkpoint.codec.reference import Reference
+from shrinkpoint.codec.reference import Reference, as_decoded
 from shrinkpoint.errors import ChainError, FormatError
 from shrinkpoint.progress import Task, track
 from shrinkpoint.schemes.lossless import Recode

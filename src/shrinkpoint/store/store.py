@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shrinkpoint import validate
-from shrinkpoint.codec.decoded_tensors import is_mostly_codes
-from shrinkpoint.codec.reference import Reference
+from shrinkpoint.codec.reference import Reference, is_mostly_codes
 from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.plan import plan_within_memory

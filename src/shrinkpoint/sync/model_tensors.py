@@ -15,8 +15,8 @@ from shrinkpoint import validate
 from shrinkpoint.errors import MismatchError, StateError
 from shrinkpoint.tensors.dtypes import as_bits, dtype_name, empty
 from shrinkpoint.tensors.flat_state import FlatState, copy_tensors, flatten
+from shrinkpoint.tensors.memory import wait_for_devices
 from shrinkpoint.tensors.shared_storage import num_reached
-from shrinkpoint.tensors.side_streams import wait_for_devices
 from shrinkpoint.tensors.wrappers import match_state_keys, unwrapped
 
 AnyModel: TypeAlias = nn.Module | Mapping[str, Tensor]

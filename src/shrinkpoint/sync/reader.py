@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shrinkpoint.codec.decoded_tensors import as_decoded
-from shrinkpoint.codec.reference import Reference
+from shrinkpoint.codec.reference import Reference, as_decoded
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import ChainError, CorruptError, FormatError, NotFoundError, ShrinkpointError
 from shrinkpoint.storage import Storage

@@ -15,11 +15,10 @@ from shrinkpoint._native import stream_copy
 from shrinkpoint.guard import no_gc, read_guard
 from shrinkpoint.tensors.dtypes import as_bits, dtype_name, empty, tensor_bytes
 from shrinkpoint.tensors.info import JSON, OptimizerInfo, Role, TensorInfo
-from shrinkpoint.tensors.memory import Arena
+from shrinkpoint.tensors.memory import Arena, wait_for_devices
 from shrinkpoint.tensors.optimizers import MomentKind, drop_optimizer_state
 from shrinkpoint.tensors.roles import infer_roles
 from shrinkpoint.tensors.shared_storage import deduplicate
-from shrinkpoint.tensors.side_streams import wait_for_devices
 from shrinkpoint.tensors.tree import TreeEncoder
 from shrinkpoint.tensors.tree_decoder import MAX_COPY_BYTES, TreeDecoder
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 JSON: TypeAlias = Any
@@ -111,11 +112,11 @@ class TensorInfo:
     role: Role = Role.OTHER
     offsets: tuple[int, ...] | None = None
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 

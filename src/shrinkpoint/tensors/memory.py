@@ -1,4 +1,4 @@
-"""Memory for many tensors, in a few large blocks, and the errors of a device or a host that has none left."""
+"""Memory for many tensors, in a few large blocks, out-of-memory errors, and the side streams of copies."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import os
 import re
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from shrinkpoint import _native
 from shrinkpoint.errors import PolicyError
@@ -83,3 +86,54 @@ class Arena:
                 self._next_size = min(2 * self._next_size, _MAX_BLOCK)
             block, self._block = self._block[:nbytes], self._block[rounded:]
         return block
+
+
+class SideStreams:
+    """A stream for each CUDA device of some tensors, beside the stream that the caller uses there.
+
+    Where all tensors are in host memory there are none, and nothing here does anything.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def fork(self, tensors: Iterable[Tensor]) -> None:
+        """Let what is enqueued on these streams wait for all that the caller has enqueued until now.
+
+        Args:
+            tensors: that will be read there; their memory is not given to other tensors before.
+        """
+        on_devices = [tensor for tensor in tensors if tensor.is_cuda]
+        for device in {tensor.device for tensor in on_devices}:
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._streams[device].wait_stream(torch.cuda.current_stream(device))
+        for tensor in on_devices:
+            tensor.record_stream(self._streams[tensor.device])
+
+    def join(self) -> None:
+        """Let what the caller enqueues from now on wait, on the devices, for all that these streams have been given."""
+        for device, stream in self._streams.items():
+            torch.cuda.current_stream(device).wait_stream(stream)
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Let this thread enqueue its work on these streams."""
+        if not self._streams:
+            yield
+            return
+        with ExitStack() as stack, torch.cuda.device(torch.cuda.current_device()):
+            for stream in self._streams.values():
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+
+    def synchronize(self) -> None:
+        """Wait until all that these streams have been given is done, so that the host may read its results."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
+
+def wait_for_devices(tensors: Iterable[Tensor]) -> None:
+    """Wait until what this thread has enqueued on the tensors' CUDA devices is done."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()

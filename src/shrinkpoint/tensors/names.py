@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from reprlib import Repr
 from typing import Any, TypeAlias
 
@@ -50,20 +50,13 @@ def _escape(match: re.Match[str]) -> str:
     return f"%{ord(match[0]):02X}"
 
 
-class UniqueNames:
-    """Hands out unique tensor names; "%2", "%3" are appended where two paths give one name."""
-
-    def __init__(self) -> None:
-        self._used: set[str] = set()
-
-    def unique(self, base: str) -> str:
-        """Return `base`, with a number appended if it is in use."""
-        name, count = base, 1
-        while name in self._used:
-            count += 1
-            name = f"{base}%{count}"
-        self._used.add(name)
-        return name
+def unique_name(base: str, used: Collection[str]) -> str:
+    """Return `base`; with "%2", "%3" appended if it is in use, because two paths give one name."""
+    name, count = base, 1
+    while name in used:
+        count += 1
+        name = f"{base}%{count}"
+    return name
 
 
 def format_key(key: Any) -> str:
@@ -119,8 +112,10 @@ TensorOrArray: TypeAlias = "Tensor | np.ndarray[Any, Any]"
 
 def named_leaves(state: Any) -> dict[str, Any]:
     """Return every tensor, array and plain value by name; equal names get a number, as in a file."""
-    names = UniqueNames()
-    return {names.unique(tensor_name(path)): value for path, value in _iter_leaves(state, ())}
+    out = dict[str, Any]()
+    for path, value in _iter_leaves(state, ()):
+        out[unique_name(tensor_name(path), out)] = value
+    return out
 
 
 def child_items(value: Any) -> Iterator[tuple[Any, Any]] | None:

@@ -210,12 +210,8 @@ def _stored_name(leaf: Leaf) -> str:
 
 def _optimizer_role(leaf: Leaf) -> Role:
     """The role of a tensor of an optimizer that has no role of `SLOT_ROLES`."""
-    return Role.MASTER if _names_master(leaf.path) and _is_weight(leaf) else Role.OTHER
-
-
-def _names_master(path: StatePath) -> bool:
-    """Whether a key says that copies in full precision are below it."""
-    return any(is_master_key(key) for key in path if isinstance(key, str))
+    names_master = any(is_master_key(key) for key in leaf.path if isinstance(key, str))
+    return Role.MASTER if names_master and _is_weight(leaf) else Role.OTHER
 
 
 @lru_cache(maxsize=1024)
@@ -368,36 +364,20 @@ def _group_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _optimizer_info(slot: OptimizerSlot, settings: dict[str, Any]) -> OptimizerInfo:
     step = _number(slot.values.get("step", slot.settings.get("step")))
+    factors = [leaf.name for leaf in slot.factors or ()]
+    blocks = [slot.leaves[key] for key in SECOND_MOMENT_BLOCKS if key in slot.leaves and slot.leaves[key].name]
+    has_blocks = len(blocks) == len(SECOND_MOMENT_BLOCKS) and blocks[0].tensor.dtype == torch.uint8
+    unknown = MomentKind.UNKNOWN
+    squares = [key for key in SQUARE_MEANS if slot.kinds.get(key, unknown) is not unknown]
     return OptimizerInfo(
         moment1=_moment(slot, *FIRST_MOMENTS),
         moment2=_moment(slot, *SECOND_MOMENTS),
         step=None if step is None else int(step),
-        factors=_factors(slot),
-        blocks=_blocks(slot),
-        squares=_squares(slot),
+        factors=(factors[0], factors[1]) if factors and all(factors) else None,
+        blocks=(blocks[0].name, blocks[1].name, blocks[2].name) if has_blocks else None,
+        squares=_moment(slot, *squares),
         **settings,
     )
-
-
-def _factors(slot: OptimizerSlot) -> tuple[str, str] | None:
-    if (factors := slot.factors) is None or not all(leaf.name for leaf in factors):
-        return None
-    row, column = factors
-    return row.name, column.name
-
-
-def _squares(slot: OptimizerSlot) -> str | None:
-    unknown = MomentKind.UNKNOWN
-    known = (key for key in SQUARE_MEANS if slot.kinds.get(key, unknown) is not unknown)
-    return _moment(slot, *known)
-
-
-def _blocks(slot: OptimizerSlot) -> tuple[str, str, str] | None:
-    leaves = [slot.leaves[key] for key in SECOND_MOMENT_BLOCKS if key in slot.leaves and slot.leaves[key].name]
-    if len(leaves) < len(SECOND_MOMENT_BLOCKS) or leaves[0].tensor.dtype != torch.uint8:
-        return None
-    codes, codebook, maxima = leaves
-    return codes.name, codebook.name, maxima.name
 
 
 def _moment(slot: OptimizerSlot, *keys: str) -> str | None:

@@ -19,7 +19,7 @@ import torch
 from shrinkpoint.errors import StateError
 from shrinkpoint.tensors.dtypes import dtype_name
 from shrinkpoint.tensors.info import JSON
-from shrinkpoint.tensors.names import StatePath, UniqueNames, format_path, tensor_name
+from shrinkpoint.tensors.names import StatePath, format_path, tensor_name, unique_name
 
 MAX_SHARING_OVERHEAD = 1024
 """Bytes that a shared range may take beyond its members stored one by one."""
@@ -67,10 +67,12 @@ def deduplicate(leaves: Iterable[Leaf]) -> dict[str, torch.Tensor]:
     """Return the tensors to store, in the order of the leaves, and fill in each leaf's `reference` and `name`."""
     ordered = list(leaves)
     groups = {id(group[0]): group for group in _overlap_groups(ordered)}  # every group under its earliest leaf
-    names, stored = UniqueNames(), dict[str, torch.Tensor]()
+    for leaf in ordered:
+        leaf.name = tensor_name(leaf.path)
+    stored = dict[str, torch.Tensor]()
     for leaf in ordered:
         if (group := groups.get(id(leaf))) is not None:
-            _store_group(group, names, stored)
+            _store_group(group, stored)
     return stored
 
 
@@ -130,12 +132,14 @@ def _byte_range(run: list[Leaf]) -> tuple[int, int]:
     return min(leaf.start for leaf in run), max(leaf.start + leaf.extent for leaf in run)
 
 
-def _store_group(group: list[Leaf], names: UniqueNames, stored: dict[str, torch.Tensor]) -> None:
+def _store_group(group: list[Leaf], stored: dict[str, torch.Tensor]) -> None:
     if len(group) == 1 and group[0].tensor.is_contiguous():  # the common case
         leaf = group[0]
-        own_name = tensor_name(leaf.path)
-        leaf.name = names.unique(own_name)
-        leaf.reference[:] = [] if leaf.name == own_name else [leaf.name]
+        if leaf.name in stored:
+            leaf.name = unique_name(leaf.name, stored)
+            leaf.reference[:] = [leaf.name]
+        else:
+            leaf.reference[:] = []
         stored[leaf.name] = _standard_strides(leaf.tensor)
         return
     start, end = _byte_range(group)
@@ -143,9 +147,9 @@ def _store_group(group: list[Leaf], names: UniqueNames, stored: dict[str, torch.
     if owner is None and _is_single_view(group):
         owner = group[0]
     if owner is None:
-        name, row = names.unique(f"{tensor_name(group[0].path)}/%storage"), _storage_row(group, start, end)
+        name, row = unique_name(f"{group[0].name}/%storage", stored), _storage_row(group, start, end)
     else:
-        name, row = names.unique(tensor_name(owner.path)), _standard_strides(owner.tensor)
+        name, row = unique_name(owner.name, stored), _standard_strides(owner.tensor)
     stored[name] = row
     for leaf in group:
         _write_reference(leaf, name, row, owner, start)
@@ -176,10 +180,10 @@ def _standard_strides(tensor: torch.Tensor) -> torch.Tensor:
 
 def _write_reference(leaf: Leaf, name: str, row: torch.Tensor, owner: Leaf | None, start: int) -> None:
     if owner is not None and leaf.view == owner.view:
+        leaf.reference[:] = [] if name == leaf.name else [name]
         leaf.name = name
-        leaf.reference[:] = [] if name == tensor_name(leaf.path) else [name]
         return
-    tensor = leaf.tensor
+    tensor, leaf.name = leaf.tensor, ""
     offset = (leaf.start - start) // tensor.element_size()
     leaf.reference[:] = [name, offset, list(tensor.shape), list(tensor.stride())]
     if tensor.dtype != row.dtype:

@@ -8,7 +8,7 @@ from fnmatch import translate
 from typing import Any, NamedTuple, TypeAlias
 
 from shrinkpoint.tensors.info import JSON, is_nest_form
-from shrinkpoint.tensors.names import StatePath, UniqueNames, format_key, tensor_name
+from shrinkpoint.tensors.names import StatePath, format_key, tensor_name, unique_name
 from shrinkpoint.tensors.tree import MAX_DEPTH
 from shrinkpoint.tensors.tree_decoder import TreeDecoder
 
@@ -176,7 +176,6 @@ class _LeafLister(_Selector):
     def __init__(self, matches: MatchPath, where: str) -> None:
         super().__init__(matches, where)
         self.leaves: dict[str, TreeLeaf] = {}
-        self._unique_names = UniqueNames()
 
     def _leaf(self, tree: JSON, path: StatePath, is_chosen: bool, tag: str = "", body: JSON = None) -> Any:
         selected = super()._leaf(tree, path, True, tag, body)
@@ -185,7 +184,7 @@ class _LeafLister(_Selector):
             reference = selected[tag][1]
         name = reference[0] if type(reference) is list and reference else ""
         leaf = TreeLeaf(selected, name if type(name) is str else "", bool(tag) and tag in _ARRAY_TAGS)
-        self.leaves[self._unique_names.unique(tensor_name(path))] = leaf
+        self.leaves[unique_name(tensor_name(path), self.leaves)] = leaf
         return selected
 
 

@@ -21,8 +21,7 @@ from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.tensors.flat_state import FlatState, allocate_like
-from shrinkpoint.tensors.memory import is_out_of_memory
-from shrinkpoint.tensors.side_streams import SideStreams
+from shrinkpoint.tensors.memory import SideStreams, is_out_of_memory
 from shrinkpoint.threads import reset_in_children
 from shrinkpoint.train.planning import SavePlan
 from shrinkpoint.train.state_copy import StateCopy

@@ -13,8 +13,7 @@ from typing import Any
 from weakref import WeakSet
 
 from shrinkpoint import validate
-from shrinkpoint.codec.decoded_tensors import is_mostly_codes
-from shrinkpoint.codec.reference import Reference
+from shrinkpoint.codec.reference import Reference, is_mostly_codes
 from shrinkpoint.errors import MismatchError, ShrinkpointError, StorageError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.planner import Planner

@@ -9,7 +9,7 @@ from torch import Tensor
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.tensors.flat_state import FlatState, copy_on_devices, snapshot
-from shrinkpoint.tensors.side_streams import SideStreams
+from shrinkpoint.tensors.memory import SideStreams
 from shrinkpoint.train.planning import SavePlan
 
 

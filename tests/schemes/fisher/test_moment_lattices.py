@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import shrinkpoint as sp
 from shrinkpoint.codec.lattice import Lattice, LatticeTensor, as_matrix
-from shrinkpoint.quantize.second_moment import quantize_second_moment, relative_squares, second_moment_sums
+from shrinkpoint.quantize.statistics import quantize_second_moment, relative_squares, second_moment_sums
 from shrinkpoint.schemes.fisher.moment_lattices import (
     MIN_LATTICE_NUMEL,
     MomentPrecision,

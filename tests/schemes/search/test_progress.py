@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from shrinkpoint.schemes.search.progress import progress_printer
+from shrinkpoint.schemes.search.scheme import progress_printer
 from shrinkpoint.schemes.search.space import Axis, Point, Space
 from shrinkpoint.schemes.search.trials import Trial
 

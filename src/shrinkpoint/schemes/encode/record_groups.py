@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -11,11 +12,10 @@ from torch import Tensor
 
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
-from shrinkpoint.codec.decoded_tensors import lattice_source, tensor_layout, tensor_rows
 from shrinkpoint.codec.lattice import LatticeTensor
-from shrinkpoint.codec.pack import is_codable_float, num_numbers, num_taps
+from shrinkpoint.codec.pack import num_numbers, num_taps
 from shrinkpoint.codec.recipe import MAX_TAPS
-from shrinkpoint.codec.reference import QuantizedTensor, Reference
+from shrinkpoint.codec.reference import QuantizedTensor, Reference, lattice_source, tensor_rows
 from shrinkpoint.guard import no_gc
 from shrinkpoint.tensors.compare import same_bits
 from shrinkpoint.tensors.dtypes import as_bits, joined_bytes, materialize, tensor_bytes, torch_dtype
@@ -85,7 +85,7 @@ class ContextMap:
         is_earlier = moment.role in _MOMENTS and moment.role is not info.role
         # Only 32-bit floats are predicted, from 32-bit moments: rounding 64-bit ones depends on the machine's settings.
         is_exact = moment.dtype != "F64" or info.dtype == "F64"
-        return is_earlier and is_exact and is_codable_float(tensor_layout(self._state.tensors, name)[1])
+        return is_earlier and is_exact and DTYPES[moment.dtype].kind == "float"
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,7 @@ class RecordPlan:
     contexts: ContextMap
 
 
+@no_gc()  # which would visit the many objects that are created here
 def plan_records(state: FlatState, reference: Reference | None, quantized: Mapping[str, QuantizedTensor]) -> RecordPlan:
     """Sort the tensors of a state into unchanged ones, copies and groups to be coded.
 
@@ -135,17 +136,15 @@ def plan_records(state: FlatState, reference: Reference | None, quantized: Mappi
         reference: the parent's decoded tensors; None: there is no parent.
         quantized: name of a quantized tensor -> its codes and codebook or lattice.
     """
-    with no_gc():
-        return _plan_records(state, reference, quantized)
-
-
-def _plan_records(
-    state: FlatState, reference: Reference | None, quantized: Mapping[str, QuantizedTensor]
-) -> RecordPlan:
     unchanged: list[TensorInfo] = []
     changed: list[TensorInfo] = []
+    shared = set[str]() if reference is None else reference.shared_names(state.infos.values())
     for info in state.infos.values():
-        (unchanged if _is_unchanged(info, state, reference, quantized.get(info.name)) else changed).append(info)
+        codes, is_shared = quantized.get(info.name), info.name in shared
+        if reference is not None and is_shared and _is_unchanged(info.name, state, reference, codes):
+            unchanged.append(info)
+        else:
+            changed.append(info)
     copies = _find_copies([info for info in changed if info.name not in quantized], state, quantized)
     copied = {info.name for info, _ in copies}
     contexts = ContextMap(state, copied)
@@ -154,9 +153,9 @@ def _plan_records(
     quantized = {info.name: quantized[info.name] for info in to_code if info.name in quantized}
     codebook_infos = [info for info in to_code if isinstance(quantized.get(info.name), CodebookTensor)]
     lattice_infos = [info for info in to_code if isinstance(quantized.get(info.name), LatticeTensor)]
-    groups = _value_groups(exact, contexts, reference, state)
-    groups += _codebook_groups(codebook_infos, contexts, reference, state, quantized)
-    groups += _lattice_groups(lattice_infos, reference, state, quantized)
+    groups = _value_groups(exact, contexts, shared)
+    groups += _codebook_groups(codebook_infos, contexts, reference, shared, quantized)
+    groups += _lattice_groups(lattice_infos, reference, shared, quantized)
     depths = {name: _dependency_depth(name, quantized) for name in quantized}
     groups.sort(key=lambda group: _sort_key(group, depths))
     return RecordPlan(unchanged, _contexts_first(groups), copies, contexts)
@@ -165,40 +164,22 @@ def _plan_records(
 # unchanged tensors
 
 
-def _is_unchanged(
-    info: TensorInfo, state: FlatState, reference: Reference | None, quantized_tensor: QuantizedTensor | None
-) -> bool:
-    if reference is None or not _has_parent(info, state, reference):
-        return False
+def _is_unchanged(name: str, state: FlatState, reference: Reference, quantized_tensor: QuantizedTensor | None) -> bool:
+    """Whether a tensor equals the parent's of the same layout."""
     is_residual = isinstance(quantized_tensor, CodebookTensor) and quantized_tensor.residual
     if quantized_tensor is not None and not is_residual:
         # A reader keeps the codes for the next delta, so they must be equal; where they are, values mostly are.
-        parent_codes = reference.quantized.get(info.name)
+        parent_codes = reference.quantized.get(name)
         if parent_codes is None or not _have_equal_codes(quantized_tensor, parent_codes):
             return False
-        if _follow_from_codes(info.name, state.tensors, reference.tensors):
+        sources = [lattice_source(tensors, name) for tensors in (reference.tensors, state.tensors)]
+        if all(source is not None and not source.quantized.relative_to for source in sources):
             return True
-    if reference.lattice_source(info.name) is not None and not _has_equal_head(info, state, reference):
-        return False
-    return same_bits(state.tensors[info.name], reference.tensors[info.name])
-
-
-def _has_parent(info: TensorInfo, state: FlatState, reference: Reference | None) -> bool:
-    """Whether the parent has a tensor of the same name, shape and dtype."""
-    return reference is not None and reference.has_like(
-        info.name, info.shape, tensor_layout(state.tensors, info.name)[1]
-    )
-
-
-def _follow_from_codes(name: str, *states: Mapping[str, Tensor]) -> bool:
-    """Whether the values of a tensor are made from nothing but its codes and lattice, in all of these states."""
-    sources = [lattice_source(tensors, name) for tensors in states]
-    return all(source is not None and not source.quantized.relative_to for source in sources)
-
-
-def _has_equal_head(info: TensorInfo, state: FlatState, reference: Reference) -> bool:
-    """Whether the first row is the same as the parent's; decoding the others is mostly needless."""
-    return same_bits(*(tensor_rows(tensors, info.name, slice(1)) for tensors in (state.tensors, reference.tensors)))
+    if lattice_source(reference.tensors, name) is not None:  # decoding more than the first row is mostly needless
+        heads = [tensor_rows(tensors, name, slice(1)) for tensors in (state.tensors, reference.tensors)]
+        if not same_bits(*heads):
+            return False
+    return same_bits(state.tensors[name], reference.tensors[name])
 
 
 def _have_equal_codes(a: QuantizedTensor, b: QuantizedTensor) -> bool:
@@ -235,8 +216,8 @@ def _find_copies(
             continue
         key = _content_key(info, tensor) if content is None else (info.dtype, info.shape, content)
         candidates = names_by_content.setdefault(key, [])
-        equal = candidates if content is not None else _equal_names(candidates, tensor, state)
-        source = next(iter(equal), None)
+        is_key = content is not None  # candidates have the same content
+        source = next((name for name in candidates if is_key or same_bits(state.tensors[name], tensor)), None)
         if source is None and casts.has_narrow:
             wide = casts.sources(info, tensor)
             source = next((name for name in wide if _is_exact_cast(tensor, state.tensors[name])), None)
@@ -247,10 +228,6 @@ def _find_copies(
         if casts.has_narrow:
             casts.add(info, tensor)
     return copies
-
-
-def _equal_names(names: Sequence[str], tensor: Tensor, state: FlatState) -> Iterator[str]:
-    return (name for name in names if same_bits(state.tensors[name], tensor))
 
 
 def _small_contents(infos: Sequence[TensorInfo], state: FlatState) -> dict[str, bytes]:
@@ -331,16 +308,14 @@ def _is_exact_cast(tensor: Tensor, source: Tensor) -> bool:
 # groups
 
 
-def _value_groups(
-    infos: list[TensorInfo], contexts: ContextMap, reference: Reference | None, state: FlatState
-) -> list[RecordGroup]:
+def _value_groups(infos: list[TensorInfo], contexts: ContextMap, shared: Collection[str]) -> list[RecordGroup]:
     """Group tensors whose values are coded exactly: of one dtype, role and kind of context."""
 
     def make_key(info: TensorInfo) -> _Key:
-        has_reference = _has_parent(info, state, reference)
+        has_reference = info.name in shared
         has_moments = bool(contexts.moments(info))
         # Tensors without values have neither rows nor columns, and are stored as they are.
-        return (info.dtype, info.role, _group_taps(info), has_reference, has_moments, not num_numbers(info))
+        return (info.dtype, info.role, _group_taps(info), has_reference, has_moments, not info.nbytes)
 
     return [
         RecordGroup(
@@ -351,13 +326,13 @@ def _value_groups(
 
 
 def _bundle(
-    infos: Iterable[TensorInfo], make_key: Callable[[TensorInfo], _Key]
+    infos: Sequence[TensorInfo], make_key: Callable[[TensorInfo], _Key]
 ) -> Iterator[tuple[_Key, list[TensorInfo]]]:
     """Yield the tensors of each record, with their key: a large tensor alone, small ones together until it is full."""
     bundles: dict[_Key, list[TensorInfo]] = {}
     bundle_numel: dict[_Key, int] = {}
-    for info in infos:
-        key, numel = make_key(info), num_numbers(info)
+    for info, numel in zip(infos, [num_numbers(info) for info in infos], strict=True):
+        key = make_key(info)
         if numel >= MAX_SHARED_NUMEL:
             key = (*key, info.name)
         elif bundle_numel.get(key, 0) + numel > MAX_BUNDLE_NUMEL:
@@ -372,7 +347,7 @@ def _codebook_groups(
     infos: list[TensorInfo],
     contexts: ContextMap,
     reference: Reference | None,
-    state: FlatState,
+    shared: Collection[str],
     quantized: Mapping[str, QuantizedTensor],
 ) -> list[RecordGroup]:
     """Group tensors with codebooks: of one dtype, role and kind of context, and with equally many centers."""
@@ -382,7 +357,7 @@ def _codebook_groups(
         assert isinstance(tensor, CodebookTensor)
         depth = _dependency_depth(info.name, quantized)
         has_reference = False
-        if reference is not None and _has_parent(info, state, reference):
+        if reference is not None and info.name in shared:
             has_reference = tensor.residual or (not depth and reference.has_codes(info.name))
         has_moments = info.role is not Role.MOMENT2 and _are_independent(contexts.moments(info), quantized)
         codebook = (tensor.bins, tensor.first_code, tensor.exact.dtype, tensor.residual)
@@ -402,7 +377,10 @@ def _codebook_groups(
 
 
 def _lattice_groups(
-    infos: list[TensorInfo], reference: Reference | None, state: FlatState, quantized: Mapping[str, QuantizedTensor]
+    infos: list[TensorInfo],
+    reference: Reference | None,
+    shared: Collection[str],
+    quantized: Mapping[str, QuantizedTensor],
 ) -> list[RecordGroup]:
     """Group tensors on lattices: of one dtype, role and kind of context, and on lattices of one kind."""
 
@@ -411,7 +389,7 @@ def _lattice_groups(
         assert isinstance(tensor, LatticeTensor)
         is_relative = bool(tensor.relative_to)
         # A tensor that is relative to another one is rounded anew each time: the parent's points do not predict it.
-        has_reference = _has_parent(info, state, reference) and not is_relative
+        has_reference = info.name in shared and not is_relative
         parent = reference.quantized.get(info.name) if has_reference and reference is not None else None
         has_equal_lattice = isinstance(parent, LatticeTensor) and parent.lattice == tensor.lattice
         has_origin = tensor.origin is not None, tensor.has_origin_of(parent)
@@ -461,10 +439,10 @@ def _contexts_first(groups: Sequence[RecordGroup]) -> list[RecordGroup]:
         ValueError: groups depend on each other.
     """
     numbers = {info.name: number for number, group in enumerate(groups) for info in group.infos}
-    waiting = [
-        (group, {numbers[name] for name in _context_tensors(group) if name in numbers} - {number})
-        for number, group in enumerate(groups)
-    ]
+    waiting = []
+    for number, group in enumerate(groups):
+        contexts = [*chain.from_iterable(group.moments), *group.context_names]
+        waiting.append((group, {numbers[name] for name in contexts if name in numbers} - {number}))
     ordered: list[RecordGroup] = []
     done = set[int]()
     while waiting:
@@ -475,12 +453,6 @@ def _contexts_first(groups: Sequence[RecordGroup]) -> list[RecordGroup]:
         ordered.append(group)
         done.add(numbers[group.infos[0].name])
     return ordered
-
-
-def _context_tensors(group: RecordGroup) -> Iterator[str]:
-    """Names of the tensors of the same file that must be decoded before this group."""
-    yield from (name for pair in group.moments for name in pair)
-    yield from group.context_names
 
 
 def _role_order(info: TensorInfo) -> int:

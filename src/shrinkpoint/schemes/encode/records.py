@@ -20,15 +20,13 @@ from shrinkpoint.codec.codebook_record import CodebookInput, encode_codebook_rec
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.coded_record import coding_context
 from shrinkpoint.codec.coder import MAX_CHUNK, default_threads
-from shrinkpoint.codec.decoded_tensors import lattice_source
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.lattice_record import LatticeInput, encode_lattice_record
 from shrinkpoint.codec.parallel import map_ordered
 from shrinkpoint.codec.record import encode_copies, encode_plain, encode_same
-from shrinkpoint.codec.reference import QuantizedTensor, Reference
-from shrinkpoint.schemes.encode.coder_choices import ChainChoices, CoderChoice, GroupKind, SaveChoices
+from shrinkpoint.codec.reference import QuantizedTensor, Reference, lattice_source
 from shrinkpoint.schemes.encode.record_groups import RecordGroup, plan_records
-from shrinkpoint.schemes.encode.value_records import ValueEncoder
+from shrinkpoint.schemes.encode.value_records import ChainChoices, CoderChoice, GroupKind, SaveChoices, ValueEncoder
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import EncodedRecord
 
@@ -69,10 +67,13 @@ def encode_records(
         {} if choices is None else choices, [group for group in plan.groups if group.kind == "values"]
     )
     values = ValueEncoder(state, reference, plan.contexts, ordinals, save_choices, chunk)
-    encoder = _RecordEncoder(state, reference, quantized, values, ordinals, coders, workers)
+    encoder = _RecordEncoder(state, reference, quantized, values, ordinals, coders)
     if plan.unchanged and reference is not None:
         yield encode_same("~same", plan.unchanged, reference)
-    for records in encoder.encode_all(plan.groups):
+    groups = plan.groups
+    # Codes are fewer than the bytes of their tensors, but what is needed to code them grows with these.
+    sizes = [sum(info.nbytes for info in group.infos) for group in groups]
+    for records in map_ordered(lambda index, count: encoder.encode(index, groups[index], count), sizes, workers):
         yield from records
     if plan.copies:
         sources = [ordinals[source] for _, source in plan.copies]
@@ -122,7 +123,6 @@ class _RecordEncoder:
 
     Attributes:
         ordinals: name -> ordinal in the file, of all tensors but copies.
-        workers: number of threads; records are coded in parallel.
     """
 
     state: FlatState
@@ -131,17 +131,9 @@ class _RecordEncoder:
     values: ValueEncoder
     ordinals: dict[str, int]
     coders: Sequence[str]
-    workers: int
 
-    def encode_all(self, groups: Sequence[RecordGroup]) -> Iterator[list[EncodedRecord]]:
-        """Yield the records of each group; some are coded ahead."""
-        return map_ordered(
-            lambda index, threads: self._encode_group(index, groups[index], threads),
-            [_raw_bytes(group) for group in groups],
-            self.workers,
-        )
-
-    def _encode_group(self, index: int, group: RecordGroup, threads: int) -> list[EncodedRecord]:
+    def encode(self, index: int, group: RecordGroup, threads: int) -> list[EncodedRecord]:
+        """Return the records of a group; one, unless its tensors are stored as they are."""
         name = group.infos[0].name if len(group.infos) == 1 else f"~{index}"
         encode_group = {"codes": self._encode_codebooks, "points": self._encode_lattices, "values": self.values.encode}
         encoded = encode_group[group.kind](name, group, threads)
@@ -170,28 +162,29 @@ class _RecordEncoder:
         return encode_codebook_record(record, coders=self.coders, threads=threads)
 
     def _encode_lattices(self, name: str, group: RecordGroup, threads: int) -> EncodedRecord:
+        tensors, quantized = self.state.tensors, self._quantized_tensors(group, LatticeTensor)
+        sources = [lattice_source(tensors, info.name) for info in group.infos]
+        values: list[Tensor | None] = []
+        for info, source, codes in zip(group.infos, sources, quantized, strict=True):
+            is_made_from_codes = source is not None and source.quantized is codes
+            values.append(None if is_made_from_codes else tensors[info.name])  # there is nothing to compare
+        second_moments: list[Tensor | LatticeTensor] = []
+        for context in group.context_names:
+            source = lattice_source(tensors, context)
+            if source is None or source.dtype != torch.float32 or source.quantized.relative_to:
+                second_moments.append(tensors[context])
+            else:
+                second_moments.append(source.quantized)
         record = LatticeInput(
             name,
             group.infos,
-            tuple(self._values_to_compare(info.name) for info in group.infos),
-            self._quantized_tensors(group, LatticeTensor),
+            tuple(values),
+            quantized,
             self.reference if group.has_reference else None,
-            tuple(self._second_moment(context) for context in group.context_names),
+            tuple(second_moments),
             tuple(self.ordinals[context] for context in group.context_names),
         )
         return encode_lattice_record(record, threads=threads)
-
-    def _values_to_compare(self, name: str) -> Tensor | None:
-        """The values of a tensor on a lattice; None if the state has them as nothing but these codes."""
-        source = lattice_source(self.state.tensors, name)
-        if source is not None and source.quantized is self.quantized[name]:
-            return None
-        return self.state.tensors[name]
-
-    def _second_moment(self, name: str) -> Tensor | LatticeTensor:
-        source = lattice_source(self.state.tensors, name)
-        is_usable = source is not None and source.dtype == torch.float32 and not source.quantized.relative_to
-        return source.quantized if source is not None and is_usable else self.state.tensors[name]
 
     def _quantized_tensors(self, group: RecordGroup, kind: type[_Quantized]) -> tuple[_Quantized, ...]:
         tensors = (self.quantized[info.name] for info in group.infos)
@@ -199,8 +192,3 @@ class _RecordEncoder:
 
     def _moment_ordinals(self, group: RecordGroup) -> tuple[tuple[int, int], ...]:
         return tuple((self.ordinals[first], self.ordinals[second]) for first, second in group.moments)
-
-
-def _raw_bytes(group: RecordGroup) -> int:
-    """Bytes of a group's tensors; their codes are fewer, but what is needed to code them grows with the tensors."""
-    return sum(info.nbytes for info in group.infos)

@@ -1,22 +1,285 @@
-"""Encodes groups of tensors whose values are stored exactly."""
+"""Encodes groups of tensors whose values are stored exactly, with the coder that is smallest on a sample."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
+
+import numpy as np
 
 from shrinkpoint import _native
 from shrinkpoint.codec.coded_record import RecordInput, coding_context, encode
-from shrinkpoint.codec.coder import NUMBER_FORMATS, Bytes, CoderConfig, CodingContext
+from shrinkpoint.codec.coder import NUMBER_FORMATS, Bytes, CoderConfig, CodingContext, NumberFormat
 from shrinkpoint.codec.pack import pack_tensors, tap, tap_context
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.schemes.encode.choose_coder import choose_smallest, coder_configs, is_far_smaller, sample_stride
-from shrinkpoint.schemes.encode.coder_choices import CoderChoice, SaveChoices, config_kind
 from shrinkpoint.schemes.encode.record_groups import ContextMap, RecordGroup
 from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.info import EncodedRecord
+from shrinkpoint.tensors.info import EncodedRecord, OptimizerInfo, Role
+
+_Words: TypeAlias = np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]
+_SAMPLE_SIZE = 1 << 15
+"""Number of values in the sample on which configurations are compared."""
+_COARSE_STRIDE = 8  # times that of the sample by which a coder is chosen
+_EXACT_SHARE = 1 / 8  # of the bytes of values: what is predicted bit for bit takes less
+_LEVEL_MARGIN = 8
+"""Levels above the largest of the sample that still have a token of their own."""
+
+
+def coder_configs(
+    record: RecordInput, values: Bytes, context: CodingContext, info: OptimizerInfo | None, *, exact: bool = True
+) -> Iterator[CoderConfig]:
+    """Yield the configurations that can code a record; at least one, the most likely one first.
+
+    Args:
+        record: tensors of one dtype and role.
+        values: bytes of its first tap, for which the configurations are tuned; they are valid for all taps.
+        context: coding context of the first tap.
+        info: what is known about the optimizer; None: nothing.
+        exact: look for bits that no number uses in all numbers; else in a sample, so that coding may find others.
+    """
+    number, role = NUMBER_FORMATS[record.infos[0].dtype], record.infos[0].role
+    if not number.is_float:
+        yield from _integer_configs(number, context)
+        return
+    words = record.values.view(f"u{number.itemsize}")
+    sample = _sample(words)
+    union = int(np.bitwise_or.reduce(words if exact else sample))
+    sign, shift = bool(union >> (number.width - 1)), _trailing_zeros(union, number.mantissa)
+    if record.context.base is not None:
+        base_zeros = _trailing_zeros(_union(number, record.context.base, exact), number.mantissa) if shift else 0
+        yield from _delta_configs(number, context, role, info, min(shift, base_zeros))
+    if values.nbytes < record.values.nbytes:
+        sample = _sample(values.view(words.dtype))
+    yield from _level_configs(number, sample, context, role, sign, shift)
+
+
+def choose_smallest(
+    number: NumberFormat, values: Bytes, context: CodingContext, configs: Iterator[CoderConfig], threads: int
+) -> tuple[CoderConfig, float]:
+    """Return the configuration that codes a sample of `values` smallest, and its estimated bytes for all values.
+
+    A single configuration is not measured: its estimate is 0.
+    """
+    first, *rest = configs
+    if not rest:
+        return first, 0.0
+    stride = sample_stride(values.nbytes // number.itemsize)
+    costs = [(config.estimate_bytes(number, values, context, stride, threads), config) for config in (first, *rest)]
+    cost, config = min(costs, key=lambda pair: pair[0])
+    return config, cost
+
+
+def is_far_smaller(
+    number: NumberFormat, values: Bytes, context: CodingContext, prediction: CoderConfig, chosen: CoderConfig
+) -> bool:
+    """Whether a prediction by the optimizer's arithmetic takes less than half of what a choice of earlier saves does.
+
+    It is exact one step after the parent, and no better than others some steps later: so a choice made then says
+    nothing about now. A few tiles tell. Where it is not exact, the choice need not be measured.
+    """
+    if prediction.predictor not in ("adam", "square") or prediction.predictor == chosen.predictor:
+        return False
+    stride = _COARSE_STRIDE * sample_stride(values.nbytes // number.itemsize)
+    predicted = prediction.estimate_bytes(number, values, context, stride, 1)
+    is_exact = predicted < values.nbytes * _EXACT_SHARE
+    return is_exact and 2 * predicted < chosen.estimate_bytes(number, values, context, stride, 1)
+
+
+def sample_stride(count: int) -> int:
+    """Return the stride between the tiles that are sampled of an array of `count` values."""
+    return max(1, count // _SAMPLE_SIZE)
+
+
+def _integer_configs(number: NumberFormat, context: CodingContext) -> Iterator[CoderConfig]:
+    if context.base is not None:
+        yield CoderConfig("delta", predictor="base")
+    if number.width > 8:
+        yield CoderConfig("delta")
+    yield CoderConfig("planes")
+
+
+def _delta_configs(
+    number: NumberFormat, context: CodingContext, role: Role, info: OptimizerInfo | None, shift: int
+) -> Iterator[CoderConfig]:
+    assert context.base is not None
+    words = context.base.view(f"u{number.itemsize}")
+    top = int(_sample(words).max() & (1 << (number.width - 1)) - 1) >> number.mantissa
+    if role is Role.MOMENT1:
+        return  # a first moment forgets its parent within a few steps: coding without it is smaller (docs/design.md)
+    prediction = None
+    if info is not None and (number.width, number.mantissa) == (32, 23) and context.moment1 is not None:
+        if role is Role.MOMENT2:
+            prediction = square_config(info) if context.moment1_base is not None else None
+        elif context.moment2 is not None:
+            prediction = step_config(info, top)
+    if prediction is not None:
+        yield prediction
+    if role is not Role.MOMENT2:
+        yield CoderConfig("delta", predictor="base", moments=context.moment2 is not None, top=top, shift=shift)
+
+
+def _level_configs(
+    number: NumberFormat,
+    sample: _Words,
+    context: CodingContext,
+    role: Role,
+    sign: bool,
+    shift: int,
+) -> Iterator[CoderConfig]:
+    fine = min(3 if number.width == 16 and role is not Role.PARAMETER else 2, number.mantissa - shift)
+    magnitudes = sample & sample.dtype.type((1 << (number.width - 1)) - 1)
+    largest = int(magnitudes.max()) >> (number.mantissa - fine)
+    bias = largest + _LEVEL_MARGIN - 126
+    plain = CoderConfig("level", fine=fine, shift=shift, sign=sign, bias=bias)
+    if number.width <= 32 and context.shapes is not None:
+        if role is Role.MOMENT2 and context.base is not None:
+            yield replace(plain, companion="base", factors=True)
+        if role is Role.MOMENT2 and context.moment1 is not None and number.has_float_exponent:
+            yield replace(plain, companion="moment1", factors=True)
+        if role in (Role.MOMENT1, Role.MOMENT2):
+            yield replace(plain, factors=True)
+    yield plain
+
+
+def _sample(words: _Words) -> _Words:
+    """Some values from all over the array, in memory of their own: to read each of them there is a cache miss."""
+    return np.ascontiguousarray(words[:: max(1, words.size // _SAMPLE_SIZE)])
+
+
+def _union(number: NumberFormat, values: Bytes, exact: bool) -> int:
+    """The bitwise or of all values, or of a sample."""
+    words = values.view(f"u{number.itemsize}")
+    return int(np.bitwise_or.reduce(words if exact else _sample(words)))
+
+
+def _trailing_zeros(union: int, max_zeros: int) -> int:
+    return min((union & -union).bit_length() - 1, max_zeros) if union else 0
+
+
+def step_config(info: OptimizerInfo, top: int) -> CoderConfig | None:
+    """Return the configuration that predicts W_t from W_(t-1), m_t and v_t; None if hyperparameters are missing.
+
+    Args:
+        info: step, learning rate, betas, eps and weight decay of the parameter.
+        top: largest exponent of the parent's values.
+    """
+    if info.step is None or info.lr is None or info.beta1 is None or info.beta2 is None or info.eps is None:
+        return None
+    if info.step < 1 or not 0 <= info.beta1 < 1 or not 0 <= info.beta2 < 1:
+        return None
+    decay = 1.0 - info.lr * (info.weight_decay or 0.0) if info.decoupled else 1.0
+    size = info.lr / (1.0 - info.beta1**info.step)
+    correction = math.sqrt(1.0 - info.beta2**info.step)
+    return CoderConfig(
+        "delta", predictor="adam", moments=True, top=top, parameters=(decay, -size, correction, info.eps)
+    )
+
+
+def square_config(info: OptimizerInfo) -> CoderConfig | None:
+    """Return the configuration that predicts v_t from v_(t-1), m_t and m_(t-1); None if the betas are missing."""
+    if info.beta1 is None or info.beta2 is None or not 0 <= info.beta1 < 1 or not 0 <= info.beta2 < 1:
+        return None
+    parameters = (info.beta1, info.beta2, 1.0 - info.beta1, 1.0 - info.beta2)
+    return CoderConfig("delta", predictor="square", top=0, parameters=parameters)
+
+
+GroupKind: TypeAlias = tuple[object, ...]
+"""What groups have in common that share a choice: dtype, role, shape, taps, and the kind of context."""
+ConfigKind: TypeAlias = tuple[object, ...]
+"""The fields of a configuration that are chosen by measuring; all others follow from the numbers."""
+
+
+@dataclass(frozen=True)
+class CoderChoice:
+    """How a record was coded smallest.
+
+    Attributes:
+        taps: as in `recipe.CodedRecipe`.
+        configs: the kind of the configuration of each tap; the last one serves all later taps.
+        ratio: coded bytes by bytes of the numbers where this was chosen.
+    """
+
+    taps: int
+    configs: tuple[ConfigKind, ...]
+    ratio: float
+
+
+def config_kind(config: CoderConfig) -> ConfigKind:
+    """Return the fields of a configuration that are chosen by measuring."""
+    return config.tokens, config.predictor, config.companion, config.moments, config.factors
+
+
+def group_kind(group: RecordGroup) -> GroupKind:
+    """Return what a group has in common with those that share its choice. One of several tensors shares with none."""
+    info = group.infos[0]
+    members = info.shape if len(group.infos) == 1 else (info.name, len(group.infos))
+    return info.dtype, info.role, members, group.taps, group.has_reference, bool(group.moments)
+
+
+class ChainChoices:
+    """The choices that hold now: made by the first delta of a chain, and again by its 2nd, 4th, 8th, ...
+
+    What codes smallest changes most at the beginning of a run: twenty steps after its start the levels of second
+    moments do, and soon the square of the gradient, which the first moments tell, takes 15 % less. A choice costs a
+    measurement, so it is made ever less often.
+    """
+
+    def __init__(self) -> None:
+        self.by_kind: dict[GroupKind, CoderChoice] = {}
+        self._num_deltas = 0
+
+    def begin_save(self, *, is_delta: bool) -> None:
+        """Count a save of the chain, or begin a new chain; drop the choices that are to be made again."""
+        self._num_deltas = self._num_deltas + 1 if is_delta else 0
+        if self._num_deltas & (self._num_deltas - 1) == 0:
+            self.by_kind.clear()
+
+
+class SaveChoices:
+    """The choices for one save: those of the chain so far, and one for each kind that is new.
+
+    The first group of a kind chooses and the others wait, whatever thread they are in: so the same bytes are written
+    with any number of threads. Groups must be started in their order.
+
+    Args:
+        chain: the choices of the chain; changed in place.
+        groups: the groups of values of this save, in their order.
+    """
+
+    def __init__(self, chain: dict[GroupKind, CoderChoice], groups: Sequence[RecordGroup]) -> None:
+        self._chain, self._before = chain, dict(chain)
+        self._first: dict[GroupKind, str] = {}
+        for group in groups:
+            self._first.setdefault(group_kind(group), group.infos[0].name)
+        self._chosen: dict[GroupKind, Future[CoderChoice | None]] = {
+            kind: Future() for kind in self._first if kind not in chain
+        }
+
+    def get(self, group: RecordGroup, choose: Callable[[], CoderChoice | None]) -> CoderChoice | None:
+        """Return the choice for a group, made by `choose` if the group is the first of a new kind."""
+        kind = group_kind(group)
+        if kind in self._before:
+            return self._before[kind]
+        if self._first[kind] != group.infos[0].name:
+            return self._chosen[kind].result()
+        choice: CoderChoice | None = None
+        try:
+            choice = choose()
+        finally:
+            self._chosen[kind].set_result(choice)
+        if choice is not None:
+            self._chain[kind] = choice
+        return choice
+
+    def reject(self, group: RecordGroup) -> None:
+        """Forget a choice of an earlier save that serves a group badly: the next save chooses again."""
+        kind = group_kind(group)
+        if kind in self._before:
+            self._chain.pop(kind, None)
+
 
 _HEADER_OVERHEAD = 256
 """Bytes that a coded record needs in the header beyond a plain one: coding must save more than that."""
@@ -72,8 +335,8 @@ class ValueEncoder:
             return None if configs is None else self._encode_record(record, configs, threads)
 
         encoded = _with_known_bits(attempt)
-        promised = _MAX_GROWTH * choice.ratio * record.nbytes + _HEADER_OVERHEAD
-        return encoded if _encoded_size(encoded) < min(promised, record.nbytes - _HEADER_OVERHEAD) else None
+        promised = _MAX_GROWTH * choice.ratio * record.values.nbytes + _HEADER_OVERHEAD
+        return encoded if _encoded_size(encoded) < min(promised, record.values.nbytes - _HEADER_OVERHEAD) else None
 
     def _encode_smallest(
         self, name: str, group: RecordGroup, threads: int
@@ -83,14 +346,14 @@ class ValueEncoder:
         choice: CoderChoice | None = None
         for taps in sorted({1, group.taps}):
             record = self._record(name, group, taps)
-            if record.nbytes <= _HEADER_OVERHEAD:
+            if record.values.nbytes <= _HEADER_OVERHEAD:
                 return None, None
-            smallest_so_far = min(_encoded_size(best), record.nbytes - _HEADER_OVERHEAD)
+            smallest_so_far = min(_encoded_size(best), record.values.nbytes - _HEADER_OVERHEAD)
             encoded, configs = self._measure(record, smallest_so_far, threads)
             size = _encoded_size(encoded)
             if size < smallest_so_far:
                 best = encoded
-                choice = CoderChoice(taps, tuple(map(config_kind, configs)), size / record.nbytes)
+                choice = CoderChoice(taps, tuple(map(config_kind, configs)), size / record.values.nbytes)
         return best, choice
 
     def _measure(

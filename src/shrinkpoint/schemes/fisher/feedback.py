@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shrinkpoint.codec.lattice import as_matrix
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.quantize.error_feedback import feedback_factor
+from shrinkpoint.quantize.lattice import feedback_factor
 from shrinkpoint.schemes.evaluate import ModelStateGuard, strip_wrapper_prefix
 from shrinkpoint.schemes.fisher.activations import Activations, Calibrate, LayerStatistics, record_calibration
 from shrinkpoint.schemes.fisher.curvature import Curvature

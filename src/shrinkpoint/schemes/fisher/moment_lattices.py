@@ -26,16 +26,16 @@ from shrinkpoint.codec.lattice import (
     matrix_shape,
     scale_counts,
 )
+from shrinkpoint.codec.parallel import map_tensors
 from shrinkpoint.quantize.lattice import quantize_to_lattice
-from shrinkpoint.quantize.map_tensors import map_tensors
-from shrinkpoint.quantize.second_moment import (
+from shrinkpoint.quantize.statistics import (
     LOG_UNITS_PER_OCTAVE,
     SecondMomentSums,
     quantize_second_moment,
     relative_squares,
     square_sums,
 )
-from shrinkpoint.schemes.fisher.moment_statistics import MomentStatistics
+from shrinkpoint.schemes.fisher.curvature import MomentStatistics
 from shrinkpoint.sharding.global_tensors import GlobalTensors, Marginals
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.optimizers import MomentKind
@@ -116,7 +116,7 @@ def moments_to_lattices(
     seeds = {}
     for name, kind in state.moment_kinds.items():
         if kind in FIRST_KINDS:
-            shard, label = tensors.local_shards[name], f"{seed}/{save_number}/{tensors.global_name(name)}"
+            shard, label = tensors.local_shards[name], f"{seed}/{save_number}/{tensors.global_names[name]}"
             seeds[name] = shard.spec.dither_seed(zlib.crc32(label.encode()) or 1, shard.sizes)
     return seconds | quantizer.quantize_firsts(seconds, seeds)
 
@@ -149,7 +149,7 @@ class _MomentQuantizer:
         finite = tensors.tensors_where_all({name: statistics.is_finite(name) for name in large})
         alike = tensors.reduce({name: state.moment_kinds[name] for name in large}, lambda kinds: len({*kinds}) == 1)
         usable = {name for name in finite if alike[name]}
-        self._usable = {name: x for name, x in large.items() if x.numel() and tensors.global_name(name) in usable}
+        self._usable = {name: x for name, x in large.items() if x.numel() and tensors.global_names[name] in usable}
         pairs = {info.moment1: info.moment2 for info in state.optimizer_info.values() if info.moment1 is not None}
         self._pairs = {
             first: second for first, second in pairs.items() if second is not None and self._are_paired(first, second)
@@ -173,7 +173,7 @@ class _MomentQuantizer:
         firsts = {name: self._usable.get(self._firsts.get(name, "")) for name in moments}
         sums = {name: self._statistics.sums(name, with_first=firsts[name] is not None) for name in moments}
         valid = self._tensors.tensors_where_all({name: not sums[name].has_negative for name in moments})
-        sums = {name: sums[name] for name in moments if self._tensors.global_name(name) in valid}
+        sums = {name: sums[name] for name in moments if self._tensors.global_names[name] in valid}
         exponents = self._split_second_exponents(sums)
         # finer if it is not a decaying average
         finer = replace(self._precision, second_step=self._precision.accumulator_step, dead_zone=0.5)
@@ -195,15 +195,15 @@ class _MomentQuantizer:
     def _split_second_exponents(self, sums: Mapping[str, SecondMomentSums]) -> dict[str, Exponents]:
         """Exponents of those second moments that are split over ranks, by local name."""
         tensors = self._tensors
-        split = {name: moment for name, moment in sums.items() if not tensors.is_whole(name)}
+        split = {name: moment for name, moment in sums.items() if name not in tensors.whole}
         with_zeros = tensors.union(name for name in split if sums[name].has_absent(self._usable[name].numel()))
         logs = tensors.marginals(split, lambda name: (split[name].logs.rows, split[name].logs.columns))
         counts = tensors.marginals(
-            (name for name in split if tensors.global_name(name) in with_zeros),
+            (name for name in split if tensors.global_names[name] in with_zeros),
             lambda name: (split[name].counts.rows, split[name].counts.columns),
         )
         exponents = {name: second_exponents_from_sums(log, counts.get(name)) for name, log in logs.items()}
-        return {name: self._slice(name, Lattice("log", *exponents[tensors.global_name(name)])) for name in split}
+        return {name: self._slice(name, Lattice("log", *exponents[tensors.global_names[name]])) for name in split}
 
     def quantize_firsts(
         self, seconds: Mapping[str, LatticeTensor], seeds: Mapping[str, int]
@@ -225,10 +225,10 @@ class _MomentQuantizer:
         momentum = {
             name: m
             for name, m in moments.items()
-            if tensors.global_name(name) not in paired and not self._is_divided_vector(name)
+            if tensors.global_names[name] not in paired and not self._is_divided_vector(name)
         }
         without_zeros = tensors.tensors_where_all({name: bool(m.all()) for name, m in momentum.items()})
-        names = [name for name in moments if tensors.global_name(name) in paired | without_zeros]
+        names = [name for name in moments if tensors.global_names[name] in paired | without_zeros]
 
         def local_sums(name: str) -> tuple[Tensor, Tensor]:
             if name in momentum:
@@ -237,11 +237,11 @@ class _MomentQuantizer:
             rows = self._row_sums(name)
             return rows, torch.zeros(matrix_shape(tuple(moments[name].shape))[1], dtype=torch.float64)
 
-        sums = tensors.marginals((name for name in names if not tensors.is_whole(name)), local_sums)
-        exponents = self._row_exponents(name for name in names if name not in momentum and tensors.is_whole(name))
+        sums = tensors.marginals((name for name in names if name not in tensors.whole), local_sums)
+        exponents = self._row_exponents(name for name in names if name not in momentum and name in tensors.whole)
 
         def quantize(name: str, threads: int) -> LatticeTensor | None:
-            m, total = moments[name], sums.get(tensors.global_name(name))
+            m, total = moments[name], sums.get(tensors.global_names[name])
             if name in momentum:
                 return self._quantize_momentum(name, m, seeds[name], total)
             second = self._pairs[name]
@@ -250,7 +250,7 @@ class _MomentQuantizer:
 
         points = map_tensors(quantize, {name: moments[name] for name in names})
         failed = tensors.union(name for name, lattice in points.items() if lattice is None)
-        return {n: x for n, x in points.items() if x is not None and tensors.global_name(n) not in failed}
+        return {n: x for n, x in points.items() if x is not None and tensors.global_names[n] not in failed}
 
     def _is_divided_vector(self, name: str) -> bool:
         """Whether a moment is a vector that the optimizer divides by another one.

@@ -53,18 +53,19 @@ def probe(weights: GlobalWeights, loss_increase: MeasureLossIncrease) -> dict[st
     seeds = {name: number for number, name in enumerate(weights.templates, 1)}
     measurements = dict[str, tuple[float, float]]()
     for group in track(dict.fromkeys(groups.values()), "fisher: probing the curvature"):
-        members = {n: x for n, x in weights.local.items() if groups[weights.global_name(n)] == group}
+        members = {n: x for n, x in weights.local.items() if groups[weights.tensors.global_names[n]] == group}
         perturbed = {}
         for name, weight in members.items():
-            title = weights.global_name(name)
-            seed = weights.local_seed(name, seeds[title])
+            title = weights.tensors.global_names[name]
+            shard = weights.tensors.local_shards[name]
+            seed = shard.spec.dither_seed(seeds[title], shard.sizes)
             perturbed[name] = add_uniform_noise(weight, seed, weights.std[title])
         squares = sum(
             float((perturbed[name].float() - weight.float()).square().sum())
             for name, weight in members.items()
-            if weights.tensors.is_primary(name)
+            if name in weights.tensors.primary
         )
-        measurements[group] = loss_increase(perturbed), weights.tensors.sum_over_ranks(squares)[0]
+        measurements[group] = loss_increase(perturbed), weights.tensors.collectives.sum_over_ranks(squares)[0]
     return curvature_by_group(measurements)
 
 
@@ -91,10 +92,10 @@ def curvatures_from_probe(weights: GlobalWeights, group_curvatures: Mapping[str,
     groups, default = group_by_pattern(weights.templates), max(group_curvatures.values())
     curvatures = {}
     for name, weight in weights.local.items():
-        template = weights.templates[weights.global_name(name)]
-        value = group_curvatures.get(groups[weights.global_name(name)], default)
+        template = weights.templates[weights.tensors.global_names[name]]
+        value = group_curvatures.get(groups[weights.tensors.global_names[name]], default)
         squares = torch.full((1, 1), value, device=weight.device).expand(as_matrix(weight).shape)
-        marginals = None if weights.tensors.is_whole(name) else _constant_marginals(tuple(template.shape), value)
+        marginals = None if name in weights.tensors.whole else _constant_marginals(tuple(template.shape), value)
         curvatures[name] = Curvature(squares, probed=True, marginals=marginals)
     return curvatures
 

@@ -166,7 +166,7 @@ def fit_hysteresis(
     sums = {
         name: _movement_sums(weights, name, lattices[name], points, max_hysteresis)
         for name, points in previous.items()
-        if weights.tensors.is_primary(name)
+        if name in weights.tensors.primary
     }
     by_weight = weights.tensors.reduce_primary(
         sums, lambda ranks: [math.fsum(parts) for parts in zip(*ranks, strict=True)]
@@ -278,5 +278,5 @@ def choose_stochastic_rounding(
     return {
         name: rounding
         for name, rounding in roundings.items()
-        if shares.get(weights.global_name(name), 0.0) >= MIN_UNCHANGED_SHARE
+        if shares.get(weights.tensors.global_names[name], 0.0) >= MIN_UNCHANGED_SHARE
     }

@@ -21,13 +21,13 @@ from shrinkpoint.schemes.fisher.activations import Activations, Calibrate, Layer
 from shrinkpoint.schemes.fisher.curvature import (
     Curvature,
     GlobalWeights,
+    MomentStatistics,
     SquaredGradientSource,
     estimate_curvatures,
     total_entropy_bits,
 )
 from shrinkpoint.schemes.fisher.feedback import FeedbackFactors, find_layers, layer_curvatures
 from shrinkpoint.schemes.fisher.moment_lattices import MIN_LATTICE_NUMEL, MomentPrecision, moments_to_lattices
-from shrinkpoint.schemes.fisher.moment_statistics import MomentStatistics
 from shrinkpoint.schemes.fisher.objective import (
     MAX_TRIALS,
     LossBudget,
@@ -177,21 +177,21 @@ class Fisher(Planner["FisherChoice"]):
 
     def synchronize(self, tensors: GlobalTensors) -> None:
         """Forgets what ranks remember differently, and counts restores and saves by the highest count."""
-        memory = self._memory
-        self._lossy_restores = tensors.max_over_ranks(self._lossy_restores) or 0
-        self._num_saves = tensors.max_over_ranks(self._num_saves) or 0
-        memory.log_step = tensors.value_if_equal(memory.log_step)
-        memory.max_hysteresis = tensors.value_if_equal(memory.max_hysteresis) or MAX_HYSTERESIS
+        memory, ranks = self._memory, tensors.collectives
+        self._lossy_restores = ranks.max_over_ranks(self._lossy_restores) or 0
+        self._num_saves = ranks.max_over_ranks(self._num_saves) or 0
+        memory.log_step = ranks.value_if_equal(memory.log_step)
+        memory.max_hysteresis = ranks.value_if_equal(memory.max_hysteresis) or MAX_HYSTERESIS
         terms = getattr(self._evaluate, "terms", None) if self._counted_terms is None else self._counted_terms
-        counted = tensors.max_over_ranks(round(terms) if isinstance(terms, int | float) and 1 <= terms < 1e18 else None)
+        counted = ranks.max_over_ranks(round(terms) if isinstance(terms, int | float) and 1 <= terms < 1e18 else None)
         given = self._terms if counted is None or self._terms is not None else float(counted)
-        learned = tensors.value_if_equal((memory.num_terms, memory.terms_error, memory.held))
+        learned = ranks.value_if_equal((memory.num_terms, memory.terms_error, memory.held))
         memory.num_terms, memory.terms_error, memory.held = learned or (None, UNKNOWN_ERROR, HeldRatios())
         memory.num_terms = memory.num_terms or given
         memory.begin_save()
-        self._measured_loss = tensors.value_if_equal(self._measured_loss)
-        self._unmeasured_saves = tensors.max_over_ranks(self._unmeasured_saves) or 0
-        self._group_curvatures = tensors.value_if_equal(self._group_curvatures) or {}
+        self._measured_loss = ranks.value_if_equal(self._measured_loss)
+        self._unmeasured_saves = ranks.max_over_ranks(self._unmeasured_saves) or 0
+        self._group_curvatures = ranks.value_if_equal(self._group_curvatures) or {}
         self._calibration.forget_differences(tensors)
 
     def select(self, state: FlatState, tensors: GlobalTensors, quantizable: frozenset[str] | None) -> TensorSelection:
@@ -241,7 +241,7 @@ class Fisher(Planner["FisherChoice"]):
                 self._measured_loss, self._unmeasured_saves = measurement.metric.baseline.value, 0
             elif not save.is_idle:
                 self._unmeasured_saves += 1
-            if any(tensors.sum_over_ranks(len(points))) or self._moments == "drop":
+            if any(tensors.collectives.sum_over_ranks(len(points))) or self._moments == "drop":
                 step = None if self._memory.log_step is None else round(from_log_step(self._memory.log_step), 4)
                 loss["chosen"] = {"step_in_deviations": step, "moments": self._moments}
                 if self._evaluate is None:
@@ -253,7 +253,7 @@ class Fisher(Planner["FisherChoice"]):
             mode,
             self.coders,
             loss,
-            sampled_rows={name: tensors.sampled_rows(name, MAX_SAMPLED_VALUES) for name in points},
+            sampled_rows={name: tensors.local_shards[name].spec.sampled_rows(MAX_SAMPLED_VALUES) for name in points},
             min_size=self.min_size(tensors),
         )
 
@@ -360,7 +360,7 @@ class Fisher(Planner["FisherChoice"]):
         state, tensors = save.state, save.tensors
         # The dither of moments changes with every save: the number of updates tells saves apart, or else a count.
         updates = [info.step for info in state.optimizer_info.values() if info.step is not None]
-        number = tensors.max_over_ranks(max(updates, default=None))
+        number = tensors.collectives.max_over_ranks(max(updates, default=None))
         if number is None:
             number = self._num_saves + (self._lossy_restores << 20)
         names = [name for name, info in state.infos.items() if info.role in MOMENT_ROLES]
@@ -500,8 +500,8 @@ class Fisher(Planner["FisherChoice"]):
         tensors, drop, others = save.tensors, self._moments == "drop", save.unchanged | dict(moments)
         coded = {*coded, *others}
         coded |= {name for name, info in save.state.infos.items() if drop and info.role in MOMENT_ROLES}
-        sizes = {name: 8 * info.nbytes for name, info in save.state.infos.items() if tensors.is_primary(name)}
-        exact, raw = tensors.sum_over_ranks(
+        sizes = {name: 8 * info.nbytes for name, info in save.state.infos.items() if name in tensors.primary}
+        exact, raw = tensors.collectives.sum_over_ranks(
             sum(size for name, size in sizes.items() if name not in coded), sum(sizes.values())
         )
         # What a reader has already costs nothing.

@@ -19,10 +19,10 @@ from shrinkpoint.codec.lattice import (
     as_matrix,
     scale_counts,
 )
-from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, Reference, RowSample
-from shrinkpoint.quantize.error_feedback import quantize_with_feedback
+from shrinkpoint.codec.parallel import map_tensors
+from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, Reference, RowSample, tensor_rows
+from shrinkpoint.quantize.lattice import quantize_with_feedback
 from shrinkpoint.quantize.layer_types import EMBEDDING, HEAD, layer_type_from_name
-from shrinkpoint.quantize.map_tensors import map_tensors
 from shrinkpoint.schemes.fisher import rounding
 from shrinkpoint.schemes.fisher.curvature import Curvature, GlobalWeights, total_entropy_bits
 from shrinkpoint.schemes.fisher.feedback import FeedbackFactors
@@ -54,21 +54,6 @@ SENSITIVE_STEP = 0.25
 embeddings and heads if nothing is known of any weight; a weight if nothing is known of it alone."""
 MIN_RELATIVE_CURVATURE = 1e-4
 """The least mean square of a row or column, relative to that of its tensor, so that every step is bounded."""
-
-
-def geometric_mean_curvature(means: Mapping[str, float], numels: Mapping[str, int]) -> float:
-    """The geometric mean of mean squared gradients over all values of the tensors for which they are known.
-
-    Args:
-        means: mean squared gradients by tensor; 0 if unknown.
-        numels: numbers of values.
-
-    Returns:
-        0 if nothing is known of any tensor.
-    """
-    positive = {name: mean for name, mean in means.items() if mean > 0}
-    total = sum(numels[name] for name in positive)
-    return math.exp(sum(numels[name] * math.log(mean) for name, mean in positive.items()) / total) if total else 0.0
 
 
 def step_scale(
@@ -200,8 +185,9 @@ class QuantizedWeights:
 def reference_curvature(weights: GlobalWeights, curvatures: Mapping[str, Curvature]) -> float:
     """The geometric mean of the curvature over all weights of all ranks, 0 if none is known; a collective."""
     reports = weights.tensors.reduce_primary({n: c.mean for n, c in curvatures.items()}, lambda ranks: ranks[0])
-    means = {name: reports[name] for name in weights.templates if name in reports}
-    return geometric_mean_curvature(means, {name: weights.templates[name].numel() for name in means})
+    known = [(reports[name], x.numel()) for name, x in weights.templates.items() if reports.get(name, 0.0) > 0]
+    total = sum(numel for _, numel in known)
+    return math.exp(sum(numel * math.log(mean) for mean, numel in known) / total) if total else 0.0
 
 
 class StepCandidates:
@@ -241,14 +227,19 @@ class StepCandidates:
         self._factors: FeedbackFactors | dict[str, Tensor | None] = {} if factors is None else factors
         self.without_feedback = set[str]()
         self._global, self._reference, self._parent_log_step = weights, reference, parent_log_step
+        self._global_names = global_names = weights.tensors.global_names
+        self._shards = weights.tensors.local_shards
+        self._std = {name: weights.std[global_names[name]] for name in weights.local}
         self._starts = starts or {}
         typical = reference_curvature(weights, curvatures)
-        types = {weights.global_name(name): layer_type for name, layer_type in (layer_types or {}).items()}
+        types = {global_names[name]: layer_type for name, layer_type in (layer_types or {}).items()}
         scales, seeds = dict[str, float](), dict[str, int]()
         for name, weight in weights.local.items():
-            global_name = weights.global_name(name)
+            global_name = global_names[name]
             scales[name] = step_scale(global_name, weight, curvatures[name], typical, types)
-            seeds[name] = weights.local_seed(name, weight_dither_seed(global_name, lossy_restores, seed))
+            shard = self._shards[name]
+            seeds[name] = weight_dither_seed(global_name, lossy_restores, seed)
+            seeds[name] = shard.spec.dither_seed(seeds[name], shard.sizes)
         inherited = self._inherited_lattices()
 
         @cache
@@ -256,8 +247,8 @@ class StepCandidates:
             return self._fresh_lattice(name, curvatures[name], typical, seeds[name], scales[name])
 
         def is_too_coarse(name: str) -> bool:
-            lattice, std = inherited[name], scales[name] * self._std(name)
-            if weights.tensors.is_whole(name) and _is_fine(lattice, curvatures[name], typical, std):
+            lattice, std = inherited[name], scales[name] * self._std[name]
+            if name in weights.tensors.whole and _is_fine(lattice, curvatures[name], typical, std):
                 return False  # without making a fresh one, which takes a logarithm for each row and column
             return _is_too_coarse(lattice, make_fresh(name))
 
@@ -265,7 +256,7 @@ class StepCandidates:
         too_coarse = weights.tensors.union(
             name for name in inherited if name not in self._stochastic and is_too_coarse(name)
         )
-        self._inherited = {name for name in inherited if weights.global_name(name) not in too_coarse}
+        self._inherited = {name for name in inherited if global_names[name] not in too_coarse}
         self.unit_lattices: dict[str, Lattice] = {}
         for name in weights.local:
             lattice = inherited[name] if name in self._inherited else make_fresh(name)
@@ -278,16 +269,18 @@ class StepCandidates:
         self.curvatures = dict(curvatures)
         if self.no_curvature:
             self.curvatures = {name: self._assumed_curvature(name, weight) for name, weight in self.weights.items()}
-        self._scaled_std = {name: scales[name] * self._std(name) for name in self.weights}
+        self._scaled_std = {name: scales[name] * self._std[name] for name in self.weights}
 
     def curvature_term(self, log_step: int) -> float:
         """The rise, for a single loss term, that errors uniform in each cell would cause at this step size."""
         total = 0.0
-        for name in filter(self._global.tensors.is_primary, self.unit_lattices):
+        for name in self.unit_lattices:
+            if name not in self._global.tensors.primary:
+                continue
             lattice, device = self._lattice_at(name, log_step), self.weights[name].device
             squared = (torch.exp2(side.to(device, torch.float64) / 4) for side in (lattice.rows, lattice.columns))
             total += self.curvatures[name].weighted_sum(*squared) / 24
-        return self._global.tensors.sum_over_ranks(total)[0]
+        return self._global.tensors.collectives.sum_over_ranks(total)[0]
 
     def quantize(
         self, log_step: int, *, with_curvature: bool = True, max_hysteresis: float = math.inf
@@ -300,14 +293,19 @@ class StepCandidates:
         """
         tensors = self._global.tensors
         lattices = {name: self._lattice_at(name, log_step) for name in self.unit_lattices}
-        previous_points = {name: self._previous_points(name, lattice) for name, lattice in lattices.items()}
-        comparable = {name: previous for name, previous in previous_points.items() if previous is not None}
+        comparable: dict[str, PreviousPoints] = {}
+        for name, lattice in lattices.items():
+            if name not in self._stochastic:  # which has no hysteresis
+                weight, start = self.weights[name], self._starts.get(name)
+                previous = PreviousPoints.from_reference(name, weight, lattice, self._reference, start)
+                if previous is not None:
+                    comparable[name] = previous
         lattices |= {name: previous.points.lattice for name, previous in comparable.items()}  # equal, with their forms
         largest = min(max_hysteresis, rounding.MAX_HYSTERESIS)
         hysteresis = rounding.fit_hysteresis(self._global, lattices, comparable, rounding.MIN_RETAINED, largest)
         results = map_tensors(
             lambda name, threads: self._quantize_weight(
-                name, lattices[name], previous_points[name], hysteresis, threads, with_curvature=with_curvature
+                name, lattices[name], comparable.get(name), hysteresis, threads, with_curvature=with_curvature
             ),
             {name: self.weights[name] for name in lattices},
         )
@@ -315,12 +313,14 @@ class StepCandidates:
         accepted = {
             name: result
             for name, result in results.items()
-            if result is not None and self._global.global_name(name) not in left_out
+            if result is not None and self._global_names[name] not in left_out
         }
         points = {name: weight_points for name, (weight_points, _) in accepted.items()}
-        terms = [weight_terms for name, (_, weight_terms) in accepted.items() if self._global.tensors.is_primary(name)]
-        slope, curvature = tensors.sum_over_ranks(sum(slope for slope, _ in terms), sum(term for _, term in terms))
-        names = dict.fromkeys((*map(self._global.global_name, self.unit_lattices), *sorted(left_out)))
+        terms = [weight_terms for name, (_, weight_terms) in accepted.items() if name in self._global.tensors.primary]
+        slope, curvature = tensors.collectives.sum_over_ranks(
+            sum(slope for slope, _ in terms), sum(term for _, term in terms)
+        )
+        names = dict.fromkeys((*(self._global_names[name] for name in self.unit_lattices), *sorted(left_out)))
         ordered = tuple(name for name in names if name in left_out)
         dtypes = {name: self.weights[name].dtype for name in points}
         return QuantizedWeights(log_step, points, slope, curvature, hysteresis.threshold, ordered, dtypes)
@@ -330,29 +330,25 @@ class StepCandidates:
 
         Those of weights with stochastic rounding, which have neither hysteresis nor a gain, are left out.
         """
-        return {
-            name: RowSample.from_tensor(self.weights[name], self._global.tensors.sampled_rows(name, MAX_SAMPLED_VALUES))
-            if points.origin is None
-            else self._starts[name]
-            for name, points in quantized.points.items()
-            if name not in self._stochastic
-        }
+        starts = {}
+        for name, points in quantized.points.items():
+            if name not in self._stochastic:
+                rows = self._shards[name].spec.sampled_rows(MAX_SAMPLED_VALUES)
+                is_new = points.origin is None
+                starts[name] = RowSample.from_tensor(self.weights[name], rows) if is_new else self._starts[name]
+        return starts
 
     def bits(self, log_step: int) -> float:
         """The estimated size of the points in bits: the entropy of their differences to the parent's, on a sample."""
         codes = {name: self._sample_codes(name, self._lattice_at(name, log_step)) for name in self.unit_lattices}
         return total_entropy_bits(self._global.tensors, codes, are_sampled=True)
 
-    def _std(self, name: str) -> float:
-        """The standard deviation of the global tensor of a local weight."""
-        return self._global.std[self._global.global_name(name)]
-
     def _fresh_lattice(
         self, name: str, curvature: Curvature, typical: float, seed: int, scale: float
     ) -> Lattice | None:
         """This rank's part of the lattice that a weight gets if it inherits none."""
-        shard = self._global.tensors.local_shards[name]
-        lattice = make_lattice(shard.spec.global_shape, curvature, typical, 0, self._std(name) * scale)
+        shard = self._shards[name]
+        lattice = make_lattice(shard.spec.global_shape, curvature, typical, 0, self._std[name] * scale)
         return None if lattice is None else replace(shard.spec.slice_lattice(lattice, shard.sizes), seed=seed)
 
     def _quantize_weight(
@@ -377,7 +373,7 @@ class StepCandidates:
             if points is not None:
                 return points, curvature.rise_terms(weight, points, threads, with_curvature=with_curvature)
         weights = curvature.error_weights(with_curvature=with_curvature)
-        gain = hysteresis.gains.get(self._global.global_name(name), 1.0)
+        gain = hysteresis.gains.get(self._global_names[name], 1.0)
         result = quantize_weight(weight, lattice, previous, hysteresis.threshold, gain, weights, threads)
         if result is None:
             return None
@@ -392,34 +388,23 @@ class StepCandidates:
             self.without_feedback.add(name)
         return points
 
-    def _previous_points(self, name: str, lattice: Lattice) -> PreviousPoints | None:
-        """The parent's points on this lattice; None for weights with stochastic rounding, which have no hysteresis."""
-        if name in self._stochastic:
-            return None
-        start = self._starts.get(name)
-        return PreviousPoints.from_reference(name, self.weights[name], lattice, self._reference, start)
-
     def _lattice_at(self, name: str, log_step: int) -> Lattice:
         """The lattice at a step size. Inherited steps are not capped again: a slightly new std would change them."""
         is_inherited = name in self._inherited and self._parent_log_step is not None
-        is_uncapped = is_inherited and log_step <= (self._parent_log_step or 0)
-        lattice = rescale(
-            self.unit_lattices[name], log_step, math.inf if is_uncapped else self._max_step(name, log_step)
-        )
+        max_step = math.inf
+        if not is_inherited or log_step > (self._parent_log_step or 0):
+            largest = FEEDBACK_MAX_STEP_STD if name in self._factors else MAX_STEP_STD
+            max_step = min(largest, MAX_STEP_RATIO * from_log_step(log_step)) * self._scaled_std[name]
+        lattice = rescale(self.unit_lattices[name], log_step, max_step)
         return self._stochastic[name].keep_steps(lattice) if name in self._stochastic else lattice
-
-    def _max_step(self, name: str, log_step: int) -> float:
-        """The largest mean step of a row of a weight."""
-        largest = FEEDBACK_MAX_STEP_STD if name in self._factors else MAX_STEP_STD
-        return min(largest, MAX_STEP_RATIO * from_log_step(log_step)) * self._scaled_std[name]
 
     def _sample_codes(self, name: str, lattice: Lattice) -> Tensor:
         """Differences between codes and the parent's values on the same lattice, in a sample of the rows."""
-        weight, rows = self.weights[name], self._global.tensors.sampled_rows(name, _BITS_SAMPLE)
+        weight, rows = self.weights[name], self._shards[name].spec.sampled_rows(_BITS_SAMPLE)
         steps = replace(lattice, rows=lattice.rows[rows]).scales(device=weight.device)
         codes = (as_matrix(weight)[rows].to(torch.float32) / steps).round()
         if self._reference is not None and self._reference.has_like(name, tuple(weight.shape), weight.dtype):
-            parent = self._reference.rows(name, rows)
+            parent = tensor_rows(self._reference.tensors, name, rows)
             codes = codes - (parent.to(weight.device, torch.float32) / steps).round()
         return codes
 
@@ -429,7 +414,7 @@ class StepCandidates:
         In the loss's own unit, that is known only from a measurement; `num_terms` is then the factor between the two.
         """
         count = len(self._global.templates)
-        share = 1.0 / (self._std(name) ** 2 * self._global.tensors.global_numel(name) * count)
+        share = 1.0 / (self._std[name] ** 2 * self._shards[name].spec.global_numel * count)
         return Curvature(torch.full((1, 1), share, device=weight.device).expand(as_matrix(weight).shape))
 
     def _inherited_lattices(self) -> dict[str, Lattice]:
@@ -448,7 +433,7 @@ class StepCandidates:
         return {
             name: rescale(parent.lattice, -self._parent_log_step)
             for name, parent in points.items()
-            if self._global.global_name(name) in inheriting
+            if self._global_names[name] in inheriting
         }
 
 

@@ -53,9 +53,9 @@ class SparseUpdate(ResidualScheme):
         state: FlatState,
         stats: GlobalStats,
     ) -> dict[str, CodebookTensor]:
-        is_primary = stats.global_tensors.is_primary
-        distances = {name: diff.abs().reshape(-1) for name, diff in differences.items() if is_primary(name)}
-        counts = stats.global_tensors.all_gather(sum(distance.numel() for distance in distances.values()))
+        primary = stats.global_tensors.primary
+        distances = {name: diff.abs().reshape(-1) for name, diff in differences.items() if name in primary}
+        counts = stats.global_tensors.collectives.all_gather(sum(distance.numel() for distance in distances.values()))
         count = min(math.ceil(self._fraction * sum(counts)), sum(counts))
         if not count:
             return {}
@@ -128,7 +128,7 @@ class SCAR(SparseUpdate):
         stats: GlobalStats,
     ) -> dict[str, CodebookTensor]:
         quantized = super().quantize_weights(weights, differences, state, stats)
-        is_delta = any(stats.global_tensors.all_gather(bool(quantized)))
+        is_delta = any(stats.global_tensors.collectives.all_gather(bool(quantized)))
         self._round = self._round + 1 if is_delta else 0
         return quantized
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TextIO, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -23,14 +25,87 @@ from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, TrialEvalu
 from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.schemes.planner import Measurement, PlannedSave, Planner
 from shrinkpoint.schemes.search.candidates import CachedCandidates, CandidateSet, PreviousCodes, common_previous_codes
-from shrinkpoint.schemes.search.progress import progress_printer
-from shrinkpoint.schemes.search.space import Point, Space, is_dominated
+from shrinkpoint.schemes.search.space import METRIC, Point, Space, is_dominated
 from shrinkpoint.schemes.search.strategies import branch_and_bound, neighbourhood
 from shrinkpoint.schemes.search.trials import Progress, SearchResult, Trial, Trials
 from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL
 from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.info import JSON
+
+
+def progress_printer(space: Space, threshold: float, raw_bytes: int, stream: TextIO | None = None) -> Progress:
+    """Make a callback that writes one line per trial; on a terminal, one line that changes, if rich is installed.
+
+    Errors of the stream are ignored: a closed terminal must not end a training run.
+
+    Args:
+        threshold: of the search.
+        raw_bytes: the uncompressed size, for ratios.
+        stream: None: the current stderr.
+    """
+    printer = _LinePrinter(space, threshold, raw_bytes, sys.stderr if stream is None else stream)
+    return (_live_printer(printer) if printer.stream.isatty() else None) or printer
+
+
+@dataclass(frozen=True)
+class _LinePrinter:
+    """Writes one line per trial."""
+
+    space: Space
+    threshold: float
+    raw_bytes: int
+    stream: TextIO
+
+    def __call__(self, trial: Trial, best: Trial | None, remaining: int) -> None:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: a closed file, or a character it cannot write
+            self.stream.write(self.line(trial, best, remaining) + "\n")
+            self.stream.flush()
+
+    def line(self, trial: Trial, best: Trial | None, remaining: int) -> str:
+        settings = " · ".join(
+            str(value) if name == METRIC else f"{name} {value:g}"
+            for name, value in self.space.settings(trial.point).items()
+        )
+        parts = [settings, self._ratio(trial), self.verdict(trial)]
+        parts.append(f"best {self._ratio(best)}" if best else "none yet" if remaining else "none")
+        parts.append(f"~{remaining} left" if remaining else "done")
+        return "   ".join(parts)
+
+    def verdict(self, trial: Trial) -> str:
+        limit = f"{100 * self.threshold:g} %"
+        if trial.degradation != trial.degradation:
+            return f"not a number, {limit} allowed  no"
+        degradation = f"{100 * trial.degradation:+.2f} %"
+        return f"{degradation} <= {limit}  ok" if trial.meets(self.threshold) else f"{degradation} > {limit}  no"
+
+    def _ratio(self, trial: Trial) -> str:
+        return f"{self.raw_bytes / trial.size:.1f}x" if trial.size > 0 else "-"
+
+
+def _live_printer(printer: _LinePrinter) -> Progress | None:
+    """Make a callback that rewrites one line of a terminal; None if rich is missing or the terminal cannot do it."""
+    try:
+        from rich.console import Console
+        from rich.control import Control
+        from rich.segment import ControlType
+        from rich.text import Text
+    except ImportError:
+        return None
+    console = Console(file=printer.stream, highlight=False)
+    if not console.is_terminal or console.is_dumb_terminal:
+        return None
+    erase = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
+
+    def draw(trial: Trial, best: Trial | None, remaining: int) -> None:
+        text = Text(printer.line(trial, best, remaining))
+        text.highlight_words([printer.verdict(trial)], "green" if trial.meets(printer.threshold) else "red")
+        with contextlib.suppress(OSError, ValueError):
+            console.control(erase)
+            console.print(text, end="" if remaining else "\n", no_wrap=True, overflow="ellipsis")
+
+    return draw
+
 
 Fallback = Literal["safest", "lossless"]
 T = TypeVar("T")
@@ -368,9 +443,9 @@ class SearchScheme(Planner["SearchChoice"]):
     def _agree(self, tensors: GlobalTensors) -> None:
         """Forget what ranks remember differently: replicas take what their first rank has; a collective."""
         self._calibration.set_state(self._value_of_leader(self._calibration.state))
-        self._last_choice = tensors.value_if_equal(self._last_choice)
+        self._last_choice = tensors.collectives.value_if_equal(self._last_choice)
         self._calibration.forget_differences(tensors)
-        self._lossy_restores = tensors.value_if_equal(self._lossy_restores) or 0
+        self._lossy_restores = tensors.collectives.value_if_equal(self._lossy_restores) or 0
 
     def _value_of_leader(self, value: T) -> T:
         """The value that the first of the replicas has; without replicas, the value itself."""
@@ -385,7 +460,7 @@ class SearchScheme(Planner["SearchChoice"]):
         codebooks = {} if save.reference is None else save.reference.codebook_tensors
         previous = PreviousCodes.from_codebooks(codebooks, save.selection.tensors, self._lossy_restores)
         previous = self._value_of_leader(previous)
-        lossy_restores = save.tensors.value_if_equal(previous.lossy_restores) or 0
+        lossy_restores = save.tensors.collectives.value_if_equal(previous.lossy_restores) or 0
         return replace(common_previous_codes(previous, save.selection.tensors, stats), lossy_restores=lossy_restores)
 
 
@@ -433,7 +508,7 @@ class _SpaceEvaluation:
         self._metric, self._selection, self._state = metric, save.selection, save.state
         self.nbytes = sum(x.numel() * x.element_size() for x in self._selection.tensors.values())
         self._intervals: dict[Point, tuple[float, float]] = {}
-        self.trials = Trials(self._degradation_at, group=group, sum_over_shards=save.tensors.sum_over_ranks)
+        self.trials = Trials(self._degradation_at, group=group, sum_over_shards=save.tensors.collectives.sum_over_ranks)
 
     def choice(self, trial: Trial, record: dict[str, Any]) -> SearchChoice:
         """The weights as a trial has them, and what a manifest records of it."""

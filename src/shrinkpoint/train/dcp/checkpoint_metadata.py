@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shrinkpoint.errors import CorruptError, MismatchError, StateError
-from shrinkpoint.sharding.boxes import check_disjoint
+from shrinkpoint.sharding.shard_spec import check_disjoint
 from shrinkpoint.store.identify import MANIFEST
 from shrinkpoint.tensors.dtypes import dtype_name, torch_dtype
 from shrinkpoint.tensors.info import ITEMSIZE, JSON

@@ -21,7 +21,7 @@ from shrinkpoint.sharding.shard_spec import ShardSpec
 from shrinkpoint.tensors.dtypes import DTYPE_NAMES, dtype_name
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import Role, TensorInfo
-from shrinkpoint.tensors.names import StatePath, UniqueNames, tensor_name
+from shrinkpoint.tensors.names import StatePath, tensor_name, unique_name
 from shrinkpoint.tensors.roles import InferredRoles, infer_roles
 from shrinkpoint.tensors.shared_storage import Leaf
 from shrinkpoint.tensors.tree import TreeEncoder
@@ -122,10 +122,10 @@ def _flat_state(
     """The nest as a flat state. Tensors that share memory are stored separately: no name may depend on others."""
     encoder = TreeEncoder()
     tree = encoder.encode(nest)
-    names, stored = UniqueNames(), dict[str, torch.Tensor]()
+    stored = dict[str, torch.Tensor]()
     for leaf in encoder.leaves:
         default = tensor_name(leaf.path)
-        leaf.name = names.unique(default)
+        leaf.name = unique_name(default, stored)
         leaf.reference[:] = [] if leaf.name == default else [leaf.name]
         stored[leaf.name] = leaf.tensor
     roles, optimizer_info, moment_kinds = _infer_shard_roles(tensors, planner)

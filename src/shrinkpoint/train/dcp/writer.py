@@ -21,8 +21,7 @@ from shrinkpoint.errors import PolicyError, ShrinkpointError, StorageError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.evaluate import ShardedModelEvaluator
 from shrinkpoint.schemes.lossless import Lossless
-from shrinkpoint.schemes.plan_shards import check_shardable, plan_shards
-from shrinkpoint.schemes.planner import Planner
+from shrinkpoint.schemes.planner import Planner, check_shardable, plan_shards
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.sharding.collectives import Collectives, LocalCollectives, make_collectives
 from shrinkpoint.sharding.shard_spec import ShardLayout

@@ -1,0 +1,490 @@
+"""Decodes records of lattice tensors, whole or in ranges: `lattice_record` says how codes are predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise, zip_longest
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shrinkpoint import _native
+from shrinkpoint.codec.coder import (
+    BYTE_FORMAT,
+    MAX_CHUNK,
+    MIN_CHUNK_BYTES,
+    NUMBER_FORMATS,
+    Bytes,
+    CodedChunks,
+    CoderConfig,
+    CodingContext,
+)
+from shrinkpoint.codec.decoder import (
+    ByteRange,
+    DecodedPart,
+    DecodeInputs,
+    FetchParams,
+    QuantizerParams,
+    RecordDecoder,
+    RecordView,
+    TensorRange,
+    as_aligned,
+    cast,
+)
+from shrinkpoint.codec.lattice import (
+    MAX_GAIN,
+    MAX_LATTICE_CODE,
+    MAX_SCALE_EXPONENT,
+    MIN_GAIN,
+    Lattice,
+    LatticeTensor,
+    matrix_shape,
+    narrow_codes,
+    scale_counts,
+)
+from shrinkpoint.codec.lattice_record import ESCAPE, PART_SIZES, SIDE_SIZES, exponents_of
+from shrinkpoint.codec.recipe import LatticeRecipe
+from shrinkpoint.tensors.dtypes import tensor_bytes
+from shrinkpoint.tensors.info import TensorInfo
+
+_BLOCK_VALUES = 1 << 19
+"""Values that are decoded before the next ones are looked at."""
+
+
+class MemberDecoder:
+    """Decodes a range of one tensor part by part: its codes are predicted, and then corrected by the tokens.
+
+    Args:
+        continued: the parent's tensor on the same lattice, whose points predict the codes and whose origin is that of
+            the tensor; None: the values of `parent` predict the codes.
+        gain: None for a tensor without an origin; else the range is the whole tensor.
+
+    Attributes:
+        count: values in the range.
+    """
+
+    def __init__(
+        self,
+        lattice: Lattice,
+        span: TensorRange,
+        parent: ByteRange | None,
+        squares: ByteRange | None,
+        inputs: DecodeInputs,
+        continued: LatticeTensor | None = None,
+        gain: float | None = None,
+    ) -> None:
+        self._info, self._first, self.count, self._params = span.info, span.begin, span.end - span.begin, lattice
+        self._lattice = lattice.to_native(matrix_shape(span.info.shape))
+        self._codes, self._code_bytes = np.empty(0, np.uint8), 1
+        self._origin, self._gain = None if continued is None else continued.first_codes, gain
+        self._parent = None if parent is None else _FetchedValues(parent, span.info.dtype, inputs, continued)
+        self._squares = None if squares is None else _FetchedValues(squares, "F32", inputs)
+        self._allocate_codes = inputs.allocate_codes
+        self._overwrites = inputs.overwrite_base and (continued is None or continued.origin is not None)
+        self._values = None
+        if inputs.with_values:
+            is_native = span.info.dtype == "F32"
+            self._values = inputs.allocate(4 * self.count) if is_native else _native.empty(4 * self.count)
+
+    def codes_part(self) -> _native.LatticePart:
+        """The range for the native core: where codes go, at best into those of the parent, and what predicts them."""
+        parent = None if self._parent is None else self._parent.part(0, self.count)
+        squares = None if self._squares is None else self._squares.part(0, self.count)
+        before = self._parent.narrow_codes if self._parent is not None and self._overwrites else None
+        self._codes = self._allocate_codes(self.count) if before is None else before
+        return self._lattice, self._first, self._codes, parent, squares
+
+    def decode_values(
+        self,
+        wide: Bytes | None,
+        differences: NDArray[np.int32] | None,
+        digest: _native.Hasher | None,
+        threads: int,
+    ) -> None:
+        """Decode the values of all codes, if they are wanted.
+
+        Args:
+            wide: the codes where some do not fit into a byte.
+            differences: of a stored origin to the codes.
+
+        Raises:
+            ValueError: an origin is out of range.
+        """
+        if wide is not None:
+            self._codes, self._code_bytes = wide, 2
+        if differences is not None:
+            codes = self._codes.view(np.int8 if self._code_bytes == 1 else np.int16)
+            origin = differences.astype(np.int64) + codes.astype(np.int64)
+            if origin.size and int(np.abs(origin).max()) > MAX_LATTICE_CODE:
+                raise ValueError("an origin that is too far out")
+            self._origin = narrow_codes(torch.from_numpy(origin.astype(np.int16))).reshape(self._info.shape)
+        if self._values is not None:
+            squares = None if self._squares is None else self._squares.part(0, self.count)
+            _native.lattice_values(
+                self._lattice if self._gain is None else self._tensor().to_native(),
+                self._codes,
+                self._values,
+                squares=squares,
+                digest=digest,
+                first=self._first,
+                threads=threads,
+            )
+
+    def predict(self, start: int, guesses: Bytes, contexts: Bytes, base: _native.Hasher | None, threads: int) -> None:
+        """Predict codes from `start` of the range on, and fill in their contexts."""
+        if self._parent is not None and self._parent.values is not None and base is not None and start == 0:
+            base.update(self._parent.stored)
+            base = None
+        is_hashed = self._parent is not None and self._parent.values is None
+        _native.lattice_predict(
+            self._lattice,
+            guesses,
+            contexts,
+            parent=None if self._parent is None else self._parent.part(start, contexts.size),
+            squares=None if self._squares is None else self._squares.part(start, contexts.size),
+            base=base if is_hashed else None,
+            first=self._first + start,
+            threads=threads,
+        )
+
+    def decode(
+        self,
+        start: int,
+        guesses: Bytes,
+        tokens: Bytes,
+        contexts: Bytes,
+        escapes: Bytes,
+        digest: _native.Hasher | None,
+        threads: int,
+    ) -> int:
+        """Decode codes and values from `start` of the range on; returns how many escapes they used."""
+        stop = start + tokens.size
+        if start == 0:
+            self._codes = self._allocate_codes(self.count)
+        used, is_narrow = _native.lattice_decode(
+            self._lattice,
+            tokens,
+            contexts,
+            escapes,
+            guesses,
+            None if self._values is None or self._gain is not None else self._values[4 * start : 4 * stop],
+            codes=self._codes[self._code_bytes * start : self._code_bytes * stop],
+            squares=None if self._squares is None else self._squares.part(start, tokens.size),
+            digest=None if self._gain is not None else digest,
+            first=self._first + start,
+            threads=threads,
+        )
+        if not is_narrow and self._code_bytes == 1:
+            wide = _native.empty(2 * self.count)
+            wide.view(np.int16)[:start] = self._codes.view(np.int8)[:start]
+            wide[2 * start : 2 * stop] = guesses
+            self._codes, self._code_bytes = wide, 2
+        return used
+
+    def part(self) -> DecodedPart:
+        """The decoded range."""
+        values = None if self._values is None else cast(self._values, "F32", self._info.dtype)
+        return DecodedPart(values, self._tensor())
+
+    def _tensor(self) -> LatticeTensor:
+        """What is decoded; its codes are of the tensor's shape if they are all of its codes."""
+        codes = torch.from_numpy(self._codes.view(np.int8 if self._code_bytes == 1 else np.int16))
+        codes = codes.reshape(self._info.shape) if self.count == self._info.numel else codes
+        relative_to = "" if self._squares is None else self._squares.name
+        if self._gain is None:
+            return LatticeTensor(codes, self._params, relative_to)
+        return LatticeTensor(codes, self._params, relative_to, self._origin, self._gain)
+
+
+class _FetchedValues:
+    """Values of a range of another tensor, float32 or bfloat16: codes on a lattice if they are all of its values.
+
+    Attributes:
+        name: of the tensor.
+        stored: its bytes as they are; empty for codes.
+        values: the same as the native core reads them; None for codes.
+    """
+
+    def __init__(
+        self, span: ByteRange, dtype: str, inputs: DecodeInputs, continued: LatticeTensor | None = None
+    ) -> None:
+        source = None if continued is None else continued.points()
+        if source is None and dtype == "F32":
+            source = inputs.fetch_codes(span)
+        self.name, self.values = span.name, None
+        self.stored: Bytes = np.empty(0, np.uint8)
+        if source is not None:
+            self._lattice, self._codes = source.native_values()
+            self._code_bytes = source.codes.element_size()
+            return
+        self.stored = inputs.fetch(span)
+        # The native core reads no float16.
+        self.values = as_aligned(cast(self.stored, "F16", "F32") if dtype == "F16" else self.stored, 4)
+        self._itemsize = 2 if dtype == "BF16" else 4
+
+    @property
+    def narrow_codes(self) -> Bytes | None:
+        """The codes, if they have one byte each and may be written."""
+        is_narrow = self.values is None and self._code_bytes == 1 and self._codes.flags.writeable
+        return self._codes if is_narrow else None
+
+    def part(self, start: int, count: int) -> _native.LatticeValues:
+        """Values of the range from `start` on."""
+        if self.values is not None:
+            return self.values[self._itemsize * start : self._itemsize * (start + count)]
+        return self._lattice, self._codes[self._code_bytes * start : self._code_bytes * (start + count)]
+
+
+class LatticeDecoder(RecordDecoder):
+    """Decodes lattice tensors; its unit is one value.
+
+    Only the whole record can be decoded if it has escapes, since their number before a range depends on all codes
+    before it; and if its dtypes differ.
+    """
+
+    def __init__(self, view: RecordView, recipe: LatticeRecipe) -> None:
+        infos, size = view.infos, view.sizes["points"]
+        if any(info.dtype not in ("F32", "BF16", "F16") for info in infos):
+            raise ValueError("lattice tensors that are not floats of 16 or 32 bits")
+        super().__init__(view, [info.numel for info in infos])
+        sizes = PART_SIZES.unpack(view.read("points", 0, min(PART_SIZES.size, size)))
+        lattice_bytes, coded, side, escapes = sizes
+        self._lattices_end, begin, self._codes_end, end = [
+            *accumulate((side, coded, 4 * escapes), initial=PART_SIZES.size + lattice_bytes)
+        ]
+        if end != size:
+            raise _native.Truncated("the codes end too early, or too late")
+        self._recipe, self.uses_parent, self._has_escapes = recipe, recipe.base, escapes > 0
+        self.unit, self.chunk = NUMBER_FORMATS[infos[0].dtype].itemsize, recipe.run.chunk
+        is_uniform = len({info.dtype for info in infos}) == 1 and self.count > 0
+        self.splittable = is_uniform and not escapes and not recipe.gains
+        side_data = view.read_array("points", self._lattices_end, begin)
+        self._chunks = CodedChunks(recipe.run, side_data, begin, self._codes_end, self.count)
+        self._moments = [view.tensor_at(ordinal) for ordinal in recipe.relative_to]
+        layouts = [(moment.shape, moment.dtype) for moment in self._moments]
+        if layouts and layouts != [(info.shape, "F32") for info in infos]:
+            raise ValueError("second moments that do not fit their tensors")
+        self._lattices: list[Lattice] = []
+        self._gains: list[float | None] = [None] * len(infos)
+
+    def required_ranges(self, lo: int, hi: int) -> Sequence[ByteRange]:
+        out = self._parent_ranges(lo, hi) if self._recipe.base else []
+        return out + self._moment_ranges(lo, hi)
+
+    def required_parents(self) -> Sequence[str]:
+        return [info.name for info in self._view.infos] if self._recipe.inherited else []
+
+    def quantizer_params(self, fetch: FetchParams) -> Mapping[str, QuantizerParams]:
+        infos = self._view.infos
+        data = self._view.read_array("points", PART_SIZES.size, self._lattices_end)
+        seeds, data = np.frombuffer(data[: 4 * len(infos)].tobytes(), "<u4"), data[4 * len(infos) :]
+        if self._recipe.gains:
+            gains, data = np.frombuffer(data[: 4 * len(infos)].tobytes(), "<f4"), data[4 * len(infos) :]
+            if gains.size != len(infos):
+                raise _native.Truncated("the gains end too early")
+            if not bool(((gains >= MIN_GAIN) & (gains <= MAX_GAIN)).all()):  # nor is nan in range
+                raise ValueError("gains out of range")
+            self._gains = gains.tolist()
+        self._lattices = _decode_lattices(seeds, data, infos, self._recipe, self._parent_lattices(fetch))
+        return {info.name: lattice for info, lattice in zip(infos, self._lattices, strict=True)}
+
+    def decode(self, lo: int, hi: int, inputs: DecodeInputs) -> list[DecodedPart]:
+        if not self._lattices:
+            self.quantizer_params(inputs.fetch_params)
+        ranges = [*self._tensor_ranges(lo, hi)]
+        parents = self._parent_ranges(lo, hi) if self._recipe.base else []
+        continued = self._continued_tensors(ranges, inputs)
+        sources = zip_longest(ranges, parents, self._moment_ranges(lo, hi), continued)
+        members = [
+            MemberDecoder(self._lattices[span.member], span, parent, squares, inputs, tensor, self._gains[span.member])
+            for span, parent, squares, tensor in sources
+        ]
+        digests, base_digests = inputs.value_digests, inputs.base_digests
+        is_native = all(info.dtype == "F32" for info in self._view.infos)
+        values = _native.Hasher() if digests is not None and is_native else None
+        base = self._base_hasher(inputs) if base_digests is not None and self._recipe.base else None
+        try:
+            if base is None and not self._has_escapes:
+                self._decode_tiles(lo, hi, members, values, inputs.threads)
+            else:
+                self._decode_blocks(lo, hi, members, values, base, inputs.threads)
+        except (ValueError, _native.Corrupt, _native.Truncated):
+            if base_digests is not None and base is not None:  # of another parent nothing else can be expected
+                whole = self._base_hasher(inputs)
+                for parent, tensor in zip_longest(parents, continued):
+                    points = None if tensor is None else tensor.points().dequantize(torch.float32)
+                    whole.update(inputs.fetch(parent) if points is None else tensor_bytes(points))
+                base_digests.check_base_digest(whole.hexdigest())
+            raise
+        if base_digests is not None and base is not None:
+            base_digests.check_base_digest(base.hexdigest())
+        out = [member.part() for member in members]
+        if digests is not None and values is not None:
+            digests.check_values_digest(values.hexdigest())
+        elif digests is not None:
+            digests.check_values(part.values for part in out if part.values is not None)
+        return out
+
+    def _decode_tiles(
+        self, lo: int, hi: int, members: Sequence[MemberDecoder], digest: _native.Hasher | None, threads: int
+    ) -> None:
+        """Decode codes in one native loop that makes guesses and contexts tile by tile, and then their values."""
+        if lo < hi:
+            config = self._chunks.config
+            wide = _native.lattice_decode_codes(
+                config.native_model(BYTE_FORMAT),
+                self._chunks.side,
+                self._view.read_array("points", *self._chunks.byte_range(lo, hi)),
+                self.count,
+                lo // config.chunk,
+                [member.codes_part() for member in members],
+                chunk=config.chunk,
+                threads=threads,
+            )
+            differences = self._origin_differences(members)
+            for member, codes, to_origin in zip(members, wide, differences, strict=True):
+                member.decode_values(codes, to_origin, digest, threads)
+
+    def _decode_blocks(
+        self,
+        lo: int,
+        hi: int,
+        members: Sequence[MemberDecoder],
+        values: _native.Hasher | None,
+        base: _native.Hasher | None,
+        threads: int,
+    ) -> None:
+        """Decode a few chunks at a time, so that what is between bytes and codes stays in the processor's cache."""
+        block = self.chunk * max(2 * threads, -(-_BLOCK_VALUES // self.chunk))
+        size = min(block, hi - lo)
+        contexts, tokens, guesses = _native.empty(size), _native.empty(size), _native.empty(2 * size)
+        escapes = self._view.read_array("points", self._codes_end).copy()
+        ends = [*accumulate((member.count for member in members), initial=lo)]
+        for begin in range(lo, hi, block):
+            end = min(begin + block, hi)
+            spans = [
+                (member, slice(max(first, begin) - begin, min(last, end) - begin), max(begin - first, 0))
+                for member, (first, last) in zip(members, pairwise(ends), strict=True)
+                if first < end and last > begin
+            ]
+            for member, span, start in spans:
+                codes = guesses[2 * span.start : 2 * span.stop]
+                member.predict(start, codes, contexts[span], base, threads)
+            coded = self._view.read_array("points", *self._chunks.byte_range(begin, end))
+            context = CodingContext(base=contexts[: end - begin])
+            self._chunks.decode(BYTE_FORMAT, coded, tokens[: end - begin], context, begin, threads)
+            for member, span, start in spans:
+                codes = guesses[2 * span.start : 2 * span.stop]
+                used = member.decode(start, codes, tokens[span], contexts[span], escapes, values, threads)
+                escapes = escapes[4 * used :]
+        if escapes.size:
+            raise ValueError("more escapes than tokens that stand for them")
+        if self._recipe.gains:
+            for member, to_origin in zip(members, self._origin_differences(members), strict=True):
+                member.decode_values(None, to_origin, values, threads)
+
+    def _continued_tensors(self, ranges: Sequence[TensorRange], inputs: DecodeInputs) -> Sequence[LatticeTensor | None]:
+        """The parent's tensors whose points predict those of the record, if it has gains and no origins of its own.
+
+        Raises:
+            ValueError: the parent's tensors are on other lattices.
+        """
+        if not self._recipe.gains or self._recipe.origin:
+            return [None] * len(ranges)
+        tensors = [inputs.fetch_lattice_tensor(span.info.name) for span in ranges]
+        for span, tensor in zip(ranges, tensors, strict=True):
+            if tensor is None or tensor.lattice != self._lattices[span.member]:
+                raise ValueError(f"gains of {span.info.name!r}, whose parent is not on the same lattice")
+        return tensors
+
+    def _origin_differences(self, members: Sequence[MemberDecoder]) -> Sequence[NDArray[np.int32] | None]:
+        """The differences of stored origins to the codes of all members; None where there are none."""
+        if not self._recipe.origin:
+            return [None] * len(members)
+        differences = _decode_differences(self._view.read_array("origin"), self.count)
+        return np.split(differences, [*accumulate(member.count for member in members)][:-1])
+
+    def _base_hasher(self, inputs: DecodeInputs) -> _native.Hasher:
+        """The digest of the base as far as it covers the parent's exponents."""
+        hasher = _native.Hasher()
+        for exponents in exponents_of(self._parent_lattices(inputs.fetch_params)):
+            hasher.update(exponents)
+        return hasher
+
+    def _moment_ranges(self, lo: int, hi: int) -> list[ByteRange]:
+        return self._ranges_of(self._moments, lo, hi) if self._moments else []
+
+    def _parent_lattices(self, fetch: FetchParams) -> list[Lattice]:
+        params = [fetch(name) for name in self.required_parents()]
+        return [param for param in params if isinstance(param, Lattice)]
+
+
+def _decode_lattices(
+    seeds: NDArray[np.uint32],
+    data: Bytes,
+    infos: Sequence[TensorInfo],
+    recipe: LatticeRecipe,
+    parents: Sequence[Lattice],
+) -> list[Lattice]:
+    """Decode the lattice of each member, or take the parent's exponents if the recipe says that they are inherited."""
+    if seeds.size != len(infos):
+        raise _native.Truncated("the lattices end too early")
+    lattices = parents if recipe.inherited else _decode_exponents(data, infos, recipe, seeds.tolist())
+    if len(lattices) != len(infos) or not all(
+        lattice.has_counts_for(info.shape) for lattice, info in zip(lattices, infos, strict=True)
+    ):
+        raise ValueError("a parent whose tensors are not on lattices of these shapes")
+    if any(lattice.spacing != recipe.spacing or lattice.step != recipe.step for lattice in lattices):
+        raise ValueError("the parent's lattices have another spacing or step")
+    if recipe.inherited and data.nbytes:
+        raise ValueError("bytes behind inherited lattices")
+    if recipe.spacing == "log" and seeds.any():
+        raise ValueError('dither with spacing "log", which has none')
+    return [
+        lattice if lattice.seed == seed else replace(lattice, seed=seed)
+        for lattice, seed in zip(lattices, seeds.tolist(), strict=True)
+    ]
+
+
+def _decode_exponents(
+    data: Bytes, infos: Sequence[TensorInfo], recipe: LatticeRecipe, seeds: Sequence[int]
+) -> list[Lattice]:
+    counts = [scale_counts(recipe.spacing, info.shape) for info in infos]
+    differences = _decode_differences(data, sum(rows + columns for rows, columns in counts))
+    exponents = np.cumsum(differences, dtype=np.int64)
+    if bool((np.abs(exponents) > MAX_SCALE_EXPONENT).any()):
+        raise ValueError("scales out of range")
+    parts = np.split(exponents.astype(np.int16), np.cumsum([n for pair in counts for n in pair])[:-1])
+    sides = [torch.from_numpy(part) for part in parts]
+    lattices = [
+        Lattice(recipe.spacing, rows, columns, recipe.step, seed)
+        for rows, columns, seed in zip(sides[::2], sides[1::2], seeds, strict=True)
+    ]
+    if not all(lattice.has_normal_steps(info.shape) for lattice, info in zip(lattices, infos, strict=True)):
+        raise ValueError("scales out of range")
+    return lattices
+
+
+def _decode_differences(data: Bytes, total: int) -> NDArray[np.int32]:
+    """Decode differences of exponents or of codes; whatever they are, in 32 bits."""
+    nside, nescapes = SIDE_SIZES.unpack(data[: SIDE_SIZES.size].tobytes())
+    ends = np.cumsum([SIDE_SIZES.size, nside, 4 * nescapes])
+    if ends[-1] + -(-total // MAX_CHUNK) * MIN_CHUNK_BYTES > data.nbytes:
+        raise _native.Truncated("the lattices, or their origins, end too early")
+    side, escapes, coded = np.split(data, ends)[1:]
+    tokens = np.empty(total, np.uint8)
+    if total:
+        CoderConfig("codes").decode(BYTE_FORMAT, side, coded, tokens, CodingContext(), 1)
+    return _resolve_escapes(tokens.view(np.int8), np.frombuffer(escapes.tobytes(), "<i4"))
+
+
+def _resolve_escapes(tokens: NDArray[np.int8], escapes: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the differences of tokens, with each escape token replaced by the next escape."""
+    out = tokens.astype(np.int32)
+    large = out == ESCAPE
+    if int(large.sum()) != escapes.size:
+        raise ValueError("more or fewer escapes than tokens that stand for them")
+    out[large] = escapes
+    return out
