@@ -58,7 +58,7 @@ class Figure(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Whether the median meets the target, or else whether any other value does."""
+        """True if the median meets the target, or else whether any other value does."""
         if self.target is None:
             return ""
         meets = [value <= self.target if self.at_most else value >= self.target for value in self.values]

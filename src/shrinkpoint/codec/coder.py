@@ -37,7 +37,7 @@ class NumberFormat:
 
     @property
     def has_float_exponent(self) -> bool:
-        """Whether its exponent has the width and bias of a float32 exponent, so that the two can be compared."""
+        """True if its exponent has the width and bias of a float32 exponent, so that the two can be compared."""
         return self.width - self.mantissa == 9
 
 
@@ -117,7 +117,7 @@ class CoderConfig:
 
     @property
     def needs_base(self) -> bool:
-        """Whether a decoder needs `CodingContext.base`."""
+        """True if a decoder needs `CodingContext.base`."""
         return self.predictor in ("base", "adam", "square") or self.companion == "base"
 
     def encode(

@@ -130,7 +130,7 @@ class RecordView:
         return {info.name: end for info, end in zip(self.infos, ends, strict=False)}
 
     def parent_has(self, info: TensorInfo) -> bool:
-        """Whether the parent has a tensor of the same name, shape and dtype."""
+        """True if the parent has a tensor of the same name, shape and dtype."""
         parent = self.parent_tensor(info.name)
         return parent is not None and (parent.shape, parent.dtype) == (info.shape, info.dtype)
 
@@ -177,7 +177,7 @@ FetchParams: TypeAlias = Callable[[str], QuantizerParams]
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """What a decoder needs besides the bytes of its record.
+    """Inputs of a decoder besides the bytes of its record.
 
     Attributes:
         fetch: returns the bytes of a required range.

@@ -77,7 +77,7 @@ class Lattice:
     __hash__ = None  # type: ignore[assignment]
 
     def has_equal_steps(self, other: Lattice) -> bool:
-        """Whether two lattices differ in nothing but their seeds."""
+        """True if two lattices differ in nothing but their seeds."""
         if (self.spacing, self.step) != (other.spacing, other.step):
             return False
         return torch.equal(self.rows, other.rows) and torch.equal(self.columns, other.columns)
@@ -119,11 +119,11 @@ class Lattice:
         return form
 
     def has_counts_for(self, shape: tuple[int, ...]) -> bool:
-        """Whether this lattice has as many exponents as a tensor of this shape needs."""
+        """True if this lattice has as many exponents as a tensor of this shape needs."""
         return (self.rows.numel(), self.columns.numel()) == scale_counts(self.spacing, shape)
 
     def has_normal_steps(self, shape: tuple[int, ...]) -> bool:
-        """Whether every scale of a tensor of this shape is a normal float32."""
+        """True if every scale of a tensor of this shape is a normal float32."""
         return self.to_native(matrix_shape(shape)).has_normal_steps
 
     def __getstate__(self) -> dict[str, object]:
@@ -165,7 +165,7 @@ class LatticeTensor:
         return self if self.origin is None else replace(self, origin=None, gain=1.0)
 
     def has_origin_of(self, parent: object) -> bool:
-        """Whether this tensor has an origin, and another one is on the same lattice and has the same origin."""
+        """True if this tensor has an origin, and another one is on the same lattice and has the same origin."""
         if self.origin is None or not isinstance(parent, LatticeTensor) or parent.lattice != self.lattice:
             return False
         return equal_codes(parent.first_codes, self.origin)
@@ -189,7 +189,7 @@ class LatticeTensor:
         return self if codes is self.codes else replace(self, codes=codes)
 
     def has_equal_codes(self, other: LatticeTensor) -> bool:
-        """Whether the codes, of either width, the lattices, the gains and the origins are equal."""
+        """True if the codes, of either width, the lattices, the gains and the origins are equal."""
         if self.lattice != other.lattice or self.gain != other.gain or not equal_codes(self.codes, other.codes):
             return False
         return equal_codes(self.first_codes, other.first_codes)
@@ -264,7 +264,7 @@ def narrow_codes(codes: Tensor) -> Tensor:
 
 
 def equal_codes(codes: Tensor, others: Tensor) -> bool:
-    """Whether two tensors of codes on the CPU, of either width, are equal."""
+    """True if two tensors of codes on the CPU, of either width, are equal."""
     if codes is others or codes.shape != others.shape:
         return codes is others
     codes, others = codes.reshape(-1), others.reshape(-1)

@@ -189,7 +189,7 @@ class MemberDecoder:
         return DecodedPart(values, self._tensor())
 
     def _tensor(self) -> LatticeTensor:
-        """What is decoded; its codes are of the tensor's shape if they are all of its codes."""
+        """Decoded values; the codes have the tensor's shape if they are complete."""
         codes = torch.from_numpy(self._codes.view(np.int8 if self._code_bytes == 1 else np.int16))
         codes = codes.reshape(self._info.shape) if self.count == self._info.numel else codes
         relative_to = "" if self._squares is None else self._squares.name

@@ -344,7 +344,7 @@ def _lattice_from_json(
 
 
 def uses_context(codes: CodesRecipe) -> bool:
-    """Whether these codes are coded under other codes."""
+    """True if these codes are coded under other codes."""
     return isinstance(codes, CyclicDelta) or (isinstance(codes, CoderConfig) and codes.needs_base)
 
 

@@ -146,7 +146,7 @@ _MAX_EXACT_SHARE = 8
 
 
 def is_mostly_codes(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether at most an eighth of the values' bytes belong to tensors that are held as values alone."""
+    """True if at most an eighth of the values' bytes belong to tensors that are held as values alone."""
     exact = coded = 0
     for source in as_decoded(tensors)._sources.values():
         if isinstance(source, Tensor):
@@ -261,7 +261,7 @@ class Reference:
         }
 
     def has_like(self, name: str, shape: tuple[int, ...], dtype: object) -> bool:
-        """Whether there is a tensor of this name, shape and dtype."""
+        """True if there is a tensor of this name, shape and dtype."""
         return name in self.tensors and tensor_layout(self.tensors, name) == (shape, dtype)
 
     def get_like(self, name: str, shape: tuple[int, ...], dtype: object) -> Tensor | None:
@@ -298,7 +298,7 @@ class Reference:
         return {name: tensor for name, tensor in self.quantized.items() if isinstance(tensor, CodebookTensor)}
 
     def has_codes(self, name: str) -> bool:
-        """Whether a tensor's codes can be coding context; codes of differences say little about the next ones."""
+        """True if a tensor's codes can be coding context; codes of differences say little about the next ones."""
         tensor = self.quantized.get(name)
         return isinstance(tensor, CodebookTensor) and not tensor.residual
 

@@ -348,7 +348,7 @@ class LRUIndex:
         self.visits.clear()
 
     def exact_rows(self, ids: Sequence[int], shape: Sequence[int]) -> list[bool]:
-        """Which rows of a message with these samples are sent uncompressed; the index does not change."""
+        """Rows of a message with these samples that are sent uncompressed; the index does not change."""
         if tuple(shape) != self.shape:
             return [self._warmup > 0] * len(ids)
         return [self.visits.get(sample, 0) < self._warmup for sample in ids]

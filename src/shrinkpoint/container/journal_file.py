@@ -165,7 +165,7 @@ class JournalFile:
         return JournalRecord(step, fields, blobs, end)
 
     def _is_blank(self) -> bool:
-        """Whether nothing but zeros follows, as after a power cut; read piece by piece."""
+        """True if nothing but zeros follows, as after a power cut; read piece by piece."""
         offset = self.end
         while offset < self._source.size:
             piece = bytes(self._source.read(offset, min(1 << 20, self._source.size - offset)))

@@ -1,4 +1,4 @@
-"""What a file says of its records, in the terms that all versions of the format share (docs/format.md)."""
+"""Description of a file's records, in the terms that all versions of the format share (docs/format.md)."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ class FileMetadata:
 
 
 def is_plain(recipe: JSON) -> bool:
-    """Whether a record has one part, the uncompressed bytes of its tensors."""
+    """True if a record has one part, the uncompressed bytes of its tensors."""
     return isinstance(recipe, dict) and recipe.get("kind") == "plain"
 
 
 def is_standard_entry(recipe: JSON, infos: Sequence[TensorInfo]) -> bool:
-    """Whether a record is stored as an ordinary entry, whose tensor any safetensors reader can read."""
+    """True if a record is stored as an ordinary entry, whose tensor any safetensors reader can read."""
     return is_plain(recipe) and len(infos) == 1 and infos[0].dtype in SAFETENSORS_DTYPES
 
 
@@ -157,6 +157,6 @@ class PayloadLayout:
 
 
 def is_free(name: str) -> bool:
-    """Whether the entry of a tensor may have its name: not reserved, and valid Unicode, as safetensors requires."""
+    """True if the entry of a tensor may have its name: not reserved, and valid Unicode, as safetensors requires."""
     reserved = name in ("__metadata__", INDEX_ENTRY) or name.startswith(_RESERVED)
     return not reserved and not any("\ud800" <= char <= "\udfff" for char in name)

@@ -188,7 +188,7 @@ class FileWriter:
 
 
 def _metadata_json(index: bytes) -> str:
-    """What the header says besides its entries."""
+    """Metadata of the header, besides its entries."""
     fields = {"format": FORMAT_VERSION, "writer": _writer_name(), "index": xxh3_128(index)}
     return json.dumps(fields, separators=(",", ":"))
 

@@ -79,7 +79,7 @@ def _midpoints(centers: Tensor) -> Tensor:
 
 
 def _count_bounds_below(flat: Tensor, bounds: Tensor) -> Tensor:
-    """How many bounds each value exceeds, uint8, block by block on the CPU."""
+    """Number of bounds that each value exceeds, uint8, block by block on the CPU."""
     counts = torch.zeros(flat.numel(), dtype=torch.uint8)
     size = CPU_BLOCK * torch.get_num_threads()
     for block, block_counts in zip(torch.split(flat, size), torch.split(counts, size), strict=True):
@@ -197,7 +197,7 @@ def _to_float32(centers: Tensor) -> Tensor:
 
 
 def _is_poor_fit(points: _Array, counts: _Array, centers: Tensor) -> bool:
-    """Whether the error is so large, for this number of centers, that others should be tried: `MAX_REUSED_ERROR`."""
+    """True if the error is so large, for this number of centers, that others should be tried: `MAX_REUSED_ERROR`."""
     variance = _mean_squared_error(points, counts, torch.tensor([np.average(points, weights=counts)]))
     return _mean_squared_error(points, counts, centers) > MAX_REUSED_ERROR * variance / centers.numel() ** 2
 

@@ -17,7 +17,7 @@ from shrinkpoint.tensors.dtypes import as_native_float, tensor_bytes
 
 
 class ErrorWeights(NamedTuple):
-    """What errors of quantization, and their squares, are multiplied with.
+    """Weights of quantization errors and of their squares.
 
     Attributes:
         slopes, squares: matrices of as many values, float32 or bfloat16; None: zero.

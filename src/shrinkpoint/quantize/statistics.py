@@ -353,7 +353,7 @@ class SecondMomentSums:
     values: MatrixSums
 
     def has_absent(self, numel: int) -> bool:
-        """Whether some of the `numel` values are not present."""
+        """True if some of the `numel` values are not present."""
         return int(self.counts.rows.sum()) < numel
 
 

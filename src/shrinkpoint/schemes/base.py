@@ -17,7 +17,7 @@ from shrinkpoint.tensors.info import JSON, EncodedRecord
 
 @dataclass(frozen=True)
 class QuantizedState:
-    """What is left of a state once a scheme has lost what it loses; everything after that is exact.
+    """A state after the lossy part of a scheme; everything after that is exact.
 
     Attributes:
         state: the state with every value as a reader will get it.
@@ -92,7 +92,7 @@ class SpecMixin:
 
     @property
     def arguments(self) -> Mapping[str, object]:
-        """What it was made with, by the names of its constructor; without what changes nothing that is written."""
+        """Arguments of the constructor by name, without those that change nothing that is written."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -153,7 +153,7 @@ def check_recorder(where: str, value: Any, attribute: str) -> Any:
 
 
 def _is_default(value: object, default: object) -> bool:
-    """Whether nothing was said; never `==` of objects that may give anything, such as tensors."""
+    """True if nothing was said; never `==` of objects that may give anything, such as tensors."""
     plain = str | bool | int | float
     if isinstance(value, plain) and isinstance(default, plain):
         return type(value) is type(default) and value == default

@@ -75,14 +75,14 @@ class UnmeasuredLossNotice:
 
 
 class EvaluateProblem(NamedTuple):
-    """Why nothing may be lost: what `evaluate` did, and what the user can do about it."""
+    """Reason for which nothing may be lost: what `evaluate` did, and what the user can do about it."""
 
     observation: str
     advice: str
 
 
 class Calibration:
-    """What a run has learned of its `evaluate`; forgotten where the run goes on from a checkpoint.
+    """Knowledge of a run about its `evaluate`; forgotten where the run goes on from a checkpoint.
 
     Attributes:
         noise: the largest difference between answers for the same weights, relative to these, with slow decay; None if
@@ -104,7 +104,7 @@ class Calibration:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """What processes exchange."""
+        """Message that processes exchange."""
         return self.noise, self.has_reacted, self.num_saves, self.is_measured, self.is_tested
 
     def set_state(self, state: tuple[Any, ...]) -> None:
@@ -136,7 +136,7 @@ class Calibration:
 
     @property
     def num_checks(self) -> int:
-        """How often `find_problem` will probably evaluate."""
+        """Probable number of evaluations of `find_problem`."""
         return 1 + (self.noise is None) + (not self.has_reacted)
 
     def find_problem(
@@ -239,11 +239,11 @@ class Calibration:
         return None
 
     def needs_test(self, names: Iterable[str]) -> bool:
-        """Whether `test_entries` would evaluate, or use recorded reads."""
+        """True if `test_entries` would evaluate, or use recorded reads."""
         return any(map(self._is_due, names))
 
     def _is_due(self, name: str) -> bool:
-        """Whether it is not known that `evaluate` looks at a weight; what it did not look at is asked now and then."""
+        """True if it is not known that `evaluate` looks at a weight; what it did not look at is asked now and then."""
         if not self.is_tested or name not in self.is_measured:
             return True
         return not self.is_measured[name] and self.num_saves % REPEAT_INTERVAL == 0
@@ -293,7 +293,7 @@ class Calibration:
     def _reacts_to(
         self, metric: DegradationMetric, perturbations: Sequence[MakeValues], compute_on_all: ComputeOnAll
     ) -> bool:
-        """Whether `evaluate` answers something else, on every process, for one of several sets of other weights."""
+        """True if `evaluate` answers something else, on every process, for one of several sets of other weights."""
 
         def differs(make: MakeValues) -> bool:
             return self._differs(metric, metric.evaluate(make()), metric.baseline)
@@ -301,7 +301,7 @@ class Calibration:
         return any(all(compute_on_all(partial(differs, make))) for make in perturbations)
 
     def _differs(self, metric: DegradationMetric, reading: Reading, other: Reading) -> bool:
-        """Whether two readings differ by more than noise; False where one has failed."""
+        """True if two readings differ by more than noise; False where one has failed."""
         min_difference = _MIN_NOISE_RATIO * (self.noise or 0.0) * metric.scale
         if reading.failure or other.failure:
             return False
@@ -333,7 +333,7 @@ class _EntryTest:
         self._all: Reading | None = None  # of all weights with noise
 
     def reacts(self, names: Iterable[str], unread: frozenset[str]) -> bool:
-        """Whether `evaluate` answers something else for other values of weights, on every process.
+        """True if `evaluate` answers something else for other values of weights, on every process.
 
         Args:
             names: global names.
@@ -439,7 +439,7 @@ def make_perturbations(
 
 
 def _add_noise(x: Tensor, seed: int, deviations: float) -> Tensor:
-    """Where all values are the same, noise is as large as they are; 1, where these are zero."""
+    """Add uniform noise: as large as the values where all are equal, 1 where they are zero."""
     plain = x.detach().to(torch.float32)
     spread = float(plain.std(correction=0)) if x.numel() else 0.0
     if not 0 < spread < math.inf:

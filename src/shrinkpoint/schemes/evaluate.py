@@ -121,11 +121,11 @@ class Reading:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the value is neither nan nor infinite."""
+        """True if the value is neither nan nor infinite."""
         return math.isfinite(self.value)
 
     def equals(self, other: Reading) -> bool:
-        """Whether both have the same examples, or the same value if examples are unknown; nan equals nothing."""
+        """True if both have the same examples, or the same value if examples are unknown; nan equals nothing."""
         if self.examples is not None and other.examples is not None:
             return torch.equal(self.examples, other.examples)
         return self.value == other.value
@@ -226,7 +226,7 @@ class ReadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def has_read(self, tensor: Tensor) -> bool:
-        """Whether an operation has read memory of a tensor."""
+        """True if an operation has read memory of a tensor."""
         return tensor.untyped_storage().data_ptr() in self._storages
 
 
@@ -464,7 +464,7 @@ class ShardedModelEvaluator(TrialEvaluator):
         return None
 
     def recorder_values(self, recordings: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What a gradient recorder has of this rank's tensors, by their local names."""
+        """Recorded gradients of this rank's tensors, by their local names."""
         assert self._global_tensors is not None
         plain_names = {strip_wrapper_prefix(name): value for name, value in recordings.items()}
         return recorder_values(self._global_tensors, plain_names, self._state)

@@ -73,7 +73,7 @@ class Recode(RecordEncodingMixin):
 def _is_still_valid(
     name: str, quantized_tensor: QuantizedTensor, state: FlatState, quantized: Mapping[str, QuantizedTensor]
 ) -> bool:
-    """Whether a tensor's values still follow from its codes, without the previous checkpoint."""
+    """True if a tensor's values still follow from its codes, without the previous checkpoint."""
     if not isinstance(quantized_tensor, LatticeTensor):
         return not quantized_tensor.residual
     if not quantized_tensor.relative_to:

@@ -91,5 +91,5 @@ def _all_cells(counts: Tensor) -> Tensor:
 
 
 def is_quantizable_moment(role: Role, x: Tensor) -> bool:
-    """Whether a tensor is a moment that levels can stand for."""
+    """True if a tensor is a moment that levels can stand for."""
     return role in _MOMENTS and x.dtype in (torch.float32, torch.bfloat16)

@@ -118,7 +118,7 @@ class QuantizationPlan(RecordEncodingMixin):
 
     @property
     def _left_out(self) -> dict[str, str]:
-        """Why weights that would have been quantized stay exact, by name, from what the manifest records."""
+        """Reasons for which weights stay exact, by name, from what the manifest records."""
         loss = self.loss if isinstance(self.loss, dict) else {}
         reasons = dict.fromkeys(loss.get("left_out") or (), "not finite")
         reasons |= dict.fromkeys(loss.get("unmeasured") or (), "not measured by evaluate")

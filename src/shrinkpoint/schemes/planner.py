@@ -77,7 +77,7 @@ class PlannedSave:
 
 @dataclass(frozen=True)
 class Measurement:
-    """How the effect of other weights on the loss is measured.
+    """Measurement of the effect of other weights on the loss.
 
     Attributes:
         metric: None: nothing is measured.
@@ -167,11 +167,11 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
 
     @property
     def expected_evaluations(self) -> int | None:
-        """How often the next save will probably call `evaluate`; None if unknown."""
+        """Probable number of calls of `evaluate` by the next save; None if unknown."""
         return None
 
     def compute_on_all(self, compute: Callable[[], Any]) -> list[Any]:
-        """What each of the processes that share trials computes."""
+        """Results of all processes that share trials."""
         return [compute()]
 
     # called by a manager or a store

@@ -250,6 +250,6 @@ def _json_errors(errors: Mapping[str, float]) -> dict[str, JSON]:
 
 
 def _fits_dtype(quantized_tensor: CodebookTensor, bounds: tuple[float, ...], dtype: torch.dtype) -> bool:
-    """Whether there is a difference, and no sum of parent and center can overflow the dtype."""
+    """True if there is a difference, and no sum of parent and center can overflow the dtype."""
     moved, base = bounds
     return moved > 0 and base + max_abs(quantized_tensor.centers) <= torch.finfo(dtype).max

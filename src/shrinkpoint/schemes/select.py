@@ -153,7 +153,7 @@ def select_tensors(
 
 
 class _ShardReport(NamedTuple):
-    """What a rank reports of its shard of a candidate.
+    """Report of a rank about its shard of a candidate.
 
     Attributes:
         is_quantizable: it may be selected even if it is no master copy.
@@ -221,7 +221,7 @@ def _find_tied(
 
 
 def _merge_reports(shards: Sequence[_ShardReport]) -> _ShardReport:
-    """What all shards of a candidate have in common."""
+    """Properties that all shards of a candidate share."""
     return _ShardReport(
         is_quantizable=any(shard.is_quantizable for shard in shards),
         is_finite=all(shard.is_finite for shard in shards),
@@ -284,7 +284,7 @@ def max_abs(tensor: Tensor) -> float:
 
 
 def is_cast(tensor: Tensor, master: Tensor) -> bool:
-    """Whether `tensor` equals `master` cast to its dtype; both have the same shape.
+    """True if `tensor` equals `master` cast to its dtype; both have the same shape.
 
     A few values are compared first: most layers of a model have the same shape, and each is compared with each.
     """
@@ -338,7 +338,7 @@ def unchanged_tensors(
 
 
 def _equals_parent(tensor: Tensor, name: str, reference: Reference) -> bool:
-    """Whether a tensor has the parent's bits; of a parent on a lattice, the first rows are decoded first."""
+    """True if a tensor has the parent's bits; of a parent on a lattice, the first rows are decoded first."""
     if lattice_source(reference.tensors, name) is not None:
         matrix = as_matrix(tensor.detach())
         head = slice(-(-_HEAD_VALUES // max(1, matrix.shape[1])))
@@ -350,7 +350,7 @@ def _equals_parent(tensor: Tensor, name: str, reference: Reference) -> bool:
 
 
 def is_bitwise_equal(tensor: Tensor, parent: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype are the same, bit by bit."""
+    """True if two tensors of one shape and dtype are the same, bit by bit."""
     a, b = as_bits(tensor.detach()), as_bits(parent)
     head = min(len(a) if a.dim() else 1, max(1, _HEAD_VALUES // max(1, a[0].numel() if a.dim() and len(a) else 1)))
     if a.dim() and not torch.equal(a[:head], b[:head].to(a.device)):
@@ -359,7 +359,7 @@ def is_bitwise_equal(tensor: Tensor, parent: Tensor) -> bool:
 
 
 def equal_elements(tensor: Tensor, parent: Tensor) -> Tensor:
-    """Where two tensors of one shape and dtype have the same bits; bool, on the device of `tensor`."""
+    """Mask of equal bits of two tensors of one shape and dtype; bool, on the device of `tensor`."""
     return as_bits(tensor.detach()) == as_bits(parent).to(tensor.device)
 
 

@@ -47,7 +47,7 @@ _PackedCells: TypeAlias = tuple[_Packed, ...]
 
 
 class ArrayReduction(Protocol[R]):
-    """How arrays of one kind are merged.
+    """Merge operation for arrays of one kind.
 
     Attributes:
         reductions: `np.add`, `np.minimum` or `np.maximum` for each column of numbers that an array has.

@@ -53,7 +53,7 @@ class GlobalStats:
         return self.global_tensors.global_numel(name)
 
     def is_whole(self, name: str) -> bool:
-        """Whether this rank has all of the global tensor that a local tensor is a shard of."""
+        """True if this rank has all of the global tensor that a local tensor is a shard of."""
         return name in self.global_tensors.whole
 
     def local_seed(self, name: str, global_seed: int) -> int:
@@ -141,7 +141,7 @@ class GlobalStats:
         return medians | self.global_tensors.reduce(whole, lambda ranks: ranks[0])
 
     def count_among_largest(self, magnitudes: Tensor, k: int, counts: Sequence[int]) -> int:
-        """How many of the k largest magnitudes of all ranks are this rank's; ranks before take ties first.
+        """Number of this rank's values among the k largest magnitudes of all ranks; lower ranks take ties first.
 
         Args:
             magnitudes: this rank's, float [n].
@@ -192,7 +192,7 @@ def _kth_smallest(
 
 
 def _digit_histogram(bits: Tensor, prefix: int, start: int, width: int) -> Tensor:
-    """How often each digit follows a prefix of higher digits; int64 [2**width]."""
+    """Count of each digit after a prefix of higher digits; int64 [2**width]."""
     matching = bits[bits >> (start + width) == prefix >> (start + width)]
     return torch.bincount((matching >> start) & ((1 << width) - 1), minlength=1 << width)
 

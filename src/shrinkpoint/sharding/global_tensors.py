@@ -42,7 +42,7 @@ class TensorShard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the box is all of the global tensor."""
+        """True if the box is all of the global tensor."""
         return self.sizes == self.spec.global_shape
 
 
@@ -75,7 +75,7 @@ class Marginals:
 
 
 class _ShardReport(NamedTuple):
-    """What a rank tells of one of its shards."""
+    """Report of a rank about one of its shards."""
 
     global_name: str
     global_shape: tuple[int, ...]
@@ -86,7 +86,7 @@ class _ShardReport(NamedTuple):
 
 
 class _TensorSummary(NamedTuple):
-    """What all ranks know of a global tensor.
+    """Description of a global tensor, equal on all ranks.
 
     Attributes:
         first: rank and position of the shard that was reported first.
@@ -200,7 +200,7 @@ class GlobalTensors:
 
     @property
     def is_complete(self) -> bool:
-        """Whether this rank has every tensor, and all of each: then no other rank has a shard that it does not see."""
+        """True if this rank has every tensor, and all of each: then no other rank has a shard that it does not see."""
         return {self.global_names[name] for name in self.whole} == self.shapes.keys()
 
     def global_numel(self, name: str) -> int:
@@ -213,7 +213,7 @@ class GlobalTensors:
         return self._name_of_box.get((global_name, shard.spec.offsets, shard.sizes))
 
     def is_colocated(self, name: str, other: str) -> bool:
-        """Whether two local tensors are the same box of different global tensors of the same shape."""
+        """True if two local tensors are the same box of different global tensors of the same shape."""
         a, b = self.local_shards[name], self.local_shards[other]
         same_box = a.sizes == b.sizes and a.spec.offsets == b.spec.offsets
         return same_box and a.spec.global_shape == b.spec.global_shape and a.spec.global_name != b.spec.global_name
@@ -377,5 +377,5 @@ def recorder_values(
 
 
 def matches_parameter(global_name: str, parameter: str) -> bool:
-    """Whether a global tensor is, by its name, a parameter of a model."""
+    """True if a global tensor is, by its name, a parameter of a model."""
     return global_name == parameter or global_name.endswith((f".{parameter}", f"/{parameter}"))

@@ -1,4 +1,4 @@
-"""Where the shards of tensors on several ranks lie in the global tensors."""
+"""Boxes of the shards of several ranks in the global tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INDEX_MULTIPLIER = 0x9E3779B1
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Where a shard begins in its global tensor; with the shard's sizes, that is a box.
+    """Offset of a shard in its global tensor; with the shard's sizes, that is a box.
 
     Attributes:
         global_name: the name of the global tensor, the same on every rank.
@@ -103,7 +103,7 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Where a rank's tensors lie in the tensors of all ranks that write a checkpoint together.
+    """Boxes of a rank's tensors in the tensors of all ranks that write a checkpoint together.
 
     Attributes:
         specs: by name of a tensor in the rank's state; a tensor without a spec is a whole one, on this rank alone.

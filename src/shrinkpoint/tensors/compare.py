@@ -43,7 +43,7 @@ def describe_structure_difference(
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bits; nan equals itself, and 0.0 differs from -0.0.
+    """True if two tensors have the same dtype, shape and bits; nan equals itself, and 0.0 differs from -0.0.
 
     The first bytes are compared first, since they usually differ if anything does.
     """
@@ -181,7 +181,7 @@ class CheckpointDifference:
 
 
 class LeafInfo(NamedTuple):
-    """What is known of a leaf before it is read.
+    """Description of a leaf before it is read.
 
     Attributes:
         nbytes: memory that reading it takes.
@@ -197,7 +197,7 @@ class LeafSource(Protocol):
 
     @property
     def leaves(self) -> Mapping[str, LeafInfo]:
-        """What there is, in the order of the state."""
+        """Leaves in the order of the state."""
         ...
 
     @property

@@ -51,7 +51,7 @@ class FlatState:
 
     @property
     def is_on_cpu(self) -> bool:
-        """Whether all tensors are in host memory."""
+        """True if all tensors are in host memory."""
         return all(tensor.device.type == "cpu" for tensor in self.tensors.values())
 
 
@@ -82,7 +82,7 @@ def snapshot(
 
 
 def can_copy_on_devices(state: FlatState) -> bool:
-    """Whether there is memory for a copy of the state where it is.
+    """True if there is memory for a copy of the state where it is.
 
     On a CUDA device the copy must leave as much memory free as it takes: what training allocates may vary.
     """
@@ -160,7 +160,7 @@ def allocate_like(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether `tensor_bytes` shares a tensor's memory."""
+    """True if `tensor_bytes` shares a tensor's memory."""
     return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 

@@ -74,7 +74,7 @@ _NEST_FORMS = frozenset({"namespace", "deque", "buffer", "defaultdict", "attribu
 
 
 def is_nest_form(body: JSON) -> bool:
-    """Whether a form in a tree, `[name, value]` (`plain_forms`), may hold anything that a state may hold."""
+    """True if a form in a tree, `[name, value]` (`plain_forms`), may hold anything that a state may hold."""
     is_form = type(body) is list and len(body) == 2 and type(body[0]) is str
     return is_form and body[0].partition(":")[0] in _NEST_FORMS
 

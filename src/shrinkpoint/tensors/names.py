@@ -134,7 +134,7 @@ def _iter_leaves(value: Any, path: StatePath) -> Iterator[tuple[StatePath, Any]]
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is a tensor or an array of numbers."""
+    """True if a leaf is a tensor or an array of numbers."""
     return isinstance(leaf, Tensor) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "US")
 
 

@@ -23,7 +23,7 @@ from shrinkpoint.tensors.tree import is_optimizer_state
 
 
 class MomentKind(str, Enum):
-    """What a tensor of an optimizer is to the optimizer's step."""
+    """Function of a tensor in an optimizer's step."""
 
     GRADIENT_MEAN = "gradient mean"
     """Adam's first moment: divided by the root of a second one."""

@@ -243,7 +243,7 @@ def _unique(kind: type, items: Any) -> Any:
 
 
 def has_colliding_keys(keys: Iterable[Any]) -> bool:
-    """Whether so many keys have one hash that to make a dict or a set of them would take long."""
+    """True if so many keys have one hash that to make a dict or a set of them would take long."""
     return max(Counter(map(hash, keys)).values(), default=0) > _MAX_SAME_HASH
 
 

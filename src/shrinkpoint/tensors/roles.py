@@ -43,7 +43,7 @@ Optimizers = Sequence[tuple[StatePath, dict[Any, Any]]]
 
 
 class InferredRoles(NamedTuple):
-    """What is inferred of a state's tensors.
+    """Roles that are inferred from a state's tensors.
 
     Attributes:
         roles: by name of a stored tensor.
@@ -153,7 +153,7 @@ class OptimizerSlot:
 
     @property
     def is_muon(self) -> bool:
-        """Whether Muon keeps it."""
+        """True if Muon keeps it."""
         return MomentKind.ORTHOGONALIZED in self.kinds.values()
 
     @property

@@ -156,7 +156,7 @@ def _store_group(group: list[Leaf], stored: dict[str, torch.Tensor]) -> None:
 
 
 def _is_single_view(group: list[Leaf]) -> bool:
-    """Whether all leaves are the same view, without overlapping elements (as expanded tensors have)."""
+    """True if all leaves are the same view, without overlapping elements (as expanded tensors have)."""
     first = group[0]
     return all(leaf.view == first.view for leaf in group) and first.extent >= first.tensor.nbytes
 

@@ -240,12 +240,12 @@ class TreeEncoder:
 
 
 def _are_plain(keys: Iterable[Any]) -> bool:
-    """Whether all keys are texts that an object of JSON can have, and none is a tag."""
+    """True if all keys are texts that an object of JSON can have, and none is a tag."""
     return all(type(key) is str and not key.startswith("$") and _is_unicode(key) for key in keys)
 
 
 def is_optimizer_state(value: dict[Any, Any]) -> bool:
-    """Whether a dict has the shape of `torch.optim.Optimizer.state_dict()`."""
+    """True if a dict has the shape of `torch.optim.Optimizer.state_dict()`."""
     return isinstance(value.get("state"), dict) and isinstance(value.get("param_groups"), list)
 
 

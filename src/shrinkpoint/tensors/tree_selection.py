@@ -53,7 +53,7 @@ def match_patterns(patterns: Sequence[str]) -> MatchPath:
 
 
 def is_selected(path: StatePath, matches: MatchPath) -> bool:
-    """Whether a path, or that of a container that it is in, is selected."""
+    """True if a path, or that of a container that it is in, is selected."""
     return any(matches(path[:length]) for length in range(1, len(path) + 1))
 
 

@@ -1,4 +1,4 @@
-"""What frameworks put around a module: taken off modules, and off the names of their tensors."""
+"""Removes wrappers of frameworks from modules and from the names of their tensors."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ class AdamMoments:
     is_supported: bool
 
     def is_codable_at(self, numel: int) -> bool:
-        """Whether they are large enough for codes, given the number of values of the global tensor."""
+        """True if they are large enough for codes, given the number of values of the global tensor."""
         return self.is_supported and numel >= MIN_WEIGHT_NUMEL
 
     @classmethod

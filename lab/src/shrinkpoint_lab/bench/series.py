@@ -135,7 +135,7 @@ def open_series(paths: Sequence[Path]) -> Series:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether there is a file; in a bucket, an object."""
+    """True if there is a file; in a bucket, an object."""
     return find_object(parse_object_url(path)) is not None if is_object_url(path) else path.is_file()
 
 

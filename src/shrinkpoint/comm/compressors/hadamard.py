@@ -139,7 +139,7 @@ class Hadamard(Compressor):
         return torch.cat([pack_planes(flags.reshape(-1).to(torch.uint8), 1), message])
 
     def _has_outliers(self, values: Tensor) -> Tensor:
-        """Which blocks to rotate: bool, shape (blocks, 1)."""
+        """Mask of the blocks to rotate: bool, shape (blocks, 1)."""
         magnitudes = values.abs()
         if not len(magnitudes) or self.outlier_threshold is None:
             return magnitudes.new_empty(0, 1, dtype=torch.bool)

@@ -89,7 +89,7 @@ def view_dtype(data: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def native_threads(count: int) -> int:
-    """How many threads native code should use for `count` values."""
+    """Number of threads that native code should use for `count` values."""
     return torch.get_num_threads() if count >= MIN_PARALLEL_NUMEL else 1
 
 

@@ -78,7 +78,7 @@ class ContextMap:
         return (optimizer.moment1, second) if is_valid else None
 
     def _is_valid_context(self, name: str, info: TensorInfo) -> bool:
-        """Whether a tensor can be context for another one: a moment of equal shape that is decoded first."""
+        """True if a tensor can be context for another one: a moment of equal shape that is decoded first."""
         moment = self._state.infos.get(name)
         if moment is None or name in self._excluded or name == info.name or moment.shape != info.shape:
             return False
@@ -165,7 +165,7 @@ def plan_records(state: FlatState, reference: Reference | None, quantized: Mappi
 
 
 def _is_unchanged(name: str, state: FlatState, reference: Reference, quantized_tensor: QuantizedTensor | None) -> bool:
-    """Whether a tensor equals the parent's of the same layout."""
+    """True if a tensor equals the parent's of the same layout."""
     is_residual = isinstance(quantized_tensor, CodebookTensor) and quantized_tensor.residual
     if quantized_tensor is not None and not is_residual:
         # A reader keeps the codes for the next delta, so they must be equal; where they are, values mostly are.
@@ -272,12 +272,12 @@ class _CastIndex:
         self._names: dict[_Key, list[str]] = {}
 
     def may_hold(self, info: TensorInfo) -> bool:
-        """Whether some narrow tensor has the shape of this one."""
+        """True if some narrow tensor has the shape of this one."""
         return info.dtype == "F32" and info.shape in self._dtypes
 
     @property
     def has_narrow(self) -> bool:
-        """Whether any tensor may be a cast."""
+        """True if any tensor may be a cast."""
         return bool(self._dtypes)
 
     def add(self, info: TensorInfo, tensor: Tensor) -> None:
@@ -483,5 +483,5 @@ def _required_tensor(quantized_tensor: QuantizedTensor) -> str:
 
 
 def _are_independent(moments: tuple[str, str] | None, quantized: Mapping[str, QuantizedTensor]) -> bool:
-    """Whether there are moments, and neither of them depends on other codes."""
+    """True if there are moments, and neither of them depends on other codes."""
     return moments is not None and not any(name in quantized and _required_tensor(quantized[name]) for name in moments)

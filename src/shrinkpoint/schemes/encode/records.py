@@ -113,7 +113,7 @@ class RecordEncodingMixin:
 
     @cached_property
     def _choices(self) -> ChainChoices:
-        """What codes each kind of tensor in the present chain."""
+        """Coder of each kind of tensor in the present chain."""
         return ChainChoices()
 
 

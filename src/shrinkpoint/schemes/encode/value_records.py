@@ -75,7 +75,7 @@ def choose_smallest(
 def is_far_smaller(
     number: NumberFormat, values: Bytes, context: CodingContext, prediction: CoderConfig, chosen: CoderConfig
 ) -> bool:
-    """Whether a prediction by the optimizer's arithmetic takes less than half of what a choice of earlier saves does.
+    """True if a prediction by the optimizer's arithmetic takes less than half of what a choice of earlier saves does.
 
     It is exact one step after the parent, and no better than others some steps later: so a choice made then says
     nothing about now. A few tiles tell. Where it is not exact, the choice need not be measured.
@@ -194,7 +194,7 @@ ConfigKind: TypeAlias = tuple[object, ...]
 
 @dataclass(frozen=True)
 class CoderChoice:
-    """How a record was coded smallest.
+    """The smallest coding of a record.
 
     Attributes:
         taps: as in `recipe.CodedRecipe`.
@@ -421,7 +421,7 @@ class ValueEncoder:
 
 
 def _with_known_bits(attempt: Callable[[bool], _T]) -> _T:
-    """What `attempt` returns that knows which bits are used from a sample; or from all numbers, if that was wrong."""
+    """Result of `attempt` with the bits that a sample uses; or with those of all numbers, if the sample was wrong."""
     try:
         return attempt(False)
     except _native.DropsBits:

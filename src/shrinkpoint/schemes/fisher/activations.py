@@ -47,7 +47,7 @@ class _Average:
 
 @dataclass
 class LayerStatistics:
-    """What was seen of the layers that use one weight: a linear one or a convolution, an embedding, or both.
+    """Statistics of the layers that use one weight: a linear one or a convolution, an embedding, or both.
 
     Attributes:
         inputs: second moments of the inputs, float32 [columns, columns] of the weight seen as a matrix.
@@ -63,7 +63,7 @@ class LayerStatistics:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing finite was seen."""
+        """True if nothing finite was seen."""
         return self.inputs.total is None and self.frequencies.total is None
 
 
@@ -179,7 +179,7 @@ class Activations:
 
     @property
     def layers(self) -> Mapping[str, LayerStatistics]:
-        """What was recorded, by name of the weight in the model: of a tied one its first name."""
+        """Records by name of the weight in the model; a tied weight has its first name."""
         return {name: layer for name, layer in self._recorder.layers.items() if not layer.is_empty}
 
     def detach(self) -> None:

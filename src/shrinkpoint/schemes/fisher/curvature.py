@@ -113,7 +113,7 @@ class SquaredGradientSource(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether anything was recorded."""
+        """True if anything was recorded."""
         ...
 
     @property
@@ -241,7 +241,7 @@ class Curvature:
         return self.rise_of_errors(sums, with_curvature=with_curvature)
 
     def error_weights(self, *, with_curvature: bool) -> ErrorWeights:
-        """What errors are multiplied with for `rise_of_errors`."""
+        """Weights of errors for `rise_of_errors`."""
         return ErrorWeights(self.first, self.second if with_curvature and not self._is_constant else None)
 
     def rise_of_errors(self, sums: ErrorSums, *, with_curvature: bool) -> tuple[float, float]:
@@ -253,7 +253,7 @@ class Curvature:
 
     @property
     def _is_constant(self) -> bool:
-        """Whether the squares are a single number for all weights."""
+        """True if the squares are a single number for all weights."""
         return self.second is not None and self.second.numel() > 0 and self.second.stride() == (0, 0)
 
     def weighted_sum(self, rows: Tensor, columns: Tensor) -> float:
@@ -276,7 +276,7 @@ class Curvature:
 
 @dataclass(frozen=True)
 class _Summary:
-    """What every rank knows of the curvature of one global tensor.
+    """Curvature of one global tensor, known on every rank.
 
     Attributes:
         mean: of the squares; 0 if unknown, and nan or infinite in a run that diverges.
@@ -403,7 +403,7 @@ class MomentStatistics:
         return second_moment_sums(v, m, by_column=v.dim() > 1, threads=threads)
 
     def is_finite(self, name: str) -> bool:
-        """Whether all values of a moment are finite."""
+        """True if all values of a moment are finite."""
         second = name if name in self._pairs else self._seconds.get(name)
         if second is not None and self.sums(second).is_finite:  # both moments are
             return True
@@ -459,7 +459,7 @@ def bnb_moment(state: FlatState, names: tuple[str, str, str], like: Tensor) -> T
 
 
 def bias_factor(beta: float | None, step: int | None) -> float:
-    """What removes Adam's bias towards zero from an average of this decay after `step` updates."""
+    """Factor that removes Adam's bias towards zero from an average of this decay after `step` updates."""
     if beta is None or step is None or not 0 <= beta < 1 or step < 1:
         return 1.0
     weight = 1 - beta**step

@@ -1,4 +1,4 @@
-"""What the second moments of activations say of weights: their curvature, and how to round them with error feedback."""
+"""Curvature of weights from second moments of activations, and rounding with error feedback by it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIN_FEEDBACK_COLUMNS = 2
 def find_layers(
     calibrate: Calibrate | None, activations: Activations | None, state: FlatState
 ) -> dict[str, LayerStatistics]:
-    """What is known of the layers of a state's weights, by name in it.
+    """Statistics of the layers of a state's weights, by name in the state.
 
     Raises:
         PolicyError: `calibrate` raised or ran another model, or the recorder has seen none of the weights.
@@ -63,7 +63,7 @@ def layers_by_state_name(
 
 
 def fits_weight(layer: LayerStatistics, weight: Tensor) -> bool:
-    """Whether all that was recorded of a layer is of the shape of this weight."""
+    """True if all that was recorded of a layer is of the shape of this weight."""
     if weight.dim() < 2 or not weight.is_floating_point():
         return False
     rows, columns = as_matrix(weight).shape
@@ -110,7 +110,7 @@ class _Factor:
         self._lock, self._factor, self._is_computed = Lock(), cast("Tensor | None", None), False
 
     def is_of(self, moments: Tensor) -> bool:
-        """Whether it is that of these moments."""
+        """True if it is that of these moments."""
         if len(moments) != len(self._first_row) or moments.device != self._moments.device:
             return False
         return moments[0].tolist() == self._first_row and torch.equal(moments, self._moments)
@@ -123,7 +123,7 @@ class _Factor:
 
 
 def _row_costs(weight: Tensor, layer: LayerStatistics) -> Tensor | None:
-    """What errors of a row cost together, up to a factor; None if inputs were not recorded.
+    """Cost of the errors of a row together, up to a factor; None if inputs were not recorded.
 
     That is the second moments of a layer's inputs; if its weight is also an embedding, with the cost of errors there.
     """

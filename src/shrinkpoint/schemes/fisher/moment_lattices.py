@@ -253,7 +253,7 @@ class _MomentQuantizer:
         return {n: x for n, x in points.items() if x is not None and tensors.global_names[n] not in failed}
 
     def _is_divided_vector(self, name: str) -> bool:
-        """Whether a moment is a vector that the optimizer divides by another one.
+        """True if a moment is a vector that the optimizer divides by another one.
 
         A vector has one step, which may be thousands of times what the least of its values are divided by: the biases
         of keys, beside those of queries and values, have next to no gradient.

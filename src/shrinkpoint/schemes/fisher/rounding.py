@@ -92,7 +92,7 @@ class PreviousPoints:
 
 @dataclass(frozen=True)
 class Hysteresis:
-    """How far weights may be from their previous points, and what makes up for the movement that is lost by it.
+    """Hysteresis: distance of weights from their previous points, and compensation for the movement that it loses.
 
     Attributes:
         threshold: in steps, at least 1/2.
@@ -221,7 +221,7 @@ MIN_UNCHANGED_SHARE = 1 / 16
 
 @dataclass(frozen=True)
 class StochasticRounding:
-    """How one weight with unchanged values is rounded.
+    """Rounding of one weight with unchanged values.
 
     Attributes:
         parent_points: its points in the parent checkpoint.

@@ -1,4 +1,4 @@
-"""What a run learns about its loss: the factor of the predicted rise, and how far it can be trusted."""
+"""Learns the factor of the predicted rise of a run's loss, and how far it can be trusted."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class HeldRatios:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the next measurement of a rise will show.
+    """Forecast of the next measurement of a rise.
 
     Attributes:
         rise: in the loss's unit.
@@ -78,7 +78,7 @@ class Prediction:
 
 @dataclass
 class RunMemory:
-    """What is learned during a run and recorded in every manifest.
+    """State that is learned during a run and recorded in every manifest.
 
     Attributes:
         log_step: the step size of the parent checkpoint, in eighths of an octave; None if there is none.
@@ -100,7 +100,7 @@ class RunMemory:
 
     @property
     def needs_pair(self) -> bool:
-        """Whether N is so uncertain that a pair of opposite errors is worth an evaluation."""
+        """True if N is so uncertain that a pair of opposite errors is worth an evaluation."""
         return self.num_terms is None or self.terms_error > MAX_TERMS_ERROR
 
     def begin_save(self) -> None:
@@ -251,7 +251,7 @@ class RunMemory:
 
 
 def standard_error(differences: Tensor | None) -> float:
-    """Of the mean of differences of examples; 0 if there are none, so that nothing is known of it."""
+    """Standard error of the mean of differences of examples; 0 if there are fewer than two."""
     if differences is None or differences.numel() < 2:
         return 0.0
     return float(differences.std()) / math.sqrt(differences.numel())

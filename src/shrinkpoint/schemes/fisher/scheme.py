@@ -60,7 +60,7 @@ MOMENT_ROLES = (Role.MOMENT1, Role.MOMENT2)
 
 
 class FisherChoice(NamedTuple):
-    """What is chosen for one state.
+    """Choice for one state.
 
     Attributes:
         steps: the step size of the weights, and the weights quantized with it.

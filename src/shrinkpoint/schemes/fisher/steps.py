@@ -448,7 +448,7 @@ def from_log_step(log_step: int) -> float:
 
 
 def _is_fine(lattice: Lattice, curvature: Curvature, reference_curvature: float, std: float) -> bool:
-    """Whether an inherited lattice of a whole weight is not too coarse, by the mean step that a fresh one would have.
+    """True if an inherited lattice of a whole weight is not too coarse, by the mean step that a fresh one would have.
 
     Rounding moves the mean exponent of a fresh one's rows, and that of its columns, by at most a half. False: unknown.
     """
@@ -461,7 +461,7 @@ def _is_fine(lattice: Lattice, curvature: Curvature, reference_curvature: float,
 
 
 def _is_too_coarse(lattice: Lattice, fresh: Lattice | None) -> bool:
-    """Whether the geometric mean of a lattice's steps exceeds that of a fresh one by more than `MAX_STEP_EXCESS`."""
+    """True if the geometric mean of a lattice's steps exceeds that of a fresh one by more than `MAX_STEP_EXCESS`."""
     if fresh is None:
         return False
     return _mean_exponent(lattice) > _mean_exponent(fresh) + MAX_STEP_EXCESS

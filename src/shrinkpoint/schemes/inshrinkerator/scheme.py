@@ -185,7 +185,7 @@ class Inshrinkerator(SearchScheme):
 
 @dataclass(frozen=True)
 class Clustering:
-    """How centers are found and values assigned to them.
+    """Method by which centers are found and values assigned to them.
 
     Attributes:
         sigma, seed, paper: as of `Inshrinkerator`.
@@ -255,7 +255,7 @@ class InshrinkeratorCandidates:
         return float(torch.where(self._embedding_mask, embedded, plain).sum())
 
     def _is_redundant(self, point: Point) -> bool:
-        """Whether a setting of tensors that do not exist has any but its safest value."""
+        """True if a setting of tensors that do not exist has any but its safest value."""
         idle = {"bins": all(self._all_embedding_flags), "embedding_bins": not any(self._all_embedding_flags)}
         axes = zip(self._space.axes, point.index, strict=True)
         return any(idle.get(axis.name, False) and i < len(axis.values) - 1 for axis, i in axes)

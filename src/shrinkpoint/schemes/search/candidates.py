@@ -23,7 +23,7 @@ SIZE_SAMPLE = 2048
 
 @dataclass(frozen=True)
 class PreviousCodes:
-    """What is known of the previous checkpoint: as little as all ranks of a group can be told.
+    """Summary of the previous checkpoint, small enough to be sent to all ranks of a group.
 
     Attributes:
         centers: by name of a tensor.
@@ -41,7 +41,7 @@ class PreviousCodes:
     def from_codebooks(
         cls, codebooks: Mapping[str, CodebookTensor], tensors: Mapping[str, Tensor], lossy_restores: int = 0
     ) -> PreviousCodes:
-        """Of those tensors that had the same shape before."""
+        """Codes of the tensors that had the same shape before."""
         same = {name: codebooks[name] for name, x in tensors.items() if name in codebooks}
         same = {name: codebook for name, codebook in same.items() if codebook.codes.shape == tensors[name].shape}
         return cls(
@@ -82,7 +82,7 @@ class CandidateSet(Protocol):
     """The points of a search space for the weights of one state."""
 
     def quantize(self, point: Point) -> dict[str, CodebookTensor]:
-        """What the weights become at a point, by name; on the devices of the weights."""
+        """Weights at a point of the search, by name; on the devices of the weights."""
         ...
 
     def size(self, point: Point) -> float:

@@ -112,7 +112,7 @@ T = TypeVar("T")
 
 
 class SearchScheme(Planner["SearchChoice"]):
-    """What all schemes with a search have in common (arXiv 2306.11800, configuration search; its authors gave their
+    """Base class of schemes with a search (arXiv 2306.11800, configuration search; its authors gave their
     baselines the same one).
 
     The first time, the whole space is searched; then, only the neighbourhood of what was chosen last, and the whole
@@ -456,7 +456,7 @@ class SearchScheme(Planner["SearchChoice"]):
         return objects[0]
 
     def _previous_codes(self, save: PlannedSave, stats: GlobalStats) -> PreviousCodes:
-        """What all ranks know of the codes of the previous checkpoint; a collective."""
+        """Codes of the previous checkpoint, equal on all ranks; a collective."""
         codebooks = {} if save.reference is None else save.reference.codebook_tensors
         previous = PreviousCodes.from_codebooks(codebooks, save.selection.tensors, self._lossy_restores)
         previous = self._value_of_leader(previous)
@@ -466,7 +466,7 @@ class SearchScheme(Planner["SearchChoice"]):
 
 @dataclass(frozen=True)
 class SearchChoice:
-    """What is chosen for one state.
+    """Choice for one state.
 
     Attributes:
         quantized: the weights, by local name.

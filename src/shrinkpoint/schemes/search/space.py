@@ -153,5 +153,5 @@ class Space:
 
 
 def is_dominated(a: Point, b: Point) -> bool:
-    """Whether `a` is another point of the same variant that is at least as aggressive as `b` on every axis."""
+    """True if `a` is another point of the same variant that is at least as aggressive as `b` on every axis."""
     return a != b and a.variant == b.variant and all(i <= j for i, j in zip(a.index, b.index, strict=True))

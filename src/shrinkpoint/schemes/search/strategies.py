@@ -106,7 +106,7 @@ class _OpenPoints:
         return chosen
 
     def _cost(self, chosen: Sequence[int], num_smaller: Array) -> tuple[float, float]:
-        """How many points remain after measuring `chosen` (ascending): at worst, and summed over the possible answers.
+        """Number of points left after measuring `chosen` (ascending): at worst, and summed over the possible answers.
 
         An answer is the smallest of them that holds: all before it failed, and those after it tell nothing more.
         """

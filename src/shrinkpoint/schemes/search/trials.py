@@ -160,7 +160,7 @@ class Trials:
         return degradation, time.perf_counter() - start
 
     def run_on_all_ranks(self, compute: Callable[[], T]) -> list[T]:
-        """What each rank computed, by rank; an error of one is raised by all, for the others would wait for ever."""
+        """Results of all ranks, by rank; an error of one rank is raised by all, or the others would wait for ever."""
         if self._group is None:
             return [compute()]
         return gather_or_raise(compute, self._group, describe_error=self._describe_error)
@@ -232,7 +232,7 @@ class TrialLog:
             self.best = trial
 
     def rules_out(self, point: Point) -> bool:
-        """Whether a point is more aggressive than one that failed."""
+        """True if a point is more aggressive than one that failed."""
         return any(is_dominated(point, tried) for tried, t in self.trials.items() if not t.meets(self.threshold))
 
     def _report(self, remaining: int) -> None:
