@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.codebooks import ALL_CODERS, ANY_BINS, alike, most_bins, moved, symbols, symbols_of
+from helpers.parameters import each_value
 from helpers.strategies import bits, shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -113,8 +114,7 @@ def test_every_number_of_bins_comes_back_with_all_its_codes_used(first):
                 come_back({"w": one}, parent=parent, coders=(coder,))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("exact", EXACT)
+@pytest.mark.parametrize(("exact", "dtype"), each_value(EXACT, DTYPES))
 def test_all_pruned_all_protected_and_none_protected_come_back(dtype, exact):
     shape, centers = (30, 40), torch.tensor([-1.0, 1.0])
     pruned = CodebookTensor(torch.zeros(shape, dtype=torch.uint8), centers, torch.empty(0, dtype=exact))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.lattice_records import MOST_CODE, Made, codes_of, lattice_of, made, points_of, squares
+from helpers.parameters import each_value
 from helpers.recipe_values import RECIPE_VALUES, RUN_FIELDS
 from helpers.strategies import bits
 
@@ -207,8 +208,9 @@ def test_only_floats_of_16_or_32_bits_have_points(name):
             decode(replace(one.encoded, infos=infos, base=None), one.decoded, one.parent)
 
 
-@pytest.mark.parametrize("shape", [(1 << 24,), (1 << 31,), (1, 1 << 62), (1 << 62,)])
-@pytest.mark.parametrize("law", ["linear", "log", "relative"])
+@pytest.mark.parametrize(
+    ("law", "shape"), each_value(["linear", "log", "relative"], [(1 << 24,), (1 << 31,), (1, 1 << 62), (1 << 62,)])
+)
 def test_a_shape_that_no_bytes_so_few_could_have_is_refused_before_memory_is_taken_for_it(law, shape):
     """Of a vector, whose lattice is as small as any."""
     one = made({"w": points_of(law, (64,), seed=1)}, others=[squares((64,))] if law == "relative" else [])

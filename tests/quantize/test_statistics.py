@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers.parameters import each_value
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -52,8 +53,7 @@ def test_every_rank_is_within_alpha_of_the_exact_value(alpha, xs, dtype):
         assert near(sketch.value_at_rank(rank), value, alpha), (rank, value)
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("alpha", [*ALPHAS, 1e-4, 0.5])
+@pytest.mark.parametrize(("alpha", "sign"), each_value([*ALPHAS, 1e-4, 0.5], [1, -1]))
 def test_each_bucket_of_the_whole_range_stands_within_alpha_of_its_values(alpha, sign):
     x = torch.cat([ladder(alpha), torch.tensor([MIN_MAGNITUDE, MOST, 1.0, math.nextafter(1, 0)])])
     ids = LogHistogram.bucket_ids(sign * x, alpha)

@@ -107,11 +107,7 @@ def test_a_wheel_has_the_package_and_neither_tests_nor_sources(dist: Path) -> No
 
 def package_files() -> list[Path]:
     paths = (ROOT / "src" / "shrinkpoint").rglob("*")
-    return [
-        path
-        for path in paths
-        if path.suffix != ".so" and "__pycache__" not in path.parts and path.is_file()
-    ]
+    return [path for path in paths if path.suffix != ".so" and "__pycache__" not in path.parts and path.is_file()]
 
 
 def test_it_saves_loads_and_has_its_command_in_a_fresh_environment(dist: Path, disk: Path) -> None:

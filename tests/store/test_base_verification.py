@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.parameters import each_value
 from helpers.stores import flip, place, state
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -161,8 +162,7 @@ def saves_in_vain(run, first):
     pytest.fail("nobody noticed")
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize(("kind", "resumed"), each_value(RUNS, [False, True]))
 def test_touched_file_below_a_chain_costs_no_save(tmp_path, kind, resumed, caplog):
     for number in range(LENGTH):
         run = RUNS[kind](tmp_path / f"{number}")
@@ -179,8 +179,7 @@ def test_touched_file_below_a_chain_costs_no_save(tmp_path, kind, resumed, caplo
         assert run.loads(50)
 
 
-@pytest.mark.parametrize("where", [0, 20, -1])
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize(("kind", "where"), each_value(RUNS, [0, 20, -1]))
 def test_bad_sector_below_a_chain_costs_at_most_a_round_of_saves(tmp_path, kind, where, monkeypatch):
     monkeypatch.setattr(delta_base, "MIN_BYTES", 1)  # as if the files were large
     monkeypatch.setattr(delta_base, "WINDOW_BYTES", 512)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.parameters import each_value
 from helpers.small_training import Run
 from helpers.strategies import same
 
@@ -58,9 +59,7 @@ def elsewhere(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize("free_bytes", [0, 1 << 40])
-@pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize("kind", SCHEMES)
+@pytest.mark.parametrize(("kind", "in_background", "free_bytes"), each_value(SCHEMES, [False, True], [0, 1 << 40]))
 def test_codes_alone_are_copied_from_an_accelerator_and_the_files_are_the_same(
     tmp_path, elsewhere, monkeypatch, kind, in_background, free_bytes
 ):

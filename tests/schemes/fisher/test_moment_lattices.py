@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.adam_states import adam, normal, squares
+from helpers.parameters import each_value
 from helpers.small_training import Run
 from helpers.strategies import same
 from hypothesis import given, settings
@@ -121,8 +122,7 @@ def relative(shape: tuple[int, ...]) -> tuple[Tensor, LatticeTensor, Tensor]:
     return normal(*shape, seed=9, scale=0.3) * v.sqrt(), points, points.dequantize(torch.float32)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(("alone", "shape"), each_value([False, True], SHAPES))
 def test_the_error_of_first_moments_is_at_most_half_a_step_and_zero_on_average(shape, alone):
     m, second, v = relative(shape)
     total, count = torch.zeros(shape), 200
