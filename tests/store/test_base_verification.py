@@ -14,12 +14,12 @@ from helpers.stores import flip, place, state
 from torch.distributed.checkpoint.api import CheckpointException
 
 import shrinkpoint as sp
-from shrinkpoint.errors import NotFoundError, ShrinkpointError
+from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.storage.local import LocalSource
 from shrinkpoint.store import delta_base
 from shrinkpoint.store import directory as folders
-from shrinkpoint.store.delta_base import MAX_SAVES_PER_PASS, BaseVerifier, StoredFile
+from shrinkpoint.store.delta_base import MAX_SAVES_PER_PASS
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.dcp import Reader, Writer, reset_chains
 
@@ -268,11 +268,3 @@ def test_base_that_is_replaced_is_found_after_the_process_has_moved(tmp_path, mo
         key = store.manifest(1).key(store.manifest(1).payloads[0].name)
         store.storage.put(key, bytes(len(store.storage.get(key))))
         assert store.save(2, state(2)).keyframe
-
-
-def test_file_that_is_missing_is_never_taken_for_verified(tmp_path, monkeypatch):
-    monkeypatch.setattr(delta_base, "MIN_BYTES", 0)
-    file = StoredFile("0" * 32, 100, LocalStorage(tmp_path), "gone.safetensors")
-    verifier = BaseVerifier()
-    verifier.mark_verified({file.digest: file.stamp()})
-    assert isinstance(verifier.find_damage([file]), NotFoundError)
