@@ -82,7 +82,7 @@ def records(draw: st.DrawFn) -> tuple[dict[str, CodebookTensor], dict[str, Codeb
 
 @pytest.mark.parametrize("coder", [*ALL_CODERS, "all"])
 def test_any_symbols_come_back_through_any_coder(coder):
-    @settings(deadline=None, max_examples=40)
+    @settings(deadline=None, max_examples=25)
     @given(records())
     def holds(case):
         now, before, dtype = case
@@ -95,7 +95,7 @@ def test_any_symbols_come_back_through_any_coder(coder):
 
 @pytest.mark.parametrize("coder", ALL_CODERS)
 def test_the_first_and_last_code_of_a_chunk_come_back(coder):
-    for count in [0, 1, 2, MAX_CHUNK - 1, MAX_CHUNK, MAX_CHUNK + 1]:
+    for count in [0, 1, MAX_CHUNK, MAX_CHUNK + 1]:
         now = symbols_of((count,), 5, seed=3)
         for one in (now, symbols_of((count,), 5, special=0, spread=0)):
             come_back({"w": one}, coders=(coder,))

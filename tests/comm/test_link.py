@@ -22,7 +22,7 @@ def test_both_ends_hold_the_same_reference(spec):
     """What the sender believes the other end to have is what it has: its own account of the loss is exact."""
     sender, receiver = ends(spec, sample_every=1)
     lost = []
-    for x, context in batches(200 if spec in STATEFUL else 40):
+    for x, context in batches(80 if spec in STATEFUL else 20):
         out = cross(sender, receiver, x, context)
         assert sender.fingerprint() == receiver.fingerprint()
         assert out.isfinite().all()

@@ -83,11 +83,10 @@ def errors_of(name: str) -> list[float]:
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_spike_that_was_rolled_back_leaves_no_error_behind(name):
     """Whether it was saved as a delta, as a keyframe in the midst of a run, or first of all."""
-    for at, keyframe_every in [(2, 20), (2, 2), (0, 20)]:
-        usual = errors_of(name)
-        for spike in (5.0, 1e8) if at else (100.0, 1e4):
-            found, _ = errors(SCHEMES[name], spike, at, keyframe_every)
-            assert max(found[at + 1 :]) <= 1.5 * max(usual) + 0.02
+    usual = errors_of(name)
+    for at, keyframe_every, spike in [(2, 20, 5.0), (2, 20, 1e8), (2, 2, 1e8), (0, 20, 100.0)]:
+        found, _ = errors(SCHEMES[name], spike, at, keyframe_every)
+        assert max(found[at + 1 :]) <= 1.5 * max(usual) + 0.02
 
 
 @pytest.mark.parametrize(("name", "spike"), each_value(TRACKED, [100.0, 1e4, 1e8]))

@@ -37,7 +37,7 @@ SCHEMES: dict[str, Callable[[], Scheme | str]] = {
     "topn": sp.TOPN,
     "excp": sp.ExCP,
 }
-RESTORES = 8
+RESTORES = 5
 
 
 class Frozen(nn.Module):
