@@ -97,7 +97,7 @@ def test_a_symbol_stream_that_announces_another_size_is_refused(case: Case) -> N
             case.decode(side, other.to_bytes(4, "little") + codes[4:])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(cases, st.data())
 def test_flipped_bytes_never_crash(case: Case, data: st.DataObject) -> None:
     parts = [bytearray(part) for part in case.encode()]
@@ -124,7 +124,7 @@ def test_flipped_bytes_of_32_lanes_never_crash(case: Case) -> None:
         survives(case, side, codes[:at] + bytes([codes[at] ^ 0xFF]) + codes[at + 1 :])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(cases, st.binary(max_size=200), st.binary(max_size=200))
 def test_anything_at_all_never_crashes(case: Case, side: bytes, codes: bytes) -> None:
     survives(case, side, codes)

@@ -15,7 +15,7 @@ from reference.run import Run
 
 from shrinkpoint import _native
 
-several = settings(deadline=None, max_examples=60)
+several = settings(deadline=None, max_examples=30)
 
 
 def agree(case: Case) -> None:

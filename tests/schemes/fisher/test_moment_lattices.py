@@ -55,7 +55,7 @@ def beside(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return slot["exp_avg"], slot["exp_avg_sq"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.sampled_from(SHAPES), st.integers(0, 99), st.integers(-24, 24), st.floats(0, 6))
 def test_second_moments_stay_positive_where_they_are_and_zero_where_they_are_not(shape, seed, level, octaves):
     v = squares(*shape, seed=seed, octaves=octaves) * 10.0**level
@@ -175,7 +175,7 @@ def test_a_momentum_with_zeros_keeps_them():
     assert quantize_momentum(m, 3, MOMENTUM_STEP) is not None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.sampled_from(SHAPES), st.integers(-44, 37), st.integers(-37, 37), st.integers(0, 9))
 def test_moments_of_any_size_come_back_finite(shape, level, other, seed):
     """Denormal ones, and those whose squares are no float32."""
