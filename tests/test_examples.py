@@ -91,6 +91,7 @@ def _number(text: str, pattern: str) -> int:
     return int(match[1])
 
 
+@pytest.mark.nightly
 def test_the_pipeline_learns_and_sends_a_seventh_of_the_bytes(tmp_path: Path):
     printed = _run(tmp_path, _command("pipeline.py", ranks=2))
     losses = [float(found) for found in re.findall(r"loss ([\d.]+)", printed)]

@@ -22,51 +22,37 @@ def child(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
 
 
-def answer(code: str) -> Any:
-    done = child(f"import json\n{code}")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 def answer_forked(code: str) -> Any:
     """From a process where torch and the package are imported, and no framework."""
     code = f"import json, warnings\nwarnings.simplefilter('ignore')\n{code}"
     return json.loads(run_forked(code))
 
 
-def test_rooms_are_attributes_after_a_plain_import():
-    code = """
-import shrinkpoint
-found = [shrinkpoint.comm.compress_pipeline, shrinkpoint.train.CheckpointManager, shrinkpoint.train.dcp.Writer,
-         shrinkpoint.schemes.SearchScheme, shrinkpoint.comm.recommend]
-print(json.dumps([one.__name__ for one in found]))"""
-    assert answer(code) == ["compress_pipeline", "CheckpointManager", "Writer", "SearchScheme", "recommend"]
+def test_a_framework_is_an_attribute_too():
+    """As the others are: without their extras, the error tells so for each."""
+    pytest.importorskip("accelerate")
+    assert "save_state" in answer_forked("import shrinkpoint\nprint(json.dumps([*vars(shrinkpoint.train.accelerate)]))")
 
 
-def test_frameworks_are_attributes_too():
-    expected = {"accelerate": "save_state", "lightning": "latest_valid", "transformers": "latest_valid"}
-    for name in expected:
-        pytest.importorskip(name)
-    code = (
-        f"import shrinkpoint\nprint(json.dumps({{x: [*vars(getattr(shrinkpoint.train, x))] for x in {[*expected]}}}))"
-    )
-    found = answer_forked(code)
-    assert all(expected[name] in found[name] for name in expected)
-
-
-def test_rooms_are_listed_for_completion_and_nothing_heavy_is_imported_for_it():
-    code = """
-import sys, shrinkpoint, shrinkpoint.comm
-listed = dir(shrinkpoint), dir(shrinkpoint.comm)
-print(json.dumps([*listed, [name for name in ("torch", "numpy", "transformers") if name in sys.modules]]))"""
-    face, comm, heavy = answer(code)
-    assert {"comm", "train", "schemes"} <= {*face} and "compress_ddp" in comm and heavy == []
+def test_rooms_are_listed_without_heavy_imports_and_are_attributes_after_a_plain_import():
+    """In one process, in this order."""
     code = """
 import sys, shrinkpoint
+found = [shrinkpoint.schemes.SearchScheme, shrinkpoint.comm.recommend, shrinkpoint.comm.compress_pipeline,
+         shrinkpoint.train.CheckpointManager, shrinkpoint.train.dcp.Writer]
+print(json.dumps([one.__name__ for one in found]))"""
+    before = """
+import sys, shrinkpoint
+listed = dir(shrinkpoint), dir(shrinkpoint.comm)
+print(json.dumps([*listed, [name for name in ("torch", "numpy", "transformers") if name in sys.modules]]))
 listed = dir(shrinkpoint.train)
 print(json.dumps([listed, [name for name in ("transformers", "lightning", "accelerate") if name in sys.modules]]))"""
-    train, heavy = answer(code)
-    assert {"dcp", "transformers", "accelerate", "lightning", "CheckpointManager"} <= {*train} and heavy == []
+    done = child(f"import json\n{before}{code}")
+    assert done.returncode == 0, done.stderr
+    (face, comm, heavy), (train, frameworks), names = map(json.loads, done.stdout.splitlines())
+    assert {"comm", "train", "schemes"} <= {*face} and "compress_ddp" in comm and heavy == []
+    assert {"dcp", "transformers", "accelerate", "lightning", "CheckpointManager"} <= {*train} and frameworks == []
+    assert names == ["SearchScheme", "recommend", "compress_pipeline", "CheckpointManager", "Writer"]
 
 
 def test_what_is_no_room_is_no_attribute():

@@ -259,13 +259,14 @@ def test_what_is_no_file_of_ours_is_an_error_of_our_tree(tmp_path):
     assert not (tmp_path / "target").exists()
 
 
-def test_every_flipped_byte_and_every_prefix_of_a_delta_is_an_error(tmp_path):
+def test_flipped_bytes_and_prefixes_of_a_delta_are_errors(tmp_path):
+    """Every seventh of each; `container/test_damage.py` has every byte."""
     small = [{"w.weight": torch.linspace(-1, 1, 300) * factor, "i": torch.arange(9)} for factor in (1, 1.001)]
     sp.save(small[0], tmp_path / "a")
     sp.save(small[1], tmp_path / "b", base=tmp_path / "a")
     whole, path = (tmp_path / "b").read_bytes(), tmp_path / "c"
-    damaged = [whole[:i] + bytes([whole[i] ^ 0x10]) + whole[i + 1 :] for i in range(len(whole))]
-    for data in [*damaged, *(whole[:length] for length in range(len(whole))), whole + b"\0"]:
+    damaged = [whole[:i] + bytes([whole[i] ^ 0x10]) + whole[i + 1 :] for i in range(0, len(whole), 7)]
+    for data in [*damaged, *(whole[:length] for length in range(0, len(whole), 7)), whole + b"\0"]:
         path.write_bytes(data)
         with pytest.raises(FormatError):
             sp.load(path)

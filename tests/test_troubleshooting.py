@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from shrinkpoint import errors
 
 TEXT = (Path(__file__).parents[1] / "docs" / "troubleshooting.md").read_text()
@@ -23,11 +21,12 @@ def test_every_class_has_its_section_and_no_other_has_one():
     assert sorted(names) == sorted([*(cls.__name__ for cls in CLASSES), "UserWarning"])
 
 
-@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_every_section_says_what_to_do(cls):
-    section = re.search(rf"^##+ {cls.__name__}$(.*?)(?=^##+ |\Z)", TEXT, re.MULTILINE | re.DOTALL)
-    assert section is not None
-    assert cls is errors.ShrinkpointError or re.search(r"\*\*Do\*\*|\| do \|", section[1])
+def test_every_section_says_what_to_do():
+    sections = {
+        cls: re.search(rf"^##+ {cls.__name__}$(.*?)(?=^##+ |\Z)", TEXT, re.MULTILINE | re.DOTALL) for cls in CLASSES
+    }
+    silent = [cls for cls, text in sections.items() if text is None or not re.search(r"\*\*Do\*\*|\| do \|", text[1])]
+    assert silent == [errors.ShrinkpointError]  # which has its subclasses
 
 
 def test_the_subclass_of_a_class_comes_below_it():

@@ -26,7 +26,7 @@ needs_a_recorder = pytest.mark.skipif(shadow_tree.missing() is not None, reason=
 @needs_a_recorder
 @pytest.mark.parametrize("name", ALL)
 def test_power_cuts_lose_no_checkpoint_whose_save_returned(tmp_path: Path, name: str) -> None:
-    counts = writer_trials.power(name, tmp_path, every=6)
+    counts = writer_trials.power(name, tmp_path, every=10)
     assert counts["records"] > 30 and all(counts[mode] for mode in shadow_tree.MODES)
 
 

@@ -36,26 +36,37 @@ def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("device_all")
 
 
-def test_every_part_has_its_figures_on_a_cpu(program: ModuleType, tmp_path: Path) -> None:
-    command = [sys.executable, program.__file__, "--out", str(tmp_path), "--quick", "--device", "cpu"]
+def run_parts(program: ModuleType, out: Path, *names: str) -> tuple[dict[str, list[dict[str, Any]]], str]:
+    """The rows of these parts, measured on toys on the CPU, and what the command prints."""
+    command = [sys.executable, program.__file__, "--out", str(out), "--quick", "--device", "cpu", "--only", *names]
     command += ["--seconds", "3600"]  # of a busy machine
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=out)
     assert done.returncode == 0, done.stderr[-4000:]
-    document = json.loads((tmp_path / "results.json").read_text())
-    parts = {part["name"]: part["rows"] for part in document["parts"]}
-    assert list(parts) == [part.name for part in program.PARTS] == [*FIGURES]
+    parts = {part["name"]: part["rows"] for part in json.loads((out / "results.json").read_text())["parts"]}
+    assert list(parts) == [*names]
     for name, rows in parts.items():
-        assert [row for row in rows if "error" in row] == [], (tmp_path / "log.txt").read_text()[-4000:]
+        assert [row for row in rows if "error" in row] == [], (out / "log.txt").read_text()[-4000:]
         assert any(FIGURES[name] in row for row in rows), name
+    return parts, done.stdout
+
+
+def test_messages_have_their_figures_on_a_cpu(program: ModuleType, tmp_path: Path) -> None:
+    parts, printed = run_parts(program, tmp_path, "machine", "messages")
+    q4 = next(row for row in parts["messages"] if row["message"] == "q4:64")
+    assert (q4["bits a value"], q4["encode, kernels"] > 0) == (4.5, True)
+    assert "| q4:64 |" in (tmp_path / "results.md").read_text() and "| q4:64 |" in printed
+
+
+@pytest.mark.nightly
+def test_every_part_has_its_figures_on_a_cpu(program: ModuleType, tmp_path: Path) -> None:
+    assert [part.name for part in program.PARTS] == [*FIGURES]
+    parts, _ = run_parts(program, tmp_path, *FIGURES)
     assert {row["method"] for row in parts["saves"]} >= {"copy", "torch.save", "fisher, at once", "lossless"}
     assert all(row["stall, s"] <= row["durable, s"] for row in parts["saves"] if "stall, s" in row)
     assert all(row["equal to the CPU's"] for row in parts["training"] if "equal to the CPU's" in row)
     assert all(row["equal"] for row in parts["sync"] if "equal" in row)
     (skipped,) = (row["number"] for row in parts["tests"] if row["tests"] in ("skipped", "passed") and row["number"])
     assert skipped > 10
-    q4 = next(row for row in parts["messages"] if row["message"] == "q4:64")
-    assert (q4["bits a value"], q4["encode, kernels"] > 0) == (4.5, True)
-    assert "| q4:64 |" in (tmp_path / "results.md").read_text() and "| q4:64 |" in done.stdout
 
 
 def test_a_part_that_fails_or_hangs_keeps_its_rows_and_the_next_one_runs(

@@ -63,7 +63,10 @@ def _run_first_as_is_and_fork_others() -> Any:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is measured by /proc")
 @pytest.mark.filterwarnings("ignore::shrinkpoint.errors.LossWarning")
-@pytest.mark.parametrize("method", ["copy", "torch.save", "safetensors", "lossless", "background", "chain"])
+@pytest.mark.parametrize(
+    "method",
+    ["copy", "torch.save", "safetensors", "lossless", "background", pytest.param("chain", marks=pytest.mark.nightly)],
+)
 def test_every_method_has_rows(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     methods, states = importlib.import_module("scale_methods"), importlib.import_module("scale_states")

@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict
 import numpy as np
 import pytest
 import torch
+from helpers.parameters import each_value
 from safetensors.torch import load_file
 
 import shrinkpoint as sp
@@ -228,8 +229,9 @@ def test_a_file_of_a_checkpoint_is_not_replaced(run, store, payload):
     assert run("verify", store, "--deep").code == 0
 
 
-@pytest.mark.parametrize("hf", [[], ["--hf"]])
-@pytest.mark.parametrize("option", [["--higher-is-better"], ["--threshold", "5%"], ["--evaluate", "a:b"]])
+@pytest.mark.parametrize(
+    ("option", "hf"), each_value([["--higher-is-better"], ["--threshold", "5%"], ["--evaluate", "a:b"]], [[], ["--hf"]])
+)
 def test_what_only_a_scheme_needs_is_refused_without_one(run, store, tmp_path, option, hf):
     done = run("export", store, tmp_path / "a.safetensors", *option, *hf)
     text = " ".join(done.stderr.split())

@@ -188,7 +188,7 @@ def test_looking_at_a_store_while_it_is_saved_to_finds_nothing_wrong(run, store)
         try:
             assert saver.stdout.readline() == "50\n"
             counts = []
-            for _ in range(5):
+            for _ in range(3):
                 counts.append(len(steps(run, store)))
                 done = run("verify", store)
                 assert (done.code, "BROKEN" in done.stdout) == (0, False), done.stdout

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.parameters import each_value
 from safetensors.torch import save_file
 
 COMMANDS = (
@@ -52,9 +53,12 @@ def plain_safetensors(tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize(
-    "make", [hugging_face, lambda path: hugging_face(path) / "checkpoint-500", lightning, torch_file, plain_safetensors]
+    ("make", "command"),
+    each_value(
+        [hugging_face, lambda path: hugging_face(path) / "checkpoint-500", lightning, torch_file, plain_safetensors],
+        COMMANDS,
+    ),
 )
 def test_what_others_wrote_is_not_found_and_convert_is_named(run, tmp_path, make, command):
     path = make(tmp_path)

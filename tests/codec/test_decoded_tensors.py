@@ -48,10 +48,10 @@ def test_values_are_decoded_when_they_are_asked_for() -> None:
     assert tensors.nbytes == 35 + 35 + 70 + 24
 
 
-@pytest.mark.parametrize("rows", ROWS, ids=str)
 @pytest.mark.parametrize("name", ["v", "m", "w", "low", "x"])
-def test_some_rows_are_those_of_all_values(name: str, rows: slice) -> None:
-    assert torch.equal(tensor_rows(state(), name, rows), as_matrix(expected()[name])[rows])
+def test_some_rows_are_those_of_all_values(name: str) -> None:
+    for rows in ROWS:
+        assert torch.equal(tensor_rows(state(), name, rows), as_matrix(expected()[name])[rows])
 
 
 @pytest.mark.parametrize("shape", [(), (9,), (1, 9), (9, 1), (3, 2, 4), (0, 4)])

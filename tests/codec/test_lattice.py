@@ -40,13 +40,13 @@ def drawn(draw: st.DrawFn, law: str) -> LatticeTensor:
     return LatticeTensor(codes, draw(lattices(law, shape)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(drawn("linear"), st.sampled_from(DTYPES))
 def test_multiples_of_a_step_are_what_the_document_says(points, dtype):
     assert bits(points.dequantize(torch_dtype(dtype))) == bits(by_the_document(points, dtype))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(drawn("relative"), st.sampled_from(DTYPES))
 def test_multiples_of_another_tensor_s_roots_are_what_the_document_says(points, dtype):
     shape, random = tuple(points.codes.shape), torch.Generator().manual_seed(0)
@@ -55,7 +55,7 @@ def test_multiples_of_another_tensor_s_roots_are_what_the_document_says(points, 
         assert bits(found) == bits(by_the_document(points, dtype, other))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(drawn("log"), st.sampled_from(DTYPES))
 def test_powers_of_two_are_what_the_document_says(points, dtype):
     assert bits(points.dequantize(torch_dtype(dtype))) == bits(by_the_document(points, dtype))
@@ -105,7 +105,7 @@ def test_what_is_added_to_the_largest_codes_is_not_lost():
 # errors
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     st.sampled_from([shape for shape in SHAPES if 0 not in shape]),
     st.sampled_from(["linear", "relative"]),
@@ -202,7 +202,7 @@ def test_an_average_over_seeds_is_the_value_itself():
 # powers of two
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(drawn("log"))
 def test_powers_of_two_are_zero_where_they_are_nothing_and_above_it_elsewhere(points):
     for dtype in (torch.float32, torch.bfloat16):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.lattice_records import DTYPES, Made, codes_of, comes_back, grid, lattice_of, made, members, nearest
+from helpers.parameters import each_value
 from helpers.strategies import bits
 from reference import lattice_record as reference
 from torch import Tensor
@@ -49,8 +50,7 @@ def by_the_document(one: Made, origins: dict[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("overwrites", [False, True])
+@pytest.mark.parametrize(("overwrites", "dtype"), each_value([False, True], DTYPES))
 def test_a_chain_with_gains_comes_back_from_what_a_reader_decoded(dtype, overwrites):
     points, written, decoded = keyframe(), None, None
     for i, gains in enumerate([(1.0, 1.0), (1.5, 1.0), (1.25, 1 / 16), (16.0, 2.0)]):
@@ -77,8 +77,9 @@ def test_values_are_those_that_the_document_says():
             assert bits(expected.to(torch_dtype(dtype))) == bits(one.values[name])
 
 
-@pytest.mark.parametrize("parent", ["none", "another lattice", "another origin", "values"])
-@pytest.mark.parametrize("kind", ["near", "far"])
+@pytest.mark.parametrize(
+    ("kind", "parent"), each_value(["near", "far"], ["none", "another lattice", "another origin", "values"])
+)
 def test_an_origin_that_is_not_the_parent_s_is_stored(parent, kind):
     now = {n: moved(x, 1.5, random=2) for n, x in keyframe(kind=kind).items()} if kind == "near" else {
         n: LatticeTensor(x.codes, x.lattice, origin=codes_of("linear", tuple(x.codes.shape), "far", random=8), gain=2.0)

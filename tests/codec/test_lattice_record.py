@@ -23,6 +23,7 @@ from helpers.lattice_records import (
     squares,
     untouched,
 )
+from helpers.parameters import each_value
 from helpers.strategies import bits
 from hypothesis import given, settings
 from reference import lattice_record as reference
@@ -257,8 +258,7 @@ def test_steps_of_another_law_are_not_inherited_and_no_forger_makes_them_so():
         decode(replace(good.encoded, recipe={**good.encoded.recipe, "law": "log"}), {}, one.parent)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("law", ["linear", "log"])
+@pytest.mark.parametrize(("law", "dtype"), each_value(["linear", "log"], DTYPES))
 def test_a_parent_of_any_values_is_a_parent(law, dtype):
     special = [0.0, -0.0, torch.nan, torch.inf, -torch.inf, 3.3e38, -3.3e38, 1e-45, -1e-40, 6e4, 1 / 3, -1.0]
     values = torch.tensor(special).double().to(torch_dtype(dtype)).repeat(5).reshape(6, 10)

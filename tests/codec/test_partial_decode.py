@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import lattice_records
 from helpers.codebooks import ALL_CODERS, moved, symbols_of
+from helpers.parameters import each_value
 from helpers.partial_decode import Part, aligned, infos_of, stream
 from helpers.round_trip import Loop, Written, nudged, stages, write
 from helpers.strategies import tensors
@@ -188,8 +189,7 @@ def test_points_are_those_of_the_whole_where_none_is_an_escape(made, start, stop
         holds(part, start, stop)
 
 
-@pytest.mark.parametrize("seeds", [(0, 7, 0), (7, 0, 7), (7, 9, 0)])
-@pytest.mark.parametrize("shape", [(), (500,), (20, 30)])
+@pytest.mark.parametrize(("shape", "seeds"), each_value([(), (500,), (20, 30)], [(0, 7, 0), (7, 0, 7), (7, 9, 0)]))
 def test_tensors_with_and_without_a_seed_share_a_record(seeds, shape):
     """What one of them was dithered by is no dither of the next."""
     points, before = (

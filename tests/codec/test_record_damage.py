@@ -8,6 +8,7 @@ import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -190,9 +191,10 @@ def forged(recipe: Any) -> Iterator[Any]:
 
 
 def test_forged_recipes_are_refused_or_harmless():
-    for record, decoded in records():
-        expected = right(record, decoded)
-        refused = [hold(replace(record, recipe=recipe), decoded, expected) for recipe in forged(record.recipe)]
+    """Every third of each record, beginning elsewhere in the next record."""
+    for number, (record, decoded) in enumerate(records()):
+        expected, recipes = right(record, decoded), islice(forged(record.recipe), number % 3, None, 3)
+        refused = [hold(replace(record, recipe=recipe), decoded, expected) for recipe in recipes]
         assert refused.count(None) < len(refused) / 2
 
 

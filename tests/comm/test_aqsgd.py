@@ -9,6 +9,7 @@ from collections import Counter, OrderedDict
 import pytest
 import torch
 from helpers.comm_links import batches, cross, ends, same
+from helpers.parameters import each_value
 
 from shrinkpoint.comm import AQSGD, Link, MessageContext, Uniform, parse
 from shrinkpoint.comm.aqsgd import SampleCache
@@ -17,9 +18,9 @@ from shrinkpoint.errors import MismatchError, PolicyError, StorageError
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("warmup", [0, 1, 3])
-@pytest.mark.parametrize("spec", ["q3:16", "top10", "h16(q4:16)", "q8", "exact"])
+@pytest.mark.parametrize(
+    ("spec", "warmup", "dtype"), each_value(["q3:16", "top10", "h16(q4:16)", "q8", "exact"], [0, 1, 3], DTYPES)
+)
 def test_it_is_the_published_recursion(dtype, warmup, spec):
     """A first visit is exact, then m(s) <- m(s) + C(x - m(s)), what is remembered being rounded; by hand."""
     compressor, known, visits, seen = parse(spec), {}, Counter(), 0
@@ -80,8 +81,10 @@ def test_exact_rows_are_their_own_bytes_and_no_other_row_pays_for_them(dtype):
     assert Link("aq(q4:16)").wire_bytes(x.shape, dtype) == known  # without ids: the size for cached samples
 
 
-@pytest.mark.parametrize("spec", ["aq(q2:16, dtype=bf16, most_bytes=600)", "aq(top10, warmup=2)", "aq(q4, warmup=0)"])
-@pytest.mark.parametrize("ahead", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("ahead", "spec"),
+    each_value([1, 2, 4], ["aq(q2:16, dtype=bf16, most_bytes=600)", "aq(top10, warmup=2)", "aq(q4, warmup=0)"]),
+)
 def test_buffers_that_are_posted_before_others_are_read_have_the_right_size(spec, ahead):
     """Some schedules post receives of several micro-batches at once."""
     sender, receiver = ends(spec)

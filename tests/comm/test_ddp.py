@@ -56,9 +56,9 @@ LONG = """
         for how in (None, "q4:64", "ef(q3:32:dither)"):
             model = DDP(Net().to(memory_format=torch.channels_last), bucket_cap_mb=0.02, find_unused_parameters=True,
                         gradient_as_bucket_view=how != "q4:64")
-            replicas = how and compress_ddp(model, how, segment_numel=700)
-            optimizer, losses = torch.optim.Adam(model.parameters(), lr=2e-3), []
-            for step in range(100):
+            replicas = how and compress_ddp(model, how, segment_numel=1500)
+            optimizer, losses = torch.optim.Adam(model.parameters(), lr=5e-3), []
+            for step in range(48):
                 optimizer.zero_grad()
                 for part in range(step % 2, 2):  # in every other step, a first one that only adds up
                     with model.no_sync() if part == 0 else contextlib.nullcontext():
@@ -68,7 +68,7 @@ LONG = """
                         loss.backward()
                 losses.append(float(loss))
                 optimizer.step()
-            reports[str(how)] = [bits(model), sum(losses[-20:]) / 20, losses[0], model.module.never.weight.grad is None]
+            reports[str(how)] = [bits(model), sum(losses[-10:]) / 10, losses[0], model.module.never.weight.grad is None]
         reports["segments"] = len(replicas.state_dict()["hops"]["first"])
 
         ends = dist.new_group([0, 2])
@@ -85,9 +85,9 @@ LONG = """
 SHORT = """
     def of_rank(rank, width, folder):
         reports = join(rank, width, folder)
-        reports["own"] = bits(trained(None, rank, 12)[0])
-        reports["exact"] = bits(trained("exact", rank, 12)[0])
-        reports["small"] = bits(trained("q2", rank, 12, min_numel=1 << 20)[0])
+        reports["own"] = bits(trained(None, rank, 6)[0])
+        reports["exact"] = bits(trained("exact", rank, 6)[0])
+        reports["small"] = bits(trained("q2", rank, 6, min_numel=1 << 20)[0])
 
         # ranks that were not set up alike
         hows = [("q4:64", "q8:64"), ("q4:64", "ef(q4:64)")]
@@ -129,13 +129,13 @@ SHORT = """
 
         # a state
         for how in ("q4:64", "q2:32:dither", "top10", "ef(q2:32)", "ef21(q2:32)"):
-            model, replicas, optimizer, _ = trained(how, rank, 6)
+            model, replicas, optimizer, _ = trained(how, rank, 4)
             state = copy.deepcopy([model.state_dict(), optimizer.state_dict(), replicas.state_dict()])
             stateless = copy.deepcopy(state)  # an optimizer goes on in the tensors that it is given
-            reports[how] = bits(trained(how, rank, 6, begin=6, state=state)[0])
-            reports["whole " + how] = bits(trained(how, rank, 12)[0])
+            reports[how] = bits(trained(how, rank, 4, begin=4, state=state)[0])
+            reports["whole " + how] = bits(trained(how, rank, 8)[0])
             if how == "q4:64":  # what has no state needs none
-                reports["stateless"] = bits(trained(how, rank, 6, begin=6, state=[*stateless[:2], None])[0])
+                reports["stateless"] = bits(trained(how, rank, 4, begin=4, state=[*stateless[:2], None])[0])
         _, replicas, _, _ = trained("q4", rank, 1)
         reports["foreign"] = caught(lambda: replicas.load_state_dict(state[2]))
         _, ahead, _, _ = trained("ef21(q2:32)", rank, 1)
@@ -248,7 +248,7 @@ def short(tmp_path_factory):
 
 
 @pytest.mark.parametrize("spec", ["q4:64", "ef(q3:32:dither)"])
-def test_replicas_are_equal_to_the_last_bit_after_100_steps(long, spec):
+def test_replicas_are_equal_to_the_last_bit_after_many_steps(long, spec):
     assert all(report[spec][0] == long[0][spec][0] for report in long)
     assert all(report[spec][3] for report in long)
     assert long[0]["segments"] > 2 * MAX_IN_FLIGHT

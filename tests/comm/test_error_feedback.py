@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.comm_links import batches, cross, ends, same
+from helpers.parameters import each_value
 from helpers.processes import ranks
 
 from shrinkpoint.comm import Link, MessageContext, parse
 
 
-@pytest.mark.parametrize("spec", ["top10", "q2:16", "bf16"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "spec"), each_value([torch.float32, torch.bfloat16], ["top10", "q2:16", "bf16"]))
 def test_ef_is_the_published_recursion(spec, dtype):
     """c = C(x + e), e <- x + e - c, computed here by hand."""
     sender, receiver = ends(f"ef({spec})")

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from helpers.comm_links import STATEFUL, STATELESS, batches, cross, ends, same
+from helpers.parameters import each_value
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +22,7 @@ def test_both_ends_hold_the_same_reference(spec):
     """What the sender believes the other end to have is what it has: its own account of the loss is exact."""
     sender, receiver = ends(spec, sample_every=1)
     lost = []
-    for x, context in batches(200 if spec in STATEFUL else 40):
+    for x, context in batches(80 if spec in STATEFUL else 20):
         out = cross(sender, receiver, x, context)
         assert sender.fingerprint() == receiver.fingerprint()
         assert out.isfinite().all()
@@ -170,9 +171,12 @@ def test_what_crosses_as_it_is():
 
 
 @pytest.mark.parametrize(
-    "spec", ["top10", "rand10", "ef(top10)", "ef21(top10)", "efmixed(top10)", "aq(top10, warmup=0)"]
+    ("dtype", "spec"),
+    each_value(
+        [torch.float32, torch.bfloat16],
+        ["top10", "rand10", "ef(top10)", "ef21(top10)", "efmixed(top10)", "aq(top10, warmup=0)"],
+    ),
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_both_ends_know_the_indices_of_the_last_message(spec, dtype):
     sender, receiver = ends(spec)
     assert sender.indices() is None

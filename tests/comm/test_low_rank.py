@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.parameters import each_value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -63,8 +64,7 @@ def test_a_row_that_earlier_ones_span_becomes_zero():
     assert torch.allclose(norms, torch.tensor([1.0, 0.0, 0.0, 1.0]), atol=1e-6)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize(("place", "value"), each_value([0, 1, 2], [float("nan"), float("inf"), -float("inf")]))
 def test_a_value_that_is_not_finite_is_in_every_product(place, value):
     rows = drawn(3, 40)
     rows[place, 5] = value

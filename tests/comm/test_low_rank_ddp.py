@@ -13,7 +13,6 @@ from shrinkpoint.comm.low_rank import LowRank
 from shrinkpoint.comm.low_rank_allreduce import LowRankState, MatrixLayout
 from shrinkpoint.errors import MismatchError
 
-RANKS = (1, 2, 3, 4, 5, 6, 7, 8)
 SPECS = ("lowrank2", "lowrank2(q8:64)", "lowrank2(q4:64)", "lowrank2(q4:64:dither)", "lowrank2(bf16)")
 
 START = '''
@@ -118,12 +117,12 @@ START = '''
 REFERENCE = """
     def of_rank(rank, width, folder):
         reports = join(rank, width, folder)
-        for count in (1, 2, 3, 4, 5, 6, 7, 8):
+        for count in range(width - 1, 9, 2):
             start = compress_ddp(DDP(Linear()), f"lowrank{count}").state_dict()["low_rank"]["right"]
-            averages, _ = run(f"lowrank{count}", rank, 6)
+            averages, _ = run(f"lowrank{count}", rank, 5)
             # matrices of which factors would not be half as large are sent as they are
             plain = {name: p.numel() for name, p in Linear().named_parameters() if name not in start}
-            expected = paper(count, width, 6, {name: start.get(name) for name in SHAPES}) if len(plain) == 4 else None
+            expected = paper(count, width, 5, {name: start.get(name) for name in SHAPES}) if len(plain) == 4 else None
             reports[f"lowrank{count}"] = [bits(averages), distance(averages, expected), sorted(plain)]
         leave(reports, rank, folder)
 """
@@ -211,7 +210,7 @@ LONG = """
         reports = join(rank, width, folder)
         for spec in (None, "lowrank2", "lowrank2(q4:64)"):
             model = DDP(Net().to(memory_format=torch.channels_last), bucket_cap_mb=0.02, find_unused_parameters=True)
-            handle = spec and compress_ddp(model, spec, segment_numel=700)
+            handle = spec and compress_ddp(model, spec, segment_numel=2000)
             optimizer, losses = torch.optim.Adam(model.parameters(), lr=2e-3), []
             for step in range(100):
                 optimizer.zero_grad()
@@ -242,12 +241,14 @@ def reference(request, tmp_path_factory):
     return ranks(START + REFERENCE, request.param, tmp_path_factory.mktemp("reference"))
 
 
-@pytest.mark.parametrize("count", RANKS)
-def test_averages_are_those_of_the_papers_algorithm(reference, count):
+def test_averages_are_those_of_the_papers_algorithm(reference):
+    """Odd numbers of factors on two ranks, even ones on three."""
     for report in reference:
-        assert report[f"lowrank{count}"][1] < 1e-4
-        assert report[f"lowrank{count}"][2] == ["empty", "scalar", "tiny", "vector"]
-        assert report[f"lowrank{count}"][0] == reference[0][f"lowrank{count}"][0]
+        assert len(report) == 4
+        for spec, (bits, distance, plain) in report.items():
+            assert distance < 1e-4, spec
+            assert plain == ["empty", "scalar", "tiny", "vector"]
+            assert bits == reference[0][spec][0]
 
 
 @pytest.mark.parametrize("spec", SPECS)

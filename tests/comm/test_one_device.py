@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.parameters import each_value
 from helpers.replica_search import batch, drawn, plain_net
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -83,8 +84,7 @@ def test_two_ranks_in_one_process_average_to_the_bits_of_a_cpu(device, spec):
     assert all(torch.equal(one, other) for one, other in zip(found[::2], found[1::2], strict=True))
 
 
-@pytest.mark.parametrize("spec", ["q4:64", "h64(q4:64)", "top10"])
-@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize(("async_op", "spec"), each_value([False, True], ["q4:64", "h64(q4:64)", "top10"]))
 def test_a_gathered_row_is_what_its_message_says(device, spec, async_op):
     row = drawn(2048, seed=3).to(device)
     rows = torch.zeros(1, 2048, device=device)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.comm_links import STATEFUL, batches, cross, ends, same
+from helpers.parameters import each_value
 from torch import nn
 
 import shrinkpoint as sp
@@ -16,8 +17,7 @@ from shrinkpoint.errors import MismatchError
 HOWS = [*STATEFUL, "q2:16:dither", "rand10"]
 
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("spec", HOWS)
+@pytest.mark.parametrize(("spec", "background"), each_value(HOWS, [False, True]))
 def test_a_run_that_was_interrupted_equals_one_that_was_not(tmp_path: Path, spec: str, background: bool) -> None:
     steps, (sender, receiver) = list(batches(24)), ends(spec)
     expected = []

@@ -133,7 +133,7 @@ def test_blobs_that_do_not_fill_a_record_are_refused(blobs, monkeypatch):
         read(header + b"".join(buffers))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=300), st.integers(0, len(DATA)), st.integers(0, len(DATA)))
 def test_whatever_the_bytes_are_records_are_those_of_the_run_or_an_error_is_raised(noise, begin, end):
     try:

@@ -63,7 +63,3 @@ def known_of(state: dict[str, Any], recorded: Mapping[str, Tensor] | None = None
         curvature = Curvature.from_optimizer(weight, flat, info, squares)
         curvatures[name] = curvature if math.isfinite(curvature.mean) else Curvature()
     return curvatures
-
-
-def second_of(flat: FlatState, i: int) -> Tensor:
-    return flat.tensors[f"optimizer/state/{i}/exp_avg_sq"]

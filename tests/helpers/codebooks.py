@@ -75,7 +75,7 @@ def moved(one: CodebookTensor, *, seed: int = 1, share: float = 0.1, bins: int |
 
 
 def alike(a: CodebookTensor, b: CodebookTensor) -> bool:
-    """Whether every bit of two symbols is the same."""
+    """True if every bit of two symbols is the same."""
     same = [bits(x) == bits(y) for x, y in ((a.codes, b.codes), (a.centers, b.centers), (a.exact, b.exact))]
     kinds = [(one.first_code, one.residual, one.codes.shape, one.exact.dtype) for one in (a, b)]
     return all(same) and kinds[0] == kinds[1]

@@ -72,7 +72,7 @@ def squares(shape: tuple[int, ...], *, random: int = 0) -> Tensor:
 
 
 def alike(a: LatticeTensor, b: LatticeTensor) -> bool:
-    """Whether two tensors are the same points, in codes of either width."""
+    """True if two tensors are the same points, in codes of either width."""
     return a.has_equal_codes(b) and a.relative_to == b.relative_to
 
 

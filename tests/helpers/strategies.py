@@ -56,7 +56,7 @@ def difference(a: Any, b: Any, path: str = "state") -> str | None:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two states are equal in every type and every bit."""
+    """True if two states are equal in every type and every bit."""
     return difference(a, b) is None
 
 

@@ -20,7 +20,7 @@ from shrinkpoint._native import Corrupt, Truncated
 
 Codes = NDArray[np.uint8]
 WAYS = [(rearranged, runs) for rearranged in (False, True) for runs in (False, True)]
-several = settings(deadline=None, max_examples=100)
+several = settings(deadline=None, max_examples=50)
 each_way = pytest.mark.parametrize(("rearranged", "runs"), WAYS)
 
 

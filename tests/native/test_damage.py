@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.parameters import each_value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference.cases import Case, cases, make
@@ -96,7 +97,7 @@ def test_a_symbol_stream_that_announces_another_size_is_refused(case: Case) -> N
             case.decode(side, other.to_bytes(4, "little") + codes[4:])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(cases, st.data())
 def test_flipped_bytes_never_crash(case: Case, data: st.DataObject) -> None:
     parts = [bytearray(part) for part in case.encode()]
@@ -123,7 +124,7 @@ def test_flipped_bytes_of_32_lanes_never_crash(case: Case) -> None:
         survives(case, side, codes[:at] + bytes([codes[at] ^ 0xFF]) + codes[at + 1 :])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(cases, st.binary(max_size=200), st.binary(max_size=200))
 def test_anything_at_all_never_crashes(case: Case, side: bytes, codes: bytes) -> None:
     survives(case, side, codes)
@@ -237,8 +238,7 @@ def test_a_wrong_argument_is_refused() -> None:
             call()
 
 
-@pytest.mark.parametrize("count", [8, 15, 17, 4096])
-@pytest.mark.parametrize("code", [_native.encode, _native.estimate_bits])
+@pytest.mark.parametrize(("code", "count"), each_value([_native.encode, _native.estimate_bits], [8, 15, 17, 4096]))
 def test_factors_that_belong_to_other_values_are_refused(code: Callable[..., Any], count: int) -> None:
     level = model(tokens=Tokens.LEVEL)
     factors = _native.fit_factors(level, WORDS, [(4, 4)])
@@ -259,8 +259,7 @@ def test_what_may_not_be_written_is_no_place_for_numbers() -> None:
             _native.decode(SMALL["planes"].model(), side, codes, out, chunk=64)
 
 
-@pytest.mark.parametrize("level", [0, 1, 2])
-@pytest.mark.parametrize("others", [0, 3, 40])
+@pytest.mark.parametrize(("others", "level"), each_value([0, 3, 40], [0, 1, 2]))
 def test_the_end_of_a_stream_of_few_bits_a_symbol_is_read_and_its_loss_noticed(level: int, others: int) -> None:
     """Most of 80,000 symbols cost next to nothing, so that many of them are decoded from the last bytes."""
     values = np.zeros(80_000, np.uint8)

@@ -16,7 +16,7 @@ from reference import kmeans as reference
 from shrinkpoint import _native
 
 Floats = NDArray[np.float64]
-several = settings(deadline=None, max_examples=100)
+several = settings(deadline=None, max_examples=50)
 
 
 def doubles(*values: float) -> Floats:

@@ -21,7 +21,7 @@ from shrinkpoint.codec.lattice import MAX_LATTICE_CODE, ZERO_CODE, Lattice, Latt
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
 Bytes = NDArray[np.uint8]
-several = settings(deadline=None, max_examples=150)
+several = settings(deadline=None, max_examples=75)
 SHAPES = [(0, 4), (1, 0), (1, 1), (1, 9), (9, 1), (3, 5), (1, 3000), (3000, 1), (5, 700), (700, 5)]
 """No values, one, a row, a column, matrices; within a tile and beyond one."""
 SPECIAL = [0, 1 << 31, 1, 0x007FFFFF, 0x807FFFFF, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001]

@@ -19,7 +19,7 @@ from shrinkpoint.codec.coder import BYTE_FORMAT, CoderConfig, CodingContext
 from shrinkpoint.codec.lattice import MAX_LATTICE_CODE, ZERO_CODE, Lattice, LatticeTensor
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
-several = settings(deadline=None, max_examples=150)
+several = settings(deadline=None, max_examples=75)
 SHAPES = [(1, 0), (1, 1), (1, 9), (9, 1), (3, 5), (1, 3000), (3000, 1), (5, 700), (700, 5)]
 """No values, one, a row, a column, matrices; within a tile and beyond one."""
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers.parameters import each_value
 from torch import Tensor
 
 from shrinkpoint import _native
@@ -29,8 +30,7 @@ def random_points(shape: tuple[int, ...], spacing: str, seed: int) -> LatticeTen
     return LatticeTensor(codes, Lattice(spacing, *sides, seed=seed))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "shape"), each_value([torch.float32, torch.bfloat16], SHAPES))
 def test_rows_have_the_values_they_have_in_the_whole_tensor(shape, dtype):
     for spacing, seed in [("linear", 0), ("linear", 7), ("log", 0), ("relative", 9)]:
         for rows in ROWS:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.parameters import each_value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import bits, planes, record, tokens
@@ -14,7 +15,7 @@ from reference.run import Run
 
 from shrinkpoint import _native
 
-several = settings(deadline=None, max_examples=60)
+several = settings(deadline=None, max_examples=30)
 
 
 def agree(case: Case) -> None:
@@ -127,8 +128,7 @@ def test_hints_equal_the_reference(case: Case) -> None:
     assert _native.difference_classes(case.model(), case.values, others).tolist() == expected
 
 
-@pytest.mark.parametrize("fine", [22, 40, 52])
-@pytest.mark.parametrize("companion", ["none", "base"])
+@pytest.mark.parametrize(("companion", "fine"), each_value(["none", "base"], [22, 40, 52]))
 def test_levels_beyond_32_bits_are_no_small_ones(fine: int, companion: str) -> None:
     levels = [(high << 32) + low for high in (0, 1, 3, 512) for low in (1, 127, 200)]
     values = np.array([level << (52 - fine) for level in levels if level < 1 << (11 + fine)], np.uint64)

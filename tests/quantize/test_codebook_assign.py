@@ -29,7 +29,7 @@ def test_every_value_gets_the_nearest_center_across_chunks(bins, dtype, monkeypa
     assert torch.equal(assign(x, centers, 2), slow(x, centers, 2))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(st.lists(FINITE, min_size=1, max_size=2 * MAX_LINEAR_CENTERS))
 def test_neighbouring_floats_are_told_apart(values):
     centers = torch.tensor(values).sort().values

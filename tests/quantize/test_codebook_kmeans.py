@@ -124,7 +124,7 @@ def optimum(values: np.ndarray, weights: np.ndarray, bins: int) -> float:
     return best[n]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     st.dictionaries(st.integers(-1000, 1000), st.integers(1, 1000), min_size=2, max_size=12),
     st.integers(1, 6),
@@ -140,7 +140,7 @@ def test_cost_is_within_the_bound_of_k_means_plus_plus(histogram, bins, sigma):
     assert np.mean(costs) <= 16 * (math.log(bins) + 2) * optimum(values, weights, bins) + 1e-6
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(st.lists(st.integers(-20, 20), min_size=2, max_size=5, unique=True), st.integers(0, 2**32))
 def test_well_separated_values_get_their_cluster_from_the_values_and_from_a_coarse_histogram(places, seed):
     assume(all(places))

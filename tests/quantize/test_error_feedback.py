@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from helpers.parameters import each_value
 from torch import Tensor
 
 from shrinkpoint import _native
@@ -48,8 +49,7 @@ def reference_codes(weight: Tensor, lattice: Lattice, factor: Tensor) -> Tensor:
     return codes
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize(("seed", "shape"), each_value([0, 7], SHAPES))
 def test_codes_are_those_of_the_recursion_in_float64(shape: tuple[int, int], seed: int):
     weight, lattice, factor = case(*shape, seed)
     points = quantize_with_feedback(weight, lattice, factor)

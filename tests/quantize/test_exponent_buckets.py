@@ -96,7 +96,7 @@ class TestMean(Exponents):
 # which are kept
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(
     st.lists(FINITE | st.sampled_from([0.0, -0.0, 1.0, -1.5, 2.0, -2.0, 3.0]), max_size=60),
     st.integers(1, 8),
@@ -141,7 +141,7 @@ def test_all_255_buckets_of_eight_bits_and_zero_are_told_apart():
 # what they become
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.lists(FINITE, min_size=1, max_size=40))
 def test_a_bucket_becomes_half_of_its_ends_or_its_mean(values):
     x = torch.tensor(values)
@@ -156,7 +156,7 @@ def test_a_bucket_becomes_half_of_its_ends_or_its_mean(values):
             assert min(members) <= found[kind] <= max(members)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.lists(FINITE, min_size=1, max_size=40), st.integers(1, 8))
 def test_the_error_of_a_kept_value_is_less_than_its_half(values, x):
     x_, found = torch.tensor(values), moves(only(torch.tensor(values), x))
@@ -206,7 +206,7 @@ def test_together_a_tensor_that_moves_less_is_not_written_and_by_itself_it_is():
     assert quantize_exponents([], 2) == quantize_exponents([], 2, shared=False) == []
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.lists(st.lists(FINITE, max_size=12), min_size=1, max_size=4), st.integers(1, 8))
 def test_tensors_together_are_as_one_tensor(parts, x):
     tensors = [torch.tensor(part) for part in parts]
@@ -216,7 +216,7 @@ def test_tensors_together_are_as_one_tensor(parts, x):
     assert {bits(one.centers) for one in several} == {bits(whole.centers)}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.lists(FINITE, max_size=30), st.lists(FINITE, max_size=30))
 def test_buckets_add_up_to_those_of_the_whole(left, right):
     added = ExponentBuckets.from_tensor(torch.tensor(left)) + ExponentBuckets.from_tensor(torch.tensor(right))

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from helpers.adam_states import normal, squares
+from helpers.parameters import each_value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -60,8 +61,7 @@ def instruction_set(request):
 
 
 @pytest.mark.usefixtures("instruction_set")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), each_value(SHAPES, DTYPES))
 def test_the_native_core_and_torch_give_the_same_sums_and_codes(shape, dtype):
     m, v = moments(shape, dtype)
     for first in (m, None):
@@ -113,8 +113,7 @@ def test_codes_are_the_nearest_powers_and_zero_where_nothing_is_present():
     torch.testing.assert_close(sums, relative_squares(m, decoded).sum(1, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0])
-@pytest.mark.parametrize("where", ["m", "v"])
+@pytest.mark.parametrize(("where", "value"), each_value(["m", "v"], [math.nan, math.inf, -math.inf, -1.0]))
 def test_what_is_not_finite_or_below_zero_is_reported(value, where):
     for device_path in (second_moment_sums, lambda v, m: statistics._second_moment_sums_torch(v, m, True)):
         m, v = moments((40, 70), torch.float32)

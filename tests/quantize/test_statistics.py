@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers.parameters import each_value
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -41,7 +42,7 @@ def ladder(alpha: float) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([edges, *near_edges]))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 @given(st.sampled_from(ALPHAS), arrays, st.sampled_from([torch.float32, torch.float64]))
 @example(1e-3, EDGES, torch.float32)
 @example(1e-3, [1e-60, -1e-60, 1e-300], torch.float64)
@@ -52,8 +53,7 @@ def test_every_rank_is_within_alpha_of_the_exact_value(alpha, xs, dtype):
         assert near(sketch.value_at_rank(rank), value, alpha), (rank, value)
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("alpha", [*ALPHAS, 1e-4, 0.5])
+@pytest.mark.parametrize(("alpha", "sign"), each_value([*ALPHAS, 1e-4, 0.5], [1, -1]))
 def test_each_bucket_of_the_whole_range_stands_within_alpha_of_its_values(alpha, sign):
     x = torch.cat([ladder(alpha), torch.tensor([MIN_MAGNITUDE, MOST, 1.0, math.nextafter(1, 0)])])
     ids = LogHistogram.bucket_ids(sign * x, alpha)
@@ -83,7 +83,7 @@ def test_no_value_next_to_the_edge_of_a_bucket_is_further_off_than_alpha(alpha):
     assert error.max() > alpha - 3e-5  # the edges are where they are thought to be
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(st.sampled_from(ALPHAS), arrays, st.floats(0, 1))
 def test_the_rank_of_a_quantile_is_that_of_numpys_lower_method(alpha, xs, q):
     x = torch.tensor(xs, dtype=torch.float64)
@@ -91,7 +91,7 @@ def test_the_rank_of_a_quantile_is_that_of_numpys_lower_method(alpha, xs, q):
     assert near(LogHistogram.from_tensor(x, alpha).quantile(q), exact, alpha)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(st.sampled_from(ALPHAS), arrays, arrays, st.randoms(use_true_random=False))
 def test_the_merged_sketch_is_the_whole_one_in_any_order(alpha, one, other, random):
     whole = [*one, *other]
@@ -101,7 +101,7 @@ def test_the_merged_sketch_is_the_whole_one_in_any_order(alpha, one, other, rand
     assert torch.equal((parts[0] + LogHistogram.empty(alpha)).counts, parts[0].counts)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(arrays, st.integers(0, 2**60 - 1))
 def test_a_mask_counts_what_is_under_it(xs, bits):
     x = torch.tensor(xs)
@@ -112,7 +112,7 @@ def test_a_mask_counts_what_is_under_it(xs, bits):
     assert expected.count == int(mask.sum())
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(st.sampled_from(ALPHAS), arrays)
 def test_ids_are_in_the_order_of_the_values_and_carry_their_sign(alpha, xs):
     x = torch.tensor(xs).sort().values
@@ -121,7 +121,7 @@ def test_ids_are_in_the_order_of_the_values_and_carry_their_sign(alpha, xs):
     assert torch.equal(ids.sign().float(), x.sign())
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(st.sampled_from(ALPHAS), arrays)
 def test_the_magnitudes_of_a_sketch_are_the_sketch_of_the_magnitudes(alpha, xs):
     x = torch.tensor(xs)
@@ -130,7 +130,7 @@ def test_the_magnitudes_of_a_sketch_are_the_sketch_of_the_magnitudes(alpha, xs):
     )
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(st.sampled_from(ALPHAS), arrays)
 def test_buckets_are_ascending_and_hold_all_but_the_zeros(alpha, xs):
     x = torch.tensor(xs)

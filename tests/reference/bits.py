@@ -30,7 +30,7 @@ class Reader:
         return field & ((1 << width) - 1)
 
     def at_end(self) -> bool:
-        """Whether only the filling up to a whole byte is left."""
+        """True if only the filling up to a whole byte is left."""
         return (self.position + 7) // 8 == len(self.data)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.parameters import each_value
 from helpers.sharded_states import Ranks, cut
 from helpers.small_state import run as tiny_run
 from helpers.small_training import LettersRun, Run, Silent
@@ -80,8 +81,7 @@ LIARS: dict[str, Callable[[Run], Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("liar", LIARS)
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(("name", "liar"), each_value(SCHEMES, LIARS))
 def test_what_evaluate_does_not_tell_is_not_lost_neither_weights_nor_moments(name, liar):
     run, storage = Run(steps=20), MemoryStorage()
     before = run.photo()
@@ -98,8 +98,7 @@ def test_what_evaluate_does_not_tell_is_not_lost_neither_weights_nor_moments(nam
     assert report.loss_report["exact"].startswith("evaluate ")
 
 
-@pytest.mark.parametrize("liar", LIARS)
-@pytest.mark.parametrize("name", ["fisher by nats", "inshrinkerator", "gobo"])
+@pytest.mark.parametrize(("name", "liar"), each_value(["fisher by nats", "inshrinkerator", "gobo"], LIARS))
 def test_a_bare_state_is_exact_where_evaluate_looks_elsewhere(tmp_path, name, liar):
     run = LettersRun(steps=10)
     state = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
@@ -280,8 +279,7 @@ class Held(nn.Module):
         self.all = nn.ParameterList([nn.Parameter(x, requires_grad=False) for x in tensors.values()])
 
 
-@pytest.mark.parametrize("answer", [0.5, math.nan])
-@pytest.mark.parametrize("name", ["fisher by nats", "inshrinkerator", "cnr"])
+@pytest.mark.parametrize(("name", "answer"), each_value(["fisher by nats", "inshrinkerator", "cnr"], [0.5, math.nan]))
 def test_ranks_that_have_parts_agree_that_nothing_is_lost(name, answer):
     parts = cut(copy.deepcopy(tiny_run()[0]), 3)
 

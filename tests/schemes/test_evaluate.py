@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from helpers.parameters import each_value
 from helpers.small_training import Digits, Letters, Run, unchanged
 from torch import nn
 
@@ -90,8 +91,7 @@ def busy() -> Run:
     return run
 
 
-@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("trick", TRICKS)
+@pytest.mark.parametrize(("trick", "error"), each_value(TRICKS, [None, ValueError, KeyboardInterrupt]))
 def test_nothing_of_a_measurement_is_left_in_the_model(trick, error):
     run = busy()
     before, addresses, gradients = run.photo(), run.addresses(), [one.grad for one in run.model.parameters()]

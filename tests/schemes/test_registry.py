@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from helpers.parameters import each_value
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -178,15 +179,16 @@ def test_any_text_is_a_scheme_or_an_error_of_ours(inside):
         get_scheme(f"fisher({inside})")
 
 
-@pytest.mark.parametrize("wrong", [None, sp.Fisher, 3, len, sp.Keep(), {"scheme": "fisher"}, b"fisher"])
 @pytest.mark.parametrize(
-    "entry",
-    [
-        lambda scheme, where: sp.CheckpointManager(where, scheme=scheme),
-        lambda scheme, where: sp.save({"a": 1}, where / "a", scheme=scheme),
-        lambda scheme, where: sp.Store(where).save(1, {"a": 1}, scheme=scheme),
-    ],
-    ids=["Manager", "save", "Store.save"],
+    ("entry", "wrong"),
+    each_value(
+        [
+            lambda scheme, where: sp.CheckpointManager(where, scheme=scheme),
+            lambda scheme, where: sp.save({"a": 1}, where / "a", scheme=scheme),
+            lambda scheme, where: sp.Store(where).save(1, {"a": 1}, scheme=scheme),
+        ],
+        [None, sp.Fisher, 3, len, sp.Keep(), {"scheme": "fisher"}, b"fisher"],
+    ),
 )
 def test_what_is_no_scheme_is_refused_alike_everywhere(entry, wrong, tmp_path):
     """None too: a variable that should have held a lossy scheme is then found."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.adam_states import adam, normal
+from helpers.parameters import each_value
 from helpers.sharded_states import Ranks, after, columns, cut, joined, quarters, rows
 from helpers.small_state import PRUNED, run
 from helpers.strategies import bits
@@ -40,9 +41,9 @@ def restored(flat: FlatState, values: dict[str, Tensor]) -> FlatState:
     return replace(flat, tensors=tensors)
 
 
-@pytest.mark.parametrize(("width", "cutter"), [(1, rows), (3, rows), (2, columns), (4, quarters)])
-@pytest.mark.parametrize("name", SCHEMES)
-def test_on_several_ranks_what_does_not_move_keeps_its_values_through_restores(name, width, cutter):
+@pytest.mark.parametrize(("name", "ranks"), each_value(SCHEMES, [(1, rows), (3, rows), (2, columns), (4, quarters)]))
+def test_on_several_ranks_what_does_not_move_keeps_its_values_through_restores(name, ranks):
+    width, cutter = ranks
     values: dict[str, Tensor] = {}
     reference: list[Reference | None] = [None] * width
     losses: list[Any] = [None]

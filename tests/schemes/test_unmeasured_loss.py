@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.parameters import each_value
 from helpers.processes import run_forked
 from helpers.sharded_states import Ranks, cut
 from helpers.small_state import run as tiny_run
@@ -203,8 +204,10 @@ def test_one_number_says_nothing_of_the_interval_and_decides_the_same():
     assert "interval" in found[0] and "interval" not in found[1] and found[0]["chosen"] == found[1]["chosen"]
 
 
-@pytest.mark.parametrize("scheme", ["fisher by error", "fisher by ratio", "inshrinkerator", "gobo"])
-@pytest.mark.parametrize("save", ["file", "store", "manager"])
+@pytest.mark.parametrize(
+    ("save", "scheme"),
+    each_value(["file", "store", "manager"], ["fisher by error", "fisher by ratio", "inshrinkerator", "gobo"]),
+)
 def test_the_warning_names_the_line_that_saved(scheme, save, tmp_path):
     run = {"model": {"weight": torch.randn(200, 200)}}
     with warnings.catch_warnings(record=True) as record:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.parameters import each_value
 from helpers.sharded_states import Ranks, cut
 from helpers.small_training import Silent
 from helpers.strategies import difference
@@ -128,8 +129,7 @@ class Training:
         assert not any(is_loaded(x) for x in self.net.state_dict().values() if x.dim() > 1)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(("name", "form"), each_value(SCHEMES, FORMS))
 def test_weights_that_nothing_measures_stay_exact_in_keyframes_deltas_and_resumed_runs(name, form):
     run, storage = Training(form).steps(20), MemoryStorage()
     manager = sp.CheckpointManager(storage, scheme=SCHEMES[name](evaluate=run.evaluate), keyframe_every=2)

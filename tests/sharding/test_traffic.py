@@ -15,7 +15,7 @@ from shrinkpoint.codec.lattice import matrix_shape
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 
-MANY = 32
+MANY = 16
 MAX_GROWTH = 5
 MAX_BYTES_PER_TENSOR = 2048
 SIZE = 128

@@ -7,6 +7,7 @@ import errno
 import pytest
 from contracts.storage import StorageSuite
 from helpers.faulty_storage import FaultyStorage
+from helpers.parameters import each_value
 
 from shrinkpoint.errors import NoSpaceError, StorageError
 from shrinkpoint.storage import LocalStorage, MemoryStorage, Storage
@@ -40,8 +41,7 @@ def test_every_operation_is_a_call():
     assert storage.log == CALLS
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("call", range(1, len(CALLS) + 1))
+@pytest.mark.parametrize(("call", "late"), each_value(range(1, len(CALLS) + 1), [False, True]))
 def test_every_call_can_fail_and_local_storage_keeps_its_promises(tmp_path, call, late):
     local = LocalStorage(tmp_path)
     storage = FaultyStorage(local, call, OSError(errno.ENOSPC, "No space left on device"), late=late)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
+from helpers.parameters import each_value
 
 from shrinkpoint.errors import LockedError, StorageError
 from shrinkpoint.storage.lease import Lease, LockNote, _machine
@@ -133,8 +134,7 @@ def test_writer_whose_lease_was_taken_commits_nothing_more(url):
     assert read_note(storage)["token"] == "other"  # it is not released for another
 
 
-@pytest.mark.parametrize("skip", range(4))
-@pytest.mark.parametrize("kind", ["lost", "error", "cut_answer"])
+@pytest.mark.parametrize(("kind", "skip"), each_value(["lost", "error", "cut_answer"], range(4)))
 def test_lost_answer_to_a_conditional_write_is_looked_up(s3, url, skip, kind):
     storage = ObjectStorage(url)
     s3.fail(f"PUT .*{LOCK}", kind, skip=skip)

@@ -9,16 +9,17 @@ import shutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.parameters import each_value
 from helpers.stores import flip, place, state
 from torch.distributed.checkpoint.api import CheckpointException
 
 import shrinkpoint as sp
-from shrinkpoint.errors import NotFoundError, ShrinkpointError
+from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.storage.local import LocalSource
 from shrinkpoint.store import delta_base
 from shrinkpoint.store import directory as folders
-from shrinkpoint.store.delta_base import MAX_SAVES_PER_PASS, BaseVerifier, StoredFile
+from shrinkpoint.store.delta_base import MAX_SAVES_PER_PASS
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.dcp import Reader, Writer, reset_chains
 
@@ -161,8 +162,7 @@ def saves_in_vain(run, first):
     pytest.fail("nobody noticed")
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize(("kind", "resumed"), each_value(RUNS, [False, True]))
 def test_touched_file_below_a_chain_costs_no_save(tmp_path, kind, resumed, caplog):
     for number in range(LENGTH):
         run = RUNS[kind](tmp_path / f"{number}")
@@ -179,8 +179,7 @@ def test_touched_file_below_a_chain_costs_no_save(tmp_path, kind, resumed, caplo
         assert run.loads(50)
 
 
-@pytest.mark.parametrize("where", [0, 20, -1])
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize(("kind", "where"), each_value(RUNS, [0, 20, -1]))
 def test_bad_sector_below_a_chain_costs_at_most_a_round_of_saves(tmp_path, kind, where, monkeypatch):
     monkeypatch.setattr(delta_base, "MIN_BYTES", 1)  # as if the files were large
     monkeypatch.setattr(delta_base, "WINDOW_BYTES", 512)
@@ -269,11 +268,3 @@ def test_base_that_is_replaced_is_found_after_the_process_has_moved(tmp_path, mo
         key = store.manifest(1).key(store.manifest(1).payloads[0].name)
         store.storage.put(key, bytes(len(store.storage.get(key))))
         assert store.save(2, state(2)).keyframe
-
-
-def test_file_that_is_missing_is_never_taken_for_verified(tmp_path, monkeypatch):
-    monkeypatch.setattr(delta_base, "MIN_BYTES", 0)
-    file = StoredFile("0" * 32, 100, LocalStorage(tmp_path), "gone.safetensors")
-    verifier = BaseVerifier()
-    verifier.mark_verified({file.digest: file.stamp()})
-    assert isinstance(verifier.find_damage([file]), NotFoundError)

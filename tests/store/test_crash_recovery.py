@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.faulty_storage import FaultyStorage
+from helpers.parameters import each_value
 from helpers.stores import PLACES, place, state, weights_only
 from helpers.strategies import difference
 
@@ -22,7 +23,14 @@ Act = Callable[[Store], object]
 
 SHOWN = (1, 2, 3)
 EVERY = [5, pytest.param(1, marks=pytest.mark.nightly)]
-"""One of so many calls fails; the three kinds of storage and nine acts of a test differ in which."""
+"""One of so many calls fails; which one depends on how many an act makes."""
+FAULTS = {
+    "death-local": ("local", True, True),
+    "error-memory": ("memory", False, False),
+    "error-linkless": ("linkless", False, False),
+    "death-linkless": ("linkless", True, True),
+}
+"""Kind of storage, whether the call that fails has had its effect, and whether all later calls fail as well."""
 
 
 def prepared(storage: Storage) -> None:
@@ -84,15 +92,21 @@ def path() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.parametrize(
-    ("kind", "late", "dead"),
-    [("local", True, True), ("memory", False, False), ("linkless", False, False), ("linkless", True, True)],
-    ids=["death-local", "error-memory", "error-linkless", "death-linkless"],
-)
+@pytest.mark.parametrize(("fault", "name"), each_value(FAULTS, ACTS))
+def test_dying_at_any_fifth_call(fault: str, name: str, path: Path) -> None:
+    assert_survives(name, fault, 5, path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", ACTS)
-@pytest.mark.parametrize("every", EVERY)
-def test_dying_at_any_call(every: int, kind: str, name: str, late: bool, dead: bool, path: Path) -> None:
-    act, written = ACTS[name]
+def test_dying_at_any_call(fault: str, name: str, path: Path) -> None:
+    assert_survives(name, fault, 1, path)
+
+
+def assert_survives(name: str, fault: str, every: int, path: Path) -> None:
+    """Let each call of an act fail, or every n-th one: what was saved loads, and the next save goes on."""
+    (act, written), (kind, late, dead) = ACTS[name], FAULTS[fault]
     prepared(whole := place(kind, path / "whole"))
     attempt(faulty := FaultyStorage(copied(whole, path / "0")), act, 0)
     for fail_at in range(1 + faulty.calls % every, faulty.calls + 1, every):
@@ -119,8 +133,7 @@ def assert_whole(store: Store, written: dict[int, int], may_go: set[int], at: st
         assert not store.manifest(3).weights_only, at
 
 
-@pytest.mark.parametrize("kind", PLACES)
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("late", "kind"), each_value([False, True], PLACES))
 @pytest.mark.parametrize("every", EVERY)
 def test_a_run_whose_save_failed_once_goes_on_saving(every: int, kind: str, late: bool, path: Path) -> None:
     """The same store object, after the error was caught: its reference still is what its next delta is made against."""

@@ -12,7 +12,7 @@ from helpers.paths import TESTS
 from helpers.timeouts import PATIENCE
 
 PROGRAM = TESTS / "helpers" / "header_fuzz.py"
-CASES = int(os.environ.get("SHRINKPOINT_FUZZ_CASES", "300"))
+CASES = int(os.environ.get("SHRINKPOINT_FUZZ_CASES", "150"))
 NIGHTLY_CASES = int(os.environ.get("SHRINKPOINT_FUZZ_CASES", "2000"))
 
 

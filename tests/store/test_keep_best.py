@@ -6,6 +6,7 @@ import math
 import warnings
 
 import pytest
+from helpers.parameters import each_value
 
 import shrinkpoint as sp
 from shrinkpoint.errors import PolicyError
@@ -19,9 +20,10 @@ def filled(metrics: list[dict[str, float]]) -> sp.Store:
     return store
 
 
-@pytest.mark.parametrize("metrics", [{}, {"val_loss": 2.0}, {"valloss": math.nan}])
-@pytest.mark.parametrize("dry_run", [True, False])
-@pytest.mark.parametrize("more", [{}, {"last": 1}, {"every": 100}])
+@pytest.mark.parametrize(
+    ("more", "dry_run", "metrics"),
+    each_value([{}, {"last": 1}, {"every": 100}], [True, False], [{}, {"val_loss": 2.0}, {"valloss": math.nan}]),
+)
 def test_the_best_of_a_metric_that_nobody_recorded_is_an_error_and_nothing_goes(metrics, dry_run, more):
     store = filled([metrics] * 4)
     with pytest.raises(PolicyError, match=r"Keep\(metric=\): 'valloss', which no checkpoint has") as caught:

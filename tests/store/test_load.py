@@ -65,7 +65,7 @@ def test_a_part_has_the_bits_that_the_whole_has(tmp_path, scheme):
     assert difference(sp.load(tmp_path / "run"), states[-1]) is None
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(states())
 def test_any_leaf_of_any_nest_can_be_loaded_alone(state):
     storage = MemoryStorage()

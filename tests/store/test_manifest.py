@@ -93,13 +93,6 @@ def test_whatever_stands_for_a_loss_can_be_looked_at(loss: object) -> None:
     assert back.loss == loss and back.is_lossy == (loss == {"chosen": 0})
 
 
-def test_every_flipped_bit_of_a_lossy_manifest_is_found() -> None:
-    data = encode_store_manifest(LOSSY)
-    for place in range(len(data)):
-        with pytest.raises(FormatError):
-            decode_store_manifest(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :], "here")
-
-
 def test_every_flipped_bit_is_found() -> None:
     data = encode_store_manifest(DELTA)
     for place in range(len(data)):

@@ -12,11 +12,10 @@ from torch import nn
 
 from shrinkpoint import Fisher, Store
 from shrinkpoint.codec import record
-from shrinkpoint.errors import ChainError, CorruptError, ShrinkpointError
+from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.storage import LocalStorage, MemoryStorage
 from shrinkpoint.store import decode
 from shrinkpoint.store.chain import store_chain
-from shrinkpoint.store.decode import needed_records
 from shrinkpoint.tensors.dtypes import tensor_bytes
 from shrinkpoint.tensors.flat_state import flatten
 
@@ -70,28 +69,6 @@ def test_tensors_that_are_coded_anew_in_every_file_are_decoded_once(monkeypatch:
     assert max(weights) == 5
 
 
-def test_needed_records_are_those_that_needed_ones_are_made_from() -> None:
-    storage = MemoryStorage()
-    trained_chain(storage, saves=2)
-    first, last = store_chain(storage, Store(storage).manifest())
-
-    def names_of(file: Any, names: Any) -> tuple[set[str], set[str]]:
-        def names_in(reader: Any) -> tuple[set[str], set[str]]:
-            indices, parents = needed_records(reader, names)
-            return {info.name for index in indices for info in reader.records[index].infos}, set(parents)
-
-        return file.read(names_in)  # type: ignore[no-any-return]
-
-    everything, parents = names_of(last, None)
-    assert {name for name in everything if name.endswith("exp_avg")} and not any(
-        name.endswith("exp_avg") for name in parents
-    )
-    assert names_of(first, parents)[0] >= parents
-    assert names_of(last, set()) == (set(), set()) == names_of(first, {"no such tensor"})
-    own, _ = names_of(first, {name for name in everything if name.endswith("exp_avg")})
-    assert {name for name in own if name.endswith("exp_avg_sq")}  # which first moments are relative to
-
-
 def payloads(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*/rank-*.safetensors"))
 
@@ -101,7 +78,7 @@ def test_damage_of_any_file_is_found_also_where_no_record_is_needed(tmp_path: Pa
     for path in payloads(tmp_path):
         data = path.read_bytes()
         header = 8 + int.from_bytes(data[:8], "little")
-        for place in range(header, len(data), max(1, (len(data) - header) // 24)):
+        for place in range(header, len(data), max(1, (len(data) - header) // 10)):
             damaged = bytearray(data)
             damaged[place] ^= 1
             with path.open("r+b") as file:  # of all its hard links
@@ -112,26 +89,6 @@ def test_damage_of_any_file_is_found_also_where_no_record_is_needed(tmp_path: Pa
         with path.open("r+b") as file:
             file.write(data)
     loaded(LocalStorage(tmp_path), 3)
-
-
-def test_a_file_that_decodes_to_other_values_than_it_says_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = MemoryStorage()
-    trained_chain(storage, saves=3)
-    original = decode.decode_records
-    files: list[str] = []
-
-    def broken(reader: Any, *args: Any, records: Any = None, **kwargs: Any) -> Any:
-        files.append(reader.where)
-        if records is None and len(files) <= 3:  # the end of the quick way
-            raise CorruptError(reader.where, found="decoded values with digest 0", expected="others", do="look there")
-        if len(files) >= 5:
-            raise ChainError(reader.where, found="a base with digest 0", expected="another", do="give the right one")
-        return original(reader, *args, records=records, **kwargs)
-
-    monkeypatch.setattr(decode, "decode_records", broken)
-    with pytest.raises(ChainError) as error:
-        loaded(storage)
-    assert error.value.where == files[1] == files[4]
 
 
 @pytest.mark.parametrize("scheme", ["fisher(relative_error=.3)", "lossless", "excp"])

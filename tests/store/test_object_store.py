@@ -24,7 +24,7 @@ from shrinkpoint.store.load import load
 
 _numbers = itertools.count()
 KINDS = ("lost", "slow_down", "cut_before", "cut_answer")
-KILLS = os.environ.get("SHRINKPOINT_BUCKET_KILLS", "30")
+KILLS = os.environ.get("SHRINKPOINT_BUCKET_KILLS", "15")
 
 
 @pytest.fixture

@@ -130,7 +130,7 @@ def boxes_of(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[tuple[int, ...], 
     return tuple(starts), tuple(sizes)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data(), st.sampled_from([trained, mixed]), st.sampled_from([0, 5_000, 1 << 27]))
 def test_any_box_is_the_slice_of_the_whole(data, make, cache):
     chain, tensors = make()
@@ -312,7 +312,7 @@ def test_a_chain_that_is_none_is_refused(tmp_path):
         PartialReader([tmp_path / "none", *chain[1:]])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_a_turned_bit_is_refused_or_not_met(data):
     chain, tensors = trained()

@@ -79,17 +79,6 @@ def test_older_checkpoints_become_weights_only_and_the_bytes_promised_are_freed(
     assert (again.keys, again.rewrite, again.bytes) == ((), (), 0)
 
 
-def test_a_chain_that_may_grow_is_left_until_none_of_its_checkpoints_keeps_moments(storage: Storage) -> None:
-    store, keep = saved(storage, 1, 2, 3), Keep(last=3, moments_last=1)
-    for step in range(4, 12):
-        store.save(step, state(step))
-        rewritten = store.prune(keep, dry_run=False, defer=True).rewrite
-        assert rewritten == {5: (3, 4), 9: (7, 8)}.get(step, ())
-    assert store.manifest(11).depth == 2  # no keyframe had to be written
-    assert [manifest.weights_only for manifest in store.list()] == [False, False, False]
-    assert store.verify(deep=True) == []
-
-
 def test_the_next_delta_goes_on_after_its_parent_was_written_again(storage: Storage) -> None:
     store = saved(storage, 1, 2, 3, every=9)
     assert pruned(store, Keep(moments_last=1)).rewrite == (1, 2, 3)

@@ -472,7 +472,8 @@ def test_a_delta_is_not_made_against_a_parent_that_was_damaged_or_deleted(storag
     assert store.manifest(3).depth == 0
 
 
-def test_every_flipped_byte_of_a_step_is_found(tmp_path: Path) -> None:
+def test_flipped_bytes_of_a_step_are_found(tmp_path: Path) -> None:
+    """Every fifth byte; `container/test_damage.py` and `test_manifest.py` have every byte."""
     storage = place("memory", tmp_path)
     small = {"w": torch.arange(3.0), "n": 1}
     store = Store(storage)
@@ -480,7 +481,7 @@ def test_every_flipped_byte_of_a_step_is_found(tmp_path: Path) -> None:
     store.save(2, small)
     for key in storage.list("step-000000002/"):
         data = storage.get(key)
-        for place_ in range(len(data)):
+        for place_ in range(0, len(data), 5):
             storage.put(key, data[:place_] + bytes([data[place_] ^ 0x10]) + data[place_ + 1 :])
             assert any(one.step == 2 for one in store.verify()), f"{key} byte {place_}"
             at = store.restore(keep=False)

@@ -190,4 +190,4 @@ def _now() -> Any:
 
 
 class TestMachine(Machine.TestCase):  # type: ignore[name-defined,misc]
-    settings = settings(deadline=None, max_examples=30, stateful_step_count=25)
+    settings = settings(deadline=None, max_examples=20, stateful_step_count=25)

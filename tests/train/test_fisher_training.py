@@ -171,26 +171,6 @@ def test_a_run_does_not_notice_that_it_was_saved(make, background):
     assert same(run.optimizer.state_dict(), other.optimizer.state_dict()) and run.calls >= 6
 
 
-def test_an_error_in_evaluate_makes_an_exact_checkpoint_and_training_continues():
-    run, broken = Run(steps=WARM), [True]  # where the loss has little slope, which decides by chance
-
-    def evaluate(model: nn.Module) -> float:
-        answer = run.loss(model)
-        model.load_state_dict({name: torch.zeros_like(x) for name, x in model.state_dict().items()})
-        if broken:
-            raise LookupError("no such batch")
-        return answer
-
-    with sp.CheckpointManager(MemoryStorage(), scheme=sp.Fisher(evaluate=evaluate), background=True) as manager:
-        before = run.photo()
-        with pytest.warns(LossWarning, match="LookupError: no such batch"):
-            manager.save(1, **run.parts)
-        assert unchanged(run, before) and not manager.wait().loss_report["chosen"]
-        broken.clear()
-        manager.save(2, **run.steps(3).parts)
-        assert manager.wait().loss_report["tried"][-1]["rise"] <= 0.001
-
-
 # restores and chains
 
 
@@ -307,16 +287,6 @@ def test_a_run_that_resumes_in_another_process_keeps_its_steps():
     assert [all(linear(storage, step)) for step in range(6)] == [False, True, True, True, True, True]
 
 
-def test_manifests_count_the_restores_behind_a_state():
-    storage = MemoryStorage()
-    _, reports = relay(fixed, 4, 2, 3e-3, storage)
-    manifests = sp.Store(storage).list()
-    assert [manifest.lossy_restores for manifest in manifests] == [0, 1, 2, 3] and all(
-        manifest.is_lossy for manifest in manifests
-    )
-    assert [manifest.loss for manifest in manifests] == [report.loss_report for report in reports]
-
-
 @pytest.mark.parametrize("moments", ["coded", "exact", "drop"])
 def test_chains_are_read_back_one_by_one(moments):
     run, seen, storage = Run(steps=10), {}, MemoryStorage()
@@ -364,14 +334,6 @@ def test_tied_and_frozen_weights_come_back_as_they_were_used():
     assert other.model.lm_head.weight is other.model.wte.weight
     assert 0 < run.loss(other.model) < 1.2 * run.loss() and report.ratio > 4
     assert {*dict(other.model.named_parameters())} == {*dict(run.model.named_parameters())}
-
-
-def test_by_its_name_in_a_manager():
-    run = Run(steps=10)
-    with sp.CheckpointManager(MemoryStorage(), scheme="fisher") as manager:
-        report = manager.save(1, **run.parts)
-        assert manager.restore(**run.parts).report.scheme == "fisher"
-    assert report.scheme == "fisher" and report.loss_report["budget"] == 0.001
 
 
 def test_a_bias_before_a_normalization_becomes_finer_with_all_other_weights():

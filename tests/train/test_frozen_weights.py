@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.parameters import each_value
 from helpers.small_training import Run, Silent
 from helpers.strategies import bits
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ SCHEMES: dict[str, Callable[[], Scheme | str]] = {
     "topn": sp.TOPN,
     "excp": sp.ExCP,
 }
-RESTORES = 8
+RESTORES = 5
 
 
 class Frozen(nn.Module):
@@ -160,8 +161,9 @@ def looked_up(model: Lookup, optimizer: torch.optim.Optimizer, steps: int, used:
         optimizer.step()
 
 
-@pytest.mark.parametrize("used", [30, 100])
-@pytest.mark.parametrize("budget", [{"relative_error": 0.3}, {"relative_error": 0.05}, {"terms": 1000}])
+@pytest.mark.parametrize(
+    ("budget", "used"), each_value([{"relative_error": 0.3}, {"relative_error": 0.05}, {"terms": 1000}], [30, 100])
+)
 def test_rows_without_lookups_keep_their_values_and_the_others_their_progress(tmp_path, used, budget):
     """By element: of one tensor, some values move and some do not."""
     rows, kept = [], []

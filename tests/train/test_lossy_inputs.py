@@ -220,23 +220,6 @@ def test_a_run_that_has_diverged_is_saved_as_it_is(tmp_path):
     assert difference(run.model.state_dict(), other.model.state_dict()) is None and "chosen" not in report.loss_report
 
 
-def test_a_threshold_that_nothing_meets(tmp_path):
-    run = Run(steps=40)
-    for fallback in ("safest", "lossless"):
-        scheme = sp.Inshrinkerator(
-            threshold=0.0,
-            evaluate=lambda model: float(sum(model.body[i].weight.unique().numel() for i in (0, 3))),
-            higher_is_better=True,
-            fallback=fallback,
-        )
-        with pytest.warns(LossWarning, match="no setting keeps the degradation within"):
-            report, other = saved(tmp_path / fallback, run, scheme)
-        exact = difference(run.model.state_dict(), other.model.state_dict()) is None
-        assert exact is (fallback == "lossless")
-        assert report.loss_report["fallback"] == fallback
-        assert sp.Store(tmp_path / fallback).manifest().is_lossy is not exact
-
-
 def test_what_cannot_be_evaluated_is_refused_before_anything_is_saved(tmp_path):
     run = Run()
     with sp.CheckpointManager(tmp_path, scheme=sp.Inshrinkerator(evaluate=run.evaluate)) as manager:

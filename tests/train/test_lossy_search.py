@@ -88,28 +88,6 @@ def test_an_interrupted_search_leaves_no_trace_and_saves_nothing(tmp_path):
     assert sp.Store(tmp_path).steps() == [2]
 
 
-def test_an_error_in_evaluate_makes_an_exact_checkpoint_and_training_continues(tmp_path):
-    run, broken = Run(steps=20), [True]
-
-    def evaluate(model):
-        answer = run.loss(model)
-        model.load_state_dict({name: torch.zeros_like(x) for name, x in model.state_dict().items()})
-        if broken:
-            raise LookupError("no such batch")
-        return answer
-
-    with sp.CheckpointManager(tmp_path, scheme=sp.Inshrinkerator(evaluate=evaluate), background=True) as manager:
-        before = run.photo()
-        with pytest.warns(LossWarning, match="LookupError: no such batch"):
-            manager.save(1, **run.parts)
-        assert unchanged(run, before) and not manager.wait().loss_report.get("chosen")
-        broken.clear()
-        run.steps(3)
-        manager.save(2, **run.parts)
-        assert manager.wait().loss_report["degradation"] <= 0.05
-    assert sp.Store(tmp_path).steps() == [1, 2]
-
-
 def methods(report) -> list[str]:
     return [trial["method"] for trial in report.loss_report["searches"]]
 

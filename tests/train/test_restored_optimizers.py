@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from helpers import accelerate_runs
 from helpers.lightning_runs import QUIET
 from helpers.master_weights import LAYERS, Layers, MasterAdam, groups, plain_values, slots_by_name
+from helpers.parameters import each_value
 from lightning import Fabric
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -181,8 +182,7 @@ BY_NAME = [Managed, Sharded, Accelerated, HuggingFace, CalledBack, Lightning]
 ALL = [*BY_NAME, LightningAlone, Fabricated]
 
 
-@pytest.mark.parametrize("kind", ["masters", "adafactor"])
-@pytest.mark.parametrize("integration", ALL)
+@pytest.mark.parametrize(("integration", "kind"), each_value(ALL, ["masters", "adafactor"]))
 def test_slots_come_back_in_the_dtypes_that_were_saved(tmp_path: Path, integration: Any, kind: str) -> None:
     run, other = build(LAYERS, kind), build(LAYERS, kind)
     integration(tmp_path).save(run)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.parameters import each_value
 from helpers.small_training import Run
 from helpers.strategies import difference
 
@@ -93,8 +94,7 @@ def assert_exact(place: Any, step: int, state: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the loss is not measured")
-@pytest.mark.parametrize("shortage", SHORTAGES)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "shortage"), each_value(PLACES, SHORTAGES))
 def test_planning_without_memory_makes_one_checkpoint_exact(tmp_path, monkeypatch, place, shortage):
     run, scheme = Run(steps=5), sp.Fisher(nats=0.01, terms=128)
     saves = PLACES[place](tmp_path, scheme)
@@ -112,8 +112,10 @@ def test_planning_without_memory_makes_one_checkpoint_exact(tmp_path, monkeypatc
     assert_exact(saves, 2, state)
 
 
-@pytest.mark.parametrize("scheme", ["lossless", "excp", "fisher(relative_error=.3)"])
-@pytest.mark.parametrize("place", [name for name in PLACES if name != "dcp"])
+@pytest.mark.parametrize(
+    ("place", "scheme"),
+    each_value([name for name in PLACES if name != "dcp"], ["lossless", "excp", "fisher(relative_error=.3)"]),
+)
 @pytest.mark.filterwarnings("ignore:the loss is not measured")
 def test_encoding_without_memory_is_tried_once_more(tmp_path, monkeypatch, place, scheme):
     run = Run(steps=5)
@@ -145,10 +147,12 @@ FAILURES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("failure", "call"), [*((name, 0) for name in FAILURES), ("broken file", 1), ("none", 4)])
-@pytest.mark.parametrize("place", PLACES)
-def test_evaluate_that_fails_makes_one_checkpoint_exact(tmp_path, place, failure, call):
+@pytest.mark.parametrize(
+    ("place", "fault"), each_value(PLACES, [*((name, 0) for name in FAILURES), ("broken file", 1), ("none", 4)])
+)
+def test_evaluate_that_fails_makes_one_checkpoint_exact(tmp_path, place, fault):
     run, is_broken, calls = Run(steps=20), [True], []
+    failure, call = fault
 
     def evaluate(model: Any) -> Any:
         calls.append(1)
@@ -163,8 +167,7 @@ def test_evaluate_that_fails_makes_one_checkpoint_exact(tmp_path, place, failure
     assert_exact(saves, 1, state)
 
 
-@pytest.mark.parametrize("call", [0, 1, 2, 4])
-@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize(("failure", "call"), each_value(FAILURES, [0, 1, 2, 4]))
 def test_fisher_learns_nothing_of_an_evaluate_that_fails(failure, call):
     run, is_broken, calls = Run(steps=20), [True], []
 

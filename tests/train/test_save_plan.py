@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.parameters import each_value
 from helpers.small_training import Run
 from helpers.strategies import same
 
 import shrinkpoint as sp
-from shrinkpoint.schemes import optimizer_modes, plan
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.tensors import flat_state
 from shrinkpoint.tensors.flat_state import FlatState
@@ -58,9 +57,7 @@ def elsewhere(monkeypatch):
     return names
 
 
-@pytest.mark.parametrize("free_bytes", [0, 1 << 40])
-@pytest.mark.parametrize("in_background", [False, True])
-@pytest.mark.parametrize("kind", SCHEMES)
+@pytest.mark.parametrize(("kind", "in_background", "free_bytes"), each_value(SCHEMES, [False, True], [0, 1 << 40]))
 def test_codes_alone_are_copied_from_an_accelerator_and_the_files_are_the_same(
     tmp_path, elsewhere, monkeypatch, kind, in_background, free_bytes
 ):
@@ -73,22 +70,6 @@ def test_codes_alone_are_copied_from_an_accelerator_and_the_files_are_the_same(
     monkeypatch.undo()
     torch.manual_seed(0)
     assert chain(tmp_path / "here", kind, in_background=False) == moved
-
-
-def test_what_measures_nothing_is_planned_for_beside_the_loop_where_there_is_memory_for_a_copy(elsewhere, monkeypatch):
-    threads, plan_state = [], sp.Fisher.plan
-
-    def plan_and_note(*arguments, **settings):
-        threads.append(threading.current_thread())
-        return plan_state(*arguments, **settings)
-
-    monkeypatch.setattr(sp.Fisher, "plan", plan_and_note)
-    for free_bytes in (0, 1 << 40):
-        monkeypatch.setattr(flat_state, "_free_bytes", lambda device, size=free_bytes: size)
-        chain_storage, run = MemoryStorage(), Run(steps=3)
-        with sp.CheckpointManager(chain_storage, scheme=SCHEMES["fisher"](run), background=True) as manager:
-            manager.save(0, **run.parts)
-    assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
 @pytest.mark.gpu
@@ -145,38 +126,3 @@ def test_a_plan_that_measures_saves_the_copy_of_what_it_has_quantized(monkeypatc
         held = sum(tensor.nbytes for tensor in host_copy.tensors.values() if not tensor.is_meta)
         assert held < 0.1 * host_copy.nbytes
     assert not same(state["model"], expected["model"]) and state["model"].keys() == expected["model"].keys()
-
-
-def test_exact_tensors_are_copied_whatever_is_left_out():
-    run = Run(steps=1)
-    flat = flat_state.flatten({"model": run.model.state_dict()})
-    first = next(iter(flat.tensors))
-    partial = flat_state.snapshot(flat, without={first})
-    again = flat_state.snapshot(flat, reuse=partial.tensors)
-    assert partial.tensors[first].is_meta and partial.tensors[first].shape == flat.tensors[first].shape
-    for name, tensor in flat.tensors.items():
-        assert torch.equal(again.tensors[name], tensor) and again.tensors[name].data_ptr() != tensor.data_ptr()
-        assert name == first or again.tensors[name].data_ptr() == partial.tensors[name].data_ptr()
-
-
-def test_moments_are_quantized_beside_the_loop_where_a_search_measures_weights(tmp_path, monkeypatch):
-    threads = []
-
-    def quantize_moments(state, stats):
-        threads.append(threading.current_thread())
-        return optimizer_modes.quantize_moments(state, stats)
-
-    stand_in = SimpleNamespace(**vars(optimizer_modes) | {"quantize_moments": quantize_moments})
-    monkeypatch.setattr(plan, "optimizer_modes", stand_in)
-    payloads = []
-    for in_background in (False, True):
-        torch.manual_seed(0)
-        run, folder = Run(steps=3), tmp_path / str(in_background)
-        search = sp.Inshrinkerator(threshold=0.2, evaluate=run.evaluate, optimizer="lossy")
-        with sp.CheckpointManager(folder, scheme=search, background=in_background) as manager:
-            for step in range(2):
-                manager.save(step, **run.steps(2).parts, rng=False)
-                manager.wait()
-        payloads.append([path.read_bytes() for path in sorted(folder.rglob("rank-*.safetensors"))])
-    assert payloads[0] == payloads[1] and len(payloads[0]) == 2
-    assert [thread is threading.main_thread() for thread in threads] == [True, True, False, False]

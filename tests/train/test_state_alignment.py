@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.master_weights import LAYERS, Layers, MasterAdam, groups, plain_values, slots_by_name
+from helpers.parameters import each_value
 from helpers.strategies import same
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
@@ -308,9 +309,10 @@ def test_moments_of_a_model_in_another_dtype_follow_it(tmp_path: Path, kind: Any
 # wrappers, and keys that only one side has
 
 
-@pytest.mark.parametrize("wrap_saved", [True, False])
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("wrapper", ["parallel", "compiled", "both", "inner", "checkpointed"])
+@pytest.mark.parametrize(
+    ("wrapper", "strict", "wrap_saved"),
+    each_value(["parallel", "compiled", "both", "inner", "checkpointed"], [True, False], [True, False]),
+)
 def test_a_wrapper_on_either_side_changes_nothing(tmp_path: Path, wrapper: str, strict: bool, wrap_saved: bool) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 

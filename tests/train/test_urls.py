@@ -10,6 +10,7 @@ from typing import get_type_hints
 
 import pytest
 import torch
+from helpers.parameters import each_value
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -197,8 +198,10 @@ def test_url_is_refused_everywhere_before_anything_is_written(entry, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.name != "checkpoints"] == []
 
 
-@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if not entry.startswith(IS_FRAMEWORKS)])
-@pytest.mark.parametrize("given", ["", b"runs", 7, "a\0b"], ids=repr)
+@pytest.mark.parametrize(
+    ("entry", "given"),
+    each_value([entry for entry in ENTRIES if not entry.startswith(IS_FRAMEWORKS)], ["", b"runs", 7, "a\0b"]),
+)
 def test_what_is_no_path_is_an_error_of_ours(entry, given, tmp_path):
     if entry == "accelerate.AcceleratorCheckpointer" and not isinstance(given, str):
         pytest.skip("accelerate refuses it")

@@ -29,7 +29,7 @@ def all_codes(n: int, k: int) -> list[IndexCode]:
     return [IndexCode(form, n, k, width, size) for form, width, size in found]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 @given(CHOSEN)
 def test_positions_come_back_from_the_same_bytes_by_both_ways_of_computing(drawn):
     n, chosen = drawn
@@ -40,7 +40,7 @@ def test_positions_come_back_from_the_same_bytes_by_both_ways_of_computing(drawn
     assert torch.equal(code.decode(data), places) and torch.equal(code.decode_torch(data), places)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(CHOSEN)
 def test_every_form_and_width_reads_what_it_wrote(drawn):
     n, chosen = drawn
@@ -51,7 +51,7 @@ def test_every_form_and_width_reads_what_it_wrote(drawn):
         assert torch.equal(code.decode(data), places) and torch.equal(code.decode_torch(data), places)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 @given(CHOSEN, st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(1, 255)), min_size=1, max_size=4), st.data())
 def test_damaged_bytes_are_other_positions_or_refused_by_both_alike(drawn, damage, data):
     n, chosen = drawn

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from contracts.compressor import CompressorContract, noise
+from helpers.parameters import each_value
 from helpers.strategies import bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -159,8 +160,9 @@ def test_values_that_are_not_finite_count_as_largest():
     assert out[3].isnan() and out[50] == -math.inf and out[99] == math.inf
 
 
-@pytest.mark.parametrize("values", ["fp32", "bf16", "fp16", Uniform(4, 64)])
-@pytest.mark.parametrize("per", ["sample", "tensor", 64])
+@pytest.mark.parametrize(
+    ("per", "values"), each_value(["sample", "tensor", 64], ["fp32", "bf16", "fp16", Uniform(4, 64)])
+)
 def test_a_sample_with_more_values_that_are_not_finite_than_are_sent_is_nan_everywhere(values, per):
     for dtype in [torch.float32, torch.bfloat16, torch.float16, torch.float64]:
         for bad in [math.nan, math.inf, -math.inf]:

@@ -19,7 +19,7 @@ from shrinkpoint.schemes.lossless import Lossless
 SIZES = [0, 1, 2, 31, 32, 33, 2047, 2048, 2049, 9000]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(states())
 def test_any_state_comes_back(state):
     assert difference(state, write(state).read()) is None
@@ -36,7 +36,7 @@ def mutated(state: Any, draw: st.DataObject) -> Any:
     return state
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(states(), st.data())
 def test_any_state_comes_back_from_a_delta_against_another(state, data):
     before = write(mutated(state, data))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.adam_states import adam, normal, squares
+from helpers.parameters import each_value
 from helpers.small_training import Run
 from helpers.strategies import same
 from hypothesis import given, settings
@@ -54,7 +55,7 @@ def beside(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return slot["exp_avg"], slot["exp_avg_sq"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.sampled_from(SHAPES), st.integers(0, 99), st.integers(-24, 24), st.floats(0, 6))
 def test_second_moments_stay_positive_where_they_are_and_zero_where_they_are_not(shape, seed, level, octaves):
     v = squares(*shape, seed=seed, octaves=octaves) * 10.0**level
@@ -121,8 +122,7 @@ def relative(shape: tuple[int, ...]) -> tuple[Tensor, LatticeTensor, Tensor]:
     return normal(*shape, seed=9, scale=0.3) * v.sqrt(), points, points.dequantize(torch.float32)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(("alone", "shape"), each_value([False, True], SHAPES))
 def test_the_error_of_first_moments_is_at_most_half_a_step_and_zero_on_average(shape, alone):
     m, second, v = relative(shape)
     total, count = torch.zeros(shape), 200
@@ -175,7 +175,7 @@ def test_a_momentum_with_zeros_keeps_them():
     assert quantize_momentum(m, 3, MOMENTUM_STEP) is not None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.sampled_from(SHAPES), st.integers(-44, 37), st.integers(-37, 37), st.integers(0, 9))
 def test_moments_of_any_size_come_back_finite(shape, level, other, seed):
     """Denormal ones, and those whose squares are no float32."""

@@ -146,7 +146,7 @@ DTYPES = [name for name in TORCH_DTYPES if name not in ("F32", "BF16", "F16")]
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.sampled_from(DTYPES), st.sampled_from([(), (0,), (16, 0), (40,), (7, 9)]), st.integers(0, 99))
 def test_what_is_no_float_of_training_comes_back_bit_for_bit(dtype, shape, seed):
     size = math.prod(shape) * TORCH_DTYPES[dtype].itemsize
@@ -159,7 +159,7 @@ def test_what_is_no_float_of_training_comes_back_bit_for_bit(dtype, shape, seed)
     assert loaded["model"]["x.weight"].dtype == x.dtype and loaded["model"]["x.weight"].shape == x.shape
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(any_states())
 def test_any_state_is_saved_and_all_but_its_weights_and_moments_come_back(state):
     flat = flatten(state)

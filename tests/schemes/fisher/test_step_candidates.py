@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from helpers.adam_states import adam, global_weights, known_of, normal, squares
+from helpers.parameters import each_value
 from helpers.round_trip import write
 from torch import Tensor
 
@@ -75,8 +76,7 @@ def test_smaller_steps_lose_less_and_cost_more():
     assert lost == sorted(lost) and bits == sorted(bits, reverse=True) and len({*bits}) == len(sizes)
 
 
-@pytest.mark.parametrize("size", [-32, -16, -8, 0])
-@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize(("later", "size"), each_value([False, True], [-32, -16, -8, 0]))
 def test_the_bits_that_are_expected_are_about_those_that_are_written(size, later):
     weights = {"a.weight": normal(200, 300), "b.weight": normal(300, 400, seed=1)}
     first = {"model": weights}

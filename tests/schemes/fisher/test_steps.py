@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.adam_states import adam, global_weights, known_of, normal, squares
+from helpers.parameters import each_value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -213,8 +214,7 @@ def moved(kind: str, by: float, shape: tuple[int, int]) -> Tensor:
     return noise if kind == "shaken" else noise * 0.2 + by * normal(shape[0], 1, seed=6)
 
 
-@pytest.mark.parametrize("kind", ["shaken", "drifting"])
-@pytest.mark.parametrize("by", [0.05, 0.2, 0.6])
+@pytest.mark.parametrize(("by", "kind"), each_value([0.05, 0.2, 0.6], ["shaken", "drifting"]))
 def test_the_hold_keeps_the_progress_that_is_wanted(kind, by):
     """Of all of the weight, though a part of it is measured; unless even the longest keeps more."""
     shape = (600, 512)

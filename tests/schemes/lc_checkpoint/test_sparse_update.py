@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.parameters import each_value
 from helpers.round_trip import write
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -150,8 +151,13 @@ def test_topn_writes_the_largest_entries_of_the_difference_and_nothing_else_move
     assert torch.equal(written, expected) and int((written != joined(before)).sum()) == count
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("make", [sp.TOPN, sp.SCAR, lambda **more: sp.SCAR(order="random", **more)])
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    each_value(
+        [sp.TOPN, sp.SCAR, lambda **more: sp.SCAR(order="random", **more)],
+        [torch.float32, torch.bfloat16, torch.float16],
+    ),
+)
 def test_a_written_value_is_exact_and_the_others_have_the_age_they_have(make, dtype):
     states, scheme, written = walk(5, dtype), make(fraction=0.2), None
     ages: list[Tensor] = []
@@ -187,8 +193,9 @@ def test_places_cost_what_gaps_between_them_do():
     assert written.bytes_of("a.weight") < places + 4 * 2622  # the values themselves, without gain or loss
 
 
-@pytest.mark.parametrize("fraction", [0, -0.1, 1.01, True, "a", None, float("nan")])
-@pytest.mark.parametrize("make", [sp.SCAR, sp.TOPN])
+@pytest.mark.parametrize(
+    ("make", "fraction"), each_value([sp.SCAR, sp.TOPN], [0, -0.1, 1.01, True, "a", None, float("nan")])
+)
 def test_fractions_that_make_no_sense_are_refused(make, fraction):
     with pytest.raises(PolicyError, match="fraction"):
         make(fraction=fraction)

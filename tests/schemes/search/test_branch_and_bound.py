@@ -20,7 +20,7 @@ def search(land: Landscape, width: int = 1, **more):
     return branch_and_bound(land.space, land.size, Wide(land.measure, width), land.threshold, **more)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 @given(landscapes(), st.integers(1, 8))
 def test_no_point_that_holds_is_smaller_than_the_chosen_one(land, width):
     outcome = search(land, width)
@@ -30,7 +30,7 @@ def test_no_point_that_holds_is_smaller_than_the_chosen_one(land, width):
         assert land.degradations[outcome.chosen.point] == outcome.chosen.degradation <= land.threshold
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(landscapes(), st.integers(1, 8))
 def test_no_point_is_measured_twice_and_every_one_that_was_is_reported(land, width):
     outcome = search(land, width)
@@ -38,7 +38,7 @@ def test_no_point_is_measured_twice_and_every_one_that_was_is_reported(land, wid
     assert len(set(land.asked)) == len(land.asked)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(landscapes(), st.integers(1, 8))
 def test_a_search_repeats_itself(land, width):
     first, again = search(land, width), search(land, width)
@@ -117,7 +117,7 @@ def test_a_threshold_that_means_nothing_is_refused(threshold):
     assert land.asked == []
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(landscapes(), st.integers(1, 8))
 def test_progress_hears_of_every_trial_and_of_the_end_once(land, width):
     heard = []

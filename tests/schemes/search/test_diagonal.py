@@ -17,14 +17,14 @@ def search(land: Landscape, width: int = 1, **more):
     return diagonal(land.space, land.size, Wide(land.measure, width), land.threshold, **more)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 @given(landscapes("monotone"), st.integers(1, 8))
 def test_exact_where_size_is_monotone(land, width):
     outcome = search(land, width)
     assert (outcome.chosen and outcome.chosen.size) == land.smallest()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(landscapes(), st.integers(1, 8))
 def test_what_it_chooses_holds_and_nothing_is_measured_twice(land, width):
     outcome = search(land, width)
@@ -82,7 +82,7 @@ def test_nothing_is_chosen_where_nothing_holds(degradation):
     assert len(land.asked) == 6  # the safest corner is on the diagonal
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(landscapes(), st.integers(1, 8))
 def test_progress_hears_of_every_trial_and_of_the_end_once(land, width):
     heard = []

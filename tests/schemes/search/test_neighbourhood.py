@@ -60,7 +60,7 @@ def test_radius_counts_steps_on_each_axis():
     assert search(land, radius=0).chosen.point.index == CENTER
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(landscapes(), st.integers(1, 8), st.booleans(), st.data())
 def test_the_smallest_neighbour_that_holds_is_found(land, width, coarser, data):
     variant = land.space.variants[0]
@@ -150,7 +150,7 @@ def test_a_negative_radius_is_refused():
         search(plain(), radius=-1)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(landscapes(), st.integers(1, 8), st.data())
 def test_progress_hears_of_every_trial_and_of_the_end_once(land, width, data):
     heard = []

@@ -222,19 +222,6 @@ def test_a_score_that_is_better_when_higher():
 # evaluate says odd things
 
 
-def test_what_cannot_be_measured_is_not_lost():
-    for answer in (math.nan, math.inf, -math.inf):
-        with pytest.warns(LossWarning, match="lossless"):
-            made = settled(
-                sp.Inshrinkerator(evaluate=lambda state, answer=answer: answer, optimizer="reset"), a_state()
-            )
-        assert not made.quantized and made.optimizer == "exact"
-        assert made.loss["fallback"] == "lossless" and "chosen" not in made.loss
-    answers = iter([1.0, math.nan])
-    with pytest.warns(LossWarning, match="lossless"):
-        assert not settled(sp.Inshrinkerator(evaluate=lambda state: next(answers)), a_state()).quantized
-
-
 def test_a_candidate_without_a_number_does_not_hold():
     distance = Distance(a_state())
 

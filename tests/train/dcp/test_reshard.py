@@ -43,12 +43,12 @@ def world(rank, folder):
     dist.barrier()
     for mesh in parts:
         if rank < mesh.size():
-            for step in (1, 2):
-                run = training.Run(mesh, seed=7)
-                run.train(1)
-                reader = Reader(f"{folder}/world/step-{step}")
-                state = run.restore(storage_reader=reader, process_group=mesh.get_group())
-                got[f"{mesh.size()} at {step}"] = training.digest(state)
+            step = 1 + mesh.size() % 2
+            run = training.Run(mesh, seed=7)
+            run.train(1)
+            reader = Reader(f"{folder}/world/step-{step}")
+            state = run.restore(storage_reader=reader, process_group=mesh.get_group())
+            got[f"{mesh.size()} at {step}"] = training.digest(state)
     resumed = None
     if rank < 3:
         run = training.Run(parts[2], seed=7)
@@ -102,7 +102,7 @@ LAYOUTS = {
 }
 
 def boxes(rank, folder):
-    "Uneven, and with more ranks than rows or columns; from each layout to each."
+    "Uneven, and with more ranks than rows or columns; from each layout to itself and two others."
     torch.manual_seed(3)
     wholes = {"wide": torch.randn(37, 301), "flat": torch.randn(3, 50), "thin": torch.randn(90, 2),
               "cube": torch.randn(5, 6, 7), "empty": torch.empty(0, 4)}
@@ -112,7 +112,8 @@ def boxes(rank, folder):
         for step in range(2):
             state = {key: distribute_tensor(x + step, mesh, how) for key, x in wholes.items()}
             dcp.save(state, storage_writer=Writer(f"{folder}/{name}/step-{step}"))
-        for other, (mesh2, how2) in kinds.items():
+        place = [*kinds].index(name)
+        for other, (mesh2, how2) in ([*kinds.items()] * 2)[place : place + 3]:
             target = {key: distribute_tensor(torch.zeros_like(x), mesh2, how2) for key, x in wholes.items()}
             dcp.load(target, storage_reader=Reader(f"{folder}/{name}/step-1"))
             found = {key: x.full_tensor() for key, x in target.items()}
@@ -147,7 +148,7 @@ def test_any_number_of_ranks_loads_what_two_have_saved(results: list[dict[str, A
     assert len(set(want)) == 3
     for rank in range(4):
         got = results[rank]["world"][1]
-        assert set(got) == {f"{n} at {step}" for n in range(1, 5) if rank < n for step in (1, 2)}
+        assert set(got) == {f"{n} at {step}" for n in range(1, 5) if rank < n for step in (1 + n % 2,)}
         for where, digest in got.items():
             assert digest == want[int(where[-1])], where
     assert alone == want[2]
@@ -173,7 +174,7 @@ def test_tensor_parallel_shards_load_as_they_were_and_as_plain_ones(results: lis
         assert got == [want] * 2
 
 
-def test_every_layout_loads_as_every_other(results: list[dict[str, Any]]) -> None:
+def test_every_layout_loads_as_others(results: list[dict[str, Any]]) -> None:
     assert [result["boxes"] for result in results] == [[]] * 4
 
 
