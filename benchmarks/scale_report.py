@@ -48,7 +48,7 @@ class Figure(NamedTuple):
         values: from medians, from the least of all rounds, and, where a processor's time is measured, from the least
             time of the user alone.
         target: None if there is none.
-        at_most: whether the target is the most that it may be, or the least.
+        at_most: True if the target is the most that it may be, or the least.
     """
 
     name: str

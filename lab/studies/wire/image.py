@@ -28,7 +28,7 @@ class ImageTask:
         batch: images of a step.
         peak: of the learning rate.
         still: each image as it is, without crop and mirror, so that an activation changes only by the training.
-        half: whether convolutions are computed in bfloat16, which takes a processor with AMX a third of the time. What
+        half: True if convolutions are computed in bfloat16, which takes a processor with AMX a third of the time. What
             crosses is float32 all the same.
     """
 

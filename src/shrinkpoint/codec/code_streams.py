@@ -164,7 +164,7 @@ class StoredCodes:
         count: how many there are.
 
     Attributes:
-        splittable: whether ranges of them can be decoded; cyclic differences and LZMA are one stream each.
+        splittable: True if ranges of them can be decoded; cyclic differences and LZMA are one stream each.
         chunk: codes that are decoded together; ranges begin and end at multiples of it, or at `count`.
 
     Raises:

@@ -32,7 +32,7 @@ class CodebookTensor:
         centers: float32, of shape (bins,), ascending and finite; at least one.
         exact: float32 or bfloat16, 1-d: the values of the codes that stand for exact values, in row-major order.
         first_code: the code of the first center: 0, 1 or 2.
-        residual: whether centers and zeros are differences to the parent's values; exact values are never differences.
+        residual: True if centers and zeros are differences to the parent's values; exact values are never differences.
         context_name: name of another tensor of the state, of the same shape, whose codes are the coding context; or
             "".
     """

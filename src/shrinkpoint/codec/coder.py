@@ -90,11 +90,11 @@ class CoderConfig:
         tokens: "level", "delta", "planes" or "codes".
         predictor: "none", "base", "tap", "adam" or "square" (delta only; codes: "none" or "base").
         companion: "none", "base" or "moment1" (level only).
-        moments: whether contexts of deltas and codes are computed from the moments.
-        factors: whether row and column factors predict the level.
+        moments: True if contexts of deltas and codes are computed from the moments.
+        factors: True if row and column factors predict the level.
         fine: mantissa bits in a level.
         shift: low bits that are zero in every number and are not stored.
-        sign: whether some number has its sign bit set (level only).
+        sign: True if some number has its sign bit set (level only).
         bias: the level of symbol 128 where no factors predict one.
         top: the largest exponent that delta contexts distinguish; for codes, the largest code of the base (0: any).
             Fewer codes leave more contexts to the moments.

@@ -64,10 +64,10 @@ class ByteRange(NamedTuple):
     """A range of another tensor that decoding needs.
 
     Attributes:
-        same_file: whether the tensor is of an earlier record of the same file; else of the parent.
+        same_file: True if the tensor is of an earlier record of the same file; else of the parent.
         name: name of the tensor.
         start, stop: bytes of its row-major values, or of its codes.
-        codes: whether the range is one of codes, one byte per value.
+        codes: True if the range is one of codes, one byte per value.
     """
 
     same_file: bool
@@ -188,7 +188,7 @@ class DecodeInputs:
         fetch_codes: returns the codes of the float32 tensor that a required range is all of, if it is on a lattice
             whose steps depend on no other tensor; else None.
         fetch_lattice_tensor: returns the parent's tensor of a name with its codes; None if it is not on a lattice.
-        with_values: whether values are wanted, and not only what a later file of the chain is decoded from: then of
+        with_values: True if values are wanted, and not only what a later file of the chain is decoded from: then of
             what is on lattices codes alone are decoded, and no digests of values are compared.
         overwrite_base: nobody else needs the parent's values of this record: they may be overwritten.
         trust_base: the digest of the parent's values need not be compared: a wrong parent shows in the values'.
@@ -260,9 +260,9 @@ class RecordDecoder(ABC):
         count: units in the stream.
         chunk: units that are decoded together: ranges begin and end at multiples of it, or at `count`.
         merge_gap: chunks between two ranges up to which decoding both in one call is faster.
-        cacheable: whether decoding is expensive enough for decoded ranges to be cached.
-        splittable: whether ranges smaller than the record can be decoded; if not, `unit` and `chunk` are of no use.
-        uses_parent: whether the parent must have the record's tensors.
+        cacheable: True if decoding is expensive enough for decoded ranges to be cached.
+        splittable: True if ranges smaller than the record can be decoded; if not, `unit` and `chunk` are of no use.
+        uses_parent: True if the parent must have the record's tensors.
     """
 
     unit = 1

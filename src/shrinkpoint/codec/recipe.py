@@ -51,7 +51,7 @@ class CodedRecipe:
     Attributes:
         runs: the coder's configuration for each tap; the last serves all taps that follow.
         taps: number of positions of the axes after the second that are coded one after the other; 1: row-major.
-        base: whether the parent's tensors of the same names are used.
+        base: True if the parent's tensors of the same names are used.
         moments: the ordinals, in the file, of each member's (first, second) moment; () for none. A first moment alone,
             the context of a second one, has the form (first, first).
     """
@@ -75,8 +75,8 @@ class CyclicDelta:
 
     Attributes:
         modulus: modulus of the differences, the larger of the two numbers of codes.
-        rearranged: whether they are grouped by the parent's code.
-        runs: whether they are run-length coded.
+        rearranged: True if they are grouped by the parent's code.
+        runs: True if they are run-length coded.
     """
 
     modulus: int
@@ -105,9 +105,9 @@ class CodebookRecipe:
         centers: how the centers are coded; None: uncompressed.
         exact: dtype of the exact values, "F32" or "BF16".
         exacts: how the exact values are coded; None: uncompressed.
-        base: whether the parent's codes and values of the same tensors are used.
+        base: True if the parent's codes and values of the same tensors are used.
         moments: as in `CodedRecipe`.
-        residual: whether centers and zeros are differences to the parent's values of the same tensors.
+        residual: True if centers and zeros are differences to the parent's values of the same tensors.
         contexts: the ordinals, in the file, of the tensors whose codes are context in place of the parent's; () for
             none.
     """
@@ -132,11 +132,11 @@ class LatticeRecipe:
         spacing: spacing of the lattices.
         run: how the differences to the predicted codes are coded.
         step: step of the spacing "log"; else 1.
-        base: whether the parent's values of the same tensors are used.
-        inherited: whether rows and columns of the lattices are those of the parent.
+        base: True if the parent's values of the same tensors are used.
+        inherited: True if rows and columns of the lattices are those of the parent.
         relative_to: with spacing "relative", the ordinals, in the file, of the second moments; else ().
-        gains: whether each tensor has a gain and an origin; with spacing "linear" only.
-        origin: whether the origins are stored. If not, they are the parent's, whose codes are on the same lattices.
+        gains: True if each tensor has a gain and an origin; with spacing "linear" only.
+        origin: True if the origins are stored. If not, they are the parent's, whose codes are on the same lattices.
     """
 
     spacing: Spacing

@@ -243,7 +243,7 @@ class Reference:
         quantized: codes and codebook or lattice of the tensors that are quantized, by name.
         originals: the values before quantization, by name, where they are still available: all of them or a sample of
             the rows; set by writers only.
-        is_base: whether a delta can be made against this checkpoint; otherwise it only describes a reader's values.
+        is_base: True if a delta can be made against this checkpoint; otherwise it only describes a reader's values.
     """
 
     tensors: Mapping[str, Tensor] = field(repr=False)

@@ -35,7 +35,7 @@ class Accordion(Generic[CompressorT]):
         interval: steps of a window.
 
     Attributes:
-        critical: whether the window under way is critical.
+        critical: True if the window under way is critical.
         previous: the norm of the previous window; nan if there was none.
         step_square: the squared norm of the step under way, or of this rank's share of it; not part of `state_dict`.
 

@@ -120,9 +120,9 @@ class ErrorFeedback(ABC):
 
     Attributes:
         compressor: encodes the messages; in evaluation it is used alone.
-        needs_ids: whether messages carry the ids of samples.
-        is_stateless: whether nothing makes up later for what a message loses.
-        has_stateless_receiver: whether a message decodes to the same values without the messages before it.
+        needs_ids: True if messages carry the ids of samples.
+        is_stateless: True if nothing makes up later for what a message loses.
+        has_stateless_receiver: True if a message decodes to the same values without the messages before it.
     """
 
     compressor: Compressor

@@ -43,7 +43,7 @@ class Segment:
         index: its place in the layout.
         numel: the number of values, with the zeros between gradients.
         num_pieces: the number of runs of values that it consists of.
-        is_exact: whether it is sent uncompressed.
+        is_exact: True if it is sent uncompressed.
         device: of the gradients.
     """
 

@@ -64,7 +64,7 @@ class GradientRecord(ABC):
         shards: the tensors that the layout was made of: this rank's shard of each parameter.
 
     Attributes:
-        is_shared: whether the bytes of the first rank of the group are those of all, so that it alone has to keep them.
+        is_shared: True if the bytes of the first rank of the group are those of all, so that it alone has to keep them.
     """
 
     is_shared: ClassVar[bool]

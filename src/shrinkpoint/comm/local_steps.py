@@ -47,7 +47,7 @@ class OuterSGD:
     Attributes:
         lr: the learning rate; with 1 and no momentum the global weights become the mean of all ranks' weights.
         momentum: from 0, without a memory, to 1.
-        nesterov: whether the momentum is Nesterov's.
+        nesterov: True if the momentum is Nesterov's.
 
     Raises:
         PolicyError: a number out of range.

@@ -108,8 +108,8 @@ class CompressionPoints:
     """Handle of the compression points of a model, which `insert_compression` returns.
 
     Attributes:
-        enabled: whether anything is compressed; if False, the model computes what it did without the points.
-        inference: whether to compress where gradients are off, too. A model that was trained with TopK or Random-K
+        enabled: True if anything is compressed; if False, the model computes what it did without the points.
+        inference: True if to compress where gradients are off, too. A model that was trained with TopK or Random-K
             needs it.
     """
 

@@ -82,7 +82,7 @@ class TensorParallelCompression:
     Attributes:
         plan: for `parallelize_module`, once or for several modules, over one mesh or several.
         link_stats: statistics of "forward" and "backward", of all modules together.
-        inference: whether activations are compressed in modules in evaluation, too; the same on every rank.
+        inference: True if activations are compressed in modules in evaluation, too; the same on every rank.
     """
 
     inference: bool = True

@@ -120,7 +120,7 @@ def quantize_log(
     Args:
         tensor: bfloat16, float16 or float32; finite; any shape and strides.
         bins: number of levels; if signed, half of them, rounded down, for each sign.
-        signed: whether there may be negative values.
+        signed: True if there may be negative values.
         share: largest share of the nonzero values below the lowest level; 0 keeps the whole range.
         limits: the lowest and the highest level; None: computed by `log_range` from the tensor.
 

@@ -87,9 +87,9 @@ class Calibration:
     Attributes:
         noise: the largest difference between answers for the same weights, relative to these, with slow decay; None if
             unknown.
-        has_reacted: whether clearly different weights had another answer.
+        has_reacted: True if clearly different weights had another answer.
         num_saves: number of saves that were measured.
-        is_measured: whether `evaluate` looks at a weight, by its global name; without an entry, it is not known.
+        is_measured: True if `evaluate` looks at a weight, by its global name; without an entry, it is not known.
         is_tested: `is_measured` is what this process has found out, with this `evaluate`.
 
     Args:
@@ -316,7 +316,7 @@ class _EntryTest:
     """Tests whether `evaluate` looks at some weights.
 
     Args:
-        differs: whether two readings differ by more than noise.
+        differs: True if two readings differ by more than noise.
     """
 
     def __init__(

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 _STUDENT_T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Quantiles of Student's t at .975, for 1 to 9 degrees of freedom."""
+"""Quantiles of Student's t at 0.975, for 1 to 9 degrees of freedom."""
 _NORMAL_QUANTILE = 1.959964
 
 
 def paired_mean_interval(reference: Tensor, trial: Tensor) -> tuple[float, float]:
-    """The 95 % confidence interval of the mean of `trial - reference`, over the examples of both.
+    """The 95% confidence interval of the mean of `trial - reference`, over the examples of both.
 
     It is Student's interval of the mean difference. If all values are 0 or 1 (right or wrong), it is that of two paired
     proportions with half a count added to each cell (Agresti and Min 2005), which is not empty if no example changed.
@@ -39,7 +39,7 @@ def paired_mean_interval(reference: Tensor, trial: Tensor) -> tuple[float, float
 
 
 def student_t_quantile(degrees_of_freedom: int) -> float:
-    """The quantile of Student's t at .975, to a thousandth; `degrees_of_freedom` from 1."""
+    """The quantile of Student's t at 0.975, to a thousandth; `degrees_of_freedom` from 1."""
     if degrees_of_freedom <= len(_STUDENT_T_QUANTILES):
         return _STUDENT_T_QUANTILES[degrees_of_freedom - 1]
     z, n = _NORMAL_QUANTILE, float(degrees_of_freedom)

@@ -137,7 +137,7 @@ class Degradation:
 
     Attributes:
         rise: positive if they are worse; nan if it could not be measured.
-        interval: the 95 % confidence interval of the rise on other examples of the same kind; None if unknown.
+        interval: the 95% confidence interval of the rise on other examples of the same kind; None if unknown.
         differences: the rise of each example; None if unknown.
     """
 

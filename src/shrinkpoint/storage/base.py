@@ -142,7 +142,7 @@ class Storage(Protocol):
         """Remove temporary files of interrupted writers, and nothing else; returns the removed names, sorted.
 
         Args:
-            is_own_dir: whether an empty directory of this name is the caller's and can be removed. (A process may die
+            is_own_dir: True if an empty directory of this name is the caller's and can be removed. (A process may die
                 between emptying a directory and removing it.)
         """
 

@@ -93,7 +93,7 @@ class DryRunStorage:
 
     Args:
         inner: the other storage.
-        has_links: whether it would link.
+        has_links: True if it would link.
     """
 
     keeps_payloads = False

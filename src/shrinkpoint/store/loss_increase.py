@@ -17,9 +17,9 @@ class LossIncrease:
 
     Attributes:
         is_lossy: a restore gives other values than were saved.
-        is_measured: whether the increase was measured; True where nothing was lost.
-        value: relative to the loss before the save: .01 is one per cent; 0 if no weight changed; None if unknown.
-        interval: 95 % confidence interval of `value` on other examples of the same kind; None if unknown.
+        is_measured: True if the increase was measured; True where nothing was lost.
+        value: relative to the loss before the save: 0.01 is 1%; 0 if no weight changed; None if unknown.
+        interval: 95% confidence interval of `value` on other examples of the same kind; None if unknown.
         predicted: what the scheme expected of an increase that was not measured, in nats; None if it expected nothing.
     """
 

@@ -228,7 +228,7 @@ def place_files(
     Args:
         content: what is in the mirror.
         target: the storage of the mirror.
-        holds: whether an object there that no manifest names is the file with a digest.
+        holds: True if an object there that no manifest names is the file with a digest.
     """
     digests, links, places = _digests(content), [], []
     for link in chain.chain_links(manifest):

@@ -89,7 +89,7 @@ class SaveReport:
 
     @property
     def loss_increase(self) -> float | None:
-        """Relative increase of the loss, or fall of a score, measured for a restore: .01 is one per cent.
+        """Relative increase of the loss, or fall of a score, measured for a restore: 0.01 is 1%.
 
         0 where no weight lost anything; None: not measured.
         """
@@ -165,7 +165,7 @@ class SaveReport:
         `bytes` and `raw_bytes` of the checkpoint and of the state, and their `ratio`; `disk_bytes` of the checkpoint
         and its bases; `seconds` that it took, and
         `stall_seconds` of the loop; `keyframe` (1 or 0) and `depth`, the deltas above the keyframe; `rise` of the loss
-        (0.01 is one per cent) and `retention`, the share of the progress that is held; `step`.
+        (0.01 is 1%) and `retention`, the share of the progress that is held; `step`.
 
         Args:
             prefix: of every name, such as "checkpoint/".

@@ -140,7 +140,7 @@ class TensorDifference:
 
     Attributes:
         name: the name.
-        equal: whether dtype, shape and all bits are equal.
+        equal: True if dtype, shape and all bits are equal.
         change: description of different dtypes or shapes; "" if they agree.
         different: number of values that are not bit-identical; None if dtype or shape differ.
         max_abs: largest |a - b|; nan if a nan or an infinity meets a number; None if undefined.
@@ -165,7 +165,7 @@ class CheckpointDifference:
         tensors: comparisons of the tensors that both have, in the order of the first.
         added, missing: names of tensors that only the second or only the first has.
         values: (first, second) text of plain values that differ, by path; None for a missing one.
-        structure: whether the nests differ otherwise (shared memory, parameters, types of containers).
+        structure: True if the nests differ otherwise (shared memory, parameters, types of containers).
     """
 
     tensors: tuple[TensorDifference, ...]

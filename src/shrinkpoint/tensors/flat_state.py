@@ -211,7 +211,7 @@ def unflatten(
     Args:
         tree: the tree; need not be trusted.
         tensors: by name, contiguous; on any device.
-        tie: whether tensors that shared memory share it again; otherwise each gets its own (expanded dimensions stay).
+        tie: True if tensors that shared memory share it again; otherwise each gets its own (expanded dimensions stay).
         where: the file, for messages.
         max_bytes: memory limit of the copies; None: 1 GiB, or 8 times the bytes of the tensors if that is more.
 

@@ -23,7 +23,7 @@ class Dtype:
         itemsize: bytes of an element.
         kind: "bool", "int", "float", "complex", or "packed": two 4-bit floats in a byte.
         mantissa: explicit mantissa bits of a number whose exponent is coded separately; 0 for all other numbers.
-        in_safetensors: whether safetensors has the dtype; an entry of a file has no other.
+        in_safetensors: True if safetensors has the dtype; an entry of a file has no other.
     """
 
     name: str
@@ -134,7 +134,7 @@ class OptimizerInfo:
         beta2: decay of the second moment per step.
         eps: the optimizer's epsilon.
         weight_decay: the coefficient; per step and lr if decoupled.
-        decoupled: whether weight decay acts on the weights (AdamW) or through the gradient (Adam).
+        decoupled: True if weight decay acts on the weights (AdamW) or through the gradient (Adam).
         factors: names of the row and column means of squared gradients, over the last two axes (Adafactor).
         blocks: names of the 8-bit second moment: codes, codebook, and the maximum of each block (bitsandbytes).
         squares: name of a decaying mean of squared gradients, of decay `beta2`: Adam's second moment or RMSprop's, but

@@ -32,7 +32,7 @@ class TreeDecoder:
 
     Args:
         tensors: the stored tensors by name, contiguous; the nest refers to them, or to copies at aligned addresses.
-        tie: whether leaves that shared memory share it again; otherwise each gets its own.
+        tie: True if leaves that shared memory share it again; otherwise each gets its own.
         where: the file, for messages.
         max_bytes: memory limit of copies: numpy arrays, bytes, tensors that are no longer shared.
     """

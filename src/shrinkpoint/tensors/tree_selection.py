@@ -61,7 +61,7 @@ def select_leaves(tree: JSON, matches: MatchPath, where: str) -> SelectedLeaves:
     """Select leaves of a tree, which need not be trusted.
 
     Args:
-        matches: whether a path is selected; that of a dict, list or tuple selects everything in it.
+        matches: True if a path is selected; that of a dict, list or tuple selects everything in it.
         where: the file, for messages.
 
     Raises:

@@ -39,7 +39,7 @@ class LoopCheckpoints(Protocol):
     """Manager of the checkpoints between which a journal is written.
 
     Attributes:
-        is_sharded: whether every rank saves its part, in calls that all make; else the first rank saves for all.
+        is_sharded: True if every rank saves its part, in calls that all make; else the first rank saves for all.
         journal_directory: where the journal of these checkpoints is; None: on no disk.
     """
 

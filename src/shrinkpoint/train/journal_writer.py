@@ -49,7 +49,7 @@ class SegmentWriter:
         """Append a record; on an error the file is as it was.
 
         Args:
-            sync: whether it is on the disk when this returns.
+            sync: True if it is on the disk when this returns.
 
         Raises:
             NoSpaceError: the disk is full. StorageError: writing failed.

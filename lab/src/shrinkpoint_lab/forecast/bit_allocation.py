@@ -63,7 +63,7 @@ def allocate_bits(
             and boundary.
         ratio: size of the tensors over that of all messages, at least.
         candidates: specs of compressors without feedback.
-        higher_is_better: whether `evaluate` returns a score.
+        higher_is_better: True if `evaluate` returns a score.
 
     Raises:
         PolicyError: no allocation reaches the ratio, nothing is sent, or the loss is not finite.

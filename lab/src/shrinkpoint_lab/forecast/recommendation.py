@@ -191,10 +191,10 @@ def recommend(
         parallelism: "pipeline" or "ddp".
         world_size: the number of stages, or of ranks.
         micro_batches: of a step, in a pipeline.
-        overlap: whether a stage computes while it sends. Otherwise computing, encoding and sending are added up, as
+        overlap: True if a stage computes while it sends. Otherwise computing, encoding and sending are added up, as
             measured with torch's pipelines. In ddp gradients are always sent beside the backward pass.
         schedule: of the pipeline, the closer one of "1F1B" and "GPipe".
-        duplex: whether the activation and the gradient that neighbours exchange cross at the same time if they are
+        duplex: True if the activation and the gradient that neighbours exchange cross at the same time if they are
             uncompressed. On gloo they do not; compressed ones do.
         latency_ms: milliseconds that a packet takes from one rank to another: half of what `ping` says.
         bucket_mb: mebibytes of a bucket of DDP, as its `bucket_cap_mb`.

@@ -59,11 +59,11 @@ class Workload:
         compute: seconds of a step on links that cost nothing, waiting for other stages included.
         world_size: the number of stages of a pipeline, or of ranks.
         micro_batches: of a step; each crosses every boundary once in each direction.
-        overlap: whether a rank of a pipeline sends while it computes and encodes. Schedules of torch's pipelines mostly
+        overlap: True if a rank of a pipeline sends while it computes and encodes. Schedules of torch's pipelines mostly
             wait for their messages.
         schedule: "1F1B": neighbours exchange an activation and a gradient, and then compute; "GPipe": all activations
             are sent first. Others are between the two.
-        duplex: whether both messages of an exchange cross at the same time if they are uncompressed. On gloo one waits
+        duplex: True if both messages of an exchange cross at the same time if they are uncompressed. On gloo one waits
             for the other: the notice that a rank is ready to receive is queued behind its sends. Compressed messages
             always cross at the same time.
         latency: seconds that a packet takes from one rank to another.

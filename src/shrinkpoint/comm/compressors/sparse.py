@@ -346,7 +346,7 @@ class RandomK(_KnownIndices):
     Attributes:
         share: above 0, at most 1; at least one value is sent.
         values: how they are sent.
-        scaled: whether the receiver multiplies them by n / k, so that the mean of many messages is the tensor.
+        scaled: True if the receiver multiplies them by n / k, so that the mean of many messages is the tensor.
         seed: below 2^32.
     """
 

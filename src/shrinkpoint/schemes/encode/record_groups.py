@@ -95,7 +95,7 @@ class RecordGroup:
     Attributes:
         infos: of one dtype and role.
         taps: number of positions of the trailing axes that are coded one after another.
-        has_reference: whether the parent holds all of them. "codes" then have the parent's codes as context, or are
+        has_reference: True if the parent holds all of them. "codes" then have the parent's codes as context, or are
             residuals to its values; "points" have its values as context.
         moments: (first, second) moment of each tensor; () if a tensor has none.
         kind: what is coded: "values", "codes" (of a codebook) or "points" (codes on a lattice).

@@ -50,7 +50,7 @@ class StateBits:
     Attributes:
         raw: without compression.
         other: what is stored besides the weights.
-        is_first: whether this is the first checkpoint of a run.
+        is_first: True if this is the first checkpoint of a run.
     """
 
     raw: float

@@ -129,7 +129,7 @@ class SearchScheme(Planner["SearchChoice"]):
         optimizer: "exact" keeps the optimizer's moments bit for bit; "reset" and "lossy" do not (see `moments`).
         fallback: where no setting meets the threshold: "lossless" loses nothing, "safest" takes the safest one all the
             same. If `evaluate` gives no number for that one either, nothing is lost in any case.
-        coarser: whether a later checkpoint may be quantized more aggressively than the one before.
+        coarser: True if a later checkpoint may be quantized more aggressively than the one before.
         group: a torch.distributed group of data-parallel replicas, all of which save at the same time and share the
             trials; the first of them writes.
         progress: True shows a line a trial on stderr; a callable gets every trial (`search.Progress`).

@@ -144,7 +144,7 @@ def neighbourhood(
         last: what was chosen last time.
         variants: the variants that may be switched to; None: all. The one of `last` is always allowed.
         radius: the largest number of steps on each axis.
-        coarser: whether points strictly more aggressive than `last` may be chosen. The paper excludes them: a model
+        coarser: True if points strictly more aggressive than `last` may be chosen. The paper excludes them: a model
             becomes denser in the course of training.
 
     Returns:

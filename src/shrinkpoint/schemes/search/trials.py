@@ -211,7 +211,7 @@ class TrialLog:
 
         Args:
             points: at most `width`, none of them measured before.
-            eligible: whether these trials may become the best.
+            eligible: True if these trials may become the best.
         """
         self._report(max(1, self.remaining))
         degradations = self._trials.run(points)

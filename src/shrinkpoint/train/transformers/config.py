@@ -109,7 +109,7 @@ class ShrinkConfig:
 
         Args:
             evaluate: passed to the scheme, unless None.
-            higher_is_better: whether `evaluate` returns a score rather than a loss.
+            higher_is_better: True if `evaluate` returns a score rather than a loss.
             recorder: passed to the scheme, unless None.
 
         Raises:
