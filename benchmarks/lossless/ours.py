@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.lossless.series import Checkpoint
-from shrinkpoint.codec.coder import NUMBER_FORMATS, CoderConfig, CodingContext
+from shrinkpoint.codec.coder import NUMBER_FORMATS, CodingContext
 from shrinkpoint.codec.parallel import decode_all
+from shrinkpoint.codec.recipe import CodedRecipe, from_json
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.schemes.base import QuantizedState
 from shrinkpoint.schemes.lossless import Lossless
@@ -123,7 +124,9 @@ class Core:
     def __init__(self, values: torch.Tensor) -> None:
         flat = flatten({"w": values})
         (record,) = Lossless().encode(flat, None)
-        self._run = CoderConfig.from_json(record.recipe["runs"][0])
+        recipe = from_json(record.recipe, 1)
+        assert isinstance(recipe, CodedRecipe)
+        self._run = recipe.runs[0]
         self._values = tensor_bytes(values)
         self._out = self._values.copy()
         self.nbytes = self._values.nbytes

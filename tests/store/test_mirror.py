@@ -17,7 +17,8 @@ from helpers.strategies import difference
 from shrinkpoint import CheckpointManager
 from shrinkpoint.errors import PolicyError, StorageError
 from shrinkpoint.storage import LocalStorage, MemoryStorage, Storage
-from shrinkpoint.store import Keep, Store, layout, scan, transaction
+from shrinkpoint.store import Keep, Store, layout, scan
+from shrinkpoint.store import manifest as manifests
 from shrinkpoint.store.mirror import Mirror, select_missing
 
 
@@ -68,7 +69,7 @@ def catch_up(mirror: Mirror) -> list[int]:
 def shift_clock(monkeypatch: pytest.MonkeyPatch, hours: float) -> None:
     """Let checkpoints that are saved from now on say that it is so many hours later."""
     time = datetime.now(timezone.utc) + timedelta(hours=hours)
-    monkeypatch.setattr(transaction, "utc_timestamp", lambda: time.isoformat(timespec="milliseconds"))
+    monkeypatch.setattr(manifests, "utc_timestamp", lambda: time.isoformat(timespec="milliseconds"))
 
 
 def assert_same(store: Storage, mirror: Storage) -> None:

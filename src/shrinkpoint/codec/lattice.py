@@ -250,8 +250,8 @@ class LatticeTensor:
 
 
 def code_bytes(codes: Tensor) -> Bytes:
-    """Return codes or exponents on the CPU as bytes, in row-major order."""
-    return codes.numpy().reshape(-1).view(np.uint8)
+    """Return codes or exponents as bytes, in row-major order; shares memory if they are contiguous and on the CPU."""
+    return np.ascontiguousarray(codes.cpu().numpy()).reshape(-1).view(np.uint8)
 
 
 def narrow_codes(codes: Tensor) -> Tensor:

@@ -162,7 +162,6 @@ def next_place(
 
 
 def _merge(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """The same numbers in as few ranges as possible, rising."""
     merged: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if merged and low <= merged[-1][1] + 1:

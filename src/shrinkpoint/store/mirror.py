@@ -251,7 +251,6 @@ def place_files(
 
 
 def _digests(content: Listing) -> dict[str, str]:
-    """The header digest of every file that a manifest names, by key."""
     digests = {}
     for entry in content.directories.values():
         for base in entry.manifest.bases if entry.manifest is not None else ():

@@ -103,7 +103,6 @@ class _Prune:
         self._notes: dict[int, str] = {}
 
     def finish(self) -> PrunePlan:
-        """Plan of what was done, or would be."""
         notes = {step: (*self._plan.reasons[step], note) for step, note in self._notes.items()}
         return replace(self._plan, reasons={**self._plan.reasons, **notes})
 
@@ -133,9 +132,12 @@ class _Prune:
         """
         from shrinkpoint.store.rewrite import write_again  # which imports torch
 
+        title = f"writing a chain of {self._storage.describe()} again"
         with ExitStack() as transactions:  # those that are open at the end are aborted
             try:
-                rewritten = write_again(self._storage, self.listing, rewrite.targets, transactions, self._threads)
+                rewritten = write_again(
+                    self._storage, self.listing, rewrite.targets, transactions, self._threads, title
+                )
             except (ChainError, FormatError) as error:
                 _log.warning("a chain is not written again, since it does not load: %s", error)
                 self._note(rewrite, "stays as it is, since its chain does not load")

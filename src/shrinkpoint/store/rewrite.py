@@ -60,6 +60,7 @@ def write_again(
     targets: Sequence[RewriteTarget],
     transactions: ExitStack,
     threads: int | None = None,
+    title: str = "",
 ) -> list[RewrittenCheckpoint]:
     """Write the payloads of checkpoints of a chain again without further loss, whatever the schemes were.
 
@@ -69,6 +70,7 @@ def write_again(
         listing: the content of the store.
         targets: by rising step.
         transactions: aborts what is not committed when it is closed.
+        title: of the task, for progress bars; "": none is shown.
 
     Raises:
         ChainError, FormatError: one does not load.
@@ -78,8 +80,7 @@ def write_again(
     rewritten: list[RewrittenCheckpoint] = []
     previous: Reference | None = None  # the tensors of the last one that was written
     checkpoints = iter_checkpoints(storage, [target.manifest for target in targets], threads=threads)
-    title = f"writing a chain of {storage.describe()} again"
-    for manifest, decoded in track(checkpoints, title, len(targets)):
+    for manifest, decoded in track(checkpoints, title, len(targets)) if title else checkpoints:
         step, target = manifest.step, by_step[manifest.step]
         parent, reference = None, None
         if target.parent is not None and target.parent not in by_step:

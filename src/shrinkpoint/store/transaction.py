@@ -278,7 +278,6 @@ class CheckpointTransaction(CheckpointPlace):
         return Payload(name, report.stored_bytes, report.digest, report.raw_bytes)
 
     def _written_report(self) -> SaveReport:
-        """The report of the payload, which is not committed yet."""
         if self._state != "open" or self._report is None:
             raise self._misuse_error("no payload" if self._state == "open" else "closed")
         return self._report
