@@ -15,8 +15,8 @@ from torch import nn
 
 import shrinkpoint as sp
 
-SAVE = (630, 73, 1290)
-RESTORE = (376, 50, 1320)
+SAVE = (626, 73, 1260)
+RESTORE = (376, 50, 1310)
 GRADIENT = (80, 10, 124)
 
 

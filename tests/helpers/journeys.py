@@ -21,23 +21,24 @@ class Journey:
 
     Attributes:
         functions: their code. Lambdas and comprehensions belong to the function around them.
-        changes: number of calls that went to another file than the call before.
+        changes: number of calls that went to another file than the thread's call before.
     """
 
     functions: set[CodeType] = field(default_factory=set)
     changes: int = 0
-    _file: str = ""
+    _files: dict[int, str] = field(default_factory=dict)  # of the last call, by thread
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(_PACKAGE) or code.co_name.startswith("<"):
             return
         self.functions.add(code)
-        self.changes += code.co_filename != self._file
-        self._file = code.co_filename
+        thread = threading.get_ident()
+        self.changes += code.co_filename != self._files.get(thread)
+        self._files[thread] = code.co_filename
 
     def clear(self) -> None:
-        self.functions, self.changes, self._file = set(), 0, ""
+        self.functions, self.changes, self._files = set(), 0, {}
 
     @property
     def counts(self) -> tuple[int, int, int]:
