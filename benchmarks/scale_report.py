@@ -58,7 +58,7 @@ class Figure(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """True if the median meets the target, or else whether any other value does."""
+        """ "yes" if the median meets the target, "at best" if another value does, else "no"; "" without a target."""
         if self.target is None:
             return ""
         meets = [value <= self.target if self.at_most else value >= self.target for value in self.values]

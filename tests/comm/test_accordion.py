@@ -23,7 +23,7 @@ def observe(accordion: Accordion[str], square: float) -> bool:
 
 
 def regimes(norms: list[float], every: int = 2, threshold: float = 0.5) -> list[bool]:
-    """True if each window is critical, and the one after the last; a norm for each."""
+    """Which windows are critical, and the one after the last; a norm for each window."""
     accordion = Accordion("q2", "q8", interval=every, threshold=threshold)
     reports = [accordion.critical]
     for norm in norms:

@@ -82,7 +82,7 @@ def errors_of(name: str) -> list[float]:
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_spike_that_was_rolled_back_leaves_no_error_behind(name):
-    """True if it was saved as a delta, as a keyframe in the midst of a run, or first of all."""
+    """The spike is saved as a delta, as a keyframe in the midst of a run, or first of all."""
     usual = errors_of(name)
     for at, keyframe_every, spike in [(2, 20, 5.0), (2, 20, 1e8), (2, 2, 1e8), (0, 20, 100.0)]:
         found, _ = errors(SCHEMES[name], spike, at, keyframe_every)

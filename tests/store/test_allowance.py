@@ -99,7 +99,7 @@ def _loads(path: Path) -> bool:
 
 
 def _stored(tmp_path: Path, path: Path) -> tuple[bool, list[int]]:
-    """True if verify passes a store with that file, and the steps that do not do what it says."""
+    """Saves a store with that file; returns if verify passes it, and the steps that do not do what it says."""
     store = sp.Store(tmp_path / "store")
     store.save(1, {"w": torch.ones(2)})
     store.save(2, {"w": torch.zeros(3)}, keyframe=True)

@@ -160,7 +160,7 @@ def prepare(writer: Callable[[Path], None], root: Path) -> None:
 
 
 def written_again(root: Path) -> Callable[[], bool]:
-    """True if a file below a directory is another one than before."""
+    """A function that tells if a file below a directory is another one than before."""
 
     def inodes() -> set[int]:
         """Of what is there; nothing where a directory goes meanwhile."""

@@ -68,10 +68,11 @@ def _totals(report: StoreReport) -> str:
 
 
 def _columns(rows: Sequence[CheckpointReport], is_run: bool) -> list[Column]:
-    steps = ["" if row.manifest.step is None else str(row.manifest.step) for row in rows]
-    ages = [humanize.age(row.manifest.created) for row in rows]
-    schemes, notes = [row.manifest.scheme for row in rows], [row.manifest.note for row in rows]
-    raw, stored = [row.manifest.raw_bytes for row in rows], [row.manifest.stored_bytes for row in rows]
+    manifests = [row.manifest for row in rows]
+    steps = ["" if manifest.step is None else str(manifest.step) for manifest in manifests]
+    ages = [humanize.age(manifest.created) for manifest in manifests]
+    schemes, notes = [manifest.scheme for manifest in manifests], [manifest.note for manifest in manifests]
+    raw, stored = [manifest.raw_bytes for manifest in manifests], [manifest.stored_bytes for manifest in manifests]
     sizes, stored_sizes = [*map(humanize.size, raw)], [*map(humanize.size, stored)]
     size_columns = [
         Column("state", sizes, align_right=True, drop_order=4 if is_run else 3),
@@ -79,21 +80,19 @@ def _columns(rows: Sequence[CheckpointReport], is_run: bool) -> list[Column]:
         Column("ratio", [*map(humanize.ratio, raw, stored)], align_right=True),
     ]
     if is_run:
+        kinds = [row.manifest.kind + (", left behind" if row.abandoned else "") for row in rows]
         return [
             Column("folder", [row.folder or "" for row in rows], wrap=True),
             Column("step", steps, align_right=True, drop_order=1),
             Column("age", ages, align_right=True, drop_order=3),
-            Column(
-                "kind",
-                [f"{row.manifest.kind}, left behind" if row.abandoned else row.manifest.kind for row in rows],
-                drop_order=2,
-            ),
-            Column("ranks", [str(len(row.manifest.payloads)) for row in rows], align_right=True, drop_order=6),
+            Column("kind", kinds, drop_order=2),
+            Column("ranks", [str(len(manifest.payloads)) for manifest in manifests], align_right=True, drop_order=6),
             Column("scheme", schemes, drop_order=7),
             *size_columns,
             *_measured_columns(rows, drop_order=5),
             Column("note", notes, drop_order=8, wrap=True),
         ]
+    restores = [str(manifest.lossy_restores or "") for manifest in manifests]
     return [
         Column("step", steps, align_right=True),
         Column("age", ages, align_right=True, drop_order=2),
@@ -101,15 +100,13 @@ def _columns(rows: Sequence[CheckpointReport], is_run: bool) -> list[Column]:
         Column("scheme", schemes, drop_order=6),
         *size_columns,
         *_measured_columns(rows, drop_order=4),
-        Column(
-            "lossy restores", [str(row.manifest.lossy_restores or "") for row in rows], align_right=True, drop_order=5
-        ),
+        Column("lossy restores", restores, align_right=True, drop_order=5),
         Column("note", notes, drop_order=7, wrap=True),
     ]
 
 
 def _chain_label(row: CheckpointReport) -> str:
-    kind = "keyframe" if row.manifest.depth == 0 else f"delta {row.manifest.depth} on {row.chain[-2]}"
+    kind = f"delta {row.manifest.depth} on {row.chain[-2]}" if row.manifest.depth else "keyframe"
     marks = {"weights only": row.manifest.weights_only, "left behind": row.abandoned, "forgotten": row.forgotten}
     return ", ".join([kind, *(mark for mark, is_set in marks.items() if is_set)])
 

@@ -22,7 +22,7 @@ _BASE_REASON = re.compile(r"base of step ([0-9]+)")
 
 
 class MetricMode(str, Enum):
-    """True if a small or a large value of a metric is best."""
+    """Direction of a metric: the smallest or the largest value is best."""
 
     MIN = "min"
     MAX = "max"

@@ -84,8 +84,8 @@ def _print_header(place: str, report: CheckpointReport | None, files: Sequence[F
 
 def _store_rows(report: CheckpointReport, file: FileReport) -> Iterator[tuple[str, str]]:
     manifest = report.manifest
-    yield "made", _created_text(report)
-    yield "kind", "keyframe" if not manifest.depth else f"delta; chain {' > '.join(_shorten(report.chain))}"
+    yield "made", _created_text(manifest.created)
+    yield "kind", f"delta; chain {' > '.join(_shorten(report.chain))}" if manifest.depth else "keyframe"
     yield from _manifest_rows(report)
     yield "weights only", "retention has deleted the optimizer's moments" if manifest.weights_only else ""
     yield "forgotten", "deleted by the next `prune` unless a checkpoint depends on it" if report.forgotten else ""
@@ -97,7 +97,7 @@ def _store_rows(report: CheckpointReport, file: FileReport) -> Iterator[tuple[st
 def _directory_rows(report: CheckpointReport) -> Iterator[tuple[str, str]]:
     manifest = report.manifest
     yield "step", "" if manifest.step is None else str(manifest.step)
-    yield "made", _created_text(report)
+    yield "made", _created_text(manifest.created)
     place = "in other directories" if is_object_url(report.folder) else "linked here"
     below = f"delta; {humanize.count(manifest.depth, 'file')} below, {place}"
     yield "kind", below if manifest.depth else "keyframe"
@@ -157,10 +157,9 @@ def _parent_text(file: FileReport) -> str:
     return f"delta on {file.parent.get('name', 'another file')} ({file.parent.get('digest', 'no digest')})"
 
 
-def _created_text(report: CheckpointReport) -> str:
-    manifest = report.manifest
-    age = humanize.age(manifest.created)
-    return f"{manifest.created[:19].replace('T', ' ')} UTC, {'just now' if age == 'now' else f'{age} ago'}"
+def _created_text(created: str) -> str:
+    age = humanize.age(created)
+    return f"{created[:19].replace('T', ' ')} UTC, {'just now' if age == 'now' else f'{age} ago'}"
 
 
 def _print_file(file: FileReport, tensors: bool, values: bool) -> None:

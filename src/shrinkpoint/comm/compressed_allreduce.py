@@ -318,7 +318,7 @@ class CompressedAllGather(CompressedCollective):
         Args:
             row: of shape (values,) and the dtype of `rows`; it may be a view of them.
             rows: of shape (ranks, values); contiguous.
-            async_op: True if to return work that fills the rows when it is waited for.
+            async_op: return work that fills the rows when it is waited for.
         """
         encoded = self.encode(row, group.rank(), group.size(), layout)
         gathered = encoded.message.new_empty(group.size(), encoded.message.numel())

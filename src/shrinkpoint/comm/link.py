@@ -71,7 +71,7 @@ class LinkStats:
         raw_bytes: size of the tensors.
         wire_bytes: size of the messages.
         restarts: how often a feedback replaced a buffer because the shape had changed.
-        events: True if to time work on a GPU by CUDA events; else its seconds are those of launching it on the host.
+        events: time work on a GPU by CUDA events; else its seconds are those of launching it on the host.
     """
 
     messages: int = 0

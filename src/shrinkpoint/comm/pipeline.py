@@ -111,7 +111,7 @@ class CompressedPipeline:
     """Handle of the compressed links of a pipeline that end at this rank, which `compress_pipeline` returns.
 
     Attributes:
-        inference: True if to compress in `schedule.eval()` too; a model that was trained with TopK or Random-K needs
+        inference: compress in `schedule.eval()` too; a model that was trained with TopK or Random-K needs
             it. Set it to the same value on every rank, between two steps. `link_stats` has no messages of an
             evaluation that is not compressed.
     """

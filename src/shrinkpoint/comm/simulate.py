@@ -109,7 +109,7 @@ class CompressionPoints:
 
     Attributes:
         enabled: True if anything is compressed; if False, the model computes what it did without the points.
-        inference: True if to compress where gradients are off, too. A model that was trained with TopK or Random-K
+        inference: compress where gradients are off, too. A model that was trained with TopK or Random-K
             needs it.
     """
 

@@ -89,7 +89,7 @@ class Calibration:
             unknown.
         has_reacted: True if clearly different weights had another answer.
         num_saves: number of saves that were measured.
-        is_measured: True if `evaluate` looks at a weight, by its global name; without an entry, it is not known.
+        is_measured: by global name of a weight, True if `evaluate` looks at it; without an entry, it is not known.
         is_tested: `is_measured` is what this process has found out, with this `evaluate`.
 
     Args:

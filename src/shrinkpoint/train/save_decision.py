@@ -48,7 +48,7 @@ class SaveDecisionPolicy(Protocol):
     """
 
     def should_save(self, step: int, previous_steps: Sequence[int], *, context: DecisionContext) -> bool:
-        """True if to save at this step, which is none of the previous ones.
+        """True if this step is to be saved; it is none of the previous ones.
 
         Args:
             previous_steps: of the checkpoints there were at the beginning, and of those decided since.
@@ -222,7 +222,7 @@ class SaveSchedule:
     def should_save(
         self, step: int, *, metrics: Mapping[str, Any] | None = None, is_saving_in_progress: bool = False
     ) -> bool:
-        """True if to save at this step; False if that has been decided for it, or `note_saved` was called with it.
+        """True if this step is to be saved; False if that has been decided for it, or `note_saved` was called with it.
 
         Args:
             metrics: numbers by name, of this step.

@@ -74,7 +74,7 @@ def collect_prepared(accelerator: Accelerator, directory: Path | ObjectUrl, *, m
 
     Args:
         directory: passed to the hooks.
-        models: True if to include models and optimizers.
+        models: include models and optimizers.
 
     Raises:
         StateError: a registered object holds something that cannot be stored.
