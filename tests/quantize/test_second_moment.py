@@ -14,16 +14,17 @@ from torch import Tensor
 
 from shrinkpoint import _native
 from shrinkpoint.codec.lattice import ZERO_CODE, Lattice, as_matrix
+from shrinkpoint.quantize import lattice as lattices
 from shrinkpoint.quantize import statistics
 from shrinkpoint.quantize.lattice import (
     ErrorWeights,
     quantization_error_sums,
+    quantize_second_moment,
     quantize_to_lattice,
     quantize_with_errors,
 )
 from shrinkpoint.quantize.statistics import (
     LOG_UNITS_PER_OCTAVE,
-    quantize_second_moment,
     relative_squares,
     second_moment_sums,
     value_sums,
@@ -79,7 +80,7 @@ def test_the_native_core_and_torch_give_the_same_sums_and_codes(shape, dtype):
         for step in (4, 24) if v.numel() else ():
             lattice = lattice_of(shape, step)
             points, sums = quantize_second_moment(v, first, lattice, 0.6)
-            other, other_sums = statistics._quantize_torch(v, first, lattice, 0.6)
+            other, other_sums = lattices._quantize_second_moment_torch(v, first, lattice, 0.6)
             assert points.codes.dtype == torch.int8 and torch.equal(points.codes, other.codes)
             assert (sums is None) == (other_sums is None) == (first is None)
             if sums is not None and other_sums is not None:

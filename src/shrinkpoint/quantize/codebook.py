@@ -70,7 +70,6 @@ def check_bins(bins: int, first_code: int) -> None:
 
 
 def _midpoints(centers: Tensor) -> Tensor:
-    """The midpoints of neighbouring centers, rounded down to float32."""
     wide = centers.double()
     exact = (wide[1:] + wide[:-1]) / 2
     nearest = exact.float()
@@ -184,7 +183,6 @@ def _normalize(values: Tensor) -> Tensor:
 
 
 def _mean_squared_error(points: _Array, counts: _Array, centers: Tensor) -> float:
-    """The mean squared distance of values to their nearest center."""
     levels = centers.sort().values.numpy()
     nearest = levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, points)]
     return float((counts * (points - nearest) ** 2).sum() / counts.sum())

@@ -1,4 +1,4 @@
-"""Quantizes tensors to the points of a lattice: to the nearest ones, or with error feedback."""
+"""Quantizes tensors to the points of a lattice: to the nearest, with error feedback, or to powers of two."""
 
 from __future__ import annotations
 
@@ -12,7 +12,23 @@ from torch import Tensor
 
 from shrinkpoint import _native
 from shrinkpoint.codec.coder import Bytes
-from shrinkpoint.codec.lattice import MAX_LATTICE_CODE, Lattice, LatticeTensor, as_matrix, matrix_shape
+from shrinkpoint.codec.lattice import (
+    MAX_LATTICE_CODE,
+    STEPS_PER_OCTAVE,
+    ZERO_CODE,
+    Lattice,
+    LatticeTensor,
+    as_matrix,
+    exp2_eighths,
+    matrix_shape,
+)
+from shrinkpoint.quantize.statistics import (
+    LOG_UNITS_PER_OCTAVE,
+    MAGNITUDE_MASK,
+    float_bits,
+    log2_units,
+    relative_squares,
+)
 from shrinkpoint.tensors.dtypes import as_native_float, tensor_bytes
 
 
@@ -291,3 +307,55 @@ def quantize_with_feedback(
         threads=threads or torch.get_num_threads(),
     )
     return LatticeTensor(codes.reshape(tensor.shape), lattice).narrow() if fits else None
+
+
+def quantize_second_moment(
+    v: Tensor, m: Tensor | None, lattice: Lattice, dead_zone: float, threads: int | None = None
+) -> tuple[LatticeTensor, Tensor | None]:
+    """Quantize a finite second moment to powers of two; where it is not present it stays zero.
+
+    Args:
+        v: float32 or bfloat16, from zero on.
+        m: the first moment, of the same shape: what is not zero there counts as present in `v`. None: unknown.
+        lattice: of spacing "log".
+        dead_zone: half the width of what becomes the mean of row and column, in steps.
+        threads: native threads; None: as many as torch uses.
+
+    Returns:
+        The quantized tensor, and the sums by row (float64) of `m^2 / v'` where that is finite, v' being the decoded
+        second moment; None without `m`.
+    """
+    if v.device.type != "cpu":
+        return _quantize_second_moment_torch(v, m, lattice, dead_zone)
+    codes = _native.empty(v.numel())
+    sums = _native.quantize_second_moments(
+        tensor_bytes(v),
+        *matrix_shape(tuple(v.shape)),
+        tensor_bytes(lattice.rows),
+        tensor_bytes(lattice.columns),
+        codes,
+        firsts=None if m is None else tensor_bytes(m),
+        step=lattice.step,
+        dead_zone=dead_zone,
+        threads=threads or torch.get_num_threads(),
+    )
+    quantized = LatticeTensor(torch.from_numpy(codes).view(torch.int8).reshape(v.shape), lattice)
+    return quantized, None if m is None else torch.from_numpy(sums)
+
+
+def _quantize_second_moment_torch(
+    v: Tensor, m: Tensor | None, lattice: Lattice, dead_zone: float
+) -> tuple[LatticeTensor, Tensor | None]:
+    bits = float_bits(v)
+    present = (bits > 0) | (float_bits(v if m is None else m) & MAGNITUDE_MASK != 0)
+    exponents = lattice.exponents(v.device)
+    distances = log2_units(bits) * STEPS_PER_OCTAVE - exponents * LOG_UNITS_PER_OCTAVE
+    # Times a float32 reciprocal, as the native core does, so that the same values are rounded up.
+    scale = torch.tensor(1.0, device=v.device) / (lattice.step * LOG_UNITS_PER_OCTAVE)
+    positions = distances.to(torch.float32) * scale
+    codes = positions.clamp(-200, 200).round().clamp(ZERO_CODE + 1, -ZERO_CODE)
+    codes = codes.masked_fill(positions.abs() < dead_zone, 0).to(torch.int32)
+    decoded = exp2_eighths(exponents + lattice.step * codes).masked_fill(~present, 0)
+    codes = codes.masked_fill(~present, ZERO_CODE).to(torch.int8).reshape(v.shape)
+    sums = None if m is None else relative_squares(m, decoded).sum(1, dtype=torch.float64).cpu()
+    return LatticeTensor(codes, lattice), sums

@@ -11,15 +11,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint import _native
-from shrinkpoint.codec.lattice import (
-    STEPS_PER_OCTAVE,
-    ZERO_CODE,
-    Lattice,
-    LatticeTensor,
-    as_matrix,
-    exp2_eighths,
-    matrix_shape,
-)
+from shrinkpoint.codec.lattice import as_matrix, matrix_shape
 from shrinkpoint.errors import PolicyError, StateError
 from shrinkpoint.tensors.dtypes import as_native_float, tensor_bytes
 
@@ -292,12 +284,7 @@ def count_codes(codes: Tensor) -> Tensor:
     return torch.bincount(indices, minlength=2 * CODE_LIMIT)
 
 
-def entropy_bits(codes: Tensor) -> float:
-    """Return the bits of all codes, integers of either sign, each coded by how often it occurs."""
-    return entropy_bits_of_counts(count_codes(codes))
-
-
-def entropy_bits_of_counts(counts: Tensor) -> float:
+def entropy_bits(counts: Tensor) -> float:
     """Return the bits of all values of a histogram, each coded by how often it occurs."""
     counts = counts.double()
     counts = counts[counts > 0]
@@ -319,7 +306,7 @@ def entropy_per_value(counts: Tensor) -> float:
 LOG_UNITS_PER_OCTAVE = 1 << 12
 """The unit of logarithms is 1/4096 of an octave."""
 _SMALLEST_BITS = (127 - 120) << 23  # of 2^-120, which smaller second moments count as
-_INFINITY_BITS, _MAGNITUDE_MASK = 0x7F800000, 0x7FFFFFFF
+_INFINITY_BITS, MAGNITUDE_MASK = 0x7F800000, 0x7FFFFFFF  # of float32
 _LOG2_COEFFICIENTS = (14376, -7833, 2691)  # of log2(1 + f) = f + f (1 - f) (c0 + c1 f + c2 f^2), times 2^15
 
 
@@ -385,11 +372,11 @@ def second_moment_sums(
 
 
 def _second_moment_sums_torch(v: Tensor, m: Tensor | None, by_column: bool) -> SecondMomentSums:
-    bits, magnitudes = _bits(v), _bits(v if m is None else m) & _MAGNITUDE_MASK
+    bits, magnitudes = float_bits(v), float_bits(v if m is None else m) & MAGNITUDE_MASK
     present = (bits > 0) | (magnitudes != 0)
-    is_finite = not bool((((bits & _MAGNITUDE_MASK) >= _INFINITY_BITS) | (magnitudes >= _INFINITY_BITS)).any())
-    has_negative = bool(((bits < 0) & (bits & _MAGNITUDE_MASK != 0)).any())
-    logs = _log2_units(bits) * present
+    is_finite = not bool((((bits & MAGNITUDE_MASK) >= _INFINITY_BITS) | (magnitudes >= _INFINITY_BITS)).any())
+    has_negative = bool(((bits < 0) & (bits & MAGNITUDE_MASK != 0)).any())
+    logs = log2_units(bits) * present
 
     def sums(matrix: Tensor) -> MatrixSums:
         columns = matrix.sum(0, dtype=torch.float64).cpu() if by_column else torch.zeros(0, dtype=torch.float64)
@@ -398,12 +385,12 @@ def _second_moment_sums_torch(v: Tensor, m: Tensor | None, by_column: bool) -> S
     return SecondMomentSums(is_finite, has_negative, sums(logs), sums(present), sums(as_matrix(v)))
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def float_bits(tensor: Tensor) -> Tensor:
     """The bits of a matrix of float32, int32."""
     return as_matrix(tensor).to(torch.float32).contiguous().view(torch.int32)
 
 
-def _log2_units(bits: Tensor) -> Tensor:
+def log2_units(bits: Tensor) -> Tensor:
     """log2 of positive floats, given their bits, in 1/4096 of an octave; within 1.2e-4 of an octave. int32."""
     bits = bits.clamp(min=_SMALLEST_BITS)
     f = bits >> 8 & 0x7FFF
@@ -413,58 +400,6 @@ def _log2_units(bits: Tensor) -> Tensor:
     return log + 4 >> 3
 
 
-def quantize_second_moment(
-    v: Tensor, m: Tensor | None, lattice: Lattice, dead_zone: float, threads: int | None = None
-) -> tuple[LatticeTensor, Tensor | None]:
-    """Quantize a finite second moment to powers of two; where it is not present it stays zero.
-
-    Args:
-        v: float32 or bfloat16, from zero on.
-        m: the first moment, of the same shape: what is not zero there counts as present in `v`. None: unknown.
-        lattice: of spacing "log".
-        dead_zone: half the width of what becomes the mean of row and column, in steps.
-        threads: native threads; None: as many as torch uses.
-
-    Returns:
-        The quantized tensor, and the sums by row (float64) of `m^2 / v'` where that is finite, v' being the decoded
-        second moment; None without `m`.
-    """
-    if v.device.type != "cpu":
-        return _quantize_torch(v, m, lattice, dead_zone)
-    codes = _native.empty(v.numel())
-    sums = _native.quantize_second_moments(
-        tensor_bytes(v),
-        *matrix_shape(tuple(v.shape)),
-        tensor_bytes(lattice.rows),
-        tensor_bytes(lattice.columns),
-        codes,
-        firsts=None if m is None else tensor_bytes(m),
-        step=lattice.step,
-        dead_zone=dead_zone,
-        threads=threads or torch.get_num_threads(),
-    )
-    quantized = LatticeTensor(torch.from_numpy(codes).view(torch.int8).reshape(v.shape), lattice)
-    return quantized, None if m is None else torch.from_numpy(sums)
-
-
-def _quantize_torch(
-    v: Tensor, m: Tensor | None, lattice: Lattice, dead_zone: float
-) -> tuple[LatticeTensor, Tensor | None]:
-    bits = _bits(v)
-    present = (bits > 0) | (_bits(v if m is None else m) & _MAGNITUDE_MASK != 0)
-    exponents = lattice.exponents(v.device)
-    distances = _log2_units(bits) * STEPS_PER_OCTAVE - exponents * LOG_UNITS_PER_OCTAVE
-    # Times a float32 reciprocal, as the native core does, so that the same values are rounded up.
-    scale = torch.tensor(1.0, device=v.device) / (lattice.step * LOG_UNITS_PER_OCTAVE)
-    positions = distances.to(torch.float32) * scale
-    codes = positions.clamp(-200, 200).round().clamp(ZERO_CODE + 1, -ZERO_CODE)
-    codes = codes.masked_fill(positions.abs() < dead_zone, 0).to(torch.int32)
-    decoded = exp2_eighths(exponents + lattice.step * codes).masked_fill(~present, 0)
-    codes = codes.masked_fill(~present, ZERO_CODE).to(torch.int8).reshape(v.shape)
-    sums = None if m is None else relative_squares(m, decoded).sum(1, dtype=torch.float64).cpu()
-    return LatticeTensor(codes, lattice), sums
-
-
 def relative_squares(m: Tensor, v: Tensor) -> Tensor:
     """The squares of a first moment divided by the second one, 0 where that is not finite; a float32 matrix."""
     return as_matrix(m).to(torch.float32).square().div_(as_matrix(v)).nan_to_num_(0.0, 0.0, 0.0)
@@ -472,5 +407,4 @@ def relative_squares(m: Tensor, v: Tensor) -> Tensor:
 
 def square_sums(tensor: Tensor) -> MatrixSums:
     """Sums by row and by column of the squares of a tensor, rounded to float32, seen as a matrix."""
-    squares = as_matrix(tensor).to(torch.float32).square()
-    return second_moment_sums(squares).values
+    return second_moment_sums(as_matrix(tensor).to(torch.float32).square()).values

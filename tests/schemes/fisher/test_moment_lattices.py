@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import shrinkpoint as sp
 from shrinkpoint.codec.lattice import Lattice, LatticeTensor, as_matrix
-from shrinkpoint.quantize.statistics import quantize_second_moment, relative_squares, second_moment_sums
+from shrinkpoint.quantize.lattice import quantize_second_moment
+from shrinkpoint.quantize.statistics import relative_squares, second_moment_sums
 from shrinkpoint.schemes.fisher.moment_lattices import (
     MIN_LATTICE_NUMEL,
     MomentPrecision,

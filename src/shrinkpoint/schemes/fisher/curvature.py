@@ -31,7 +31,6 @@ from shrinkpoint.quantize.statistics import (
     ValueSums,
     count_codes,
     entropy_bits,
-    entropy_bits_of_counts,
     second_moment_sums,
     value_sums,
 )
@@ -97,13 +96,14 @@ def total_entropy_bits(tensors: GlobalTensors, codes: Mapping[str, Tensor], *, a
     """
     split = {name: count_codes(values) for name, values in codes.items() if name not in tensors.whole}
     histograms = tensors.reduce_arrays(split, HistogramSum())
-    reports = tensors.reduce_primary(
-        {name: None if name in split else (values.numel(), entropy_bits(values)) for name, values in codes.items()},
-        lambda ranks: ranks[0],
-    )
+    own = {
+        name: None if name in split else (values.numel(), entropy_bits(count_codes(values)))
+        for name, values in codes.items()
+    }
+    reports = tensors.reduce_primary(own, lambda ranks: ranks[0])
     total = 0.0
     for name, report in reports.items():
-        count, bits = report or (int(histograms[name].sum()), entropy_bits_of_counts(histograms[name]))
+        count, bits = report or (int(histograms[name].sum()), entropy_bits(histograms[name]))
         total += bits * math.prod(tensors.shapes[name]) / max(1, count) if are_sampled else bits
     return total
 

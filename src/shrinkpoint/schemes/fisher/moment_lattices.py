@@ -27,11 +27,10 @@ from shrinkpoint.codec.lattice import (
     scale_counts,
 )
 from shrinkpoint.codec.parallel import map_tensors
-from shrinkpoint.quantize.lattice import quantize_to_lattice
+from shrinkpoint.quantize.lattice import quantize_second_moment, quantize_to_lattice
 from shrinkpoint.quantize.statistics import (
     LOG_UNITS_PER_OCTAVE,
     SecondMomentSums,
-    quantize_second_moment,
     relative_squares,
     square_sums,
 )
