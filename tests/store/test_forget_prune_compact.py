@@ -116,11 +116,11 @@ def test_nothing_is_deleted_beside_what_a_newer_release_wrote(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(manifests, "FORMAT", 3)
+        patch.setattr(manifests, "FORMAT", 4)
         saved(storage, 1).close()
     store = saved(storage, 2, 3, every=1)
     assert store.steps() == [2, 3]
-    assert [(one.step, "format 3" in one.problem) for one in store.verify()] == [(1, True)]
+    assert [(one.step, "format 4" in one.problem) for one in store.verify()] == [(1, True)]
     with pytest.raises(VersionError):
         store.prune(Keep(last=1), dry_run=False)
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shrinkpoint._native import xxh3_128
-from shrinkpoint.errors import CorruptError, FormatError, TruncatedError, VersionError
+from shrinkpoint.errors import CorruptError, FormatError, PolicyError, TruncatedError, VersionError
 from shrinkpoint.store.manifest import Manifest, decode_store_manifest, encode_store_manifest
 
 NAME = "rank-00000.safetensors"
@@ -125,8 +125,8 @@ def test_another_spelling_is_refused() -> None:
 
 
 def test_a_newer_release_is_named_as_such() -> None:
-    with pytest.raises(VersionError, match="format 3"):
-        decode_store_manifest(sealed({**document(), "format": 3, "new": True}), "here")
+    with pytest.raises(VersionError, match="format 4"):
+        decode_store_manifest(sealed({**document(), "format": 4, "new": True}), "here")
 
 
 def test_weights_only_is_format_2_and_all_else_format_1() -> None:
@@ -137,8 +137,22 @@ def test_weights_only_is_format_2_and_all_else_format_1() -> None:
     assert b"weights_only" not in encode_store_manifest(DELTA)
 
 
+def test_a_chain_that_goes_back_in_steps_is_format_3_and_has_no_step_twice() -> None:
+    link = DELTA.bases[-1]
+    back = replace(DELTA, bases=(replace(link, step=DELTA.step + 1),))
+    for one in (back, replace(back, weights_only=True)):
+        data = encode_store_manifest(one)
+        assert b'"format":3,' in data and same(decode_store_manifest(data, "here"), one)
+    with pytest.raises(PolicyError, match="a base of the same step"):
+        encode_store_manifest(replace(DELTA, bases=(replace(link, step=DELTA.step),)))
+    row = document()["bases"][-1]
+    with pytest.raises(CorruptError, match="a step twice"):
+        decode_store_manifest(sealed({**document(), "bases": [row, row]}), "here")
+
+
 @pytest.mark.parametrize(
-    "change", [{"weights_only": True}, {"weights_only": False}, {"format": 2}, {"format": 2, "weights_only": 1}]
+    "change",
+    [{"weights_only": True}, {"weights_only": False}, {"format": 2}, {"format": 3}, {"format": 2, "weights_only": 1}],
 )
 def test_weights_only_and_the_format_agree(change: dict[str, object]) -> None:
     with pytest.raises(CorruptError, match="weights_only"):

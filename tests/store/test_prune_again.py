@@ -229,7 +229,7 @@ def test_a_release_that_does_not_know_weights_only_reads_them_as_newer(
 ) -> None:
     store = saved(storage, 1, 2, 3)
     store.prune(Keep(moments_last=1), dry_run=False)
-    monkeypatch.setattr(manifests, "WEIGHTS_ONLY_FORMAT", 3)  # so that 2 is unknown
+    monkeypatch.setattr(manifests, "WEIGHTS_ONLY_FORMAT", 4)  # so that 2 is unknown
     old = Store(storage)
     assert list(old.steps()) == [3]
     with pytest.raises(VersionError, match="format 2"):

@@ -1,24 +1,29 @@
-"""Limits of a writer's chains: the time of a restore, and the bytes that a chain holds. No torch.
+"""Where a writer's chains end: for the time of a restore, and for the bytes that retention holds. No torch.
 
 A base stays on the disk as long as a delta needs it, whether retention wants it or not. With `Keep(last=1)`, a keyframe
 of 0.78 of the state's bytes and a delta of 0.76 would hold 1.54 times the bytes of the one checkpoint that is kept. So
-a chain may have the bytes of a plain checkpoint for each of its checkpoints that stays for good, and what the others
-that are kept are sure to save.
+the sizes of the files that were written decide how long chains are, and whether what an ended chain leaves behind is
+written again, as deltas against newer checkpoints.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shrinkpoint.store.chain import chain_links
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.store.retention import Keep
+from shrinkpoint.store.retention import Keep, PrunePlan
 
 MAX_CHAIN_STATES = 4
 """A chain ends where its files have this many times the bytes of the state: a restore reads all of them."""
 MIN_CHAIN_BYTES = 64 << 20
 """Bytes up to which a chain does not end for the time of a restore: they are read at once, whatever the state's."""
+DISK_TOLERANCE = 1.05
+"""A way to write that holds up to this many times the fewest bytes is taken if it writes clearly less."""
+WRITE_GAIN = 0.8
+"""Clearly less is up to this many times the bytes."""
+_MAX_SPACING = 64
 _MAX_WAIT = 16
 
 
@@ -43,6 +48,81 @@ class ChainBytes:
         return cls(tuple(link.size for link in links), manifest.raw_bytes, tuple(link.step for link in links))
 
 
+@dataclass(frozen=True)
+class FileSizes:
+    """Sizes of the files of a run, in bytes.
+
+    Attributes:
+        keyframe, delta: of a checkpoint, in either form.
+        reverse: of a checkpoint as a delta against a newer one.
+        plain: of a checkpoint of `torch.save`.
+    """
+
+    keyframe: float
+    delta: float
+    reverse: float
+    plain: float
+
+
+@dataclass(frozen=True)
+class Spacing:
+    """A way to write the checkpoints of a run.
+
+    Attributes:
+        every: number of checkpoints in a chain; 1: keyframes alone.
+        reverse: when a chain has ended, the checkpoints of it that are kept are written again, each as a delta against
+            the next newer one, so that the chain's files can go.
+        disk: bytes that retention holds, on the average over a chain.
+        written: bytes that are written for each checkpoint, those that are written again included.
+    """
+
+    every: int
+    reverse: bool
+    disk: float
+    written: float
+
+
+def choose_spacing(sizes: FileSizes, kept: int, longest: int, *, can_reverse: bool) -> Spacing:
+    """The way to write that holds the fewest bytes, or writes less and holds hardly more.
+
+    No way is considered that at any time would hold more bytes than plain checkpoints, of which there is one more while
+    a checkpoint is saved.
+
+    Args:
+        kept: number of the newest checkpoints that retention keeps.
+        longest: greatest number of checkpoints in a chain.
+        can_reverse: whether checkpoints may be written again.
+    """
+    ways = [Spacing(1, False, kept * sizes.keyframe, sizes.keyframe)]
+    lengths = range(2, min(longest, _MAX_SPACING) + 1)
+    ways += filter(None, (_forward(sizes, kept, every) for every in lengths))
+    if can_reverse:
+        ways += filter(None, (_reverse(sizes, kept, every) for every in lengths if every >= kept > 1))
+    smallest = min(ways, key=lambda way: way.disk)
+    fastest = min((way for way in ways if way.disk <= DISK_TOLERANCE * smallest.disk), key=lambda way: way.written)
+    return fastest if fastest.written <= WRITE_GAIN * smallest.written else smallest
+
+
+def _forward(sizes: FileSizes, kept: int, every: int) -> Spacing | None:
+    """Chains of which all files stay until none of their checkpoints is kept; None if they would hold too much."""
+    chain = sizes.keyframe + (every - 1) * sizes.delta
+    held = [
+        -(-max(0, kept - position - 1) // every) * chain + sizes.keyframe + position * sizes.delta
+        for position in range(every)
+    ]
+    is_within = max(held) <= kept * sizes.plain
+    return Spacing(every, False, sum(held) / every, chain / every) if is_within else None
+
+
+def _reverse(sizes: FileSizes, kept: int, every: int) -> Spacing | None:
+    """Chains of which only a keyframe, and deltas against it in both directions, stay; None if they hold too much."""
+    chain = sizes.keyframe + (every - 1) * sizes.delta
+    older = [max(0, kept - 1 - position) * sizes.reverse for position in range(every)]
+    held = [sizes.keyframe + position * sizes.delta + older[position] for position in range(every)]
+    is_within = max(held) <= kept * sizes.plain and chain + held[0] <= (kept + 1) * sizes.plain
+    return Spacing(every, True, sum(held) / every, (chain + older[0]) / every) if is_within else None
+
+
 class ChainLimit:
     """Decides for one writer whether the next checkpoint is a delta.
 
@@ -53,13 +133,19 @@ class ChainLimit:
         keyframe_every: the greatest number of files; None: neither number nor bytes to read end a chain.
 
     Attributes:
+        can_reverse: whether the caller writes checkpoints of an ended chain again, where `wants_reverse` says so.
         keep: the rules by which the caller deletes checkpoints; None: it keeps all, or nobody knows.
+        kept: number of checkpoints that the rules selected last, but for those that stay for good.
     """
 
     def __init__(self, keyframe_every: int | None) -> None:
         self._keyframe_every = keyframe_every
+        self.can_reverse = False
         self.keep: Keep | None = None
+        self.kept = 1
         self._delta_ratio: float | None = None  # bytes of the last delta for each byte of its state; None: not known
+        self._reverse_ratio: float | None = None  # the same of checkpoints that were written again
+        self._plain = 1  # bytes of the state that such a checkpoint is made from
         self._wait = self._waited = 0  # keyframes between two attempts, and those since the last one
 
     def allows_delta(self, chain: ChainBytes) -> bool:
@@ -68,9 +154,9 @@ class ChainLimit:
         max_read = max(MAX_CHAIN_STATES * chain.raw_bytes, MIN_CHAIN_BYTES)
         if every is not None and (len(chain.sizes) >= every or total >= max_read):
             return False
-        is_due = self._delta_ratio is None or self._waited >= self._wait
-        size = 0.0 if self._delta_ratio is None or is_due else self._delta_ratio * chain.raw_bytes
-        return total + size <= _allowance(self.keep, chain, size)
+        if self._delta_ratio is None or self._waited >= self._wait > 0:
+            return True
+        return self._fits(chain, self._delta_ratio * chain.raw_bytes)
 
     def accepts_delta(self, chain: ChainBytes, size: int, raw_bytes: int) -> bool:
         """True if a delta that has been written may stay; else a keyframe takes its place.
@@ -80,8 +166,9 @@ class ChainLimit:
             size, raw_bytes: of the delta and of its state.
         """
         self._delta_ratio = size / max(raw_bytes, 1)
-        is_accepted = sum(chain.sizes) + size <= _allowance(self.keep, chain, size, raw_bytes)
-        self._wait = 0 if is_accepted else min(max(1, 2 * self._wait), _MAX_WAIT)
+        is_accepted = self._fits(chain, size, raw_bytes)
+        is_possible = is_accepted or self._fits(ChainBytes(chain.sizes[:1], chain.raw_bytes), size, raw_bytes)
+        self._wait = 0 if is_possible else min(max(1, 2 * self._wait), _MAX_WAIT)
         self._waited = 0
         return is_accepted
 
@@ -89,17 +176,46 @@ class ChainLimit:
         """Count a keyframe that was written."""
         self._waited += 1
 
+    def note_pruned(self, plan: PrunePlan) -> None:
+        """Note how many checkpoints are kept, and the mean size of those that became deltas against newer ones."""
+        self.kept = len({*plan.keep} - {*plan.bases})
+        if plan.reversed:
+            self._reverse_ratio = plan.written / len(plan.rewrite) / max(self._plain, 1)
 
-def _allowance(keep: Keep | None, chain: ChainBytes, size: float, raw_bytes: int | None = None) -> float:
-    """Bytes that a chain may have with a delta of `size` bytes.
+    def wants_reverse(self, keyframe: Manifest) -> bool:
+        """True if what is kept of older chains is to be written again after a keyframe."""
+        if not self.can_reverse or self.keep is None or self._delta_ratio is None or keyframe.bases:
+            return False
+        self._plain = keyframe.raw_bytes
+        return self._spacing(keyframe.stored_bytes, self._delta_ratio * self._plain, self._plain).reverse
 
-    The files of later checkpoints are taken to be larger than those of this chain, half-way up to the whole state.
-    """
-    if keep is None or keep.keeps_all:
-        return math.inf
-    plain = chain.raw_bytes if raw_bytes is None else min(chain.raw_bytes, raw_bytes)
-    permanent = 0 if keep.every is None else sum(step % keep.every == 0 for step in chain.steps)
-    saving = 0.0
-    if keep.last is not None and keep.every is None and keep.best is None and keep.within is None:
-        saving = (keep.last - 1) * max(0.0, plain - max(*chain.sizes, size)) / 2
-    return (permanent + 1) * plain + saving
+    def _fits(self, chain: ChainBytes, size: float, raw_bytes: int | None = None) -> bool:
+        """True if a delta of `size` bytes behind a chain holds no more bytes than the best way to write would."""
+        if self.keep is None or self.keep.keeps_all:
+            return True
+        plain = chain.raw_bytes if raw_bytes is None else min(chain.raw_bytes, raw_bytes)
+        passing = [*self._passing(chain)]
+        return len(passing) < self._spacing(chain.sizes[0], max([size, *chain.sizes[1:]]), plain).every
+
+    def _passing(self, chain: ChainBytes) -> Iterator[int]:
+        """The places of a chain's checkpoints that do not stay for good."""
+        steps: tuple[int | None, ...] = chain.steps or (None,) * len(chain.sizes)
+        assert self.keep is not None
+        return (place for place, step in enumerate(steps) if step is None or not self.keep.is_permanent(step))
+
+    def _spacing(self, keyframe: float, delta: float, plain: int) -> Spacing:
+        assert self.keep is not None
+        reverse = delta if self._reverse_ratio is None else self._reverse_ratio * plain
+        sizes = FileSizes(keyframe, delta, reverse, plain)
+        can_reverse = self.can_reverse and self.keep.moments_last is None
+        longest = _MAX_SPACING if self._keyframe_every is None else self._keyframe_every
+        if self.keep.every is not None or self.keep.best is not None:  # one checkpoint may keep a whole chain
+            longest = min(longest, 1 + max(0, int((plain - keyframe) / max(delta, 1))))
+        return choose_spacing(sizes, self._kept, longest, can_reverse=can_reverse)
+
+    @property
+    def _kept(self) -> int:
+        """Number of checkpoints that the rules select once the run is long enough, but for those that stay for good."""
+        assert self.keep is not None
+        number = (self.keep.last or 1) + (self.keep.best or 0)
+        return number if self.keep.within is None else max(number, self.kept)

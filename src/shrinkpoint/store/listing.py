@@ -235,6 +235,11 @@ class Listing:
         entry = self.directories.get(step)
         return frozenset() if entry is None else entry.names
 
+    def depth(self, step: int) -> int:
+        """Number of files that a checkpoint depends on: whatever depends on it has a greater one."""
+        manifest = self.manifests.get(step)
+        return 0 if manifest is None else len(manifest.bases)
+
     def unneeded_keys(self, keep: Collection[int], except_in: Collection[int]) -> list[str]:
         """The keys that no checkpoint of the steps in `keep` needs, sorted.
 

@@ -41,6 +41,8 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 FORMAT = 1
 WEIGHTS_ONLY_FORMAT = 2
 """Of a store's manifest with `weights_only`: a reader that does not know it would resume with moments of zero."""
+REVERSE_FORMAT = 3
+"""Of a store's manifest whose chain goes back in steps: earlier releases take that for damage."""
 DIRECTORY_FORMAT = 1
 MAX_MANIFEST_BYTES = 16 << 20
 """A reader refuses a larger manifest of a store before it allocates; each file of the chain takes below 300 bytes."""
@@ -114,7 +116,7 @@ class Manifest(Generic[StepT]):
         lossy_restores: how many restores from lossy checkpoints lie behind this state.
         loss: what this checkpoint lost, and what was tried and measured to decide it; None: nothing.
         note: free text.
-        bases: the files that a store's delta depends on, keyframe first, by rising step; empty for a keyframe.
+        bases: the files that a store's delta depends on, keyframe first; empty for a keyframe.
         stats: what the save measured of itself, as far as it did: `seconds` of writing, `stall`, the seconds for which
             the training loop waited, and `retention` (see `SaveReport`).
         weights_only: retention has deleted what the optimizers kept for each parameter; only in a store.
@@ -221,15 +223,25 @@ def encode_store_manifest(manifest: Manifest) -> bytes:
     document = _shared_to_json(manifest)
     if manifest.loss is None:
         del document["loss"]
-    document["format"] = FORMAT
+    document["format"] = _store_format(manifest)
+    if manifest.step in {base.step for base in manifest.bases}:
+        raise PolicyError(f"step {manifest.step}", found="a base of the same step", do="write a keyframe")
     if manifest.replaced:
         document["replaced"] = [*manifest.replaced]
     if manifest.weights_only:
-        document["format"], document["weights_only"] = WEIGHTS_ONLY_FORMAT, True
+        document["weights_only"] = True
     document["files"] = [[payload.name, payload.size, payload.digest] for payload in manifest.payloads]
     document["bases"] = [[b.step, b.id, b.digest, b.size, b.file, b.name] for b in manifest.bases]
     document["raw_bytes"], document["stored_bytes"] = manifest.raw_bytes, manifest.stored_bytes
     return _dump_within(document, MAX_MANIFEST_BYTES)
+
+
+def _store_format(manifest: Manifest) -> int:
+    """The oldest format that has all that a manifest says."""
+    steps = [*(base.step for base in manifest.bases), manifest.step]
+    if any(low >= high for low, high in pairwise(steps)):
+        return REVERSE_FORMAT
+    return WEIGHTS_ONLY_FORMAT if manifest.weights_only else FORMAT
 
 
 def decode_store_manifest(data: bytes, where: str) -> Manifest:
@@ -240,7 +252,7 @@ def decode_store_manifest(data: bytes, where: str) -> Manifest:
         CorruptError: the bytes contradict their digest or themselves.
         VersionError: a newer release wrote them.
     """
-    return _decode(data, where, (FORMAT, WEIGHTS_ONLY_FORMAT), _store_manifest_from_json)
+    return _decode(data, where, (FORMAT, WEIGHTS_ONLY_FORMAT, REVERSE_FORMAT), _store_manifest_from_json)
 
 
 def encode_directory_manifest(manifest: DirectoryManifest) -> bytes:
@@ -386,9 +398,9 @@ def _shared_from_json(document: Mapping[str, JSON]) -> dict[str, Any]:
 def _store_manifest_from_json(document: Mapping[str, JSON]) -> Manifest:
     if "loss" in document and document["loss"] is None:
         raise ValueError("a loss of nothing, which has another spelling")
-    weights_only = document["format"] == WEIGHTS_ONLY_FORMAT
-    if ("weights_only" in document, document.get("weights_only") is True) != (weights_only, weights_only):
-        raise ValueError(f"weights_only that format {document['format']} does not have")
+    format, weights_only = document["format"], document.get("weights_only") is True
+    if "weights_only" in document and not weights_only:
+        raise ValueError(f"weights_only {document['weights_only']!r}")
     raw_bytes = _count(document["raw_bytes"])  # of all payloads; counted for the first
     rows = [_expect(row, list) for row in _expect(document["files"], list)]
     payloads = tuple(
@@ -405,8 +417,10 @@ def _store_manifest_from_json(document: Mapping[str, JSON]) -> Manifest:
     )
     _check_payload_names(payloads)
     steps = [*(base.step for base in manifest.bases), layout.check_step(_expect(manifest.step, int))]
-    if any(low >= high for low, high in pairwise(steps)):  # so no chain can be a circle
-        raise ValueError("a chain whose steps do not rise")
+    if len({*steps}) < len(steps):  # so no chain can be a circle
+        raise ValueError("a chain that has a step twice")
+    if format != _store_format(manifest):
+        raise ValueError(f"format {format}, steps {steps} and weights_only {weights_only}")
     return manifest
 
 

@@ -9,13 +9,13 @@ was or as it is written again, and the next prune goes on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from shrinkpoint.errors import ChainError, FormatError
+from shrinkpoint.errors import ChainError, FormatError, ShrinkpointError
 from shrinkpoint.progress import track
 from shrinkpoint.storage import Storage
 from shrinkpoint.storage.sizing import DryRunStorage
@@ -32,15 +32,17 @@ _log = logging.getLogger("shrinkpoint")
 
 @dataclass(frozen=True)
 class RewriteChain:
-    """The checkpoints of one keyframe that rules select.
+    """Checkpoints that rules select, of which some are to be written again.
 
     Attributes:
-        manifests: all of them, by rising step.
-        targets: those that are to be written again, by rising step.
+        manifests: all of them, and what they are to be deltas against.
+        targets: those that are to be written again, each after its parent.
+        reverse: they become deltas against newer checkpoints.
     """
 
     manifests: tuple[Manifest, ...]
     targets: tuple[RewriteTarget, ...]
+    reverse: bool = False
 
 
 def prune(
@@ -54,6 +56,7 @@ def prune(
     defer: bool = False,
     threads: int | None = None,
     settled: set[str] | None = None,
+    wants_reverse: Callable[[Manifest], bool] | None = None,
 ) -> PrunePlan:
     """Delete the checkpoints that no rule keeps, and write others again where that frees bytes.
 
@@ -67,6 +70,8 @@ def prune(
         threads: native threads; None: every core.
         settled: digests of checkpoints to leave as they are: without moments, or writing their chain again freed
             nothing; more are added. None: look at all of them.
+        wants_reverse: called with the newest checkpoint: True if older ones are to be written again as deltas against
+            newer ones; None: they are not.
 
     Raises:
         PolicyError: the best are to be kept by a metric that no checkpoint has.
@@ -80,6 +85,11 @@ def prune(
         for rewrite in _plan_rewrites(storage, run.listing, keep, now, compact=compact, defer=defer, settled=settled):
             if not run.write_again(rewrite):
                 settled.update(target.manifest.digest for target in rewrite.targets)
+    if wants_reverse is not None and (reverse := _plan_reverse(run.listing, keep, now, wants_reverse)):
+        try:
+            run.write_again(reverse)
+        except (ShrinkpointError, MemoryError, RuntimeError) as error:  # torch reports what it cannot allocate so
+            _log.warning("older checkpoints stay as they are, and take more bytes than they need: %s", error)
     plan = run.finish()
     if plan.keys and not dry_run:
         _log.info("pruned %s: %r", storage.describe(), plan)
@@ -123,6 +133,7 @@ class _Prune:
             rewrite=before.rewrite,
             weights_only=before.weights_only,
             written=before.written,
+            reversed=before.reversed,
         )
 
     def write_again(self, rewrite: RewriteChain) -> bool:
@@ -130,14 +141,13 @@ class _Prune:
 
         Where it would free nothing, or a checkpoint does not load, all stay as they are.
         """
-        from shrinkpoint.store.rewrite import write_again  # which imports torch
+        from shrinkpoint.store.rewrite import write_again, write_reversed  # which import torch
 
+        write = write_reversed if rewrite.reverse else write_again
         title = f"writing a chain of {self._storage.describe()} again"
         with ExitStack() as transactions:  # those that are open at the end are aborted
             try:
-                rewritten = write_again(
-                    self._storage, self.listing, rewrite.targets, transactions, self._threads, title
-                )
+                rewritten = write(self._storage, self.listing, rewrite.targets, transactions, self._threads, title)
             except (ChainError, FormatError) as error:
                 _log.warning("a chain is not written again, since it does not load: %s", error)
                 self._note(rewrite, "stays as it is, since its chain does not load")
@@ -155,6 +165,7 @@ class _Prune:
             self._plan,
             rewrite=tuple(sorted({*self._plan.rewrite, *after})),
             weights_only=tuple(sorted({*self._plan.weights_only, *stripped})),
+            reversed=rewrite.reverse,
         )
         self.delete_unneeded()
         return True
@@ -196,6 +207,7 @@ def _plan_rewrites(
     for manifest in selected.values():
         chains.setdefault(chain.chain_links(manifest)[0].digest, []).append(manifest)
     for manifests in chains.values():
+        manifests.sort(key=lambda manifest: len(manifest.bases))  # a parent comes before its deltas
         older = [manifest for manifest in manifests if manifest.step not in resumable and not manifest.weights_only]
         may_grow = defer and any(manifest.step in resumable for manifest in manifests)
         if may_grow or not (older or compact):
@@ -204,6 +216,32 @@ def _plan_rewrites(
         targets = _targets(selected, manifests, stripped) if stripped or compact else ()
         if targets:
             yield RewriteChain(tuple(manifests), targets)
+
+
+def _plan_reverse(
+    listing: Listing, keep: Keep, now: datetime, wants_reverse: Callable[[Manifest], bool]
+) -> RewriteChain | None:
+    """What older chains hold that a rule selects, as deltas against newer checkpoints; None: all stay as they are.
+
+    One of the last becomes a delta against the next newer one, since it goes before that. One of the best may stay
+    longer than all others, so it becomes a delta against the newest. One that stays for good becomes a keyframe.
+    """
+    selected = apply_policy(listing.manifests.values(), keep, now, forgotten=listing.forgotten).selected
+    if not selected or not wants_reverse(listing.manifests[selected[-1]]):
+        return None
+    newest = newer = selected[-1]
+    targets = []
+    for place, step in reversed([*enumerate(selected[:-1], -len(selected))]):
+        manifest, is_permanent = listing.manifests[step], keep.is_permanent(step)
+        needs_none = all(chain.is_current(listing.manifests, b) and keep.is_permanent(b.step) for b in manifest.bases)
+        if manifest.weights_only or (is_permanent and needs_none):
+            continue  # as they stay as they are, no other becomes a delta against them: their bases may be targets
+        is_one_of_last = keep.best is None or place >= -(keep.last or 1)
+        parent = newer if is_one_of_last else newest
+        targets.append(RewriteTarget(manifest, False, None if is_permanent else parent))
+        newer = step if is_one_of_last else newer
+    manifests = tuple(listing.manifests[step] for step in selected)
+    return RewriteChain(manifests, tuple(targets), reverse=True) if targets else None
 
 
 def _with_moments(storage: Storage, manifests: Sequence[Manifest], settled: set[str]) -> frozenset[int]:

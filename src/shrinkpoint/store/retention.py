@@ -82,6 +82,10 @@ class Keep:
         except OverflowError:
             return timedelta.max
 
+    def is_permanent(self, step: int) -> bool:
+        """True if a rule keeps the checkpoint of this step for good."""
+        return self.every is not None and step % self.every == 0
+
     @property
     def keeps_all(self) -> bool:
         return self.last is None and self.every is None and self.best is None and self.within is None
@@ -179,7 +183,7 @@ def _rule_matches(visible: list[Manifest], keep: Keep, now: datetime) -> Iterabl
     if keep.last is not None:
         yield from ((manifest.step, f"one of the last {keep.last}") for manifest in visible[-keep.last :])
     if keep.every is not None:
-        selected = (manifest for manifest in visible if manifest.step % keep.every == 0)
+        selected = (manifest for manifest in visible if keep.is_permanent(manifest.step))
         yield from ((manifest.step, f"a multiple of {keep.every}") for manifest in selected)
     if keep.best is not None:
         yield from _best_matches(visible, keep, keep.best)
@@ -228,6 +232,7 @@ class PrunePlan:
         weights_only: of these, those that lose what the optimizers keep for each parameter.
         written: bytes that are written again. Of each chain they are written before anything is deleted.
         bases: of `keep`, steps that no rule selects, but that deltas need.
+        reversed: what is written again became deltas against newer checkpoints.
     """
 
     delete: tuple[int, ...]
@@ -239,6 +244,7 @@ class PrunePlan:
     weights_only: tuple[int, ...] = ()
     written: int = 0
     bases: tuple[int, ...] = ()
+    reversed: bool = False
 
     def __repr__(self) -> str:
         """Short line with what the plan frees."""
@@ -271,7 +277,7 @@ def plan_deletion(listing: Listing, keep: Keep, now: datetime) -> PrunePlan:
     broken = {step for step in listing.broken if step in listing.forgotten}
     reasons = {**decision.reasons, **dict.fromkeys(broken, ("forgotten, and its manifest is broken",))}
     drop = sorted({*decision.drop, *broken})
-    manifests = [layout.manifest_key(step) for step in reversed(drop)]  # a delta goes before its bases
+    manifests = [layout.manifest_key(step) for step in sorted(drop, key=listing.depth, reverse=True)]
     unreadable = {step for step in listing.broken if step not in drop}
     files = listing.unneeded_keys({*decision.keep}, unreadable)
     keys = (*manifests, *(key for key in files if key not in {*manifests}))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from shrinkpoint.codec.reference import Reference, as_decoded
+from shrinkpoint.codec.reference import QuantizedTensor, Reference, as_decoded
 from shrinkpoint.errors import ChainError, FormatError
 from shrinkpoint.progress import Task, track
+from shrinkpoint.schemes.base import QuantizedState
 from shrinkpoint.schemes.lossless import Recode
 from shrinkpoint.storage import Storage
 from shrinkpoint.store.chain import is_orphaned, orphaned_deltas, store_chain
-from shrinkpoint.store.checkpoint_file import build_state
+from shrinkpoint.store.checkpoint_file import DecodedFile, build_state
 from shrinkpoint.store.decode import decode_chain, iter_checkpoints
 from shrinkpoint.store.listing import Listing, read_step, scan
 from shrinkpoint.store.manifest import ChainLink, Manifest
@@ -21,8 +22,39 @@ from shrinkpoint.store.retention import RewriteTarget
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.store.transaction import CheckpointTransaction
 from shrinkpoint.tensors.dtypes import materialize
-from shrinkpoint.tensors.flat_state import flatten, without_optimizer_state
+from shrinkpoint.tensors.flat_state import FlatState, flatten, without_optimizer_state
+from shrinkpoint.tensors.info import JSON, EncodedRecord
 from shrinkpoint.tensors.optimizers import has_optimizer_state
+
+
+@dataclass(frozen=True)
+class _EncodedCheckpoint:
+    """A checkpoint whose records wait for their place, as the scheme that writes them.
+
+    Attributes:
+        id: of the scheme that first wrote it.
+        state: its structure; the tensors are not held.
+        records: as a reader of its new parent decodes them.
+        loss: the `loss` of the original manifest.
+    """
+
+    id: str
+    state: FlatState
+    records: Sequence[EncodedRecord]
+    loss: JSON
+
+    def quantize(self, state: FlatState, reference: Reference | None) -> QuantizedState:
+        return QuantizedState(state, loss=self.loss)
+
+    def encode(
+        self,
+        state: FlatState,
+        reference: Reference | None,
+        *,
+        quantized: Mapping[str, QuantizedTensor] | None = None,
+        threads: int | None = None,
+    ) -> Iterator[EncodedRecord]:
+        return iter(self.records)
 
 
 class RewrittenCheckpoint(NamedTuple):
@@ -107,6 +139,78 @@ def write_again(
     return rewritten
 
 
+def write_reversed(
+    storage: Storage,
+    listing: Listing,
+    targets: Sequence[RewriteTarget],
+    transactions: ExitStack,
+    threads: int | None = None,
+    title: str = "",
+) -> list[RewrittenCheckpoint]:
+    """Write the payloads of checkpoints again without further loss, as deltas against newer checkpoints.
+
+    A chain is decoded from its keyframe on, and a delta names its parent's file. So all of them are encoded first, the
+    oldest first, and then written, the newest first. Memory: three states, and the encoded ones.
+
+    Args:
+        targets: the newest first: each comes after its parent, if that is one of them.
+        listing, transactions, threads, title: as for `write_again`.
+
+    Returns:
+        The checkpoints in the order of `targets`, in which they are to be committed.
+
+    Raises: as `write_again`.
+    """
+    encoded = _encode_reversed(storage, listing, targets, threads, title)
+    rewritten: dict[int, RewrittenCheckpoint] = {}
+    for target in targets:
+        manifest, step = target.manifest, target.manifest.step
+        parent = None if target.parent is None else listing.manifests[target.parent]
+        if target.parent in rewritten:
+            parent = rewritten[target.parent].after
+        transaction = transactions.enter_context(CheckpointTransaction(storage, listing, step, parent, None))
+        checkpoint = encoded.pop(step)
+        report = transaction.add(checkpoint.state, scheme=checkpoint, threads=threads)
+        after = transaction.rewritten_manifest(manifest, weights_only=target.weights_only)
+        names = transaction.written_names
+        entry = listing.directories[step]
+        listing = listing.replace(step, replace(entry, names=entry.names | names))
+        rewritten[step] = RewrittenCheckpoint(manifest, after, report, names, transaction)
+    return [*rewritten.values()]
+
+
+def _encode_reversed(
+    storage: Storage, listing: Listing, targets: Sequence[RewriteTarget], threads: int | None, title: str
+) -> dict[int, _EncodedCheckpoint]:
+    """By step, the records of checkpoints as deltas against their parents."""
+    by_step = {target.manifest.step: target for target in targets}
+    encoded: dict[int, _EncodedCheckpoint] = {}
+
+    def encode(target: RewriteTarget, decoded: DecodedFile, reference: Reference | None) -> None:
+        manifest = target.manifest
+        state = flatten(build_state(decoded, f"step {manifest.step}"))
+        scheme = Recode(decoded.reference.quantized, manifest.loss, manifest.scheme)
+        quantized = scheme.quantize(state, reference)
+        records = [*scheme.encode(quantized.state, reference, quantized=quantized.quantized, threads=threads)]
+        encoded[manifest.step] = _EncodedCheckpoint(manifest.scheme, replace(state, tensors={}), records, manifest.loss)
+
+    def decode_parent(target: RewriteTarget) -> Reference | None:
+        if target.parent is None:
+            return None
+        return decode_chain(store_chain(storage, listing.manifests[target.parent]), threads=threads).reference
+
+    waiting: tuple[RewriteTarget, DecodedFile] | None = None  # for its parent, which is decoded next as a rule
+    checkpoints = iter_checkpoints(storage, [target.manifest for target in targets], threads=threads)
+    for manifest, decoded in track(checkpoints, title, len(targets)):
+        if waiting is not None:
+            is_parent = waiting[0].parent == manifest.step
+            encode(*waiting, decoded.reference if is_parent else decode_parent(waiting[0]))
+        waiting = by_step[manifest.step], decoded
+    if waiting is not None:
+        encode(*waiting, decode_parent(waiting[0]))
+    return encoded
+
+
 def rewrite_as_keyframe(storage: Storage, manifest: Manifest, *, threads: int | None = None) -> RewrittenCheckpoint:
     """Rewrite a delta as a keyframe, and commit it; deltas that were made against it keep its old file.
 
@@ -125,7 +229,7 @@ def merge_orphaned_deltas(storage: Storage, *, threads: int | None = None) -> It
     """
     listing = scan(storage)
     with Task(f"compacting {storage.describe()}", len(orphaned_deltas(listing.visible))) as task:
-        for step in listing.visible:
+        for step in sorted(listing.visible, key=listing.depth):
             listing.raise_unreadable()
             manifest = listing.visible[step]
             if not is_orphaned(listing.visible, manifest):

@@ -93,6 +93,7 @@ class Store:
         copied = find_store(storage) if isinstance(storage, LocalStorage) else None
         self.storage = storage if copied is None else copied
         self.chain_limit, self._threads = self._writer.chain_limit, self._writer.threads
+        self.chain_limit.can_reverse = True
         self._mutex = ForkSafeLock()
         self._lister = Lister(self.storage)
         self._store_lock = StoreLock(self.storage, self._lister, self._mutex)
@@ -309,6 +310,8 @@ class Store:
         parent = listing.manifests.get(reference.step) if reference is not None else None
         if reference is None or parent is None or parent.step >= step:
             return None
+        if any(base.step == step for base in parent.bases):  # it is saved again, after a restore of an older one
+            return None
         if (parent.id, parent.digest) != (reference.id, reference.digest):
             return None  # saved again, or written again by another process, perhaps without moments
         if not self.chain_limit.allows_delta(ChainBytes.of_manifest(parent)):
@@ -474,7 +477,8 @@ class Store:
             dry_run: only return what would be done; the store is not locked.
             compact: delete also what a kept checkpoint depends on and no rule selects: the deltas that need it are
                 written again, as a keyframe and deltas against that.
-            defer: leave a chain as it is while one of its checkpoints keeps its moments: it may still grow.
+            defer: this follows a save: leave a chain as it is while one of its checkpoints keeps its moments, since it
+                may still grow, and let `chain_limit` say whether older checkpoints become deltas against newer ones.
             now: the time from which `Keep(within=)` counts back; None: the current time.
 
         Raises:
@@ -491,8 +495,10 @@ class Store:
             return prune(self.storage, self.scan(), keep, now, dry_run=True, **settings)
         with self._store_lock.for_writing():
             self._check_idle()
-            settled = self._settled if defer else None
-            plan = prune(self.storage, self.scan(), keep, now, dry_run=False, settled=settled, **settings)
+            if defer:
+                settings |= {"settled": self._settled, "wants_reverse": self.chain_limit.wants_reverse}
+            plan = prune(self.storage, self.scan(), keep, now, dry_run=False, **settings)
+            self.chain_limit.note_pruned(plan)
             self._follow_rewrites(plan.rewrite)
             return plan
 

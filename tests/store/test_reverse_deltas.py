@@ -1,0 +1,277 @@
+"""Older checkpoints of an ended chain become deltas against newer ones, so that retention holds no base for them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.faulty_storage import FaultyStorage
+from helpers.stores import PLACES_AND_BUCKET, Linkless, place
+from helpers.strategies import difference
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import shrinkpoint as sp
+from shrinkpoint.errors import ShrinkpointError, VersionError
+from shrinkpoint.storage import LocalStorage, MemoryStorage, Storage
+from shrinkpoint.store import Keep, Store
+from shrinkpoint.store import manifest as manifests
+from shrinkpoint.store.chain import file_sizes
+from shrinkpoint.store.chain_limit import DISK_TOLERANCE, FileSizes, choose_spacing
+
+
+def near(step: int) -> dict[str, Any]:
+    """A state of 32 kB, of which little differs from that of another step."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(2, 4096, generator=generator)
+    generator.manual_seed(step + 1)
+    weights[0, :400] += torch.randn(400, generator=generator)
+    return {"model": {"a": weights[0].clone(), "b": weights[1].clone()}, "step": step}
+
+
+def save_next(store: Store, keep: Keep, step: int) -> None:
+    """Save as a manager does."""
+    store.chain_limit.keep = keep
+    store.save(step, near(step), metrics={"val_loss": float(step % 5)})
+    store.prune(keep, dry_run=False, defer=True)
+
+
+def assert_loads(store: Store) -> None:
+    """Everything that is listed loads bit for bit, through the store and by the names that files have of each other."""
+    for step in store.steps():
+        assert difference(store.load(step, keep=False), near(step)) is None
+        if isinstance(store.storage, LocalStorage):
+            path = store.storage.path / store.manifest(step).key(store.manifest(step).payloads[0].name)
+            assert difference(sp.load(path), near(step)) is None
+    assert all(finding.loads for finding in store.verify(deep=True))
+
+
+@pytest.fixture(params=PLACES_AND_BUCKET)
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    return place(request.param, tmp_path / "store")
+
+
+@pytest.mark.parametrize("last", [2, 3, 5])
+def test_what_is_kept_hangs_on_the_newest_keyframe(storage: Storage, last: int) -> None:
+    with Store(storage, threads=1) as store:
+        held = []
+        for step in range(4 * last + 8):
+            save_next(store, Keep(last=last), step)
+            assert_loads(store)
+            keyframes = [manifest for manifest in store.list() if not manifest.bases]
+            assert len(keyframes) <= 1 + (step == last)
+            held.append(sum(file_sizes(store.list()).values()))
+        assert {link.digest for one in store.list() for link in one.bases} & {one.digest for one in store.list()}
+    assert max(held) < 2 * held[0]  # two chains would hold more
+
+
+def test_the_newest_of_a_chain_that_begins_needs_one_file_and_older_ones_need_newer_ones(tmp_path: Path) -> None:
+    with Store(tmp_path, threads=1, keyframe_every=3) as store:
+        for step in range(4):
+            save_next(store, Keep(last=3), step)
+        chains = {one.step: [base.step for base in one.bases] for one in store.list()}
+    assert chains == {3: [], 2: [3], 1: [3, 2]}
+
+
+def test_a_run_goes_on_from_a_checkpoint_that_was_written_again(storage: Storage) -> None:
+    with Store(storage, threads=1, keyframe_every=3) as store:
+        for step in range(4):
+            save_next(store, Keep(last=3), step)
+    with Store(storage, threads=1, keyframe_every=5) as again:
+        assert difference(again.load(1), near(1)) is None
+        save_next(again, Keep(last=3), 2)  # one that the delta could hang on itself
+        assert_loads(again)
+        assert again.load(2, keep=False)["step"] == 2 and again.manifest().step == 2
+        again.load(1)
+        save_next(again, Keep(last=3), 7)
+        assert_loads(again)
+
+
+def test_the_best_stays_whatever_goes_and_what_stays_for_good_becomes_a_keyframe(tmp_path: Path) -> None:
+    keep = Keep(last=2, best=1, every=7)
+    with Store(tmp_path, threads=1) as store:
+        for step in range(1, 31):
+            save_next(store, keep, step)
+            assert_loads(store)
+        assert {7, 14, 21, 28, 30, 29} <= {*store.steps()}
+        assert {0.0} == {store.manifest(step).metrics["val_loss"] for step in store.steps()} - {2.0, 1.0, 4.0, 3.0}
+        for step in (7, 14, 21):
+            assert not {base.step for base in store.manifest(step).bases} - {*range(7, 29, 7)}
+
+
+@pytest.mark.parametrize("keep", [Keep(last=4, every=2), Keep(last=5, every=3, best=2), Keep(every=2), Keep(best=3)])
+def test_no_checkpoint_hangs_on_itself(tmp_path: Path, keep: Keep) -> None:
+    with Store(tmp_path, threads=1) as store:
+        for step in range(1, 25):
+            save_next(store, keep, step)
+            assert_loads(store)
+
+
+def test_a_mirror_takes_over_what_was_written_again(tmp_path: Path) -> None:
+    with sp.CheckpointManager(tmp_path / "run", keep=Keep(last=3), mirror=tmp_path / "mirror", threads=1) as manager:
+        for step in range(12):
+            manager.save(step, rng=False, extra=near(step))
+        manager.flush()
+        assert manager.mirror is not None
+        for step in manager.mirror.steps():
+            assert difference(manager.mirror.load(step, keep=False)["extra"], near(step)) is None
+        assert manager.mirror.steps() == manager.store.steps()
+        assert manager.mirror.scan().orphans() == []
+
+
+def test_a_reader_of_earlier_formats_says_that_a_newer_release_wrote_this(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Store(tmp_path, threads=1, keyframe_every=3) as store:
+        for step in range(4):
+            save_next(store, Keep(last=3), step)
+    monkeypatch.setattr(manifests, "REVERSE_FORMAT", 9)
+    with pytest.raises(VersionError, match="format 3"):
+        Store(tmp_path).load(2)
+    assert Store(tmp_path).load(3)["step"] == 3
+
+
+def chains_to_be_reversed(storage: Storage) -> Store:
+    """A store right before its older checkpoints are written again."""
+    store = Store(storage, threads=1, keyframe_every=3)
+    for step in range(3):
+        save_next(store, Keep(last=3), step)
+    store.save(3, near(3), metrics={"val_loss": 0.0})
+    store.close()
+    return store
+
+
+def faults(make: type[Storage]) -> Iterator[tuple[int, bool]]:
+    counted = FaultyStorage(make())
+    chains_to_be_reversed(counted)
+    before = counted.calls
+    reverse(counted)
+    assert "put" in {call.split()[0] for call in counted.log[before:]}
+    for call in range(before + 1, counted.calls + 1):
+        yield from ((call, late) for late in (False, True))
+
+
+def reverse(storage: Storage) -> None:
+    store = Store(storage, threads=1, keyframe_every=3)
+    store.chain_limit.keep = Keep(last=3)
+    store.chain_limit._delta_ratio = 0.1  # as a process has it that wrote the chain
+    store.prune(Keep(last=3), dry_run=False, defer=True)
+
+
+@pytest.mark.parametrize("make", [MemoryStorage, Linkless])
+def test_a_fault_at_any_call_leaves_checkpoints_that_load(make: type[Storage]) -> None:
+    for call, late in faults(make):
+        faulty = FaultyStorage(make(), call, late=late, dead=True)
+        chains_to_be_reversed(faulty)
+        with suppress(ShrinkpointError):
+            reverse(faulty)
+        faulty.inner, inner = MemoryStorage(), faulty.inner
+        after = Store(inner, threads=1, keyframe_every=3)
+        assert {1, 2, 3} <= {*after.steps()}
+        assert_loads(after)
+        reverse(inner)
+        with Store(inner, threads=1) as last:
+            last.lock()  # removes what was interrupted
+            assert_loads(last)
+            assert list(last.steps()) == [1, 2, 3]
+            assert last.scan().orphans() == []
+            assert sum(not manifest.bases for manifest in last.list()) == 1
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    kind=st.sampled_from(["local", "linkless"]),
+    every=st.sampled_from([None, 2, 3, 20]),
+    actions=st.lists(st.sampled_from(["save", "save", "save", "again", "back", "reopen"]), min_size=4, max_size=14),
+    keep=st.builds(
+        Keep, last=st.integers(1, 4), every=st.none() | st.integers(2, 4), best=st.none() | st.integers(1, 2)
+    ),
+)
+def test_any_run_under_any_rules_keeps_what_is_selected(kind: str, every: Any, actions: list[str], keep: Keep) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        storage = place(kind, Path(folder))
+        store, step = Store(storage, keyframe_every=every, threads=1), 0
+        for action in actions:
+            if action == "reopen":
+                store.close()
+                store = Store(storage, keyframe_every=every, threads=1)
+            elif action == "back" and store.steps():
+                step = store.steps()[0]
+                store.load(step)
+            else:
+                step += action != "again"
+                save_next(store, keep, step)
+                assert_loads(store)
+                assert store.manifest().step == step
+        store.close()
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    keyframe=st.floats(0.02, 1.0),
+    delta=st.floats(0.01, 1.0),
+    reverse=st.floats(0.8, 1.2),
+    kept=st.integers(1, 12),
+    longest=st.integers(1, 24),
+    can_reverse=st.booleans(),
+)
+def test_the_spacing_holds_what_a_run_would_hold(
+    keyframe: float, delta: float, reverse: float, kept: int, longest: int, can_reverse: bool
+) -> None:
+    """Against a run that is played file by file: the bytes on the disk, their limit, and no way that holds far less."""
+    assume(delta <= keyframe)
+    sizes = FileSizes(keyframe, delta, min(delta * reverse, keyframe), 1.0)
+    chosen = choose_spacing(sizes, kept, longest, can_reverse=can_reverse)
+    held = played(sizes, kept, chosen.every, chosen.reverse)
+    assert sum(held) / len(held) == pytest.approx(chosen.disk)
+    assert max(held) <= kept * 1.000001
+    ways = [played(sizes, kept, every, False) for every in range(1, longest + 1)]
+    if can_reverse and longest >= kept:
+        ways += [played(sizes, kept, every, True) for every in range(kept, longest + 1)]
+    allowed = [sum(way) / len(way) for way in ways if max(way) <= kept]
+    if not can_reverse:
+        assert chosen.disk <= DISK_TOLERANCE * min(allowed) * 1.000001
+
+
+def played(sizes: FileSizes, kept: int, every: int, reverse: bool) -> list[float]:
+    """Bytes on the disk after each save of some chains, once the run is long enough."""
+    files: dict[int, float] = {}
+    held = []
+    saves = every * (2 + 2 * (kept + every) // every)
+    for step in range(saves):
+        files[step] = sizes.delta if step % every else sizes.keyframe
+        begin = step - step % every
+        oldest = max(0, step - kept + 1)
+        if reverse:
+            if step == begin:  # what is older hangs on this one
+                files = {other: sizes.reverse for other in files if oldest <= other < step} | {step: files[step]}
+            files = {other: size for other, size in files.items() if other >= oldest or begin <= other}
+        else:
+            files = {other: size for other, size in files.items() if other >= oldest - oldest % every}
+        held.append(sum(files.values()))
+    return held[-every:]
+
+
+def test_where_deltas_save_little_there_are_keyframes_alone() -> None:
+    sizes = FileSizes(0.79, 0.76, 0.77, 1.0)
+    for kept in (1, 2, 3, 10):
+        assert choose_spacing(sizes, kept, 20, can_reverse=True).every == 1
+
+
+def test_where_deltas_are_small_a_chain_is_longer_than_what_is_kept() -> None:
+    spacing = choose_spacing(FileSizes(0.8, 0.01, 0.01, 1.0), 2, 20, can_reverse=True)
+    assert spacing.reverse and spacing.every > 5 and spacing.disk < 0.86
+
+
+def test_deltas_of_a_third_are_written_again_and_take_no_second_keyframe() -> None:
+    sizes = FileSizes(0.04, 0.012, 0.012, 1.0)
+    spacing = choose_spacing(sizes, 3, 20, can_reverse=True)
+    assert spacing.reverse and spacing.disk <= DISK_TOLERANCE * (0.04 + 2 * 0.012)
+    assert not choose_spacing(sizes, 3, 20, can_reverse=False).reverse
+    assert choose_spacing(replace(sizes, delta=0.039, reverse=0.039), 3, 20, can_reverse=True).every == 1
