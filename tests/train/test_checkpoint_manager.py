@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -312,3 +313,33 @@ def test_a_manager_can_be_used_again_after_close() -> None:
         manager.close()
         manager.close()
     assert manager.restore().extra == 2
+
+
+def test_the_best_and_the_latest_are_found_by_name(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    keep = Keep(last=9, best=1, metric="score", mode="max")
+    with CheckpointManager(tmp_path, keep=keep) as manager:
+        assert (manager.latest_step(), manager.best_step()) == (None, None)
+        for step, score in enumerate([0.1, 0.7, 0.7, math.nan, 0.2]):
+            model.weight.data.fill_(step)
+            manager.save(step, model=model, metrics={"score": score, "val_loss": score})
+        assert (manager.latest_step(), manager.best_step(), manager.best_step("val_loss")) == (4, 2, 0)
+        assert manager.best_step("val_loss", "max") == 2 and manager.best_step("other") is None
+        for name, step in (("best", 2), ("latest", 4)):
+            restored = manager.restore(name, model=model)
+            assert restored is not None and restored.step == step and (model.weight == step).all()
+        manager.restore("best", model=model)
+        manager.save(3, model=model, metrics={"score": 0.3})
+        assert (manager.latest_step(), manager.best_step()) == (3, 2)
+
+
+def test_what_is_no_step_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, model=model, metrics={"loss": 1.0})
+        with pytest.raises(PolicyError, match="'latest' or 'best'"):
+            manager.restore("newest", model=model)
+        with pytest.raises(NotFoundError, match="no best checkpoint"):
+            manager.restore("best", model=model)
+        with pytest.raises(PolicyError, match="mode"):
+            manager.best_step("loss", "lowest")

@@ -204,6 +204,25 @@ def test_other_rules_hold_no_more_than_what_they_keep(tmp_path: Path, keep: Keep
             assert disk_bytes(tmp_path) <= count * loop.plain_bytes + SMALL_FILES
 
 
+@pytest.mark.parametrize(
+    ("scheme", "last"), [("lossless", 1), ("lossless", 2), *((SCHEMES[1], last) for last in (1, 2, 4))]
+)
+def test_a_store_holds_hardly_more_than_one_keyframe_and_deltas(tmp_path: Path, scheme: str, last: int) -> None:
+    """Or than keyframes alone, where they are smaller together."""
+    loop, saves = Loop(), 12
+    places = {"kept": {"keep": Keep(last=last)}, "keyframes": {"keyframe_every": 1}, "deltas": {"keyframe_every": None}}
+    managers = {name: CheckpointManager(tmp_path / name, scheme=scheme, **kwargs) for name, kwargs in places.items()}
+    held = []
+    for step in range(saves):
+        loop.train()
+        reports = {name: manager.save(step, rng=False, **loop.objects) for name, manager in managers.items()}
+        held.append(disk_bytes(tmp_path / "kept"))
+    keyframe, delta = (reports[name].stored_bytes for name in ("keyframes", "deltas"))
+    best = min(last * keyframe, keyframe + (last - 1) * delta)
+    assert sum(held[-4:]) / 4 <= 1.06 * best + last * 2_000  # and a manifest each
+    assert {manager.close() for manager in managers.values()} == {None}
+
+
 def test_deltas_that_gain_much_are_written_whatever_is_kept(tmp_path: Path) -> None:
     loop = Loop()
     loop.train()

@@ -8,7 +8,7 @@ written again, as deltas against newer checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from shrinkpoint.store.chain import chain_links
@@ -120,6 +120,7 @@ def _reverse(sizes: FileSizes, kept: int, every: int) -> Spacing | None:
     older = [max(0, kept - 1 - position) * sizes.reverse for position in range(every)]
     held = [sizes.keyframe + position * sizes.delta + older[position] for position in range(every)]
     is_within = max(held) <= kept * sizes.plain and chain + held[0] <= (kept + 1) * sizes.plain
+    is_within &= older[0] <= 2 * sizes.plain  # they are in memory at once
     return Spacing(every, True, sum(held) / every, (chain + older[0]) / every) if is_within else None
 
 
@@ -133,14 +134,15 @@ class ChainLimit:
         keyframe_every: the greatest number of files; None: neither number nor bytes to read end a chain.
 
     Attributes:
-        can_reverse: whether the caller writes checkpoints of an ended chain again, where `wants_reverse` says so.
+        can_reverse: whether the caller writes checkpoints of this many bytes of tensors again, where `wants_reverse`
+            says so.
         keep: the rules by which the caller deletes checkpoints; None: it keeps all, or nobody knows.
         kept: number of checkpoints that the rules selected last, but for those that stay for good.
     """
 
     def __init__(self, keyframe_every: int | None) -> None:
         self._keyframe_every = keyframe_every
-        self.can_reverse = False
+        self.can_reverse: Callable[[int], bool] = lambda raw_bytes: False
         self.keep: Keep | None = None
         self.kept = 1
         self._delta_ratio: float | None = None  # bytes of the last delta for each byte of its state; None: not known
@@ -184,7 +186,7 @@ class ChainLimit:
 
     def wants_reverse(self, keyframe: Manifest) -> bool:
         """True if what is kept of older chains is to be written again after a keyframe."""
-        if not self.can_reverse or self.keep is None or self._delta_ratio is None or keyframe.bases:
+        if self.keep is None or self._delta_ratio is None or keyframe.bases:
             return False
         self._plain = keyframe.raw_bytes
         return self._spacing(keyframe.stored_bytes, self._delta_ratio * self._plain, self._plain).reverse
@@ -207,7 +209,7 @@ class ChainLimit:
         assert self.keep is not None
         reverse = delta if self._reverse_ratio is None else self._reverse_ratio * plain
         sizes = FileSizes(keyframe, delta, reverse, plain)
-        can_reverse = self.can_reverse and self.keep.moments_last is None
+        can_reverse = self.keep.moments_last is None and self.can_reverse(plain)
         longest = _MAX_SPACING if self._keyframe_every is None else self._keyframe_every
         if self.keep.every is not None or self.keep.best is not None:  # one checkpoint may keep a whole chain
             longest = min(longest, 1 + max(0, int((plain - keyframe) / max(delta, 1))))

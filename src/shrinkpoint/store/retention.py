@@ -196,11 +196,15 @@ def _has_metric(manifest: Manifest, keep: Keep) -> bool:
     return not math.isnan(manifest.metrics.get(keep.metric, math.nan))
 
 
-def _best_matches(visible: list[Manifest], keep: Keep, count: int) -> Iterable[tuple[int, str]]:
+def best_first(visible: Iterable[Manifest], keep: Keep) -> list[Manifest]:
+    """The checkpoints that have the metric of a rule `best`, the best first, of equals the newer one."""
     sign = 1.0 if keep.mode == "min" else -1.0
-    rated = [manifest for manifest in reversed(visible) if _has_metric(manifest, keep)]
-    rated.sort(key=lambda manifest: sign * manifest.metrics[keep.metric])  # of equals the newer one
-    for rank, manifest in enumerate(rated[:count], 1):
+    rated = [manifest for manifest in reversed(oldest_first(visible, place_of)) if _has_metric(manifest, keep)]
+    return sorted(rated, key=lambda manifest: sign * manifest.metrics[keep.metric])
+
+
+def _best_matches(visible: list[Manifest], keep: Keep, count: int) -> Iterable[tuple[int, str]]:
+    for rank, manifest in enumerate(best_first(visible, keep)[:count], 1):
         yield manifest.step, f"{keep.metric} {manifest.metrics[keep.metric]:.6g} is number {rank} of the best {count}"
 
 

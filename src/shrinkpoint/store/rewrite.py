@@ -24,7 +24,11 @@ from shrinkpoint.store.transaction import CheckpointTransaction
 from shrinkpoint.tensors.dtypes import materialize
 from shrinkpoint.tensors.flat_state import FlatState, flatten, without_optimizer_state
 from shrinkpoint.tensors.info import JSON, EncodedRecord
+from shrinkpoint.tensors.memory import available_bytes
 from shrinkpoint.tensors.optimizers import has_optimizer_state
+
+_REVERSE_STATES = 6
+"""States for which there must be memory: those that `write_reversed` takes, and one that the system caches files in."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,15 @@ def write_again(
     return rewritten
 
 
+def has_memory_to_reverse(raw_bytes: int) -> bool:
+    """True if there is memory for `write_reversed`, as far as the system says.
+
+    Args:
+        raw_bytes: of the tensors of one state.
+    """
+    return available_bytes() == 0 or available_bytes() > _REVERSE_STATES * raw_bytes
+
+
 def write_reversed(
     storage: Storage,
     listing: Listing,
@@ -150,7 +163,7 @@ def write_reversed(
     """Write the payloads of checkpoints again without further loss, as deltas against newer checkpoints.
 
     A chain is decoded from its keyframe on, and a delta names its parent's file. So all of them are encoded first, the
-    oldest first, and then written, the newest first. Memory: three states, and the encoded ones.
+    oldest first, and then written, the newest first. Memory: three states, and the encoded ones, up to two more.
 
     Args:
         targets: the newest first: each comes after its parent, if that is one of them.

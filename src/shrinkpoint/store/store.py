@@ -41,7 +41,7 @@ from shrinkpoint.store.manifest import Manifest, check_lossy_restores, check_not
 from shrinkpoint.store.newest import restore_first
 from shrinkpoint.store.prune import prune
 from shrinkpoint.store.retention import Keep, PrunePlan, check_keep
-from shrinkpoint.store.rewrite import merge_orphaned_deltas, rewrite_as_keyframe
+from shrinkpoint.store.rewrite import has_memory_to_reverse, merge_orphaned_deltas, rewrite_as_keyframe
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.store.step_storage import find_store
 from shrinkpoint.store.store_html import store_html
@@ -93,7 +93,7 @@ class Store:
         copied = find_store(storage) if isinstance(storage, LocalStorage) else None
         self.storage = storage if copied is None else copied
         self.chain_limit, self._threads = self._writer.chain_limit, self._writer.threads
-        self.chain_limit.can_reverse = True
+        self.chain_limit.can_reverse = has_memory_to_reverse
         self._mutex = ForkSafeLock()
         self._lister = Lister(self.storage)
         self._store_lock = StoreLock(self.storage, self._lister, self._mutex)

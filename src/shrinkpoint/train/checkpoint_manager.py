@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import nn
 
@@ -30,7 +30,7 @@ from shrinkpoint.store.chain import manifest_identity, use_current
 from shrinkpoint.store.history import place_of
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.mirror import Mirror
-from shrinkpoint.store.retention import NO_METRIC, check_keep
+from shrinkpoint.store.retention import NO_METRIC, best_first, check_keep
 from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.store.store import restore_newest
 from shrinkpoint.tensors.flat_state import FlatState, flatten
@@ -154,6 +154,31 @@ class CheckpointManager(BackgroundSaver):
         """
         return self._schedule is not None and self._schedule.reached_preemption
 
+    def latest_step(self) -> int | None:
+        """The step that was saved last, which `restore()` tries first; None in an empty store. A mirror is not asked.
+
+        Raises:
+            StorageError: the store cannot be read.
+        """
+        return self.store.manifest().step if self.store.has_checkpoint() else None
+
+    def best_step(self, metric: str | None = None, mode: Literal["min", "max"] = "min") -> int | None:
+        """The step with the best value of a metric, of equals the newer one; None if none has it, or only nan.
+
+        Args:
+            metric: name under which it was passed to `save`; None: that of `keep`, with its mode, or else "val_loss".
+            mode: "min" or "max".
+
+        Raises:
+            PolicyError: another mode.
+            StorageError: the store cannot be read.
+        """
+        rule = Keep(best=1, metric=metric or "val_loss", mode=mode)
+        if metric is None and self._keep is not None and self._keep.best is not None:
+            rule = self._keep
+        best = best_first(self.store.list(), rule)
+        return best[0].step if best else None
+
     @property
     def mirror_lag(self) -> int:
         """Number of checkpoints that are committed, and not in the mirror yet; 0 without a mirror."""
@@ -256,7 +281,7 @@ class CheckpointManager(BackgroundSaver):
 
     def restore(
         self,
-        step: int | None = None,
+        step: int | Literal["latest", "best"] | None = None,
         *,
         model: Any = None,
         optimizer: Any = None,
@@ -270,9 +295,9 @@ class CheckpointManager(BackgroundSaver):
         """Load a checkpoint into the objects of the loop.
 
         Args:
-            step: None: the newest checkpoint that loads, which is the one that was saved last, and the result lists
-                those that were skipped. A number: that checkpoint or an error; the next save goes on from there, and
-                the checkpoints saved after it count as older.
+            step: None or "latest": the newest checkpoint that loads, which is the one that was saved last, and the
+                result lists those that were skipped. A number, or "best" for `best_step()`: that checkpoint or an
+                error; the next save goes on from there, and the checkpoints saved after it count as older.
             model, optimizer, scheduler, more: what was passed to `save`; objects that are left out are not changed.
             rng: set the random generators too, if they were saved.
             strict: False: a model may lack keys or have others, and objects that were not saved are not changed;
@@ -303,6 +328,7 @@ class CheckpointManager(BackgroundSaver):
         """
         start = time.perf_counter()
         self.join()
+        step = self._find_step(step)
         objects = _check_names({"model": model, "optimizer": optimizer, "scheduler": scheduler, **more})
         selection = None if only is None else partial_restore.select_parts(objects, only)
         weights_only = not state_dicts.has_optimizer(objects)
@@ -327,6 +353,22 @@ class CheckpointManager(BackgroundSaver):
         self._resume_from(checkpoint.manifest)
         seconds, extra = time.perf_counter() - start, checkpoint.state.get("extra")
         return RestoreResult.from_manifest(checkpoint.manifest, seconds, extra=extra, **fields)
+
+    def _find_step(self, step: int | str | None) -> int | None:
+        """The step that `restore` is asked for; None: the newest that loads."""
+        if not isinstance(step, str) or step == "latest":
+            return None if isinstance(step, str) else step
+        where = self.store.storage.describe()
+        if step != "best":
+            raise validate.argument_error("step", step, "a number, None, 'latest' or 'best'", "name one of them")
+        best = self.best_step()
+        if best is None:
+            expected, do = (
+                "one with the metric of best_step()",
+                "pass metrics= to save, or restore by a number",
+            )
+            raise NotFoundError(where, found="no best checkpoint", expected=expected, do=do)
+        return best
 
     def _last_reference(self) -> Reference | None:
         return self.store.reference
