@@ -3,8 +3,9 @@
     python benchmarks/crash_recovery.py --kills 200
 
 The loop writes two lines beside every save: `begin STEP DIGEST DIGEST` before it, with the digests of all and of the
-weights, and `done STEP` once the library has said that the checkpoint is committed. Retention deletes the moments of
-older checkpoints (`Keep(moments_last=2)`). After a kill all of this must hold, or the kill counts as failed:
+weights, and `done STEP` once the library has said that the checkpoint is committed. In the background retention
+deletes the moments of older checkpoints (`Keep(moments_last=2)`), else it writes them again as deltas against newer
+ones. After a kill all of this must hold, or the kill counts as failed:
 
 * the store opens, and `restore` skips nothing;
 * what it returns is not older than the last `done`, and has the digest of that step's `begin`;
@@ -38,8 +39,7 @@ from torch.optim import AdamW
 
 import shrinkpoint as sp
 
-EVERY, LAST = 100, 6
-KEYFRAME_EVERY = 4
+EVERY, LAST = 100, 3
 MOST_SAVES = 12
 """After its first save a loop is killed somewhere in one of so many: by the clock a busy machine may not get there."""
 SAVE_SECONDS = 0.025
@@ -54,8 +54,10 @@ def make() -> tuple[nn.Module, AdamW]:
 
 
 def manager_of(store: Path, background: bool) -> sp.CheckpointManager:
-    keep = sp.Keep(last=LAST, every=EVERY, moments_last=2)  # each chain is written again once it has ended
-    return sp.CheckpointManager(store, keep=keep, keyframe_every=KEYFRAME_EVERY, background=background)
+    if background:  # each chain is written again without moments once it has ended
+        keep = sp.Keep(last=2 * LAST, every=EVERY, moments_last=2)
+        return sp.CheckpointManager(store, keep=keep, keyframe_every=4, background=True)
+    return sp.CheckpointManager(store, keep=sp.Keep(last=LAST, every=EVERY))  # as deltas against newer ones
 
 
 def advance(model: nn.Module, optimizer: AdamW, step: int) -> None:
@@ -149,6 +151,7 @@ class Kill:
         done, restored: newest step reported as committed, and step that `restore` returned (0: none).
         checked: checkpoints loaded and compared.
         weights_only: of these, those whose moments retention had deleted.
+        reversed: of these, deltas against newer ones.
         empty: empty directories in the store after the checks.
         seconds: that the checks took.
         problems: empty when all is well.
@@ -161,6 +164,7 @@ class Kill:
     restored: int = 0
     checked: int = 0
     weights_only: int = 0
+    reversed: int = 0
     empty: int = 0
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
@@ -205,6 +209,7 @@ def _check_others(store: Path, diary: Diary, kill: Kill) -> None:
     with sp.Store(store) as chain:
         for step in chain.steps()[-12:]:
             state = chain.load(step, keep=False)
+            kill.reversed += any(base.step > step for base in chain.manifest(step).bases)
             if chain.manifest(step).weights_only:
                 _compare(kill, diary, step, [digest(state["model"])])
                 kill.weights_only += 1
@@ -315,6 +320,7 @@ def summary(kills: list[Kill]) -> dict[str, Any]:
         "steps saved": max((kill.restored for kill in kills), default=0),
         "checkpoints compared": sum(kill.checked for kill in kills),
         "  of these with weights only": sum(kill.weights_only for kill in kills),
+        "  of these deltas against newer ones": sum(kill.reversed for kill in kills),
         "uncommitted steps restored": sum(kill.restored > kill.done for kill in kills),
         "empty directories at the end": kills[-1].empty if kills else 0,
         "failed": sum(bool(kill.problems) for kill in kills),

@@ -47,6 +47,14 @@ def resumed(storage: Storage) -> Store:
     return store
 
 
+def save_and_reverse(store: Store) -> None:
+    """Write a keyframe, and the older checkpoints again as deltas against it."""
+    keep = store.chain_limit.keep = Keep(last=4)
+    store.chain_limit._delta_ratio = 0.1  # as a process has it that wrote the chain
+    store.save(6, state(6), keyframe=True)
+    store.prune(keep, dry_run=False, defer=True)
+
+
 ACTS: dict[str, tuple[Act, dict[int, int]]] = {
     "save": (lambda store: store.save(6, state(6)), {6: 6}),
     "keyframe": (lambda store: store.save(6, state(6), keyframe=True), {6: 6}),
@@ -56,6 +64,7 @@ ACTS: dict[str, tuple[Act, dict[int, int]]] = {
     "make a keyframe": (lambda store: store.compact(3), {}),
     "merge": (lambda store: (store.forget(2), store.compact(), store.prune(dry_run=False)), {}),
     "weights only": (lambda store: store.prune(Keep(moments_last=1), dry_run=False), {}),
+    "reverse": (lambda store: save_and_reverse(store), {6: 6}),
     "compacting prune": (lambda store: store.prune(Keep(every=2), dry_run=False, compact=True), {}),
 }
 MAY_GO = {"forget": {3}, "merge": {2}, "compacting prune": {1}}

@@ -72,17 +72,26 @@ class Spacing:
         every: number of checkpoints in a chain; 1: keyframes alone.
         reverse: when a chain has ended, the checkpoints of it that are kept are written again, each as a delta against
             the next newer one, so that the chain's files can go.
-        disk: bytes that retention holds, on the average over a chain.
+        disk, most: bytes that retention holds, on the average over a chain and at most.
         written: bytes that are written for each checkpoint, those that are written again included.
     """
 
     every: int
     reverse: bool
     disk: float
+    most: float
     written: float
 
 
-def choose_spacing(sizes: FileSizes, kept: int, longest: int, *, can_reverse: bool) -> Spacing:
+def choose_spacing(
+    sizes: FileSizes,
+    kept: int,
+    longest: int,
+    *,
+    can_reverse: bool,
+    alone: bool = False,
+    least: int | None = None,
+) -> Spacing:
     """The way to write that holds the fewest bytes, or writes less and holds hardly more.
 
     No way is considered that at any time would hold more bytes than plain checkpoints, of which there is one more while
@@ -92,36 +101,39 @@ def choose_spacing(sizes: FileSizes, kept: int, longest: int, *, can_reverse: bo
         kept: number of the newest checkpoints that retention keeps.
         longest: greatest number of checkpoints in a chain.
         can_reverse: whether checkpoints may be written again.
+        alone: a chain may stay for a single checkpoint, which other rules keep.
+        least: number of checkpoints that are kept at any time: the best may be one of the last. None: `kept`.
     """
-    ways = [Spacing(1, False, kept * sizes.keyframe, sizes.keyframe)]
+    ways = [Spacing(1, False, kept * sizes.keyframe, kept * sizes.keyframe, sizes.keyframe)]
     lengths = range(2, min(longest, _MAX_SPACING) + 1)
-    ways += filter(None, (_forward(sizes, kept, every) for every in lengths))
+    forward = (_forward(sizes, kept, every) for every in lengths)
+    ways += (way for way in forward if not alone or way.every * way.written <= sizes.plain)
     if can_reverse:
-        ways += filter(None, (_reverse(sizes, kept, every) for every in lengths if every >= kept > 1))
+        ways += (way for every in lengths if every >= kept > 1 for way in _reverse(sizes, kept, every))
+    ways[1:] = [way for way in ways[1:] if way.most <= (kept if least is None else least) * sizes.plain]
     smallest = min(ways, key=lambda way: way.disk)
     fastest = min((way for way in ways if way.disk <= DISK_TOLERANCE * smallest.disk), key=lambda way: way.written)
     return fastest if fastest.written <= WRITE_GAIN * smallest.written else smallest
 
 
-def _forward(sizes: FileSizes, kept: int, every: int) -> Spacing | None:
-    """Chains of which all files stay until none of their checkpoints is kept; None if they would hold too much."""
+def _forward(sizes: FileSizes, kept: int, every: int) -> Spacing:
+    """Chains of which all files stay until none of their checkpoints is kept."""
     chain = sizes.keyframe + (every - 1) * sizes.delta
     held = [
         -(-max(0, kept - position - 1) // every) * chain + sizes.keyframe + position * sizes.delta
         for position in range(every)
     ]
-    is_within = max(held) <= kept * sizes.plain
-    return Spacing(every, False, sum(held) / every, chain / every) if is_within else None
+    return Spacing(every, False, sum(held) / every, max(held), chain / every)
 
 
-def _reverse(sizes: FileSizes, kept: int, every: int) -> Spacing | None:
-    """Chains of which only a keyframe, and deltas against it in both directions, stay; None if they hold too much."""
+def _reverse(sizes: FileSizes, kept: int, every: int) -> Iterator[Spacing]:
+    """Chains of which only a keyframe, and deltas against it in both directions, stay; none if that takes too much."""
     chain = sizes.keyframe + (every - 1) * sizes.delta
     older = [max(0, kept - 1 - position) * sizes.reverse for position in range(every)]
     held = [sizes.keyframe + position * sizes.delta + older[position] for position in range(every)]
-    is_within = max(held) <= kept * sizes.plain and chain + held[0] <= (kept + 1) * sizes.plain
-    is_within &= older[0] <= 2 * sizes.plain  # they are in memory at once
-    return Spacing(every, True, sum(held) / every, (chain + older[0]) / every) if is_within else None
+    # While they are written again, the chain and what takes its place are on the disk, and the latter is in memory.
+    if chain + held[0] <= (kept + 1) * sizes.plain and older[0] <= 2 * sizes.plain:
+        yield Spacing(every, True, sum(held) / every, max(held), (chain + older[0]) / every)
 
 
 class ChainLimit:
@@ -211,9 +223,8 @@ class ChainLimit:
         sizes = FileSizes(keyframe, delta, reverse, plain)
         can_reverse = self.keep.moments_last is None and self.can_reverse(plain)
         longest = _MAX_SPACING if self._keyframe_every is None else self._keyframe_every
-        if self.keep.every is not None or self.keep.best is not None:  # one checkpoint may keep a whole chain
-            longest = min(longest, 1 + max(0, int((plain - keyframe) / max(delta, 1))))
-        return choose_spacing(sizes, self._kept, longest, can_reverse=can_reverse)
+        alone, best = self.keep.every is not None or self.keep.best is not None, self.keep.best or 0
+        return choose_spacing(sizes, self._kept, longest, can_reverse=can_reverse, alone=alone, least=self._kept - best)
 
     @property
     def _kept(self) -> int:
