@@ -66,6 +66,7 @@ STUDIES = (
     Study("transfer", 130, suffix=".jsonl"),
     Study("rework", 90, suffix=".jsonl"),
     Study("wire", 1400, suffix=".jsonl"),
+    Study("retention", 12),
     Study("gradients", 7, ("--steps", "20", "--seeds", "1", "--only", "none", "q4:64", "lowrank4"), 1),
     Study("link", 15, ("--smoke",), 2, root=True),
 )

@@ -54,14 +54,15 @@ class FileSizes:
 
     Attributes:
         keyframe, delta: of a checkpoint, in either form.
-        reverse: of a checkpoint as a delta against a newer one.
         plain: of a checkpoint of `torch.save`.
+        reverse: of a checkpoint as a delta against a newer one; None: not known yet, and so taken for `delta`, and for
+            twice that where it must not be too large.
     """
 
     keyframe: float
     delta: float
-    reverse: float
     plain: float
+    reverse: float | None = None
 
 
 @dataclass(frozen=True)
@@ -129,10 +130,14 @@ def _forward(sizes: FileSizes, kept: int, every: int) -> Spacing:
 def _reverse(sizes: FileSizes, kept: int, every: int) -> Iterator[Spacing]:
     """Chains of which only a keyframe, and deltas against it in both directions, stay; none if that takes too much."""
     chain = sizes.keyframe + (every - 1) * sizes.delta
-    older = [max(0, kept - 1 - position) * sizes.reverse for position in range(every)]
+    reverse, most = sizes.reverse, sizes.reverse
+    if reverse is None or most is None:
+        reverse, most = sizes.delta, min(2 * sizes.delta, sizes.keyframe)
+    older = [max(0, kept - 1 - position) * reverse for position in range(every)]
     held = [sizes.keyframe + position * sizes.delta + older[position] for position in range(every)]
     # While they are written again, the chain and what takes its place are on the disk, and the latter is in memory.
-    if chain + held[0] <= (kept + 1) * sizes.plain and older[0] <= 2 * sizes.plain:
+    added = (kept - 1) * most
+    if chain + sizes.keyframe + added <= (kept + 1) * sizes.plain and added <= 2 * sizes.plain:
         yield Spacing(every, True, sum(held) / every, max(held), (chain + older[0]) / every)
 
 
@@ -219,8 +224,8 @@ class ChainLimit:
 
     def _spacing(self, keyframe: float, delta: float, plain: int) -> Spacing:
         assert self.keep is not None
-        reverse = delta if self._reverse_ratio is None else self._reverse_ratio * plain
-        sizes = FileSizes(keyframe, delta, reverse, plain)
+        reverse = None if self._reverse_ratio is None else self._reverse_ratio * plain
+        sizes = FileSizes(keyframe, delta, plain, reverse)
         can_reverse = self.keep.moments_last is None and self.can_reverse(plain)
         longest = _MAX_SPACING if self._keyframe_every is None else self._keyframe_every
         alone, best = self.keep.every is not None or self.keep.best is not None, self.keep.best or 0
