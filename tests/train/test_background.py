@@ -170,3 +170,32 @@ def test_leaving_the_block_waits_for_the_save() -> None:
         manager.save(1, extra=1)
         threading.Timer(0.05, gate.opened.set).start()
     assert manager.store.steps() == [1]
+
+
+def test_a_report_is_there_before_the_checkpoint_and_waits_when_asked() -> None:
+    gate = Gate()
+    with CheckpointManager(gate, background=True) as manager:
+        report = manager.save(1, extra=big(1.0))
+        assert report is not None and not report.done() and "saving step 1" in repr(report)
+        threading.Timer(0.1, gate.opened.set).start()
+        assert report.ratio > 1 and report.done() and report.metrics("save/")["save/step"] == 1
+        assert str(report) == str(manager.wait()) and repr(report) == repr(manager.last_report)
+        second = manager.save(2, extra=big(2.0))
+        assert second.step == 2 and report.step == 1
+        with pytest.raises(AttributeError):
+            _ = report.nothing
+
+
+def test_a_report_of_a_save_that_failed_says_where_the_reason_is(tmp_path: Path) -> None:
+    faulty = FaultyStorage(LocalStorage(tmp_path))
+    manager = CheckpointManager(faulty, background=True)
+    manager.save(0, extra=big(0.0))
+    manager.wait()
+    faulty.fail_at, faulty.dead = faulty.calls + 1, True
+    report = manager.save(1, extra=big(1.0))
+    with pytest.raises(StorageError, match="Call wait"):
+        _ = report.ratio
+    faulty.dead = False
+    with pytest.raises(StorageError, match="Input/output error"):
+        manager.wait()
+    manager.close()

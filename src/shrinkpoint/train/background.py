@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
@@ -156,16 +156,16 @@ class BackgroundSaver:
         del reuse  # what was not reused
         if not self._background:
             return self._write_state(copy.finish, write, after, adopt=True)
-        user_line, is_on_cpu = find_user_line(), state.is_on_cpu
+        user_line, is_on_cpu, pending = find_user_line(), state.is_on_cpu, PendingReport(description, self.join)
 
         def write_copy() -> None:
             with warn_at(user_line):
-                self._write_state(copy.finish, write, after, adopt=True)
+                pending.set(self._write_state(copy.finish, write, after, adopt=True))
             if is_on_cpu:
                 self._prepare_memory()
 
         self._worker.start(description, write_copy)
-        return None
+        return cast(SaveReport, pending)
 
     def _prepare_memory(self) -> None:
         """Take what memory the next copy needs beside the free one: in the loop its page faults would be waited for."""
@@ -222,6 +222,51 @@ class BackgroundSaver:
         call_on_save(self._settings.on_save, report)
         after()
         return report
+
+
+class PendingReport:
+    """The report of a save that is being written: it has every attribute of a `SaveReport`, and waits when asked.
+
+    Args:
+        description: of the save, for messages.
+        join: waits for the save.
+    """
+
+    def __init__(self, description: str, join: Callable[[], None]) -> None:
+        self._description, self._join = description, join
+        self._report: SaveReport | None = None
+
+    def done(self) -> bool:
+        """True if the checkpoint is committed, so that nothing waits any more."""
+        return self._report is not None
+
+    def result(self) -> SaveReport:
+        """The report, once the checkpoint is committed.
+
+        Raises:
+            StorageError: the save failed; its own error is raised by `wait()`, or by the next save.
+        """
+        if self._report is None:
+            self._join()
+        if self._report is None:
+            do = "call wait(), which raises why; in on_save use the report that it is called with"
+            raise StorageError(self._description, found="no report", expected="a save that is committed", do=do)
+        return self._report
+
+    def set(self, report: SaveReport) -> None:
+        self._report = report
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # of copies, pickles and notebooks, which must not wait
+            raise AttributeError(name)
+        return getattr(self.result(), name)
+
+    def __str__(self) -> str:
+        return str(self.result())
+
+    def __repr__(self) -> str:
+        """The report, or without waiting that there is none yet."""
+        return repr(self._report) if self.done() else f"<PendingReport {self._description}>"
 
 
 def call_on_save(on_save: OnSave | None, report: SaveReport) -> None:

@@ -147,7 +147,8 @@ class Checkpointer(BackgroundSaver):
             extra: JSON, for the framework's own reader.
 
         Returns:
-            The report of the save; None in the background, where `wait` returns it, and if another process writes.
+            The report of the save; None if another process writes. In the background a `PendingReport`, which has the
+            same attributes: asking for one waits for the save, `done()` does not.
 
         Raises:
             StateError: the state holds something that cannot be stored.
