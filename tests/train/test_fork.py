@@ -83,7 +83,7 @@ said = {name: in_child(call) for name, call in calls.items()}
 said["parent's lock"] = in_child(lambda: sp.Store(folder / "run").lock())
 may_end.set()
 said["parent"] = manager.wait().step
-said["parent's next"] = [manager.save(3, **parts), manager.wait().step]
+said["parent's next"] = [manager.save(3, **parts).step, manager.wait().step]
 manager.close()
 said["verified"] = [sp.Store(folder / "run").steps(), len(sp.Store(folder / "run").verify(deep=True))]
 said["mirror"] = sp.Store(folder / "mirror").steps()
@@ -103,7 +103,7 @@ has_begun.wait()
 
 def save_twice():
     slow.save(folder / "3", state, step=3)
-    return slow.save(folder / "4", state, step=4) or slow.wait().step
+    return slow.save(folder / "4", state, step=4).step
 
 calls = {
     "wait": lambda: slow.wait().step,
@@ -115,7 +115,7 @@ calls = {
 }
 said = {name: in_child(call) for name, call in calls.items()}
 may_end.set()
-said["parent"] = [slow.wait().step, slow.save(folder / "5", state, step=5), slow.wait().step]
+said["parent"] = [slow.wait().step, slow.save(folder / "5", state, step=5).step, slow.wait().step]
 (folder / "journal").write_bytes(b"ab")
 file = AppendFile(folder / "journal", 2)
 said["append"] = in_child(lambda: file.append([b"c"]))
@@ -132,12 +132,12 @@ def test_child_of_a_background_save_reads_and_is_refused_to_write(tmp_path, sche
     for name in ("save", "new", "parent's lock"):
         assert "LockedError" in said[name] and "is saving here already" in said[name]
     assert said["close"] is None and ("StorageError" in said["flush"] or said["flush"] is None)
-    assert (said["parent"], said["parent's next"], said["verified"]) == (2, [None, 3], [[1, 2, 3], 0])
+    assert (said["parent"], said["parent's next"], said["verified"]) == (2, [3, 3], [[1, 2, 3], 0])
     assert said["mirror"] == [1, 2, 3]
 
 
 def test_child_of_a_framework_s_save_goes_on_by_itself(tmp_path):
     said = json.loads(run_forked(CHILD + DIRECTORIES, str(tmp_path)).splitlines()[-1])
     assert [said[name] for name in ("wait", "load", "wait for writes", "save")] == [2, 1, None, 4]
-    assert said["discard"] is said["close"] is None and said["parent"] == [2, None, 5]
+    assert said["discard"] is said["close"] is None and said["parent"] == [2, 5, 5]
     assert "StorageError" in said["append"] and said["journal"] == "abd"

@@ -141,6 +141,10 @@ def _reverse(sizes: FileSizes, kept: int, every: int) -> Iterator[Spacing]:
         yield Spacing(every, True, sum(held) / every, max(held), (chain + older[0]) / every)
 
 
+def _never(raw_bytes: int) -> bool:
+    return False
+
+
 class ChainLimit:
     """Decides for one writer whether the next checkpoint is a delta.
 
@@ -159,7 +163,7 @@ class ChainLimit:
 
     def __init__(self, keyframe_every: int | None) -> None:
         self._keyframe_every = keyframe_every
-        self.can_reverse: Callable[[int], bool] = lambda raw_bytes: False
+        self.can_reverse: Callable[[int], bool] = _never
         self.keep: Keep | None = None
         self.kept = 1
         self._delta_ratio: float | None = None  # bytes of the last delta for each byte of its state; None: not known

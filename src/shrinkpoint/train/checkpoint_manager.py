@@ -361,7 +361,7 @@ class CheckpointManager(BackgroundSaver):
             return None if isinstance(step, str) else step
         where = self.store.storage.describe()
         if step != "best":
-            raise validate.argument_error("step", step, "a number, None, 'latest' or 'best'", "name one of them")
+            raise validate.argument_error("step", step, "a whole number, None, 'latest' or 'best'", "name one of them")
         best = self.best_step()
         if best is None:
             expected, do = (
