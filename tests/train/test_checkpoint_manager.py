@@ -73,13 +73,8 @@ def test_everything_comes_back(tmp_path: Path, background: bool) -> None:
     with CheckpointManager(tmp_path, background=background) as manager:
         returned = manager.save(7, **loop.parts, extra=extra, metrics={"val_loss": torch.tensor(1.5)})
         report = manager.wait()
-        assert (
-            report is not None
-            and returned is not None
-            and str(returned) == str(report)
-            and report.keyframe
-            and manager.stall_seconds > 0
-        )
+        assert report is not None and report.keyframe and manager.stall_seconds > 0
+        assert returned is not None and str(returned) == str(report)
     saved, other = loop.copy(), Loop(steps=0)
     at = CheckpointManager(tmp_path).restore(**other.parts)
     assert at is not None

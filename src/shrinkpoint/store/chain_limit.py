@@ -130,9 +130,8 @@ def _forward(sizes: FileSizes, kept: int, every: int) -> Spacing:
 def _reverse(sizes: FileSizes, kept: int, every: int) -> Iterator[Spacing]:
     """Chains of which only a keyframe, and deltas against it in both directions, stay; none if that takes too much."""
     chain = sizes.keyframe + (every - 1) * sizes.delta
-    reverse, most = sizes.reverse, sizes.reverse
-    if reverse is None or most is None:
-        reverse, most = sizes.delta, min(2 * sizes.delta, sizes.keyframe)
+    reverse = sizes.delta if sizes.reverse is None else sizes.reverse
+    most = min(2 * sizes.delta, sizes.keyframe) if sizes.reverse is None else sizes.reverse
     older = [max(0, kept - 1 - position) * reverse for position in range(every)]
     held = [sizes.keyframe + position * sizes.delta + older[position] for position in range(every)]
     # While they are written again, the chain and what takes its place are on the disk, and the latter is in memory.
@@ -158,7 +157,7 @@ class ChainLimit:
         can_reverse: whether the caller writes checkpoints of this many bytes of tensors again, where `wants_reverse`
             says so.
         keep: the rules by which the caller deletes checkpoints; None: it keeps all, or nobody knows.
-        kept: number of checkpoints that the rules selected last, but for those that stay for good.
+        kept: number of checkpoints that the rules selected last.
     """
 
     def __init__(self, keyframe_every: int | None) -> None:
@@ -167,8 +166,7 @@ class ChainLimit:
         self.keep: Keep | None = None
         self.kept = 1
         self._delta_ratio: float | None = None  # bytes of the last delta for each byte of its state; None: not known
-        self._reverse_ratio: float | None = None  # the same of checkpoints that were written again
-        self._plain = 1  # bytes of the state that such a checkpoint is made from
+        self._reverse_bytes: float | None = None  # mean of the checkpoints that were written again last
         self._wait = self._waited = 0  # keyframes between two attempts, and those since the last one
 
     def allows_delta(self, chain: ChainBytes) -> bool:
@@ -203,33 +201,26 @@ class ChainLimit:
         """Note how many checkpoints are kept, and the mean size of those that became deltas against newer ones."""
         self.kept = len({*plan.keep} - {*plan.bases})
         if plan.reversed:
-            self._reverse_ratio = plan.written / len(plan.rewrite) / max(self._plain, 1)
+            self._reverse_bytes = plan.written / len(plan.rewrite)
 
     def wants_reverse(self, keyframe: Manifest) -> bool:
         """True if what is kept of older chains is to be written again after a keyframe."""
         if self.keep is None or self._delta_ratio is None or keyframe.bases:
             return False
-        self._plain = keyframe.raw_bytes
-        return self._spacing(keyframe.stored_bytes, self._delta_ratio * self._plain, self._plain).reverse
+        plain = keyframe.raw_bytes
+        return self._spacing(keyframe.stored_bytes, self._delta_ratio * plain, plain).reverse
 
     def _fits(self, chain: ChainBytes, size: float, raw_bytes: int | None = None) -> bool:
         """True if a delta of `size` bytes behind a chain holds no more bytes than the best way to write would."""
         if self.keep is None or self.keep.keeps_all:
             return True
         plain = chain.raw_bytes if raw_bytes is None else min(chain.raw_bytes, raw_bytes)
-        passing = [*self._passing(chain)]
-        return len(passing) < self._spacing(chain.sizes[0], max([size, *chain.sizes[1:]]), plain).every
-
-    def _passing(self, chain: ChainBytes) -> Iterator[int]:
-        """The places of a chain's checkpoints that do not stay for good."""
-        steps: tuple[int | None, ...] = chain.steps or (None,) * len(chain.sizes)
-        assert self.keep is not None
-        return (place for place, step in enumerate(steps) if step is None or not self.keep.is_permanent(step))
+        passing = len(chain.sizes) - sum(map(self.keep.is_permanent, chain.steps))  # which do not stay for good
+        return passing < self._spacing(chain.sizes[0], max([size, *chain.sizes[1:]]), plain).every
 
     def _spacing(self, keyframe: float, delta: float, plain: int) -> Spacing:
         assert self.keep is not None
-        reverse = None if self._reverse_ratio is None else self._reverse_ratio * plain
-        sizes = FileSizes(keyframe, delta, plain, reverse)
+        sizes = FileSizes(keyframe, delta, plain, self._reverse_bytes)
         can_reverse = self.keep.moments_last is None and self.can_reverse(plain)
         longest = _MAX_SPACING if self._keyframe_every is None else self._keyframe_every
         alone, best = self.keep.every is not None or self.keep.best is not None, self.keep.best or 0

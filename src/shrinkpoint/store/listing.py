@@ -238,7 +238,7 @@ class Listing:
     def depth(self, step: int) -> int:
         """Number of files that a checkpoint depends on: whatever depends on it has a greater one."""
         manifest = self.manifests.get(step)
-        return 0 if manifest is None else len(manifest.bases)
+        return 0 if manifest is None else manifest.depth
 
     def unneeded_keys(self, keep: Collection[int], except_in: Collection[int]) -> list[str]:
         """The keys that no checkpoint of the steps in `keep` needs, sorted.

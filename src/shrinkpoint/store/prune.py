@@ -207,7 +207,7 @@ def _plan_rewrites(
     for manifest in selected.values():
         chains.setdefault(chain.chain_links(manifest)[0].digest, []).append(manifest)
     for manifests in chains.values():
-        manifests.sort(key=lambda manifest: len(manifest.bases))  # a parent comes before its deltas
+        manifests.sort(key=lambda manifest: manifest.depth)  # a parent comes before its deltas
         older = [manifest for manifest in manifests if manifest.step not in resumable and not manifest.weights_only]
         may_grow = defer and any(manifest.step in resumable for manifest in manifests)
         if may_grow or not (older or compact):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -196,10 +196,14 @@ def _has_metric(manifest: Manifest, keep: Keep) -> bool:
     return not math.isnan(manifest.metrics.get(keep.metric, math.nan))
 
 
-def best_first(visible: Iterable[Manifest], keep: Keep) -> list[Manifest]:
-    """The checkpoints that have the metric of a rule `best`, the best first, of equals the newer one."""
+def best_first(visible: Sequence[Manifest], keep: Keep) -> list[Manifest]:
+    """The checkpoints that have the metric of a rule `best`, the best first, of equals the newer one.
+
+    Args:
+        visible: oldest first.
+    """
     sign = 1.0 if keep.mode == "min" else -1.0
-    rated = [manifest for manifest in reversed(oldest_first(visible, place_of)) if _has_metric(manifest, keep)]
+    rated = [manifest for manifest in reversed(visible) if _has_metric(manifest, keep)]
     return sorted(rated, key=lambda manifest: sign * manifest.metrics[keep.metric])
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from shrinkpoint.codec.reference import QuantizedTensor, Reference, as_decoded
+from shrinkpoint.codec.reference import Reference, as_decoded
 from shrinkpoint.errors import ChainError, FormatError
 from shrinkpoint.progress import Task, track
-from shrinkpoint.schemes.base import QuantizedState
+from shrinkpoint.schemes.base import QuantizedState, Scheme
 from shrinkpoint.schemes.lossless import Recode
 from shrinkpoint.storage import Storage
 from shrinkpoint.store.chain import is_orphaned, orphaned_deltas, store_chain
@@ -28,7 +28,7 @@ from shrinkpoint.tensors.memory import available_bytes
 from shrinkpoint.tensors.optimizers import has_optimizer_state
 
 _REVERSE_STATES = 6
-"""States for which there must be memory: those that `write_reversed` takes, and one that the system caches files in."""
+"""States for which there must be memory: the five that `write_reversed` takes at most, and one to spare."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,7 @@ class _EncodedCheckpoint:
     def quantize(self, state: FlatState, reference: Reference | None) -> QuantizedState:
         return QuantizedState(state, loss=self.loss)
 
-    def encode(
-        self,
-        state: FlatState,
-        reference: Reference | None,
-        *,
-        quantized: Mapping[str, QuantizedTensor] | None = None,
-        threads: int | None = None,
-    ) -> Iterator[EncodedRecord]:
+    def encode(self, *arguments: Any, **options: Any) -> Iterator[EncodedRecord]:
         return iter(self.records)
 
 
@@ -128,19 +121,30 @@ def write_again(
         flat_state = without_optimizer_state(state) if target.weights_only else flatten(state)
         transaction = transactions.enter_context(CheckpointTransaction(storage, listing, step, parent, reference))
         scheme = Recode(decoded.reference.quantized, manifest.loss, manifest.scheme)
-        report = transaction.add(flat_state, scheme=scheme, threads=threads)
-        after = transaction.rewritten_manifest(manifest, weights_only=target.weights_only)
-        names = transaction.written_names
-        entry = listing.directories[step]
-        listing = listing.replace(step, replace(entry, names=entry.names | names))
+        item = _write_payload(transaction, target, flat_state, scheme, threads)
+        listing = _with_names(listing, item)
         taken = transaction.take_reference()
         previous = None
         if any(other.parent == step for other in targets):
             # As a reader decodes them: contiguous.
             tensors = {name: materialize(tensor).contiguous() for name, tensor in taken.tensors.items()}
             previous = Reference(as_decoded(tensors), dict(taken.quantized))
-        rewritten.append(RewrittenCheckpoint(manifest, after, report, names, transaction))
+        rewritten.append(item)
     return rewritten
+
+
+def _write_payload(
+    transaction: CheckpointTransaction, target: RewriteTarget, state: FlatState, scheme: Scheme, threads: int | None
+) -> RewrittenCheckpoint:
+    report = transaction.add(state, scheme=scheme, threads=threads)
+    after = transaction.rewritten_manifest(target.manifest, weights_only=target.weights_only)
+    return RewrittenCheckpoint(target.manifest, after, report, transaction.written_names, transaction)
+
+
+def _with_names(listing: Listing, item: RewrittenCheckpoint) -> Listing:
+    """The content of the store with the files that were written for a checkpoint."""
+    entry = listing.directories[item.after.step]
+    return listing.replace(entry.step, replace(entry, names=entry.names | item.names))
 
 
 def has_memory_to_reverse(raw_bytes: int) -> bool:
@@ -149,7 +153,8 @@ def has_memory_to_reverse(raw_bytes: int) -> bool:
     Args:
         raw_bytes: of the tensors of one state.
     """
-    return available_bytes() == 0 or available_bytes() > _REVERSE_STATES * raw_bytes
+    available = available_bytes()
+    return available == 0 or available > _REVERSE_STATES * raw_bytes
 
 
 def write_reversed(
@@ -177,18 +182,14 @@ def write_reversed(
     encoded = _encode_reversed(storage, listing, targets, threads, title)
     rewritten: dict[int, RewrittenCheckpoint] = {}
     for target in targets:
-        manifest, step = target.manifest, target.manifest.step
+        step = target.manifest.step
         parent = None if target.parent is None else listing.manifests[target.parent]
         if target.parent in rewritten:
             parent = rewritten[target.parent].after
         transaction = transactions.enter_context(CheckpointTransaction(storage, listing, step, parent, None))
         checkpoint = encoded.pop(step)
-        report = transaction.add(checkpoint.state, scheme=checkpoint, threads=threads)
-        after = transaction.rewritten_manifest(manifest, weights_only=target.weights_only)
-        names = transaction.written_names
-        entry = listing.directories[step]
-        listing = listing.replace(step, replace(entry, names=entry.names | names))
-        rewritten[step] = RewrittenCheckpoint(manifest, after, report, names, transaction)
+        rewritten[step] = _write_payload(transaction, target, checkpoint.state, checkpoint, threads)
+        listing = _with_names(listing, rewritten[step])
     return [*rewritten.values()]
 
 

@@ -27,7 +27,7 @@ from shrinkpoint.schemes.planner import Planner
 from shrinkpoint.storage import LocalStorage, ObjectCache, Storage, resolve_storage
 from shrinkpoint.store import Keep, SaveReport, Store, StoreRestore, layout
 from shrinkpoint.store.chain import manifest_identity, use_current
-from shrinkpoint.store.history import place_of
+from shrinkpoint.store.history import oldest_first, place_of
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.mirror import Mirror
 from shrinkpoint.store.retention import NO_METRIC, best_first, check_keep
@@ -176,7 +176,7 @@ class CheckpointManager(BackgroundSaver):
         rule = Keep(best=1, metric=metric or "val_loss", mode=mode)
         if metric is None and self._keep is not None and self._keep.best is not None:
             rule = self._keep
-        best = best_first(self.store.list(), rule)
+        best = best_first(oldest_first(self.store.list(), place_of), rule)
         return best[0].step if best else None
 
     @property
@@ -357,8 +357,10 @@ class CheckpointManager(BackgroundSaver):
 
     def _find_step(self, step: int | str | None) -> int | None:
         """The step that `restore` is asked for; None: the newest that loads."""
-        if not isinstance(step, str) or step == "latest":
-            return None if isinstance(step, str) else step
+        if step == "latest":
+            return None
+        if not isinstance(step, str):
+            return step
         where = self.store.storage.describe()
         if step != "best":
             raise validate.argument_error("step", step, "a whole number, None, 'latest' or 'best'", "name one of them")
