@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from shrinkpoint.store.chain import chain_links
-from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.manifest import DirectoryManifest, Manifest
 from shrinkpoint.store.retention import Keep, PrunePlan
 
 MAX_CHAIN_STATES = 4
@@ -201,11 +201,15 @@ class ChainLimit:
         """Note how many checkpoints are kept, and the mean size of those that became deltas against newer ones."""
         self.kept = len({*plan.keep} - {*plan.bases})
         if plan.reversed:
-            self._reverse_bytes = plan.written / len(plan.rewrite)
+            self.note_reversed(plan.written, len(plan.rewrite))
 
-    def wants_reverse(self, keyframe: Manifest) -> bool:
+    def note_reversed(self, written: int, count: int) -> None:
+        """Note the bytes of checkpoints that became deltas against newer ones."""
+        self._reverse_bytes = written / count
+
+    def wants_reverse(self, keyframe: DirectoryManifest) -> bool:
         """True if what is kept of older chains is to be written again after a keyframe."""
-        if self.keep is None or self._delta_ratio is None or keyframe.bases:
+        if self.keep is None or self._delta_ratio is None or keyframe.depth:
             return False
         plain = keyframe.raw_bytes
         return self._spacing(keyframe.stored_bytes, self._delta_ratio * plain, plain).reverse

@@ -60,6 +60,24 @@ class DirectoryPlace(CheckpointPlace):
         return free_payload_name(self.directory, self._rank)
 
 
+def link_chain(place: DirectoryPlace, base_dir: Path, base: Payload) -> Sequence[StoredFile] | None:
+    """Link the files of a payload's chain into the directory of a delta against it; None if links are impossible.
+
+    Raises:
+        StorageError: a file is not there, or its directory cannot be written.
+    """
+    storage = place.storage
+    assert isinstance(storage, LocalStorage)
+    for path, digest in _base_files(base_dir, base):
+        key = layout.base_name(digest)
+        if not (storage.path / key).is_file():
+            place.written_keys.append(key)
+            if not storage.link_file(path, key, flush=False):
+                return None
+    storage.flush_dir(layout.BASES)
+    return [StoredFile(digest, size, storage, layout.base_name(digest)) for digest, size in chain_digests(base)]
+
+
 class DeltaWriter(ChainWriter[Payload]):
     """Writes payloads into directories, each a delta against the one before, and holds the reference for the next.
 
@@ -137,7 +155,7 @@ class DeltaWriter(ChainWriter[Payload]):
         except BaseException:
             place.remove()
             raise
-        bases = () if base is None or place.base is None else _base_digests(base)
+        bases = () if base is None or place.base is None else chain_digests(base)
         payload = Payload(place.payload_key, report.stored_bytes, report.digest, report.raw_bytes, bases)
         own = StoredFile(payload.digest, payload.size, place.storage, payload.name)
         chain = () if isinstance(root, Path) else (*(self._base_chain if bases else ()), own)
@@ -215,7 +233,7 @@ class DeltaWriter(ChainWriter[Payload]):
         payload = self.references.manifest
         if payload is None or self._base_dir is None:
             return None
-        if not self.chain_limit.allows_delta(_chain_bytes(payload)):
+        if not self.chain_limit.allows_delta(chain_bytes(payload)):
             return None
         if not isinstance(self._base_dir, Path):  # whether its files are there is asked when they are needed
             return payload
@@ -233,29 +251,18 @@ class DeltaWriter(ChainWriter[Payload]):
         with suppress(ShrinkpointError, OSError):  # deleted meanwhile
             chain: Sequence[StoredFile] | None = self._base_chain
             if isinstance(root, Path):
-                name, chain = layout.base_name(payload.digest), self._link_chain(place, payload)
+                assert isinstance(self._base_dir, Path)
+                name, chain = layout.base_name(payload.digest), link_chain(place, self._base_dir, payload)
+                self._can_link = chain is not None
             else:
                 name = posixpath.relpath(parse_object_url(self._base_chain[-1].where).prefix, root.prefix or ".")
             is_intact = chain is not None and self.base_verifier.find_damage(chain) is None
             if is_intact and self.references.ensure_decoded():
                 parent = {"name": name, "digest": payload.digest}
-                place.hold_base(_chain_bytes(payload), self.references.reference, parent)
+                place.hold_base(chain_bytes(payload), self.references.reference, parent)
                 return payload
         place.remove()
         return None
-
-    def _link_chain(self, place: DirectoryPlace, payload: Payload) -> Sequence[StoredFile] | None:
-        storage, base_dir = place.storage, self._base_dir
-        assert isinstance(storage, LocalStorage) and isinstance(base_dir, Path)
-        for path, digest in _base_files(base_dir, payload):
-            key = layout.base_name(digest)
-            if not (storage.path / key).is_file():
-                place.written_keys.append(key)
-                if not storage.link_file(path, key, flush=False):
-                    self._can_link = False
-                    return None
-        storage.flush_dir(layout.BASES)
-        return [StoredFile(base, size, storage, layout.base_name(base)) for base, size in _base_digests(payload)]
 
     def _remove_own_base_dir(self) -> None:
         base_dir, self._own_base_dir = self._own_base_dir, None
@@ -285,11 +292,12 @@ def _base_files(directory: Path, payload: Payload) -> list[tuple[Path, str]]:
     return [*bases, (own if own.is_file() else directory / payload.name, payload.digest)]
 
 
-def _chain_bytes(payload: Payload) -> ChainBytes:
-    return ChainBytes(tuple(size for _, size in _base_digests(payload)), payload.raw_bytes)
+def chain_bytes(payload: Payload) -> ChainBytes:
+    return ChainBytes(tuple(size for _, size in chain_digests(payload)), payload.raw_bytes)
 
 
-def _base_digests(base: Payload) -> tuple[tuple[str, int], ...]:
+def chain_digests(base: Payload) -> tuple[tuple[str, int], ...]:
+    """Header digest and size of each file of a payload's chain, the payload last."""
     return *base.bases, (base.digest, base.size)
 
 

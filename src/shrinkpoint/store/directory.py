@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import secrets
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -38,6 +39,7 @@ from shrinkpoint.storage import (
     natural_key,
     object_size,
     resolve_directory,
+    storage_error,
 )
 from shrinkpoint.storage.base import RESERVED
 from shrinkpoint.store import layout
@@ -134,17 +136,57 @@ def _find_step(directory: Path | ObjectUrl) -> tuple[int | None, Place]:
         return number, Place(number)
 
 
+def find_siblings(directory: Path | ObjectUrl) -> list[Path | ObjectUrl]:
+    """The checkpoints of ours whose names differ in numbers alone, this one among them, oldest first.
+
+    Raises:
+        OSError, StorageError: they cannot be listed.
+    """
+    root, pattern = directory.parent, _without_numbers(directory.name)
+    places: Iterable[Path | ObjectUrl] = root.iterdir() if isinstance(root, Path) else find_checkpoints(root)
+    like = (place for place in places if place.parent == root and _without_numbers(place.name) == pattern)
+    siblings = [place for place in like if is_checkpoint(place)]
+    return newest_first(siblings)[::-1]
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub("[0-9]+", "#", name)
+
+
+def delete_checkpoint(directory: Path | ObjectUrl) -> None:
+    """Delete a directory with all its files, the manifest first: then there is none that has lost its payload.
+
+    A directory that is not there is no error.
+
+    Raises:
+        StorageError: deleting failed.
+    """
+    if isinstance(directory, ObjectUrl):
+        storage = directory_storage(directory)
+        for key in sorted(storage.list(), key=lambda key: key != MANIFEST):
+            storage.delete(key)
+        return
+    try:
+        if not directory.is_symlink():  # which `rmtree` refuses
+            (directory / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(directory)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise storage_error(str(directory), "deleting", error) from error
+
+
 def _read_others(directory: Path | ObjectUrl) -> Others:
     """The other checkpoints beside a directory.
 
     Of those without a manifest, they are the ones whose names differ from its own in numbers alone.
     """
-    root, pattern = directory.parent, re.sub("[0-9]+", "#", directory.name)
+    root, pattern = directory.parent, _without_numbers(directory.name)
     names: set[str] = set()
     try:
         if isinstance(root, Path):
             paths = (path for path in root.iterdir() if path.is_dir())
-            names = {path.name for path in paths if re.sub("[0-9]+", "#", path.name) == pattern or is_checkpoint(path)}
+            names = {path.name for path in paths if _without_numbers(path.name) == pattern or is_checkpoint(path)}
         elif root.prefix:
             names = {url.name for url in find_checkpoints(root) if url.parent == root}
     except (ShrinkpointError, OSError) as error:  # no reason to lose a checkpoint
@@ -255,15 +297,7 @@ def commit(
         StorageError: a payload is missing or has another size, writing failed, or another process has saved here
             meanwhile; an earlier checkpoint still exists.
     """
-    storage = directory_storage(directory)
-    present = payloads
-    if not isinstance(storage, LocalStorage):  # the bases are elsewhere, where each rank has just found them
-        present = [replace(payload, bases=()) for payload in payloads]
-    files = [file for payload in present for file in directory_chain(directory, payload)]
-    listed = own_keys(directory) if isinstance(storage, LocalStorage) else set()
-    # Each rank has verified its links. What the listing of a network file system does not show yet is asked for.
-    unverified = [file for file in files if file.is_payload or not listed.issuperset(file.keys)]
-    map_requests(storage, partial(_check_size, storage), unverified)
+    files = _check_files(directory, payloads)
     place = resolve_directory(directory)
     step = None if step is None else layout.check_step(step)
     line = _LINES[str(place.parent)]
@@ -282,6 +316,49 @@ def commit(
         sequence=sequence,
         abandoned=abandoned,
     )
+    _put_manifest(directory, manifest, files, keep_payloads=keep_payloads, condition=condition)
+    line.note_saved(own_place, step, str(place.parent), place.name)
+    if isinstance(place, Path):
+        _write_readme(place)
+    return manifest
+
+
+def replace_manifest(directory: AnyDirectory, manifest: DirectoryManifest, condition: object = None) -> None:
+    """Replace the manifest of a checkpoint whose payloads were written again, and remove the old ones.
+
+    Args:
+        manifest: as it was, but for its payloads and what describes them.
+        condition: from `manifest_condition`, asked before the old manifest was read.
+
+    Raises: as `commit`; the checkpoint loads, from the old payloads or from the new ones.
+    """
+    files = _check_files(directory, manifest.payloads)
+    _put_manifest(directory, manifest, files, keep_payloads=False, condition=condition)
+
+
+def _check_files(directory: AnyDirectory, payloads: Sequence[Payload]) -> list[ChainFile]:
+    """The files of payloads that are about to be committed, once they are known to be there."""
+    storage = directory_storage(directory)
+    if not isinstance(storage, LocalStorage):  # the bases are elsewhere, where each rank has just found them
+        payloads = [replace(payload, bases=()) for payload in payloads]
+    files = [file for payload in payloads for file in directory_chain(directory, payload)]
+    listed = own_keys(directory) if isinstance(storage, LocalStorage) else set()
+    # Each rank has verified its links. What the listing of a network file system does not show yet is asked for.
+    unverified = [file for file in files if file.is_payload or not listed.issuperset(file.keys)]
+    map_requests(storage, partial(_check_size, storage), unverified)
+    return files
+
+
+def _put_manifest(
+    directory: AnyDirectory,
+    manifest: DirectoryManifest,
+    files: Sequence[ChainFile],
+    *,
+    keep_payloads: bool,
+    condition: object,
+) -> None:
+    """Write a manifest, and delete what it does not need."""
+    storage = directory_storage(directory)
     if isinstance(storage, LocalStorage):
         storage.flush_tree()  # the framework's files belong to the checkpoint, and it flushes none of them
     # Listed before the manifest is there: what is there later may be another writer's.
@@ -292,16 +369,12 @@ def commit(
         storage.put(MANIFEST, data)
     else:
         put_if(MANIFEST, data, condition)
-    line.note_saved(own_place, step, str(place.parent), place.name)
-    if isinstance(storage, LocalStorage):
-        _write_readme(storage.path)
     try:
         storage.remove_stale(lambda name: name == layout.BASES)
         for key in stale_keys:
             storage.delete(key)
     except StorageError as error:  # the checkpoint exists; what is left over only takes space
         _log.warning("%s", error)
-    return manifest
 
 
 def own_keys(directory: AnyDirectory) -> set[str]:

@@ -43,7 +43,8 @@ WEIGHTS_ONLY_FORMAT = 2
 """Of a store's manifest with `weights_only`: a reader that does not know it would resume with moments of zero."""
 REVERSE_FORMAT = 3
 """Of a store's manifest whose chain goes back in steps: earlier releases take that for damage."""
-DIRECTORY_FORMAT = 1
+DIRECTORY_FORMATS = (1, 2)
+"""Of a directory's manifest without and with `weights_only`."""
 MAX_MANIFEST_BYTES = 16 << 20
 """A reader refuses a larger manifest of a store before it allocates; each file of the chain takes below 300 bytes."""
 MAX_DIRECTORY_MANIFEST_BYTES = 256 << 20
@@ -119,7 +120,7 @@ class Manifest(Generic[StepT]):
         bases: the files that a store's delta depends on, keyframe first; empty for a keyframe.
         stats: what the save measured of itself, as far as it did: `seconds` of writing, `stall`, the seconds for which
             the training loop waited, and `retention` (see `SaveReport`).
-        weights_only: retention has deleted what the optimizers kept for each parameter; only in a store.
+        weights_only: retention has deleted what the optimizers kept for each parameter.
         replaced: in a mirror, the ids of the checkpoints of this step that were there before, the latest last.
         extra: what a framework's own reader needs; None in a store.
         stored_bytes: bytes of the payloads, without the files they depend on; computed unless given, as a store's
@@ -259,7 +260,9 @@ def encode_directory_manifest(manifest: DirectoryManifest) -> bytes:
     """Canonical bytes of a directory's manifest: as for a store, which see; raises as `encode_store_manifest` does."""
     document = _shared_to_json(manifest)
     _check_depth("extra", manifest.extra)
-    document["format"] = DIRECTORY_FORMAT
+    document["format"] = DIRECTORY_FORMATS[manifest.weights_only]
+    if manifest.weights_only:
+        document["weights_only"] = True
     document["payloads"] = [
         [payload.name, payload.size, payload.digest, payload.raw_bytes, [list(base) for base in payload.bases]]
         for payload in manifest.payloads
@@ -270,7 +273,7 @@ def encode_directory_manifest(manifest: DirectoryManifest) -> bytes:
 
 def decode_directory_manifest(data: bytes, where: str) -> DirectoryManifest:
     """Read what `encode_directory_manifest` wrote; raises as `decode_store_manifest` does."""
-    return _decode(data, where, (DIRECTORY_FORMAT,), _directory_manifest_from_json)
+    return _decode(data, where, DIRECTORY_FORMATS, _directory_manifest_from_json)
 
 
 def check_note(note: object) -> str:
@@ -398,9 +401,7 @@ def _shared_from_json(document: Mapping[str, JSON]) -> dict[str, Any]:
 def _store_manifest_from_json(document: Mapping[str, JSON]) -> Manifest:
     if "loss" in document and document["loss"] is None:
         raise ValueError("a loss of nothing, which has another spelling")
-    format, weights_only = document["format"], document.get("weights_only") is True
-    if "weights_only" in document and not weights_only:
-        raise ValueError(f"weights_only {document['weights_only']!r}")
+    format, weights_only = document["format"], _weights_only_from_json(document)
     raw_bytes = _count(document["raw_bytes"])  # of all payloads; counted for the first
     rows = [_expect(row, list) for row in _expect(document["files"], list)]
     payloads = tuple(
@@ -426,7 +427,12 @@ def _store_manifest_from_json(document: Mapping[str, JSON]) -> Manifest:
 
 def _directory_manifest_from_json(document: Mapping[str, JSON]) -> DirectoryManifest:
     payloads = tuple(_payload_from_json(row) for row in _expect(document["payloads"], list))
-    manifest: DirectoryManifest = Manifest(**_shared_from_json(document), payloads=payloads, extra=document["extra"])
+    weights_only = _weights_only_from_json(document)
+    manifest: DirectoryManifest = Manifest(
+        **_shared_from_json(document), payloads=payloads, weights_only=weights_only, extra=document["extra"]
+    )
+    if document["format"] != DIRECTORY_FORMATS[weights_only]:
+        raise ValueError(f"format {document['format']} and weights_only {weights_only}")
     _check_payload_names(payloads)
     if "loss" not in document:
         raise KeyError("loss")
@@ -435,6 +441,12 @@ def _directory_manifest_from_json(document: Mapping[str, JSON]) -> DirectoryMani
     if manifest.lossy_restores > MAX_LOSSY_RESTORES:
         raise ValueError(f"{manifest.lossy_restores} restores")
     return manifest
+
+
+def _weights_only_from_json(document: Mapping[str, JSON]) -> bool:
+    if document.get("weights_only", True) is not True:
+        raise ValueError(f"weights_only {document['weights_only']!r}")
+    return "weights_only" in document
 
 
 def _ranges_from_json(rows: JSON) -> Ranges:

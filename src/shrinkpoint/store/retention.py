@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from typing import Literal
+from typing import Literal, TypeVar
 
 from shrinkpoint import humanize, validate
 from shrinkpoint.errors import NotFoundError, PolicyError
@@ -17,8 +17,9 @@ from shrinkpoint.storage import LocalStorage, Storage, object_size
 from shrinkpoint.store import chain, layout
 from shrinkpoint.store.history import oldest_first, place_of
 from shrinkpoint.store.listing import Listing
-from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.manifest import DirectoryManifest, Manifest
 
+M = TypeVar("M", bound=DirectoryManifest)
 NO_METRIC = "Keep(metric=)"
 """The `where` of an error about a metric that no checkpoint has."""
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
@@ -119,7 +120,7 @@ class RetentionDecision:
     reasons: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
 
-def check_metric(manifests: Iterable[Manifest], keep: Keep) -> None:
+def check_metric(manifests: Iterable[DirectoryManifest], keep: Keep) -> None:
     """Check that the metric of a rule `best` exists.
 
     Args:
@@ -158,8 +159,8 @@ def apply_policy(
     by_step = {manifest.step: manifest for manifest in manifests}
     reasons: dict[int, list[str]] = {step: [] for step in sorted(by_step)}
     visible = oldest_first((by_step[step] for step in reasons if step not in forgotten), place_of)
-    for step, reason in _rule_matches(visible, keep, now):
-        reasons[step].append(reason)
+    for manifest, reason in match_rules(visible, keep, now):
+        reasons[manifest.step].append(reason)
     digests = {step: manifest.digest for step, manifest in by_step.items()}
     selected = tuple(manifest.step for manifest in visible if reasons[manifest.step])
     for step in selected:
@@ -173,30 +174,37 @@ def apply_policy(
     return RetentionDecision(keep_steps, drop_steps, selected, {step: tuple(why) for step, why in reasons.items()})
 
 
-def _rule_matches(visible: list[Manifest], keep: Keep, now: datetime) -> Iterable[tuple[int, str]]:
-    """(step, reason) for each rule that selects a step; `visible` is oldest first."""
+def match_rules(visible: Sequence[M], keep: Keep, now: datetime) -> Iterator[tuple[M, str]]:
+    """A checkpoint and a reason, for each rule that selects it.
+
+    Args:
+        visible: oldest first.
+        now: with a time zone.
+    """
     if keep.keeps_all:
-        yield from ((manifest.step, "no rule is given, so everything is kept") for manifest in visible)
+        yield from ((manifest, "no rule is given, so everything is kept") for manifest in visible)
         return
     if visible:
-        yield visible[-1].step, "newest: a run resumes from it"
+        yield visible[-1], "newest: a run resumes from it"
     if keep.last is not None:
-        yield from ((manifest.step, f"one of the last {keep.last}") for manifest in visible[-keep.last :])
+        yield from ((manifest, f"one of the last {keep.last}") for manifest in visible[-keep.last :])
     if keep.every is not None:
-        selected = (manifest for manifest in visible if keep.is_permanent(manifest.step))
-        yield from ((manifest.step, f"a multiple of {keep.every}") for manifest in selected)
+        selected = (manifest for manifest in visible if manifest.step is not None and keep.is_permanent(manifest.step))
+        yield from ((manifest, f"a multiple of {keep.every}") for manifest in selected)
     if keep.best is not None:
-        yield from _best_matches(visible, keep, keep.best)
+        for rank, manifest in enumerate(best_first(visible, keep)[: keep.best], 1):
+            value = f"{keep.metric} {manifest.metrics[keep.metric]:.6g}"
+            yield manifest, f"{value} is number {rank} of the best {keep.best}"
     if keep.span is not None:
         selected = (manifest for manifest in visible if now - manifest.created_at <= keep.span)
-        yield from ((manifest.step, f"younger than {keep.within}") for manifest in selected)
+        yield from ((manifest, f"younger than {keep.within}") for manifest in selected)
 
 
-def _has_metric(manifest: Manifest, keep: Keep) -> bool:
+def _has_metric(manifest: DirectoryManifest, keep: Keep) -> bool:
     return not math.isnan(manifest.metrics.get(keep.metric, math.nan))
 
 
-def best_first(visible: Sequence[Manifest], keep: Keep) -> list[Manifest]:
+def best_first(visible: Sequence[M], keep: Keep) -> list[M]:
     """The checkpoints that have the metric of a rule `best`, the best first, of equals the newer one.
 
     Args:
@@ -205,11 +213,6 @@ def best_first(visible: Sequence[Manifest], keep: Keep) -> list[Manifest]:
     sign = 1.0 if keep.mode == "min" else -1.0
     rated = [manifest for manifest in reversed(visible) if _has_metric(manifest, keep)]
     return sorted(rated, key=lambda manifest: sign * manifest.metrics[keep.metric])
-
-
-def _best_matches(visible: list[Manifest], keep: Keep, count: int) -> Iterable[tuple[int, str]]:
-    for rank, manifest in enumerate(best_first(visible, keep)[:count], 1):
-        yield manifest.step, f"{keep.metric} {manifest.metrics[keep.metric]:.6g} is number {rank} of the best {count}"
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -20,10 +20,8 @@ from shrinkpoint.schemes.planner import Planner
 from shrinkpoint.storage import (
     AnyDirectory,
     ObjectUrl,
-    directory_storage,
     is_object_url,
     resolve_directory,
-    storage_error,
 )
 from shrinkpoint.store import Keep, SaveReport
 from shrinkpoint.store import directory as directories
@@ -31,8 +29,10 @@ from shrinkpoint.store.chain import manifest_identity, use_current
 from shrinkpoint.store.checkpoint_file import DecodedFile, Device, build_state
 from shrinkpoint.store.decode import decode_payload
 from shrinkpoint.store.delta_writer import DeltaWriter
-from shrinkpoint.store.identify import MANIFEST
+from shrinkpoint.store.directory_retention import chains_to_strip, parents_to_reverse, plan_run
+from shrinkpoint.store.directory_rewrite import MomentFilter, RunRewriter
 from shrinkpoint.store.manifest import DirectoryManifest, check_note
+from shrinkpoint.store.rewrite import has_memory_to_reverse
 from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import JSON
@@ -82,10 +82,6 @@ class Checkpointer(BackgroundSaver):
         scheme, keyframe_every, background, threads, max_bytes, on_save: see `SaveSettings`.
         model: name of the object that a scheme evaluates.
 
-    Attributes:
-        keep: the rules by which the framework deletes checkpoints, so that chains end before they hold more than plain
-            checkpoints would; None: it keeps all, or nobody knows.
-
     Raises:
         PolicyError: an unknown scheme, or a number out of range.
     """
@@ -106,19 +102,36 @@ class Checkpointer(BackgroundSaver):
         self._delta_writer = DeltaWriter(keyframe_every=keyframe_every, threads=threads)
         self._restored: tuple[Path | ObjectUrl, DirectoryManifest] | None = None  # which the next save goes on from
         self._root: Path | ObjectUrl | None = None  # the directory of the run that is saved
+        self._deletes, self._is_exact, self._protected = False, False, tuple[Path | ObjectUrl, ...]()  # see `retain`
+        self._settled: set[str] = set()  # digests of what is not written again without moments: that frees nothing
         self._pending_directory = ""  # real path of the last directory that was written
 
     @property
     def _load_limits(self) -> dict[str, Any]:
         return {"threads": self._settings.threads, "max_bytes": self._settings.max_bytes}
 
-    @property
-    def keep(self) -> Keep | None:
-        return self._delta_writer.chain_limit.keep
+    def retain(
+        self,
+        keep: Keep | None,
+        *,
+        deletes: bool = False,
+        is_exact: bool = True,
+        protected: Collection[Path | ObjectUrl] = (),
+    ) -> None:
+        """Set the rules of retention, by which chains end before they hold more than plain checkpoints would.
 
-    @keep.setter
-    def keep(self, keep: Keep | None) -> None:
-        self._delta_writer.chain_limit.keep = keep
+        The checkpoints of a run are those beside each other whose names differ in numbers alone. After each save, older
+        ones are written again where the rules want that (`moments_last`) or where it saves bytes.
+
+        Args:
+            keep: None: all are kept, or nobody knows.
+            deletes: this deletes what the rules do not keep; False: the framework does.
+            is_exact: the framework keeps just what the rules keep.
+            protected: never deleted.
+        """
+        limit = self._delta_writer.chain_limit
+        limit.keep, limit.can_reverse = keep, has_memory_to_reverse if is_exact else lambda raw_bytes: False
+        self._deletes, self._is_exact, self._protected = deletes, is_exact, tuple(protected)
 
     def save(
         self,
@@ -237,16 +250,9 @@ class Checkpointer(BackgroundSaver):
         """
         self.join()
         path = resolve_directory(directory)
-        if isinstance(path, ObjectUrl):
-            _delete_objects(path)
-            return
-        self._delta_writer.keep_base(path)
-        try:
-            shutil.rmtree(path)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise storage_error(str(path), "deleting", error) from error
+        if isinstance(path, Path):
+            self._delta_writer.keep_base(path)
+        directories.delete_checkpoint(path)
 
     def _last_reference(self) -> Reference | None:
         return self._delta_writer.last_reference
@@ -268,7 +274,7 @@ class Checkpointer(BackgroundSaver):
             directories.note_restored(directory, manifest if root == directory.parent else None)
             self._restored, self._root = None, directory.parent
         try:
-            directories.commit(
+            manifest = directories.commit(
                 directory,
                 [payload],
                 scheme=report.scheme,
@@ -287,7 +293,35 @@ class Checkpointer(BackgroundSaver):
             raise
         self._delta_writer.commit_reference()
         _log.info("saved %s, in %.2f s", report, report.seconds)
+        try:
+            self._apply_retention(directory, manifest)
+        except (ShrinkpointError, OSError, MemoryError, RuntimeError) as error:  # torch reports what it cannot allocate
+            _log.warning("older checkpoints stay, or take more bytes than they need: %s", error)
         return report
+
+    def _apply_retention(self, directory: Path | ObjectUrl, manifest: DirectoryManifest) -> None:
+        """Delete what the rules do not keep, and write older checkpoints again where they want that."""
+        limit = self._delta_writer.chain_limit
+        keep = limit.keep
+        if keep is None or keep.keeps_all or not self._is_exact:
+            return
+        wants_reverse = limit.wants_reverse(manifest)
+        if not (self._deletes or keep.moments_last or wants_reverse):
+            return
+        plan = plan_run(
+            directories.find_siblings(directory), keep, datetime.now(timezone.utc), protected=self._protected
+        )
+        for expired in plan.delete if self._deletes else ():
+            directories.delete_checkpoint(expired)
+        limit.kept = len(plan.keep)
+        rewriter = RunRewriter(threads=self._settings.threads)
+        for chain in chains_to_strip(plan):
+            digests = {plan.keep[member].digest for member in chain}
+            if not digests <= self._settled and not rewriter.strip(chain, MomentFilter()):
+                self._settled |= digests
+        parents = parents_to_reverse(plan, keep) if wants_reverse else {}
+        if parents and (written := rewriter.reverse(parents)):
+            limit.note_reversed(written, len(parents))
 
 
 _WRITERS_LOCK = ForkSafeLock()
@@ -306,14 +340,6 @@ def wait_for_writes(directory: AnyDirectory) -> None:
 
 def _real_name(directory: Path | ObjectUrl) -> str:
     return os.path.realpath(directory) if isinstance(directory, Path) else str(directory)
-
-
-def _delete_objects(url: ObjectUrl) -> None:
-    """Delete all objects of a checkpoint, its manifest first: then there is none that has lost its payload."""
-    storage = directory_storage(url)
-    keys = storage.list()
-    for key in sorted(keys, key=lambda key: key != MANIFEST):
-        storage.delete(key)
 
 
 def _may_be_committed(directory: Path | ObjectUrl, digest: str) -> bool:

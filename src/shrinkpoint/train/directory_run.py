@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime, timezone
 from pathlib import Path
 
+from shrinkpoint.store import Keep
 from shrinkpoint.store.directory import newest_first
+from shrinkpoint.store.directory_retention import plan_run
 from shrinkpoint.store.identify import is_checkpoint
 
 
@@ -42,19 +45,22 @@ class DirectoryRun:
         """The number after the highest one of a checkpoint."""
         return max((number for path, number in self.numbers().items() if self._is_complete(path)), default=-1) + 1
 
-    def expired(self, limit: int | None) -> list[Path]:
-        """Directories that `limit` does not keep, oldest first.
+    def expired(self, keep: Keep | None) -> list[Path]:
+        """Directories that `keep` does not keep, oldest first.
 
-        A directory without a checkpoint does not count towards the limit. It has expired if its number is lower than
-        those of all checkpoints that are kept.
+        A directory without a checkpoint does not count. It has expired if its number is lower than those of all
+        checkpoints that are kept.
 
         Args:
-            limit: how many of the newest checkpoints are kept; None: all.
+            keep: None: all are kept.
+
+        Raises: as `plan_run`.
         """
         numbers = self.numbers()
-        complete = newest_first(filter(self._is_complete, numbers))
-        if limit is None or not complete:
+        complete = newest_first(filter(self._is_complete, numbers))[::-1]
+        if keep is None or not complete:
             return []
-        lowest = min(numbers[path] for path in complete[:limit])
+        expired = plan_run(complete, keep, datetime.now(timezone.utc)).delete
+        lowest = min(numbers[path] for path in complete if path not in expired)
         unfinished = [path for path, number in numbers.items() if path not in complete and number < lowest]
-        return [*unfinished, *reversed(complete[limit:])]
+        return [*unfinished, *(path for path in expired if isinstance(path, Path))]

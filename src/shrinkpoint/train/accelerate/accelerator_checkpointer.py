@@ -26,7 +26,7 @@ from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.planner import Planner
 from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.storage import AnyDirectory, ObjectUrl
-from shrinkpoint.store import SaveReport
+from shrinkpoint.store import Keep, SaveReport
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.directory import read_directory_manifest, verify_directory
 from shrinkpoint.store.manifest import DirectoryManifest
@@ -73,9 +73,11 @@ class AcceleratorCheckpointer:
             training dataset, and keeps it within 0.1%. `on_save` is called on the process that commits.
         loss: for "fisher": called with the model and a batch; returns the loss. None: the model returns it, as those of
             transformers do.
+        keep: rules by which checkpoints are deleted, in place of `total_limit`. Where the caller names them, those
+            beside each other whose names differ in numbers alone are one run. `moments_last` is not for shards.
 
     Raises:
-        PolicyError: an unknown scheme, or a number out of range.
+        PolicyError: an unknown scheme, a number out of range, or `keep` beside `total_limit`.
     """
 
     def __init__(
@@ -89,11 +91,13 @@ class AcceleratorCheckpointer:
         max_bytes: int | None = None,
         on_save: OnSave | None = None,
         loss: LossOfBatch | None = None,
+        keep: Keep | None = None,
     ) -> None:
         do = "pass the one that prepares the model"
         validate.check_instance("accelerator", accelerator, Accelerator, expected="an Accelerator", do=do)
         self._accelerator = accelerator
-        self._dirs = CheckpointDirs(accelerator)
+        self._dirs = CheckpointDirs(accelerator, keep)
+        self._last_dir: Path | ObjectUrl | None = None  # which was saved last
         if accelerator.project_configuration.project_dir is not None:
             _ = self._dirs.root  # refuses a URL
         self.stall_seconds = 0.0
@@ -167,9 +171,9 @@ class AcceleratorCheckpointer:
                 options["keep"] = self._dirs.keep
                 self._sharded.save(directory, prepared.state, prepared.per_rank, self._background, **options)
             else:
-                self._whole.keep = self._dirs.keep
+                self._whole.retain(self._dirs.keep)
                 report = self._whole.save_prepared(directory, prepared, **options)
-            self.has_saved = True
+            self.has_saved, self._last_dir = True, directory
             self._accelerator.project_configuration.iteration += 1
             if not self._background:
                 self._prune()
@@ -287,14 +291,11 @@ class AcceleratorCheckpointer:
         return directory
 
     def _prune(self) -> None:
-        """Delete checkpoints beyond `total_limit`; a failure is logged, since it is no reason to end a run."""
+        """Delete checkpoints that no rule keeps; a failure is logged, since it is no reason to end a run."""
         try:
-            for directory in self._dirs.expired() if self._whole.is_writer else ():
-                try:
-                    self._whole.discard(directory)
-                except ShrinkpointError as error:
-                    _log.warning("%s", error)
-        except OSError as error:
+            for directory in self._dirs.expired(self._last_dir) if self._whole.is_writer else ():
+                self._whole.discard(directory)
+        except (ShrinkpointError, OSError) as error:
             _log.warning("%s", error)
 
     def _load(
@@ -309,6 +310,9 @@ class AcceleratorCheckpointer:
             return directory, None, None
         read = verify_directory if self._whole.is_writer else read_directory_manifest
         manifest = _run_on_all(lambda: read(directory))
+        if manifest.weights_only:
+            found, do = "weights only: retention has deleted the moments", "load a newer one; shrinkpoint.load reads it"
+            raise NoCheckpointError(str(directory), found=found, expected="a checkpoint to resume from", do=do)
         if is_sharded_checkpoint(manifest):
             self._whole.close()
             self._sharded.load(directory)
@@ -430,13 +434,14 @@ def save_state(
     max_bytes: int | None = UNSET,
     on_save: OnSave | None = UNSET,
     loss: LossOfBatch | None = UNSET,
+    keep: Keep | None = UNSET,
 ) -> SaveReport | None:
     """Save as `AcceleratorCheckpointer.save_state` does.
 
     Args:
         output_dir, step, metrics, note, keyframe: of `AcceleratorCheckpointer.save_state`.
-        scheme, keyframe_every, background, threads, max_bytes, on_save, loss: of `AcceleratorCheckpointer`. Give them
-            in the first call only, or the same ones in every call; make a scheme once, before the loop.
+        scheme, keyframe_every, background, threads, max_bytes, on_save, loss, keep: of `AcceleratorCheckpointer`. Give
+            them in the first call only, or the same ones in every call; make a scheme once, before the loop.
 
     Raises:
         PolicyError: the settings differ from those of an earlier call, or one is out of range.
@@ -450,6 +455,7 @@ def save_state(
         max_bytes=max_bytes,
         on_save=on_save,
         loss=loss,
+        keep=keep,
     )
     return _checkpointer_of(accelerator, settings).save_state(
         output_dir, step=step, metrics=metrics, note=note, keyframe=keyframe
@@ -468,12 +474,13 @@ def load_state(
     max_bytes: int | None = UNSET,
     on_save: OnSave | None = UNSET,
     loss: LossOfBatch | None = UNSET,
+    keep: Keep | None = UNSET,
 ) -> RestoreResult[int | None]:
     """Load as `AcceleratorCheckpointer.load_state` does.
 
     Args:
         input_dir, strict: of `AcceleratorCheckpointer.load_state`.
-        scheme, keyframe_every, background, threads, max_bytes, on_save, loss: as for `save_state`.
+        scheme, keyframe_every, background, threads, max_bytes, on_save, loss, keep: as for `save_state`.
 
     Raises:
         PolicyError: the settings differ from those of an earlier call, or one is out of range.
@@ -487,6 +494,7 @@ def load_state(
         max_bytes=max_bytes,
         on_save=on_save,
         loss=loss,
+        keep=keep,
     )
     return _checkpointer_of(accelerator, settings).load_state(input_dir, strict=strict)
 

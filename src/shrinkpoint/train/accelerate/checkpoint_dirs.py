@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -11,7 +12,10 @@ from accelerate import Accelerator
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.storage import AnyDirectory, ObjectUrl, is_object_url, local_path, resolve_directory
 from shrinkpoint.store import Keep
+from shrinkpoint.store.directory import find_siblings
+from shrinkpoint.store.directory_retention import plan_run
 from shrinkpoint.store.identify import is_checkpoint
+from shrinkpoint.store.retention import check_keep
 from shrinkpoint.train.checkpointer import wait_for_writes
 from shrinkpoint.train.directory_run import DirectoryRun
 from shrinkpoint.train.newest_valid import NoCheckpointError
@@ -21,10 +25,21 @@ _NUMBERING = "ProjectConfiguration(automatic_checkpoint_naming=True)"
 
 
 class CheckpointDirs:
-    """The checkpoint directories of an Accelerator, which are numbered or named by the caller."""
+    """The checkpoint directories of an Accelerator, which are numbered or named by the caller.
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    Args:
+        keep: rules of retention; None: `total_limit` of the accelerator's project.
+
+    Raises:
+        PolicyError: both are given.
+    """
+
+    def __init__(self, accelerator: Accelerator, keep: Keep | None = None) -> None:
         self._accelerator, self._project = accelerator, accelerator.project_configuration
+        self._rules = check_keep(keep)
+        if keep is not None and self._project.total_limit is not None:
+            found, do = f"keep={keep!r}, and total_limit={self._project.total_limit} of the project", "leave one out"
+            raise PolicyError("keep", found=found, expected="one of them", do=do)
 
     @property
     def root(self) -> Path | None:
@@ -42,7 +57,9 @@ class CheckpointDirs:
 
     @property
     def keep(self) -> Keep | None:
-        """The rule by which numbered checkpoints are deleted; None: all are kept."""
+        """The rules by which checkpoints are deleted, by `total_limit` numbered ones only; None: all are kept."""
+        if self._rules is not None:
+            return self._rules
         limit = None if self.root is None else self._project.total_limit
         return None if limit is None else Keep(last=max(limit, 1))
 
@@ -97,9 +114,19 @@ class CheckpointDirs:
 
         return DirectoryRun(root, number_of, has_saved_state)
 
-    def expired(self) -> list[Path]:
-        """Numbered directories that `total_limit` does not keep, oldest first."""
-        return [] if self.root is None or self.keep is None else self.run(self.root).expired(self.keep.last)
+    def expired(self, last: Path | ObjectUrl | None) -> Sequence[Path | ObjectUrl]:
+        """Directories that the rules do not keep, oldest first.
+
+        Args:
+            last: the directory that was saved last; those beside it whose names differ in numbers alone are its run.
+
+        Raises: as `plan_run`.
+        """
+        if self.root is not None:
+            return self.run(self.root).expired(self.keep)
+        if self.keep is None or last is None:
+            return []
+        return plan_run(find_siblings(last), self.keep, datetime.now(timezone.utc)).delete
 
 
 def _resolve(directory: AnyDirectory, argument: str) -> Path | ObjectUrl:

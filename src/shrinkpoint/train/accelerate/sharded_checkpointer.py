@@ -29,6 +29,7 @@ from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.storage import ObjectUrl
 from shrinkpoint.storage.base import MemorySource, MemoryStorage
+from shrinkpoint.store import Keep
 from shrinkpoint.store.checkpoint_file import read_file, write_file
 from shrinkpoint.store.manifest import DirectoryManifest
 from shrinkpoint.tensors.flat_state import flatten, unflatten
@@ -77,11 +78,15 @@ class ShardedCheckpointer:
             save_options: step, metrics and note for the manifest; `keep` of `Writer`; `keyframe` must be False.
 
         Raises:
-            PolicyError: `keyframe` is set.
+            PolicyError: `keyframe` is set, or the rules of retention have `moments_last`.
             ShrinkpointError: on every process, the error of the first rank that failed.
         """
         if save_options.pop("keyframe"):
             raise PolicyError("save_state", found="keyframe=True with shards", do="choose keyframe_every=")
+        keep: Keep | None = save_options.get("keep")
+        if keep is not None and keep.moments_last is not None:
+            do = "leave moments_last out, or save with shrinkpoint.train.dcp.Manager"
+            raise PolicyError("keep", found="moments_last with shards", expected="other rules", do=do)
         state = _sharded_state(self._accelerator) | {_RANK_KEY.format(self._accelerator.process_index): _pack(per_rank)}
         if self._accelerator.is_main_process:
             state[_SHARED_KEY] = _pack(shared)

@@ -35,6 +35,7 @@ from shrinkpoint.store.identify import MANIFEST
 from shrinkpoint.tensors.dtypes import dtype_name, torch_dtype
 from shrinkpoint.tensors.info import ITEMSIZE, JSON
 from shrinkpoint.tensors.names import tensor_name
+from shrinkpoint.tensors.optimizers import is_master_key
 
 DCP_KEY = "torch.distributed.checkpoint"
 """The key of this metadata in a manifest's `extra`."""
@@ -201,6 +202,25 @@ def metadata_to_json(metadata: Metadata, owners: Mapping[str, NDArray[np.int64]]
             layouts.append([list(entry.size), _chunk_rows(entry.chunks, payloads.tolist())])
         items.append([fqn, paths.get(fqn), dtype_name(entry.properties.dtype), indices[key]])
     return {"items": items, "layouts": layouts}
+
+
+def names_of_moments(document: JSON) -> set[str]:
+    """The entries of a checkpoint that an optimizer keeps for a parameter, but for fp32 master weights.
+
+    An optimizer is what has `state` and `param_groups`.
+
+    Args:
+        document: what `metadata_to_json` returned.
+    """
+    rows: Any = document["items"] if isinstance(document, dict) else []
+    paths = {row[0]: tuple(row[1] or ()) for row in rows}
+    optimizers = {path[: path.index("param_groups")] for path in paths.values() if "param_groups" in path}
+    return {
+        fqn
+        for fqn, path in paths.items()
+        if any((*optimizer, "state") == path[: len(optimizer) + 1] for optimizer in optimizers)
+        and not is_master_key(str(path[-1]))
+    }
 
 
 def _chunk_rows(chunks: Sequence[ChunkStorageMetadata], payloads: Sequence[int]) -> list[JSON]:

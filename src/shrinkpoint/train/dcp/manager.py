@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
+import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -23,21 +25,36 @@ from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store import Keep, SaveReport, layout
+from shrinkpoint.store.directory import delete_checkpoint, read_directory_manifest
+from shrinkpoint.store.directory_retention import Directory, chains_to_strip, plan_run
+from shrinkpoint.store.directory_rewrite import MomentFilter, RunRewriter
 from shrinkpoint.store.identify import is_checkpoint
+from shrinkpoint.store.manifest import Payload
+from shrinkpoint.store.retention import best_first
 from shrinkpoint.tensors.dtypes import torch_dtype
+from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.names import StatePath
 from shrinkpoint.tensors.wrappers import match_names
-from shrinkpoint.train.dcp.checkpoint_metadata import EntryMetadata
+from shrinkpoint.train.dcp.checkpoint_metadata import DCP_KEY, EntryMetadata, names_of_moments
 from shrinkpoint.train.dcp.directory import latest_valid
 from shrinkpoint.train.dcp.reader import Reader, open_checkpoint, unflatten
 from shrinkpoint.train.dcp.writer import Writer
 from shrinkpoint.train.directory_run import DirectoryRun
 from shrinkpoint.train.restore_result import RestoreResult
 from shrinkpoint.train.state_alignment import NAMES_KEY, align_state, iter_leaves, label_of
-from shrinkpoint.train.state_dicts import check_state_dicts, check_tensor_fits, collect_state_dicts, load_state_dicts
+from shrinkpoint.train.state_dicts import (
+    check_state_dicts,
+    check_tensor_fits,
+    collect_state_dicts,
+    has_optimizer,
+    load_state_dicts,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+_log = logging.getLogger("shrinkpoint")
 
 
 class Manager:
@@ -49,8 +66,8 @@ class Manager:
 
     Args:
         path: the directory of the checkpoints, which ranks share.
-        keep: how many of the newest checkpoints stay; None: all. The newest is the one that was saved last; those that
-            the run left behind when it went back to an older step are older than all others.
+        keep: rules by which checkpoints are deleted, or how many of the newest stay; None: all stay. With
+            `moments_last`, older ones are written again without what optimizers keep for each parameter, by all ranks.
         keyframe_every, threads: as of `Writer`.
         group: the ranks; None: all.
 
@@ -67,17 +84,20 @@ class Manager:
         self,
         path: str | Path,
         *,
-        keep: int | None = 2,
+        keep: Keep | int | None = 2,
         keyframe_every: int | Literal["auto"] | None = "auto",
         threads: int | None = None,
         group: ProcessGroup | None = None,
     ) -> None:
         self._root = LocalStorage(path).path.absolute()
-        self._keep = validate.check_optional_int("keep", keep, none_meaning="for all")
+        if not isinstance(keep, Keep):
+            keep = validate.check_optional_int("keep", keep, none_meaning="for all")
+        self._keep = Keep(last=keep) if isinstance(keep, int) else keep
         self._threads, self._group = threads, group
         self._writer_options: dict[str, Any] = {"keyframe_every": keyframe_every, "threads": threads, "group": group}
         Writer(**self._writer_options)  # refuses wrong ones now
         self.last_report: SaveReport | None = None
+        self._settled: set[frozenset[str]] = set()  # chains whose moments stay, as deleting them frees nothing
         self.scheme = Lossless()
 
     def __repr__(self) -> str:
@@ -115,24 +135,99 @@ class Manager:
             step=step,
             metrics=metrics,
             on_save=reports.append,
-            keep=None if self._keep is None else Keep(last=self._keep),
+            keep=self._keep,
         )
         with _own_errors():
             save(state, storage_writer=writer, process_group=self._group)
-        if not reports:
-            return None
-        [self.last_report] = reports
-        for path in DirectoryRun(self._root, layout.step_of_dir).expired(self._keep):
-            shutil.rmtree(path, ignore_errors=True)
-        return self.last_report
+        if reports:
+            [self.last_report] = reports
+        self._apply_retention(is_coordinator=bool(reports))
+        return reports[0] if reports else None
+
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints, rising."""
+        return sorted(step for path, step in self._run.numbers().items() if is_checkpoint(path))
+
+    def latest_step(self) -> int | None:
+        """The step that was saved last; None if there is none."""
+        complete = filter(is_checkpoint, self._run.newest_first())
+        return next((self._run.numbers()[path] for path in complete), None)
+
+    def best_step(self) -> int | None:
+        """The step with the best metric of the rule `best`, or of `val_loss`; None if none has it."""
+        paths = [path for path in self._run.newest_first()[::-1] if is_checkpoint(path)]
+        ranked = best_first([read_directory_manifest(path) for path in paths], self._keep or Keep())
+        return ranked[0].step if ranked else None
+
+    def _find_step(self, step: int | str | None) -> Any:
+        """The number of the step to restore, on all ranks; None: the newest that is valid."""
+        if isinstance(step, str):
+            validate.check_choice("step", step, ("best", "latest"))
+            if step == "latest":
+                return None
+            best = gather_or_raise(self.best_step, self._group)[0]
+            if best is None:
+                found, do = "no checkpoint with the metric", "pass metrics= to save, and Keep(metric=) to the manager"
+                raise NotFoundError(str(self._root), found=found, expected="a best checkpoint", do=do)
+            return best
+        return step
+
+    @property
+    def _run(self) -> DirectoryRun:
+        return DirectoryRun(self._root, layout.step_of_dir)
+
+    def _apply_retention(self, *, is_coordinator: bool) -> None:
+        """Delete what no rule keeps, and the moments of older checkpoints; all ranks call this."""
+        if self._keep is None:
+            return
+        run, keep = self._run, self._keep
+
+        def prune() -> list[list[Directory]]:
+            if not is_coordinator:
+                return []
+            for path in run.expired(keep):
+                delete_checkpoint(path)
+            complete = [path for path in run.newest_first()[::-1] if is_checkpoint(path)]
+            return chains_to_strip(plan_run(complete, keep, datetime.now(timezone.utc)))
+
+        try:
+            chains = [chain for chains in gather_or_raise(prune, self._group) for chain in chains]
+            for chain in chains if keep.moments_last is not None else ():
+                self._strip(chain, is_coordinator=is_coordinator)
+        except (ShrinkpointError, OSError) as error:  # no reason to end a run
+            if is_coordinator:
+                _log.warning("older checkpoints stay as they are: %s", error)
+
+    def _strip(self, chain: list[Directory], *, is_coordinator: bool) -> None:
+        """Delete the moments of checkpoints of one chain; each rank writes some of the payloads again."""
+        digests = frozenset(path.name for path in chain)
+        if digests in self._settled:
+            return
+
+        def map_payloads(write: Callable[[int], Payload], count: int) -> list[Payload]:
+            world_size = dist.get_world_size(self._group) if dist.is_initialized() else 1
+            rank = dist.get_rank(self._group) if dist.is_initialized() else 0
+            mine = range(rank, count, world_size)
+            gathered = gather_or_raise(lambda: {index: write(index) for index in mine}, self._group)
+            by_index = {index: payload for share in gathered for index, payload in share.items()}
+            return [by_index[index] for index in range(count)]
+
+        rewriter = RunRewriter(threads=self._threads, map_payloads=map_payloads, commits=is_coordinator)
+        if not rewriter.strip(chain, _MOMENTS):
+            self._settled.add(digests)
 
     def restore(
-        self, step: int | None = None, *, max_bytes: int | None = None, **objects: Any
+        self,
+        step: int | Literal["best", "latest"] | None = None,
+        *,
+        max_bytes: int | None = None,
+        **objects: Any,
     ) -> RestoreResult[int] | None:
         """Load a checkpoint into objects, on any number of ranks; modules in place.
 
         Args:
-            step: None: the newest checkpoint that is valid on all ranks. A number: that checkpoint or an error.
+            step: None or "latest": the newest checkpoint that is valid on all ranks. A number, or "best", which is
+                `best_step()`: that checkpoint or an error.
             max_bytes: how much memory the tensors of one file may take; None: as for `shrinkpoint.load`.
             objects: what was passed to `save`; objects that are left out are not changed.
 
@@ -145,7 +240,8 @@ class Manager:
             ChainError, FormatError, StorageError: it does not load; modules may have changed.
         """
         begin = time.perf_counter()
-        directory: Any = self._root / layout.step_dir(layout.check_step(step)) if step is not None else None
+        number = self._find_step(step)
+        directory: Any = self._root / layout.step_dir(layout.check_step(number)) if number is not None else None
         if directory is None and (directory := latest_valid(self._root, self._group)) is None:
             return None
         flat: dict[str, Any] = {}
@@ -153,7 +249,11 @@ class Manager:
         def prepare() -> None:
             if not is_checkpoint(directory):
                 raise NotFoundError(str(directory), found="no checkpoint", do="restore another step")
-            _, metadata = open_checkpoint(directory)
+            manifest, metadata = open_checkpoint(directory)
+            if manifest.weights_only and has_optimizer(objects):
+                found = "weights only: retention has deleted the moments (Keep(moments_last=))"
+                do = "restore a newer step, or leave the optimizer out"
+                raise MismatchError(str(directory), found=found, expected="a step with moments", do=do)
             flat.update(_targets(metadata.entries, objects, str(directory)))
 
         gather_or_raise(prepare, self._group)
@@ -176,6 +276,20 @@ class Manager:
 
     def wait(self) -> None:
         """Return: a save is durable when `save` returns."""
+
+
+def _flatten_without_moments(state: dict[str, Any], extra: Any) -> FlatState:
+    names = names_of_moments(extra[DCP_KEY])
+    return flatten({fqn: value for fqn, value in state.items() if fqn not in names})
+
+
+def _drop_moments(extra: Any) -> Any:
+    document = extra[DCP_KEY]
+    names = names_of_moments(document)
+    return {**extra, DCP_KEY: {**document, "items": [row for row in document["items"] if row[0] not in names]}}
+
+
+_MOMENTS = MomentFilter(_flatten_without_moments, _drop_moments)
 
 
 def _parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:

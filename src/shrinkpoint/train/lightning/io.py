@@ -29,6 +29,7 @@ from shrinkpoint.schemes.planner import Planner
 from shrinkpoint.storage import ObjectUrl, hide_credentials, is_object_url, is_url, resolve_directory
 from shrinkpoint.store import Keep, SaveReport
 from shrinkpoint.store.identify import is_checkpoint
+from shrinkpoint.store.retention import check_keep
 from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.tensors.wrappers import match_state_keys
 from shrinkpoint.threads import ForkSafeLock
@@ -73,6 +74,8 @@ class ShrinkIO(CheckpointIO):
             succeeded, and kept if it failed. A save outside of training is waited for, and so is one on another thread
             than the training loop's, such as that of `AsyncCheckpointIO`.
         model: the key of the model in what is saved: for a Trainer the default; for Fabric, the key in `fabric.save`.
+        keep: rules by which this deletes checkpoints, of those beside each other whose names differ in numbers alone;
+            `metric` is what a `ModelCheckpoint` monitors, which then needs `save_top_k=-1`. None: Lightning deletes.
 
     Raises:
         PolicyError: an unknown scheme, a scheme with a group, or a number out of range.
@@ -88,7 +91,9 @@ class ShrinkIO(CheckpointIO):
         max_bytes: int | None = None,
         model: str = "state_dict",
         on_save: OnSave | None = None,
+        keep: Keep | None = None,
     ) -> None:
+        self._keep = check_keep(keep)
         scheme = add_evaluation(scheme, TrainingLoss())
         self._settings = SaveSettings(scheme, keyframe_every, background, threads, max_bytes, on_save)
         self._model = model
@@ -276,7 +281,10 @@ class ShrinkIO(CheckpointIO):
     def _save(self, checkpoint: dict[str, Any], path: _PATH, directory: Path | ObjectUrl) -> None:
         objects, moved_file = self._model_objects(checkpoint), None
         self._has_retention |= _has_retention(checkpoint)
-        self._checkpointer.keep = Keep(best=1) if self._has_retention else None
+        if self._keep is not None:
+            self._checkpointer.retain(self._keep, deletes=True, protected=_best_paths(checkpoint))
+        else:
+            self._checkpointer.retain(Keep(best=1) if self._has_retention else None, is_exact=False)
         note_terms(self._checkpointer.scheme, self._counter.terms)
         if isinstance(directory, Path):
             moved_file = move_aside(directory)
@@ -420,11 +428,14 @@ def load_checkpoint_dict(
         NotFoundError, ChainError, FormatError, StorageError: as `Checkpointer.load`.
     """
     try:
-        state: dict[str, Any] = checkpointer.load(directory, device=_target_device(map_location)).state
+        restored = checkpointer.load(directory, device=_target_device(map_location))
     except (NotFoundError, ChainError, FormatError) as error:
         advice = "resume from another one: ckpt_path=latest_valid(directory), of shrinkpoint.train.lightning"
         do = f"{advice}; or {error.do}" if "max_bytes" in error.do else advice
         raise type(error)(error.where, found=error.found, expected=error.expected, do=do) from error
+    state: dict[str, Any] = restored.state
+    if restored.manifest is not None and restored.manifest.weights_only:
+        state.pop("optimizer_states", None)  # Lightning then says that the checkpoint contains only the model
     return keep_slot_dtypes(state)
 
 
@@ -564,6 +575,15 @@ def _monitored_metrics(checkpoint: Mapping[str, Any], path: _PATH) -> dict[str, 
         if isinstance(scores, dict) and str(path) in scores and isinstance(state.get("monitor"), str):
             metrics[state["monitor"]] = scores[str(path)]
     return metrics
+
+
+def _best_paths(checkpoint: Mapping[str, Any]) -> list[Path | ObjectUrl]:
+    """The checkpoints that ModelCheckpoints have as their best."""
+    callback_states = checkpoint.get("callbacks")
+    states = callback_states.values() if isinstance(callback_states, dict) else ()
+    paths = (state.get("best_model_path") for state in states if isinstance(state, dict))
+    places = (place_or_none(path) for path in paths if isinstance(path, str) and path)
+    return [place for place in places if place is not None]
 
 
 def _with_hint(error: StateError) -> StateError:

@@ -19,8 +19,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.storage import local_path
-from shrinkpoint.store import SaveReport
+from shrinkpoint.store import Keep, SaveReport
 from shrinkpoint.store.identify import is_checkpoint
+from shrinkpoint.store.retention import check_keep
 from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.train.checkpointer import Checkpointer
@@ -46,6 +47,8 @@ class ShrinkCallback(TrainerCallback):
         scheme, keyframe_every, background, threads, max_bytes, on_save: see `SaveSettings`. The scheme, for the
             optimizer state, must need no model and no process group.
         resume_from_checkpoint: directory to restore from; None: the one that the Trainer resumes from.
+        keep: rules by which this deletes checkpoints, once a later one is complete; then leave `save_total_limit` out.
+            None: the Trainer deletes by that.
 
     Raises:
         PolicyError: an argument is out of range, or the scheme is not supported.
@@ -61,7 +64,9 @@ class ShrinkCallback(TrainerCallback):
         max_bytes: int | None = None,
         resume_from_checkpoint: str | Path | None = None,
         on_save: OnSave | None = None,
+        keep: Keep | None = None,
     ) -> None:
+        self._keep = check_keep(keep)
         settings = SaveSettings(scheme, keyframe_every, background, threads, max_bytes, on_save)
         self._on_save = settings.on_save
         self._checkpointer = Checkpointer(**vars(replace(settings, on_save=self._saved)))
@@ -92,12 +97,13 @@ class ShrinkCallback(TrainerCallback):
             self._on_save(report)
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Check `output_dir`.
+        """Check `output_dir` and `save_total_limit`.
 
         Raises:
-            PolicyError: it is a URL.
+            PolicyError: the first is a URL, or the second is given beside `keep`.
         """
         local_path(args.output_dir, "output_dir")
+        checkpoint_dirs.check_keep(self._keep, args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore what the Trainer itself has not restored.
@@ -119,7 +125,7 @@ class ShrinkCallback(TrainerCallback):
         directory = self._resume_dir(args, state)
         if directory is None:
             return
-        checkpoint_dirs.validate_checkpoint(directory)
+        checkpoint_dirs.validate_checkpoint(directory, optimizer=True)
         restored = self._checkpointer.load(directory)
         if restored.step != state.global_step:
             found, expected = f"step {restored.step}", f"{state.global_step}, at which training resumes"
@@ -164,7 +170,7 @@ class ShrinkCallback(TrainerCallback):
         if names := collect_names({"model": kwargs.get("model"), **objects}):
             states[NAMES_KEY] = names
         extra = checkpoint_dirs.manifest_extra(directory, states)
-        self._checkpointer.keep = checkpoint_dirs.keep_of(args)
+        checkpoint_dirs.retain(self._checkpointer, self._keep, args, state)
         self._checkpointer.save(directory, states, objects=objects, step=state.global_step, extra=extra)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

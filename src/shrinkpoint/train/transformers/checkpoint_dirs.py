@@ -20,7 +20,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import is_peft_available
 
-from shrinkpoint.errors import CorruptError, ShrinkpointError, StorageError, TruncatedError
+from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError, StorageError, TruncatedError
 from shrinkpoint.storage import local_path
 from shrinkpoint.storage.zip_records import check_zip_records
 from shrinkpoint.store import Keep
@@ -28,7 +28,7 @@ from shrinkpoint.store.directory import verify_directory
 from shrinkpoint.store.identify import is_checkpoint
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.train import newest_valid
-from shrinkpoint.train.checkpointer import wait_for_writes
+from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
 from shrinkpoint.train.directory_run import DirectoryRun
 from shrinkpoint.train.newest_valid import NoCheckpointError
 
@@ -198,16 +198,41 @@ def remove_stale(directory: Path, saved: Collection[str]) -> None:
             path.unlink(missing_ok=True)
 
 
-def keep_of(args: Any) -> Keep | None:
-    """The rule by which the Trainer deletes checkpoints; None: it keeps all.
+def retain(checkpointer: Checkpointer, keep: Keep | None, args: Any, state: Any) -> None:
+    """Tell a checkpointer which checkpoints of a Trainer stay.
 
     Args:
+        keep: the rules of the settings, by which the checkpointer deletes; None: the Trainer deletes by its own.
         args: the `TrainingArguments`.
+        state: the `TrainerState`.
     """
+    if keep is not None:
+        best = state.best_model_checkpoint
+        checkpointer.retain(keep, deletes=True, protected=() if best is None else (Path(best).absolute(),))
+        return
     limit = args.save_total_limit
     if limit is None or limit <= 0:
-        return None
-    return Keep(last=limit, best=1 if args.load_best_model_at_end or args.metric_for_best_model else None)
+        checkpointer.retain(None)
+        return
+    metric = args.metric_for_best_model or ("loss" if args.load_best_model_at_end else None)
+    if metric is None:
+        checkpointer.retain(Keep(last=limit))
+        return
+    mode: Any = "max" if args.greater_is_better else "min"
+    metric = metric if metric.startswith("eval_") else f"eval_{metric}"
+    checkpointer.retain(Keep(last=limit, best=1, metric=metric, mode=mode))
+
+
+def check_keep(keep: Keep | None, args: Any) -> None:
+    """Check that one thing says which checkpoints of a Trainer stay.
+
+    Raises:
+        PolicyError: both the settings and the `TrainingArguments` do.
+    """
+    if keep is not None and args.save_total_limit:
+        found = f"keep={keep!r}, and save_total_limit={args.save_total_limit} of the TrainingArguments"
+        do = "leave save_total_limit out"
+        raise PolicyError("keep", found=found, expected="one of them", do=do)
 
 
 def rotate(output_dir: str | Path, limit: int | None, keep: set[Path]) -> None:
@@ -255,7 +280,7 @@ def _validate_own(root: Path, deep: bool) -> bool:
             raise _error(TruncatedError, root / name, found, f"{size} bytes")
         _validate_file(root / name, deep=deep)
     names = extra.get("holds")
-    has_optimizer = isinstance(names, list) and "optimizer" in names
+    has_optimizer = isinstance(names, list) and "optimizer" in names and not manifest.weights_only
     return has_optimizer or (root / _REQUIRED_PAIR[0]).is_file()
 
 

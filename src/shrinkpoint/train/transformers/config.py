@@ -21,6 +21,8 @@ from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.evaluate import Reading
 from shrinkpoint.schemes.fisher.scheme import Fisher
 from shrinkpoint.schemes.registry import lacks_evaluation, scheme_factory
+from shrinkpoint.store import Keep
+from shrinkpoint.store.retention import check_keep
 from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.gradients import GradientRecorder
@@ -47,6 +49,8 @@ class ShrinkConfig:
         gradients: record gradients for the scheme, over the steps before each save.
         log_saves: send the numbers of every checkpoint to the Trainer's loggers (`report_to`), as "checkpoint/bytes"
             and so on; with `background`, when the Trainer next waits for it.
+        keep: rules by which checkpoints are deleted, in place of `save_total_limit`; `metric` is a name of the
+            Trainer's evaluation, such as "eval_loss". The best model that the Trainer knows is kept as well.
 
     Raises:
         PolicyError: an argument is out of range, or `evaluate` or `gradients` is given with a finished scheme.
@@ -62,8 +66,10 @@ class ShrinkConfig:
     max_bytes: int | None = None
     on_save: OnSave | None = None
     log_saves: bool = False
+    keep: Keep | None = None
 
     def __post_init__(self) -> None:
+        check_keep(self.keep)
         is_instance = not isinstance(self.scheme, str) and not callable(self.scheme)
         if isinstance(self.scheme, str):
             scheme_factory(self.scheme)

@@ -304,7 +304,7 @@ class ShrinkTrainer(Trainer):
         extra = checkpoint_dirs.manifest_extra(pending.directory, pending.state) if writes else None
         self._saver.note_terms()
         checkpointer = self._saver.for_model()
-        checkpointer.keep = checkpoint_dirs.keep_of(self.args)
+        checkpoint_dirs.retain(checkpointer, self.shrink.keep, self.args, self.state)
         checkpointer.save(
             pending.directory,
             pending.state,
@@ -429,7 +429,10 @@ class _ModelCheckpointer:
             checkpointer = self.for_model()
         else:
             checkpointer = Checkpointer(threads=self._trainer.shrink.threads, max_bytes=self._trainer.shrink.max_bytes)
-        state: dict[str, Any] = checkpointer.load(directory).state
+        restored = checkpointer.load(directory)
+        state: dict[str, Any] = restored.state
+        if restored.manifest is not None and restored.manifest.weights_only:
+            state.pop("optimizer", None)
         return state
 
 
@@ -461,6 +464,7 @@ class _LoadedParts:
 
 def _check_settings(trainer: ShrinkTrainer) -> None:
     args = trainer.args
+    checkpoint_dirs.check_keep(trainer.shrink.keep, args)
     if not trainer._has_full_state:
         if not trainer.shrink.is_default:
             expected, do = "the whole state in one process", "save shards with shrinkpoint.train.dcp.Manager"

@@ -1,0 +1,141 @@
+"""Retention of a framework's run: which of its checkpoints, each in a directory of its own, stay. No torch.
+
+The rules are those of a store. But no checkpoint here is the base of another: on this machine a delta has hard links to
+its bases. What the rules want to be smaller is written again by `directory_rewrite`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TypeAlias
+
+from shrinkpoint.errors import CorruptError, NotFoundError, TruncatedError
+from shrinkpoint.storage import ObjectUrl
+from shrinkpoint.store.directory import read_directory_manifest
+from shrinkpoint.store.manifest import DirectoryManifest, Manifest
+from shrinkpoint.store.retention import Keep, check_metric, match_rules
+
+Directory: TypeAlias = Path | ObjectUrl
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What retention does with the checkpoints of a run.
+
+    Attributes:
+        delete: oldest first.
+        keep: the manifests of the others that have one, oldest first.
+        strip: of `keep`, those that lose what the optimizers keep for each parameter, oldest first.
+        reasons: by directory, sentences that say why it is kept or deleted.
+    """
+
+    delete: tuple[Directory, ...]
+    keep: dict[Directory, DirectoryManifest]
+    strip: tuple[Directory, ...]
+    reasons: dict[Directory, tuple[str, ...]]
+
+
+def plan_run(
+    directories: Sequence[Directory], keep: Keep, now: datetime, *, protected: Collection[Directory] = ()
+) -> RunPlan:
+    """Decide which checkpoints of a run to delete; nothing is deleted.
+
+    A checkpoint without a manifest that can be read, such as one of the framework itself, counts as well. It has no
+    metrics, and its time is that of its directory.
+
+    Args:
+        directories: complete checkpoints, oldest first.
+        now: with a time zone; `Keep.within` counts back from here.
+        protected: never deleted, whatever the rules say.
+
+    Raises:
+        PolicyError: the best are to be kept by a metric that no checkpoint has.
+        VersionError: a newer release wrote one.
+        StorageError: one cannot be read now.
+    """
+    manifests = {directory: _manifest_of(directory) for directory in directories}
+    check_metric(manifests.values(), keep)
+    by_id = {id(manifest): directory for directory, manifest in manifests.items()}
+    reasons: dict[Directory, list[str]] = {directory: [] for directory in directories}
+    for manifest, reason in match_rules([*manifests.values()], keep, now):
+        reasons[by_id[id(manifest)]].append(reason)
+    for directory in protected:
+        reasons.get(directory, []).append("the framework needs it")
+    bases = _keep_bases(manifests, reasons)
+    kept = [directory for directory, why in reasons.items() if why]
+    resumable = kept if keep.moments_last is None else kept[-keep.moments_last :]
+    return RunPlan(
+        tuple(directory for directory, why in reasons.items() if not why),
+        {directory: manifests[directory] for directory in kept if manifests[directory].payloads},
+        tuple(
+            directory
+            for directory in kept
+            if directory not in {*resumable, *bases}
+            and manifests[directory].payloads
+            and not manifests[directory].weights_only
+        ),
+        {directory: tuple(why) or ("no rule keeps it",) for directory, why in reasons.items()},
+    )
+
+
+def _manifest_of(directory: Directory) -> DirectoryManifest:
+    """The manifest, with a step; one without payloads for a checkpoint that has none of ours."""
+    step = int([0, *re.findall("[0-9]{1,18}", directory.name)][-1])
+    try:
+        manifest = read_directory_manifest(directory)
+        return replace(manifest, step=step if manifest.step is None else manifest.step)
+    except (NotFoundError, CorruptError, TruncatedError):
+        pass  # it goes when its time has come
+    seconds = directory.stat().st_mtime if isinstance(directory, Path) else 0.0
+    created = datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="milliseconds")
+    return Manifest(id="", created=created, scheme="", payloads=(), step=step)
+
+
+def _keep_bases(manifests: dict[Directory, DirectoryManifest], reasons: dict[Directory, list[str]]) -> set[Directory]:
+    """Keep what deltas in a bucket need, where there are no links, and return it."""
+    bases: set[Directory] = set()
+    for directory, manifest in manifests.items():
+        needed = {digest for payload in manifest.payloads for digest, _ in payload.bases}
+        if not needed or not reasons[directory] or isinstance(directory, Path):
+            continue
+        for other, base in manifests.items():
+            if other != directory and needed & {payload.digest for payload in base.payloads}:
+                reasons[other].append(f"base of {directory.name}")
+                bases.add(other)
+    return bases
+
+
+def chains_to_strip(plan: RunPlan) -> list[list[Directory]]:
+    """What is to lose its moments, by chain, oldest first; without chains that are also those of others.
+
+    A chain of which a checkpoint keeps its moments may still grow, and its files stay on the disk in any case.
+    """
+    chains: dict[str, list[Directory]] = {}
+    for directory, manifest in plan.keep.items():
+        first = manifest.payloads[0]
+        chains.setdefault(first.bases[0][0] if first.bases else first.digest, []).append(directory)
+    return [directories for directories in chains.values() if plan.strip and {*directories} <= {*plan.strip}]
+
+
+def parents_to_reverse(plan: RunPlan, keep: Keep) -> dict[Path, Path | None]:
+    """What older chains hold that is kept, newest first, and the newer checkpoint that each becomes a delta against.
+
+    One of the last becomes a delta against the next newer one, since it goes before that. One of the best may stay
+    longer than all others, so it becomes a delta against the newest. One that stays for good becomes a keyframe.
+    """
+    kept = [directory for directory in plan.keep if isinstance(directory, Path)]
+    parents: dict[Path, Path | None] = {}
+    newest = newer = kept[-1] if kept else Path()
+    for place, directory in reversed([*enumerate(kept[:-1], -len(kept))]):
+        manifest = plan.keep[directory]
+        is_permanent = keep.is_permanent(manifest.step or 0)
+        if manifest.weights_only or len(manifest.payloads) > 1 or (is_permanent and not manifest.depth):
+            continue
+        is_one_of_last = keep.best is None or place >= -(keep.last or 1)
+        parents[directory] = None if is_permanent else newer if is_one_of_last else newest
+        newer = directory if is_one_of_last else newer
+    return parents
