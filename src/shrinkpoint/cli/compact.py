@@ -8,10 +8,22 @@ from typing import Annotated
 import typer
 
 from shrinkpoint import humanize
-from shrinkpoint.cli.arguments import JsonOption, StoreArgument, complete_step, find_manifest, open_store, parse_store
+from shrinkpoint.cli.arguments import (
+    JsonOption,
+    Location,
+    RunArgument,
+    complete_step,
+    find_manifest,
+    open_store,
+    parse_store,
+)
 from shrinkpoint.cli.console import Column, print_json, print_line, print_table, show_progress
+from shrinkpoint.errors import PolicyError
 from shrinkpoint.report.checkpoints import CheckpointReport
 from shrinkpoint.store import chain
+from shrinkpoint.store.chain import file_sizes
+from shrinkpoint.store.directory import find_run, read_directory_manifest
+from shrinkpoint.store.directory_retention import Directory, group_by_chain
 from shrinkpoint.store.listing import Listing
 
 _STEP_HELP = "Make this checkpoint a keyframe; without it, merge deltas."
@@ -21,15 +33,20 @@ OneStepOption = Annotated[
 
 
 def command(
-    store: StoreArgument,
+    store: RunArgument,
     step: OneStepOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which would be written again.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Merge deltas so that none depends on a forgotten or deleted checkpoint, or make one checkpoint a keyframe.
 
-    Every checkpoint decodes to the same bits before, during and after; each is replaced atomically.
+    Every checkpoint decodes to the same bits before, during and after; each is replaced atomically. Of a framework's
+    run, each chain is written again whose files take more than a keyframe and a delta for each further checkpoint.
     """
+    location = parse_store(store)
+    if location.is_run:
+        _compact_run(location, step, dry_run=dry_run, json=json)
+        return
     _, before = open_store(store)
     steps = _steps_to_rewrite(before, store, step)
     if steps and not dry_run:
@@ -54,6 +71,40 @@ def command(
         print_json({"applied": not dry_run, "rewritten": changes})
     else:
         _print(store, rows, dry_run)
+
+
+def _compact_run(location: Location, step: int | None, *, dry_run: bool, json: bool) -> None:
+    """Write the chains of a framework's run again, where that frees bytes."""
+    if step is not None:
+        found, do = f"--step {step} of a framework's run", "name the directory of that checkpoint"
+        raise PolicyError(str(location), found=found, expected="a store", do=do)
+    directories = find_run(location.path)[::-1]
+    before = {path: read_directory_manifest(path) for path in directories}
+    # Each needs the files of its chain, of which some may be nobody else's any more.
+    own = {payload.digest for manifest in before.values() for payload in manifest.payloads}
+    chains = [
+        chain
+        for chain in group_by_chain(before)
+        if any({digest for digest, _ in p.bases} - own for path in chain for p in before[path].payloads)
+    ]
+    rewritten: list[Directory] = []
+    if not dry_run:
+        from shrinkpoint.store.directory_rewrite import RunRewriter  # which imports torch
+
+        with show_progress(f"writing checkpoints of {location} again"):
+            rewriter = RunRewriter(before)
+            rewritten = [path for chain in chains if rewriter.rewrite(chain) for path in chain]
+    after = {path: read_directory_manifest(path) for path in directories}
+    sizes = [sum(file_sizes(manifests.values()).values()) for manifests in (before, after)]
+    names = [path.name for path in (rewritten if not dry_run else [path for chain in chains for path in chain])]
+    if json:
+        print_json({"applied": not dry_run, "rewritten": names, "bytes": sizes[0] - sizes[1]})
+    elif not names:
+        print_line(f"{location}: nothing to do, no delta needs what is gone, or writing it again frees nothing")
+    elif dry_run:
+        print_line(f"{location}: would write again, if that frees bytes: {', '.join(names)}")
+    else:
+        print_line(f"{location}: wrote {', '.join(names)} again, {humanize.size(sizes[0] - sizes[1])} less")
 
 
 def _steps_to_rewrite(listing: Listing, store: str, step: int | None) -> list[int]:

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
 from enum import Enum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shrinkpoint import humanize
-from shrinkpoint.cli.arguments import JsonOption, StoreArgument, open_store, preview
+from shrinkpoint.cli.arguments import JsonOption, Location, RunArgument, open_store, parse_store, preview
 from shrinkpoint.cli.console import Column, print_json, print_line, print_note, print_table, show_progress
+from shrinkpoint.errors import FormatError, NotFoundError
+from shrinkpoint.store.chain import file_sizes
+from shrinkpoint.store.directory import delete_checkpoint, find_run, read_directory_manifest
+from shrinkpoint.store.directory_retention import Directory, chains_to_strip, group_by_chain, plan_run
 from shrinkpoint.store.listing import Listing, scan
+from shrinkpoint.store.manifest import DirectoryManifest
 from shrinkpoint.store.prune import prune
 from shrinkpoint.store.retention import Keep, PrunePlan
+
+if TYPE_CHECKING:
+    from shrinkpoint.store.directory_rewrite import MomentFilter
 
 _BASE_REASON = re.compile(r"base of step ([0-9]+)")
 
@@ -43,7 +52,7 @@ WithinOption = Annotated[
 
 
 def command(
-    store: StoreArgument,
+    store: RunArgument,
     last: LastOption = None,
     every: EveryOption = None,
     best: BestOption = None,
@@ -66,13 +75,18 @@ def command(
     Without a rule, only forgotten checkpoints go.
 
     With --moments-last or --compact, chains are written again where that frees bytes; every checkpoint that is kept
-    loads before, during and after, with the same bits. Without --apply they are encoded as well, and thrown away.
+    loads before, during and after, with the same bits. Without --apply they are encoded as well, and thrown away; of a
+    framework's run, only what is deleted is shown then.
     """
     keep = Keep(
         last=last, every=every, best=best, metric=metric, mode=mode.value, within=within, moments_last=moments_last
     )
-    storage, listing = open_store(store)
     now = datetime.now(timezone.utc)
+    location = parse_store(store)
+    if location.is_run:
+        _prune_run(location, keep, now, compact=compact, apply=apply, json=json)
+        return
+    storage, listing = open_store(store)
     with show_progress(f"pruning {store}"):
         if apply:
             with storage.lock():
@@ -85,6 +99,66 @@ def command(
         print_json({"applied": apply, **asdict(plan), "reasons": reasons})
     else:
         _print(store, listing, plan, apply)
+
+
+def _prune_run(location: Location, keep: Keep, now: datetime, *, compact: bool, apply: bool, json: bool) -> None:
+    plan = plan_run(find_run(location.path)[::-1], keep, now)
+    chains = chains_to_strip(plan) if keep.moments_last else []
+    others = {path: manifest for path, manifest in plan.keep.items() if not any(path in chain for chain in chains)}
+    before, rewritten = sum(file_sizes([*plan.keep.values(), *_manifests_of(plan.delete)]).values()), []
+    if apply:
+        from shrinkpoint.store.directory_rewrite import RunRewriter  # which imports torch
+
+        with show_progress(f"pruning {location}"):
+            for path in plan.delete:
+                delete_checkpoint(path)
+            rewriter = RunRewriter(plan.keep)
+            for chain in chains:
+                rewritten += chain if rewriter.rewrite(chain, _moments_of(plan.keep[chain[0]])) else []
+            for chain in group_by_chain(others) if compact else []:
+                rewritten += chain if rewriter.rewrite(chain) else []
+    after = sum(file_sizes(_manifests_of(plan.keep) if apply else plan.keep.values()).values())
+    names = {path: path.name for path in (*plan.delete, *plan.reasons)}
+    if json:
+        lists = {"delete": plan.delete, "keep": plan.keep, "rewrite": rewritten}
+        summary = {key: [names[path] for path in paths] for key, paths in lists.items()}
+        reasons = {names[path]: list(why) for path, why in plan.reasons.items()}
+        print_json({"applied": apply, **summary, "bytes": before - after, "reasons": reasons})
+        return
+    deleted = "deleted" if apply else "delete"
+    fates = [deleted if path in plan.delete else "written again" if path in rewritten else "keep" for path in names]
+    print_table(
+        [
+            Column("folder", [*names.values()], wrap=True),
+            Column("", fates),
+            Column("because", [join_reasons(plan.reasons[path]) for path in names], wrap=True),
+        ],
+        styles=["red" if path in plan.delete else "" for path in names],
+    )
+    print_line("")
+    what = f"{humanize.count(len(plan.delete), 'checkpoint')} and {humanize.size(before - after)}"
+    if apply:
+        again = f", wrote {len(rewritten)} again" if rewritten else ""
+        print_line(f"{location}: deleted {what}, kept {len(plan.keep)}{again}")
+    else:
+        print_line(f"{location}: would delete {what}, keep {len(plan.keep)}. Nothing is deleted yet; add --apply")
+
+
+def _manifests_of(directories: Iterable[Directory]) -> Iterator[DirectoryManifest]:
+    """The manifests of checkpoints, but for those that have none that can be read."""
+    for directory in directories:
+        with suppress(NotFoundError, FormatError):
+            yield read_directory_manifest(directory)
+
+
+def _moments_of(manifest: DirectoryManifest) -> MomentFilter:
+    from shrinkpoint.store.directory_rewrite import MomentFilter
+
+    if isinstance(manifest.extra, dict) and "torch.distributed.checkpoint" in manifest.extra:
+        from shrinkpoint.train.dcp.checkpoint_metadata import MOMENTS
+
+        return MOMENTS
+    return MomentFilter()
 
 
 def _print(store: str, listing: Listing, plan: PrunePlan, is_applied: bool) -> None:

@@ -7,7 +7,7 @@ its bases. What the rules want to be smaller is written again by `directory_rewr
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -59,9 +59,10 @@ def plan_run(
     """
     manifests = {directory: _manifest_of(directory) for directory in directories}
     check_metric(manifests.values(), keep)
-    by_id = {id(manifest): directory for directory, manifest in manifests.items()}
+    with_steps = {directory: _with_step(manifest, directory.name) for directory, manifest in manifests.items()}
+    by_id = {id(manifest): directory for directory, manifest in with_steps.items()}
     reasons: dict[Directory, list[str]] = {directory: [] for directory in directories}
-    for manifest, reason in match_rules([*manifests.values()], keep, now):
+    for manifest, reason in match_rules([*with_steps.values()], keep, now):
         reasons[by_id[id(manifest)]].append(reason)
     for directory in protected:
         reasons.get(directory, []).append("the framework needs it")
@@ -83,16 +84,21 @@ def plan_run(
 
 
 def _manifest_of(directory: Directory) -> DirectoryManifest:
-    """The manifest, with a step; one without payloads for a checkpoint that has none of ours."""
-    step = int([0, *re.findall("[0-9]{1,18}", directory.name)][-1])
+    """The manifest; one without payloads for a checkpoint that has none of ours that can be read."""
     try:
-        manifest = read_directory_manifest(directory)
-        return replace(manifest, step=step if manifest.step is None else manifest.step)
+        return read_directory_manifest(directory)
     except (NotFoundError, CorruptError, TruncatedError):
         pass  # it goes when its time has come
     seconds = directory.stat().st_mtime if isinstance(directory, Path) else 0.0
     created = datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="milliseconds")
-    return Manifest(id="", created=created, scheme="", payloads=(), step=step)
+    unknown: DirectoryManifest = Manifest(id="", created=created, scheme="", payloads=(), step=None)
+    return unknown
+
+
+def _with_step(manifest: DirectoryManifest, name: str) -> DirectoryManifest:
+    """A copy of a manifest with its step, or else the last number in the name of its directory."""
+    number = int([0, *re.findall("[0-9]{1,18}", name)][-1])
+    return replace(manifest, step=number if manifest.step is None else manifest.step)
 
 
 def _keep_bases(manifests: dict[Directory, DirectoryManifest], reasons: dict[Directory, list[str]]) -> set[Directory]:
@@ -109,16 +115,21 @@ def _keep_bases(manifests: dict[Directory, DirectoryManifest], reasons: dict[Dir
     return bases
 
 
+def group_by_chain(manifests: Mapping[Directory, DirectoryManifest]) -> list[list[Directory]]:
+    """The checkpoints of each chain, in the order in which they are given."""
+    chains: dict[str, list[Directory]] = {}
+    for directory, manifest in manifests.items():
+        first = manifest.payloads[0]
+        chains.setdefault(first.bases[0][0] if first.bases else first.digest, []).append(directory)
+    return [*chains.values()]
+
+
 def chains_to_strip(plan: RunPlan) -> list[list[Directory]]:
     """What is to lose its moments, by chain, oldest first; without chains that are also those of others.
 
     A chain of which a checkpoint keeps its moments may still grow, and its files stay on the disk in any case.
     """
-    chains: dict[str, list[Directory]] = {}
-    for directory, manifest in plan.keep.items():
-        first = manifest.payloads[0]
-        chains.setdefault(first.bases[0][0] if first.bases else first.digest, []).append(directory)
-    return [directories for directories in chains.values() if plan.strip and {*directories} <= {*plan.strip}]
+    return [chain for chain in group_by_chain(plan.keep) if {*chain} <= {*plan.strip}]
 
 
 def parents_to_reverse(plan: RunPlan, keep: Keep) -> dict[Path, Path | None]:
@@ -132,7 +143,7 @@ def parents_to_reverse(plan: RunPlan, keep: Keep) -> dict[Path, Path | None]:
     newest = newer = kept[-1] if kept else Path()
     for place, directory in reversed([*enumerate(kept[:-1], -len(kept))]):
         manifest = plan.keep[directory]
-        is_permanent = keep.is_permanent(manifest.step or 0)
+        is_permanent = keep.is_permanent(_with_step(manifest, directory.name).step or 0)
         if manifest.weights_only or len(manifest.payloads) > 1 or (is_permanent and not manifest.depth):
             continue
         is_one_of_last = keep.best is None or place >= -(keep.last or 1)

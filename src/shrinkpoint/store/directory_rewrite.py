@@ -61,6 +61,7 @@ class RunRewriter:
     Memory: three states of a rank.
 
     Args:
+        kept: the manifests of all checkpoints of the run that stay: what others need as well frees nothing.
         threads: native threads; None: every core.
         map_payloads: calls a function for each index of a payload and returns all results. With several processes, each
             calls it for some of them; then all make the same calls, and one commits.
@@ -69,21 +70,27 @@ class RunRewriter:
 
     def __init__(
         self,
+        kept: Mapping[Directory, DirectoryManifest],
         *,
         threads: int | None = None,
         map_payloads: Callable[[Callable[[int], Payload], int], list[Payload]] = map_serially,
         commits: bool = True,
     ) -> None:
+        self._kept = dict(kept)
         self._threads, self._map, self._commits = threads, map_payloads, commits
         self._places: list[DirectoryPlace] = []  # what is written and not committed
         self._conditions: dict[Directory, object] = {}
         self._before: dict[Directory, DirectoryManifest] = {}
         self._after: dict[Directory, DirectoryManifest] = {}
 
-    def strip(self, directories: Sequence[Directory], moments: MomentFilter) -> bool:
-        """Delete the moments of checkpoints of one chain, oldest first; True if that freed bytes, else all stay.
+    def rewrite(self, directories: Sequence[Directory], moments: MomentFilter | None = None) -> bool:
+        """Write checkpoints of one chain again; True if that freed bytes, else all stay as they are.
 
         The first becomes a keyframe, and the others deltas against the one before, where there are links.
+
+        Args:
+            directories: oldest first.
+            moments: removes the moments; None: they stay.
 
         Raises:
             ChainError, FormatError: one does not load; all stay as they are.
@@ -95,11 +102,12 @@ class RunRewriter:
         def write(index: int, directory: Directory, manifest: DirectoryManifest) -> Payload:
             payload = manifest.payloads[index]
             decoded = decode_payload(directory, payload, threads=self._threads)
-            state = moments.flatten(build_state(decoded, str(directory)), manifest.extra)
+            state = build_state(decoded, str(directory))
+            flat_state = flatten(state) if moments is None else moments.flatten(state, manifest.extra)
             parent = None
             if previous is not None and len(previous[1].payloads) == len(manifest.payloads):
                 parent = _Parent(previous[0], previous[1].payloads[index], references[index])
-            written, references[index] = self._write(directory, manifest, index, state, decoded, parent)
+            written, references[index] = self._write(directory, manifest, index, flat_state, decoded, parent)
             return written
 
         with self:
@@ -109,8 +117,9 @@ class RunRewriter:
                     lambda index, d=directory, m=manifest: write(index, d, m),  # type: ignore[misc]
                     len(manifest.payloads),
                 )
-                extra = moments.extra(manifest.extra)
-                after = replace(manifest, payloads=tuple(payloads), stored_bytes=-1, weights_only=True, extra=extra)
+                after = replace(manifest, payloads=tuple(payloads), stored_bytes=-1)
+                if moments is not None:
+                    after = replace(after, weights_only=True, extra=moments.extra(manifest.extra))
                 self._after[directory] = after
                 previous = (directory, after) if isinstance(directory, Path) else None
             return self._commit_if_smaller()
@@ -129,7 +138,7 @@ class RunRewriter:
         references: dict[Path, Reference] = {}  # of the checkpoint that was decoded last
 
         def parent_of(directory: Path) -> _Parent:
-            (payload,) = (self._after.get(directory) or read_directory_manifest(directory)).payloads
+            (payload,) = self._after.get(directory, self._kept[directory]).payloads
             reference = references.get(directory)
             if reference is None:
                 reference = decode_payload(directory, payload, threads=self._threads).reference
@@ -157,7 +166,9 @@ class RunRewriter:
 
     def _read(self, directory: Directory) -> DirectoryManifest:
         self._conditions[directory] = manifest_condition(directory)
-        self._before[directory] = read_directory_manifest(directory)
+        # All processes that share the work must go on from the same manifest, so on this machine from the given one.
+        is_local = isinstance(directory, Path)
+        self._before[directory] = self._kept[directory] if is_local else read_directory_manifest(directory)
         return self._before[directory]
 
     def _write(
@@ -190,10 +201,12 @@ class RunRewriter:
         return payload, Reference(as_decoded(tensors), dict(taken.quantized))
 
     def _commit_if_smaller(self) -> bool:
-        before, after = (sum(file_sizes(manifests.values()).values()) for manifests in (self._before, self._after))
+        changed = [{**self._kept, **manifests} for manifests in (self._before, self._after)]
+        before, after = (sum(file_sizes(manifests.values()).values()) for manifests in changed)
         if after >= before:
             return False
         for directory, manifest in self._after.items() if self._commits else ():
             replace_manifest(directory, manifest, self._conditions[directory])
         self._places.clear()
+        self._kept |= self._after
         return True

@@ -314,10 +314,10 @@ class Checkpointer(BackgroundSaver):
         for expired in plan.delete if self._deletes else ():
             directories.delete_checkpoint(expired)
         limit.kept = len(plan.keep)
-        rewriter = RunRewriter(threads=self._settings.threads)
+        rewriter = RunRewriter(plan.keep, threads=self._settings.threads)
         for chain in chains_to_strip(plan):
             digests = {plan.keep[member].digest for member in chain}
-            if not digests <= self._settled and not rewriter.strip(chain, MomentFilter()):
+            if not digests <= self._settled and not rewriter.rewrite(chain, MomentFilter()):
                 self._settled |= digests
         parents = parents_to_reverse(plan, keep) if wants_reverse else {}
         if parents and (written := rewriter.reverse(parents)):

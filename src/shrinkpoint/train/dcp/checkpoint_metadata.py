@@ -31,8 +31,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from shrinkpoint.errors import CorruptError, MismatchError, StateError
 from shrinkpoint.sharding.shard_spec import check_disjoint
+from shrinkpoint.store.directory_rewrite import MomentFilter
 from shrinkpoint.store.identify import MANIFEST
 from shrinkpoint.tensors.dtypes import dtype_name, torch_dtype
+from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import ITEMSIZE, JSON
 from shrinkpoint.tensors.names import tensor_name
 from shrinkpoint.tensors.optimizers import is_master_key
@@ -204,23 +206,31 @@ def metadata_to_json(metadata: Metadata, owners: Mapping[str, NDArray[np.int64]]
     return {"items": items, "layouts": layouts}
 
 
-def names_of_moments(document: JSON) -> set[str]:
-    """The entries of a checkpoint that an optimizer keeps for a parameter, but for fp32 master weights.
-
-    An optimizer is what has `state` and `param_groups`.
-
-    Args:
-        document: what `metadata_to_json` returned.
-    """
-    rows: Any = document["items"] if isinstance(document, dict) else []
+def _names_of_moments(extra: JSON) -> set[str]:
+    """The entries that an optimizer, which has `state` and `param_groups`, keeps for a parameter; no master weights."""
+    rows: Any = extra[DCP_KEY]["items"] if isinstance(extra, dict) else []
     paths = {row[0]: tuple(row[1] or ()) for row in rows}
     optimizers = {path[: path.index("param_groups")] for path in paths.values() if "param_groups" in path}
+    slots = {(*optimizer, "state") for optimizer in optimizers}
     return {
         fqn
         for fqn, path in paths.items()
-        if any((*optimizer, "state") == path[: len(optimizer) + 1] for optimizer in optimizers)
-        and not is_master_key(str(path[-1]))
+        if any(path[: len(slot)] == slot for slot in slots) and not is_master_key(str(path[-1]))
     }
+
+
+def _flatten_without_moments(state: dict[str, Any], extra: JSON) -> FlatState:
+    names = _names_of_moments(extra)
+    return flatten({fqn: value for fqn, value in state.items() if fqn not in names})
+
+
+def _drop_moments(extra: Any) -> JSON:
+    names, document = _names_of_moments(extra), extra[DCP_KEY]
+    return {**extra, DCP_KEY: {**document, "items": [row for row in document["items"] if row[0] not in names]}}
+
+
+MOMENTS = MomentFilter(_flatten_without_moments, _drop_moments)
+"""Removes the moments of a checkpoint of ours that `dcp.save` wrote."""
 
 
 def _chunk_rows(chunks: Sequence[ChunkStorageMetadata], payloads: Sequence[int]) -> list[JSON]:

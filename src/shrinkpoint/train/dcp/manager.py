@@ -26,16 +26,15 @@ from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store import Keep, SaveReport, layout
 from shrinkpoint.store.directory import delete_checkpoint, read_directory_manifest
-from shrinkpoint.store.directory_retention import Directory, chains_to_strip, plan_run
-from shrinkpoint.store.directory_rewrite import MomentFilter, RunRewriter
+from shrinkpoint.store.directory_retention import Directory, RunPlan, chains_to_strip, plan_run
+from shrinkpoint.store.directory_rewrite import RunRewriter
 from shrinkpoint.store.identify import is_checkpoint
 from shrinkpoint.store.manifest import Payload
 from shrinkpoint.store.retention import best_first
 from shrinkpoint.tensors.dtypes import torch_dtype
-from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.names import StatePath
 from shrinkpoint.tensors.wrappers import match_names
-from shrinkpoint.train.dcp.checkpoint_metadata import DCP_KEY, EntryMetadata, names_of_moments
+from shrinkpoint.train.dcp.checkpoint_metadata import MOMENTS, EntryMetadata
 from shrinkpoint.train.dcp.directory import latest_valid
 from shrinkpoint.train.dcp.reader import Reader, open_checkpoint, unflatten
 from shrinkpoint.train.dcp.writer import Writer
@@ -182,23 +181,23 @@ class Manager:
             return
         run, keep = self._run, self._keep
 
-        def prune() -> list[list[Directory]]:
+        def prune() -> RunPlan | None:
             if not is_coordinator:
-                return []
+                return None
             for path in run.expired(keep):
                 delete_checkpoint(path)
             complete = [path for path in run.newest_first()[::-1] if is_checkpoint(path)]
-            return chains_to_strip(plan_run(complete, keep, datetime.now(timezone.utc)))
+            return plan_run(complete, keep, datetime.now(timezone.utc))
 
         try:
-            chains = [chain for chains in gather_or_raise(prune, self._group) for chain in chains]
-            for chain in chains if keep.moments_last is not None else ():
-                self._strip(chain, is_coordinator=is_coordinator)
+            plan = next(plan for plan in gather_or_raise(prune, self._group) if plan is not None)
+            for chain in chains_to_strip(plan) if keep.moments_last is not None else ():
+                self._strip(plan, chain, is_coordinator=is_coordinator)
         except (ShrinkpointError, OSError) as error:  # no reason to end a run
             if is_coordinator:
                 _log.warning("older checkpoints stay as they are: %s", error)
 
-    def _strip(self, chain: list[Directory], *, is_coordinator: bool) -> None:
+    def _strip(self, plan: RunPlan, chain: list[Directory], *, is_coordinator: bool) -> None:
         """Delete the moments of checkpoints of one chain; each rank writes some of the payloads again."""
         digests = frozenset(path.name for path in chain)
         if digests in self._settled:
@@ -212,9 +211,19 @@ class Manager:
             by_index = {index: payload for share in gathered for index, payload in share.items()}
             return [by_index[index] for index in range(count)]
 
-        rewriter = RunRewriter(threads=self._threads, map_payloads=map_payloads, commits=is_coordinator)
-        if not rewriter.strip(chain, _MOMENTS):
-            self._settled.add(digests)
+        rewriter = RunRewriter(plan.keep, threads=self._threads, map_payloads=map_payloads, commits=is_coordinator)
+        errors: list[Exception] = []
+
+        def check() -> None:
+            for error in errors:
+                raise error
+
+        try:
+            if not rewriter.rewrite(chain, MOMENTS):
+                self._settled.add(digests)
+        except Exception as error:
+            errors.append(error)
+        gather_or_raise(check, self._group)  # only one rank commits, and the others must hear of its error
 
     def restore(
         self,
@@ -276,20 +285,6 @@ class Manager:
 
     def wait(self) -> None:
         """Return: a save is durable when `save` returns."""
-
-
-def _flatten_without_moments(state: dict[str, Any], extra: Any) -> FlatState:
-    names = names_of_moments(extra[DCP_KEY])
-    return flatten({fqn: value for fqn, value in state.items() if fqn not in names})
-
-
-def _drop_moments(extra: Any) -> Any:
-    document = extra[DCP_KEY]
-    names = names_of_moments(document)
-    return {**extra, DCP_KEY: {**document, "items": [row for row in document["items"] if row[0] not in names]}}
-
-
-_MOMENTS = MomentFilter(_flatten_without_moments, _drop_moments)
 
 
 def _parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
