@@ -86,12 +86,11 @@ def test_verify_of_a_store_whose_checkpoints_are_gone_is_not_found(run, store):
     assert run("verify", store).code == 3
 
 
-@pytest.mark.parametrize("command", ["prune", "compact", "forget"])
-def test_a_frameworks_run_is_not_tended_as_a_store(run, tmp_path, command):
+def test_a_checkpoint_of_a_frameworks_run_cannot_be_forgotten(run, tmp_path):
     from shrinkpoint.train.checkpointer import Checkpointer
 
     Checkpointer().save(tmp_path / "run" / "step-1", {"a": torch.ones(3)})
-    done = run(*arguments([command], tmp_path / "run", tmp_path))
+    done = run(*arguments(["forget"], tmp_path / "run", tmp_path))
     assert (done.code, done.stdout) == (3, "") and "framework's run" in done.stderr
     assert run("list", tmp_path / "run").code == 0 and run("verify", tmp_path / "run").code == 0
 

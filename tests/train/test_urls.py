@@ -135,6 +135,7 @@ ELSEWHERE = {
     "lightning.load_from_checkpoint checkpoint_path",
     "lightning.load_from_checkpoint hparams_file",
     "latest_valid candidates",  # skipped, with the reason
+    "Checkpointer.retain protected",  # never deleted
     "latest_valid check",  # a function of a candidate
     "dcp.Writer.reset checkpoint_id",  # torch calls these where other ranks hear of no error
     "dcp.Reader.reset checkpoint_id",

@@ -176,6 +176,15 @@ def delete_checkpoint(directory: Path | ObjectUrl) -> None:
         raise storage_error(str(directory), "deleting", error) from error
 
 
+def delete_expired(directories: Iterable[Path | ObjectUrl]) -> None:
+    """Delete checkpoints; what cannot be deleted is logged: a checkpoint too many is no reason to end a run."""
+    for directory in directories:
+        try:
+            delete_checkpoint(directory)
+        except StorageError as error:
+            _log.warning("%s", error)
+
+
 def _read_others(directory: Path | ObjectUrl) -> Others:
     """The other checkpoints beside a directory.
 

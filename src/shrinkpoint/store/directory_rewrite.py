@@ -78,7 +78,7 @@ class RunRewriter:
     ) -> None:
         self._kept = dict(kept)
         self._threads, self._map, self._commits = threads, map_payloads, commits
-        self._places: list[DirectoryPlace] = []  # what is written and not committed
+        self._places: dict[Directory, list[DirectoryPlace]] = {}  # what is written and not committed
         self._conditions: dict[Directory, object] = {}
         self._before: dict[Directory, DirectoryManifest] = {}
         self._after: dict[Directory, DirectoryManifest] = {}
@@ -160,9 +160,10 @@ class RunRewriter:
 
     def __exit__(self, *_: object) -> None:
         """Remove what was written and not committed."""
-        for place in self._places:
-            place.remove()
-        self._places, self._conditions, self._before, self._after = [], {}, {}, {}
+        for places in self._places.values():
+            for place in places:
+                place.remove()
+        self._places, self._conditions, self._before, self._after = {}, {}, {}, {}
 
     def _read(self, directory: Directory) -> DirectoryManifest:
         self._conditions[directory] = manifest_condition(directory)
@@ -182,7 +183,7 @@ class RunRewriter:
     ) -> tuple[Payload, Reference]:
         """A payload that was written again, and its values."""
         place, bases = DirectoryPlace(directory, index), tuple[tuple[str, int], ...]()
-        self._places.append(place)
+        self._places.setdefault(directory, []).append(place)
         if parent is not None and link_chain(place, parent.directory, parent.payload) is not None:
             header = {"name": layout.base_name(parent.payload.digest), "digest": parent.payload.digest}
             place.hold_base(chain_bytes(parent.payload), parent.reference, header)
@@ -205,8 +206,9 @@ class RunRewriter:
         before, after = (sum(file_sizes(manifests.values()).values()) for manifests in changed)
         if after >= before:
             return False
-        for directory, manifest in self._after.items() if self._commits else ():
-            replace_manifest(directory, manifest, self._conditions[directory])
-        self._places.clear()
+        for directory, manifest in self._after.items():
+            self._places.pop(directory, None)  # the manifest may be there even if this fails: nothing may be removed
+            if self._commits:
+                replace_manifest(directory, manifest, self._conditions[directory])
         self._kept |= self._after
         return True

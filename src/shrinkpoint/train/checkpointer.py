@@ -311,8 +311,7 @@ class Checkpointer(BackgroundSaver):
         plan = plan_run(
             directories.find_siblings(directory), keep, datetime.now(timezone.utc), protected=self._protected
         )
-        for expired in plan.delete if self._deletes else ():
-            directories.delete_checkpoint(expired)
+        directories.delete_expired(plan.delete if self._deletes else ())
         limit.kept = len(plan.keep)
         rewriter = RunRewriter(plan.keep, threads=self._settings.threads)
         for chain in chains_to_strip(plan):

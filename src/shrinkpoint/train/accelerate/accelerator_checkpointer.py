@@ -294,7 +294,10 @@ class AcceleratorCheckpointer:
         """Delete checkpoints that no rule keeps; a failure is logged, since it is no reason to end a run."""
         try:
             for directory in self._dirs.expired(self._last_dir) if self._whole.is_writer else ():
-                self._whole.discard(directory)
+                try:
+                    self._whole.discard(directory)
+                except ShrinkpointError as error:
+                    _log.warning("%s", error)
         except (ShrinkpointError, OSError) as error:
             _log.warning("%s", error)
 

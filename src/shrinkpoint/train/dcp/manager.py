@@ -25,7 +25,7 @@ from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store import Keep, SaveReport, layout
-from shrinkpoint.store.directory import delete_checkpoint, read_directory_manifest
+from shrinkpoint.store.directory import delete_expired, read_directory_manifest
 from shrinkpoint.store.directory_retention import Directory, RunPlan, chains_to_strip, plan_run
 from shrinkpoint.store.directory_rewrite import RunRewriter
 from shrinkpoint.store.identify import is_checkpoint
@@ -184,8 +184,7 @@ class Manager:
         def prune() -> RunPlan | None:
             if not is_coordinator:
                 return None
-            for path in run.expired(keep):
-                delete_checkpoint(path)
+            delete_expired(run.expired(keep))
             complete = [path for path in run.newest_first()[::-1] if is_checkpoint(path)]
             return plan_run(complete, keep, datetime.now(timezone.utc))
 
