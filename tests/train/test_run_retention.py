@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
+import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,9 @@ from helpers.strategies import difference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from typer.testing import CliRunner
 
 import shrinkpoint as sp
@@ -33,10 +36,15 @@ from shrinkpoint.store import Keep, directory_rewrite
 from shrinkpoint.store.chain import file_sizes
 from shrinkpoint.store.directory import find_siblings, read_directory_manifest, verify_directory
 from shrinkpoint.store.manifest import decode_directory_manifest
-from shrinkpoint.train import Checkpointer
+from shrinkpoint.train import (
+    AnySavePolicy,
+    Checkpointer,
+    FixedIntervalPolicy,
+    PreemptionCheckpointingPolicy,
+)
 from shrinkpoint.train.accelerate import AcceleratorCheckpointer
 from shrinkpoint.train.dcp import Manager, reset_chains
-from shrinkpoint.train.lightning import ShrinkIO
+from shrinkpoint.train.lightning import ShrinkIO, ShrinkIOCallback
 from shrinkpoint.train.transformers import ShrinkCallback, ShrinkConfig, ShrinkTrainer, latest_valid
 
 pytestmark = [
@@ -159,33 +167,33 @@ def test_a_fault_at_any_time_leaves_what_loads(tmp_path: Path, keep: Keep, fault
 
 
 KILLED = """
-    import os, sys
-    from pathlib import Path
-    from shrinkpoint.store import Keep, directory_rewrite
-    from shrinkpoint.train import Checkpointer
-    sys.path.insert(0, {tests!r})
-    from train.test_run_retention import save_next
+import os
+from pathlib import Path
+from typing import Any
+import torch
+from shrinkpoint.store import Keep, directory_rewrite
+from shrinkpoint.train import Checkpointer
 
-    calls, original = [0], directory_rewrite.replace_manifest
+calls, original = [0], directory_rewrite.replace_manifest
 
-    def kill(*arguments):
-        calls[0] += 1
-        if calls[0] == {after}:
-            os._exit(9)
-        original(*arguments)
+def kill(*arguments):
+    calls[0] += 1
+    if calls[0] == {after}:
+        os._exit(9)
+    original(*arguments)
 
-    directory_rewrite.replace_manifest = kill
-    with Checkpointer(keyframe_every=3) as checkpointer:
-        for step in range(9):
-            save_next(checkpointer, Path({root!r}), Keep({keep}), step)
+directory_rewrite.replace_manifest = kill
+with Checkpointer(keyframe_every=3) as checkpointer:
+    for step in range(9):
+        save_next(checkpointer, Path({root!r}), Keep({keep}), step)
 """
 
 
 @pytest.mark.parametrize("keep", ["last=3", "last=6, moments_last=1"])
 @pytest.mark.parametrize("after", [1, 2, 4])
 def test_a_kill_while_older_ones_are_written_again_leaves_what_loads(tmp_path: Path, keep: str, after: int) -> None:
-    tests = str(Path(__file__).parents[1])
-    program = textwrap.dedent(KILLED).format(root=str(tmp_path), tests=tests, keep=keep, after=after)
+    head, tail = KILLED.format(root=str(tmp_path), keep=keep, after=after).split("calls, original", 1)
+    program = f"{head}{inspect.getsource(near)}{inspect.getsource(save_next)}calls, original{tail}"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 9
     steps = assert_loads(tmp_path)
     assert len(steps) >= 3
@@ -348,6 +356,73 @@ def test_a_manager_without_the_metric_says_so(tmp_path: Path) -> None:
         manager.restore("newest", model=model)  # type: ignore[arg-type]
     with pytest.raises(MismatchError):
         manager.restore("latest", other=model)
+
+
+# Policies that say when to save
+
+TWICE = AnySavePolicy([FixedIntervalPolicy(3), PreemptionCheckpointingPolicy()])
+"""At the multiples of 3, and once when the process is told to end."""
+
+
+def test_a_trainer_saves_by_a_policy_and_ends_after_sigterm(tmp_path: Path) -> None:
+    class Terminated(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    shrink = ShrinkConfig(save_decision_policy=TWICE)
+    run = made(ShrinkTrainer, tmp_path, trainer_shrink=shrink, trainer_callbacks=[Terminated()], save_strategy="no")
+    run.train()
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-5"] and run.state.global_step == 5
+    assert signal.getsignal(signal.SIGTERM) == before
+    again = made(ShrinkTrainer, tmp_path, trainer_shrink=shrink, save_strategy="no")
+    again.train(resume_from_checkpoint=True)
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-5", "checkpoint-6"] and again.state.global_step == 8
+    with pytest.raises(PolicyError, match="should_save"):
+        ShrinkConfig(save_decision_policy=3)  # type: ignore[arg-type]
+
+
+def test_lightning_saves_by_a_policy_and_ends_after_sigterm(tmp_path: Path) -> None:
+    class Terminated(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 7:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    plugin = ShrinkIO(keep=Keep(last=2))
+    callback = ShrinkIOCallback(save_decision_policy=TWICE)
+    run = trainer(tmp_path, plugin, epochs=9, callbacks=[callback, Terminated()], enable_checkpointing=False)
+    with pytest.raises(SIGTERMException):  # with which Lightning ends
+        run.fit(Small(), points())
+    assert names(tmp_path / "checkpoints") == ["step=6.ckpt", "step=8.ckpt"] and run.global_step == 8
+
+
+def test_loops_ask_accelerate_and_dcp_when_to_save(tmp_path: Path) -> None:
+    accelerate_runs.forget()
+    accelerator, model = Accelerator(cpu=True), nn.Linear(8, 8)
+    model = accelerator.prepare(model)
+    reset_chains()
+    with AcceleratorCheckpointer(accelerator, save_decision_policy=TWICE) as checkpointer:
+        manager = Manager(tmp_path / "dcp", keep=None, save_decision_policy=FixedIntervalPolicy(2))
+        for step in range(1, 9):
+            if step == 7:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if checkpointer.should_save(step):
+                checkpointer.save_state(tmp_path / "accelerate" / f"step-{step}", step=step)
+            if manager.should_save(step):
+                manager.save(step, model=model)
+            assert not checkpointer.should_save(step) and not manager.should_save(step)
+            if checkpointer.reached_preemption:
+                break
+    assert names(tmp_path / "accelerate") == ["step-3", "step-6", "step-7"] and manager.steps() == [2, 4, 6]
+    again = Manager(tmp_path / "dcp", keep=None, save_decision_policy=FixedIntervalPolicy(2))
+    assert not again.should_save(6) and again.should_save(8)
+    again = Manager(tmp_path / "dcp", keep=None, save_decision_policy=FixedIntervalPolicy(2))
+    again.restore(4, model=model)
+    assert not again.should_save(4) and again.should_save(6)
+    with pytest.raises(PolicyError, match="save_decision_policy"):
+        Manager(tmp_path).should_save(1)
+    accelerate_runs.forget()
 
 
 # The command line

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -40,7 +40,7 @@ from shrinkpoint.train.background import BackgroundSaver
 from shrinkpoint.train.mirror_uploader import MirrorUploader
 from shrinkpoint.train.planning import make_save_plan
 from shrinkpoint.train.restore_result import RestoreResult
-from shrinkpoint.train.save_decision import SaveDecisionPolicy, SaveSchedule
+from shrinkpoint.train.save_decision import SaveDecisionPolicy, ScheduledSaver
 from shrinkpoint.train.state_alignment import NAMES_KEY, AlignedState, align_state, collect_names, iter_leaves
 from shrinkpoint.train.state_dicts import mark_parameters
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("shrinkpoint")
 
 
-class CheckpointManager(BackgroundSaver):
+class CheckpointManager(ScheduledSaver, BackgroundSaver):
     """Saves a training loop's state into a store, and restores the loop from it.
 
     Memory on the host, beyond the loop's own: the reference of the next delta, one state, but a byte a value of what is
@@ -98,7 +98,8 @@ class CheckpointManager(BackgroundSaver):
         cache: str | Path | ObjectCache | None = None,
         on_save: OnSave | None = None,
     ) -> None:
-        super().__init__(SaveSettings(scheme, keyframe_every, background, threads, on_save=on_save))
+        BackgroundSaver.__init__(self, SaveSettings(scheme, keyframe_every, background, threads, on_save=on_save))
+        ScheduledSaver.__init__(self, save_decision_policy, group)
         self._keep = check_keep(keep)
         self.store = Store(where, keyframe_every=keyframe_every, threads=threads, cache=cache)
         self.store.chain_limit.keep = self._keep
@@ -107,38 +108,11 @@ class CheckpointManager(BackgroundSaver):
         if mirror is not None:
             self.mirror = Store(resolve_storage(mirror, "mirror", cache=cache), threads=threads)
             self._uploader = MirrorUploader(Mirror(self.store.storage, self.mirror.storage, self._keep))
-        self._schedule = None if save_decision_policy is None else SaveSchedule(save_decision_policy, group=group)
-        self._has_read_steps = False  # of the store, for the schedule
-        self._restored_step: int | None = None
         self._has_warned = False  # that retention deletes nothing
         self._is_locked = False  # the store's lock is ours
 
     def __repr__(self) -> str:
         return f"CheckpointManager({self.store.storage.describe()!r})"
-
-    def should_save(self, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
-        """True if the `save_decision_policy` wants this step saved; False for a step that is saved already.
-
-        After a restore, steps beyond the restored one count as not saved.
-
-        Args:
-            step: number of the training step.
-            metrics: numbers of this step, for `BestMetricPolicy`.
-
-        Raises:
-            PolicyError: there is no policy; no step; ranks that ask for different steps; a metric that is no number.
-            StorageError: the store cannot be read.
-            Exception: whatever a policy raises, on all ranks.
-        """
-        if self._schedule is None:
-            do = "pass save_decision_policy=, such as shrinkpoint.train.FixedIntervalPolicy(1000)"
-            raise PolicyError("should_save", found="a manager without a policy", expected="one that decides", do=do)
-        if not self._has_read_steps:
-            for manifest in self.store.list():
-                if self._restored_step is None or manifest.step <= self._restored_step:  # else the run makes it again
-                    self._schedule.note_previous(manifest.step, manifest.metrics)
-            self._has_read_steps = True
-        return self._schedule.should_save(step, metrics=metrics, is_saving_in_progress=self._worker.is_running)
 
     @property
     def journal_directory(self) -> Path | None:
@@ -147,12 +121,11 @@ class CheckpointManager(BackgroundSaver):
         return storage.path.absolute() / "journal" if isinstance(storage, LocalStorage) else None
 
     @property
-    def reached_preemption(self) -> bool:
-        """True if the process was told to end (SIGTERM) when `should_save` was called last; the same on all ranks.
+    def _is_saving(self) -> bool:
+        return self._worker.is_running
 
-        Always False without a `PreemptionCheckpointingPolicy`.
-        """
-        return self._schedule is not None and self._schedule.reached_preemption
+    def _previous_manifests(self) -> Iterable[Manifest]:
+        return self.store.list()
 
     def latest_step(self) -> int | None:
         """The step that was saved last, which `restore()` tries first; None in an empty store. A mirror is not asked.
@@ -209,8 +182,7 @@ class CheckpointManager(BackgroundSaver):
         try:
             super().close()
         finally:
-            if self._schedule is not None:
-                self._schedule.close()
+            self._close_schedule()
 
     def save(
         self,
@@ -276,8 +248,7 @@ class CheckpointManager(BackgroundSaver):
                 )
 
             report = self._save(f"saving step {step}", flat_state, plan, write, self._finish_save)
-            if self._schedule is not None:
-                self._schedule.note_saved(step, values)
+            self._note_saved(step, values)
             return report
 
     def restore(
@@ -346,9 +317,7 @@ class CheckpointManager(BackgroundSaver):
             aligned = _load_all(objects, checkpoint.state, where, rng=rng, strict=strict)
             fields |= {"missing_keys": aligned.missing_keys, "unexpected_keys": aligned.unexpected_keys}
             self.store.line.note_restored(place_of(checkpoint.manifest))
-            self._restored_step = checkpoint.step
-            if self._schedule is not None:
-                self._schedule.go_back(checkpoint.step)
+            self._note_restored(checkpoint.step)
         else:
             partial_restore.restore_parts(selection, objects, checkpoint.state, where, strict=strict)
         self._resume_from(checkpoint.manifest)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -19,6 +19,8 @@ from shrinkpoint.train.preemption import PreemptionWatch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from shrinkpoint.store.manifest import DirectoryManifest
 
 
 @dataclass(frozen=True)
@@ -276,3 +278,71 @@ class SaveSchedule:
         """Let SIGTERM do what it did before."""
         if self._watch is not None:
             self._watch.close()
+
+
+class ScheduledSaver:
+    """The part of a saver that says when to save, by a policy.
+
+    Args:
+        policy: None: the loop decides itself.
+        group: see `SaveSchedule`.
+    """
+
+    def __init__(self, policy: SaveDecisionPolicy | None, group: ProcessGroup | None) -> None:
+        self._schedule = None if policy is None else SaveSchedule(policy, group=group)
+        self._has_read_steps = False  # of the checkpoints there are, for the schedule
+        self._restored_step: int | None = None
+
+    def should_save(self, step: int, *, metrics: Mapping[str, Any] | None = None) -> bool:
+        """True if the `save_decision_policy` wants this step saved; False for a step that is saved already.
+
+        After a restore, steps beyond the restored one count as not saved.
+
+        Args:
+            step: number of the training step.
+            metrics: numbers of this step, for `BestMetricPolicy`.
+
+        Raises:
+            PolicyError: there is no policy; no step; ranks that ask for different steps; a metric that is no number.
+            StorageError: the checkpoints that are there cannot be read.
+            Exception: whatever a policy raises, on all ranks.
+        """
+        if self._schedule is None:
+            do = "pass save_decision_policy=, such as shrinkpoint.train.FixedIntervalPolicy(1000)"
+            raise PolicyError("should_save", found="no policy", expected="one that decides", do=do)
+        if not self._has_read_steps:
+            for manifest in self._previous_manifests():
+                is_past = self._restored_step is None or (manifest.step or 0) <= self._restored_step
+                if manifest.step is not None and is_past:  # else the run makes it again
+                    self._schedule.note_previous(manifest.step, manifest.metrics)
+            self._has_read_steps = True
+        return self._schedule.should_save(step, metrics=metrics, is_saving_in_progress=self._is_saving)
+
+    @property
+    def reached_preemption(self) -> bool:
+        """True if the process was told to end (SIGTERM) when `should_save` was called last; the same on all ranks.
+
+        Always False without a `PreemptionCheckpointingPolicy`.
+        """
+        return self._schedule is not None and self._schedule.reached_preemption
+
+    def _note_saved(self, step: int | None, metrics: Mapping[str, float]) -> None:
+        if self._schedule is not None and step is not None:
+            self._schedule.note_saved(step, metrics)
+
+    def _note_restored(self, step: int | None) -> None:
+        self._restored_step = step
+        if self._schedule is not None and step is not None:
+            self._schedule.go_back(step)
+
+    def _close_schedule(self) -> None:
+        if self._schedule is not None:
+            self._schedule.close()
+
+    @property
+    def _is_saving(self) -> bool:
+        return False
+
+    def _previous_manifests(self) -> Iterable[DirectoryManifest]:
+        """Those of the checkpoints that an earlier process saved."""
+        return ()

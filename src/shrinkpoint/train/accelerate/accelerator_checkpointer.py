@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from accelerate import Accelerator
 
 from shrinkpoint import validate
@@ -45,6 +46,7 @@ from shrinkpoint.train.loss_terms import counts_terms, note_terms
 from shrinkpoint.train.newest_valid import NoCheckpointError
 from shrinkpoint.train.recent_batches import LossOfBatch
 from shrinkpoint.train.restore_result import RestoreReport, RestoreResult
+from shrinkpoint.train.save_decision import SaveDecisionPolicy, ScheduledSaver
 from shrinkpoint.train.state_alignment import AlignedState
 
 T = TypeVar("T")
@@ -57,7 +59,7 @@ UNSET: Any = type("Unset", (), {"__repr__": lambda self: "..."})()
 """Default of settings that a call does not change."""
 
 
-class AcceleratorCheckpointer:
+class AcceleratorCheckpointer(ScheduledSaver):
     """Saves and restores what an Accelerator has prepared and registered.
 
     All processes call all methods but `close`, like those of the Accelerator. The main process writes (with
@@ -75,6 +77,7 @@ class AcceleratorCheckpointer:
             transformers do.
         keep: rules by which checkpoints are deleted, in place of `total_limit`. Where the caller names them, those
             beside each other whose names differ in numbers alone are one run. `moments_last` is not for shards.
+        save_decision_policy: what `should_save` asks, on all processes; None: the loop decides itself.
 
     Raises:
         PolicyError: an unknown scheme, a number out of range, or `keep` beside `total_limit`.
@@ -92,7 +95,10 @@ class AcceleratorCheckpointer:
         on_save: OnSave | None = None,
         loss: LossOfBatch | None = None,
         keep: Keep | None = None,
+        save_decision_policy: SaveDecisionPolicy | None = None,
     ) -> None:
+        is_distributed = dist.is_available() and dist.is_initialized()
+        super().__init__(save_decision_policy, dist.group.WORLD if is_distributed else None)
         do = "pass the one that prepares the model"
         validate.check_instance("accelerator", accelerator, Accelerator, expected="an Accelerator", do=do)
         self._accelerator = accelerator
@@ -174,6 +180,7 @@ class AcceleratorCheckpointer:
                 self._whole.retain(self._dirs.keep)
                 report = self._whole.save_prepared(directory, prepared, **options)
             self.has_saved, self._last_dir = True, directory
+            self._note_saved(step, validate.as_floats(metrics))
             self._accelerator.project_configuration.iteration += 1
             if not self._background:
                 self._prune()
@@ -222,6 +229,7 @@ class AcceleratorCheckpointer:
             project, number = self._accelerator.project_configuration, self._dirs.run(root).next_number
             project.iteration = max(project.iteration, gather_or_raise(number)[0])
         seconds = time.perf_counter() - start
+        self._note_restored(None if manifest is None else manifest.step)
         fields: dict[str, Any] = {"directory": directory, "skipped": skipped}
         if manifest is None:  # Accelerate itself wrote the checkpoint
             return RestoreResult(RestoreReport(seconds), None, None, **fields)
@@ -251,6 +259,7 @@ class AcceleratorCheckpointer:
         Raises:
             Exception: any error of a background save, once.
         """
+        self._close_schedule()
         try:
             self._sharded.wait()
         finally:
@@ -269,6 +278,10 @@ class AcceleratorCheckpointer:
             gather_or_raise(load)
         except _SKIPPABLE as error:
             self._warn_main("%s has gone since it was loaded, the next checkpoint is a keyframe: %s", directory, error)
+
+    @property
+    def _is_saving(self) -> bool:
+        return self._whole.is_saving
 
     def _warn_main(self, text: str, *args: object) -> None:
         if self._accelerator.is_main_process:
@@ -340,6 +353,11 @@ class _WholeCheckpointer(Checkpointer):
         """True if this process writes."""
         on_each_node = self._accelerator.project_configuration.save_on_each_node
         return bool(self._accelerator.is_local_main_process if on_each_node else self._accelerator.is_main_process)
+
+    @property
+    def is_saving(self) -> bool:
+        """True if a save is being written in the background."""
+        return self._worker.is_running
 
     @property
     def participates(self) -> bool:

@@ -29,7 +29,7 @@ from shrinkpoint.store.directory import delete_expired, read_directory_manifest
 from shrinkpoint.store.directory_retention import Directory, RunPlan, chains_to_strip, plan_run
 from shrinkpoint.store.directory_rewrite import RunRewriter
 from shrinkpoint.store.identify import is_checkpoint
-from shrinkpoint.store.manifest import Payload
+from shrinkpoint.store.manifest import DirectoryManifest, Payload
 from shrinkpoint.store.retention import best_first
 from shrinkpoint.tensors.dtypes import torch_dtype
 from shrinkpoint.tensors.names import StatePath
@@ -40,6 +40,7 @@ from shrinkpoint.train.dcp.reader import Reader, open_checkpoint, unflatten
 from shrinkpoint.train.dcp.writer import Writer
 from shrinkpoint.train.directory_run import DirectoryRun
 from shrinkpoint.train.restore_result import RestoreResult
+from shrinkpoint.train.save_decision import SaveDecisionPolicy, ScheduledSaver
 from shrinkpoint.train.state_alignment import NAMES_KEY, align_state, iter_leaves, label_of
 from shrinkpoint.train.state_dicts import (
     check_state_dicts,
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("shrinkpoint")
 
 
-class Manager:
+class Manager(ScheduledSaver):
     """Saves a loop's objects by `Writer`, losslessly, into a directory a step, and restores them by `Reader`.
 
     All ranks make the same calls. The state of an optimizer is stored by the names of its parameters; nothing is made
@@ -69,6 +70,7 @@ class Manager:
             `moments_last`, older ones are written again without what optimizers keep for each parameter, by all ranks.
         keyframe_every, threads: as of `Writer`.
         group: the ranks; None: all.
+        save_decision_policy: what `should_save` asks, on all ranks; None: the loop decides itself.
 
     Attributes:
         last_report: the report of the last save, on the rank that coordinates; None elsewhere, and before.
@@ -87,7 +89,10 @@ class Manager:
         keyframe_every: int | Literal["auto"] | None = "auto",
         threads: int | None = None,
         group: ProcessGroup | None = None,
+        save_decision_policy: SaveDecisionPolicy | None = None,
     ) -> None:
+        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        super().__init__(save_decision_policy, world if group is None else group)
         self._root = LocalStorage(path).path.absolute()
         if not isinstance(keep, Keep):
             keep = validate.check_optional_int("keep", keep, none_meaning="for all")
@@ -140,6 +145,7 @@ class Manager:
             save(state, storage_writer=writer, process_group=self._group)
         if reports:
             [self.last_report] = reports
+        self._note_saved(step, validate.as_floats(metrics))
         self._apply_retention(is_coordinator=bool(reports))
         return reports[0] if reports else None
 
@@ -154,8 +160,7 @@ class Manager:
 
     def best_step(self) -> int | None:
         """The step with the best metric of the rule `best`, or of `val_loss`; None if none has it."""
-        paths = [path for path in self._run.newest_first()[::-1] if is_checkpoint(path)]
-        ranked = best_first([read_directory_manifest(path) for path in paths], self._keep or Keep())
+        ranked = best_first(self._previous_manifests()[::-1], self._keep or Keep())
         return ranked[0].step if ranked else None
 
     def _find_step(self, step: int | str | None) -> Any:
@@ -170,6 +175,9 @@ class Manager:
                 raise NotFoundError(str(self._root), found=found, expected="a best checkpoint", do=do)
             return best
         return step
+
+    def _previous_manifests(self) -> list[DirectoryManifest]:
+        return [read_directory_manifest(path) for path in self._run.newest_first() if is_checkpoint(path)]
 
     @property
     def _run(self) -> DirectoryRun:
@@ -277,6 +285,7 @@ class Manager:
         for name, obj in objects.items():
             load_state_dicts(obj, aligned.state.get(name, {}), f"{directory}, {name}", **options)
         assert manifest.step is not None
+        self._note_restored(manifest.step)
         result: RestoreResult[Any] = RestoreResult.from_manifest(
             manifest, time.perf_counter() - begin, directory=directory
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from shrinkpoint import validate
@@ -12,6 +14,7 @@ from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.tensors.flat_state import flatten
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.lightning.io import ShrinkIO, require_place
+from shrinkpoint.train.save_decision import SaveDecisionPolicy, SaveSchedule, check_policy
 from shrinkpoint.train.state_alignment import NAMES_KEY, align_state, collect_names
 
 
@@ -25,6 +28,9 @@ class ShrinkIOCallback(pl.Callback):
 
     Args:
         gradients: a recorder of the same module, which must also be passed to the scheme.
+        save_decision_policy: when to save, besides what `ModelCheckpoint` says: into `step=STEP.ckpt` beside its
+            checkpoints. After SIGTERM, where the policy watches for that, the run saves before Lightning ends it.
+            Metrics are those that were logged.
         log_saves: send the numbers of every checkpoint to the Trainer's loggers, as "checkpoint/bytes" and so on: with
             the step of the save, in the loop's thread, after the batch in which it was committed.
 
@@ -32,7 +38,15 @@ class ShrinkIOCallback(pl.Callback):
         PolicyError: `gradients` is no recorder, or `log_saves` no bool.
     """
 
-    def __init__(self, gradients: GradientRecorder | None = None, *, log_saves: bool = False) -> None:
+    def __init__(
+        self,
+        gradients: GradientRecorder | None = None,
+        *,
+        log_saves: bool = False,
+        save_decision_policy: SaveDecisionPolicy | None = None,
+    ) -> None:
+        self._policy = None if save_decision_policy is None else check_policy(save_decision_policy)
+        self._schedule: SaveSchedule | None = None
         self._loaded: dict[str, Any] | None = None  # a checkpoint whose optimizers are not restored yet
         self._logs_saves = validate.check_bool("log_saves", log_saves)
         expected, do = (
@@ -104,12 +118,26 @@ class ShrinkIOCallback(pl.Callback):
             plugin.note_batch(batch, batches_per_step=trainer.world_size * trainer.accumulate_grad_batches)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
-        """Log what has been saved."""
+        """Log what has been saved, and save if the policy says so.
+
+        Raises:
+            Exception: whatever the policy raises, on all processes.
+        """
         self._log_saves(trainer)
+        if self._schedule is None:
+            return
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        if self._schedule.should_save(trainer.global_step, metrics=metrics):
+            callback = trainer.checkpoint_callback
+            root = getattr(callback, "dirpath", None) or Path(trainer.default_root_dir) / "checkpoints"
+            trainer.save_checkpoint(f"{root}/step={trainer.global_step}.ckpt")
+        trainer.should_stop |= self._schedule.reached_preemption
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Wait for the last save, and log it."""
         plugin = trainer.strategy.checkpoint_io
+        if self._schedule is not None:
+            self._schedule.close()
         if self._logs_saves and isinstance(plugin, ShrinkIO):
             plugin.wait()
             self._log_saves(trainer)
@@ -122,7 +150,10 @@ class ShrinkIOCallback(pl.Callback):
                 logger.log_metrics(report.metrics("checkpoint/"), step=step)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Set the recorder's step to the one that training starts at."""
+        """Set the recorder's step to the one that training starts at, and begin to ask the policy."""
+        if self._policy is not None:
+            group = dist.group.WORLD if trainer.world_size > 1 else None
+            self._schedule = SaveSchedule(self._policy, group=group)
         if self._gradients is not None:
             self._gradients.set_step(trainer.global_step)
 

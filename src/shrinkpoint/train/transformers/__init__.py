@@ -3,7 +3,7 @@
 from shrinkpoint.errors import missing_extra
 
 try:
-    from shrinkpoint.train.transformers.callback import ShrinkCallback
+    from shrinkpoint.train.transformers.callback import SavePolicyCallback, ShrinkCallback
     from shrinkpoint.train.transformers.checkpoint_dirs import latest_valid
     from shrinkpoint.train.transformers.config import ShrinkConfig
     from shrinkpoint.train.transformers.pretrained import export_pretrained, from_pretrained
@@ -11,4 +11,12 @@ try:
 except ModuleNotFoundError as error:
     raise missing_extra(error, "transformers") from None
 
-__all__ = ["ShrinkCallback", "ShrinkConfig", "ShrinkTrainer", "export_pretrained", "from_pretrained", "latest_valid"]
+__all__ = [
+    "SavePolicyCallback",
+    "ShrinkCallback",
+    "ShrinkConfig",
+    "ShrinkTrainer",
+    "export_pretrained",
+    "from_pretrained",
+    "latest_valid",
+]

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch.distributed as dist
 from accelerate.utils import gather_object
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -28,6 +29,7 @@ from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.newest_valid import NoCheckpointError
 from shrinkpoint.train.planning import require_single_process
+from shrinkpoint.train.save_decision import SaveDecisionPolicy, SaveSchedule, check_policy
 from shrinkpoint.train.state_alignment import NAMES_KEY, collect_names
 from shrinkpoint.train.state_dicts import check_storable, load_aligned
 from shrinkpoint.train.transformers import checkpoint_dirs
@@ -227,6 +229,48 @@ class BeginCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._check()
+
+
+class SavePolicyCallback(TrainerCallback):
+    """Lets a Trainer save when a policy says so, besides what its arguments say; after SIGTERM it ends by itself.
+
+    Args:
+        policy: asked after every step, on all processes, with the metrics of the last evaluation.
+
+    Raises:
+        PolicyError: it is no policy.
+    """
+
+    def __init__(self, policy: SaveDecisionPolicy) -> None:
+        self._policy = check_policy(policy)
+        self._schedule: SaveSchedule | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Begin to watch."""
+        self.on_train_end(args, state, control)
+        self._schedule = SaveSchedule(self._policy, group=dist.group.WORLD if args.world_size > 1 else None)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Ask the policy.
+
+        Raises:
+            Exception: whatever the policy raises, on all processes.
+        """
+        assert self._schedule is not None
+        metrics: dict[str, Any] = next((entry for entry in reversed(state.log_history) if "eval_runtime" in entry), {})
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        control.should_save |= self._schedule.should_save(state.global_step, metrics=numbers)
+        control.should_training_stop |= self._schedule.reached_preemption
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Count a save that the arguments asked for."""
+        if self._schedule is not None:
+            self._schedule.note_saved(state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Let SIGTERM do what it did before."""
+        if self._schedule is not None:
+            self._schedule.close()
 
 
 class GradientCallback(TrainerCallback):

@@ -27,6 +27,7 @@ from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.planning import AttributeSnapshot
+from shrinkpoint.train.save_decision import SaveDecisionPolicy, check_policy
 from shrinkpoint.validate import check_bool, check_instance, check_optional_int, check_str
 
 _TENSOR_ATTRIBUTES = ("_parameters", "_buffers", "_modules")
@@ -51,6 +52,8 @@ class ShrinkConfig:
             and so on; with `background`, when the Trainer next waits for it.
         keep: rules by which checkpoints are deleted, in place of `save_total_limit`; `metric` is a name of the
             Trainer's evaluation, such as "eval_loss". The best model that the Trainer knows is kept as well.
+        save_decision_policy: when to save, besides `save_strategy`; after SIGTERM, where it watches for that, the run
+            saves and ends.
 
     Raises:
         PolicyError: an argument is out of range, or `evaluate` or `gradients` is given with a finished scheme.
@@ -67,9 +70,12 @@ class ShrinkConfig:
     on_save: OnSave | None = None
     log_saves: bool = False
     keep: Keep | None = None
+    save_decision_policy: SaveDecisionPolicy | None = None
 
     def __post_init__(self) -> None:
         check_keep(self.keep)
+        if self.save_decision_policy is not None:
+            check_policy(self.save_decision_policy)
         is_instance = not isinstance(self.scheme, str) and not callable(self.scheme)
         if isinstance(self.scheme, str):
             scheme_factory(self.scheme)

@@ -28,7 +28,7 @@ from shrinkpoint.train.loss_terms import TermCounter, counts_terms, note_terms
 from shrinkpoint.train.state_alignment import NAMES_KEY, collect_names
 from shrinkpoint.train.state_dicts import check_storable, load_aligned
 from shrinkpoint.train.transformers import checkpoint_dirs
-from shrinkpoint.train.transformers.callback import BeginCallback, GradientCallback
+from shrinkpoint.train.transformers.callback import BeginCallback, GradientCallback, SavePolicyCallback
 from shrinkpoint.train.transformers.checkpoint_dirs import has_adapters, save_auxiliary_files
 from shrinkpoint.train.transformers.config import Evaluation, ShrinkConfig, check_config
 from shrinkpoint.train.transformers.training_loss import TrainingLoss
@@ -109,6 +109,8 @@ class ShrinkTrainer(Trainer):
         _check_settings(self)
         if self._has_full_state:
             self.add_callback(BeginCallback(self._check_storable))
+        if self.shrink.save_decision_policy is not None:
+            self.add_callback(SavePolicyCallback(self.shrink.save_decision_policy))
         if self.shrink.gradients and self._has_full_state:
             self.add_callback(GradientCallback(self._saver.get_recorder))
 
