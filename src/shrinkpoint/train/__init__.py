@@ -13,7 +13,6 @@ from shrinkpoint.store.save_settings import SaveSettings
 from shrinkpoint.train.checkpoint_manager import CheckpointManager
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.gradients import GradientRecorder
-from shrinkpoint.train.journal import Journal, JournalRestore
 from shrinkpoint.train.loggers import TensorBoardHook
 from shrinkpoint.train.newest_valid import latest_valid
 from shrinkpoint.train.partial_restore import RankShard
@@ -36,7 +35,10 @@ if TYPE_CHECKING:
     from shrinkpoint.train import dcp as dcp
     from shrinkpoint.train import lightning as lightning
     from shrinkpoint.train import transformers as transformers
+    from shrinkpoint.train.journal import Journal, JournalRestore
 
+_MODULES = {"Journal": "journal", "JournalRestore": "journal"}
+"""The modules of names that few need: a journal brings `comm` and torch's distributed tensors, a second of imports."""
 _SUBPACKAGES = ("accelerate", "dcp", "lightning", "transformers")
 
 __all__ = [
@@ -66,10 +68,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+        globals()[name] = value
+        return value
     if name not in _SUBPACKAGES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}.{name}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_SUBPACKAGES})
+    return sorted({*globals(), *_MODULES, *_SUBPACKAGES})
