@@ -166,7 +166,7 @@ class ChainLimit:
         self.keep: Keep | None = None
         self.kept = 1
         self._delta_ratio: float | None = None  # bytes of the last delta for each byte of its state; None: not known
-        self._reverse_bytes: float | None = None  # mean of the checkpoints that were written again last
+        self._reverse_ratio: float | None = None  # of those that were written again last: see `reverse_ratio`
         self._wait = self._waited = 0  # keyframes between two attempts, and those since the last one
 
     def allows_delta(self, chain: ChainBytes) -> bool:
@@ -198,14 +198,13 @@ class ChainLimit:
         self._waited += 1
 
     def note_pruned(self, plan: PrunePlan) -> None:
-        """Note how many checkpoints are kept, and the mean size of those that became deltas against newer ones."""
+        """Note how many checkpoints are kept, and how large those are that became deltas against newer ones."""
         self.kept = len({*plan.keep} - {*plan.bases})
-        if plan.reversed:
-            self.note_reversed(plan.written, len(plan.rewrite))
+        self.note_reversed(plan.reverse_ratio)
 
-    def note_reversed(self, written: int, count: int) -> None:
-        """Note the bytes of checkpoints that became deltas against newer ones."""
-        self._reverse_bytes = written / count
+    def note_reversed(self, ratio: float | None) -> None:
+        """Note the bytes of checkpoints that became deltas against newer ones, beside those of the deltas they were."""
+        self._reverse_ratio = self._reverse_ratio if ratio is None else ratio
 
     def wants_reverse(self, keyframe: DirectoryManifest) -> bool:
         """True if what is kept of older chains is to be written again after a keyframe."""
@@ -224,7 +223,7 @@ class ChainLimit:
 
     def _spacing(self, keyframe: float, delta: float, plain: int) -> Spacing:
         assert self.keep is not None
-        sizes = FileSizes(keyframe, delta, plain, self._reverse_bytes)
+        sizes = FileSizes(keyframe, delta, plain, None if self._reverse_ratio is None else self._reverse_ratio * delta)
         can_reverse = self.keep.moments_last is None and self.can_reverse(plain)
         longest = _MAX_SPACING if self._keyframe_every is None else self._keyframe_every
         alone, best = self.keep.every is not None or self.keep.best is not None, self.keep.best or 0

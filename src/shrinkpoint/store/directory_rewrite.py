@@ -21,6 +21,7 @@ from shrinkpoint.store.delta_writer import DirectoryPlace, chain_bytes, chain_di
 from shrinkpoint.store.directory import manifest_condition, read_directory_manifest, replace_manifest
 from shrinkpoint.store.directory_retention import Directory
 from shrinkpoint.store.manifest import DirectoryManifest, Payload
+from shrinkpoint.store.retention import reverse_ratio
 from shrinkpoint.tensors.dtypes import materialize
 from shrinkpoint.tensors.flat_state import FlatState, flatten, without_optimizer_state
 from shrinkpoint.tensors.info import JSON
@@ -124,14 +125,14 @@ class RunRewriter:
                 previous = (directory, after) if isinstance(directory, Path) else None
             return self._commit_if_smaller()
 
-    def reverse(self, parents: Mapping[Path, Path | None]) -> int:
-        """Write checkpoints of one process again as deltas against newer ones; returns the bytes that were written.
+    def reverse(self, parents: Mapping[Path, Path | None]) -> float | None:
+        """Write checkpoints of one process again as deltas against newer ones.
 
         Args:
             parents: of each the directory that it becomes a delta against, newest first; None: it becomes a keyframe.
 
         Returns:
-            0 where it would free nothing: then all stay as they are.
+            As `reverse_ratio`; None also where it would free nothing: then all stay as they are.
 
         Raises: as `strip`.
         """
@@ -152,8 +153,8 @@ class RunRewriter:
                 payload, reference = self._write(directory, manifest, 0, state, decoded, parent)
                 self._after[directory] = replace(manifest, payloads=(payload,), stored_bytes=-1)
                 references = {directory: reference}
-            written = sum(manifest.stored_bytes for manifest in self._after.values())
-            return written if self._commit_if_smaller() else 0
+            ratio = reverse_ratio([(self._before[directory], after) for directory, after in self._after.items()])
+            return ratio if self._commit_if_smaller() else None
 
     def __enter__(self) -> RunRewriter:
         return self

@@ -22,7 +22,15 @@ from shrinkpoint.storage.sizing import DryRunStorage
 from shrinkpoint.store import chain, layout
 from shrinkpoint.store.listing import Listing
 from shrinkpoint.store.manifest import Manifest, encode_store_manifest
-from shrinkpoint.store.retention import FreedBytes, Keep, PrunePlan, RewriteTarget, apply_policy, plan_deletion
+from shrinkpoint.store.retention import (
+    FreedBytes,
+    Keep,
+    PrunePlan,
+    RewriteTarget,
+    apply_policy,
+    plan_deletion,
+    reverse_ratio,
+)
 
 if TYPE_CHECKING:
     from shrinkpoint.store.rewrite import RewrittenCheckpoint
@@ -133,7 +141,7 @@ class _Prune:
             rewrite=before.rewrite,
             weights_only=before.weights_only,
             written=before.written,
-            reversed=before.reversed,
+            reverse_ratio=before.reverse_ratio,
         )
 
     def write_again(self, rewrite: RewriteChain) -> bool:
@@ -165,7 +173,7 @@ class _Prune:
             self._plan,
             rewrite=tuple(sorted({*self._plan.rewrite, *after})),
             weights_only=tuple(sorted({*self._plan.weights_only, *stripped})),
-            reversed=rewrite.reverse,
+            reverse_ratio=reverse_ratio([(item.before, item.after) for item in rewritten]) if rewrite.reverse else None,
         )
         self.delete_unneeded()
         return True

@@ -243,7 +243,8 @@ class PrunePlan:
         weights_only: of these, those that lose what the optimizers keep for each parameter.
         written: bytes that are written again. Of each chain they are written before anything is deleted.
         bases: of `keep`, steps that no rule selects, but that deltas need.
-        reversed: what is written again became deltas against newer checkpoints.
+        reverse_ratio: bytes of what became deltas against newer checkpoints, for each byte of the deltas that they
+            were; None: nothing did, or none was a delta.
     """
 
     delete: tuple[int, ...]
@@ -255,13 +256,26 @@ class PrunePlan:
     weights_only: tuple[int, ...] = ()
     written: int = 0
     bases: tuple[int, ...] = ()
-    reversed: bool = False
+    reverse_ratio: float | None = None
 
     def __repr__(self) -> str:
         """Short line with what the plan frees."""
         count = humanize.count(len(self.delete), "checkpoint")
         again = f", writes {len(self.rewrite)} again" if self.rewrite else ""
         return f"<PrunePlan deletes {count} and {humanize.size(self.bytes)}, keeps {len(self.keep)}{again}>"
+
+
+def reverse_ratio(rewritten: Iterable[tuple[DirectoryManifest, DirectoryManifest]]) -> float | None:
+    """Bytes of checkpoints that became deltas against newer ones, for each byte of the deltas that they were.
+
+    Args:
+        rewritten: the manifests before and after.
+
+    Returns:
+        None if none was a delta and became one.
+    """
+    pairs = [(before.stored_bytes, after.stored_bytes) for before, after in rewritten if before.depth and after.depth]
+    return sum(after for _, after in pairs) / sum(before for before, _ in pairs) if pairs else None
 
 
 def plan_prune(storage: Storage, listing: Listing, keep: Keep, now: datetime) -> PrunePlan:

@@ -319,8 +319,8 @@ class Checkpointer(BackgroundSaver):
             if not digests <= self._settled and not rewriter.rewrite(chain, MomentFilter()):
                 self._settled |= digests
         parents = parents_to_reverse(plan, keep) if wants_reverse else {}
-        if parents and (written := rewriter.reverse(parents)):
-            limit.note_reversed(written, len(parents))
+        if parents:
+            limit.note_reversed(rewriter.reverse(parents))
 
 
 _WRITERS_LOCK = ForkSafeLock()
