@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
+from datetime import datetime, timezone
 
 import pytest
 import torch
@@ -16,9 +17,13 @@ from torch import nn
 import shrinkpoint
 from shrinkpoint.errors import NotFoundError, PolicyError, StorageError
 from shrinkpoint.storage import directory_storage
-from shrinkpoint.store.directory import is_checkpoint, read_directory_manifest
+from shrinkpoint.storage.object_url import parse_object_url
+from shrinkpoint.store import Keep
+from shrinkpoint.store.directory import find_checkpoints, is_checkpoint, read_directory_manifest
+from shrinkpoint.store.directory_retention import plan_run
 from shrinkpoint.train.accelerate import AcceleratorCheckpointer, load_state
 from shrinkpoint.train.checkpointer import Checkpointer
+from shrinkpoint.train.dcp import Writer, reset_chains
 from shrinkpoint.train.lightning import ShrinkIO, ShrinkIOCallback, load_from_checkpoint
 from shrinkpoint.train.lightning import latest_valid as latest_valid_of_lightning
 
@@ -132,3 +137,39 @@ def test_accelerate(url) -> None:
     assert [read_directory_manifest(f"{url}/{number}").depth for number in range(2)] == [0, 0]
     with pytest.raises(NotFoundError, match=f"{url}/7"):
         load_state(other.accelerator, f"{url}/7")
+
+
+def test_rules_keep_and_strip_directories_in_a_bucket(url) -> None:
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpointer = Checkpointer()
+    for step in range(6):
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+        checkpointer.retain(Keep(last=2, best=1, moments_last=2), deletes=True)
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        checkpointer.save(f"{url}/step-{step}", state, step=step, metrics={"val_loss": abs(step - 1)})
+        if step == 1:
+            best = {name: value.clone() for name, value in state["model"].items()}
+    manifests = {place.name: read_directory_manifest(place) for place in find_checkpoints(parse_object_url(url))}
+    assert [*manifests] == ["step-1", "step-4", "step-5"]
+    assert [manifest.weights_only for manifest in manifests.values()] == [True, False, False]
+    stripped = shrinkpoint.load(f"{url}/step-1")
+    assert difference({**stripped["model"]}, best) is None and stripped["optimizer"]["state"] == {}
+    assert len([key for key in directory_storage(f"{url}/step-1").list() if key.startswith("rank-")]) == 1
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_delta_in_a_bucket_keeps_the_directories_that_it_needs(url) -> None:
+    model = nn.Linear(64, 64)
+    reset_chains()
+    for step in range(6):
+        with torch.no_grad():
+            model.weight[0] += 1e-3
+        writer = Writer(f"{url}/step-{step}", step=step, keyframe_every=3)
+        torch.distributed.checkpoint.save({"model": model.state_dict()}, storage_writer=writer)
+    places = find_checkpoints(parse_object_url(url))
+    plan = plan_run(places, Keep(last=2), datetime.now(timezone.utc))
+    assert [place.name for place in plan.delete] == ["step-0", "step-1", "step-2"]
+    assert plan.reasons[places[3]] == ("base of step-4", "base of step-5")
+    assert not plan_run(places, Keep(last=1, moments_last=1), datetime.now(timezone.utc)).strip
