@@ -119,25 +119,30 @@ def choose_spacing(
 
 def _forward(sizes: FileSizes, kept: int, every: int) -> Spacing:
     """Chains of which all files stay until none of their checkpoints is kept."""
-    chain = sizes.keyframe + (every - 1) * sizes.delta
-    held = [
-        -(-max(0, kept - position - 1) // every) * chain + sizes.keyframe + position * sizes.delta
-        for position in range(every)
-    ]
-    return Spacing(every, False, sum(held) / every, max(held), chain / every)
+    older, chain = kept - 1, sizes.keyframe + (every - 1) * sizes.delta
+    # Behind the newest chain there are c of them, and c - 1 once that has as many checkpoints as the oldest has kept.
+    # Over a chain, they are older / every on the average.
+    chains = -(-older // every)
+    last = min(every, older - (chains - 1) * every) - 1 if older else 0
+    most = max(
+        chains * chain + last * sizes.delta,
+        -(-max(0, older - every + 1) // every) * chain + (every - 1) * sizes.delta,
+    )
+    mean = older / every * chain + (every - 1) / 2 * sizes.delta
+    return Spacing(every, False, sizes.keyframe + mean, sizes.keyframe + most, chain / every)
 
 
 def _reverse(sizes: FileSizes, kept: int, every: int) -> Iterator[Spacing]:
     """Chains of which only a keyframe, and deltas against it in both directions, stay; none if that takes too much."""
-    chain = sizes.keyframe + (every - 1) * sizes.delta
+    older, chain = kept - 1, sizes.keyframe + (every - 1) * sizes.delta
     reverse = sizes.delta if sizes.reverse is None else sizes.reverse
-    most = min(2 * sizes.delta, sizes.keyframe) if sizes.reverse is None else sizes.reverse
-    older = [max(0, kept - 1 - position) * reverse for position in range(every)]
-    held = [sizes.keyframe + position * sizes.delta + older[position] for position in range(every)]
+    added = older * (min(2 * sizes.delta, sizes.keyframe) if sizes.reverse is None else sizes.reverse)
     # While they are written again, the chain and what takes its place are on the disk, and the latter is in memory.
-    added = (kept - 1) * most
     if chain + sizes.keyframe + added <= (kept + 1) * sizes.plain and added <= 2 * sizes.plain:
-        yield Spacing(every, True, sum(held) / every, max(held), (chain + older[0]) / every)
+        mean = (every - 1) / 2 * sizes.delta + older * kept / (2 * every) * reverse
+        most = max(older * reverse, (every - 1) * sizes.delta)
+        written = (chain + older * reverse) / every
+        yield Spacing(every, True, sizes.keyframe + mean, sizes.keyframe + most, written)
 
 
 def _never(raw_bytes: int) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -100,7 +101,7 @@ class RunRewriter:
         references: dict[int, Reference] = {}
         previous: tuple[Path, DirectoryManifest] | None = None
 
-        def write(index: int, directory: Directory, manifest: DirectoryManifest) -> Payload:
+        def write(directory: Directory, manifest: DirectoryManifest, index: int) -> Payload:
             payload = manifest.payloads[index]
             decoded = decode_payload(directory, payload, threads=self._threads)
             state = build_state(decoded, str(directory))
@@ -114,10 +115,7 @@ class RunRewriter:
         with self:
             for directory in directories:
                 manifest = self._read(directory)
-                payloads = self._map(
-                    lambda index, d=directory, m=manifest: write(index, d, m),  # type: ignore[misc]
-                    len(manifest.payloads),
-                )
+                payloads = self._map(partial(write, directory, manifest), len(manifest.payloads))
                 after = replace(manifest, payloads=tuple(payloads), stored_bytes=-1)
                 if moments is not None:
                     after = replace(after, weights_only=True, extra=moments.extra(manifest.extra))
