@@ -41,6 +41,7 @@ from shrinkpoint.train import (
     Checkpointer,
     FixedIntervalPolicy,
     PreemptionCheckpointingPolicy,
+    best_valid,
 )
 from shrinkpoint.train.accelerate import AcceleratorCheckpointer
 from shrinkpoint.train.dcp import Manager, reset_chains
@@ -213,6 +214,23 @@ def test_a_metric_that_nobody_reports_deletes_nothing(tmp_path: Path, caplog: An
             checkpointer.retain(Keep(best=1, metric="acc"), deletes=True)
             checkpointer.save(tmp_path / f"step-{step}", near(step), step=step)
     assert assert_loads(tmp_path) == [0, 1, 2] and "acc" in caplog.text
+
+
+def test_the_best_valid_checkpoint_of_a_run_is_found(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="val_loss"):
+        best_valid(tmp_path)
+    with Checkpointer() as checkpointer:
+        for step, score in enumerate([3, 1, 2, 9]):
+            checkpointer.save(tmp_path / f"step-{step}", near(step), step=step, metrics={"val_loss": score})
+    assert best_valid(tmp_path) == tmp_path / "step-1" and best_valid(tmp_path, mode="max") == tmp_path / "step-3"
+    payload = next((tmp_path / "step-1").glob("rank-*"))
+    data = bytearray(payload.read_bytes())
+    data[-9] ^= 1
+    payload.unlink()
+    payload.write_bytes(data)
+    assert best_valid(tmp_path) == tmp_path / "step-2"
+    with pytest.raises(NotFoundError, match="acc"):
+        best_valid(tmp_path, metric="acc")
 
 
 # The frameworks

@@ -24,7 +24,7 @@ from shrinkpoint.comm.ddp import DDPCompression
 from shrinkpoint.errors import PolicyError, StorageError
 from shrinkpoint.storage import LocalStorage, MemoryStorage, is_object_url, is_url, local_path
 from shrinkpoint.store import directory as directories
-from shrinkpoint.train import Journal, dcp
+from shrinkpoint.train import Journal, best_valid, dcp
 from shrinkpoint.train import lightning as ours
 from shrinkpoint.train import transformers as hugging
 from shrinkpoint.train.checkpointer import Checkpointer
@@ -95,6 +95,7 @@ ENTRIES = {
     "read_directory_manifest directory": directories.read_directory_manifest,
     "verify_directory directory": directories.verify_directory,
     "commit directory": lambda place: directories.commit(place, [], scheme="lossless"),
+    "best_valid root": best_valid,
     "dcp.Writer path": dcp.Writer,
     "dcp.Reader path": dcp.Reader,
     "dcp.load directory": dcp.load,
@@ -160,6 +161,7 @@ TAKES_BUCKETS = (
     "read_directory_manifest directory",
     "verify_directory directory",
     "commit directory",
+    "best_valid root",
     "dcp.Writer path",
     "dcp.Reader path",
     "dcp.load directory",

@@ -14,7 +14,7 @@ from shrinkpoint.train.checkpoint_manager import CheckpointManager
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.loggers import TensorBoardHook
-from shrinkpoint.train.newest_valid import latest_valid
+from shrinkpoint.train.newest_valid import best_valid, latest_valid
 from shrinkpoint.train.partial_restore import RankShard
 from shrinkpoint.train.recent_batches import RecentBatches
 from shrinkpoint.train.restore_result import RestoreReport, RestoreResult
@@ -63,6 +63,7 @@ __all__ = [
     "SkippedCheckpoint",
     "SpecificStepsPolicy",
     "TensorBoardHook",
+    "best_valid",
     "latest_valid",
 ]
 

@@ -1,4 +1,4 @@
-"""The newest valid checkpoint of several directories, and why a restore skips the others.
+"""The newest or best valid checkpoint of several directories, and why a restore skips the others.
 
 `Store.restore` does the same for the steps of a store, by loading each.
 """
@@ -6,16 +6,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from shrinkpoint.errors import NotFoundError, ShrinkpointError
 from shrinkpoint.sharding.collectives import AllGather
-from shrinkpoint.storage import ObjectUrl
-from shrinkpoint.store import SkippedCheckpoint
-from shrinkpoint.store.directory import verify_directory
+from shrinkpoint.storage import AnyDirectory, ObjectUrl, resolve_directory
+from shrinkpoint.store import Keep, SkippedCheckpoint
+from shrinkpoint.store.directory import find_run, read_directory_manifest, verify_directory
+from shrinkpoint.store.manifest import DirectoryManifest
 from shrinkpoint.store.newest import newest_that_loads
+from shrinkpoint.store.retention import best_first
 
 PlaceT = TypeVar("PlaceT", bound=Path | ObjectUrl)
 
@@ -64,6 +67,37 @@ def latest_valid(
 
     pairs = ((directory, partial(find, directory)) for directory in candidates)
     return newest_that_loads(pairs, errors=(ShrinkpointError if gather is None else _RankError,))
+
+
+def best_valid(
+    root: AnyDirectory, *, metric: str = "val_loss", mode: Literal["min", "max"] = "min", deep: bool = True
+) -> Path | ObjectUrl:
+    """The checkpoint of a framework's run with the best metric that is valid; a warning is logged for each better one.
+
+    Args:
+        root: the directory of the run, or its place in a bucket.
+        metric: a name under which checkpoints have it, such as "eval_loss" of a Trainer.
+        mode: "min" or "max".
+        deep: compare every stored byte with its digest; False: read headers and manifests only.
+
+    Raises:
+        NotFoundError: there is no checkpoint with this metric, or none of them is valid.
+        PolicyError: an unknown mode.
+        StorageError: the directory cannot be listed.
+    """
+    keep, manifests = Keep(best=1, metric=metric, mode=mode), dict[int, tuple[Path | ObjectUrl, DirectoryManifest]]()
+    for place in find_run(resolve_directory(root, "root"))[::-1]:
+        with suppress(ShrinkpointError):  # `latest_valid` says why where it is asked for the newest
+            manifest = read_directory_manifest(place)
+            manifests[id(manifest)] = place, manifest
+    ranked = best_first([manifest for _, manifest in manifests.values()], keep)
+    candidates = [manifests[id(manifest)][0] for manifest in ranked]
+    directory, skipped = latest_valid(candidates, deep=deep)
+    if directory is None:
+        found = "; ".join(one.reason for one in skipped) or f"no checkpoint with the metric {metric!r}"
+        do = "name a metric that `shrinkpoint list` shows, or take the newest"
+        raise NoCheckpointError(str(root), found=found, expected="a valid checkpoint with the metric", do=do)
+    return directory
 
 
 class _RankError(Exception):
