@@ -32,6 +32,7 @@ from shrinkpoint.store.delta_writer import DeltaWriter
 from shrinkpoint.store.directory_retention import chains_to_strip, parents_to_reverse, plan_run
 from shrinkpoint.store.directory_rewrite import MomentFilter, RunRewriter
 from shrinkpoint.store.manifest import DirectoryManifest, check_note
+from shrinkpoint.store.retention import check_keep
 from shrinkpoint.store.rewrite import has_memory_to_reverse
 from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.tensors.flat_state import FlatState, flatten
@@ -128,10 +129,15 @@ class Checkpointer(BackgroundSaver):
             deletes: this deletes what the rules do not keep; False: the framework does.
             is_exact: the framework keeps just what the rules keep.
             protected: never deleted.
+
+        Raises:
+            PolicyError: `keep` is no `Keep`.
         """
         limit = self._delta_writer.chain_limit
-        limit.keep, limit.can_reverse = keep, has_memory_to_reverse if is_exact else lambda raw_bytes: False
-        self._deletes, self._is_exact, self._protected = deletes, is_exact, tuple(protected)
+        limit.keep = check_keep(keep)
+        limit.can_reverse = has_memory_to_reverse if is_exact else lambda raw_bytes: False
+        self._deletes, self._is_exact = deletes, is_exact
+        self._protected = tuple(map(resolve_directory, protected))
 
     def save(
         self,
