@@ -162,7 +162,7 @@ def warn_user(text: str, category: type[Warning] = LossWarning) -> None:
 
 EXTRAS = {
     "accelerate": ("accelerate",),
-    "cli": ("typer", "rich", "plotly"),
+    "cli": ("typer", "rich"),
     "cloud": ("obstore",),
     "elastic": ("torchft", "opentelemetry"),
     "lightning": ("lightning", "torchmetrics"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from html import escape
 from typing import TYPE_CHECKING
 
 from shrinkpoint.humanize import printable
@@ -26,15 +25,6 @@ def _environment() -> Environment:
 def render(template: str, **values: object) -> str:
     """Renders a file of `templates/`. Texts are escaped, control characters become visible."""
     return _environment().get_template(template).render(**values)
-
-
-def text(value: str) -> str:
-    """Text for a page that no template writes, such as a label of a figure.
-
-    >>> text("<b>\\x1b")
-    '&lt;b&gt;\\\\x1b'
-    """
-    return escape(printable(value))
 
 
 def fragment(

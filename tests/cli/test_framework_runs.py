@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from shrinkpoint.store import Store
+from shrinkpoint.storage import MemoryStorage
+from shrinkpoint.store import Keep, Store
 from shrinkpoint.store import directory as folders
+from shrinkpoint.store.listing import scan
 from shrinkpoint.train import Checkpointer
 from shrinkpoint.train.dcp import Writer
 
@@ -104,3 +106,22 @@ def test_a_store_and_a_run_in_one_directory_are_both_verified_and_what_is_not_li
     done = run("verify", frameworks_run)
     assert done.code == 1
     assert "checkpoint-100/" in done.stdout
+
+
+def test_directories_that_are_named_as_steps_are_a_run_and_no_files_of_an_interrupted_save(run, tmp_path, state_at):
+    with Checkpointer() as trail:
+        for step in (1, 2):
+            trail.save(tmp_path / f"step-{step:09d}", state_at(10 * step), step=step)
+    before = {*tmp_path.rglob("*.safetensors")}
+    assert run("list", tmp_path).stdout.startswith(f"{tmp_path}: 2 checkpoints")
+    assert (run("verify", tmp_path).code, run("verify", tmp_path).stdout.count("orphan")) == (0, 0)
+    assert run("prune", tmp_path, "--keep-last", 9, "--apply").code == 3
+    with Store(tmp_path) as store:
+        store.save(7, {"w": torch.ones(3)})
+        store.prune(Keep(last=1), dry_run=False)
+    assert before < {*tmp_path.rglob("*.safetensors")}
+    bucket = MemoryStorage()
+    for path in tmp_path.rglob("step-*/**/*"):
+        if path.is_file():
+            bucket.put(path.relative_to(tmp_path).as_posix(), path.read_bytes())
+    assert ([*scan(bucket).manifests], scan(bucket).orphans()) == ([7], [])

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from helpers.small_training import Silent
+
+from shrinkpoint import Fisher
+from shrinkpoint.store import Store
 
 
 def test_every_checkpoint_has_a_row_with_what_it_stands_on(run, store):
@@ -72,3 +76,33 @@ def test_a_pipe_gets_every_column_however_long(child, store):
     done = child("list", store, COLUMNS="")
     assert "scheme" in done.stdout
     assert "narrow" not in done.stdout
+
+
+@pytest.fixture
+def lossy(tmp_path, state_at):
+    where = tmp_path / "lossy"
+    with Silent(), Store(where) as opened:
+        for step in range(100_000, 100_014):
+            metrics = {"val_loss": 1.5, "accuracy": 0.25, "learning_rate": 1e-3}
+            state = state_at(20 + step % 7)
+            opened.save(step, state, scheme=Fisher(relative_error=0.3), metrics=metrics, note="a long story of a run")
+    return where
+
+
+def test_scheme_sizes_and_loss_stay_where_the_terminal_is_narrow(run, lossy):
+    def titles(columns):
+        return run("list", lossy, columns=columns).stdout.splitlines()[2]
+
+    kept = ("step", "kind", "scheme", "stored", "ratio", "loss rise")
+    assert all(title in titles(80) for title in kept) and "note" not in titles(80)
+    assert all(title in titles(200) for title in (*kept, "age", "state", "val_loss", "learning_rate", "note"))
+    assert all(title in titles(50) for title in ("step", "scheme", "stored", "ratio", "loss rise"))
+
+
+def test_no_word_is_cut(run, lossy):
+    def words(columns):
+        shown = run("list", lossy, columns=columns).stdout.split()
+        return {word.strip("(:,)") for word in shown} - {"now", "s", "min", *map(str, range(60))}  # the ages
+
+    everything = words(200) | {"narrow", "terminal", "without"}
+    assert all(words(columns) <= everything for columns in (40, 50, 60, 72, 80, 100))

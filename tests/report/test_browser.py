@@ -35,54 +35,53 @@ def page(tmp_path_factory):
 @pytest.fixture
 def opened(browser, page):
     browser.get(page)
-    WebDriverWait(browser, PATIENCE).until(
-        lambda driver: driver.execute_script("return document.documentElement.dataset.drawn")
-    )
     return browser
 
 
-def test_every_figure_is_drawn_and_nothing_is_complained_of(opened):
-    plots = opened.find_elements(By.CSS_SELECTOR, ".plot")
-    drawn = opened.find_elements(By.CSS_SELECTOR, ".plot .main-svg")
-    assert len(plots) >= 8 and len(
-        {svg.find_element(By.XPATH, "ancestor::div[contains(@class,'plot ')]").id for svg in drawn}
-    ) == len(plots)
-    marks = opened.find_elements(By.CSS_SELECTOR, "#plot-0 .scatterlayer .points path")
-    assert len(marks) == 8
-    assert len(opened.find_elements(By.CSS_SELECTOR, ".treemaplayer .slice")) > 10
+MARK = """
+    const match = arguments[0].getAttribute("d").match(/M(\\S+) (\\S+?)h0/);
+    const area = arguments[0].ownerSVGElement.getBoundingClientRect();
+    return [area.width * (match[1] / 1000 - 0.5), area.height * (match[2] / 1000 - 0.5)];
+"""
+
+
+def test_every_chart_is_drawn_and_nothing_is_complained_of(opened):
+    charts = opened.find_elements(By.CSS_SELECTOR, ".chart > svg")
+    assert len(charts) >= 6 and all(chart.size["width"] > 200 and chart.size["height"] > 200 for chart in charts)
+    (marks,) = opened.find_elements(By.CSS_SELECTOR, "figure:first-child path.square.run0[data-rows]")
+    assert marks.get_attribute("data-rows") == "0 3" and marks.get_attribute("d").count("h0") == 2
+    assert len(opened.find_elements(By.CSS_SELECTOR, ".map div[data-tip]")) > 10
+    labels = [label.text for label in opened.find_elements(By.CSS_SELECTOR, "figure:first-child .ys span")]
+    assert labels and all(label.endswith((" B", "kB", "MB")) for label in labels)
     assert read_log(opened) == []
 
 
 def test_a_mark_under_the_mouse_says_what_it_is(opened):
-    mark = opened.find_elements(By.CSS_SELECTOR, "#plot-0 .scatterlayer .points path")[0]
-    opened.execute_script("arguments[0].scrollIntoView({block: 'center'})", mark)
-    ActionChains(opened).move_to_element(mark).perform()
-    hover = WebDriverWait(opened, PATIENCE).until(
-        lambda d: d.find_elements(By.CSS_SELECTOR, "#plot-0 .hoverlayer .hovertext")
-    )
-    assert "step 10" in hover[0].text and "keyframe" in hover[0].text
+    mark = opened.find_element(By.CSS_SELECTOR, "figure:first-child path.square.run0")
+    chart = opened.find_element(By.CSS_SELECTOR, "figure:first-child .chart > svg")
+    opened.execute_script("arguments[0].scrollIntoView({block: 'center'})", chart)
+    x, y = opened.execute_script(MARK, mark)
+    ActionChains(opened).move_to_element_with_offset(chart, round(x), round(y)).perform()
+    tip = opened.find_element(By.ID, "tip")
+    WebDriverWait(opened, PATIENCE).until(lambda _: tip.is_displayed())
+    assert "step 10" in tip.text and "keyframe" in tip.text and "loss as before" in tip.text
+    box = opened.find_element(By.CSS_SELECTOR, ".map div[data-tip]")
+    opened.execute_script("arguments[0].scrollIntoView({block: 'center'})", box)
+    ActionChains(opened).move_to_element(box).perform()
+    WebDriverWait(opened, PATIENCE).until(lambda _: " of " in tip.text and "kB" in tip.text)
     assert read_log(opened) == []
 
 
-def test_colors_and_what_boxes_show_can_be_switched(opened):
-    def background() -> str:
-        return opened.execute_script("return getComputedStyle(document.body).backgroundColor")
-
-    def boxes() -> list[float]:
+def test_colors_can_be_switched(opened):
+    def colors() -> list[str]:
         return opened.execute_script(
-            "return document.querySelector('.treemaplayer .slice').closest('.plot').data[0].values"
+            "return [document.body, document.querySelector('.ys span'), document.querySelector('path.dot')]"
+            ".map((e, i) => getComputedStyle(e)[['backgroundColor', 'color', 'stroke'][i]])"
         )
 
-    first = background()
+    first = colors()
     opened.find_element(By.ID, "theme").click()
-    assert background() != first
-    ink = opened.execute_script("return getComputedStyle(document.querySelector('#plot-0 .xtick text')).fill")
-    assert ink == opened.execute_script("return getComputedStyle(document.body).color")
-    before = boxes()
-    raw = opened.find_elements(By.CSS_SELECTOR, "button[data-switch='1']")[0]
-    opened.execute_script("arguments[0].scrollIntoView({block: 'center'})", raw)
-    raw.click()
-    assert raw.get_attribute("aria-pressed") == "true" and boxes()[0] > before[0]
+    assert all(a != b for a, b in zip(first, colors(), strict=True))
     assert read_log(opened) == []
 
 
@@ -93,6 +92,8 @@ def test_it_fits_a_phone(opened):
             lambda driver: driver.execute_script("return document.documentElement.scrollWidth <= window.innerWidth")
         )
         assert opened.execute_script("return window.innerWidth") <= 500
+        cut = "return [...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth + 1).length"
+        assert opened.execute_script(cut) == 0
     finally:
         opened.set_window_size(1280, 1400)
 

@@ -3,59 +3,63 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import accumulate
 
 import pytest
 import torch
+from helpers.manifests import manifest
+from helpers.manifests import run as run_of
 from helpers.small_training import Silent
 from typer.testing import CliRunner
 
 import shrinkpoint as sp
 from shrinkpoint.cli.app import app
 from shrinkpoint.report.checkpoints import store_report
-from shrinkpoint.report.files import TensorRow, describe_recipe
+from shrinkpoint.report.figures import Chart, series_charts
+from shrinkpoint.report.files import TensorRow, describe_recipe, read_file_report
 from shrinkpoint.report.page import render_page
 from shrinkpoint.report.run import RunReport, worst_rise
-from shrinkpoint.report.treemap import tensor_tree
+from shrinkpoint.report.treemap import tensor_boxes, tensor_tree
+from shrinkpoint.store.chain import disk_bytes
 
 HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
 
 
 class Parts(HTMLParser):
-    """The tags of a page, its visible text, and its figures."""
+    """The tags of a page, its visible text, and what it says of each checkpoint under the mouse."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.words: list[str] = []
         self._within = ""
-        self._is_data = False
-        self.data = ""
+        self.tips: list[list[str]] = []
         self.feed(page)
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
-        self._within = tag
-        self._is_data = dict(attrs).get("id") == "figures"
+        self._within = dict(attrs).get("id") or tag
 
     def handle_endtag(self, tag):
-        self._within, self._is_data = "", False
+        self._within = ""
 
     def handle_data(self, data):
-        if self._is_data:
-            self.data += data
+        if self._within == "tips":
+            self.tips = json.loads(data)
         elif self._within not in ("script", "style"):
             self.words.append(data)
 
     @property
-    def figures(self) -> list[dict]:
-        return json.loads(self.data)
-
-    @property
     def text(self) -> str:
         return " ".join(self.words)
+
+    @property
+    def charts(self) -> list[str | None]:
+        return [attrs["aria-label"] for tag, attrs in self.tags if tag == "svg" and "aria-label" in attrs]
 
 
 def make_store(path, scheme="lossless", steps=(10, 20, 30, 40)):
@@ -85,67 +89,129 @@ def page(tmp_path):
     return build
 
 
-def trace(figures, name):
-    return next(trace for figure in figures for trace in figure["data"] if trace.get("name") == name)
+def charts_of(*stores, **kwargs) -> dict[str, Chart]:
+    runs = [RunReport(where.name, store_report("x", sp.Store(where).list()), None, (), **kwargs) for where in stores]
+    return {chart.title: chart for chart in series_charts(runs)}
 
 
-def test_figures_hold_the_bytes_that_the_store_has(tmp_path, page):
+def points(chart: Chart, style: str) -> list:
+    return next(trace.points for trace in chart.traces if trace.style == style)
+
+
+def test_charts_hold_the_bytes_that_the_store_has(tmp_path):
     where = make_store(tmp_path / "run")
-    manifests = sp.Store(where).list()
-    figures = page(where).figures
-    assert trace(figures, "stored")["x"] == [10, 20, 30, 40]
-    assert trace(figures, "stored")["y"] == [manifest.stored_bytes for manifest in manifests]
-    assert trace(figures, "torch.save")["y"] == [manifest.raw_bytes for manifest in manifests]
-    (tree,) = (data for figure in figures for data in figure["data"] if data["type"] == "treemap")
-    size = where.joinpath("step-000000040", "rank-00000.safetensors").stat().st_size
-    sizes = dict(zip(tree["ids"], tree["values"], strict=True))
-    assert 0.5 * size < sizes["all"] < size  # all but the header
-    roles = set(tree["parents"]) & {"/weights", "/first moments", "/second moments"}
-    assert len(roles) == 3 and sum(sizes[role] for role in roles) <= sizes["all"]
+    manifests, charts = sp.Store(where).list(), charts_of(where)
+    steps, stored = [10, 20, 30, 40], [manifest.stored_bytes for manifest in manifests]
+    assert points(charts["Bytes by step"], "line run0") == [*zip(steps, stored, strict=True)]
+    raw = [manifest.raw_bytes for manifest in manifests]
+    assert points(charts["Bytes by step"], "line plain run0") == [*zip(steps, raw, strict=True)]
+    assert points(charts["Bytes by step"], "square run0") == [(10, stored[0]), (40, stored[3])]
+    assert [value for _, value in points(charts["On the disk"], "line run0")] == [*accumulate(stored)]
+    assert charts["Bytes by step"].path(charts["Bytes by step"].traces[0]).count("L") == 3
+
+
+def test_areas_of_boxes_are_the_bytes_of_the_file(tmp_path):
+    where = make_store(tmp_path / "run")
+    file = read_file_report(sp.Store(where).storage, "step-000000040/rank-00000.safetensors")
+    boxes = tensor_boxes(file.tensors)
+    assert {"first moments", "second moments", "weights"} <= {box.label.split("/")[0] for box in boxes}
+    shares = {
+        box.label: math.prod(float(part) for part in re.findall(r"(?:width|height):([\d.]+)%", box.style))
+        for box in boxes
+    }
+    roles = {row.role: row.stored_bytes for row in file.roles}
+    for label, role in (("weights", "parameter"), ("first moments", "moment1")):
+        share = next(share for name, share in shares.items() if name.startswith(label))
+        assert share / 1e4 == pytest.approx(roles[role] / sum(roles.values()), rel=0.02)
+
+
+def test_a_chain_is_drawn_from_its_keyframe_to_its_end(tmp_path):
+    chart = charts_of(make_store(tmp_path / "run"))["Chains"]
+    assert points(chart, "line run0") == [(10, 0), (20, 1), None, (20, 1), (30, 2), None]
+    assert points(chart, "square run0") == [(10, 0), (40, 0)]
+    assert {trace.name for trace in chart.legend} == {"keyframe", "delta"}
+
+
+def test_deltas_on_newer_files_and_bases_that_are_no_checkpoints_are_told_apart():
+    manifests = run_of(3)
+    links = tuple(replace(link, step=3, digest=manifest(3).digest) for link in manifests[1].bases)
+    back = replace(manifest(2), bases=links)
+    report = RunReport("x", store_report("x", [back, manifest(3)]), None, ())
+    chart = next(chart for chart in series_charts([report]) if chart.title == "Chains")
+    assert points(chart, "line back run0") == [(3, 0), (2, 1), None]
+    alone = RunReport("x", store_report("x", manifests[2:]), None, ())
+    chart = next(chart for chart in series_charts([alone]) if chart.title == "Chains")
+    assert points(chart, "ring run0") == [(manifests[1].step, 1)]
+    assert points(chart, "line run0")[:2] == [(manifests[1].step, 1), (manifests[2].step, 2)]
 
 
 def test_what_the_next_prune_deletes_is_marked_by_the_rules_that_are_given(tmp_path, page):
     where = make_store(tmp_path / "run")
     assert "deletes it" not in page(where).text
     marked = page(where, "--keep-last", 1)
-    assert trace(marked.figures, "deleted by the next prune")["x"] == [10, 20, 30]
-    assert marked.text.count("deletes it") == 3
+    assert sum("next prune deletes it" in tip for tip in marked.tips[0]) == 3
+    assert marked.text.count("deletes it") == 3 + 1  # and the caption
+    doomed = charts_of(where, doomed={10: "x", 30: "x"})["Chains"]
+    assert points(doomed, "ring doomed") == [(10, 0), (30, 2)]
 
 
 def test_two_runs_stand_side_by_side_under_short_names(tmp_path, page):
     a, b = make_store(tmp_path / "a"), make_store(tmp_path / "b", sp.Fisher(relative_error=0.3))
-    both = page(a, b)
-    assert trace(both.figures, "a, stored")["y"] != trace(both.figures, "b, stored")["y"]
-    assert trace(both.figures, "b: not measured")["x"] == [10, 20, 30, 40]
-    assert "4 not measured" in both.text and "multiples of a step" in both.text and "nothing lost" in both.text
+    both, charts = page(a, b), charts_of(a, b)
+    assert points(charts["Bytes by step"], "line run0") != points(charts["Bytes by step"], "line run1")
+    assert [step for step, _ in points(charts["Rise of the loss"], "ring run1")] == [10, 20, 30, 40]
+    assert {"Chains: a", "Chains: b"} <= {*both.charts}
+    assert "every bit comes back" in both.text and "not measured" in both.text and "multiples of a step" in both.text
+
+
+def test_the_first_numbers_are_the_ratio_on_the_disk_the_rise_and_the_time(tmp_path, page):
+    where = make_store(tmp_path / "run")
+    stored = disk_bytes(where.rglob("*.safetensors"))
+    raw = sum(manifest.raw_bytes for manifest in sp.Store(where).list())
+    parts = page(where)
+    assert f"{raw / stored:.2f}x" in parts.text and "4 files of torch.save" in parts.text
+    assert "every bit comes back" in parts.text and "torch.save was not timed" in parts.text
+    sp.Store(where).forget(10)
+    assert f"{raw * 3 / 4 / stored:.2f}x" in page(where).text  # its file is there, and a base
 
 
 def test_a_rise_that_was_predicted_is_told_beside_those_that_were_not_measured(tmp_path, page):
     predicted = page(make_store(tmp_path / "run", sp.Fisher(relative_error=0.3, terms=1000)))
     assert len(re.findall(r"not measured, predicted [+-][\d.e-]+ nats", predicted.text)) == 4
-    hovers = trace(predicted.figures, "not measured")["hovertext"]
-    assert all("not measured, predicted" in text for text in hovers)
+    assert all("not measured, predicted" in tip for tip in predicted.tips[0])
     nothing_lost = page(make_store(tmp_path / "exact"))
-    assert "loss as before" in trace(nothing_lost.figures, "measured, or nothing lost")["hovertext"][0]
+    assert "loss as before" in nothing_lost.tips[0][0] and "Rise of the loss" not in nothing_lost.charts
+
+
+def test_a_page_is_small(tmp_path):
+    where = make_store(tmp_path / "run")
+    report(where, "--out", tmp_path / "page.html")
+    assert (tmp_path / "page.html").stat().st_size < 60_000
+    many = RunReport("x", store_report("x", run_of(2000)), None, ())
+    assert len(render_page([many])) < 1_000_000
 
 
 def test_a_file_and_a_checkpoint_of_a_store_have_a_page(tmp_path, page):
     where = make_store(tmp_path / "run")
     file = page(where / "step-000000010" / "rank-00000.safetensors")
-    assert len(file.figures) == 1 and "Tensors of the file" in file.text
+    assert not file.charts and "Tensors of the file" in file.text and "Bytes by role and layer" in file.text
     assert "Tensors of step 20" in page(f"{where}@20").text
 
 
-def test_an_empty_store_has_a_page_without_figures(tmp_path, page):
+def test_an_empty_store_has_a_page_without_charts(tmp_path, page):
     (tmp_path / "empty").mkdir()
-    assert page(tmp_path / "empty").figures == []
+    assert page(tmp_path / "empty").charts == []
 
 
 def test_a_broken_manifest_is_listed_and_the_others_are_shown(tmp_path, page):
     where = make_store(tmp_path / "run")
     (where / "step-000000030" / "manifest.json").write_text("{}")
     shown = page(where)
-    assert "Unreadable" in shown.text and trace(shown.figures, "stored")["x"] == [10, 20, 40]
+    assert "Unreadable" in shown.text and [tip.split("\n")[0] for tip in shown.tips[0]] == [
+        "step 10",
+        "step 20",
+        "step 40",
+    ]
 
 
 def test_names_from_a_file_are_text_wherever_they_stand(tmp_path, page):
@@ -153,11 +219,10 @@ def test_names_from_a_file_are_text_wherever_they_stand(tmp_path, page):
     sp.save({HOSTILE: {"w": torch.randn(64, 64)}}, path)  # in names of tensors, "/" is escaped
     parts = page(path)
     assert {tag for tag, _ in parts.tags} & {"img", "a", "link", "iframe"} == set()
-    assert sum(tag == "script" for tag, _ in parts.tags) == 3
+    assert sum(tag == "script" for tag, _ in parts.tags) == 2
     (policy,) = (attrs["content"] for tag, attrs in parts.tags if attrs.get("http-equiv"))
     assert "default-src 'none'" in policy
-    labels = parts.figures[0]["data"][0]["labels"]
-    assert labels and not any("<" in label for label in labels)
+    assert any(HOSTILE.replace("/", "%2F").split("%")[0] in (attrs.get("data-tip") or "") for _, attrs in parts.tags)
     assert HOSTILE.replace("/", "%2F") in parts.text
 
 
@@ -221,11 +286,10 @@ def test_the_worst_rise_is_the_largest_that_was_measured():
         {"chosen": {}, "degradation": 0.03},
         {"chosen": {}, "measured": False},
     ]
-    from helpers.manifests import run as manifests
-
-    rows = store_report("x", [replace(m, loss=loss) for m, loss in zip(manifests(4), losses, strict=True)]).checkpoints
-    assert worst_rise(rows) == "+3 %; 1 not measured"
-    assert worst_rise(rows[:1]) == "nothing lost" and worst_rise(()) == ""
+    rows = store_report("x", [replace(m, loss=loss) for m, loss in zip(run_of(4), losses, strict=True)]).checkpoints
+    assert worst_rise(rows) == ("+3 %", "the worst, right after a restore; 1 of 4 not measured")
+    assert worst_rise(rows[:1]) == ("none", "every bit comes back") and worst_rise(()) == ("", "")
+    assert worst_rise(rows[3:]) == ("not measured", "")
 
 
 def test_reprs_for_notebooks_are_html_without_names_that_run(tmp_path):
@@ -256,9 +320,3 @@ def test_plain_reprs_are_one_short_line(tmp_path):
     ):
         assert "\n" not in repr(value) and len(repr(value)) < 320 + len(str(where)), repr(value)
     assert re.fullmatch(r"<SaveReport fisher, keyframe, .* of .*x\), loss not measured, .* s>", repr(saved))
-
-
-def test_without_plotly_the_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("shrinkpoint.report.page.find_spec", lambda name: None)
-    with pytest.raises(sp.errors.PolicyError, match=r"shrinkpoint\[cli\]"):
-        render_page([RunReport("x", None, None, ())])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from helpers import accelerate_runs
+from helpers.command_line import invoke
 from helpers.huggingface import gpt2, made
 from helpers.lightning_runs import QUIET, Small, points, trainer
 from helpers.parameters import each_value
@@ -21,9 +23,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from transformers import TrainerCallback
 
-from shrinkpoint import CheckpointManager, Keep, Store
-from shrinkpoint.report.checkpoints import payload_bytes, run_report
+from shrinkpoint import CheckpointManager, Keep, Store, humanize
+from shrinkpoint.cli.app import app
+from shrinkpoint.report.checkpoints import run_report
 from shrinkpoint.storage import object_size
+from shrinkpoint.store.chain import payload_bytes
 from shrinkpoint.store.listing import scan
 from shrinkpoint.train.accelerate import save_state
 from shrinkpoint.train.dcp import Manager, Writer, reset_chains
@@ -277,6 +281,54 @@ def test_reports_count_every_byte_of_the_bases(tmp_path: Path) -> None:
     assert f"{on_disk:,} with its bases" in str(reports[0])
 
 
+def payloads_on_disk(root: Path) -> int:
+    """Bytes of the payloads below a directory as `du` counts them, each inode once."""
+    files = [path.stat() for path in root.rglob("*.safetensors")]
+    return sum({(file.st_dev, file.st_ino): file.st_size for file in files}.values())
+
+
+@pytest.mark.parametrize(
+    ("writer", "scheme", "last"), each_value(["manager", "dcp", "transformers", "accelerate"], SCHEMES, [2, 10])
+)
+def test_every_total_is_what_a_walk_over_the_disk_finds(tmp_path: Path, writer: str, scheme: str, last: int) -> None:
+    for _ in WRITERS[writer](tmp_path, last, scheme):
+        pass
+    root = tmp_path / "run" if writer == "manager" else tmp_path
+    on_disk = payloads_on_disk(root)
+    listed = json.loads(invoke(app, "list", root, "--json").stdout)
+    raw = sum(row["raw_bytes"] for row in listed["checkpoints"])
+    assert len(listed["checkpoints"]) == min(last, SAVES)
+    assert (listed["stored_bytes"], listed["raw_bytes"]) == (on_disk, raw)
+    ratio, size = humanize.ratio(raw, on_disk), humanize.size(on_disk)
+    assert f"{humanize.size(raw)} of state in {size} ({ratio})" in invoke(app, "list", root).stdout
+    assert invoke(app, "report", root, "--out", tmp_path / "page.html").code == 0
+    page = (tmp_path / "page.html").read_text("utf-8")
+    assert f'<dd class="big">{ratio}</dd><dd class="note">{size}, bases included' in page
+    if writer == "manager":
+        shown = Store(root)._repr_html_()
+        assert f"<dd>{size}</dd>" in shown and f"<dd>{ratio}</dd>" in shown
+    newest = json.loads(invoke(app, "show", root, "--json").stdout)
+    own = {path for path in root.rglob("*.safetensors") if path.stat().st_ino in _inodes(newest)}
+    assert newest["disk_bytes"] == sum({path.stat().st_ino: path.stat().st_size for path in own}.values())
+
+
+def _inodes(shown: dict[str, Any]) -> set[int]:
+    """The inodes of a checkpoint's own files and of its links to bases."""
+    return {path.stat().st_ino for file in shown["files"] for path in Path(file["where"]).parent.rglob("*.safetensors")}
+
+
+def test_a_directory_with_a_link_to_it_counts_once(tmp_path: Path) -> None:
+    loop = Loop()
+    loop.train()
+    state = {name: obj.state_dict() for name, obj in loop.objects.items()}
+    torch.distributed.checkpoint.save(state, storage_writer=Writer(tmp_path / "step-1", step=1))
+    once = run_report(tmp_path)
+    (tmp_path / "last").symlink_to("step-1")
+    twice = run_report(tmp_path)
+    assert len(twice.checkpoints) == 2
+    assert (twice.raw_bytes, twice.stored_bytes) == (once.raw_bytes, once.stored_bytes)
+
+
 def test_a_store_counts_bases_of_steps_that_were_forgotten(tmp_path: Path) -> None:
     loop = Loop()
     with CheckpointManager(tmp_path) as manager:
@@ -286,6 +338,10 @@ def test_a_store_counts_bases_of_steps_that_were_forgotten(tmp_path: Path) -> No
         for step in range(2):
             manager.store.forget(step)
         store: Store = manager.store
+    listed = json.loads(invoke(app, "list", tmp_path, "--all", "--json").stdout)
+    assert (len(listed["checkpoints"]), listed["raw_bytes"]) == (3, report.raw_bytes)  # no plain one of a forgotten
+    assert f"<dd>{humanize.size(report.disk_bytes)}</dd>" in store._repr_html_()
+    assert f"{humanize.size(report.disk_bytes)} with its bases" in repr(report)
     on_disk = disk_bytes(tmp_path) - sum(path.stat().st_size for path in tmp_path.rglob("*.json"))
     assert payload_bytes(store.storage, scan(store.storage)) == report.disk_bytes
     assert 0 <= on_disk - report.disk_bytes < 500

@@ -31,6 +31,8 @@ from shrinkpoint.store.manifest import json_safe
 
 _UNBOUNDED_WIDTH = 100_000
 _COLUMN_GAP = 2
+_WRAP_WIDTH, _MAX_WORD = 20, 40
+"""Of a column whose cells fold: its least width, and the longest word, such as a path, that is not folded itself."""
 
 
 class ExitCode(IntEnum):
@@ -261,7 +263,7 @@ class Column:
         cells: text of each row.
         align_right: align cells to the right, as numbers are.
         drop_order: columns with the largest number are left out first; 0: never.
-        wrap: fold long cells into several lines instead of leaving the column out.
+        wrap: fold long cells between words into several lines instead of leaving the column out.
     """
 
     title: str
@@ -276,7 +278,9 @@ class Column:
 
     @property
     def min_width(self) -> int:
-        return min(self.width, 24) if self.wrap else self.width
+        words = (printable(word) for text in (self.title, *self.cells) for word in text.split())
+        longest = max(map(cell_len, words), default=0)
+        return min(self.width, max(_WRAP_WIDTH, min(longest, _MAX_WORD))) if self.wrap else self.width
 
 
 def fit_columns(columns: Sequence[Column], width: int) -> list[Column]:

@@ -12,7 +12,8 @@ import typer
 from shrinkpoint import humanize
 from shrinkpoint.cli.arguments import JsonOption, RunArgument, open_store, parse_store
 from shrinkpoint.cli.console import Column, paged, print_json, print_line, print_note, print_table
-from shrinkpoint.report.checkpoints import CheckpointReport, StoreReport, payload_bytes, run_report, store_report
+from shrinkpoint.report.checkpoints import CheckpointReport, StoreReport, run_report, store_report
+from shrinkpoint.store.chain import payload_bytes
 from shrinkpoint.store.loss_increase import LossIncrease
 
 
@@ -68,54 +69,40 @@ def _totals(report: StoreReport) -> str:
 
 
 def _columns(rows: Sequence[CheckpointReport], is_run: bool) -> list[Column]:
+    """The columns; scheme, sizes and loss stay longest where the terminal is narrow."""
     manifests = [row.manifest for row in rows]
     steps = ["" if manifest.step is None else str(manifest.step) for manifest in manifests]
-    ages = [humanize.age(manifest.created) for manifest in manifests]
-    schemes, notes = [manifest.scheme for manifest in manifests], [manifest.note for manifest in manifests]
     raw, stored = [manifest.raw_bytes for manifest in manifests], [manifest.stored_bytes for manifest in manifests]
-    sizes, stored_sizes = [*map(humanize.size, raw)], [*map(humanize.size, stored)]
-    size_columns = [
-        Column("state", sizes, align_right=True, drop_order=4 if is_run else 3),
-        Column("stored", stored_sizes, align_right=True),
-        Column("ratio", [*map(humanize.ratio, raw, stored)], align_right=True),
-    ]
-    if is_run:
-        kinds = [row.manifest.kind + (", left behind" if row.abandoned else "") for row in rows]
-        return [
-            Column("folder", [row.folder or "" for row in rows], wrap=True),
-            Column("step", steps, align_right=True, drop_order=1),
-            Column("age", ages, align_right=True, drop_order=3),
-            Column("kind", kinds, drop_order=2),
-            Column("ranks", [str(len(manifest.payloads)) for manifest in manifests], align_right=True, drop_order=6),
-            Column("scheme", schemes, drop_order=7),
-            *size_columns,
-            *_measured_columns(rows, drop_order=5),
-            Column("note", notes, drop_order=8, wrap=True),
-        ]
-    restores = [str(manifest.lossy_restores or "") for manifest in manifests]
+    increases = [str(LossIncrease.from_loss(manifest.loss)) for manifest in manifests]
+    ranks = [str(len(manifest.payloads)) for manifest in manifests] if is_run else []
+    folders = [Column("folder", [row.folder or "" for row in rows], wrap=True)] if is_run else []
     return [
-        Column("step", steps, align_right=True),
-        Column("age", ages, align_right=True, drop_order=2),
-        Column("kind", [_chain_label(row) for row in rows], drop_order=1),
-        Column("scheme", schemes, drop_order=6),
-        *size_columns,
-        *_measured_columns(rows, drop_order=4),
-        Column("lossy restores", restores, align_right=True, drop_order=5),
-        Column("note", notes, drop_order=7, wrap=True),
+        *folders,
+        Column("step", steps, align_right=True, drop_order=4 if is_run else 0),
+        Column("age", [humanize.age(manifest.created) for manifest in manifests], align_right=True, drop_order=6),
+        Column("kind", [_chain_label(row) for row in rows], drop_order=3, wrap=True),
+        *([Column("ranks", ranks, align_right=True, drop_order=7)] if {*ranks} - {"1"} else []),
+        Column("scheme", [manifest.scheme for manifest in manifests], drop_order=2),
+        Column("state", [*map(humanize.size, raw)], align_right=True, drop_order=5),
+        Column("stored", [*map(humanize.size, stored)], align_right=True),
+        Column("ratio", [*map(humanize.ratio, raw, stored)], align_right=True),
+        Column("loss rise", increases, align_right=True, drop_order=1, wrap=True),
+        *_metric_columns(rows, drop_order=8),
+        Column("lossy restores", [str(m.lossy_restores or "") for m in manifests], align_right=True, drop_order=99),
+        Column("note", [manifest.note for manifest in manifests], drop_order=100, wrap=True),
     ]
 
 
 def _chain_label(row: CheckpointReport) -> str:
-    kind = f"delta {row.manifest.depth} on {row.chain[-2]}" if row.manifest.depth else "keyframe"
+    kind = f"delta {row.manifest.depth}" if row.manifest.depth else "keyframe"
+    if row.manifest.depth and row.folder is None:
+        kind += f" on {row.chain[-2]}"
     marks = {"weights only": row.manifest.weights_only, "left behind": row.abandoned, "forgotten": row.forgotten}
     return ", ".join([kind, *(mark for mark, is_set in marks.items() if is_set)])
 
 
-def _measured_columns(rows: Sequence[CheckpointReport], drop_order: int) -> Iterator[Column]:
-    """The rise of the loss, if any checkpoint lost something, and each metric, the most frequent first."""
-    increases = [str(LossIncrease.from_loss(row.manifest.loss)) for row in rows]
-    if any(increases):
-        yield Column("loss rise", increases, align_right=True, drop_order=drop_order)
+def _metric_columns(rows: Sequence[CheckpointReport], drop_order: int) -> Iterator[Column]:
+    """Each metric, the most frequent first."""
     frequencies = Counter(name for row in rows for name in row.manifest.metrics)
     for index, (name, _) in enumerate(frequencies.most_common()):
         cells = [humanize.number(row.manifest.metrics[name]) if name in row.manifest.metrics else "" for row in rows]

@@ -24,11 +24,12 @@ from shrinkpoint.cli.prune import (
 )
 from shrinkpoint.cli.show import directory_files
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.report.checkpoints import CheckpointReport, payload_bytes, run_report, store_report
+from shrinkpoint.report.checkpoints import CheckpointReport, run_report, store_report
 from shrinkpoint.report.files import read_file_report
 from shrinkpoint.report.page import render_page
 from shrinkpoint.report.run import RunReport
 from shrinkpoint.storage.local import atomic_replace
+from shrinkpoint.store.chain import payload_bytes
 from shrinkpoint.store.directory import read_directory_manifest
 from shrinkpoint.store.retention import Keep, plan_prune
 

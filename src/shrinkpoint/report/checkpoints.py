@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shrinkpoint.errors import ShrinkpointError
-from shrinkpoint.storage import LocalStorage, ObjectUrl, Storage
-from shrinkpoint.store.chain import file_sizes
+from shrinkpoint.storage import ObjectUrl
+from shrinkpoint.store.chain import disk_bytes, file_sizes
 from shrinkpoint.store.directory import own_keys, read_directory_manifest
 from shrinkpoint.store.history import abandoned_steps, is_abandoned, newest_place, place_of
 from shrinkpoint.store.identify import find_checkpoints
-from shrinkpoint.store.listing import Listing
 from shrinkpoint.store.loss_increase import LossIncrease
 from shrinkpoint.store.manifest import DirectoryManifest, Manifest
 
@@ -111,7 +109,11 @@ class StoreReport:
 
     @property
     def raw_bytes(self) -> int:
-        return sum(checkpoint.manifest.raw_bytes for checkpoint in self.checkpoints)
+        """Bytes of the states of as many plain checkpoints.
+
+        There would be none of a forgotten one, which may still be a base, and one of a directory and links to it.
+        """
+        return sum({row.manifest.id: row.manifest.raw_bytes for row in self.checkpoints if not row.forgotten}.values())
 
     def to_json(self) -> dict[str, Any]:
         """The report as a JSON object; only `show` prints what a scheme recorded of the loss."""
@@ -149,13 +151,6 @@ def store_report(
     return StoreReport(where, tuple(reports), tuple(broken), stored_bytes=stored_bytes)
 
 
-def payload_bytes(storage: Storage, listing: Listing) -> int:
-    """Bytes of all payloads in a store, bases of deltas included, a file with several names once."""
-    if isinstance(storage, LocalStorage):
-        return _disk_bytes(storage.path / key for key in listing.keys if key.endswith(".safetensors"))
-    return sum(file_sizes(listing.manifests.values()).values())
-
-
 def run_report(root: Path | ObjectUrl) -> StoreReport:
     """Reports every checkpoint below a directory, or the one checkpoint that the directory is."""
     manifests: dict[str, DirectoryManifest] = {}
@@ -180,18 +175,8 @@ def run_report(root: Path | ObjectUrl) -> StoreReport:
     stored_bytes = sum(file_sizes(manifests.values()).values())
     if isinstance(root, Path):
         directories = [path for path in folders.values() if isinstance(path, Path)]
-        stored_bytes = _disk_bytes(path / key for path in directories for key in own_keys(path))
+        stored_bytes = disk_bytes(path / key for path in directories for key in own_keys(path))
     return StoreReport(str(root), tuple(reports), tuple(broken), is_run=True, stored_bytes=stored_bytes)
-
-
-def _disk_bytes(paths: Iterable[Path]) -> int:
-    """Bytes of files, each once whatever number of names it has."""
-    sizes: dict[tuple[int, int], int] = {}
-    for path in paths:
-        with suppress(OSError):
-            status = path.stat()
-            sizes[status.st_dev, status.st_ino] = status.st_size
-    return sum(sizes.values())
 
 
 def _ratio(raw: int, stored: int) -> float | None:

@@ -1,278 +1,299 @@
-"""The figures of a page, for plotly."""
+"""The charts of a page: marks and lines of SVG, which the page draws without a library."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
-
-import plotly.graph_objects as go
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 from shrinkpoint import humanize
-from shrinkpoint.html import text
-from shrinkpoint.report.checkpoints import CheckpointReport
-from shrinkpoint.report.run import RunReport
-from shrinkpoint.report.treemap import ROLE_NAMES, Node, tensor_tree
+from shrinkpoint.report.run import RunReport, seconds_text
 from shrinkpoint.store.loss_increase import LossIncrease
 
-COLORS = ("#2a78c8", "#c4622d")
-"""Of the first and the second run; legible on white and on black."""
-_ROLE_COLORS = ("#2465a4", "#9a4a1f", "#2c6e49", "#6b4c9a", "#8a6d1b", "#7a3b58", "#355c7d", "#4a5568")
-"""Of the roles in their order; white text is legible on all of them."""
-_TORCH_COLOR, _DOOMED_COLOR = "#8a8a8a", "#c0392b"
+Point = tuple[float, float]
+_SIDE = 1000
+"""Units of a chart's sides: the page stretches it to the width there is, and its texts stand outside of it."""
 
 
-class Figure(NamedTuple):
-    """A figure with what it shows, in words.
+class Trace(NamedTuple):
+    """Marks or lines of one kind.
+
+    Attributes:
+        name: in the legend; "" leaves it out.
+        style: classes of `page.css`: how it is drawn, and its color.
+        points: (step, value); None ends a line.
+        rows: for marks, the number of each one's checkpoint in its run; empty for lines.
+        run: number of the run.
+    """
+
+    name: str
+    style: str
+    points: Sequence[Point | None]
+    rows: Sequence[int] = ()
+    run: int = 0
+
+
+@dataclass
+class Chart:
+    """Values over steps.
 
     Attributes:
         title: its heading.
         caption: how it is read.
-        figure: for plotly.
-        switches: (text of a button, values of the first trace) between which the page switches; may be empty.
+        label: text of a value on the axis.
+        log: the axis of values is logarithmic; otherwise it begins at zero or below.
+        traces: in the order of drawing.
     """
 
     title: str
     caption: str
-    figure: go.Figure
-    switches: tuple[tuple[str, list[Any]], ...] = ()
+    label: Callable[[float], str]
+    log: bool = False
+    traces: list[Trace] = field(default_factory=list)
+
+    def add(self, trace: Trace) -> None:
+        """Add a trace unless it is empty."""
+        if any(trace.points):
+            self.traces.append(trace)
+
+    @property
+    def legend(self) -> list[Trace]:
+        """A trace for each name."""
+        return [*{trace.name: trace for trace in reversed(self.traces) if trace.name}.values()][::-1]
+
+    @property
+    def x_ticks(self) -> list[tuple[float, str]]:
+        """(percent of the width, text)."""
+        low, high = self._steps
+        steps = [step for step in linear_ticks(low, high, 6) if step == int(step)]
+        return [(_percent(self._x(step)), _step_label(int(step), high)) for step in steps]
+
+    @property
+    def y_ticks(self) -> list[tuple[float, str]]:
+        """(percent of the height from above, text)."""
+        low, high = self._values
+        ticks = log_ticks(low, high) if self.log else linear_ticks(low, high)
+        return [(_percent(self._y(value)), self.label(value)) for value in ticks if self.label(value)]
+
+    def path(self, trace: Trace) -> str:
+        """The trace as the data of an SVG path; a mark is a line without length, whose cap is what one sees."""
+        parts, pen = [], "M"
+        for point in trace.points:
+            if point is None:
+                pen = "M"
+                continue
+            parts.append(f"{pen}{round(self._x(point[0]), 1):g} {round(self._y(point[1]), 1):g}")
+            if trace.rows:
+                parts.append("h0")
+            else:
+                pen = "L"
+        return "".join(parts)
+
+    @cached_property
+    def _points(self) -> list[Point]:
+        return [point for trace in self.traces for point in trace.points if point is not None]
+
+    @cached_property
+    def _steps(self) -> tuple[float, float]:
+        steps = [step for step, _ in self._points] or [0.0]
+        return min(steps), max(steps)
+
+    @cached_property
+    def _values(self) -> tuple[float, float]:
+        values = [value for _, value in self._points] or [1.0]
+        return (
+            (min(values) / 1.3, max(values) * 1.3) if self.log else (min(0.0, *values), 1.05 * max(0.0, *values) or 1.0)
+        )
+
+    def _x(self, step: float) -> float:
+        low, high = self._steps
+        return _SIDE * (0.02 + 0.96 * (step - low) / (high - low)) if high > low else _SIDE / 2
+
+    def _y(self, value: float) -> float:
+        low, high = self._values
+        if self.log:
+            low, high, value = math.log(low), math.log(high), math.log(value)
+        return _SIDE * (high - value) / (high - low)
 
 
-def series_figures(runs: Sequence[RunReport]) -> Iterator[Figure]:
-    """The figures over steps: bytes, their sums, what was lost, and what saves cost."""
+def _step_label(step: int, highest: float) -> str:
+    return f"{step / 1000:g}k" if highest >= 20_000 else f"{step:,}"
+
+
+def linear_ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """A few round numbers between two.
+
+    >>> linear_ticks(0, 470_000), linear_ticks(100, 1200), linear_ticks(5, 5)
+    ([0.0, 200000.0, 400000.0], [500.0, 1000.0], [5.0])
+    """
+    if high <= low:
+        return [float(low)]
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    return [number * step for number in range(math.ceil(low / step), math.floor(high / step * (1 + 1e-9)) + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten between two numbers, or 1, 2 and 5 times powers where there are few.
+
+    >>> log_ticks(80, 2e6), log_ticks(20_000, 700_000)
+    ([100.0, 1000.0, 10000.0, 100000.0, 1000000.0], [20000.0, 50000.0, 100000.0, 200000.0, 500000.0])
+    """
+    factors = (1, 2, 5) if high / low < 100 else (1,)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [factor * 10.0**power for power in powers for factor in factors if low <= factor * 10.0**power <= high]
+
+
+def size_label(value: float) -> str:
+    """Bytes on an axis.
+
+    >>> size_label(500_000.0), size_label(2.5e6), size_label(0.0)
+    ('500 kB', '2.5 MB', '0 B')
+    """
+    number, unit = humanize.size(round(value)).split()
+    return f"{float(number):g} {unit}"
+
+
+def percent_label(value: float) -> str:
+    return f"{100 * value:.3g}%"
+
+
+def series_charts(runs: Sequence[RunReport]) -> Iterator[Chart]:
+    """The charts over steps: bytes, the disk, chains, what was lost, and what saves cost."""
     if not any(run.checkpoints for run in runs):
         return
-    yield _bytes_figure(runs)
-    yield _sum_figure(runs)
-    yield _chain_figure(runs)
-    yield _rise_figure(runs)
-    yield from _stat_figures(runs)
+    yield _bytes_chart(runs)
+    yield _disk_chart(runs)
+    for number, run in enumerate(runs):
+        if run.checkpoints:
+            yield _chain_chart(run, number, f": {run.name}" if len(runs) > 1 else "")
+    if any(row.manifest.is_lossy for run in runs for row in run.checkpoints):
+        yield _rise_chart(runs)
+    yield from (chart for chart in (_progress_chart(runs), _time_chart(runs)) if chart.traces)
 
 
-def tensor_figures(runs: Sequence[RunReport]) -> Iterator[Figure]:
-    """A map of the tensors of each run's checkpoint that is shown."""
-    for run in runs:
-        nodes = tensor_tree([row for file in run.files for row in file.tensors])
-        if len(nodes) > 1:
-            yield _tree_figure(run, nodes, several=len(runs) > 1)
+def _each(runs: Sequence[RunReport]) -> Iterator[tuple[int, RunReport, str]]:
+    """Number, run, and its name in legends: nothing where it is alone."""
+    for number, run in enumerate(runs):
+        yield number, run, run.name if len(runs) > 1 else ""
 
 
-def _each(runs: Sequence[RunReport], separator: str) -> Iterator[tuple[RunReport, str, str]]:
-    """Each run, its color, and what the names of its lines begin with: nothing where it is alone."""
-    for run, color in zip(runs, COLORS, strict=False):
-        yield run, color, f"{text(run.name)}{separator}" if len(runs) > 1 else ""
+def _joined(name: str, kind: str) -> str:
+    return f"{name}, {kind}" if name else kind
 
 
-def _bytes_figure(runs: Sequence[RunReport]) -> Figure:
-    figure = _figure("bytes", log=True)
-    for run, color, prefix in _each(runs, ", "):
-        rows = run.checkpoints
-        hover = [_describe(row) for row in rows]
-        raw = [row.manifest.raw_bytes or None for row in rows]
-        _add(figure, f"{prefix}torch.save", run.steps, raw, _TORCH_COLOR, hover, dash="dot")
-        stored = [row.manifest.stored_bytes or None for row in rows]
-        symbols = ["diamond" if row.manifest.depth == 0 else "circle" for row in rows]
-        _add(figure, f"{prefix}stored", run.steps, stored, color, hover, symbols)
-    caption = "Bytes of each checkpoint beside those of its state, which torch.save writes. Diamonds are keyframes."
-    return Figure("Bytes by step", caption, figure)
+def _marks(name: str, style: str, run: RunReport, values: Sequence[float | None], number: int, rows: set[int]) -> Trace:
+    """Marks of some checkpoints of a run, by their numbers."""
+    points = list(zip(run.steps, values, strict=True))
+    known = [(row, step, value) for row, (step, value) in enumerate(points) if row in rows and value is not None]
+    return Trace(name, style, [(step, value) for _, step, value in known], [row for row, _, _ in known], number)
 
 
-def _sum_figure(runs: Sequence[RunReport]) -> Figure:
-    figure = _figure("bytes")
-    for run, color, prefix in _each(runs, ", "):
+def _line(name: str, style: str, run: RunReport, values: Sequence[float | None]) -> Trace:
+    points = [None if value is None else (step, value) for step, value in zip(run.steps, values, strict=True)]
+    return Trace(name, f"line {style}", points)
+
+
+def _add_kinds(chart: Chart, number: int, run: RunReport, values: Sequence[float | None], name: str = "") -> None:
+    """Add a square for each keyframe and a dot for each delta; the legend explains both unless it names the run."""
+    deltas = {index for index, row in enumerate(run.checkpoints) if row.manifest.depth}
+    keyframes = {*range(len(values))} - deltas
+    chart.add(_marks("" if name else "keyframe", f"square run{number}", run, values, number, keyframes))
+    chart.add(_marks("" if name else "delta", f"dot run{number}", run, values, number, deltas))
+
+
+def _add_run(chart: Chart, number: int, run: RunReport, values: Sequence[float | None], name: str) -> None:
+    chart.add(_line(name, f"run{number}", run, values))
+    _add_kinds(chart, number, run, values, name)
+
+
+def _bytes_chart(runs: Sequence[RunReport]) -> Chart:
+    caption = (
+        "Bytes of each checkpoint's own file, beside those of its state, which torch.save writes. Squares: keyframes."
+    )
+    chart = Chart("Bytes by step", caption, size_label, log=True)
+    for number, run, name in _each(runs):
+        raw = [row.manifest.raw_bytes or None for row in run.checkpoints]
+        chart.add(_line(_joined(name, "torch.save"), f"plain run{number}", run, raw))
+        _add_run(chart, number, run, [row.manifest.stored_bytes or None for row in run.checkpoints], name)
+    return chart
+
+
+def _disk_chart(runs: Sequence[RunReport]) -> Chart:
+    caption = "Bytes of the checkpoints up to a step and of all their bases, beside as many files of torch.save."
+    chart = Chart("On the disk", caption, size_label)
+    for number, run, name in _each(runs):
         raw, stored = run.cumulative_bytes()
-        hover = [
-            f"{humanize.size(b)} of {humanize.size(a)}, {humanize.size(a - b)} saved"
-            for a, b in zip(raw, stored, strict=True)
-        ]
-        _add(figure, f"{prefix}torch.save", run.steps, raw, _TORCH_COLOR, hover, dash="dot")
-        _add(figure, f"{prefix}stored", run.steps, stored, color, hover)
-    caption = "All bytes until a step. What lies between the lines was saved."
-    return Figure("Sum of bytes", caption, figure)
+        chart.add(_line(_joined(name, "torch.save"), f"plain run{number}", run, raw))
+        _add_run(chart, number, run, stored, name)
+    return chart
 
 
-def _chain_figure(runs: Sequence[RunReport]) -> Figure:
-    figure = _figure("deltas above the keyframe")
-    for run, color, prefix in _each(runs, ": "):
-        pairs = list(zip(run.steps, run.checkpoints, strict=True))
-        kept = [(step, row) for step, row in pairs if row.manifest.step not in run.doomed]
-        _add_points(
-            figure, f"{prefix}keyframe", [pair for pair in kept if not pair[1].manifest.depth], color, "diamond"
-        )
-        _add_points(figure, f"{prefix}delta", [pair for pair in kept if pair[1].manifest.depth], color, "circle")
-        doomed = [(step, row) for step, row in pairs if row.manifest.step in run.doomed]
-        _add_points(figure, f"{prefix}deleted by the next prune", doomed, _DOOMED_COLOR, "x", run.deletion_reason)
-    caption = "A restore reads a keyframe and every delta above it. Crosses are what the next prune deletes."
-    return Figure("Chains", caption, figure)
+def _chain_chart(run: RunReport, number: int, suffix: str) -> Chart:
+    caption = "A restore reads a checkpoint and every file below it on its line, down to a keyframe."
+    if run.doomed:
+        caption += " Red: the next prune deletes it."
+    chart = Chart(f"Chains{suffix}", caption, lambda value: f"{value:g}" if value == int(value) else "")
+    depths = [row.manifest.depth for row in run.checkpoints]
+    places, links = list(zip(run.steps, depths, strict=True)), run.links()
+    for name, style, is_back in (("", "", False), ("delta on a newer file", "back ", True)):
+        lines = [(base, places[row], None) for row, base in links if (base[0] > places[row][0]) == is_back]
+        chart.add(Trace(name, f"line {style}run{number}", [point for line in lines for point in line]))
+    _add_kinds(chart, number, run, depths)
+    doomed = {row for row, report in enumerate(run.checkpoints) if report.manifest.step in run.doomed}
+    bases = {row for row, report in enumerate(run.checkpoints) if report.forgotten} - doomed
+    marks = _marks("only a base of others", f"ring run{number}", run, depths, number, bases)
+    deleted = sorted({base for _, base in links} - {*places})
+    chart.add(marks._replace(points=[*deleted, *marks.points], rows=[*[-1] * len(deleted), *marks.rows]))
+    chart.add(_marks("deleted by the next prune", "ring doomed", run, depths, number, doomed))
+    return chart
 
 
-def _rise_figure(runs: Sequence[RunReport]) -> Figure:
-    figure = _figure("rise of the loss", percent=True)
-    for run, color, prefix in _each(runs, ": "):
+def _rise_chart(runs: Sequence[RunReport]) -> Chart:
+    caption = (
+        "By how much the loss rises where a checkpoint is restored, with the 95% interval on other examples. "
+        "Rings at zero were not measured."
+    )
+    chart = Chart("Rise of the loss", caption, percent_label)
+    for number, run, name in _each(runs):
         increases = [LossIncrease.from_loss(row.manifest.loss) for row in run.checkpoints]
         values = [increase.value if increase.is_lossy else 0.0 for increase in increases]
-        hover = [f"{_describe(row)}<br>{text(_loss_text(row))}" for row in run.checkpoints]
-        _add(figure, f"{prefix}measured, or nothing lost", run.steps, values, color, hover)
-        ends = [increase.interval for increase in increases]
-        if any(ends):
-            figure.data[-1].error_y = {
-                "type": "data",
-                "symmetric": False,
-                "array": [
-                    max(end[1] - (value or 0.0), 0.0) if end else 0.0 for end, value in zip(ends, values, strict=True)
-                ],
-                "arrayminus": [
-                    max((value or 0.0) - end[0], 0.0) if end else 0.0 for end, value in zip(ends, values, strict=True)
-                ],
-                "thickness": 1,
-            }
-        unmeasured = [
-            (step, row)
-            for step, row, increase in zip(run.steps, run.checkpoints, increases, strict=True)
-            if increase.is_lossy and increase.value is None
-        ]
-        _add_points(figure, f"{prefix}not measured", unmeasured, color, "x-open", _loss_text, at=0.0)
-    caption = (
-        "By how much the loss rises where a checkpoint is restored, with the 95 % interval on other examples. "
-        "Crosses at zero were not measured; a prediction, in nats, stands beside them where there is one."
-    )
-    return Figure("Rise of the loss", caption, figure)
+        bars: list[Point | None] = []
+        for step, increase in zip(run.steps, increases, strict=True):
+            if increase.interval is not None:
+                bars += [(step, increase.interval[0]), (step, increase.interval[1]), None]
+        unknown, color = {row for row, value in enumerate(values) if value is None}, f"run{number}"
+        known = {*range(len(values))} - unknown
+        chart.add(Trace("", f"line {color}", bars))
+        chart.add(_line("", color, run, values))
+        chart.add(_marks(_joined(name, "measured, or nothing lost"), f"dot {color}", run, values, number, known))
+        chart.add(_marks(_joined(name, "not measured"), f"ring {color}", run, [0.0] * len(values), number, unknown))
+    return chart
 
 
-_STATS = (
-    (
-        "retention",
-        "Progress held",
-        "share",
-        "The share of the weights' progress since the checkpoint before that each one holds.",
-    ),
-    ("stall", "Wait of the loop", "seconds", "For how long each save held up the training loop."),
-    ("seconds", "Time of saves", "seconds", "How long each save took, beside the loop where it ran in the background."),
-)
+def _progress_chart(runs: Sequence[RunReport]) -> Chart:
+    chart = Chart("Progress held", "Share of the weights' progress since the checkpoint before.", percent_label)
+    for number, run, name in _each(runs):
+        _add_run(chart, number, run, [row.manifest.stats.get("retention") for row in run.checkpoints], name)
+    return chart
 
 
-def _stat_figures(runs: Sequence[RunReport]) -> Iterator[Figure]:
-    for key, title, unit, caption in _STATS:
-        if not any(key in row.manifest.stats for run in runs for row in run.checkpoints):
-            continue
-        figure = _figure(unit, percent=key == "retention")
-        for run, color in zip(runs, COLORS, strict=False):
-            values = [row.manifest.stats.get(key) for row in run.checkpoints]
-            _add(figure, text(run.name), run.steps, values, color, [_describe(row) for row in run.checkpoints])
-        figure.update_layout(showlegend=len(runs) > 1)
-        yield Figure(title, caption, figure)
+def _time_chart(runs: Sequence[RunReport]) -> Chart:
+    caption = "How long the training loop waited for each save, and how long writing took, also beside the loop."
+    chart = Chart("Time of saves", caption, seconds_text)
+    for number, run, name in _each(runs):
+        for stat, kind, line, mark in (
+            ("stall", "the loop waited", "", "dot"),
+            ("seconds", "written", "back ", "ring"),
+        ):
+            values = [row.manifest.stats.get(stat) for row in run.checkpoints]
+            chart.add(_line("", f"{line}run{number}", run, values))
+            chart.add(_marks(_joined(name, kind), f"{mark} run{number}", run, values, number, {*range(len(values))}))
+    return chart
 
 
-def _tree_figure(run: RunReport, nodes: Sequence[Node], *, several: bool) -> Figure:
-    stored, raw = [node.stored_bytes for node in nodes], [node.raw_bytes for node in nodes]
-    hover = [
-        f"{text(node.id.strip('/') or 'all')}<br>{humanize.sizes(node.raw_bytes, node.stored_bytes)}" for node in nodes
-    ]
-    figure = go.Figure(
-        go.Treemap(
-            ids=[node.id or "all" for node in nodes],
-            labels=[text(node.label) for node in nodes],
-            parents=["" if not node.id else node.parent or "all" for node in nodes],
-            values=stored,
-            branchvalues="total",
-            hovertext=hover,
-            hoverinfo="text",
-            maxdepth=4,
-            tiling={"pad": 1},
-            marker={"cornerradius": 3, "colors": [_role_color(node) for node in nodes]},
-            textfont={"color": "#fff"},
-            pathbar={"textfont": {"color": "#fff"}},
-        )
-    )
-    figure.update_layout(margin={"l": 4, "r": 4, "t": 4, "b": 4}, height=420)
-    title = f"Bytes by role and layer: {run.name}" if several else "Bytes by role and layer"
-    caption = f"The tensors of {run.shown_name}. Click on a box to look into it."
-    return Figure(title, caption, figure, (("stored bytes", stored), ("bytes of the state", raw)))
-
-
-def _role_color(node: Node) -> str:
-    """The color of a box: that of its role, the same in all maps."""
-    role = node.id.split("/")[1] if node.id else ""
-    colors = dict(zip(ROLE_NAMES.values(), _ROLE_COLORS, strict=True))
-    return colors.get(role, "#6a737d")
-
-
-def _figure(unit: str, *, log: bool = False, percent: bool = False) -> go.Figure:
-    figure = go.Figure()
-    figure.update_layout(
-        margin={"l": 60, "r": 10, "t": 10, "b": 40},
-        height=340,
-        hovermode="closest",
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-        xaxis={"title": {"text": "step"}},
-        yaxis={"title": {"text": unit}, "rangemode": "tozero"},
-    )
-    if log:
-        figure.update_yaxes(type="log", exponentformat="SI", dtick="D2")
-    elif percent:
-        figure.update_yaxes(tickformat=".2~%")
-    else:
-        figure.update_yaxes(exponentformat="SI")
-    return figure
-
-
-def _add(
-    figure: go.Figure,
-    name: str,
-    steps: Sequence[int],
-    values: Sequence[float | None],
-    color: str,
-    hover: Sequence[str],
-    symbols: Sequence[str] | None = None,
-    dash: str = "solid",
-) -> None:
-    mode = "lines" if dash != "solid" else "lines+markers"
-    marker = {"symbol": symbols or "circle", "size": 8, "color": color}
-    line = {"color": color, "dash": dash, "width": 1.5}
-    figure.add_scatter(
-        x=list(steps),
-        y=list(values),
-        name=name,
-        mode=mode,
-        marker=marker,
-        line=line,
-        hovertext=list(hover),
-        hoverinfo="text",
-        cliponaxis=False,
-    )
-
-
-def _add_points(
-    figure: go.Figure,
-    name: str,
-    members: Sequence[tuple[int, CheckpointReport]],
-    color: str,
-    symbol: str,
-    note: Callable[[CheckpointReport], str] | None = None,
-    at: float | None = None,
-) -> None:
-    """Add a mark for each of some checkpoints, at its depth or at one height, with what a note says of it."""
-    if not members:
-        return
-    hover = [_describe(row) + ("" if note is None else f"<br>{text(note(row))}") for _, row in members]
-    heights = [row.manifest.depth if at is None else at for _, row in members]
-    figure.add_scatter(
-        x=[step for step, _ in members],
-        y=heights,
-        name=name,
-        mode="markers",
-        marker={"symbol": symbol, "size": 8, "color": color},
-        hovertext=hover,
-        hoverinfo="text",
-        cliponaxis=False,
-    )
-
-
-def _loss_text(row: CheckpointReport) -> str:
-    return f"loss {str(LossIncrease.from_loss(row.manifest.loss)) or 'as before'}"
-
-
-def _describe(row: CheckpointReport) -> str:
-    manifest = row.manifest
-    where = f"step {manifest.step}" if row.folder is None else row.folder
-    sizes = humanize.sizes(manifest.raw_bytes, manifest.stored_bytes)
-    return f"{text(where)}<br>{text(manifest.scheme)}, {manifest.kind}<br>{sizes}"
+def _percent(units: float) -> float:
+    return round(100 * units / _SIDE, 2)

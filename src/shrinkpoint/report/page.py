@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.resources import files
-from importlib.util import find_spec
+
+from markupsafe import Markup
 
 from shrinkpoint import html, humanize
-from shrinkpoint.errors import PolicyError
 from shrinkpoint.report.checkpoints import CheckpointReport
+from shrinkpoint.report.figures import series_charts
 from shrinkpoint.report.files import TensorRow
-from shrinkpoint.report.run import RunReport
+from shrinkpoint.report.run import RunReport, seconds_text
+from shrinkpoint.report.treemap import tensor_boxes
 from shrinkpoint.store.loss_increase import LossIncrease
 
 _SHOWN_ROWS, _MAX_ROWS = 50, 2000
@@ -22,43 +24,23 @@ _SHOWN_ROWS, _MAX_ROWS = 50, 2000
 
 
 def render_page(runs: Sequence[RunReport]) -> str:
-    """Renders one run, or two side by side.
-
-    Raises:
-        PolicyError: plotly is not installed.
-    """
-    check_plotly("report")
-    from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
-
-    from shrinkpoint.report.figures import series_figures, tensor_figures
-
-    figures = [*series_figures(runs), *tensor_figures(runs)]
-    documents = [
-        {**figure.figure.to_plotly_json(), "switches": [values for _, values in figure.switches]} for figure in figures
-    ]
+    """Renders one run, or two side by side."""
     style, script = (files("shrinkpoint.report").joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
+    tips = json.dumps([run.tips() for run in runs], separators=(",", ":"))
     return html.render(
         "page.html",
         title=" and ".join(run.name for run in runs),
         now=datetime.now(timezone.utc).isoformat(sep=" ", timespec="seconds").replace("+00:00", " UTC"),
         runs=runs,
+        charts=[*series_charts(runs)],
+        maps=[(run, tensor_boxes([row for file in run.files for row in file.tensors])) for run in runs],
         details=[_details(run, f": {run.name}" if len(runs) > 1 else "") for run in runs],
-        figures=figures,
-        # JSON that no text in it can break out of
-        figures_json=Markup(json.dumps(documents, separators=(",", ":")).replace("<", "\\u003c")),
+        tips=Markup(tips.replace("<", "\\u003c")),  # JSON that no text in it can break out of
         style=Markup(style),
         script=Markup(script),
-        plotly=Markup(get_plotlyjs()),
         shown_rows=_SHOWN_ROWS,
         max_rows=_MAX_ROWS,
     )
-
-
-def check_plotly(argument: str) -> None:
-    """Raise a PolicyError if plotly, which draws figures, is not installed."""
-    if find_spec("plotly") is None:
-        raise PolicyError(argument, found="no plotly", expected="plotly", do='pip install "shrinkpoint[cli]"')
 
 
 @dataclass(frozen=True)
@@ -87,21 +69,26 @@ class _Details:
 
 
 def _details(run: RunReport, suffix: str) -> _Details:
-    tables = []
+    tables: list[_Table] = []
+    rows: list[tuple[str, ...]]
     if run.checkpoints:
         rows = [_checkpoint_row(run, row) for row in reversed(run.checkpoints)]
-        tables.append(_Table(f"Checkpoints{suffix}", _CHECKPOINT_HEADS, rows, _CHECKPOINT_NUMBERS))
+        filled = [number for number, cells in enumerate(zip(*rows, strict=True)) if any(cells)]
+        heads = [_CHECKPOINT_HEADS[number] for number in filled]
+        rows = [tuple(row[number] for number in filled) for row in rows]
+        tables.append(_Table(f"Checkpoints{suffix}", heads, rows, _CHECKPOINT_NUMBERS))
     if run.store is not None and run.store.broken:
         tables.append(_Table(f"Unreadable{suffix}", ("where", "found"), run.store.broken))
     loss = run.shown.manifest.loss if run.shown is not None and isinstance(run.shown.manifest.loss, dict) else {}
     chosen = loss.get("chosen")
     settings = [(str(k).replace("_", " "), str(v)) for k, v in chosen.items()] if isinstance(chosen, dict) else []
     tensors = sorted((row for file in run.files for row in file.tensors), key=lambda row: -row.stored_bytes)
-    heads = ("tensor", "role", "shape", "dtype", "coding", "state", "stored", "bits a value", "ratio")
-    named = _Table(f"Tensors of {run.shown_name}{suffix}", heads, [_tensor_row(row) for row in tensors], heads[5:])
+    rows = [_tensor_row(row) for row in tensors]
+    named = _Table(f"Tensors of {run.shown_name}{suffix}", _TENSOR_HEADS, rows, _TENSOR_HEADS[5:])
     return _Details(tables, settings, [*_exact_tables(loss.get("stayed_exact")), named])
 
 
+_TENSOR_HEADS = ("tensor", "role", "shape", "dtype", "coding", "state", "stored", "bits a value", "ratio")
 _CHECKPOINT_HEADS = (
     *("step", "made", "kind", "scheme", "state", "stored", "ratio", "loss rise"),
     *("progress held", "wait", "time", "next prune", "note"),
@@ -110,9 +97,7 @@ _CHECKPOINT_NUMBERS = ("step", "state", "stored", "ratio", "loss rise", "progres
 
 
 def _checkpoint_row(run: RunReport, row: CheckpointReport) -> tuple[str, ...]:
-    def stat(name: str, scale: float = 1.0, unit: str = "s") -> str:
-        return f"{scale * row.manifest.stats[name]:.3g} {unit}" if name in row.manifest.stats else ""
-
+    stats = row.manifest.stats
     reason = run.deletion_reason(row)
     fate = f"deletes it: {reason}" if reason else "keeps it"
     return (
@@ -124,10 +109,9 @@ def _checkpoint_row(run: RunReport, row: CheckpointReport) -> tuple[str, ...]:
         humanize.size(row.manifest.stored_bytes),
         humanize.ratio(row.manifest.raw_bytes, row.manifest.stored_bytes),
         str(LossIncrease.from_loss(row.manifest.loss)),
-        stat("retention", 100, "%"),
-        stat("stall"),
-        stat("seconds"),
-        fate if run.store is not None and not run.store.is_run else "",
+        f"{100 * stats['retention']:.3g} %" if "retention" in stats else "",
+        *(seconds_text(stats[name]) if name in stats else "" for name in ("stall", "seconds")),
+        fate if run.doomed else "",
         row.manifest.note,
     )
 

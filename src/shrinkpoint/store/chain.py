@@ -9,9 +9,10 @@ bases (`file_chain`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import (
@@ -28,6 +29,9 @@ from shrinkpoint.store import layout
 from shrinkpoint.store.file_place import AnyPlace, FilePlace, place_file
 from shrinkpoint.store.identify import identify
 from shrinkpoint.store.manifest import ChainLink, DirectoryManifest, Manifest, Payload
+
+if TYPE_CHECKING:
+    from shrinkpoint.store.listing import Listing
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -212,6 +216,23 @@ def file_sizes(manifests: Iterable[Manifest | DirectoryManifest]) -> dict[str, i
         for payload in manifest.payloads:
             sizes.update({**dict(payload.bases), payload.digest: payload.size})
     return sizes
+
+
+def payload_bytes(storage: Storage, listing: Listing) -> int:
+    """Bytes of all payloads in a store, bases of deltas included, a file with several names once."""
+    if isinstance(storage, LocalStorage):
+        return disk_bytes(storage.path / key for key in listing.keys if key.endswith(".safetensors"))
+    return sum(file_sizes(listing.manifests.values()).values())
+
+
+def disk_bytes(paths: Iterable[Path]) -> int:
+    """Bytes of files, each once whatever number of names it has; one that is gone meanwhile has none."""
+    sizes: dict[tuple[int, int], int] = {}
+    for path in paths:
+        with suppress(OSError):
+            status = path.stat()
+            sizes[status.st_dev, status.st_ino] = status.st_size
+    return sum(sizes.values())
 
 
 def candidate_keys(manifest: Manifest, link: ChainLink) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from shrinkpoint.storage import AnyDirectory, ObjectUrl, directory_storage, loca
 from shrinkpoint.store import layout
 from shrinkpoint.store.file_place import place_file
 
-MANIFEST = "shrinkpoint.json"
+MANIFEST = layout.DIRECTORY_MANIFEST
 """Name of the manifest of a framework's directory."""
 EMPTY_DIRECTORY = "an empty directory"
 MAX_ENTRIES = 1000
@@ -160,7 +160,7 @@ def _identify_directory(path: Path) -> Identification:
     if is_checkpoint(path):
         do = f"load it with the framework that saved it, or with shrinkpoint.load({str(path)!r})"
         return Identification("a framework's checkpoint", do, is_foreign=False)
-    if any(layout.step_of_dir(name) is not None for name in names):
+    if any(layout.step_of_dir(name) is not None and not is_checkpoint(path / name) for name in names):
         do = f"load it with shrinkpoint.load({str(path)!r}), or with a CheckpointManager"
         return Identification("a store", do, is_foreign=False)
     if any(layout.PAYLOAD.fullmatch(name) for name in names):

@@ -15,15 +15,18 @@ from __future__ import annotations
 import operator
 import re
 import secrets
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from itertools import count
-from typing import SupportsIndex
+from typing import SupportsIndex, TypeVar
 
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.storage.base import Storage
 
+T = TypeVar("T")
 MAX_STEP = 10**15
 MANIFEST = "manifest.json"
+DIRECTORY_MANIFEST = "shrinkpoint.json"
+"""Of a framework's checkpoint, whose directory a run may have named as a store names those of steps."""
 FORGOTTEN = "forgotten"
 ROLLBACK = "rollback"
 BASES = "bases"
@@ -81,6 +84,22 @@ def step_of(key: str) -> int | None:
 def is_own_name(name: str) -> bool:
     """True if a store writes files of this name into a step's directory."""
     return name in (MANIFEST, FORGOTTEN) or bool(BASE.fullmatch(name) or PAYLOAD.fullmatch(name))
+
+
+def own_names(names: Collection[str]) -> frozenset[str]:
+    """The names of a store's files among all in a step's directory: none where it is a framework's checkpoint."""
+    is_framework = DIRECTORY_MANIFEST in names and MANIFEST not in names
+    return frozenset() if is_framework else frozenset(filter(is_own_name, names))
+
+
+def files_by_step(files: Mapping[str, T]) -> dict[int, dict[str, T]]:
+    """Those of some files that are a store's, by the step and the name in its directory."""
+    found: dict[int, dict[str, T]] = {}
+    for key, value in files.items():
+        head, _, name = key.partition("/")
+        if (step := step_of_dir(head)) is not None:
+            found.setdefault(step, {})[name] = value
+    return {step: {name: names[name] for name in own} for step, names in found.items() if (own := own_names(names))}
 
 
 def is_step_dir(name: str) -> bool:

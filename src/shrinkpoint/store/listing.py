@@ -354,10 +354,7 @@ class Lister:
         """The directories of all steps, from a list of all keys; those that have changed read again."""
         list_versions: Callable[[], Mapping[str, object]] | None = getattr(self._storage, "versions", None)
         versions = dict.fromkeys(self._storage.list("")) if list_versions is None else list_versions()
-        names: dict[int, dict[str, object]] = {}
-        for key, version in versions.items():
-            if (step := layout.step_of(key)) is not None:
-                names.setdefault(step, {})[key.partition("/")[2]] = version
+        names = layout.files_by_step(versions)
         old = {step: entry for step, (seen, entry) in self._version_cache.items() if names.get(step) == seen}
         changed = names.keys() - old.keys()
 
@@ -504,7 +501,7 @@ def read_names(storage: Storage, step: int) -> frozenset[str]:
         StorageError: it cannot be listed.
     """
     head = layout.step_dir(step) + "/"
-    return frozenset(name for key in storage.list(head) if layout.is_own_name(name := key[len(head) :]))
+    return layout.own_names([key[len(head) :] for key in storage.list(head)])
 
 
 def _read_manifest_of(storage: Storage, step: int, names: frozenset[str]) -> StepDirectory:

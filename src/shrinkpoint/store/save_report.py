@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shrinkpoint import html, humanize
+from shrinkpoint.store.chain import file_sizes
 from shrinkpoint.store.loss_increase import LossIncrease
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.tensors.info import JSON, Role
@@ -83,8 +84,7 @@ class SaveReport:
             step=manifest.step,
             depth=manifest.depth,
             stall_seconds=stats.get("stall"),
-            disk_bytes=manifest.stored_bytes
-            + sum({d: size for p in manifest.payloads for d, size in p.bases}.values()),
+            disk_bytes=sum(file_sizes([manifest]).values()),
         )
 
     @property
@@ -131,6 +131,8 @@ class SaveReport:
         """
         lost = str(LossIncrease.from_loss(self.loss_report))
         sizes = humanize.sizes(self.raw_bytes, self.stored_bytes)
+        if self.disk_bytes is not None and not self.keyframe:
+            sizes += f", {humanize.size(self.disk_bytes)} with its bases"
         parts = [self.scheme, self._kind, sizes, lost and f"loss {lost}", f"{self.seconds:.2f} s"]
         return f"<SaveReport {', '.join(filter(None, parts))}>"
 

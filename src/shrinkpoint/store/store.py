@@ -107,7 +107,9 @@ class Store:
 
     def _repr_html_(self) -> str:
         """Contents of the store for a notebook: totals, and the newest checkpoints."""
-        return store_html(self.storage.describe(), self.list())
+        listing = self.scan()
+        stored = chain.payload_bytes(self.storage, listing)
+        return store_html(self.storage.describe(), [*listing.visible.values()], stored)
 
     def __enter__(self) -> Store:
         return self

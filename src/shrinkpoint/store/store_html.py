@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shrinkpoint import html, humanize
-from shrinkpoint.store.chain import file_sizes
 from shrinkpoint.store.loss_increase import LossIncrease
 from shrinkpoint.store.manifest import Manifest
 
@@ -13,14 +12,15 @@ _MAX_ROWS = 20
 _HEADS = ("step", "age", "kind", "scheme", "state", "stored", "ratio", "loss rise")
 
 
-def store_html(where: str, manifests: Sequence[Manifest]) -> str:
+def store_html(where: str, manifests: Sequence[Manifest], stored: int) -> str:
     """The totals of a store and its newest checkpoints.
 
     Args:
         where: path or URL of the store.
         manifests: by rising step.
+        stored: bytes of all payloads on the disk, bases included.
     """
-    raw, stored = sum(manifest.raw_bytes for manifest in manifests), sum(file_sizes(manifests).values())
+    raw = sum(manifest.raw_bytes for manifest in manifests)
     numbers = [
         ("checkpoints", f"{len(manifests):,}"),
         ("state", humanize.size(raw)),

@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shrinkpoint.report.page import check_plotly
 from shrinkpoint.tensors.info import JSON
 
 
@@ -203,12 +202,7 @@ class _Panel(NamedTuple):
 
 
 def write_plot(results: Sequence[BenchResult], path: Path, title: str) -> list[Path]:
-    """Writes `path`.html, and `path`.png if kaleido is installed; returns the files written.
-
-    Raises:
-        PolicyError: plotly is not installed.
-    """
-    check_plotly("plot")
+    """Writes `path`.html, and `path`.png if kaleido is installed; returns the files written. Needs plotly."""
     figure = _figure([result for result in results if result.rows], title)
     path.parent.mkdir(parents=True, exist_ok=True)
     written = [path.with_suffix(".html")]
