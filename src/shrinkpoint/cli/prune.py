@@ -15,10 +15,10 @@ import typer
 from shrinkpoint import humanize
 from shrinkpoint.cli.arguments import JsonOption, Location, RunArgument, open_store, parse_store, preview
 from shrinkpoint.cli.console import Column, print_json, print_line, print_note, print_table, show_progress
-from shrinkpoint.errors import FormatError, NotFoundError
+from shrinkpoint.errors import ChainError, FormatError, NotFoundError
 from shrinkpoint.store.chain import file_sizes
 from shrinkpoint.store.directory import delete_checkpoint, find_run, read_directory_manifest
-from shrinkpoint.store.directory_retention import Directory, chains_to_strip, group_by_chain, plan_run
+from shrinkpoint.store.directory_retention import Directory, RunPlan, chains_to_strip, group_by_chain, plan_run
 from shrinkpoint.store.listing import Listing, scan
 from shrinkpoint.store.manifest import DirectoryManifest
 from shrinkpoint.store.prune import prune
@@ -102,42 +102,55 @@ def command(
 
 
 def _prune_run(location: Location, keep: Keep, now: datetime, *, compact: bool, apply: bool, json: bool) -> None:
+    """Delete, or only name, what no rule keeps of the run of a framework."""
     plan = plan_run(find_run(location.path)[::-1], keep, now)
-    chains = chains_to_strip(plan) if keep.moments_last else []
-    others = {path: manifest for path, manifest in plan.keep.items() if not any(path in chain for chain in chains)}
-    before, rewritten = sum(file_sizes([*plan.keep.values(), *_manifests_of(plan.delete)]).values()), []
+    before = sum(file_sizes([*plan.keep.values(), *_manifests_of(plan.delete)]).values())
+    rewritten: list[Directory] = []
     if apply:
-        from shrinkpoint.store.directory_rewrite import RunRewriter  # which imports torch
-
         with show_progress(f"pruning {location}"):
             for path in plan.delete:
                 delete_checkpoint(path)
-            rewriter = RunRewriter(plan.keep)
-            for chain in chains:
-                rewritten += chain if rewriter.rewrite(chain, _moments_of(plan.keep[chain[0]])) else []
-            for chain in group_by_chain(others) if compact else []:
-                rewritten += chain if rewriter.rewrite(chain) else []
+            rewritten = [*_write_again(plan, keep, compact)]
     after = sum(file_sizes(_manifests_of(plan.keep) if apply else plan.keep.values()).values())
-    names = {path: path.name for path in (*plan.delete, *plan.reasons)}
-    if json:
-        lists = {"delete": plan.delete, "keep": plan.keep, "rewrite": rewritten}
-        summary = {key: [names[path] for path in paths] for key, paths in lists.items()}
-        reasons = {names[path]: list(why) for path, why in plan.reasons.items()}
-        print_json({"applied": apply, **summary, "bytes": before - after, "reasons": reasons})
+    if not json:
+        _print_run(location, plan, rewritten, before - after, apply)
         return
-    deleted = "deleted" if apply else "delete"
-    fates = [deleted if path in plan.delete else "written again" if path in rewritten else "keep" for path in names]
+    lists = {"delete": plan.delete, "keep": plan.keep, "rewrite": rewritten}
+    summary = {key: [path.name for path in paths] for key, paths in lists.items()}
+    reasons = {path.name: list(why) for path, why in plan.reasons.items()}
+    print_json({"applied": apply, **summary, "bytes": before - after, "reasons": reasons})
+
+
+def _write_again(plan: RunPlan, keep: Keep, compact: bool) -> Iterator[Directory]:
+    """Write checkpoints without moments, or with fewer bases, where that frees bytes; yields them."""
+    from shrinkpoint.store.directory_rewrite import RunRewriter  # which imports torch
+
+    stripped = chains_to_strip(plan) if keep.moments_last else []
+    others = {path: manifest for path, manifest in plan.keep.items() if not any(path in chain for chain in stripped)}
+    rewriter = RunRewriter(plan.keep)
+    for chain in [*stripped, *(group_by_chain(others) if compact else [])]:
+        try:
+            if rewriter.rewrite(chain, _moments_of(plan.keep[chain[0]]) if chain in stripped else None):
+                yield from chain
+        except (ChainError, FormatError) as error:
+            print_note(f"{chain[-1].name} and its chain stay as they are: {error}")
+
+
+def _print_run(location: Location, plan: RunPlan, rewritten: list[Directory], freed: int, is_applied: bool) -> None:
+    deletion = "deleted" if is_applied else "delete"
+    paths = [*plan.delete, *(path for path in plan.reasons if path not in plan.delete)]
+    fates = [deletion if path in plan.delete else "written again" if path in rewritten else "keep" for path in paths]
     print_table(
         [
-            Column("folder", [*names.values()], wrap=True),
+            Column("folder", [path.name for path in paths], wrap=True),
             Column("", fates),
-            Column("because", [join_reasons(plan.reasons[path]) for path in names], wrap=True),
+            Column("because", [join_reasons(plan.reasons[path]) for path in paths], wrap=True),
         ],
-        styles=["red" if path in plan.delete else "" for path in names],
+        styles=["red" if path in plan.delete else "" for path in paths],
     )
     print_line("")
-    what = f"{humanize.count(len(plan.delete), 'checkpoint')} and {humanize.size(before - after)}"
-    if apply:
+    what = f"{humanize.count(len(plan.delete), 'checkpoint')} and {humanize.size(freed)}"
+    if is_applied:
         again = f", wrote {len(rewritten)} again" if rewritten else ""
         print_line(f"{location}: deleted {what}, kept {len(plan.keep)}{again}")
     else:
