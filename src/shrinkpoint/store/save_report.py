@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,9 @@ from shrinkpoint import html, humanize
 from shrinkpoint.store.loss_increase import LossIncrease
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.tensors.info import JSON, Role
+
+COPY_ROLE = "copy"
+"""The role in a report of weights beside the model that track it and are lossy as it is: averages, target networks."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,38 @@ class RoleBytes:
 
 
 @dataclass(frozen=True)
+class CopyReport:
+    """Loss of weights beside the model that track it: an average, a target network, a teacher.
+
+    Attributes:
+        tensors: how many are lossy.
+        distance: from the model, relative to its weights.
+        error: of the checkpoint, relative to the copy's weights.
+        rise: relative increase of the copy's own loss, measured with its values in the model; None: not measured.
+        predicted: the increase in the loss's unit by the model's curvature; None if that is unknown.
+    """
+
+    tensors: int
+    distance: float
+    error: float
+    rise: float | None
+    predicted: float | None
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, JSON]) -> CopyReport:
+        """The report of an entry of a manifest's `loss`."""
+        increase = LossIncrease.from_loss({**record, "chosen": {}})
+        tensors, distance, error, predicted = (record.get(key) for key in ("tensors", "distance", "error", "predicted"))
+        return cls(
+            tensors if isinstance(tensors, int) else 0,
+            distance if isinstance(distance, float) else math.nan,
+            error if isinstance(error, float) else math.nan,
+            increase.value,
+            predicted if isinstance(predicted, float) else None,
+        )
+
+
+@dataclass(frozen=True)
 class SaveReport:
     """The result of a save.
 
@@ -38,7 +74,7 @@ class SaveReport:
         raw_bytes: bytes of the tensors of the state, each storage once.
         stored_bytes: bytes of the whole file, header included.
         seconds: from the first tensor to the durable file.
-        roles: bytes by role name.
+        roles: bytes by role name; "copy" is that of weights beside the model that track it and are lossy as it is.
         digest: the file's header digest, which authenticates every other byte.
         retention: fraction of the weights' progress since the previous checkpoint that this one holds, estimated from
             about 2^16 values of each weight (see `store.delta_base`); None: nothing was lost, or there is no previous
@@ -95,6 +131,14 @@ class SaveReport:
         """
         increase = LossIncrease.from_loss(self.loss_report)
         return increase.value if increase.is_lossy else 0.0
+
+    @property
+    def copies(self) -> dict[str, CopyReport]:
+        """The weights beside the model that track it and are lossy as it is, by what their names begin with."""
+        loss = self.loss_report
+        found = loss.get("copies") if isinstance(loss, dict) else None
+        records = found if isinstance(found, dict) else {}
+        return {name: CopyReport.from_record(record) for name, record in records.items() if isinstance(record, dict)}
 
     @property
     def is_measured(self) -> bool:
@@ -203,8 +247,10 @@ class SaveReport:
     def weights_ratio(self) -> float:
         """Raw bytes for each stored byte of the weights, the file's header left out.
 
-        Master copies count as weights; a cast of them takes no bytes of its own. Infinite if no weight takes any.
+        Master copies and lossy averages count as weights; a cast of a master takes no bytes of its own. Infinite if no
+        weight takes any.
         """
-        weights = [self.roles[role.value] for role in (Role.PARAMETER, Role.MASTER) if role.value in self.roles]
+        names = (Role.PARAMETER.value, Role.MASTER.value, COPY_ROLE)
+        weights = [self.roles[name] for name in names if name in self.roles]
         raw, stored = sum(role.raw for role in weights), sum(role.stored for role in weights)
         return raw / stored if stored else float("inf") if raw else 1.0

@@ -251,6 +251,11 @@ class ParameterSet:
     leaves: list[Leaf] = field(default_factory=list)
 
     @cached_property
+    def is_average(self) -> bool:
+        """True if it is named like a moving average, which has no optimizer."""
+        return any(_AVERAGE.search(format_key(key)) for key in self.path)
+
+    @cached_property
     def _leaves_by_name(self) -> dict[str, Leaf]:
         return {".".join(map(format_key, leaf.path[len(self.path) :])): leaf for leaf in self.leaves}
 
@@ -275,7 +280,7 @@ def _parameter_sets(leaves: Sequence[Leaf]) -> list[ParameterSet]:
             if leaf.name not in names[path]:  # tied parameters count once
                 names[path].add(leaf.name)
                 model.leaves.append(leaf)
-    return sorted(models.values(), key=lambda model: any(_AVERAGE.search(format_key(key)) for key in model.path))
+    return sorted(models.values(), key=lambda model: model.is_average)
 
 
 @dataclass
@@ -287,9 +292,10 @@ class SlotMatch:
     num_named: int = 0  # pairs whose names agree
 
     @property
-    def score(self) -> tuple[int, int, int, int]:
-        """Sort key: many pairs, many equal names, few other leaves, the innermost nest."""
-        return (len(self.pairs), self.num_named, -len(self.model.leaves), len(self.model.path))
+    def score(self) -> tuple[int, int, bool, int, int]:
+        """Sort key: many pairs, many equal names, no moving average, few other leaves, the innermost nest."""
+        is_average = self.model.is_average
+        return (len(self.pairs), self.num_named, not is_average, -len(self.model.leaves), len(self.model.path))
 
 
 def _best_match(slots: Sequence[OptimizerSlot], models: Sequence[ParameterSet], matched: Collection[int]) -> SlotMatch:
