@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from shrinkpoint.schemes.fisher.copies import match_weights
 from shrinkpoint.schemes.planner import plan_shards
 from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.storage import MemoryStorage
-from shrinkpoint.tensors.flat_state import flatten
+from shrinkpoint.tensors.flat_state import FlatState, flatten
 
 
 class ShadowParams:
@@ -203,38 +204,41 @@ def test_ranks_quantize_a_copy_alike_and_as_one_process_does():
     parts = cut(flat, 2)
 
     class Parts(nn.Module):
-        def __init__(self, tensors: dict[str, Tensor]) -> None:
+        def __init__(self, tensors: Mapping[str, Tensor]) -> None:
             super().__init__()
-            for number, (name, tensor) in enumerate(tensors.items()):
-                if name.startswith("model"):
-                    self.register_parameter(f"p{number}", nn.Parameter(tensor, requires_grad=False))
+            model = [tensor for name, tensor in tensors.items() if name.startswith("model")]
+            self.parts = nn.ParameterList(nn.Parameter(tensor, requires_grad=False) for tensor in model)
 
-    def work(rank: int, collectives: Any) -> Any:
-        mine = parts[rank]
-        evaluator = ShardedModelEvaluator(mine.flat, None, Parts(mine.flat.tensors))
-        layout = ShardLayout(mine.places, collectives)
-        return plan_shards(sp.Fisher(relative_error=0.1), mine.flat, None, layout, evaluator)
+    def plan(part: FlatState, layout: ShardLayout, count: int) -> Any:
+        def evaluate(model: Parts) -> float:
+            return 1.0 + count * sum(float(x.double().square().sum()) for x in model.parts)  # a mean over ranks
+
+        scheme = sp.Fisher(relative_error=0.1, evaluate=evaluate)
+        evaluator = ShardedModelEvaluator(part, evaluate, Parts(part.tensors))
+        return plan_shards(scheme, part, None, layout, evaluator)
 
     with Silent():
-        plans = Ranks(2).all(work)
-        whole = sp.Fisher(relative_error=0.1)
-        alone = Ranks(1).all(
-            lambda rank, collectives: plan_shards(
-                whole,
-                flat,
-                None,
-                ShardLayout({}, collectives),
-                ShardedModelEvaluator(flat, None, Parts(dict(flat.tensors))),
-            )
-        )[0]
+        plans = Ranks(2).all(lambda rank, ranks: plan(parts[rank].flat, ShardLayout(parts[rank].places, ranks), 2))
+        (alone,) = Ranks(1).all(lambda rank, ranks: plan(flat, ShardLayout({}, ranks), 1))
     found, other, single = (plan.loss["copies"] for plan in (*plans, alone))
-    assert found.keys() == other.keys() == single.keys() == {"ema/"}
-    assert found["ema/"] == other["ema/"]
+    assert found == other and found.keys() == single.keys() == {"ema/"}
     for key in ("size", "tensors", "distance"):
         assert found["ema/"][key] == single["ema/"][key]
-    for plan, part in zip(plans, parts, strict=True):
+    for key in ("rise", "quality"):
+        assert found["ema/"][key] == pytest.approx(single["ema/"][key], rel=1e-3)
+    for plan_of_rank, part in zip(plans, parts, strict=True):
         expected = {name for name, x in part.flat.tensors.items() if x.numel()}
-        assert {name for name, x in plan.quantized.items() if isinstance(x, LatticeTensor)} == expected
+        assert {name for name, x in plan_of_rank.quantized.items() if isinstance(x, LatticeTensor)} == expected
+
+
+def test_copies_that_are_asked_for_exactly_are_exact():
+    training, storage = Averaging(), MemoryStorage()
+    scheme = sp.Fisher(budget="1%", evaluate=training.run.evaluate, copies="exact")
+    with Silent(), sp.CheckpointManager(storage, scheme=scheme) as manager:
+        report = manager.save(0, **training.parts)
+    loaded = sp.Store(storage).load(0)["ema"]
+    assert all(torch.equal(x, loaded[name]) for name, x in training.ema.state_dict().items())
+    assert report.copies == {} and "copy" not in report.roles
 
 
 NAMES = st.lists(

@@ -61,6 +61,7 @@ from shrinkpoint.tensors.info import JSON, Role
 from shrinkpoint.tensors.optimizers import MomentKind
 
 MomentsMode = Literal["coded", "exact", "drop"]
+CopiesMode = Literal["coded", "exact"]
 MOMENT_ROLES = (Role.MOMENT1, Role.MOMENT2)
 
 
@@ -110,6 +111,8 @@ class Fisher(Planner["FisherChoice"]):
             all of these, steps are one standard deviation.
         gradients: a recorder of squared gradients, for optimizers that keep none.
         moments: of the optimizer: "coded" on grids, "exact" bit for bit, or "drop": zero after a restore.
+        copies: weights beside the model that track it (averages, target networks, teachers): "coded" as a model of
+            their own, each at the cost of two evaluations, or "exact" bit for bit.
         seed: of the dither.
         activations: a recorder of what layers see. In a file alone (`sp.save` without `base`) weights are then rounded
             with error feedback: the errors of a row cancel in the outputs of its layer. Never in a chain, where it
@@ -139,6 +142,7 @@ class Fisher(Planner["FisherChoice"]):
         terms: float | None = None,
         gradients: SquaredGradientSource | None = None,
         moments: MomentsMode = "coded",
+        copies: CopiesMode = "coded",
         seed: int = 0,
         activations: Activations | None = None,
         calibrate: Calibrate | None = None,
@@ -155,6 +159,7 @@ class Fisher(Planner["FisherChoice"]):
         self._counted_terms: float | None = None
         self._recorder: SquaredGradientSource | None = check_recorder("gradients", gradients, "square")
         self._moments: MomentsMode = validate.check_choice("moments", moments, get_args(MomentsMode))
+        self._copies_mode: CopiesMode = validate.check_choice("copies", copies, get_args(CopiesMode))
         self._terms = None if terms is None else validate.check_float("terms", terms, do="leave it out")
         self._num_saves = 0
         self._memory = RunMemory(num_terms=self._terms)
@@ -176,6 +181,7 @@ class Fisher(Planner["FisherChoice"]):
             "terms": self._terms,
             "gradients": self._recorder,
             "moments": self._moments,
+            "copies": self._copies_mode,
             "seed": self._seed,
             "activations": self._activations,
             "calibrate": self._calibrate,
@@ -222,7 +228,7 @@ class Fisher(Planner["FisherChoice"]):
         moments = {} if problem is not None else self._quantize_moments(save, statistics)
         if self._evaluate is not None:
             save.selection = self._calibration.measured_part(save.selection, save.tensors)
-        tracked = [] if problem is not None else self._find_copies(save)
+        tracked = [] if problem is not None or self._copies_mode == "exact" else self._find_copies(save)
         if problem is None and save.selection.global_names:
             steps = self._quantize_weights(save, moments, metric, statistics, tracked)
             if metric is not None and (problem := find_failure(metric)) is not None:
