@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._pytree import tree_leaves
 
 import shrinkpoint as sp
 from shrinkpoint.storage import MemoryStorage
@@ -81,10 +82,9 @@ BESIDE: dict[str, Callable[[Training], dict[str, Any]]] = {
 
 
 def raw_bytes(value: Any) -> int:
-    """Bytes of the tensors of a nest."""
-    if isinstance(value, dict | list):
-        return sum(map(raw_bytes, value.values() if isinstance(value, dict) else value))
-    return value.nbytes if isinstance(value, Tensor) else 0
+    """Bytes of the tensors of a nest, tied ones once."""
+    tensors = {x.data_ptr(): x.nbytes for x in tree_leaves(value) if isinstance(x, Tensor)}
+    return sum(tensors.values())
 
 
 class Chain:
@@ -106,7 +106,7 @@ class Chain:
         report = self._manager.save(step, model=run.model, optimizer=run.optimizer, **objects)
         self.sizes.append(report.stored_bytes)
         loaded = self._manager.store.load(step)
-        self.raw = sum(raw_bytes(loaded[name]) for name in objects)
+        self.raw = raw_bytes([loaded[name] for name in objects])
         for found, (name, part) in zip(report.copies.values(), objects.items(), strict=False):
             other = copy.deepcopy(part)
             other.load_state_dict(loaded[name])
@@ -139,7 +139,7 @@ def main() -> None:
         ]
         deltas = " | ".join(f"{sum(sizes[1:]) / (SAVES - 1):,.0f}" for sizes in more)
         rises = ", ".join(f"{100 * max(x[title].rises):+.2f}%" for x in (near, far) if x[title].rises)
-        print(f"| {title} | {near[title].raw:,} | {more[0][0]:,} | {deltas} | {rises or 'exact'} |")
+        print(f"| {title} | {near[title].raw:,} | {more[0][0]:,} | {deltas} | {rises or '-'} |")
 
 
 if __name__ == "__main__":

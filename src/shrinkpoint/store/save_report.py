@@ -62,6 +62,15 @@ class CopyReport:
             predicted if isinstance(predicted, float) else None,
         )
 
+    def __str__(self) -> str:
+        """The increase of the loss.
+
+        >>> str(CopyReport(4, 0.2, 0.1, None, 0.002)), str(CopyReport(4, 0.2, 0.1, 0.004, 0.002))
+        ('not measured, predicted +0.002 nats', '+0.4 %')
+        """
+        is_measured = self.rise is not None
+        return str(LossIncrease(True, is_measured, self.rise, predicted=None if is_measured else self.predicted))
+
 
 @dataclass(frozen=True)
 class SaveReport:
@@ -162,6 +171,7 @@ class SaveReport:
         lost = f"loss {increase}" if increase else "nothing lost"
         if increase and self.measured_on:
             lost += f" on {self.measured_on}"
+        lost += "".join(f", of {name} {copy}" for name, copy in self.copies.items())
         sizes = f"{self.stored_bytes:,} bytes of {self.raw_bytes:,} ({self.ratio:.3g}x)"
         if self.disk_bytes is not None and not self.keyframe:
             sizes += f", {self.disk_bytes:,} with its bases"
@@ -189,6 +199,7 @@ class SaveReport:
             ("with its bases", "" if self.disk_bytes is None else humanize.size(self.disk_bytes)),
             ("loss rise", lost or "nothing lost"),
             ("measured on", self.measured_on or ""),
+            *((f"loss rise of {name}", str(copy)) for name, copy in self.copies.items()),
             ("progress held", "" if self.retention is None else f"{100 * self.retention:.1f} %"),
             ("seconds", f"{self.seconds:.2f}"),
         ]

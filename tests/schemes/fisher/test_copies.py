@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.sharded_states import Ranks, cut
-from helpers.small_training import Run, Silent, digits
+from helpers.small_training import Run, Silent, digits, unchanged
+from helpers.strategies import difference
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -104,13 +105,17 @@ def test_loss_of_an_average_stays_within_the_budget_along_a_chain_and_a_resume(k
             training = Averaging(kind, steps=0)
             manager = manage()
             manager.restore(**training.parts)
+        training.steps(5)
+        before = training.run.photo(), copy.deepcopy(training.ema.state_dict())
         with Silent():
-            report = manager.save(step, **training.steps(5).parts)
+            report = manager.save(step, **training.parts)
             manager.wait()
+        assert unchanged(training.run, before[0]) and difference(before[1], training.ema.state_dict()) is None
         (found,) = report.copies.values()
         live, stored = training.ema_loss(), training.ema_loss(training.restored(storage, step, kind))
         assert stored <= 1.02 * live
         assert found.rise == pytest.approx(stored / live - 1, abs=1e-5) and 0 < found.error < 0.5
+        assert f", of ema/{'module.' * (kind == 'averaged model') or 'shadow_params/'} {found}" in str(report)
         assert found.tensors == 7 and report.keyframe is (step == 0)
         ratios.append(report.roles["copy"].raw / report.roles["copy"].stored)
     manager.close()

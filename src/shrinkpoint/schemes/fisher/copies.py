@@ -1,7 +1,7 @@
 """Finds weights beside the model that track it: averages of its weights, target networks, teachers, references.
 
-They are weights like the model's, which nothing but the model's own `evaluate` and curvature can speak for. A copy is
-known by its names, or by the order of its tensors (a list of `shadow_params`), and by its values.
+Such a copy has the names of the model's weights after a prefix, or their shapes in the same order (a list of
+`shadow_params`), and values near to theirs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import Role
 
 MAX_DISTANCE = 1.0
-"""The distance from the model, relative to its weights, up to which weights are a copy. Networks that were trained from
-different seeds are 1.41 apart, whatever they learn; what averages lag behind is given in docs/fisher.md."""
+"""The largest distance of a copy from the model, relative to its weights. At 1 the model is as far away as zero is.
+Networks of different seeds are 1.41 apart. An EMA of decay 0.9999 was at 0.87 after 400 steps (docs/fisher.md)."""
 _SEPARATOR = re.compile("[/.]")
 Shape = tuple[int, ...]
 
@@ -39,10 +39,10 @@ class WeightCopy:
         name: what their names begin with: "ema/module.".
         sources: local names of the model's weights by local names of this rank's weights of the copy.
         global_names: of the weights of all ranks, in the same order on every rank.
-        tensors: the model's tensors that a copy replaces if it is evaluated: local names of all that both have, small
-            ones and buffers included, by local name in the model.
-        distance: the root of the mean over all weights of |copy - model|^2 / (|copy|^2 + |model|^2) by matrix, times
-            the root of 2: relative to the weights where it is small, and 1.41 between strangers.
+        tensors: local names of all tensors that the model has too, small ones and buffers included, by local name in
+            the model. `evaluate` measures the copy with their values.
+        distance: sqrt(2 r), where r is the mean of |copy - model|^2 / (|copy|^2 + |model|^2) over matrices, weighted
+            by their sizes. Between copies that is about |copy - model| / |model|, between unrelated networks 1.41.
         sums: of the values of the copy's local weights, by name.
     """
 
@@ -54,10 +54,10 @@ class WeightCopy:
     sums: Mapping[str, ValueSums] = field(repr=False)
 
     def model_values(self, values: Mapping[str, Tensor], state: FlatState) -> dict[str, Tensor]:
-        """Trial values of the model by which it is the copy, with some of its weights replaced.
+        """Values with which the model computes what the copy computes, by local name in the model.
 
         Args:
-            values: of weights of the copy, by local name.
+            values: other values of weights of the copy, by local name.
         """
         return {
             name: values.get(own, state.tensors[own]).to(state.tensors[name].dtype)
@@ -73,10 +73,10 @@ def find_copies(
     unmeasured: Collection[str],
     reference: Reference | None,
 ) -> list[WeightCopy]:
-    """The copies of a model's weights in a state; a collective.
+    """Find the copies of a model's weights in a state; a collective.
 
-    No copy is what has an optimizer of its own, what has values that are not finite, and what is further from the
-    model than `MAX_DISTANCE`, unless the parent checkpoint has it as a copy: a reference that the model leaves behind.
+    A network with an optimizer of its own is no copy, nor is one with values that are not finite. One that is further
+    away than `MAX_DISTANCE` is a copy only if it was one in the parent checkpoint: the model has left it behind.
 
     Args:
         selection: of the model's weights.
