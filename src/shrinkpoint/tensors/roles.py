@@ -249,6 +249,7 @@ class ParameterSet:
 
     path: StatePath
     leaves: list[Leaf] = field(default_factory=list)
+    position: int = 0  # of the first leaf in the state
 
     @cached_property
     def is_average(self) -> bool:
@@ -269,14 +270,14 @@ def _parameter_sets(leaves: Sequence[Leaf]) -> list[ParameterSet]:
     """Every nest that may be the model of an optimizer; moving averages last."""
     models: dict[StatePath, ParameterSet] = {}
     names: dict[StatePath, set[str]] = {}
-    for leaf in leaves:
+    for position, leaf in enumerate(leaves):
         if not leaf.name or not _is_weight(leaf) or _BUFFER.search(format_key(leaf.path[-1] if leaf.path else "")):
             continue
         for depth in range(len(leaf.path)):
             path = leaf.path[:depth]
             model = models.get(path)
             if model is None:
-                model, names[path] = models.setdefault(path, ParameterSet(path)), set()
+                model, names[path] = models.setdefault(path, ParameterSet(path, position=position)), set()
             if leaf.name not in names[path]:  # tied parameters count once
                 names[path].add(leaf.name)
                 model.leaves.append(leaf)
@@ -292,10 +293,11 @@ class SlotMatch:
     num_named: int = 0  # pairs whose names agree
 
     @property
-    def score(self) -> tuple[int, int, bool, int, int]:
-        """Sort key: many pairs, many equal names, no moving average, few other leaves, the innermost nest."""
-        is_average = self.model.is_average
-        return (len(self.pairs), self.num_named, not is_average, -len(self.model.leaves), len(self.model.path))
+    def score(self) -> tuple[int, int, bool, int, int, int]:
+        """Sort key: many pairs, many equal names, no moving average, few other leaves, the first one, the innermost."""
+        model = self.model
+        fits = len(self.pairs), self.num_named, not model.is_average, -len(model.leaves)
+        return (*fits, -model.position, len(model.path))
 
 
 def _best_match(slots: Sequence[OptimizerSlot], models: Sequence[ParameterSet], matched: Collection[int]) -> SlotMatch:

@@ -139,18 +139,20 @@ def test_average_that_nothing_measures_is_lossy_by_the_curvature_of_the_model(ta
 def test_frozen_copy_costs_nothing_and_is_not_measured_again():
     run, storage = Run(steps=30), MemoryStorage()
     reference = copy.deepcopy(run.model).requires_grad_(False)
+    older = [{"net": copy.deepcopy(run.model)}]  # a deeper nest, whose weights are no likelier the optimizer's
     with Silent(), sp.CheckpointManager(storage, scheme=sp.Fisher(budget="1%", evaluate=run.evaluate)) as manager:
-        first = manager.save(0, **run.parts, reference=reference)
+        first = manager.save(0, **run.parts, reference=reference, older=older)
+        assert first.copies.keys() == {"reference/", "older/0/net/"}
         values = sp.Store(storage).load(0)["reference"]
         for step in (1, 2):
-            report = manager.save(step, **run.steps(30).parts, reference=reference)
+            report = manager.save(step, **run.steps(30).parts, reference=reference, older=older)
             assert report.roles["copy"].stored == 0 and report.loss_report["copies"]["reference/"]["tried"] == []
             assert report.copies["reference/"].rise == first.copies["reference/"].rise
             loaded = sp.Store(storage).load(step)["reference"]
             assert all(torch.equal(x, loaded[name]) for name, x in values.items())
         with torch.no_grad():
             reference.body[0].weight[5, 5] += 0.5  # beyond what any sample may have seen
-        manager.save(3, **run.parts, reference=reference)
+        manager.save(3, **run.parts, reference=reference, older=older)
     loaded = sp.Store(storage).load(3)["reference"]["body.0.weight"]
     assert abs(float(loaded[5, 5] - reference.body[0].weight[5, 5])) < 0.1
     other = copy.deepcopy(run.model)
