@@ -28,6 +28,7 @@ class QuantizedState:
             there are enough.
         samples: rows of quantized weights as they were before, by name, where the state that was quantized lacks them.
         keyframe: no delta must be made of it, although there is a checkpoint for one to stand on.
+        copies: names of quantized weights that are copies of a model's, which a report counts by themselves.
     """
 
     state: FlatState
@@ -37,6 +38,7 @@ class QuantizedState:
     exact: Mapping[str, str] = field(default_factory=dict, repr=False)
     sampled_rows: Mapping[str, slice] = field(default_factory=dict, repr=False)
     samples: Mapping[str, RowSample] = field(default_factory=dict, repr=False)
+    copies: frozenset[str] = frozenset()
 
 
 class Scheme(Protocol):

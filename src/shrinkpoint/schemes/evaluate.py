@@ -177,6 +177,18 @@ class DegradationMetric:
             self._task.advance()
         return reading
 
+    def of_other_weights(self, complete: Callable[[TrialValues], TrialValues]) -> DegradationMetric:
+        """A metric of other weights in the same model, which are measured first.
+
+        Args:
+            complete: the values of all of them, with some replaced.
+        """
+        other = DegradationMetric(
+            lambda values: self._evaluate(complete(values)), higher_is_better=self._higher_is_better, task=self._task
+        )
+        other.baseline = other.evaluate({})
+        return other
+
     @property
     def scale(self) -> float:
         """The number that rises are divided by to make them relative."""
@@ -356,6 +368,8 @@ class ModelEvaluator(TrialEvaluator):
         self.quantizable = frozenset(stored for _, stored, _ in saved)
         self.layer_types = {stored: layer_type for _, stored, layer_type in saved if layer_type is not None}
         self.state_names = {name: stored for name, stored, _ in saved if counts[name] == 1}
+        stored_buffers = (names_by_address.get(x.data_ptr()) for m in self._modules for x in m.buffers() if x.numel())
+        self._buffers = frozenset(filter(None, stored_buffers))
         if evaluate is not None:
             self._check_shares_memory(
                 prefix + name for module in self._modules for name, _ in module.named_parameters()
@@ -375,7 +389,7 @@ class ModelEvaluator(TrialEvaluator):
     def _argument(self, values: Mapping[str, Tensor]) -> Any:
         assert self.quantizable is not None
         for name, value in values.items():
-            if name in self.quantizable:
+            if name in self.quantizable or name in self._buffers:
                 self._state.tensors[name].copy_(value)
         return self._model
 

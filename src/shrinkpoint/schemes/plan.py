@@ -50,6 +50,7 @@ class QuantizationPlan(RecordEncodingMixin):
         loss: for the manifest: what was tried, measured and chosen.
         keyframe: see `QuantizedState`.
         sampled_rows, samples: see `QuantizedState`.
+        copies: names of quantized weights that are copies of a model's: averages, target networks.
         min_size: how many values and axes a quantized weight has at least; None if this rank lacks parts of the state,
             and so cannot tell why tensors stay exact.
     """
@@ -64,6 +65,7 @@ class QuantizationPlan(RecordEncodingMixin):
     sampled_rows: Mapping[str, slice] = field(default_factory=dict, repr=False)
     samples: Mapping[str, RowSample] = field(default_factory=dict, repr=False)
     min_size: tuple[int, int] | None = None
+    copies: frozenset[str] = frozenset()
 
     @torch.no_grad()
     def quantize(self, state: FlatState, reference: Reference | None) -> QuantizedState:
@@ -94,6 +96,7 @@ class QuantizationPlan(RecordEncodingMixin):
             exact,
             self.sampled_rows,
             self.samples,
+            copies=self.copies,
         )
 
     @property

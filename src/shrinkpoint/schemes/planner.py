@@ -53,7 +53,7 @@ class PlannedSave:
         is_shared: other ranks take part, which have other shards of the state.
         unchanged: codes of weights that equal the previous checkpoint bit by bit, by local name.
         selection: the other weights that may be quantized; a phase that rules some of them out replaces it.
-        has_weights: the state has weights that may be quantized, whether they have moved or not.
+        selected: global names of all weights that may be quantized, whether they have moved or not.
         is_idle: no weight has moved.
         start: when planning began, by `time.perf_counter`.
     """
@@ -65,9 +65,14 @@ class PlannedSave:
     is_shared: bool
     unchanged: dict[str, QuantizedTensor] = field(repr=False)
     selection: TensorSelection
-    has_weights: bool
+    selected: tuple[str, ...]
     is_idle: bool
     start: float
+
+    @property
+    def base(self) -> Reference | None:
+        """The reference, if this checkpoint may be a difference to it."""
+        return self.reference if self.reference is not None and self.reference.is_base else None
 
     @property
     def seconds(self) -> float:
@@ -264,7 +269,7 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
             is_shared=global_tensors is not None,
             unchanged=unchanged,
             selection=moved,
-            has_weights=bool(selection.global_names),
+            selected=selection.global_names,
             is_idle=not moved.global_names,
             start=start,
         )

@@ -22,7 +22,7 @@ from shrinkpoint.guard import no_gc, read_guard
 from shrinkpoint.schemes.base import QuantizedState, Scheme
 from shrinkpoint.schemes.select import summarize_reasons
 from shrinkpoint.storage import Source, Storage
-from shrinkpoint.store.save_report import RoleBytes, SaveReport
+from shrinkpoint.store.save_report import COPY_ROLE, RoleBytes, SaveReport
 from shrinkpoint.tensors.flat_state import copy_tensors, unflatten
 from shrinkpoint.tensors.info import JSON, EncodedRecord, Role, TensorInfo
 from shrinkpoint.tensors.memory import available_bytes
@@ -94,7 +94,7 @@ def write_file(
     with storage.create(key) as sink, _pause_gc(len(state.infos), state.nbytes):
         writer = FileWriter(sink, scheme=scheme.id, parent=parent, tree=state.tree, expected=list(state.infos.values()))
         for encoded in scheme.encode(state, reference, quantized=quantized.quantized, threads=threads):
-            _count_roles(roles, encoded, writer.add(encoded))
+            _count_roles(roles, encoded, writer.add(encoded), quantized.copies)
             codes.update(_record_codes(encoded, quantized, reference))
         summary = writer.finish({name: [r.raw, r.stored, r.tensors] for name, r in roles.items()})
     loss = quantized.loss
@@ -134,16 +134,22 @@ def _pause_gc(tensors: int, nbytes: int) -> AbstractContextManager[None]:
     return no_gc() if many else nullcontext()
 
 
-def _count_roles(roles: dict[str, RoleBytes], encoded: EncodedRecord, stored: int) -> None:
-    """Add a record to the sizes by role; one with several roles has few bytes, and they count for the first."""
-    raw: dict[Role, int] = {}
-    tensors = Counter(info.role for info in encoded.infos)
-    for info in encoded.infos:
-        raw[info.role] = raw.get(info.role, 0) + info.nbytes
-    for role, count in tensors.items():
-        total = roles.get(role.value, RoleBytes())
-        own = stored if role is encoded.infos[0].role else 0
-        roles[role.value] = RoleBytes(total.raw + raw[role], total.stored + own, total.tensors + count)
+def _count_roles(
+    roles: dict[str, RoleBytes], encoded: EncodedRecord, stored: int, copies: Collection[str] = ()
+) -> None:
+    """Add a record to the sizes by role; one with several roles has few bytes, and they count for the first.
+
+    Args:
+        copies: names of tensors whose role is that of copies.
+    """
+    raw: dict[str, int] = {}
+    own_roles = [COPY_ROLE if info.name in copies else info.role.value for info in encoded.infos]
+    for role, info in zip(own_roles, encoded.infos, strict=True):
+        raw[role] = raw.get(role, 0) + info.nbytes
+    for role, count in Counter(own_roles).items():
+        total = roles.get(role, RoleBytes())
+        own = stored if role == own_roles[0] else 0
+        roles[role] = RoleBytes(total.raw + raw[role], total.stored + own, total.tensors + count)
 
 
 def _record_codes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,9 @@ from shrinkpoint.store.chain import file_sizes
 from shrinkpoint.store.loss_increase import LossIncrease
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.tensors.info import JSON, Role
+
+COPY_ROLE = "copy"
+"""The role in a report of weights beside the model that track it and are lossy as it is: averages, target networks."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,47 @@ class RoleBytes:
 
 
 @dataclass(frozen=True)
+class CopyReport:
+    """Loss of weights beside the model that track it: an average, a target network, a teacher.
+
+    Attributes:
+        tensors: how many are lossy.
+        distance: from the model, relative to its weights.
+        error: of the checkpoint, relative to the copy's weights.
+        rise: relative increase of the copy's own loss, measured with its values in the model; None: not measured.
+        predicted: the increase in the loss's unit by the model's curvature; None if that is unknown.
+    """
+
+    tensors: int
+    distance: float
+    error: float
+    rise: float | None
+    predicted: float | None
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, JSON]) -> CopyReport:
+        """The report of an entry of a manifest's `loss`."""
+        increase = LossIncrease.from_loss({**record, "chosen": {}})
+        tensors, distance, error, predicted = (record.get(key) for key in ("tensors", "distance", "error", "predicted"))
+        return cls(
+            tensors if isinstance(tensors, int) else 0,
+            distance if isinstance(distance, float) else math.nan,
+            error if isinstance(error, float) else math.nan,
+            increase.value,
+            predicted if isinstance(predicted, float) else None,
+        )
+
+    def __str__(self) -> str:
+        """The increase of the loss.
+
+        >>> str(CopyReport(4, 0.2, 0.1, None, 0.002)), str(CopyReport(4, 0.2, 0.1, 0.004, 0.002))
+        ('not measured, predicted +0.002 nats', '+0.4 %')
+        """
+        is_measured = self.rise is not None
+        return str(LossIncrease(True, is_measured, self.rise, predicted=None if is_measured else self.predicted))
+
+
+@dataclass(frozen=True)
 class SaveReport:
     """The result of a save.
 
@@ -39,7 +84,7 @@ class SaveReport:
         raw_bytes: bytes of the tensors of the state, each storage once.
         stored_bytes: bytes of the whole file, header included.
         seconds: from the first tensor to the durable file.
-        roles: bytes by role name.
+        roles: bytes by role name; "copy" is that of weights beside the model that track it and are lossy as it is.
         digest: the file's header digest, which authenticates every other byte.
         retention: fraction of the weights' progress since the previous checkpoint that this one holds, estimated from
             about 2^16 values of each weight (see `store.delta_base`); None: nothing was lost, or there is no previous
@@ -97,6 +142,14 @@ class SaveReport:
         return increase.value if increase.is_lossy else 0.0
 
     @property
+    def copies(self) -> dict[str, CopyReport]:
+        """The weights beside the model that track it and are lossy as it is, by what their names begin with."""
+        loss = self.loss_report
+        found = loss.get("copies") if isinstance(loss, dict) else None
+        records = found if isinstance(found, dict) else {}
+        return {name: CopyReport.from_record(record) for name, record in records.items() if isinstance(record, dict)}
+
+    @property
     def is_measured(self) -> bool:
         """True if the loss was measured; True where nothing was lost."""
         return LossIncrease.from_loss(self.loss_report).is_measured
@@ -118,6 +171,7 @@ class SaveReport:
         lost = f"loss {increase}" if increase else "nothing lost"
         if increase and self.measured_on:
             lost += f" on {self.measured_on}"
+        lost += "".join(f", of {name} {copy}" for name, copy in self.copies.items())
         sizes = f"{self.stored_bytes:,} bytes of {self.raw_bytes:,} ({self.ratio:.3g}x)"
         if self.disk_bytes is not None and not self.keyframe:
             sizes += f", {self.disk_bytes:,} with its bases"
@@ -147,6 +201,7 @@ class SaveReport:
             ("with its bases", "" if self.disk_bytes is None else humanize.size(self.disk_bytes)),
             ("loss rise", lost or "nothing lost"),
             ("measured on", self.measured_on or ""),
+            *((f"loss rise of {name}", str(copy)) for name, copy in self.copies.items()),
             ("progress held", "" if self.retention is None else f"{100 * self.retention:.1f} %"),
             ("seconds", f"{self.seconds:.2f}"),
         ]
@@ -205,8 +260,10 @@ class SaveReport:
     def weights_ratio(self) -> float:
         """Raw bytes for each stored byte of the weights, the file's header left out.
 
-        Master copies count as weights; a cast of them takes no bytes of its own. Infinite if no weight takes any.
+        Master copies and lossy averages count as weights; a cast of a master takes no bytes of its own. Infinite if no
+        weight takes any.
         """
-        weights = [self.roles[role.value] for role in (Role.PARAMETER, Role.MASTER) if role.value in self.roles]
+        names = (Role.PARAMETER.value, Role.MASTER.value, COPY_ROLE)
+        weights = [self.roles[name] for name in names if name in self.roles]
         raw, stored = sum(role.raw for role in weights), sum(role.stored for role in weights)
         return raw / stored if stored else float("inf") if raw else 1.0

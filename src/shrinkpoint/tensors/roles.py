@@ -249,6 +249,12 @@ class ParameterSet:
 
     path: StatePath
     leaves: list[Leaf] = field(default_factory=list)
+    position: int = 0  # of the first leaf in the state
+
+    @cached_property
+    def is_average(self) -> bool:
+        """True if it is named like a moving average, which has no optimizer."""
+        return any(_AVERAGE.search(format_key(key)) for key in self.path)
 
     @cached_property
     def _leaves_by_name(self) -> dict[str, Leaf]:
@@ -264,18 +270,18 @@ def _parameter_sets(leaves: Sequence[Leaf]) -> list[ParameterSet]:
     """Every nest that may be the model of an optimizer; moving averages last."""
     models: dict[StatePath, ParameterSet] = {}
     names: dict[StatePath, set[str]] = {}
-    for leaf in leaves:
+    for position, leaf in enumerate(leaves):
         if not leaf.name or not _is_weight(leaf) or _BUFFER.search(format_key(leaf.path[-1] if leaf.path else "")):
             continue
         for depth in range(len(leaf.path)):
             path = leaf.path[:depth]
             model = models.get(path)
             if model is None:
-                model, names[path] = models.setdefault(path, ParameterSet(path)), set()
+                model, names[path] = models.setdefault(path, ParameterSet(path, position=position)), set()
             if leaf.name not in names[path]:  # tied parameters count once
                 names[path].add(leaf.name)
                 model.leaves.append(leaf)
-    return sorted(models.values(), key=lambda model: any(_AVERAGE.search(format_key(key)) for key in model.path))
+    return sorted(models.values(), key=lambda model: model.is_average)
 
 
 @dataclass
@@ -287,9 +293,11 @@ class SlotMatch:
     num_named: int = 0  # pairs whose names agree
 
     @property
-    def score(self) -> tuple[int, int, int, int]:
-        """Sort key: many pairs, many equal names, few other leaves, the innermost nest."""
-        return (len(self.pairs), self.num_named, -len(self.model.leaves), len(self.model.path))
+    def score(self) -> tuple[int, int, bool, int, int, int]:
+        """Sort key: many pairs, many equal names, no moving average, few other leaves, the first one, the innermost."""
+        model = self.model
+        fits = len(self.pairs), self.num_named, not model.is_average, -len(model.leaves)
+        return (*fits, -model.position, len(model.path))
 
 
 def _best_match(slots: Sequence[OptimizerSlot], models: Sequence[ParameterSet], matched: Collection[int]) -> SlotMatch:

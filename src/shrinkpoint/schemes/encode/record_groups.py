@@ -129,12 +129,18 @@ class RecordPlan:
 
 
 @no_gc()  # which would visit the many objects that are created here
-def plan_records(state: FlatState, reference: Reference | None, quantized: Mapping[str, QuantizedTensor]) -> RecordPlan:
+def plan_records(
+    state: FlatState,
+    reference: Reference | None,
+    quantized: Mapping[str, QuantizedTensor],
+    separate: Collection[str] = (),
+) -> RecordPlan:
     """Sort the tensors of a state into unchanged ones, copies and groups to be coded.
 
     Args:
         reference: the parent's decoded tensors; None: there is no parent.
         quantized: name of a quantized tensor -> its codes and codebook or lattice.
+        separate: names of tensors on lattices that share no record with others.
     """
     unchanged: list[TensorInfo] = []
     changed: list[TensorInfo] = []
@@ -155,7 +161,9 @@ def plan_records(state: FlatState, reference: Reference | None, quantized: Mappi
     lattice_infos = [info for info in to_code if isinstance(quantized.get(info.name), LatticeTensor)]
     groups = _value_groups(exact, contexts, shared)
     groups += _codebook_groups(codebook_infos, contexts, reference, shared, quantized)
-    groups += _lattice_groups(lattice_infos, reference, shared, quantized)
+    apart = [info for info in lattice_infos if info.name in separate]
+    for members in ([info for info in lattice_infos if info.name not in separate], apart):
+        groups += _lattice_groups(members, reference, shared, quantized)
     depths = {name: _dependency_depth(name, quantized) for name in quantized}
     groups.sort(key=lambda group: _sort_key(group, depths))
     return RecordPlan(unchanged, _contexts_first(groups), copies, contexts)

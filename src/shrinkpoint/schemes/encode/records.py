@@ -7,7 +7,7 @@ codes of a quantizer with the parent's codes as context. Configurations are chos
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -42,6 +42,7 @@ def encode_records(
     reference: Reference | None,
     *,
     quantized: Mapping[str, QuantizedTensor] | None = None,
+    copies: Collection[str] = (),
     coders: Sequence[str] = CODERS,
     chunk: int = MAX_CHUNK,
     choices: dict[GroupKind, CoderChoice] | None = None,
@@ -53,13 +54,14 @@ def encode_records(
         state: tensors with the values that a reader will get.
         reference: the parent's decoded tensors; None: no record depends on a parent.
         quantized: name of a quantized tensor -> its codes and codebook or lattice.
+        copies: names of tensors on lattices that share no record with others, since they move less.
         coders: allowed coders of codes, of `codec.CODERS`.
         chunk: number of values that are coded together.
         choices: what codes each kind of tensor in this chain; what is chosen now is added.
         threads: native threads; None: all cores.
     """
     quantized = quantized or {}
-    plan = plan_records(state, reference, quantized)
+    plan = plan_records(state, reference, quantized, copies)
     infos = [*plan.unchanged, *(info for group in plan.groups for info in group.infos)]
     ordinals = {info.name: ordinal for ordinal, info in enumerate(infos)}
     workers = default_threads(threads)
@@ -86,10 +88,12 @@ class RecordEncodingMixin:
     Attributes:
         coders: allowed coders of codes.
         chunk: number of values that are coded together.
+        copies: names of tensors that share no record with others.
     """
 
     coders: Sequence[str] = CODERS
     chunk: int = MAX_CHUNK
+    copies: frozenset[str] = frozenset()
 
     def encode(
         self,
@@ -105,6 +109,7 @@ class RecordEncodingMixin:
             state,
             reference,
             quantized=quantized,
+            copies=self.copies,
             coders=self.coders,
             chunk=self.chunk,
             choices=self._choices.by_kind,

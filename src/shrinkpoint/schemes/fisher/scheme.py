@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from torch import Tensor
@@ -18,6 +19,8 @@ from shrinkpoint.schemes.base import QuantizedState, check_recorder, finite_or_t
 from shrinkpoint.schemes.calibration import Calibration, EvaluateProblem, find_failure
 from shrinkpoint.schemes.evaluate import Degradation, DegradationMetric, Evaluate, scale_of
 from shrinkpoint.schemes.fisher.activations import Activations, Calibrate, LayerStatistics, check_activations
+from shrinkpoint.schemes.fisher.copies import WeightCopy, find_copies
+from shrinkpoint.schemes.fisher.copy_quantizer import CopyChoice, CopyMemory, CopyQuantizer
 from shrinkpoint.schemes.fisher.curvature import (
     Curvature,
     GlobalWeights,
@@ -29,7 +32,9 @@ from shrinkpoint.schemes.fisher.curvature import (
 from shrinkpoint.schemes.fisher.feedback import FeedbackFactors, find_layers, layer_curvatures
 from shrinkpoint.schemes.fisher.moment_lattices import MIN_LATTICE_NUMEL, MomentPrecision, moments_to_lattices
 from shrinkpoint.schemes.fisher.objective import (
+    DEFAULT_LOG_STEP,
     MAX_TRIALS,
+    ErrorTarget,
     LossBudget,
     Objective,
     RatioTarget,
@@ -56,6 +61,7 @@ from shrinkpoint.tensors.info import JSON, Role
 from shrinkpoint.tensors.optimizers import MomentKind
 
 MomentsMode = Literal["coded", "exact", "drop"]
+CopiesMode = Literal["coded", "exact"]
 MOMENT_ROLES = (Role.MOMENT1, Role.MOMENT2)
 
 
@@ -66,11 +72,13 @@ class FisherChoice(NamedTuple):
         steps: the step size of the weights, and the weights quantized with it.
         moments: quantized, by name.
         problem: why the weights and moments stay exact after all; None: they need not.
+        copies: of the weights beside the model that track it, by name.
     """
 
     steps: StepChoice
     moments: dict[str, QuantizedTensor]
     problem: EvaluateProblem | None
+    copies: Mapping[str, CopyChoice]
 
 
 class Fisher(Planner["FisherChoice"]):
@@ -103,6 +111,8 @@ class Fisher(Planner["FisherChoice"]):
             all of these, steps are one standard deviation.
         gradients: a recorder of squared gradients, for optimizers that keep none.
         moments: of the optimizer: "coded" on grids, "exact" bit for bit, or "drop": zero after a restore.
+        copies: weights beside the model that track it (averages, target networks, teachers): "coded" as a model of
+            their own, each at the cost of two evaluations, or "exact" bit for bit.
         seed: of the dither.
         activations: a recorder of what layers see. In a file alone (`sp.save` without `base`) weights are then rounded
             with error feedback: the errors of a row cancel in the outputs of its layer. Never in a chain, where it
@@ -132,6 +142,7 @@ class Fisher(Planner["FisherChoice"]):
         terms: float | None = None,
         gradients: SquaredGradientSource | None = None,
         moments: MomentsMode = "coded",
+        copies: CopiesMode = "coded",
         seed: int = 0,
         activations: Activations | None = None,
         calibrate: Calibrate | None = None,
@@ -148,10 +159,12 @@ class Fisher(Planner["FisherChoice"]):
         self._counted_terms: float | None = None
         self._recorder: SquaredGradientSource | None = check_recorder("gradients", gradients, "square")
         self._moments: MomentsMode = validate.check_choice("moments", moments, get_args(MomentsMode))
+        self._copies_mode: CopiesMode = validate.check_choice("copies", copies, get_args(CopiesMode))
         self._terms = None if terms is None else validate.check_float("terms", terms, do="leave it out")
         self._num_saves = 0
         self._memory = RunMemory(num_terms=self._terms)
         self._lattice_starts: dict[str, RowSample] = {}
+        self._copies: dict[str, CopyMemory] = {}
         self._group_curvatures: dict[str, float] = {}
 
     @property
@@ -168,6 +181,7 @@ class Fisher(Planner["FisherChoice"]):
             "terms": self._terms,
             "gradients": self._recorder,
             "moments": self._moments,
+            "copies": self._copies_mode,
             "seed": self._seed,
             "activations": self._activations,
             "calibrate": self._calibrate,
@@ -192,6 +206,8 @@ class Fisher(Planner["FisherChoice"]):
         self._measured_loss = ranks.value_if_equal(self._measured_loss)
         self._unmeasured_saves = ranks.max_over_ranks(self._unmeasured_saves) or 0
         self._group_curvatures = ranks.value_if_equal(self._group_curvatures) or {}
+        if ranks.value_if_equal({name: copy.to_json() for name, copy in self._copies.items()}) is None:
+            self._copies = {}
         self._calibration.forget_differences(tensors)
 
     def select(self, state: FlatState, tensors: GlobalTensors, quantizable: frozenset[str] | None) -> TensorSelection:
@@ -212,30 +228,37 @@ class Fisher(Planner["FisherChoice"]):
         moments = {} if problem is not None else self._quantize_moments(save, statistics)
         if self._evaluate is not None:
             save.selection = self._calibration.measured_part(save.selection, save.tensors)
+        tracked = [] if problem is not None or self._copies_mode == "exact" else self._find_copies(save)
         if problem is None and save.selection.global_names:
-            steps = self._quantize_weights(save, moments, metric, statistics)
+            steps = self._quantize_weights(save, moments, metric, statistics, tracked)
             if metric is not None and (problem := find_failure(metric)) is not None:
                 steps = StepChoice(None, steps.trials)
         if problem is not None:  # failed trials have taught nothing, and the next save measures again
             self._memory, self._group_curvatures = memory, group_curvatures
             self._memory.log_step, self._measured_loss = None, None
-        return FisherChoice(steps, moments, problem)
+        copies: Mapping[str, CopyChoice] = {}
+        if problem is None and (steps.weights is not None or save.is_idle):
+            copies = self._quantize_copies(save, metric, statistics, tracked)
+        return FisherChoice(steps, moments, problem, copies)
 
     def record(self, save: PlannedSave, measurement: Measurement, choice: FisherChoice) -> QuantizationPlan:
-        steps, moments, problem = choice
-        if steps.left_out:
-            left_out = humanize.names(steps.left_out)
+        steps, moments, problem, copies = choice
+        if all_left_out := [*steps.left_out, *(name for copy in copies.values() for name in copy.left_out)]:
+            left_out = humanize.names(all_left_out)
             text = f"weights that no points of these steps reach are kept as they are: {left_out}"
             warn_user(f"{text}. See whether training has diverged")
         self._num_saves += 1
         loss, tensors, points = self._loss_record(save, measurement.metric, steps), save.tensors, save.unchanged
+        tracked = {name: x for copy in copies.values() for name, x in copy.points.items()}
+        if copies:
+            loss["copies"] = {name: copy.record for name, copy in copies.items()}
         casts: dict[str, str] = {}
         mode: Mode = "exact"
         if problem is not None:
             warn_user(f"{problem.observation}, so this checkpoint is exact, weights and moments: {problem.advice}")
             loss["exact"] = problem.observation
         else:
-            points = {**(steps.weights.points if steps.weights else {}), **points, **moments}
+            points = {**(steps.weights.points if steps.weights else {}), **points, **moments, **tracked}
             casts, mode = save.selection.cast_sources, "reset" if self._moments == "drop" else "exact"
             if measurement.metric is not None:
                 self._measured_loss, self._unmeasured_saves = measurement.metric.baseline.value, 0
@@ -255,6 +278,7 @@ class Fisher(Planner["FisherChoice"]):
             loss,
             sampled_rows={name: tensors.local_shards[name].spec.sampled_rows(MAX_SAMPLED_VALUES) for name in points},
             min_size=self.min_size(tensors),
+            copies=frozenset(tracked),
         )
 
     def _loss_record(self, save: PlannedSave, metric: DegradationMetric | None, steps: StepChoice) -> dict[str, Any]:
@@ -328,9 +352,10 @@ class Fisher(Planner["FisherChoice"]):
         names = [name for name in unmeasured if isinstance(name, str)] if isinstance(unmeasured, list) else []
         self._calibration = Calibration(names)
         self._memory, self._group_curvatures = RunMemory(num_terms=self._terms), {}
-        self._measured_loss, self._unmeasured_saves = None, 0
+        self._measured_loss, self._unmeasured_saves, self._copies = None, 0, {}
         if not isinstance(loss, dict) or loss.get("scheme") != self.id:
             return
+        self._copies = CopyMemory.from_loss(loss)
         self._memory, probed = RunMemory.from_json(loss, self._terms), loss.get("probed")
         if isinstance(probed, dict) and all(isinstance(x, float) and 0 < x < math.inf for x in probed.values()):
             self._group_curvatures = dict(probed)
@@ -380,17 +405,19 @@ class Fisher(Planner["FisherChoice"]):
         moments: Mapping[str, QuantizedTensor],
         metric: DegradationMetric | None,
         statistics: MomentStatistics,
+        copies: Sequence[WeightCopy],
     ) -> StepChoice:
         """Chooses a step size for the weights, and quantizes them with it.
 
         Args:
             metric: None if nothing is measured.
             statistics: of the moments of the state.
+            copies: of the weights, which get steps of their own.
         """
         selection, state = save.selection, save.state
         weights = GlobalWeights(save.tensors, selection.tensors, selection.global_names, selection.sums)
         # Steps are inherited only from a checkpoint that this one may be a difference to.
-        base = save.reference if save.reference is not None and save.reference.is_base else None
+        base = save.base
         if base is None:
             self._memory.log_step = None
         layers = {name: layer for name, layer in self._layers.items() if name in weights.local}
@@ -414,13 +441,63 @@ class Fisher(Planner["FisherChoice"]):
             self._lattice_starts,
             FeedbackFactors(weights.local, layers) if layers else None,
         )
-        bits = self._count_state_bits(save, {*candidates.weights, *selection.cast_sources}, moments, base)
+        coded = {*candidates.weights, *selection.cast_sources}
+        bits = self._count_state_bits(save, coded, moments, base, copies)
         objective = self._measured_objective(metric)
         choice = objective.choose(candidates, self._memory, None if metric is None else measure, bits)
         self._warn_of_choice(choice, candidates, objective, metric)
         self._memory.log_step = None if choice.weights is None else choice.weights.log_step
         self._lattice_starts = {} if choice.weights is None else candidates.lattice_starts(choice.weights)
         return choice
+
+    def _find_copies(self, save: PlannedSave) -> list[WeightCopy]:
+        """Finds weights beside the model that track it."""
+        unmeasured = [] if self._evaluate is None else self._calibration.unmeasured
+        return find_copies(save.state, save.tensors, save.selection, save.selected, unmeasured, save.reference)
+
+    def _quantize_copies(
+        self,
+        save: PlannedSave,
+        metric: DegradationMetric | None,
+        statistics: MomentStatistics,
+        copies: Sequence[WeightCopy],
+    ) -> dict[str, CopyChoice]:
+        """Quantizes weights that track the model's, each copy by the objective as a model of its own.
+
+        `evaluate` measures each, with its values in the model. Where it does not, the model's curvature predicts.
+        """
+        quantizer = CopyQuantizer(
+            save,
+            lambda weights: self._find_curvatures(save, weights, {}, None, statistics),
+            self._lossy_restores,
+            self._seed,
+        )
+        choices: dict[str, CopyChoice] = {}
+        for tracked in copies:
+            memory = self._copies.get(tracked.name) or CopyMemory()
+            choice = memory.keep_frozen(tracked, save)
+            if choice is None:
+                memory.begin_save(self._memory, is_base=save.base is not None)
+                own = metric and metric.of_other_weights(partial(tracked.model_values, state=save.state))
+                if own is None or own.baseline.is_finite:
+                    choice = quantizer.quantize(tracked, memory, self._copy_objective(own, memory), own)
+            if choice is None:
+                warn_user(f"no steps keep the loss of {tracked.name} within {self}: this checkpoint has it exactly")
+            else:
+                choices[tracked.name], self._copies[tracked.name] = choice, memory
+        return choices
+
+    def _copy_objective(self, metric: DegradationMetric | None, memory: CopyMemory) -> Objective:
+        """The objective of a copy; in the unit of its own loss if that was ever measured."""
+        objective, quality = self._objective, self._measured_loss if memory.quality is None else memory.quality
+        if isinstance(objective, RatioTarget):
+            log_step = DEFAULT_LOG_STEP if self._memory.log_step is None else self._memory.log_step
+            return ErrorTarget(from_log_step(log_step) / math.sqrt(12))
+        if isinstance(objective, LossBudget) and metric is not None:
+            return objective.in_loss_unit(metric.scale, (self._calibration.noise or 0.0) * metric.scale)
+        if isinstance(objective, LossBudget) and quality is not None:
+            return objective.in_loss_unit(scale_of(quality))
+        return objective
 
     def _find_curvatures(
         self,
@@ -488,17 +565,23 @@ class Fisher(Planner["FisherChoice"]):
         return objective.in_loss_unit(metric.scale, noise)
 
     def _count_state_bits(
-        self, save: PlannedSave, coded: set[str], moments: Mapping[str, QuantizedTensor], base: Reference | None
+        self,
+        save: PlannedSave,
+        coded: set[str],
+        moments: Mapping[str, QuantizedTensor],
+        base: Reference | None,
+        copies: Sequence[WeightCopy],
     ) -> StateBits:
         """Counts the bits of a whole state besides the weights: moments and exact tensors. Only a ratio needs them.
 
         Args:
             coded: names of the weights that do not stay exact, and of their casts.
+            copies: of the weights, whose bits are taken to be as many for each value: the others are shared out.
         """
         if not isinstance(self._objective, RatioTarget):
             return StateBits(math.inf, 0.0, is_first=False)
         tensors, drop, others = save.tensors, self._moments == "drop", save.unchanged | dict(moments)
-        coded = {*coded, *others}
+        coded = {*coded, *others, *(name for copy in copies for name in copy.sources)}
         coded |= {name for name, info in save.state.infos.items() if drop and info.role in MOMENT_ROLES}
         sizes = {name: 8 * info.nbytes for name, info in save.state.infos.items() if name in tensors.primary}
         exact, raw = tensors.collectives.sum_over_ranks(
@@ -507,4 +590,10 @@ class Fisher(Planner["FisherChoice"]):
         # What a reader has already costs nothing.
         inherited = {} if base is None else base.quantized
         codes = {name: points.codes for name, points in others.items() if inherited.get(name) is not points}
-        return StateBits(raw, exact + total_entropy_bits(tensors, codes), is_first=self._num_saves == 0)
+        numel, copied = (
+            sum(math.prod(tensors.shapes[name]) for name in names)
+            for names in (save.selection.global_names, [name for copy in copies for name in copy.global_names])
+        )
+        share = numel / max(1, numel + copied)
+        other = exact + total_entropy_bits(tensors, codes)
+        return StateBits(share * raw, share * other, is_first=self._num_saves == 0)

@@ -234,7 +234,7 @@ class SearchScheme(Planner["SearchChoice"]):
         """Searches a setting, unless one is fixed, and quantizes the weights with it."""
         if save.is_idle:
             last = self._fixed_point or self._last_choice
-            if not save.has_weights or last is None:
+            if not save.selected or last is None:
                 return SearchChoice()
             degradation = {"degradation": 0.0} if self.needs_evaluation else {}
             settings = self.space.settings(last)
