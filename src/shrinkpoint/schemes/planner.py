@@ -35,7 +35,7 @@ from shrinkpoint.schemes.select import TensorSelection, select_tensors, unchange
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.info import JSON
+from shrinkpoint.tensors.info import JSON, Role
 
 _log = logging.getLogger("shrinkpoint")
 ChoiceT = TypeVar("ChoiceT")
@@ -54,6 +54,7 @@ class PlannedSave:
         unchanged: codes of weights that equal the previous checkpoint bit by bit, by local name.
         selection: the other weights that may be quantized; a phase that rules some of them out replaces it.
         selected: global names of all weights that may be quantized, whether they have moved or not.
+        may_have_copies: there are tensors beside these weights with their shapes and no other role.
         is_idle: no weight has moved.
         start: when planning began, by `time.perf_counter`.
     """
@@ -66,13 +67,9 @@ class PlannedSave:
     unchanged: dict[str, QuantizedTensor] = field(repr=False)
     selection: TensorSelection
     selected: tuple[str, ...]
+    may_have_copies: bool
     is_idle: bool
     start: float
-
-    @property
-    def base(self) -> Reference | None:
-        """The reference, if this checkpoint may be a difference to it."""
-        return self.reference if self.reference is not None and self.reference.is_base else None
 
     @property
     def seconds(self) -> float:
@@ -261,6 +258,9 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
         selection.warn_nonfinite()
         unchanged = unchanged_tensors(selection.tensors, state, reference, tensors)
         moved = selection.exclude(unchanged, tensors)
+        selected = {*selection.global_names}
+        shapes = {tensors.shapes[name] for name in selected}
+        beside = (name for name, shape in tensors.shapes.items() if shape in shapes and name not in selected)
         save = PlannedSave(
             state,
             reference,
@@ -270,6 +270,7 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
             unchanged=unchanged,
             selection=moved,
             selected=selection.global_names,
+            may_have_copies=any(tensors.roles[name] in (Role.PARAMETER, Role.OTHER) for name in beside),
             is_idle=not moved.global_names,
             start=start,
         )

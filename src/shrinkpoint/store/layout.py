@@ -86,20 +86,22 @@ def is_own_name(name: str) -> bool:
     return name in (MANIFEST, FORGOTTEN) or bool(BASE.fullmatch(name) or PAYLOAD.fullmatch(name))
 
 
-def own_names(names: Collection[str]) -> frozenset[str]:
-    """The names of a store's files among all in a step's directory: none where it is a framework's checkpoint."""
-    is_framework = DIRECTORY_MANIFEST in names and MANIFEST not in names
-    return frozenset() if is_framework else frozenset(filter(is_own_name, names))
-
-
 def files_by_step(files: Mapping[str, T]) -> dict[int, dict[str, T]]:
-    """Those of some files that are a store's, by the step and the name in its directory."""
+    """Those of some files that are a store's, by the step and the name in its directory.
+
+    A directory of a step is none of a store where it has the manifest of a framework's checkpoint, and not ours.
+    """
     found: dict[int, dict[str, T]] = {}
     for key, value in files.items():
         head, _, name = key.partition("/")
         if (step := step_of_dir(head)) is not None:
             found.setdefault(step, {})[name] = value
-    return {step: {name: names[name] for name in own} for step, names in found.items() if (own := own_names(names))}
+    own = {
+        step: {name: value for name, value in names.items() if is_own_name(name)}
+        for step, names in found.items()
+        if DIRECTORY_MANIFEST not in names or MANIFEST in names
+    }
+    return {step: names for step, names in own.items() if names}
 
 
 def is_step_dir(name: str) -> bool:

@@ -500,8 +500,8 @@ def read_names(storage: Storage, step: int) -> frozenset[str]:
     Raises:
         StorageError: it cannot be listed.
     """
-    head = layout.step_dir(step) + "/"
-    return layout.own_names([key[len(head) :] for key in storage.list(head)])
+    keys = storage.list(layout.step_dir(step) + "/")
+    return frozenset(layout.files_by_step(dict.fromkeys(keys)).get(step, ()))
 
 
 def _read_manifest_of(storage: Storage, step: int, names: frozenset[str]) -> StepDirectory:

@@ -383,6 +383,8 @@ def _shared_from_json(document: Mapping[str, JSON]) -> dict[str, Any]:
         raise ValueError("a time without a zone")
     for hours in (-24, 24):  # every time zone can represent it
         time.astimezone(timezone.utc) + timedelta(hours=hours)
+    if document.get("weights_only", True) is not True:
+        raise ValueError(f"weights_only {document['weights_only']!r}")
     return {
         "id": _expect(document["id"], str),
         "created": created,
@@ -401,7 +403,7 @@ def _shared_from_json(document: Mapping[str, JSON]) -> dict[str, Any]:
 def _store_manifest_from_json(document: Mapping[str, JSON]) -> Manifest:
     if "loss" in document and document["loss"] is None:
         raise ValueError("a loss of nothing, which has another spelling")
-    format, weights_only = document["format"], _weights_only_from_json(document)
+    format, weights_only = document["format"], "weights_only" in document
     raw_bytes = _count(document["raw_bytes"])  # of all payloads; counted for the first
     rows = [_expect(row, list) for row in _expect(document["files"], list)]
     payloads = tuple(
@@ -427,7 +429,7 @@ def _store_manifest_from_json(document: Mapping[str, JSON]) -> Manifest:
 
 def _directory_manifest_from_json(document: Mapping[str, JSON]) -> DirectoryManifest:
     payloads = tuple(_payload_from_json(row) for row in _expect(document["payloads"], list))
-    weights_only = _weights_only_from_json(document)
+    weights_only = "weights_only" in document
     manifest: DirectoryManifest = Manifest(
         **_shared_from_json(document), payloads=payloads, weights_only=weights_only, extra=document["extra"]
     )
@@ -441,12 +443,6 @@ def _directory_manifest_from_json(document: Mapping[str, JSON]) -> DirectoryMani
     if manifest.lossy_restores > MAX_LOSSY_RESTORES:
         raise ValueError(f"{manifest.lossy_restores} restores")
     return manifest
-
-
-def _weights_only_from_json(document: Mapping[str, JSON]) -> bool:
-    if document.get("weights_only", True) is not True:
-        raise ValueError(f"weights_only {document['weights_only']!r}")
-    return "weights_only" in document
 
 
 def _ranges_from_json(rows: JSON) -> Ranges:

@@ -250,11 +250,7 @@ class ParameterSet:
     path: StatePath
     leaves: list[Leaf] = field(default_factory=list)
     position: int = 0  # of the first leaf in the state
-
-    @cached_property
-    def is_average(self) -> bool:
-        """True if it is named like a moving average, which has no optimizer."""
-        return any(_AVERAGE.search(format_key(key)) for key in self.path)
+    is_average: bool = False  # it is named like a moving average, which has no optimizer
 
     @cached_property
     def _leaves_by_name(self) -> dict[str, Leaf]:
@@ -277,7 +273,9 @@ def _parameter_sets(leaves: Sequence[Leaf]) -> list[ParameterSet]:
             path = leaf.path[:depth]
             model = models.get(path)
             if model is None:
-                model, names[path] = models.setdefault(path, ParameterSet(path, position=position)), set()
+                is_average = any(_AVERAGE.search(format_key(key)) for key in path)
+                model = models[path] = ParameterSet(path, position=position, is_average=is_average)
+                names[path] = set()
             if leaf.name not in names[path]:  # tied parameters count once
                 names[path].add(leaf.name)
                 model.leaves.append(leaf)

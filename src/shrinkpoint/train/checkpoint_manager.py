@@ -248,7 +248,8 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
                 )
 
             report = self._save(f"saving step {step}", flat_state, plan, write, self._finish_save)
-            self._note_saved(step, values)
+            if self._schedule is not None:
+                self._schedule.note_saved(step, values)
             return report
 
     def restore(
@@ -317,7 +318,9 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
             aligned = _load_all(objects, checkpoint.state, where, rng=rng, strict=strict)
             fields |= {"missing_keys": aligned.missing_keys, "unexpected_keys": aligned.unexpected_keys}
             self.store.line.note_restored(place_of(checkpoint.manifest))
-            self._note_restored(checkpoint.step)
+            self._restored_step = checkpoint.step
+            if self._schedule is not None:
+                self._schedule.go_back(checkpoint.step)
         else:
             partial_restore.restore_parts(selection, objects, checkpoint.state, where, strict=strict)
         self._resume_from(checkpoint.manifest)

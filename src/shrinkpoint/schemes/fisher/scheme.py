@@ -228,7 +228,8 @@ class Fisher(Planner["FisherChoice"]):
         moments = {} if problem is not None else self._quantize_moments(save, statistics)
         if self._evaluate is not None:
             save.selection = self._calibration.measured_part(save.selection, save.tensors)
-        tracked = [] if problem is not None or self._copies_mode == "exact" else self._find_copies(save)
+        is_exact = problem is not None or self._copies_mode == "exact" or not save.may_have_copies
+        tracked = [] if is_exact else self._find_copies(save)
         if problem is None and save.selection.global_names:
             steps = self._quantize_weights(save, moments, metric, statistics, tracked)
             if metric is not None and (problem := find_failure(metric)) is not None:
@@ -237,7 +238,7 @@ class Fisher(Planner["FisherChoice"]):
             self._memory, self._group_curvatures = memory, group_curvatures
             self._memory.log_step, self._measured_loss = None, None
         copies: Mapping[str, CopyChoice] = {}
-        if problem is None and (steps.weights is not None or save.is_idle):
+        if tracked and problem is None and (steps.weights is not None or save.is_idle):
             copies = self._quantize_copies(save, metric, statistics, tracked)
         return FisherChoice(steps, moments, problem, copies)
 
@@ -355,7 +356,7 @@ class Fisher(Planner["FisherChoice"]):
         self._measured_loss, self._unmeasured_saves, self._copies = None, 0, {}
         if not isinstance(loss, dict) or loss.get("scheme") != self.id:
             return
-        self._copies = CopyMemory.from_loss(loss)
+        self._copies = CopyMemory.from_loss(loss) if "copies" in loss else {}
         self._memory, probed = RunMemory.from_json(loss, self._terms), loss.get("probed")
         if isinstance(probed, dict) and all(isinstance(x, float) and 0 < x < math.inf for x in probed.values()):
             self._group_curvatures = dict(probed)
@@ -417,7 +418,7 @@ class Fisher(Planner["FisherChoice"]):
         selection, state = save.selection, save.state
         weights = GlobalWeights(save.tensors, selection.tensors, selection.global_names, selection.sums)
         # Steps are inherited only from a checkpoint that this one may be a difference to.
-        base = save.base
+        base = save.reference if save.reference is not None and save.reference.is_base else None
         if base is None:
             self._memory.log_step = None
         layers = {name: layer for name, layer in self._layers.items() if name in weights.local}
@@ -477,7 +478,7 @@ class Fisher(Planner["FisherChoice"]):
             memory = self._copies.get(tracked.name) or CopyMemory()
             choice = memory.keep_frozen(tracked, save)
             if choice is None:
-                memory.begin_save(self._memory, is_base=save.base is not None)
+                memory.begin_save(self._memory, is_base=save.reference is not None and save.reference.is_base)
                 own = metric and metric.of_other_weights(partial(tracked.model_values, state=save.state))
                 if own is None or own.baseline.is_finite:
                     choice = quantizer.quantize(tracked, memory, self._copy_objective(own, memory), own)
