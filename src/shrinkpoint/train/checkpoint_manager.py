@@ -301,7 +301,7 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
         """
         start = time.perf_counter()
         self.join()
-        step = self._find_step(step)
+        step = self._find_step(step) if isinstance(step, str) else step
         objects = _check_names({"model": model, "optimizer": optimizer, "scheduler": scheduler, **more})
         selection = None if only is None else partial_restore.select_parts(objects, only)
         weights_only = not state_dicts.has_optimizer(objects)
@@ -327,21 +327,16 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
         seconds, extra = time.perf_counter() - start, checkpoint.state.get("extra")
         return RestoreResult.from_manifest(checkpoint.manifest, seconds, extra=extra, **fields)
 
-    def _find_step(self, step: int | str | None) -> int | None:
+    def _find_step(self, step: str) -> int | None:
         """The step that `restore` is asked for; None: the newest that loads."""
         if step == "latest":
             return None
-        if not isinstance(step, str):
-            return step
         where = self.store.storage.describe()
         if step != "best":
             raise validate.argument_error("step", step, "a whole number, None, 'latest' or 'best'", "name one of them")
         best = self.best_step()
         if best is None:
-            expected, do = (
-                "one with the metric of best_step()",
-                "pass metrics= to save, or restore by a number",
-            )
+            expected, do = "one with the metric of best_step()", "pass metrics= to save, or restore by a number"
             raise NotFoundError(where, found="no best checkpoint", expected=expected, do=do)
         return best
 
