@@ -264,9 +264,12 @@ def test_a_trainer_keeps_what_rules_select_and_resumes(tmp_path: Path) -> None:
 
 
 def test_a_callback_keeps_what_rules_select(tmp_path: Path) -> None:
-    callback = ShrinkCallback(keep=Keep(last=2, every=3))
-    made(Trainer, tmp_path, trainer_callbacks=[callback], save_only_model=True, save_steps=1).train()
-    assert names(tmp_path) == [f"checkpoint-{step}" for step in (3, 6, 7, 8)]
+    callback = ShrinkCallback(keep=Keep(last=2, every=3, best=1, metric="eval_loss", mode="max"))
+    evaluated: dict[str, Any] = {"eval_steps": 1, "eval_strategy": "steps", "trainer_eval_dataset": Text(8, 64)}
+    run = made(Trainer, tmp_path, trainer_callbacks=[callback], save_only_model=True, save_steps=1, **evaluated)
+    run.train()
+    losses = {entry["step"]: entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry}
+    assert names(tmp_path) == [f"checkpoint-{step}" for step in sorted({max(losses, key=losses.get), 3, 6, 7, 8})]
     with pytest.raises(PolicyError, match="save_total_limit"):
         made(Trainer, tmp_path, trainer_callbacks=[ShrinkCallback(keep=Keep(last=2))], save_total_limit=2)
 

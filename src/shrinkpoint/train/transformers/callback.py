@@ -173,7 +173,10 @@ class ShrinkCallback(TrainerCallback):
             states[NAMES_KEY] = names
         extra = checkpoint_dirs.manifest_extra(directory, states)
         checkpoint_dirs.retain(self._checkpointer, self._keep, args, state)
-        self._checkpointer.save(directory, states, objects=objects, step=state.global_step, extra=extra)
+        metrics = checkpoint_dirs.eval_metrics(state)
+        self._checkpointer.save(
+            directory, states, objects=objects, step=state.global_step, metrics=metrics, extra=extra
+        )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Wait for the last save, and free the memory.

@@ -40,6 +40,7 @@ UNFINISHED = "optimizer-is-incomplete.txt"
 WEIGHT_FILES = re.compile(r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?")
 OPTIMIZER_FILES = re.compile(r"(optimizer|scheduler|scaler)\.pt")
 RNG_FILES = re.compile(r"rng_state(_\d+)?\.pth")
+_SPEED_SUFFIXES = ("_runtime", "_per_second", "_preparation_time")
 _STEP_DIR = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 _REQUIRED_PAIR = ("optimizer.pt", "scheduler.pt")
 _RESUME_ADVICE = "resume from another checkpoint"
@@ -221,6 +222,17 @@ def retain(checkpointer: Checkpointer, keep: Keep | None, args: Any, state: Any)
     mode: Any = "max" if args.greater_is_better else "min"
     metric = metric if metric.startswith("eval_") else f"eval_{metric}"
     checkpointer.retain(Keep(last=limit, best=1, metric=metric, mode=mode))
+
+
+def eval_metrics(state: Any) -> dict[str, float]:
+    """The metrics that a `TrainerState` has of the current step, without timings."""
+    entries = [entry for entry in state.log_history if entry.get("step") == state.global_step]
+    metrics = {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and not name.endswith(_SPEED_SUFFIXES)
+    }
 
 
 def check_keep(keep: Keep | None, args: Any) -> None:

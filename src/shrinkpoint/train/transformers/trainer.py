@@ -34,7 +34,6 @@ from shrinkpoint.train.transformers.config import Evaluation, ShrinkConfig, chec
 from shrinkpoint.train.transformers.training_loss import TrainingLoss
 
 _log = logging.getLogger("shrinkpoint")
-_SPEED_SUFFIXES = ("_runtime", "_per_second", "_preparation_time")
 _ALTERNATIVE = "or begin anew from its weights alone"
 _METHODS = {
     "model": ("_save", "_load_from_checkpoint", "_load_best_model"),
@@ -312,7 +311,7 @@ class ShrinkTrainer(Trainer):
             pending.state,
             objects=pending.objects,
             step=self.state.global_step,
-            metrics=_eval_metrics(self.state),
+            metrics=checkpoint_dirs.eval_metrics(self.state),
             extra=extra,
         )
         # Frees them: a background save has its own copy.
@@ -529,14 +528,3 @@ def _save_interval(args: Any) -> int | None:
     """Number of optimizer steps between two saves; None if it is not fixed."""
     steps = args.save_steps if args.save_strategy == SaveStrategy.STEPS else 0
     return int(steps) if steps >= 1 else None
-
-
-def _eval_metrics(state: Any) -> dict[str, float]:
-    """The metrics that a `TrainerState` has of the current step, without timings."""
-    entries = [entry for entry in state.log_history if entry.get("step") == state.global_step]
-    metrics = {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
-    return {
-        name: float(value)
-        for name, value in metrics.items()
-        if isinstance(value, int | float) and not name.endswith(_SPEED_SUFFIXES)
-    }
