@@ -165,9 +165,10 @@ def _manifests_of(directories: Iterable[Directory]) -> Iterator[DirectoryManifes
 
 
 def _moments_of(manifest: DirectoryManifest) -> MomentFilter:
+    from shrinkpoint.convert.framework_layouts import framework_of
     from shrinkpoint.store.directory_rewrite import MomentFilter
 
-    if isinstance(manifest.extra, dict) and "torch.distributed.checkpoint" in manifest.extra:
+    if framework_of(manifest) == "dcp":
         from shrinkpoint.train.dcp.checkpoint_metadata import MOMENTS
 
         return MOMENTS

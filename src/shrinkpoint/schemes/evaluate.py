@@ -178,11 +178,7 @@ class DegradationMetric:
         return reading
 
     def of_other_weights(self, complete: Callable[[TrialValues], TrialValues]) -> DegradationMetric:
-        """A metric of other weights in the same model, which are measured first.
-
-        Args:
-            complete: the values of all of them, with some replaced.
-        """
+        """A metric of other weights in the model, measured at once; `complete` adds those that a trial leaves out."""
         other = DegradationMetric(
             lambda values: self._evaluate(complete(values)), higher_is_better=self._higher_is_better, task=self._task
         )
