@@ -48,6 +48,7 @@ class PlannedSave:
 
     Attributes:
         reference: the decoded previous checkpoint; None if there is none.
+        base: the same, if this checkpoint may be a difference to it.
         evaluator: measures trials; None: on copies of the state.
         tensors: the tensors of all ranks.
         is_shared: other ranks take part, which have other shards of the state.
@@ -61,6 +62,7 @@ class PlannedSave:
 
     state: FlatState
     reference: Reference | None
+    base: Reference | None
     evaluator: TrialEvaluator | None
     tensors: GlobalTensors
     is_shared: bool
@@ -264,6 +266,7 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
         save = PlannedSave(
             state,
             reference,
+            reference if reference is not None and reference.is_base else None,
             evaluator,
             tensors,
             is_shared=global_tensors is not None,

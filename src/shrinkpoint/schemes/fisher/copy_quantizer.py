@@ -177,7 +177,7 @@ class CopyQuantizer:
         return StepCandidates(
             GlobalWeights(tensors, moved, names, copy.sums),
             {name: replace(curvatures[sources[name]], first=None) for name in moved},  # the slope is the model's own
-            self.save.reference if self.save.reference is not None and self.save.reference.is_base else None,
+            self.save.base,
             memory.run.log_step,
             self.lossy_restores,
             self.seed,

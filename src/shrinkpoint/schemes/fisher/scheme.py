@@ -418,7 +418,7 @@ class Fisher(Planner["FisherChoice"]):
         selection, state = save.selection, save.state
         weights = GlobalWeights(save.tensors, selection.tensors, selection.global_names, selection.sums)
         # Steps are inherited only from a checkpoint that this one may be a difference to.
-        base = save.reference if save.reference is not None and save.reference.is_base else None
+        base = save.base
         if base is None:
             self._memory.log_step = None
         layers = {name: layer for name, layer in self._layers.items() if name in weights.local}
@@ -478,7 +478,7 @@ class Fisher(Planner["FisherChoice"]):
             memory = self._copies.get(tracked.name) or CopyMemory()
             choice = memory.keep_frozen(tracked, save)
             if choice is None:
-                memory.begin_save(self._memory, is_base=save.reference is not None and save.reference.is_base)
+                memory.begin_save(self._memory, is_base=save.base is not None)
                 own = metric and metric.of_other_weights(partial(tracked.model_values, state=save.state))
                 if own is None or own.baseline.is_finite:
                     choice = quantizer.quantize(tracked, memory, self._copy_objective(own, memory), own)
