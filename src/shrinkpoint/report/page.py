@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.resources import files
 
-from markupsafe import Markup
-
 from shrinkpoint import html, humanize
 from shrinkpoint.report.checkpoints import CheckpointReport
 from shrinkpoint.report.figures import series_charts
@@ -35,9 +33,9 @@ def render_page(runs: Sequence[RunReport]) -> str:
         charts=[*series_charts(runs)],
         maps=[(run, tensor_boxes([row for file in run.files for row in file.tensors])) for run in runs],
         details=[_details(run, f": {run.name}" if len(runs) > 1 else "") for run in runs],
-        tips=Markup(tips.replace("<", "\\u003c")),  # JSON that no text in it can break out of
-        style=Markup(style),
-        script=Markup(script),
+        tips=tips.replace("<", "\\u003c"),  # JSON that no text in it can break out of
+        style=style,
+        script=script,
         shown_rows=_SHOWN_ROWS,
         max_rows=_MAX_ROWS,
     )
