@@ -7,7 +7,7 @@
 
 #include "base/error.hpp"
 #include "base/simd.hpp"
-#include "entropy/rans_avx512.hpp"
+#include "entropy/rans_vectors.hpp"
 
 namespace shrinkpoint {
 
@@ -75,6 +75,50 @@ RansEncoder::RansEncoder(const std::vector<Frequencies>& tables) : tables_(table
 #endif
 }
 
+#if defined(SHRINKPOINT_X86)
+namespace {
+
+// The largest float that is not above 1 / frequency.
+float reciprocal_below(uint16_t frequency) {
+    const float nearest = 1.0f / static_cast<float>(frequency);
+    return static_cast<double>(nearest) * frequency > 1 ? std::nextafter(nearest, 0.0f) : nearest;
+}
+
+uint64_t with_reciprocal(uint32_t entry, uint16_t frequency) {
+    const uint64_t reciprocal = std::min((uint64_t{1} << 32) / frequency, uint64_t{UINT32_MAX});
+    return reciprocal << 32 | entry;
+}
+
+}  // namespace
+
+PackedTables::PackedTables(const std::vector<Frequencies>& tables) {
+    if (simd() == Simd::None) return;
+    const bool is_wide = simd() == Simd::Avx512;
+    for (const Frequencies& table : tables)
+        for (unsigned s = 0; s < 256; ++s)
+            while (table[s] != 0 && s >> symbol_bits != 0) ++symbol_bits;
+    const bool fit = is_wide && tables.size() << symbol_bits <= kRegisterEntries;
+    if (!fit) symbol_bits = 8;
+    const size_t size = std::max<size_t>(kRegisterEntries, tables.size() << symbol_bits);
+    if (is_wide) entries.resize(size);
+    if (fit) reciprocals.resize(size);
+    if (!is_wide) with_reciprocals.resize(size);
+    for (size_t t = 0; t < tables.size(); ++t) {
+        uint32_t cumulative = 0;
+        for (unsigned s = 0; s < 256; ++s) {
+            const uint16_t frequency = tables[t][s];
+            if (frequency == 0) continue;
+            const size_t index = t << symbol_bits | s;
+            const uint32_t entry = frequency | cumulative << 16;
+            if (is_wide) entries[index] = entry;
+            if (fit) reciprocals[index] = reciprocal_below(frequency);
+            if (!is_wide) with_reciprocals[index] = with_reciprocal(entry, frequency);
+            cumulative += frequency;
+        }
+    }
+}
+#endif
+
 RansEncoder::~RansEncoder() = default;
 
 size_t RansEncoder::encode(const uint8_t* symbols, const uint8_t* tables, size_t count, uint8_t* out,
@@ -97,8 +141,11 @@ size_t RansEncoder::encode(const uint8_t* symbols, const uint8_t* tables, size_t
     size_t i = count;
     while (i % lanes != 0) --i, step(i, states[i % lanes]);
 #if defined(SHRINKPOINT_X86)
-    if (lanes == kMaxLanes && simd() == Simd::Avx512) {
+    if (lanes == kMaxLanes && !packed_->entries.empty()) {
         encode_rounds_avx512(symbols, tables, i, *packed_, states, next);
+        i = 0;
+    } else if (lanes == kMaxLanes && !packed_->with_reciprocals.empty()) {
+        encode_rounds_avx2(symbols, tables, i, *packed_, states, next);
         i = 0;
     }
 #endif
@@ -139,6 +186,26 @@ void RansDecoder::check_end() const {
     if (next_ > end_) throw Truncated("a symbol stream ends before its last symbol");
 }
 
+#if defined(SHRINKPOINT_X86)
+namespace {
+
+using DecodeRounds = size_t (*)(DecodeRun&, size_t, const DecoderTables&, unsigned&);
+using DecodeRoundsOfTwo = size_t (*)(DecodeRun&, DecodeRun&, size_t, const DecoderTables&, unsigned&);
+
+// The decoder of this processor's vectors; null if it has none.
+DecodeRounds rounds_of_one() {
+    if (simd() == Simd::Avx512) return decode_rounds_avx512;
+    return simd() == Simd::Avx2 ? static_cast<DecodeRounds>(decode_rounds_avx2) : nullptr;
+}
+
+DecodeRoundsOfTwo rounds_of_two() {
+    if (simd() == Simd::Avx512) return decode_rounds_avx512;
+    return simd() == Simd::Avx2 ? static_cast<DecodeRoundsOfTwo>(decode_rounds_avx2) : nullptr;
+}
+
+}  // namespace
+#endif
+
 template <unsigned Lanes>
 void RansDecoder::decode_lanes(const uint8_t* tables, size_t count, uint8_t* symbols) {
     const uint32_t* const entries = all_.entries.data();
@@ -153,9 +220,9 @@ void RansDecoder::decode_lanes(const uint8_t* tables, size_t count, uint8_t* sym
         uint32_t states[Lanes];
         std::memcpy(states, states_, sizeof states);
 #if defined(SHRINKPOINT_X86)
-        if (Lanes == kMaxLanes && simd() == Simd::Avx512) {
+        if (const auto decode_rounds = rounds_of_one(); Lanes == kMaxLanes && decode_rounds != nullptr) {
             DecodeRun run{tables != nullptr ? tables + i : nullptr, symbols + i, next, limit_, states};
-            i += decode_rounds_avx512(run, count - i, all_, turns_by_slot_);
+            i += decode_rounds(run, count - i, all_, turns_by_slot_);
             next = run.next;
         }
 #endif
@@ -199,11 +266,12 @@ void RansDecoder::decode_two(RansDecoder& a, const uint8_t* tables_a, uint8_t* s
     const auto from = [](const uint8_t* tables, size_t i) { return tables != nullptr ? tables + i : nullptr; };
     size_t done = 0;
 #if defined(SHRINKPOINT_X86)
-    if (a.lanes_ == kMaxLanes && b.lanes_ == kMaxLanes && simd() == Simd::Avx512) {
+    const auto decode_rounds = rounds_of_two();
+    if (a.lanes_ == kMaxLanes && b.lanes_ == kMaxLanes && decode_rounds != nullptr) {
         do {
             DecodeRun run_a{from(tables_a, done), symbols_a + done, a.next_, a.limit_, a.states_};
             DecodeRun run_b{from(tables_b, done), symbols_b + done, b.next_, b.limit_, b.states_};
-            done += decode_rounds_avx512(run_a, run_b, count - done, a.all_, a.turns_by_slot_);
+            done += decode_rounds(run_a, run_b, count - done, a.all_, a.turns_by_slot_);
             a.next_ = run_a.next, b.next_ = run_b.next;
         } while (done + kMaxLanes <= count && (a.enter_tail() | b.enter_tail()));
         a.check_end(), b.check_end();

@@ -1,11 +1,7 @@
-#include "entropy/rans_avx512.hpp"
+#include "entropy/rans_vectors.hpp"
 
 #if defined(SHRINKPOINT_X86)
 #include <immintrin.h>
-
-#include <algorithm>
-#include <cmath>
-#include <type_traits>
 
 namespace shrinkpoint {
 
@@ -162,23 +158,6 @@ SHRINKPOINT_AVX512 size_t decode_two(DecodeRun& a, DecodeRun& b, size_t count, c
     return i;
 }
 
-constexpr unsigned kTurnsBySlot = 63;
-
-// Calls decode(by_ends, misses) by the ends of the first symbols if most steps have these symbols, otherwise by slots.
-template <typename Decode>
-size_t by_ends_or_slots(size_t streams, const DecoderTables& tables, unsigned& turns_by_slot, Decode decode) {
-    size_t misses = 0;
-    if (!tables.few || turns_by_slot > 0) {
-        turns_by_slot -= turns_by_slot > 0;
-        return decode(std::false_type(), misses);
-    }
-    const size_t done = decode(std::true_type(), misses);
-    if (misses > streams * done / kMaxLanes) turns_by_slot = kTurnsBySlot;  // half of the steps of sixteen lanes
-    return done;
-}
-
-constexpr size_t kRegisterEntries = 64;  // entries of an encoder's tables that fit in registers
-
 // The number k in lane k.
 SHRINKPOINT_INLINE512 __m256i iota16() {
     return _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -195,7 +174,7 @@ SHRINKPOINT_INLINE512 Entries unpacked(__m512i entry, __m512 reciprocal) {
     return {_mm512_and_si512(entry, _mm512_set1_epi32(0xffff)), _mm512_srli_epi32(entry, 16), reciprocal};
 }
 
-// Tables of at most kRegisterEntries entries, held in registers.
+// Tables of at most PackedTables::kRegisterEntries entries, held in registers.
 class EntriesInRegisters {
    public:
     SHRINKPOINT_INLINE512 explicit EntriesInRegisters(const PackedTables& tables)
@@ -220,7 +199,7 @@ class EntriesInRegisters {
     }
 
    private:
-    static constexpr unsigned kRegisters = kRegisterEntries / 16;
+    static constexpr unsigned kRegisters = PackedTables::kRegisterEntries / 16;
     __m128i symbol_bits_;
     __m512i entries_[kRegisters];
     __m512 reciprocals_[kRegisters];
@@ -294,16 +273,10 @@ void encode_with(const uint8_t* symbols, const uint8_t* tables, size_t count, co
         encode_all<Tables, false>(symbols, tables, count, packed, states, next);
 }
 
-// The largest float that is not above 1 / frequency.
-float reciprocal_below(uint16_t frequency) {
-    const float nearest = 1.0f / static_cast<float>(frequency);
-    return static_cast<double>(nearest) * frequency > 1 ? std::nextafter(nearest, 0.0f) : nearest;
-}
-
 }  // namespace
 
 size_t decode_rounds_avx512(DecodeRun& run, size_t count, const DecoderTables& tables, unsigned& turns_by_slot) {
-    return by_ends_or_slots(1, tables, turns_by_slot, [&](auto by_ends, size_t& misses) {
+    return by_ends_or_slots(1, 16, tables, turns_by_slot, [&](auto by_ends, size_t& misses) {
         using Tables = std::conditional_t<by_ends, ByEnds, BySlot>;
         return run.tables != nullptr ? decode_one<true, Tables>(run, count, tables, misses)
                                      : decode_one<false, Tables>(run, count, tables, misses);
@@ -312,31 +285,11 @@ size_t decode_rounds_avx512(DecodeRun& run, size_t count, const DecoderTables& t
 
 size_t decode_rounds_avx512(DecodeRun& a, DecodeRun& b, size_t count, const DecoderTables& tables,
                             unsigned& turns_by_slot) {
-    return by_ends_or_slots(2, tables, turns_by_slot, [&](auto by_ends, size_t& misses) {
+    return by_ends_or_slots(2, 16, tables, turns_by_slot, [&](auto by_ends, size_t& misses) {
         using Tables = std::conditional_t<by_ends, ByEnds, BySlot>;
         return a.tables != nullptr ? decode_two<true, Tables>(a, b, count, tables, misses)
                                    : decode_two<false, Tables>(a, b, count, tables, misses);
     });
-}
-
-PackedTables::PackedTables(const std::vector<Frequencies>& tables) : symbol_bits(0) {
-    for (const Frequencies& table : tables)
-        for (unsigned s = 0; s < 256; ++s)
-            while (table[s] != 0 && s >> symbol_bits != 0) ++symbol_bits;
-    const bool fit = tables.size() << symbol_bits <= kRegisterEntries;
-    if (!fit) symbol_bits = 8;
-    entries.resize(std::max<size_t>(kRegisterEntries, tables.size() << symbol_bits));
-    if (fit) reciprocals.resize(kRegisterEntries);
-    for (size_t t = 0; t < tables.size(); ++t) {
-        uint32_t cumulative = 0;
-        for (unsigned s = 0; s < 256; ++s) {
-            const size_t index = t << symbol_bits | s;
-            if (tables[t][s] == 0) continue;
-            entries[index] = tables[t][s] | cumulative << 16;
-            if (fit) reciprocals[index] = reciprocal_below(tables[t][s]);
-            cumulative += tables[t][s];
-        }
-    }
 }
 
 void encode_rounds_avx512(const uint8_t* symbols, const uint8_t* tables, size_t count, const PackedTables& packed,

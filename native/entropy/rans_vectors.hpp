@@ -1,7 +1,9 @@
-// Rounds of 32 lanes, sixteen lanes a register.
+// Rounds of 32 lanes in vectors: sixteen lanes a register of AVX-512, eight of AVX2.
 #pragma once
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include "base/simd.hpp"
@@ -23,26 +25,55 @@ struct DecodeRun {
 // Decodes as many whole rounds as can be read without looking past `end`. Returns the symbols done and moves `next`.
 // `turns_by_slot` is 0 at first and kept between the calls of one stream. If the first symbols of the tables prove
 // rare, it counts the calls that look all symbols up by their slots.
+size_t decode_rounds_avx2(DecodeRun& run, size_t count, const DecoderTables& tables, unsigned& turns_by_slot);
 size_t decode_rounds_avx512(DecodeRun& run, size_t count, const DecoderTables& tables, unsigned& turns_by_slot);
 
 // Decodes rounds of two streams in turn: a round waits only for the round before it in its own stream. Both streams
 // have tables or neither has.
+size_t decode_rounds_avx2(DecodeRun& a, DecodeRun& b, size_t count, const DecoderTables& tables,
+                          unsigned& turns_by_slot);
 size_t decode_rounds_avx512(DecodeRun& a, DecodeRun& b, size_t count, const DecoderTables& tables,
                             unsigned& turns_by_slot);
 
-// Tables of an encoder in the layout that vector look-ups need.
+// Calls decode(by_ends, misses) by the ends of the first symbols if most steps have these symbols, otherwise by slots.
+// A step decodes `lanes` symbols.
+template <typename Decode>
+size_t by_ends_or_slots(size_t streams, size_t lanes, const DecoderTables& tables, unsigned& turns_by_slot,
+                        Decode decode) {
+    constexpr unsigned kTurnsBySlot = 63;
+    size_t misses = 0;
+    if (!tables.few || turns_by_slot > 0) {
+        turns_by_slot -= turns_by_slot > 0;
+        return decode(std::false_type(), misses);
+    }
+    const size_t done = decode(std::true_type(), misses);
+    if (misses > streams * done / (2 * lanes)) turns_by_slot = kTurnsBySlot;
+    return done;
+}
+
+// Tables of an encoder in the layouts that the vector look-ups of this processor need.
 class PackedTables {
    public:
     explicit PackedTables(const std::vector<Frequencies>& tables);
 
-    // The index of a symbol under a table: table << symbol_bits | symbol.
-    unsigned symbol_bits;
+    static constexpr size_t kRegisterEntries = 64;  // entries that fit in the registers of AVX-512
+
+    // AVX-512. The index of a symbol under a table: table << symbol_bits | symbol.
+    unsigned symbol_bits = 0;
     std::vector<uint32_t> entries;   // frequency | cumulative << 16
     std::vector<float> reciprocals;  // 1 / frequency, rounded down; empty for more entries than registers hold
+
+    // AVX2. Entries as above, and 2^32 / frequency, rounded down, in the upper half; of table << 8 | symbol.
+    std::vector<uint64_t> with_reciprocals;
+
+   private:
+    void fill_entries(const std::vector<Frequencies>& tables);
 };
 
 // Encodes symbols[0, count), last first; count is a multiple of 32. Writes words in front of `next` and overwrites up
 // to 32 bytes there. `tables` may be null as above.
+void encode_rounds_avx2(const uint8_t* symbols, const uint8_t* tables, size_t count, const PackedTables& packed,
+                        uint32_t* states, uint8_t*& next);
 void encode_rounds_avx512(const uint8_t* symbols, const uint8_t* tables, size_t count, const PackedTables& packed,
                           uint32_t* states, uint8_t*& next);
 
