@@ -16,6 +16,8 @@ namespace shrinkpoint {
 namespace {
 
 constexpr size_t kLanes = 64, kBlocks = 4;
+constexpr size_t kGroup = kLanes * kBlocks;  // positions that vectors count at a time
+constexpr uint8_t kNotZero = 255;            // stands for the context where the symbol is not 0
 constexpr size_t kTilesBetweenChoices = 64;
 
 // Positions that no comparison counts, and the symbols and contexts of the whole tile.
@@ -37,11 +39,11 @@ SHRINKPOINT_INLINE512 void append(__mmask64 mask, size_t first, Uncounted& rest)
     }
 }
 
-// Counts symbol 0 under the common contexts; count is a multiple of kLanes * kBlocks.
-SHRINKPOINT_AVX512 void count_common(const uint8_t* values, const uint8_t* base, size_t count, uint8_t largest,
-                                     const uint8_t* common, size_t commons, uint32_t* counts, Uncounted& rest) {
+// Counts symbol 0 under the common contexts; count is a multiple of kGroup.
+SHRINKPOINT_AVX512 void count_common_avx512(const uint8_t* values, const uint8_t* base, size_t count, uint8_t largest,
+                                            const uint8_t* common, size_t commons, uint32_t* counts, Uncounted& rest) {
     const __m512i most = _mm512_set1_epi8(static_cast<char>(largest));
-    for (size_t start = 0; start < count; start += kLanes * kBlocks) {
+    for (size_t start = 0; start < count; start += kGroup) {
         __m512i contexts[kBlocks];
         __mmask64 zero[kBlocks];
         uint64_t counted[kBlocks] = {};
@@ -69,11 +71,68 @@ SHRINKPOINT_AVX512 void count_common(const uint8_t* values, const uint8_t* base,
     }
 }
 
+SHRINKPOINT_INLINE256 __m256i load32(const uint8_t* bytes) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes));
+}
+
+SHRINKPOINT_INLINE256 __m256i twice(const uint8_t* bytes) {
+    return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
+}
+
+// A set of bytes: for each low half of a byte a bit of each high half, those below 8 and the others.
+struct ByteSet {
+    alignas(16) uint8_t low[16] = {}, high[16] = {};
+
+    ByteSet(const uint8_t* bytes, size_t count) {
+        for (size_t k = 0; k < count; ++k)
+            (bytes[k] < 128 ? low : high)[bytes[k] & 15] |= static_cast<uint8_t>(1 << (bytes[k] >> 4 & 7));
+    }
+};
+
+// All ones for each byte that is not in the set.
+SHRINKPOINT_INLINE256 __m256i outside(const ByteSet& set, __m256i bytes) {
+    alignas(16) static constexpr uint8_t kBits[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    const __m256i half = _mm256_set1_epi8(15), row = _mm256_and_si256(bytes, half);
+    const __m256i bit = _mm256_shuffle_epi8(twice(kBits), _mm256_and_si256(_mm256_srli_epi16(bytes, 4), half));
+    const __m256i below = _mm256_shuffle_epi8(twice(set.low), row), above = _mm256_shuffle_epi8(twice(set.high), row);
+    const __m256i bits = _mm256_and_si256(_mm256_blendv_epi8(below, above, bytes), bit);
+    return _mm256_cmpeq_epi8(bits, _mm256_setzero_si256());
+}
+
+// The same without masks: what is common is found in a set, then counted context by context. kNotZero is not common.
+SHRINKPOINT_AVX2 void count_common_avx2(const uint8_t* values, const uint8_t* base, size_t count, uint8_t largest,
+                                        const uint8_t* common, size_t commons, uint32_t* counts, Uncounted& rest) {
+    alignas(32) uint8_t keys[kTile];
+    const ByteSet set(common, commons);
+    const __m256i most = _mm256_set1_epi8(static_cast<char>(largest)), zeros = _mm256_setzero_si256();
+    for (size_t i = 0; i < count; i += 32) {
+        const __m256i parent = load32(base + i), difference = _mm256_sub_epi8(load32(values + i), parent);
+        const __m256i negative = _mm256_cmpgt_epi8(zeros, difference), context = _mm256_min_epu8(parent, most);
+        const __m256i symbol = _mm256_xor_si256(_mm256_add_epi8(difference, difference), negative);
+        _mm256_store_si256(reinterpret_cast<__m256i*>(rest.symbols + i), symbol);
+        _mm256_store_si256(reinterpret_cast<__m256i*>(rest.contexts + i), context);
+        const __m256i is_zero = _mm256_cmpeq_epi8(difference, zeros);
+        const __m256i key = _mm256_blendv_epi8(_mm256_set1_epi8(static_cast<char>(kNotZero)), context, is_zero);
+        _mm256_store_si256(reinterpret_cast<__m256i*>(keys + i), key);
+        auto left = static_cast<uint32_t>(_mm256_movemask_epi8(outside(set, key)));
+        for (; left != 0; left &= left - 1)
+            rest.positions[rest.count++] = static_cast<uint16_t>(i + static_cast<size_t>(__builtin_ctz(left)));
+    }
+    for (size_t k = 0; k < commons; ++k) {
+        const __m256i context = _mm256_set1_epi8(static_cast<char>(common[k]));
+        __m256i sums = zeros;  // at most kTile / 32 in a byte
+        for (size_t i = 0; i < count; i += 32) sums = _mm256_sub_epi8(sums, _mm256_cmpeq_epi8(load32(keys + i), context));
+        alignas(32) uint64_t parts[4];
+        _mm256_store_si256(reinterpret_cast<__m256i*>(parts), _mm256_sad_epu8(sums, zeros));
+        counts[size_t{common[k]} * 256] += static_cast<uint32_t>(parts[0] + parts[1] + parts[2] + parts[3]);
+    }
+}
+
 }  // namespace
 
 void CodeCounts::choose_common(const uint32_t* counts) {
     const auto frequency = [&](size_t context) { return counts[context * 256]; };
-    std::vector<uint8_t> contexts(size_t{largest_} + 1);
+    std::vector<uint8_t> contexts(std::min<size_t>(largest_ + 1u, kNotZero));
     std::iota(contexts.begin(), contexts.end(), uint8_t{0});
     uint64_t all = 0;
     for (const uint8_t context : contexts) all += frequency(context);
@@ -87,12 +146,13 @@ void CodeCounts::choose_common(const uint32_t* counts) {
 }
 
 bool CodeCounts::add(const uint8_t* values, const uint8_t* base, size_t count, uint32_t* counts) {
-    if (simd() != Simd::Avx512) return false;
+    if (simd() == Simd::None) return false;
     const size_t tile = tiles_++;
     if (tile % kTilesBetweenChoices == 1) choose_common(counts);
-    if (!helps_ || count % (kLanes * kBlocks) != 0) return false;
+    if (!helps_ || count % kGroup != 0) return false;
     Uncounted rest;
-    count_common(values, base, count, largest_, common_, commons_, counts, rest);
+    (simd() == Simd::Avx512 ? count_common_avx512 : count_common_avx2)(values, base, count, largest_, common_, commons_, counts,
+                                                                rest);
     for (size_t i = 0; i < rest.count; ++i) {
         const size_t position = rest.positions[i];
         ++counts[size_t{rest.contexts[position]} * 256 + rest.symbols[position]];

@@ -34,10 +34,18 @@ SHRINKPOINT_INLINE int32_t chosen(bool first, int32_t a, int32_t b) {
     return (a & mask) | (b & ~mask);
 }
 
-// Maps values that are not finite to 0 and limits the rest to the range of codes.
+// The value, or 0. By its bits: compilers make many branches of a condition that meets other ones.
+SHRINKPOINT_INLINE float held(bool is_held, float value) {
+    return float_of(bits_of(value) & (0u - static_cast<uint32_t>(is_held)));
+}
+
+// Maps values that are not finite to 0 and limits the rest to the range of codes. By their bits, too.
 SHRINKPOINT_INLINE float reachable(float position) {
-    position = std::fabs(position) <= std::numeric_limits<float>::max() ? position : 0.0f;
-    return std::min(std::max(position, static_cast<float>(-kMaxCode)), static_cast<float>(kMaxCode));
+    constexpr int32_t kMaxCodeBits = 0x46fffc00, kInfinity = 0x7f800000;  // of the float kMaxCode
+    const uint32_t bits = bits_of(position);
+    const auto magnitude = static_cast<int32_t>(bits & 0x7fffffff);
+    const auto limited = static_cast<uint32_t>(std::min(magnitude, kMaxCodeBits)) | (bits & 0x80000000);
+    return held(magnitude < kInfinity, float_of(limited));
 }
 
 // The steps and contexts of the positions of one tile, and scratch memory.

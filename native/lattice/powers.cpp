@@ -42,12 +42,17 @@ Bits16 roots_of_two_octaves() {
     return out;
 }
 
+template <bool kRoot>
+const Bits16& factors() {
+    static const Bits16 bits = kRoot ? roots_of_two_octaves() : eighths_twice();
+    return bits;
+}
+
 // Same with a look-up for the eighths of octaves, or its root. Returns the positions done.
 template <bool kRoot>
 SHRINKPOINT_AVX512 size_t make_powers_avx512(const int16_t* codes, const int32_t* exponents, int32_t step, size_t count,
                                              float* values) {
-    static const Bits16 table_bits = kRoot ? roots_of_two_octaves() : eighths_twice();
-    const __m512i table = _mm512_loadu_si512(table_bits.data());
+    const __m512i table = _mm512_loadu_si512(factors<kRoot>().data());
     const __m512i steps = _mm512_set1_epi32(step), zero_code = _mm512_set1_epi32(kZeroCode);
     const __m512i least = _mm512_set1_epi32(kMinOctave), most = _mm512_set1_epi32(kMaxOctave);
     const __m512i odd = _mm512_set1_epi32(8), even = _mm512_set1_epi32(~1);
@@ -68,6 +73,34 @@ SHRINKPOINT_AVX512 size_t make_powers_avx512(const int16_t* codes, const int32_t
     }
     return i;
 }
+
+// Eight at a time, so that an odd octave has a look-up of its own.
+template <bool kRoot>
+SHRINKPOINT_AVX2 size_t make_powers_avx2(const int16_t* codes, const int32_t* exponents, int32_t step, size_t count,
+                                         float* values) {
+    const auto load = [](const uint32_t* bits) { return reinterpret_cast<const __m256i*>(bits); };
+    const __m256i even_table = _mm256_loadu_si256(load(factors<kRoot>().data()));
+    const __m256i odd_table = _mm256_loadu_si256(load(factors<kRoot>().data() + 8));
+    const __m256i steps = _mm256_set1_epi32(step), zero_code = _mm256_set1_epi32(kZeroCode);
+    const __m256i least = _mm256_set1_epi32(kMinOctave), most = _mm256_set1_epi32(kMaxOctave);
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+        const __m256i code = _mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i)));
+        const __m256i place = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(exponents + i));
+        const __m256i exponent = _mm256_add_epi32(place, _mm256_madd_epi16(code, steps));
+        const __m256i octave = _mm256_min_epi32(_mm256_max_epi32(_mm256_srai_epi32(exponent, 3), least), most);
+        __m256i factor = _mm256_permutevar8x32_epi32(even_table, exponent), scale = _mm256_slli_epi32(octave, 23);
+        if (kRoot) {
+            const __m256i odd = _mm256_permutevar8x32_epi32(odd_table, exponent);
+            const __m256i is_odd = _mm256_cmpgt_epi32(_mm256_setzero_si256(), _mm256_slli_epi32(octave, 31));
+            factor = _mm256_blendv_epi8(factor, odd, is_odd);
+            scale = _mm256_slli_epi32(_mm256_srai_epi32(octave, 1), 23);
+        }
+        const __m256i bits = _mm256_andnot_si256(_mm256_cmpeq_epi32(code, zero_code), _mm256_add_epi32(factor, scale));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(values + i), bits);
+    }
+    return i;
+}
 #endif
 
 }  // namespace
@@ -83,7 +116,10 @@ template <bool kRoot>
 size_t make_with(const int16_t* codes, const int32_t* exponents, int32_t step, size_t count, float* values) {
     size_t done = 0;
 #if defined(SHRINKPOINT_X86)
-    if (simd() == Simd::Avx512) done = make_powers_avx512<kRoot>(codes, exponents, step, count, values);
+    if (simd() == Simd::Avx512)
+        done = make_powers_avx512<kRoot>(codes, exponents, step, count, values);
+    else if (simd() == Simd::Avx2)
+        done = make_powers_avx2<kRoot>(codes, exponents, step, count, values);
 #endif
     make_some_powers(codes + done, exponents + done, step, count - done, values + done);
     return done;

@@ -20,8 +20,7 @@ SHRINKPOINT_KERNEL(bool, round_all,
                    (values, steps, dithers, count, codes)) {
     uint32_t out_of_range = 0;
     for (size_t i = 0; i < count; ++i) {
-        const float quotient = values[i] / steps[i];
-        const float position = (steps[i] > 0.0f ? quotient : 0.0f) - dithers[i];  // no step: all points are zero
+        const float position = held(steps[i] > 0.0f, values[i] / steps[i]) - dithers[i];  // no step: all points are zero
         out_of_range |= !(std::fabs(position) < static_cast<float>(kMaxCode));
         codes[i] = static_cast<int16_t>(rounded(reachable(position)));
     }
