@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/floats.hpp"
 #include "lattice/grid.hpp"
 
 namespace shrinkpoint {
@@ -15,8 +16,7 @@ bool narrow_codes(const int16_t* codes, size_t count, int8_t* out);
 // Returns `count` codes from `start` on, in place or widened into `buffer`.
 inline const int16_t* read_codes(Codes codes, uint64_t start, size_t count, int16_t* buffer) {
     const uint8_t* const data = codes.data + codes.bytes * start;
-    const uint8_t* const next = data + codes.bytes * count;  // a short block is over before the machine sees it coming
-    for (size_t ahead = 0; ahead < codes.bytes * count; ahead += 64) __builtin_prefetch(next + ahead);
+    fetch_next(data, codes.bytes * count);
     if (codes.bytes == 2) return reinterpret_cast<const int16_t*>(data);
     widen_codes(reinterpret_cast<const int8_t*>(codes.data) + start, count, buffer);
     return buffer;
