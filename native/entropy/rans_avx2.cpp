@@ -175,30 +175,33 @@ class ByEnds {
 template <bool ContextTables>
 class Lanes {
    public:
-    SHRINKPOINT_INLINE256 explicit Lanes(DecodeRun& run) : run_(run), next_(run.next) {
+    SHRINKPOINT_INLINE256 explicit Lanes(const DecodeRun& run)
+        : tables_(run.tables), symbols_(run.symbols), next_(run.next), end_(run.end) {
         for (unsigned k = 0; k < kRegisters; ++k) states_[k] = load(run.states + kLanes * k);
     }
 
-    SHRINKPOINT_INLINE256 bool can_read() const { return run_.end - next_ >= static_cast<ptrdiff_t>(kRoundReach); }
+    SHRINKPOINT_INLINE256 bool can_read() const { return end_ - next_ >= static_cast<ptrdiff_t>(kRoundReach); }
 
     // Decodes symbol i of the k-th eight lanes.
     template <typename Tables>
     SHRINKPOINT_INLINE256 void decode(unsigned k, size_t i, Tables& all) {
         const __m256i slots = _mm256_and_si256(states_[k], _mm256_set1_epi32(kProbabilityScale - 1));
         const size_t at = i + kLanes * k;
-        const Step step = all.template get<ContextTables>(slots, from<ContextTables>(run_.tables, at), run_.symbols + at);
+        const Step step = all.template get<ContextTables>(slots, from<ContextTables>(tables_, at), symbols_ + at);
         states_[k] = advanced(states_[k], step, next_);
     }
 
-    SHRINKPOINT_INLINE256 void store() {
-        run_.next = next_;
+    SHRINKPOINT_INLINE256 void store(DecodeRun& run) const {
+        run.next = next_;
         for (unsigned k = 0; k < kRegisters; ++k)
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(run_.states + kLanes * k), states_[k]);
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(run.states + kLanes * k), states_[k]);
     }
 
    private:
-    DecodeRun& run_;
+    const uint8_t* const tables_;  // pointers of its own: a byte that is stored might change those of a run
+    uint8_t* const symbols_;
     const uint8_t* next_;
+    const uint8_t* const end_;
     __m256i states_[kRegisters];
 };
 
@@ -208,8 +211,9 @@ SHRINKPOINT_AVX2 size_t decode_one(DecodeRun& run, size_t count, const DecoderTa
     Lanes<ContextTables> lanes(run);
     size_t i = 0;
     for (; i + kMaxLanes <= count && lanes.can_read(); i += kMaxLanes)
+#pragma GCC unroll 4
         for (unsigned k = 0; k < kRegisters; ++k) lanes.decode(k, i, all);
-    lanes.store();
+    lanes.store(run);
     misses = all.misses();
     return i;
 }
@@ -221,8 +225,9 @@ SHRINKPOINT_AVX2 size_t decode_two(DecodeRun& a, DecodeRun& b, size_t count, con
     Lanes<ContextTables> a_lanes(a), b_lanes(b);
     size_t i = 0;
     for (; i + kMaxLanes <= count && a_lanes.can_read() && b_lanes.can_read(); i += kMaxLanes)
+#pragma GCC unroll 4
         for (unsigned k = 0; k < kRegisters; ++k) a_lanes.decode(k, i, all), b_lanes.decode(k, i, all);
-    a_lanes.store(), b_lanes.store();
+    a_lanes.store(a), b_lanes.store(b);
     misses = all.misses();
     return i;
 }
@@ -285,7 +290,9 @@ SHRINKPOINT_AVX2 void encode_all(const uint8_t* symbols, const uint8_t* tables, 
     uint8_t* at = next;
     for (size_t i = count; i > 0;) {
         i -= kMaxLanes;
-        for (unsigned k = kRegisters; k-- > 0;) {
+#pragma GCC unroll 4
+        for (unsigned done = 0; done < kRegisters; ++done) {
+            const unsigned k = kRegisters - 1 - done;
             const size_t place = i + kLanes * k;
             const uint8_t* const table = from<ContextTables>(tables, place);
             lanes[k] = put8(lanes[k], entries_at<ContextTables>(symbols + place, table, entries), at);
