@@ -10,6 +10,7 @@
 #include "lattice/codec.hpp"
 #include "lattice/error_feedback.hpp"
 #include "lattice/kmeans.hpp"
+#include "lattice/movement.hpp"
 #include "lattice/progress.hpp"
 #include "lattice/quantize.hpp"
 #include "lattice/second_moments.hpp"
@@ -460,20 +461,35 @@ Tuple<double, double, double> sum_errors(const Lattice& lattice, Input codes, In
     return nb::make_tuple(sums.slope, sums.curvature, sums.squares);
 }
 
-Tuple<double, DoubleArray> sum_hysteresis(const Lattice& lattice, Input weight, Input decoded, Input original,
-                                          float max_hysteresis, size_t levels, uint64_t first, uint64_t length,
-                                          uint64_t stride, uint64_t count) {
-    const Bytes weight_bytes(weight), decoded_bytes(decoded), original_bytes(original);
+// Returns the squared movement, that times the movement of the points before, and what is written by threshold.
+DoubleArray sum_movement(const Lattice& lattice, Input parent, Input first_codes, Input weight, Input earlier,
+                         uint64_t first, uint64_t length, uint64_t stride, uint64_t count, float max_hysteresis,
+                         size_t levels) {
+    const Bytes parent_bytes(parent), code_bytes(first_codes), weight_bytes(weight), earlier_bytes(earlier);
     const Runs runs = runs_of(lattice, first, length, stride, count);
+    const Codes parent_data = required_codes(lattice.count(), parent_bytes);
+    const Codes first_data = required_codes(lattice.count(), code_bytes);
     const Floats weight_floats = matrix_of(count, length, weight_bytes, "weight");
-    const Floats decoded_floats = matrix_of(count, length, decoded_bytes, "decoded");
-    const Floats original_floats = matrix_of(count, length, original_bytes, "original");
-    HysteresisSums sums;
+    const Floats earlier_floats = matrix_of(count, length, earlier_bytes, "earlier");
+    std::vector<double> out;
     {
         nb::gil_scoped_release release;
-        sums = hysteresis_sums(lattice, runs, weight_floats, decoded_floats, original_floats, max_hysteresis, levels);
+        MovementSums sums = movement_sums(lattice, runs, parent_data, first_data, weight_floats, earlier_floats,
+                                          max_hysteresis, levels);
+        out = std::move(sums.written);
+        out.insert(out.begin(), {sums.squared, sums.before});
     }
-    return nb::make_tuple(sums.movement, array_of(std::move(sums.written)));
+    return array_of(std::move(out));
+}
+
+bool are_near_points(const Lattice& lattice, Input codes, Input values, uint64_t first, uint64_t length,
+                     uint64_t stride, uint64_t count, float max_steps) {
+    const Bytes code_bytes(codes), value_bytes(values);
+    const Runs runs = runs_of(lattice, first, length, stride, count);
+    const Codes code_data = required_codes(lattice.count(), code_bytes);
+    const Floats value_floats = matrix_of(count, length, value_bytes, "values");
+    nb::gil_scoped_release release;
+    return near_points(lattice, runs, code_data, value_floats, max_steps);
 }
 
 void bind_lattice(nb::module_& m) {
@@ -518,8 +534,10 @@ void bind_lattice(nb::module_& m) {
           "hysteresis"_a = 0.5f, "threads"_a = 1);
     m.def("quantize_with_feedback", quantize_feedback, "lattice"_a, "values"_a, "factor"_a, "codes"_a, nb::kw_only(),
           "threads"_a = 1);
-    m.def("hysteresis_sums", sum_hysteresis, "lattice"_a, "weight"_a, "decoded"_a, "original"_a, nb::kw_only(),
-          "max_hysteresis"_a, "levels"_a, "first"_a, "length"_a, "stride"_a, "count"_a);
+    m.def("movement_sums", sum_movement, "lattice"_a, "parent"_a, "first_codes"_a, "weight"_a, "earlier"_a, "first"_a,
+          "length"_a, "stride"_a, "count"_a, nb::kw_only(), "max_hysteresis"_a, "levels"_a);
+    m.def("near_points", are_near_points, "lattice"_a, "codes"_a, "values"_a, "first"_a, "length"_a, "stride"_a,
+          "count"_a, nb::kw_only(), "max_steps"_a);
     m.def("quantization_error_sums", sum_errors, "lattice"_a, "codes"_a, "values"_a, nb::kw_only(),
           "slopes"_a.none() = nb::none(), "squares"_a.none() = nb::none(), "threads"_a = 1);
 }

@@ -100,23 +100,6 @@ class ErrorPieces {
     std::vector<Lanes> pieces_;
 };
 
-// Computes offsets from the previous points in steps, and the movement since the parent that is written if codes follow
-// the offsets. Returns the sum of squared movement.
-SHRINKPOINT_KERNEL(double, measure_movement,
-                   (const float* values, const float* decoded, const float* originals, const float* steps, size_t count,
-                    float* offsets, float* written),
-                   (values, decoded, originals, steps, count, offsets, written)) {
-    double lanes[kLanes] = {};
-    const auto add = [&](size_t i, size_t lane) {
-        const float offset = (values[i] - decoded[i]) / steps[i], movement = values[i] - originals[i];
-        offsets[i] = std::fabs(offset);
-        written[i] = std::rint(offset) * steps[i] * movement;
-        lanes[lane] += static_cast<double>(movement) * movement;
-    };
-    by_lanes<kLanes>(count, add);
-    return sum_lanes(lanes);
-}
-
 }  // namespace
 
 unsigned lattice_quantize(const Lattice& lattice, Floats values, const CodedMoments& seconds, Codes previous,
@@ -146,31 +129,6 @@ unsigned lattice_quantize(const Lattice& lattice, Floats values, const CodedMome
     });
     if (errors != nullptr) *errors = pieces.sum();
     return !fits ? 0 : code_bytes == 1 && narrow ? 1 : 2;
-}
-
-HysteresisSums hysteresis_sums(const Lattice& lattice, Runs runs, Floats values, Floats decoded, Floats originals,
-                               float max_hysteresis, size_t levels) {
-    if (lattice.powers) throw std::invalid_argument("hysteresis: points that stand for powers");
-    if (!(max_hysteresis > 0.5f) || levels == 0 || levels > kMaxHysteresisLevels)
-        throw std::invalid_argument("hysteresis: expected more than 1/2, and 1 to 4096 levels");
-    const ScopedFpEnvironment floats;
-    const auto cells = std::make_unique<Cells>();
-    float value_buffer[kTile], original_buffer[kTile], offsets[kTile], written[kTile];
-    const auto last = static_cast<float>(levels);
-    const float scale = static_cast<float>(levels) / (max_hysteresis - 0.5f);
-    HysteresisSums out;
-    out.written.resize(levels + 1);
-    by_tiles_of(runs, kTile, [&](uint64_t start, size_t count, uint64_t place) {
-        fill_steps(lattice, start, count, cells->steps);
-        out.movement += measure_movement(
-            read_floats(values, place, count, value_buffer), read_floats(decoded, place, count, cells->values),
-            read_floats(originals, place, count, original_buffer), cells->steps, count, offsets, written);
-        for (size_t i = 0; i < count; ++i)
-            if (offsets[i] > 0.5f)
-                out.written[static_cast<size_t>(std::ceil(std::min((offsets[i] - 0.5f) * scale, last + 1))) - 1] +=
-                    written[i];
-    });
-    return out;
 }
 
 ErrorSums quantization_error_sums(const Lattice& lattice, Codes codes, Floats values, const ErrorWeights& weights,

@@ -33,22 +33,6 @@ unsigned lattice_quantize(const Lattice& lattice, Floats values, const CodedMome
                           float hysteresis, uint8_t* codes, unsigned code_bytes, unsigned threads,
                           const ErrorWeights& weights = {}, ErrorSums* errors = nullptr);
 
-constexpr size_t kMaxHysteresisLevels = 4096;
-
-// Sums that tell how much of a weight's movement since the parent checkpoint is written. Entry `index` of `written` is
-// the sum of movement times written movement over the values whose offset from the parent's points, in steps, is above
-// threshold `index` of `levels` + 1 but not above the next. Thresholds are evenly spaced from 1/2 to the largest
-// hysteresis; the last entry is for offsets beyond. Smaller offsets are never written.
-struct HysteresisSums {
-    double movement = 0;  // sum of squared movements of all values
-    std::vector<double> written;
-};
-
-// Computes the sums for runs of positions from their values, the decoded parent and the parent's originals. Uses one
-// thread, since these are samples. Throws std::invalid_argument.
-HysteresisSums hysteresis_sums(const Lattice& lattice, Runs runs, Floats values, Floats decoded, Floats originals,
-                               float max_hysteresis, size_t levels);
-
 // Computes the sums of errors for codes on a lattice of multiples.
 ErrorSums quantization_error_sums(const Lattice& lattice, Codes codes, Floats values, const ErrorWeights& weights,
                                   unsigned threads);

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shrinkpoint import _native
 from shrinkpoint.codec.lattice import Lattice, LatticeTensor, as_matrix
-from shrinkpoint.quantize.lattice import hysteresis_sums, quantize_to_lattice
+from shrinkpoint.quantize.lattice import are_near_first_points, movement_sums, quantize_to_lattice
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
 SHAPES = [(1, 5000), (5000, 1), (64, 40), (7, 2049), (33, 3, 5), (40,)]
@@ -60,7 +60,9 @@ def test_rows_beyond_the_tensor_are_refused(runs):
         _native.lattice_run_values(native, codes, out, **runs)
     values = tensor_bytes(points.codes.float())
     with pytest.raises(ValueError, match="beyond"):
-        _native.hysteresis_sums(native, values, values, values, max_hysteresis=0.75, levels=4, **runs)
+        _native.movement_sums(native, codes, codes, values, values, max_hysteresis=0.75, levels=4, **runs)
+    with pytest.raises(ValueError, match="beyond"):
+        _native.near_points(native, codes, values, max_steps=0.5, **runs)
 
 
 def test_rows_need_as_many_values_as_they_have():
@@ -68,16 +70,18 @@ def test_rows_need_as_many_values_as_they_have():
     native, codes, rows = points.lattice.to_native((8, 8)), tensor_bytes(points.codes), {"first": 0, "stride": 16}
     with pytest.raises(ValueError, match="values"):
         _native.lattice_run_values(native, codes, np.zeros(4, np.uint8), length=8, count=2, **rows)
-    with pytest.raises(ValueError, match="decoded"):
-        arrays = np.zeros(64, np.uint8), np.zeros(60, np.uint8), np.zeros(64, np.uint8)
-        _native.hysteresis_sums(native, *arrays, max_hysteresis=0.75, levels=4, length=8, count=2, **rows)
+    with pytest.raises(ValueError, match="earlier"):
+        arrays = np.zeros(64, np.uint8), np.zeros(60, np.uint8)
+        _native.movement_sums(native, codes, codes, *arrays, max_hysteresis=0.75, levels=4, length=8, count=2, **rows)
+    with pytest.raises(ValueError, match="values"):
+        _native.near_points(native, codes, np.zeros(60, np.uint8), max_steps=0.5, length=8, count=2, **rows)
 
 
 @pytest.mark.parametrize(("max_hysteresis", "levels"), [(0.5, 4), (0.75, 0), (0.75, 1 << 13), (float("nan"), 4)])
 def test_a_hysteresis_without_a_range_is_refused(max_hysteresis, levels):
     x = torch.ones(4, 4)
     with pytest.raises(ValueError, match="hysteresis"):
-        hysteresis_sums(x, random_points((4, 4), "linear", 0).lattice, x, x, range(4), max_hysteresis, levels)
+        movement_sums(x, random_points((4, 4), "linear", 0), [x], range(4), max_hysteresis, levels)
 
 
 def movement_written(weight: Tensor, points: LatticeTensor, original: Tensor, hysteresis: float) -> float:
@@ -100,38 +104,64 @@ def test_sums_by_level_are_what_each_hysteresis_writes(dtype, far):
     assert points is not None
     steps = lattice.scales()
     weight = (original.float() + far * steps * torch.randn(300, 70, generator=generator)).to(dtype)
-    decoded = points.dequantize(torch.float32)
-    squared, written = hysteresis_sums(weight, lattice, decoded, original, range(300), 0.75, 8)
-    assert squared == pytest.approx(float((weight.float() - original.float()).double().square().sum()), rel=1e-9)
+    first = torch.randint(-5, 5, points.codes.shape, generator=generator).to(torch.int8)
+    points = replace(points, origin=first, gain=1.5)  # sums are those of the points, without the gain
+    decoded, origin = (
+        replace(points.points(), codes=codes).dequantize(torch.float32) for codes in (points.codes, first)
+    )
+    (squared, before, *written), still = movement_sums(weight, points, [original, weight], range(300), 0.75, 8)
+    assert not still.any()
+    movement = weight.float() - original.float()
+    assert squared == pytest.approx(float(movement.double().square().sum()), rel=1e-9)
+    assert before == pytest.approx(float((movement.double() * (decoded - origin).double()).sum()), rel=1e-9)
     offsets = (weight.float() - decoded) / steps
-    parts = (offsets.round() * steps * (weight.float() - original.float())).double()
+    parts = (offsets.round() * steps * movement).double()
     for level in range(9):
         expected = float(parts[offsets.abs() > 0.5 + level / 32].sum())
-        assert written[level:].sum() == pytest.approx(expected, rel=1e-9)
+        assert written[level] == pytest.approx(expected, rel=1e-9)
         if dtype == torch.float32 and level > 0:  # narrow values may lie at a threshold, and half a step is even
-            expected = movement_written(weight, points, original, 0.5 + level / 32)
-            assert written[level:].sum() == pytest.approx(expected, rel=1e-4)
+            expected = movement_written(weight, points.points(), original, 0.5 + level / 32)
+            assert written[level] == pytest.approx(expected, rel=1e-4)
     some = slice(5, None, 7)
-    matrices = [matrix[some] for matrix in (weight, decoded, original)]
-    part = hysteresis_sums(matrices[0], lattice, *matrices[1:], range(300)[some], 0.75, 8)
-    other = replace(lattice, rows=lattice.rows[some])
-    whole = hysteresis_sums(matrices[0], other, *matrices[1:], range(len(matrices[0])), 0.75, 8)
-    assert part[0] == whole[0] and np.array_equal(part[1], whole[1])
+    part = movement_sums(weight[some], points, [original[some]], range(300)[some], 0.75, 8)
+    lattice = replace(lattice, rows=lattice.rows[some])
+    alone = LatticeTensor(points.codes[some].contiguous(), lattice, origin=first[some].contiguous(), gain=1.5)
+    whole = movement_sums(weight[some], alone, [original[some]], range(len(alone.codes)), 0.75, 8)
+    assert np.array_equal(part, whole)
 
 
 def test_sums_do_not_depend_on_instructions():
     generator = torch.Generator().manual_seed(1)
-    arrays = [torch.randn(50, 900, generator=generator) for _ in range(3)]
-    lattice = Lattice("linear", torch.zeros(50, dtype=torch.int16), torch.zeros(900, dtype=torch.int16))
+    weight, earlier = (torch.randn(50, 900, generator=generator) for _ in range(2))
+    points = random_points((50, 900), "linear", 3)
+    points = replace(points, origin=points.codes.flip(0).contiguous())
     widest = _native._use_simd(2)
     try:
         results = []
         for level in (0, 1, 2):
             _native._use_simd(level)
-            results.append(hysteresis_sums(arrays[0], lattice, *arrays[1:], range(50), 0.75, 64))
+            results.append(movement_sums(weight, points, [earlier], range(50), 0.75, 64))
     finally:
         _native._use_simd(widest)
-    assert all(result[0] == results[0][0] and np.array_equal(result[1], results[0][1]) for result in results)
+    assert all(np.array_equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "rows"), each_value(SHAPES, ROWS))
+def test_rows_are_near_points_up_to_the_given_distance(dtype, shape, rows):
+    first = random_points(shape, "linear", 5)
+    points = replace(first, codes=(first.codes // 2).to(torch.int8), origin=first.codes, gain=2.0)
+    steps = first.lattice.scales().expand(as_matrix(first.codes).shape)[rows]
+    values = as_matrix(first.dequantize(torch.float32))[rows]
+    indices = range(len(as_matrix(first.codes)))[rows]
+    assert are_near_first_points(points, values.to(dtype), indices, 0.5)
+    if values.numel():
+        values = values.clone()
+        values[-1, -1] += 3 * steps[-1, -1]
+        assert not are_near_first_points(points, values.to(dtype), indices, 2.0)
+        assert are_near_first_points(points, values.to(dtype), indices, 4.0)
+        values[-1, -1] = float("nan")
+        assert not are_near_first_points(points, values.to(dtype), indices, 4.0)
 
 
 def test_a_lattice_that_has_been_used_can_be_copied():

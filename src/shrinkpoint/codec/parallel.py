@@ -49,6 +49,8 @@ def thread_pool(workers: int) -> ThreadPoolExecutor:
 
 MIN_PARALLEL_BYTES = 1 << 22
 """Bytes from which a single record may be coded by several threads."""
+MIN_SHARED_BYTES = 1 << 20
+"""Bytes from which several records are shared out among threads, whose start takes as long as coding some kilobytes."""
 MAX_AHEAD_BYTES = 1 << 25
 """Bytes of records that `map_ordered` begins behind the first unfinished one; more only to occupy all threads."""
 
@@ -71,12 +73,12 @@ def map_ordered(function: Callable[[int, int], T], sizes: Sequence[int], workers
     """Yield `function(index, threads)` of every record in order; what has not begun is cancelled on an error.
 
     Args:
-        function: called in other threads if there are several workers.
+        function: called in other threads if there are several workers, and enough for them to do.
         sizes: bytes of each record. Behind the first that is under way, `workers` more are begun, or as many as have
             `MAX_AHEAD_BYTES`: results wait in memory.
     """
     counts = native_threads(sizes, workers)
-    if workers == 1:
+    if workers == 1 or len(sizes) == 1 or sum(sizes) < MIN_SHARED_BYTES:
         yield from map(function, range(len(sizes)), counts)
         return
     starts = [0, *accumulate(sizes)]
@@ -185,7 +187,7 @@ def _map_largest_first(
 
     Records that have not been started are cancelled when one fails.
     """
-    if workers == 1:
+    if workers == 1 or sum(sizes) < MIN_SHARED_BYTES:
         return (decode_record(index, 1) for index in indices)
     order = sorted(range(len(indices)), key=lambda position: -sizes[position])
     counts = native_threads([sizes[position] for position in order], workers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -201,41 +202,55 @@ def quantization_error_sums(
     return ErrorSums(slope, curvature, float(square_errors.sum()))
 
 
-def hysteresis_sums(
+def movement_sums(
     rows: Tensor,
-    lattice: Lattice,
-    decoded: Tensor,
-    original: Tensor,
+    points: LatticeTensor,
+    earlier: Sequence[Tensor],
     indices: range,
     max_hysteresis: float,
     levels: int,
-) -> tuple[float, NDArray[np.float64]]:
-    """Sum how much of a weight's movement is written as codes move, by the hysteresis that allows it.
+) -> list[NDArray[np.float64]]:
+    """Sum how far a weight has moved, and how much of that is written as codes move, by the hysteresis that allows it.
 
     Args:
-        rows: some rows of the weight, viewed as a matrix; like `decoded` and `original` 2-d, on the CPU.
-        lattice: of the whole weight, of spacing "linear".
-        decoded: the same rows of the parent checkpoint's points on the lattice.
-        original: the same rows where the movement began.
+        rows: some rows of the weight, viewed as a matrix; 2-d, on the CPU.
+        points: of the whole weight in the parent checkpoint, of spacing "linear".
+        earlier: the same rows at each time where a movement began.
         indices: which rows these are.
         max_hysteresis: in steps, above 1/2.
         levels: the number of equal parts of the range from 1/2 to `max_hysteresis`.
 
     Returns:
-        The squared movement, and by level the movement times what is written of it where values lie that far from the
-        parent's points; the last one, of `levels` + 1, is of values beyond. What lies nearer is not written.
+        For each time the squared movement; the movement times that of the points since `first_codes`; and the movement
+        times what is written of it with the hysteresis of level 0, 1, ... `levels`.
     """
-    width = rows.shape[1]
-    return _native.hysteresis_sums(
-        lattice.to_native((lattice.rows.numel(), width)),
-        *(tensor_bytes(as_native_float(matrix)) for matrix in (rows, decoded, original)),
-        max_hysteresis=max_hysteresis,
-        levels=levels,
-        first=indices.start * width,
-        length=width,
-        stride=indices.step * width,
-        count=len(indices),
-    )
+    codes, first, values = points.codes, points.first_codes, as_native_float(rows)
+    form = points.lattice.to_native(matrix_shape(tuple(codes.shape)))
+    arrays, runs = (tensor_bytes(codes), tensor_bytes(first), tensor_bytes(values)), _runs(indices, rows.shape[1])
+    others = [tensor_bytes(as_native_float(tensor)) for tensor in earlier]
+    return [
+        _native.movement_sums(form, *arrays, other, *runs, max_hysteresis=max_hysteresis, levels=levels)
+        for other in others
+    ]
+
+
+def are_near_first_points(points: LatticeTensor, rows: Tensor, indices: range, max_steps: float) -> bool:
+    """True if rows of a weight lie at most `max_steps` steps from the points with which its lattice began.
+
+    Args:
+        points: of the whole weight, of spacing "linear".
+        rows: some rows of the weight, viewed as a matrix, on the CPU.
+        indices: which rows these are.
+    """
+    first, values = points.first_codes, as_native_float(rows)
+    form = points.lattice.to_native(matrix_shape(tuple(first.shape)))
+    arrays, runs = (tensor_bytes(first), tensor_bytes(values)), _runs(indices, rows.shape[1])
+    return _native.near_points(form, *arrays, *runs, max_steps=max_steps)
+
+
+def _runs(rows: range, width: int) -> tuple[int, int, int, int]:
+    """Rows of a matrix as runs of positions: the first position, length of a run, distance of two, and their number."""
+    return rows.start * width, width, rows.step * width, len(rows)
 
 
 def lattice_positions(tensor: Tensor, lattice: Lattice, second_moments: Tensor | None = None) -> Tensor:

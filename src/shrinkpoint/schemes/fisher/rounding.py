@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shrinkpoint.codec.lattice import MAX_LATTICE_CODE, Lattice, LatticeTensor, as_matrix, dither
+from shrinkpoint.codec.lattice import MAX_LATTICE_CODE, Lattice, LatticeTensor, as_matrix, dither, matrix_shape
 from shrinkpoint.codec.reference import Reference, RowSample
 from shrinkpoint.quantize.lattice import (
     ErrorSums,
     ErrorWeights,
-    hysteresis_sums,
+    are_near_first_points,
     lattice_positions,
+    movement_sums,
     quantize_with_errors,
 )
 from shrinkpoint.schemes.fisher.curvature import GlobalWeights
@@ -46,7 +46,7 @@ class PreviousPoints:
     Attributes:
         points: on that lattice; of the weight's shape.
         start: rows of the weight as it was when the lattice began in this chain, before it was quantized.
-        originals: the same rows as they were at the save of the parent, before they were quantized; float32.
+        originals: the same rows as they were at the save of the parent, before they were quantized.
     """
 
     points: LatticeTensor
@@ -73,21 +73,9 @@ class PreviousPoints:
         originals = reference.original_rows(name, start.shape, start.rows)
         if originals is None:
             return None
-        previous = cls(points, start, originals.to(torch.float32))
-        steps = replace(lattice, rows=lattice.rows[start.rows]).scales()
-        errors = start.values.to(torch.float32) - previous.origin_rows
-        is_start = bool((errors.abs() <= _MAX_ROUNDING_ERROR * steps).all())
-        return previous if is_start else None
-
-    def rows(self) -> Tensor:
-        """The points of the rows of `start`, float32."""
-        return self.points.points().dequantize_rows(self.start.rows, torch.float32)
-
-    @cached_property
-    def origin_rows(self) -> Tensor:
-        """The same rows of the points with which the lattice began, float32."""
-        origin = LatticeTensor(self.points.first_codes, self.points.lattice)
-        return origin.dequantize_rows(self.start.rows, torch.float32)
+        rows = range(matrix_shape(start.shape)[0])[start.rows]
+        is_start = are_near_first_points(points, start.values, rows, _MAX_ROUNDING_ERROR)
+        return cls(points, start, originals) if is_start else None
 
 
 @dataclass(frozen=True)
@@ -146,7 +134,6 @@ def points_in_range(points: LatticeTensor | None, dtype: torch.dtype) -> Lattice
 
 def fit_hysteresis(
     weights: GlobalWeights,
-    lattices: Mapping[str, Lattice],
     previous: Mapping[str, PreviousPoints],
     min_retained: float,
     max_hysteresis: float,
@@ -158,25 +145,26 @@ def fit_hysteresis(
     the rows of each weight, for 64 thresholds at once.
 
     Args:
-        lattices, previous: by local name.
+        previous: by local name.
         min_retained: the share of the movement since the parent checkpoint that the values must follow with the gains,
             all weights together.
         max_hysteresis: in steps, at most; at least 1/2, rounding to the nearest.
     """
     sums = {
-        name: _movement_sums(weights, name, lattices[name], points, max_hysteresis)
+        name: _movement_sums(weights.local[name], points, max_hysteresis)
         for name, points in previous.items()
         if name in weights.tensors.primary
     }
     by_weight = weights.tensors.reduce_primary(
-        sums, lambda ranks: [math.fsum(parts) for parts in zip(*ranks, strict=True)]
+        sums, lambda ranks: ranks[0] if len(ranks) == 1 else [math.fsum(parts) for parts in zip(*ranks, strict=True)]
     )
     if not by_weight:
         return Hysteresis()
     table = np.array([*by_weight.values()])
-    (movement, recent, before, gained), (written, recent_written) = table[:, :4].T, np.split(table[:, 4:], 2, axis=1)
-    gains = _gains(movement[:, None], written)
-    retained = (gains * (recent_written + before[:, None]) - gained[:, None]).sum(axis=0)
+    gained, (start, parent) = table[:, 0], np.split(table[:, 1:], 2, axis=1)
+    (movement, before_start), (recent, before) = start[:, :2].T, parent[:, :2].T
+    gains = _gains(movement[:, None], before_start[:, None] + start[:, 2:])
+    retained = (gains * (parent[:, 2:] + before[:, None]) - gained[:, None]).sum(axis=0)
     low, high = 0, _HYSTERESIS_LEVELS if max_hysteresis > 0.5 else 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -185,28 +173,19 @@ def fit_hysteresis(
     return Hysteresis(threshold, dict(zip(by_weight, gains[:, low].tolist(), strict=True)))
 
 
-def _movement_sums(
-    weights: GlobalWeights, name: str, lattice: Lattice, previous: PreviousPoints, max_hysteresis: float
-) -> list[float]:
+def _movement_sums(weight: Tensor, previous: PreviousPoints, max_hysteresis: float) -> list[float]:
     """Inner products of the movement of a local weight and of its points.
 
     Returns:
-        Of the weight's movement since its lattice began with itself; of that since the parent checkpoint with itself,
-        with that of the points before then, and with the same times the gain that they had; by level, of the first
-        with that of the points, and of the second with that of the points since the parent.
+        The movement since the parent checkpoint times that of the points before then, times the gain that they had;
+        then the sums of `quantize.lattice.movement_sums` since the lattice began, and since the parent checkpoint.
     """
-    start, points, top = previous.start, previous.rows(), max(max_hysteresis, _MIN_TOP)
-    matrix = as_matrix(weights.local[name])
+    start, points, matrix = previous.start, previous.points, as_matrix(weight.detach())
     rows, indices = matrix[start.rows], range(matrix.shape[0])[start.rows]
-    values = (rows if rows.is_cpu and rows.is_contiguous() else copy_to_host(rows)).to(torch.float32)
-    points_before = (points - previous.origin_rows).reshape(-1)
-    squared, before, written = [], [], []
-    for begin in (start.values.to(torch.float32), previous.originals):
-        square, parts = hysteresis_sums(values, lattice, points, begin, indices, top, _HYSTERESIS_LEVELS)
-        squared.append(square)
-        before.append(float(torch.dot(points_before.double(), (values - begin).reshape(-1).double())))
-        written.append(parts[::-1].cumsum()[::-1])
-    return [*squared, before[1], before[1] * previous.points.gain, *(before[0] + written[0]), *written[1]]
+    values = rows if rows.is_cpu and rows.is_contiguous() else copy_to_host(rows)
+    earlier, top = (start.values, previous.originals), max(max_hysteresis, _MIN_TOP)
+    since_start, since_parent = movement_sums(values, points, earlier, indices, top, _HYSTERESIS_LEVELS)
+    return [float(since_parent[1]) * points.gain, *since_start.tolist(), *since_parent.tolist()]
 
 
 def _gains(movement: NDArray[np.float64], written: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -302,7 +302,7 @@ class StepCandidates:
                     comparable[name] = previous
         lattices |= {name: previous.points.lattice for name, previous in comparable.items()}  # equal, with their forms
         largest = min(max_hysteresis, rounding.MAX_HYSTERESIS)
-        hysteresis = rounding.fit_hysteresis(self._global, lattices, comparable, rounding.MIN_RETAINED, largest)
+        hysteresis = rounding.fit_hysteresis(self._global, comparable, rounding.MIN_RETAINED, largest)
         results = map_tensors(
             lambda name, threads: self._quantize_weight(
                 name, lattices[name], comparable.get(name), hysteresis, threads, with_curvature=with_curvature
