@@ -13,7 +13,7 @@ import torch
 from helpers.parameters import each_value
 from helpers.sharded_states import Ranks, cut
 from helpers.small_state import run as tiny_run
-from helpers.small_training import LettersRun, Run, Silent
+from helpers.small_training import LettersRun, Run, Silent, digits
 from helpers.strategies import difference, same
 from torch import nn
 
@@ -60,6 +60,25 @@ def cached(run: Run) -> Callable[[Any], Any]:
     return evaluate
 
 
+def examples_of_its_first_call(run: Run) -> Callable[[Any], Any]:
+    """Measures each example, once."""
+    answers: list[torch.Tensor] = []
+
+    def evaluate(_: Any) -> torch.Tensor:
+        answers.append(answers[0] if answers else run.evaluate(run.model) * torch.linspace(0.5, 1.5, 50))
+        return answers[-1]
+
+    return evaluate
+
+
+def losses(model: Any, start: int, count: int = 400) -> torch.Tensor:
+    """The loss of each of some images."""
+    images, labels = digits()
+    return nn.functional.cross_entropy(
+        model.eval()(images[start : start + count]), labels[start : start + count], reduction="none"
+    )
+
+
 def noisy_and_closed_over(run: Run) -> Callable[[Any], Any]:
     """The same, of other batches at every call."""
     model, factors = copy.deepcopy(run.model), itertools.cycle([1.0, 1.05, 0.98])
@@ -69,6 +88,7 @@ def noisy_and_closed_over(run: Run) -> Callable[[Any], Any]:
 LIARS: dict[str, Callable[[Run], Callable[[Any], Any]]] = {
     "closed over": closed_over,
     "cached": cached,
+    "examples of its first call": examples_of_its_first_call,
     "constant": lambda run: lambda model: 0.003,
     "noisy and closed over": noisy_and_closed_over,
     "nan": lambda run: lambda model: math.nan,
@@ -159,6 +179,61 @@ def moved(model: Any) -> dict[str, torch.Tensor]:
 # what it costs
 
 
+def test_examples_of_a_first_save_cost_three_evaluations_and_those_of_later_ones_two():
+    run, calls = Run(steps=40), []
+
+    def evaluate(model: Any) -> torch.Tensor:
+        calls.append(1)
+        return losses(model, 1200)
+
+    costs = []
+    with sp.CheckpointManager(MemoryStorage(), scheme=sp.Fisher(budget="5%", evaluate=evaluate)) as manager, Silent():
+        for step in range(6):
+            calls.clear()
+            report = manager.save(step, **run.steps(5).parts)
+            costs.append(len(calls) - trials(report.loss_report))
+    assert costs == [1, 2, 1, 1, 1, 1]  # the second save asks whether the answer repeats itself
+
+
+@pytest.mark.parametrize("rounding", [0.0, 1e-8])
+def test_a_metric_that_is_the_answer_replaces_it(rounding):
+    run, costs = Run(steps=40), []
+    scheme = sp.Fisher(budget="5%", evaluate=run.evaluate)
+    with sp.CheckpointManager(MemoryStorage(), scheme=scheme) as manager, Silent():
+        for step in range(12):
+            loss = run.steps(5).loss()
+            run.calls = 0
+            report = manager.save(step, metrics={"accuracy": 0.9, "loss": loss * (1 + rounding)}, **run.parts)
+            costs.append(run.calls - trials(report.loss_report))
+            loaded = Run()
+            loaded.model.load_state_dict(manager.store.load(step)["model"])
+            assert report.loss_increase == pytest.approx(loaded.loss() / loss - 1, abs=1e-6)
+            assert report.loss_increase <= 0.05
+    assert costs == [2, 1, 1, *[0] * 9]
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        lambda losses: losses[max(0, len(losses) // 4 * 4 - 1)],  # measured at every fourth save
+        lambda losses: losses[-1] * (1 + 1e-4),  # of other examples
+        lambda losses: losses[max(0, len(losses) - 2)],  # of the last save
+        lambda losses: math.nan,
+    ],
+    ids=["old", "another", "of the last save", "nan"],
+)
+def test_a_metric_that_is_not_the_answer_replaces_nothing(metric):
+    run, found, costs = Run(steps=40), list[float](), []
+    scheme = sp.Fisher(budget="5%", evaluate=run.evaluate)
+    with sp.CheckpointManager(MemoryStorage(), scheme=scheme) as manager, Silent():
+        for step in range(10):
+            found.append(run.steps(5).loss())
+            run.calls = 0
+            report = manager.save(step, metrics={"loss": metric(found)}, **run.parts)
+            costs.append(run.calls - trials(report.loss_report))
+    assert costs == [2, *[1] * 9]
+
+
 @pytest.mark.parametrize("name", [name for name in SCHEMES if "dropped" not in name])  # which asks about kinds, too
 def test_evaluate_is_asked_for_its_noise_and_whether_it_looks_once_in_a_run(name):
     run, storage = Run(steps=20), MemoryStorage()
@@ -173,7 +248,8 @@ def test_evaluate_is_asked_for_its_noise_and_whether_it_looks_once_in_a_run(name
         again = run.calls - calls
         report = manager.save(3, **run.steps(1).parts)
         again = run.calls - calls - trials(report.loss_report) - 1
-    assert further == [4, 0, 0] and again == 4  # with one for each of two entries
+    # The state again, and, unless trials tell it, clearly other weights. Both weights can be followed to the answer.
+    assert further == [2 - scheme.learns_from_trials, 0, 0] and again == further[0]
 
 
 def trials(loss: dict[str, Any]) -> int:
@@ -237,6 +313,20 @@ def test_a_budget_below_the_noise_is_refused_with_words_and_the_checkpoint_is_ex
     sp.CheckpointManager(storage).restore(**other.parts)
     assert same(run.model.state_dict(), other.model.state_dict())
     assert same(run.optimizer.state_dict(), other.optimizer.state_dict())
+
+
+def test_other_examples_at_every_call_are_noise_though_a_first_save_asks_once():
+    run, starts, noise = Run(steps=40), itertools.count(0, 40), []
+
+    def evaluate(model: Any) -> torch.Tensor:
+        return losses(model, 1200 + next(starts) % 400, 40)
+
+    with sp.CheckpointManager(MemoryStorage(), scheme=sp.Fisher(budget="1%", evaluate=evaluate)) as manager, Silent():
+        for step in range(2):
+            loss = manager.save(step, **run.steps(5).parts).loss_report
+            assert loss["chosen"] is None and loss["exact"].startswith("evaluate differs by")
+            noise.append(loss["noise"])
+    assert min(noise) > 0.01
 
 
 def test_noise_that_is_seen_late_counts_from_then_on():

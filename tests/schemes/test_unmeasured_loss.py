@@ -17,6 +17,7 @@ from helpers.small_training import Run, Silent
 import shrinkpoint as sp
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import LossWarning, UnmeasuredLossWarning, warn_user
+from shrinkpoint.schemes.calibration import MAX_INTERVAL_RATIO
 from shrinkpoint.schemes.planner import plan_shards
 from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.storage import MemoryStorage
@@ -191,7 +192,7 @@ def test_enough_examples_for_what_is_allowed_are_no_reason_to_warn():
     with sp.CheckpointManager(MemoryStorage(), scheme=sp.Fisher(budget="50%", evaluate=correct(run, 500))) as manager:
         report = manager.save(1, **run.parts)
     low, high = (end / report.loss_report["quality"] for end in report.loss_report["interval"])
-    assert low < report.loss_increase < high <= 0.5
+    assert low < report.loss_increase <= 0.5 and report.loss_increase < high <= MAX_INTERVAL_RATIO * 0.5
 
 
 def test_one_number_says_nothing_of_the_interval_and_decides_the_same():

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.parameters import each_value
@@ -18,6 +19,7 @@ import shrinkpoint as sp
 from shrinkpoint.errors import LossWarning
 from shrinkpoint.schemes.calibration import MAX_ENTRIES, top_level_entries
 from shrinkpoint.schemes.evaluate import ShardedModelEvaluator
+from shrinkpoint.schemes.influence import InfluenceRecorder
 from shrinkpoint.schemes.planner import plan_shards
 from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.storage import MemoryStorage
@@ -187,26 +189,84 @@ def test_saves_that_measure_nothing_keep_the_finding(tmp_path, background):
                 run.steps(5)
 
 
+def numpy_loss(net: nn.Module) -> Tensor:
+    """The loss, from numbers that were taken out of torch on the way, so that no weight can be followed to it."""
+    return torch.from_numpy(loss(net).numpy().copy())
+
+
 @pytest.mark.filterwarnings("ignore:evaluate returns the same")
 @pytest.mark.parametrize(
-    ("measure", "model", "entries"),
+    ("measure", "model", "costs"),
     [
-        (lambda net: net(X).square().mean(1), lambda run: run.net[0], 0),
-        (loss, lambda run: run.net, 2),
-        (lambda model: loss(model["net"]) + loss(model["ema"]), lambda run: run.model, 2),
-        (lambda model: loss(model["net"]), lambda run: run.model, 2),
+        (lambda net: net(X).square().mean(1), lambda run: run.net[0], [2, 3, 2]),
+        (loss, lambda run: run.net, [2, 3, 2]),
+        (lambda model: loss(model["net"]) + loss(model["ema"]), lambda run: run.model, [2, 3, 2]),
+        (lambda net: loss(net).mean(), lambda run: run.net, [3, 2, 2]),
+        (lambda model: loss(model["net"]), lambda run: run.model, [5, 2, 2]),
+        (numpy_loss, lambda run: run.net, [6, 2, 2]),
     ],
-    ids=["one layer", "two layers", "two nets", "two nets, one measured"],
+    ids=["one layer", "two layers", "two nets", "one number", "two nets, one measured", "not followed"],
 )
-def test_each_entry_costs_one_evaluation_once_a_run(measure, model, entries):
-    run = Training().steps(20)
-    run.measure, costs = measure, []
+def test_weights_that_cannot_be_followed_to_the_answer_cost_evaluations_once_a_run(measure, model, costs):
+    run, found = Training().steps(20), []
+    run.measure = measure
     with sp.CheckpointManager(MemoryStorage(), scheme=sp.Fisher(relative_error=0.3, evaluate=run.evaluate)) as manager:
         for step in (1, 2, 3):
             calls = run.calls
             manager.save(step, model=model(run), optimizer=run.steps(1).optimizer)
-            costs.append(run.calls - calls)
-    assert costs == [2 + 1 + entries + 1, 2, 2]  # the state itself, clearly other weights, entries, the result
+            found.append(run.calls - calls)
+    # Always the state itself and the result. Where no examples can be compared, or a weight cannot be followed: the
+    # state again. A weight that cannot be followed: clearly other weights, those that were not read, each entry.
+    assert found == costs
+
+
+class Sums:
+    """A function of two weights as an evaluation may compute it, with a look at both of them."""
+
+    @staticmethod
+    def copied(first: Tensor, second: Tensor) -> float:
+        copies = copy.deepcopy([nn.Parameter(first), nn.Parameter(second)])
+        return float(copies[0].detach().sum())
+
+    @staticmethod
+    def logged(first: Tensor, second: Tensor) -> float:
+        assert float(second.sum()) != 0
+        return float(first.sum())
+
+    @staticmethod
+    def times_zero(first: Tensor, second: Tensor) -> float:
+        return float(first.sum() + second.sum() * 0.0 + torch.tensor(0.0) * second.sum())
+
+    @staticmethod
+    def in_freed_memory(first: Tensor, second: Tensor) -> float:
+        del second
+        return float(first.sum() * np.ones(1, np.float32)[0])
+
+    @staticmethod
+    def into_a_buffer(first: Tensor, second: Tensor) -> float:
+        buffer = torch.zeros(2, 64)
+        buffer[0].copy_(first[0])
+        return float(buffer.mean())
+
+
+@pytest.mark.parametrize("function", [name for name in vars(Sums) if not name.startswith("_")])
+def test_only_weights_that_the_answer_is_computed_from_have_an_influence(function):
+    first, second = torch.randn(64, 64), torch.randn(64, 64)
+    with InfluenceRecorder({"first": [first], "second": [second]}) as recorder:
+        getattr(Sums, function)(first, second)
+    assert recorder.influential_names <= {"first"}
+    assert ("first" in recorder.influential_names) == (function != "logged")
+    assert "first" in recorder.read_names
+
+
+def test_both_weights_of_a_sum_have_an_influence_through_views_copies_and_modules():
+    net = mlp()
+    live = mlp()
+    with InfluenceRecorder({name: [x] for name, x in net.state_dict().items()}) as recorder, torch.no_grad():
+        live.load_state_dict(net.state_dict())
+        each = [float(part) for part in loss(live).chunk(4)[0]]
+    assert len(each) > 1
+    assert recorder.influential_names == {*net.state_dict()}
 
 
 def test_weight_behind_a_zero_is_measured():

@@ -63,7 +63,7 @@ def test_the_record_is_in_the_report_and_in_the_manifest(tmp_path):
     assert loss["quality"] == run.loss() and loss["degradation"] <= 0.05 and loss["threshold"] == 0.05
     assert SPACE.point(loss["chosen"]) is not None
     trials = loss["searches"][-1]["trials"]
-    assert 2 <= len(trials) < 30 and run.calls == len(trials) + 2 + 3 + 1  # noise, other weights, the loss here
+    assert 2 <= len(trials) < 30 and run.calls == len(trials) + 2 + 1 + 1  # noise, other weights, the loss here
     assert report.roles["param"].tensors == 10 if "param" in report.roles else report.roles
 
 

@@ -23,11 +23,10 @@ from shrinkpoint.schemes.evaluate import (
     MEASURE_ADVICE,
     DegradationMetric,
     Reading,
-    ReadRecorder,
-    TrialEvaluator,
     TrialValues,
     scale_of,
 )
+from shrinkpoint.schemes.influence import InfluenceRecorder
 from shrinkpoint.schemes.select import TensorSelection
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flat_state import FlatState
@@ -55,6 +54,11 @@ MAX_ENTRIES = 8
 """Entries of a state that are perturbed one by one: each costs an evaluation, once a run. Smaller ones count as one."""
 _ENTRY_DEVIATIONS = 4.0
 """Standard deviations of the noise of a single entry, so that its effect is larger than the noise of `evaluate`."""
+_MIN_COMPARED_EXAMPLES, _MIN_CORRELATION = 8, 0.9
+"""Examples that are enough to tell whether two answers are of the same ones, and the correlation of their losses."""
+_MIN_MATCHES, _METRIC_ERROR = 2, 1e-6
+"""Saves in a row at which a metric was the answer for the unchanged weights, from which it replaces that answer, and by
+how much it may differ, relative to it."""
 _EXTRA_REPEATS = 3
 """Further answers for the same weights, the first time, where noise deserves a warning."""
 
@@ -101,6 +105,7 @@ class Calibration:
         self.has_reacted, self.num_saves = False, 0
         self.is_measured, self.is_tested = dict.fromkeys(unmeasured, False), False
         self._num_examples, self._is_interval_warned = 0, False
+        self._matches = dict[str, int]()  # saves in a row at which a metric was the answer
 
     @property
     def state(self) -> tuple[Any, ...]:
@@ -145,6 +150,8 @@ class Calibration:
         perturbations: Sequence[MakeValues],
         max_rise: Callable[[float], float] | None = None,
         compute_on_all: ComputeOnAll = lambda compute: [compute()],
+        is_followed: Callable[[], bool] = lambda: False,
+        metrics: Mapping[str, float] | None = None,
     ) -> EvaluateProblem | None:
         """Measure the unchanged weights, which is `metric.baseline` from then on, and say why nothing may be lost.
 
@@ -156,6 +163,9 @@ class Calibration:
             max_rise: by how much an answer may become worse, relative to its `scale`, of which this is a function;
                 None if unknown.
             compute_on_all: replicas each measure, and all decide from all answers.
+            is_followed: says after the first call whether the answer was computed from all weights; then the trials of
+                this save tell the rest, and `find_late_problem` asks them.
+            metrics: of this save alone; one that has been the answer at the saves before is taken for it.
 
         Returns:
             None where `evaluate` can be trusted.
@@ -163,7 +173,9 @@ class Calibration:
         readings: list[Reading] = []
 
         def ask() -> list[float]:
-            readings[:] = self._repeat_evaluation(metric, max_rise)
+            given = self._given_reading(metrics or {})
+            readings[:] = self._repeat_evaluation(metric, max_rise, is_followed) if given is None else [given]
+            self._compare_metrics(metrics or {}, readings[0])
             return [reading.value for reading in readings]
 
         values = [value for answers in compute_on_all(ask) for value in answers]
@@ -176,12 +188,44 @@ class Calibration:
         metric.baseline = _median_reading(readings, values)
         self._num_examples = 0 if metric.baseline.examples is None else metric.baseline.examples.numel()
         decay = _NOISE_DECAY if len(readings) > 1 else 1.0
-        self.noise = max(decay * (self.noise or 0.0), (max(values) - min(values)) / metric.scale)
+        if self.noise is not None or len(values) > 1:
+            self.noise = max(decay * (self.noise or 0.0), (max(values) - min(values)) / metric.scale)
         self.num_saves += 1
         limit = math.inf if max_rise is None else max_rise(metric.scale)
-        if 0 < limit <= self.noise:
+        if self.noise is not None and 0 < limit <= self.noise:
             return EvaluateProblem(f"{self.noise_text}, and only {limit:.2%} may be lost", NOISE_ADVICE)
-        has_reacted = self.has_reacted or self._reacts_to(metric, perturbations, compute_on_all)
+        if self.has_reacted or is_followed():
+            return None
+        return self._find_reaction(metric, perturbations, compute_on_all)
+
+    def find_late_problem(
+        self, metric: DegradationMetric, perturbations: Sequence[MakeValues]
+    ) -> EvaluateProblem | None:
+        """Find out from the trials of a save what `find_problem` has left to them; arguments as there.
+
+        Other weights have another answer. Where examples keep their losses but for a little, they are the same ones;
+        otherwise `evaluate` is called again with the unchanged weights, and noise makes this checkpoint exact.
+        """
+        trial, failure = metric.first_trial, find_failure(metric)
+        if trial is None or failure is not None:
+            return failure
+        if self.noise is None and not _are_same_examples(metric.baseline, trial):
+            again = metric.evaluate({})
+            if not again.equals(metric.baseline):
+                difference = abs(again.value - metric.baseline.value) / metric.scale
+                self.noise = difference if math.isfinite(difference) else None
+                return find_failure(metric) or EvaluateProblem(self.noise_text, NOISE_ADVICE)
+            self.noise = 0.0
+        if not self.has_reacted and not self._differs(metric, trial, metric.baseline):
+            return self._find_reaction(metric, perturbations, lambda compute: [compute()])
+        self.has_reacted = True
+        return None
+
+    def _find_reaction(
+        self, metric: DegradationMetric, perturbations: Sequence[MakeValues], compute_on_all: ComputeOnAll
+    ) -> EvaluateProblem | None:
+        """A problem if clearly different weights have the same answer."""
+        has_reacted = self._reacts_to(metric, perturbations, compute_on_all)
         if failure := find_failure(metric, compute_on_all):
             return failure
         self.has_reacted = has_reacted
@@ -194,7 +238,7 @@ class Calibration:
     def test_entries(
         self,
         metric: DegradationMetric,
-        evaluator: TrialEvaluator,
+        influence: Influence,
         selection: TensorSelection,
         state: FlatState,
         tensors: GlobalTensors,
@@ -202,17 +246,16 @@ class Calibration:
     ) -> EvaluateProblem | None:
         """Find out at which weights `evaluate` looks: a budget says nothing of the others, which stay exact.
 
-        Called after `find_problem` has found none. The weights are perturbed entry by entry: by themselves and, if the
-        answer stays the same, together with all others (a weight behind a zero has no effect alone). Weights that the
-        evaluations so far have not read at all are perturbed together once more. A collective.
+        Called after `find_problem` has found none. Weights from which the answer was computed are not perturbed. The
+        others are, entry by entry: by themselves and, if the answer stays the same, together with all others (a weight
+        behind a zero has no effect alone). Weights that no evaluation has read are perturbed together. A collective.
 
         Args:
-            evaluator: has recorded reads.
+            influence: of the weights on the answer, as far as it was followed.
 
         Returns:
             A problem if an evaluation failed.
         """
-        reads, evaluator.reads = evaluator.reads, None
         names = [name for name in selection.global_names if self._is_due(name)]
         if not names:
             return None
@@ -222,13 +265,14 @@ class Calibration:
         )
         entries = top_level_entries({name: paths.get(name, name) for name in names}, tensors.shapes)
         test = _EntryTest(metric, selection, state, tensors, compute_on_all, self._differs)
-        unread = frozenset(names) - (test.read_names(reads) if reads is not None else frozenset(names))
+        unread = frozenset(names) - influence.read
+        known = influence.used | (frozenset() if not unread or test.reacts(unread, unread) else unread)
         is_only_one = len(entries) == 1 and len(names) == len(selection.global_names)
-        found = {entry: is_only_one or test.reacts(members, unread) for entry, members in entries.items()}
-        measured = frozenset(name for entry, members in entries.items() if found[entry] for name in members)
-        doubtful = measured & unread  # in a measured entry; or read in a way that is not seen
-        if doubtful and not test.reacts(doubtful, unread):
-            measured -= unread
+        measured = influence.used.intersection(names)
+        for members in entries.values():
+            others = frozenset(members) - known
+            if others and (is_only_one or test.reacts(others, unread)):
+                measured |= others
         if failure := find_failure(metric, compute_on_all):
             return failure
         news = [name for name in names if self.is_measured.get(name, True) and name not in measured]
@@ -275,10 +319,33 @@ class Calibration:
             f"so on others it may be above the {max_rise:.2%} that is allowed: let it measure more of them"
         )
 
-    def _repeat_evaluation(self, metric: DegradationMetric, max_rise: Callable[[float], float] | None) -> list[Reading]:
-        """Answers for the unchanged weights: two, where noise is unknown or matters; more, where these differ."""
+    def _given_reading(self, metrics: Mapping[str, float]) -> Reading | None:
+        """The answer for the unchanged weights as a metric has it; None if no metric can be trusted at this save."""
+        if self.noise != 0 or not self.has_reacted or self.num_saves % REPEAT_INTERVAL == 0:
+            return None
+        trusted = [value for name, value in metrics.items() if self._matches.get(name, 0) >= _MIN_MATCHES]
+        return Reading(trusted[0]) if trusted else None
+
+    def _compare_metrics(self, metrics: Mapping[str, float], reading: Reading) -> None:
+        """Count at how many saves in a row each metric was the answer, but for the rounding of a float32."""
+        matches = (name for name, x in metrics.items() if math.isclose(x, reading.value, rel_tol=_METRIC_ERROR))
+        self._matches = {name: self._matches.get(name, 0) + 1 for name in matches}
+
+    def _repeat_evaluation(
+        self,
+        metric: DegradationMetric,
+        max_rise: Callable[[float], float] | None,
+        is_followed: Callable[[], bool],
+    ) -> list[Reading]:
+        """Answers for the unchanged weights: two, where noise is unknown or matters; more, where these differ.
+
+        At a run's first save one is enough where it has the losses of examples, which trials can be compared with.
+        """
         readings = [metric.evaluate({})]
-        if not readings[0].is_finite:
+        examples = readings[0].examples
+        is_first = self.noise is None and self.num_saves == 0
+        has_enough = examples is not None and examples.numel() >= _MIN_COMPARED_EXAMPLES
+        if not readings[0].is_finite or (is_first and has_enough and is_followed()):
             return readings
         tolerance = 0.0 if max_rise is None else NOISE_WARNING_SHARE * max_rise(scale_of(readings[0].value))
         if self.noise is None or self.num_saves % REPEAT_INTERVAL == 0 or self.noise > tolerance / 4:
@@ -356,19 +423,6 @@ class _EntryTest:
         tests = (alone,) if names <= unread else (alone, at_zero, among_others)
         return any(all(self._compute_on_all(test)) for test in tests)
 
-    def read_names(self, reads: ReadRecorder) -> frozenset[str]:
-        """Global names of the weights that an evaluation has read, on any process."""
-        casts = dict[str, list[str]]()
-        for cast, source in self._selection.cast_sources.items():
-            casts.setdefault(source, []).append(cast)
-        own = [
-            name
-            for name in self._selection.tensors
-            if any(reads.has_read(self._state.tensors[alias]) for alias in (name, *casts.get(name, ())))
-        ]
-        read = self._tensors.union(own)
-        return frozenset().union(*self._compute_on_all(lambda: read))
-
     def _perturb(self, names: frozenset[str], deviations: float = 1.0, *, zero: bool = False) -> Reading:
         chosen = {n: x for n, x in self._selection.tensors.items() if self._tensors.global_names[n] in names}
         selection = replace(self._selection, tensors=chosen)
@@ -409,6 +463,42 @@ def _warn_unmeasured(entries: Mapping[str, Sequence[str]], measured: Collection[
     names = humanize.names([*unseen, *sorted({*news}.difference(*unseen.values()))])
     text = f"evaluate returns the same whatever {names} holds, so that these weights stay exact"
     warn_user(f"{text}: let it measure them as well, or save them beside what it is given")
+
+
+def _are_same_examples(reading: Reading, other: Reading) -> bool:
+    """True if the losses of the examples of two readings correlate."""
+    if reading.examples is None or other.examples is None or reading.examples.shape != other.examples.shape:
+        return False
+    pair = torch.stack([reading.examples, other.examples])
+    return reading.equals(other) or bool(torch.corrcoef(pair)[0, 1] >= _MIN_CORRELATION)
+
+
+class Influence(NamedTuple):
+    """Influence of weights on an answer, as far as it was followed through torch's operations.
+
+    Attributes:
+        read: global names of the weights that an evaluation has read.
+        used: those from which the answer was computed.
+    """
+
+    read: frozenset[str] = frozenset()
+    used: frozenset[str] = frozenset()
+
+    @classmethod
+    def from_recorder(
+        cls, recorder: InfluenceRecorder, tensors: GlobalTensors, compute_on_all: ComputeOnAll
+    ) -> Influence:
+        """The influence that was recorded on any process; a collective."""
+        parts = tensors.union(recorder.read_names), tensors.union(recorder.influential_names)
+        return cls(*(frozenset().union(*each) for each in zip(*compute_on_all(lambda: parts), strict=True)))
+
+
+def record_influence(selection: TensorSelection, state: FlatState) -> InfluenceRecorder:
+    """A recorder of the selected weights, which evaluations read themselves or as a narrower copy."""
+    weights = {name: [x] for name, x in selection.tensors.items()}
+    for cast, source in selection.cast_sources.items():
+        weights[source].append(state.tensors[cast])
+    return InfluenceRecorder(weights)
 
 
 def find_failure(

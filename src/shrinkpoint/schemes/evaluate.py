@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.progress import Task
 from shrinkpoint.quantize.layer_types import layer_types_of_model
 from shrinkpoint.schemes.confidence_interval import paired_mean_interval
+from shrinkpoint.schemes.influence import InfluenceRecorder, local_shard
 from shrinkpoint.sharding.global_tensors import GlobalTensors, matches_parameter, recorder_values
 from shrinkpoint.tensors.dtypes import as_bits
 from shrinkpoint.tensors.flat_state import FlatState, unflatten
@@ -157,6 +156,7 @@ class DegradationMetric:
     Attributes:
         baseline: the reading of the unchanged weights; the caller sets it before the first comparison.
         failure: the first reading that failed; nothing is evaluated after it. None: none has failed.
+        first_trial: the first reading of other weights that was compared with it.
     """
 
     def __init__(
@@ -165,6 +165,7 @@ class DegradationMetric:
         self._evaluate, self._higher_is_better, self._task = evaluate, higher_is_better, task
         self.baseline = Reading(math.nan)
         self.failure: Reading | None = None
+        self.first_trial: Reading | None = None
 
     def evaluate(self, values: TrialValues) -> Reading:
         """The reading for these values; once a reading has failed, that one."""
@@ -193,6 +194,7 @@ class DegradationMetric:
     def degradation(self, values: TrialValues) -> Degradation:
         """The degradation that these values cause."""
         reading, sign = self.evaluate(values), -1.0 if self._higher_is_better else 1.0
+        self.first_trial = self.first_trial or reading
         before, after = self.baseline.examples, reading.examples
         rise = sign * (reading.value - self.baseline.value)
         if before is None or after is None or before.shape != after.shape:
@@ -217,27 +219,6 @@ def scale_of(baseline: float) -> float:
 Evaluate = Callable[[Any], Any]
 
 
-class ReadRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the memory that torch's operations read while it is entered.
-
-    What runs in other threads, or in compiled code, is not seen.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._storages: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                self._storages.add(_local(leaf).untyped_storage().data_ptr())
-        return func(*args, **(kwargs or {}))
-
-    def has_read(self, tensor: Tensor) -> bool:
-        """True if an operation has read memory of a tensor."""
-        return tensor.untyped_storage().data_ptr() in self._storages
-
-
 class TrialEvaluator:
     """Evaluates a state without a live model: `evaluate` gets a nest like the one that is saved, with trial values.
 
@@ -255,12 +236,12 @@ class TrialEvaluator:
         quantizable: names of the tensors that trial values reach; None for all of the state.
         recordings: what a gradient recorder had when the state was saved, by name in the model; None: plan at once,
             with what it has then.
-        reads: records what `evaluate` reads; None: nothing does.
+        influence: records which weights `evaluate` reads and uses; None: nothing does.
     """
 
     def __init__(self, state: FlatState, evaluate: Evaluate) -> None:
         self.recordings: Mapping[str, Tensor] | None = None
-        self.reads: ReadRecorder | None = None
+        self.influence: InfluenceRecorder | None = None
         self.layer_types: dict[str, str] = {}
         self.quantizable: frozenset[str] | None = None
         self._state, self._evaluate = state, evaluate
@@ -295,7 +276,7 @@ class TrialEvaluator:
                 try:
                     guard.clear_gradients()
                     argument = self._argument(values)
-                    with self.reads or nullcontext():
+                    with self.influence or nullcontext():
                         return call_evaluate(self._evaluate, argument)
                 finally:
                     guard.restore()
@@ -435,7 +416,7 @@ class ShardedModelEvaluator(TrialEvaluator):
                 self._names_by_address.setdefault(tensor.data_ptr(), []).append(name)  # tied tensors share an address
         quantizable = set()
         for parameter, layer_type in self._parameters():
-            names = self._names_by_address.get(_local(parameter).data_ptr(), [])
+            names = self._names_by_address.get(local_shard(parameter).data_ptr(), [])
             quantizable.update(names)
             self.layer_types |= {} if layer_type is None else dict.fromkeys(names, layer_type)
         self.quantizable = frozenset(quantizable)
@@ -465,7 +446,7 @@ class ShardedModelEvaluator(TrialEvaluator):
         """The global name of a parameter that this rank has and only another rank saves; None if there is none."""
         for module in self._modules:
             for name, parameter in module.named_parameters():
-                local = _local(parameter)
+                local = local_shard(parameter)
                 if local.numel() and local.data_ptr() not in self._names_by_address:
                     plain_name = strip_wrapper_prefix(name)
                     for global_name in global_tensors.shapes:
@@ -492,7 +473,7 @@ class ShardedModelEvaluator(TrialEvaluator):
         return self._model
 
     def _make_guard(self) -> ModelStateGuard:
-        buffers = {x.data_ptr(): x for module in self._modules for x in map(_local, module.buffers())}
+        buffers = {x.data_ptr(): x for module in self._modules for x in map(local_shard, module.buffers())}
         weights = {self._state.tensors[name].data_ptr(): self._state.tensors[name] for name in self.quantizable or ()}
         return _ShardedModelGuard((buffers | weights).values(), self._modules, self._reshard)
 
@@ -536,12 +517,6 @@ class _ShardedModelGuard(ModelStateGuard):
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         super().restore()
-
-
-def _local(x: Any) -> Tensor:
-    """This rank's shard of a parameter."""
-    local: Tensor = (x.to_local() if hasattr(x, "to_local") else x).detach()
-    return local
 
 
 def _mean(readings: list[Reading]) -> Reading:

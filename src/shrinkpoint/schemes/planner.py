@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -19,12 +21,18 @@ from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.progress import Task
 from shrinkpoint.schemes.base import QuantizedState, Scheme, SpecMixin, check_seed
-from shrinkpoint.schemes.calibration import Calibration, EvaluateProblem, UnmeasuredLossNotice, make_perturbations
+from shrinkpoint.schemes.calibration import (
+    Calibration,
+    EvaluateProblem,
+    Influence,
+    UnmeasuredLossNotice,
+    make_perturbations,
+    record_influence,
+)
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
 from shrinkpoint.schemes.evaluate import (
     DegradationMetric,
     Evaluate,
-    ReadRecorder,
     ShardedModelEvaluator,
     TrialEvaluator,
 )
@@ -87,11 +95,13 @@ class Measurement:
         metric: None: nothing is measured.
         problem: why nothing may be lost; None: `evaluate` can be believed.
         task: counts the evaluations.
+        find_late_problem: says after the trials why nothing may be lost; of a scheme that `learns_from_trials`.
     """
 
     metric: DegradationMetric | None = None
     problem: EvaluateProblem | None = None
     task: Task | None = None
+    find_late_problem: Callable[[], EvaluateProblem | None] = lambda: None
 
 
 class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
@@ -108,6 +118,8 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
 
     min_weight_size: ClassVar[tuple[int, int]]
     """How many values and axes a weight has at least that is quantized."""
+    learns_from_trials: ClassVar[bool] = False
+    """True if the scheme asks `Measurement.find_late_problem` after its trials."""
     counts_terms: ClassVar[bool] = False
     """True if the scheme predicts the loss from the number of loss terms that an optimizer step averages."""
 
@@ -116,6 +128,7 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
         self._higher_is_better = validate.check_bool("higher_is_better", higher_is_better)
         self._seed, self._lossy_restores = check_seed(seed), 0
         self._calibration, self._unmeasured_notice = Calibration(), UnmeasuredLossNotice()
+        self._metrics, self._old_metrics = dict[str, float](), set[tuple[str, float]]()
 
     # phases
 
@@ -133,6 +146,7 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
     @contextmanager
     def measure(self, save: PlannedSave) -> Iterator[Measurement]:
         """Measures the unchanged weights and checks that `evaluate` can be believed; the model waits meanwhile."""
+        metrics, self._metrics = self._metrics, {}
         if self._evaluate is None or not self.measures_next or save.is_idle:
             yield Measurement()
             return
@@ -140,14 +154,34 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
         with evaluator, Task(f"{self.id}: measuring the loss", self.expected_evaluations) as task:
             metric = DegradationMetric(evaluator.evaluate, higher_is_better=self._higher_is_better, task=task)
             perturbations = make_perturbations(save.selection, save.state, save.tensors.global_names)
+            recorder = None
             if self._calibration.needs_test(save.selection.global_names):
-                evaluator.reads = ReadRecorder()
-            problem = self._calibration.find_problem(metric, perturbations, self.max_rise, self.compute_on_all)
-            # The weights that evaluate reads are known only once it has answered.
-            problem = problem or self._calibration.test_entries(
-                metric, evaluator, save.selection, save.state, save.tensors, self.compute_on_all
+                recorder = evaluator.influence = record_influence(save.selection, save.state)
+
+            @cache
+            def find_influence() -> Influence:  # which is known once evaluate has answered
+                evaluator.influence = None
+                if recorder is None:
+                    return Influence()
+                return Influence.from_recorder(recorder, save.tensors, self.compute_on_all)
+
+            def is_followed() -> bool:
+                return self.learns_from_trials and find_influence().used.issuperset(save.selection.global_names)
+
+            problem = self._calibration.find_problem(
+                metric,
+                perturbations,
+                self.max_rise,
+                self.compute_on_all,
+                is_followed,
+                metrics if recorder is None and save.base is not None else None,
             )
-            yield Measurement(metric, problem, task)
+            problem = problem or self._calibration.test_entries(
+                metric, find_influence(), save.selection, save.state, save.tensors, self.compute_on_all
+            )
+            yield Measurement(
+                metric, problem, task, partial(self._calibration.find_late_problem, metric, perturbations)
+            )
 
     @abstractmethod
     def choose(self, save: PlannedSave, measurement: Measurement) -> ChoiceT:
@@ -215,6 +249,15 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
 
     def note_terms(self, terms: float | None) -> None:
         """Takes the number of loss terms that a trainer has counted, if the user gave none."""
+
+    def note_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Takes the metrics of the next save, one of which may be what `evaluate` answers for the unchanged weights.
+
+        A number that any save before had is an old one, so that it says nothing of these weights.
+        """
+        numbers = {item for item in metrics.items() if math.isfinite(item[1])}
+        self._metrics = dict(numbers - self._old_metrics) if self.learns_from_trials else {}
+        self._old_metrics |= numbers
 
     @abstractmethod
     def resume(self, loss: JSON, lossy_restores: int = 0) -> None:

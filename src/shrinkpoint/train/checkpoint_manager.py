@@ -202,7 +202,8 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
             step: number of the training step, at least 0.
             model, optimizer, scheduler, more: objects with `state_dict`, or dicts and lists of such.
             extra: any nest of tensors and plain values; `requires_grad` of tensors that are not parameters is not kept.
-            metrics: numbers, for `Keep(best=)` and for people.
+            metrics: numbers, for `Keep(best=)` and for people. A scheme that measures the loss evaluates the unchanged
+                weights less often where one of them is what its `evaluate` returns for these.
             rng: save the states of the random generators too.
 
         Returns:
@@ -222,6 +223,8 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
             else:
                 self._lock_store(step)
             values = validate.as_floats(metrics)
+            if values and isinstance(self._scheme, Planner):
+                self._scheme.note_metrics(values)
             objects = _check_names({"model": model, "optimizer": optimizer, "scheduler": scheduler, **more})
             state = {name: state_dicts.collect_state_dicts(obj, name) for name, obj in objects.items()}
             if extra is not None:

@@ -11,7 +11,7 @@ from shrinkpoint import validate
 from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.schemes.base import finite_or_text
 from shrinkpoint.schemes.evaluate import Degradation
-from shrinkpoint.schemes.fisher.run_memory import RunMemory, standard_error
+from shrinkpoint.schemes.fisher.run_memory import UNKNOWN_ERROR, RunMemory, standard_error
 from shrinkpoint.schemes.fisher.steps import (
     QuantizedWeights,
     StepCandidates,
@@ -41,6 +41,11 @@ DEFAULT_SHARE = 0.1
 """The rise of the loss that is allowed if nothing is asked for and it is measured, in per cent of the loss."""
 _CHANGE_THRESHOLD = to_log_step(2**0.5)
 """The difference to the best step size from which steps are changed, because a change costs bits."""
+_GROWTH_THRESHOLD = 3 * _CHANGE_THRESHOLD
+"""The same for larger steps at once, because they cost an evaluation; later saves take them anyway."""
+_FIRST_STEP, _FIRST_SHARE, _FIRST_EXPONENT = 1.6, 0.01, 0.4
+"""The first step size, in standard deviations, for a budget of this share of the loss, and the power of other shares:
+guesses from a few trainings."""
 
 
 @dataclass(frozen=True)
@@ -204,11 +209,13 @@ class LossBudget(Objective):
         budget: in the loss's own unit; unused if `share` is given.
         share: in per cent of the loss itself; `in_loss_unit` converts it to a budget.
         noise: of a measurement, which is subtracted from the budget.
+        scale: the loss; None if unknown.
     """
 
     budget: float
     share: float | None = None
     noise: float = 0.0
+    scale: float | None = None
 
     @property
     def settings(self) -> dict[str, JSON]:
@@ -221,7 +228,8 @@ class LossBudget(Objective):
             scale: the loss that a share refers to.
             noise: of a measurement, in the loss's unit.
         """
-        return LossBudget(self.budget if self.share is None else self.share / 100 * scale, noise=noise)
+        budget = self.budget if self.share is None else self.share / 100 * scale
+        return LossBudget(budget, noise=noise, scale=scale)
 
     def relative_budget(self, scale: float) -> float:
         """The budget as a fraction of `scale`."""
@@ -253,7 +261,7 @@ class LossBudget(Objective):
         limit = memory.max_hysteresis
         for _ in range(MAX_TRIALS):
             weights = candidates.quantize(log_step, max_hysteresis=limit)
-            trial = self._measure_trial(weights, memory, measure)
+            trial = self._measure_trial(weights, memory, measure, is_first=state_bits.is_first, number=len(trials))
             trials.append(trial.record)
             is_fallback = limit < memory.max_hysteresis
             if weights.hysteresis > 0.5 or (trial.rise <= self._max_rise and not is_fallback):
@@ -261,7 +269,7 @@ class LossBudget(Objective):
             if trial.rise <= self._max_rise:
                 best = StepChoice(weights, trials, trial.change.rise, trial.change.interval)
                 log_step = self._predicted_step(candidates, memory) if can_grow else weights.log_step
-                if log_step <= weights.log_step + 1:
+                if log_step < weights.log_step + _GROWTH_THRESHOLD:
                     return best
             elif best is not None:  # a rise of nan is not accepted either
                 return best
@@ -271,12 +279,22 @@ class LossBudget(Objective):
                 log_step, can_grow = self._reduce_step(weights, trial.rise), False
         return best or StepChoice(None, trials)
 
-    def _measure_trial(self, weights: QuantizedWeights, memory: RunMemory, measure: Measure) -> _Trial:
-        """Measure weights, and the opposite errors where N is uncertain; `memory` learns from both."""
+    def _measure_trial(
+        self, weights: QuantizedWeights, memory: RunMemory, measure: Measure, number: int, *, is_first: bool
+    ) -> _Trial:
+        """Measure weights, and the opposite errors of those within the budget where N is uncertain; `memory` learns.
+
+        Args:
+            number: of the trial in its save.
+            is_first: this is a run's first save, which has other things to find out: there the opposite errors of the
+                first trial are measured alone, and only where `evaluate` has the losses of examples.
+        """
         change, min_rise = measure(weights), GROW_BELOW * self.budget
         record = _trial_json(weights, memory, change.rise)
         rise = change.rise
-        if memory.needs_pair and weights.hysteresis <= 0.5 and math.isfinite(change.rise):
+        is_affordable = not is_first or (number == 0 and change.differences is not None)
+        is_comparable = weights.hysteresis <= 0.5 or memory.terms_error >= UNKNOWN_ERROR
+        if memory.needs_pair and is_comparable and rise <= self._max_rise and is_affordable:
             opposite = measure(weights, mirrored=True)
             record["opposite"] = finite_or_text(opposite.rise)
             memory.update_from_pair(weights, change, opposite, min_rise)
@@ -300,8 +318,16 @@ class LossBudget(Objective):
         """The step size whose predicted rise is `TARGET_SHARE` of the budget; without a prediction, the parent's."""
         unit = candidates.curvature_term(0) * (memory.num_terms or 0.0)
         if not 0 < unit < math.inf:
-            return DEFAULT_LOG_STEP if memory.log_step is None else memory.log_step
+            return self._first_step if memory.log_step is None else memory.log_step
         return min(max(to_log_step(math.sqrt(TARGET_SHARE * self._max_rise / unit)), MIN_LOG_STEP), MAX_LOG_STEP)
+
+    @property
+    def _first_step(self) -> int:
+        """The step size of a first trial where nothing is known of the loss but its level."""
+        if self.scale is None:
+            return DEFAULT_LOG_STEP
+        step = to_log_step(_FIRST_STEP * (self.budget / self.scale / _FIRST_SHARE) ** _FIRST_EXPONENT)
+        return min(max(step, MIN_LOG_STEP), MAX_LOG_STEP)
 
     def _reduce_step(self, weights: QuantizedWeights, rise: float) -> int:
         """A smaller step size after one whose rise is too large, by a factor of sqrt(2) to 8."""

@@ -16,7 +16,7 @@ from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, QuantizedTensor, Reference, RowSample
 from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.schemes.base import QuantizedState, check_recorder, finite_or_text
-from shrinkpoint.schemes.calibration import Calibration, EvaluateProblem, find_failure
+from shrinkpoint.schemes.calibration import Calibration, EvaluateProblem
 from shrinkpoint.schemes.evaluate import Degradation, DegradationMetric, Evaluate, scale_of
 from shrinkpoint.schemes.fisher.activations import Activations, Calibrate, LayerStatistics, check_activations
 from shrinkpoint.schemes.fisher.copies import WeightCopy, find_copies
@@ -128,6 +128,7 @@ class Fisher(Planner["FisherChoice"]):
     id: ClassVar[str] = "fisher"
     min_weight_size: ClassVar[tuple[int, int]] = MIN_LATTICE_NUMEL, 1
     counts_terms: ClassVar[bool] = True
+    learns_from_trials: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -232,7 +233,7 @@ class Fisher(Planner["FisherChoice"]):
         tracked = [] if is_exact else self._find_copies(save)
         if problem is None and save.selection.global_names:
             steps = self._quantize_weights(save, moments, metric, statistics, tracked)
-            if metric is not None and (problem := find_failure(metric)) is not None:
+            if (problem := measurement.find_late_problem()) is not None:
                 steps = StepChoice(None, steps.trials)
         if problem is not None:  # failed trials have taught nothing, and the next save measures again
             self._memory, self._group_curvatures = memory, group_curvatures
@@ -580,7 +581,7 @@ class Fisher(Planner["FisherChoice"]):
             copies: of the weights, whose bits are taken to be as many for each value: the others are shared out.
         """
         if not isinstance(self._objective, RatioTarget):
-            return StateBits(math.inf, 0.0, is_first=False)
+            return StateBits(math.inf, 0.0, is_first=self._num_saves == 0)
         tensors, drop, others = save.tensors, self._moments == "drop", save.unchanged | dict(moments)
         coded = {*coded, *others, *(name for copy in copies for name in copy.sources)}
         coded |= {name for name, info in save.state.infos.items() if drop and info.role in MOMENT_ROLES}
