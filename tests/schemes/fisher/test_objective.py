@@ -171,6 +171,18 @@ def test_what_is_better_than_before_is_within_any_budget():
     assert chain.save()["chosen"]["step_in_deviations"] >= 1 and chain.save()["tried"][0]["rise"] < 0
 
 
+def test_a_file_alone_takes_the_largest_steps_and_a_chain_grows_to_them(tmp_path):
+    bowl = Bowl(0.2)
+    alone = sp.save(bowl.state, tmp_path / "a.safetensors", scheme=sp.Fisher(nats=0.05, evaluate=bowl.evaluate))
+    chain = Chain(bowl, nats=0.05, evaluate=bowl.evaluate)
+    sizes = []
+    for _ in range(4):
+        with Silent():
+            sizes.append(chain.save()["size"])
+        bowl.move()
+    assert alone.loss_report["size"] > sizes[0] and alone.loss_report["size"] - 4 <= sizes[-1]
+
+
 # a budget that is predicted
 
 

@@ -42,7 +42,7 @@ DEFAULT_SHARE = 0.1
 _CHANGE_THRESHOLD = to_log_step(2**0.5)
 """The difference to the best step size from which steps are changed, because a change costs bits."""
 _GROWTH_THRESHOLD = 3 * _CHANGE_THRESHOLD
-"""The same for larger steps at once, because they cost an evaluation; later saves take them anyway."""
+"""The same for larger steps at a run's first save, because they cost an evaluation; later saves take them anyway."""
 _FIRST_STEP, _FIRST_SHARE, _FIRST_EXPONENT = 1.6, 0.01, 0.4
 """The first step size, in standard deviations, for a budget of this share of the loss, and the power of other shares:
 guesses from a few trainings."""
@@ -55,7 +55,7 @@ class StateBits:
     Attributes:
         raw: without compression.
         other: what is stored besides the weights.
-        is_first: True if this is the first checkpoint of a run.
+        is_first: True if this is the first checkpoint of a run, and no file alone.
     """
 
     raw: float
@@ -269,7 +269,7 @@ class LossBudget(Objective):
             if trial.rise <= self._max_rise:
                 best = StepChoice(weights, trials, trial.change.rise, trial.change.interval)
                 log_step = self._predicted_step(candidates, memory) if can_grow else weights.log_step
-                if log_step < weights.log_step + _GROWTH_THRESHOLD:
+                if log_step < weights.log_step + (_GROWTH_THRESHOLD if state_bits.is_first else 2):
                     return best
             elif best is not None:  # a rise of nan is not accepted either
                 return best

@@ -149,20 +149,19 @@ class Fisher(Planner["FisherChoice"]):
         calibrate: Calibrate | None = None,
     ) -> None:
         self._activations, self._calibrate = check_activations(activations, calibrate)
-        self._layers: Mapping[str, LayerStatistics] = {}
+        self._layers: Mapping[str, LayerStatistics] | None = None  # of a file alone
         super().__init__(evaluate, higher_is_better=higher_is_better, seed=seed)
         self._objective = make_objective(budget, nats, ratio, relative_error, is_measured=evaluate is not None)
         self._evaluate_every = validate.check_optional_int(
             "evaluate_every", evaluate_every, none_meaning="for once in a run"
         )
         self._measured_loss: float | None = None  # of the weights, when it was measured last
-        self._unmeasured_saves = 0  # since then
         self._counted_terms: float | None = None
         self._recorder: SquaredGradientSource | None = check_recorder("gradients", gradients, "square")
         self._moments: MomentsMode = validate.check_choice("moments", moments, get_args(MomentsMode))
         self._copies_mode: CopiesMode = validate.check_choice("copies", copies, get_args(CopiesMode))
         self._terms = None if terms is None else validate.check_float("terms", terms, do="leave it out")
-        self._num_saves = 0
+        self._num_saves, self._unmeasured_saves = 0, 0  # unmeasured: since the last measurement
         self._memory = RunMemory(num_terms=self._terms)
         self._lattice_starts: dict[str, RowSample] = {}
         self._copies: dict[str, CopyMemory] = {}
@@ -376,7 +375,7 @@ class Fisher(Planner["FisherChoice"]):
         try:
             return self.quantize(state, None)
         finally:
-            self._layers = {}
+            self._layers = None
 
     # steps of `choose`
 
@@ -422,7 +421,7 @@ class Fisher(Planner["FisherChoice"]):
         base = save.base
         if base is None:
             self._memory.log_step = None
-        layers = {name: layer for name, layer in self._layers.items() if name in weights.local}
+        layers = {name: layer for name, layer in (self._layers or {}).items() if name in weights.local}
 
         def change(values: Mapping[str, Tensor]) -> Degradation:
             assert metric is not None
@@ -581,7 +580,7 @@ class Fisher(Planner["FisherChoice"]):
             copies: of the weights, whose bits are taken to be as many for each value: the others are shared out.
         """
         if not isinstance(self._objective, RatioTarget):
-            return StateBits(math.inf, 0.0, is_first=self._num_saves == 0)
+            return StateBits(math.inf, 0.0, is_first=self._num_saves == 0 and self._layers is None)
         tensors, drop, others = save.tensors, self._moments == "drop", save.unchanged | dict(moments)
         coded = {*coded, *others, *(name for copy in copies for name in copy.sources)}
         coded |= {name for name, info in save.state.infos.items() if drop and info.role in MOMENT_ROLES}
