@@ -259,6 +259,13 @@ def test_only_weights_that_the_answer_is_computed_from_have_an_influence(functio
     assert "first" in recorder.read_names
 
 
+def test_parts_of_a_flat_buffer_cannot_be_told_apart():
+    flat = torch.randn(2, 64, 64)
+    with InfluenceRecorder({"first": [flat[0]], "second": [flat[1]], "empty": [torch.zeros(0)]}) as recorder:
+        float(flat[0].sum() + torch.zeros(0).sum())
+    assert not recorder.influential_names and recorder.read_names == {"first", "second"}
+
+
 def test_both_weights_of_a_sum_have_an_influence_through_views_copies_and_modules():
     net = mlp()
     live = mlp()

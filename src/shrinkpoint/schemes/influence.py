@@ -29,10 +29,12 @@ class InfluenceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, weights: Mapping[str, Iterable[Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = [*weights]
-        self._sources = dict[int, int]()
+        self._sources, self._shared = dict[int, int](), 0
         for bit, tensors in enumerate(weights.values()):
-            for address in (storage.data_ptr() for storage in _storages([*tensors])):
-                self._sources[address] = self._sources.get(address, 0) | 1 << bit
+            for address in {storage.data_ptr() for storage in _storages([*tensors])} - {0}:  # 0: an empty shard
+                others = self._sources.get(address, 0)
+                self._sources[address] = others | 1 << bit
+                self._shared |= self._sources[address] if others else 0
         self._read, self._answer = 0, -1
         # Of each storage that was written, the weights that it depends on. The reference keeps its key unique.
         self._written = dict[int, tuple[StorageWeakRef, int]]()
@@ -60,8 +62,11 @@ class InfluenceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def influential_names(self) -> frozenset[str]:
-        """Names of the weights that all numbers were computed from which depend on any weight."""
-        return self._names_of(self._answer if self._answer > 0 else 0)
+        """Names of the weights that all numbers were computed from which depend on any weight.
+
+        Without those that share their memory with another weight, such as parts of a flat buffer.
+        """
+        return self._names_of(self._answer & ~self._shared if self._answer > 0 else 0)
 
     def _names_of(self, bits: int) -> frozenset[str]:
         return frozenset(name for bit, name in enumerate(self._names) if bits >> bit & 1)
