@@ -1,7 +1,7 @@
 """What a save and a load cost as the state grows: seconds, processor time, memory and bytes, beside others.
 
     python benchmarks/scale.py                    # 30, 124 and 350 M parameters, 1 and 2 threads: 1 hour, 20 GiB
-    python benchmarks/scale.py --models 30M --repeats 5
+    python benchmarks/scale.py --models 1M 12M 40M --repeats 5
     python benchmarks/scale.py --models 124M --repeats 1 --add    # beside the models that the results have already
 
 States are those of GPTs with AdamW's moments, some simulated training steps apart (`scale_states.py`), read from files

@@ -25,6 +25,7 @@ import torch
 from scale_states import LiveState
 
 import shrinkpoint as sp
+from shrinkpoint import _native
 from shrinkpoint_lab.bench.systems import resident_bytes
 
 RELATIVE_ERROR = 0.3
@@ -184,6 +185,19 @@ def fisher(meter: Meter, live: LiveState, folder: Path, threads: int) -> None:
     _store(meter, live, folder, threads, sp.Fisher(relative_error=RELATIVE_ERROR))
 
 
+def avx2(method: Callable[[Meter, LiveState, Path, int], None]) -> Callable[[Meter, LiveState, Path, int], None]:
+    """A method without instructions wider than AVX2, as on processors that have none."""
+
+    def limited(meter: Meter, live: LiveState, folder: Path, threads: int) -> None:
+        _native._use_simd(1)
+        try:
+            method(meter, live, folder, threads)
+        finally:
+            _native._use_simd(2)
+
+    return limited
+
+
 def _store(meter: Meter, live: LiveState, folder: Path, threads: int, scheme: Any) -> None:
     """Saves and loads of a keyframe and of the deltas after it, through the manager that a training loop uses."""
     with sp.CheckpointManager(folder / "store", scheme=scheme, threads=threads) as manager:
@@ -244,6 +258,8 @@ METHODS = {
     "zipnn": zipnn,
     "lossless": lossless,
     "fisher": fisher,
+    "lossless, AVX2": avx2(lossless),
+    "fisher, AVX2": avx2(fisher),
     "background": background,
     "chain": chain,
 }

@@ -55,7 +55,10 @@ class GPTShapes:
 
 MODELS = {
     "tiny": GPTShapes(2, 64, vocabulary=1000),  # for tests
+    "1M": GPTShapes(4, 128, vocabulary=1000),  # 52 tensors: what a save costs beside the state's bytes
+    "12M": GPTShapes(4, 192),
     "30M": GPTShapes(6, 384),
+    "40M": GPTShapes(6, 480),
     "124M": GPTShapes(12, 768),
     "350M": GPTShapes(24, 1024),
     "1.5B": GPTShapes(48, 1600),

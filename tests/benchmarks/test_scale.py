@@ -65,7 +65,15 @@ def _run_first_as_is_and_fork_others() -> Any:
 @pytest.mark.filterwarnings("ignore::shrinkpoint.errors.LossWarning")
 @pytest.mark.parametrize(
     "method",
-    ["copy", "torch.save", "safetensors", "lossless", "background", pytest.param("chain", marks=pytest.mark.nightly)],
+    [
+        "copy",
+        "torch.save",
+        "safetensors",
+        "lossless",
+        "fisher, AVX2",
+        "background",
+        pytest.param("chain", marks=pytest.mark.nightly),
+    ],
 )
 def test_every_method_has_rows(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
@@ -97,11 +105,11 @@ def test_figures_are_of_the_median_and_of_the_least_of_all_rounds(report: Module
     rounds = [
         _row("keyframe", threads, seconds) for threads, slow in ((1, 2.0), (2, 1.0)) for seconds in (slow, 0.4, 9.0)
     ]
-    rounds += [_row("keyframe", 2, 1.5, method="torch.save") for _ in range(3)]
+    rounds += [_row("keyframe, synced", 2, 1.5, method="torch.save") for _ in range(3)]
     figures = {figure.name: figure for figure in report.figures(report.summarize(rounds))}
     speed = figures["30M, 1 thread: fisher keyframe, GB/s a core"]
     assert speed.values == pytest.approx([0.5, 2.5, 2.5]) and speed.verdict == "at best"
-    against = figures["30M, 2 threads: fisher keyframe, seconds / torch.save keyframe"]
+    against = figures["30M, 2 threads: fisher keyframe, seconds / torch.save keyframe, synced"]
     assert against.values[0] == pytest.approx(2 / 3) and against.verdict == "yes"
     assert figures["30M: fisher keyframe, 1 thread / 2"].values[0] == pytest.approx(2)
     assert figures["30M, 1 thread: fisher keyframe, states beyond the live one"].verdict == "no"
