@@ -12,11 +12,11 @@ namespace shrinkpoint {
 
 namespace {
 
+#if defined(SHRINKPOINT_X86)
+
 // Eight fields of one width end at the bit of a byte where they began. So a group of eight fills whole bytes, and the
 // places within it are loop constants.
 constexpr size_t kGroup = 8;
-
-#if defined(SHRINKPOINT_X86)
 
 // Up to this width four fields and the bits before them fit in 16 bytes, each field with its leading bits in four.
 constexpr unsigned kShuffledBits = 25;

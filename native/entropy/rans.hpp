@@ -112,7 +112,7 @@ class RansDecoder {
     void check_end() const;
 
     const DecoderTables& all_;
-    unsigned turns_by_slot_ = 0;  // pieces to decode by slots before few symbols are tried again
+    [[maybe_unused]] unsigned turns_by_slot_ = 0;  // of vectors: pieces until few symbols are tried again
     const uint8_t* next_;
     const uint8_t* end_;    // end of the stream
     const uint8_t* limit_;  // rounds may read up to here: beyond `end_` in the tail

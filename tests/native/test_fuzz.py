@@ -47,6 +47,24 @@ def test_no_stream_makes_the_native_core_leave_its_buffers(program: Path) -> Non
     assert "seed 1:" in done.stdout
 
 
+@pytest.mark.nightly  # zig compiles for some minutes
+def test_the_native_core_is_built_for_aarch64_and_gives_the_same_there(tmp_path: Path) -> None:
+    """With NEON, by zig; run where there is qemu-aarch64 (apt-get install qemu-user)."""
+    zig = Path(pytest.importorskip("ziglang", reason="make wheel installs zig").__file__).with_name("zig")
+    program = tmp_path / "fuzz"
+    flags = "-std=gnu++17 -O1 -ffp-contract=off -Wall -Wextra -Wno-missing-field-initializers -Werror -pthread -Inative"
+    compiler = f"{zig} c++ -target aarch64-linux-musl"
+    command = ["make", "-s", "-j2", program, f"FUZZ={tmp_path}", f"CXX={compiler}", f"FUZZ_FLAGS={flags}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    emulator = shutil.which("qemu-aarch64")
+    if emulator is None:
+        return
+    done = subprocess.run([emulator, program, "10", "1"], capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert "seed 1:" in done.stdout
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("target", ["chunks", "codes", "lattice", "wire"])
 def test_what_libfuzzer_found_is_read_again(program: Path, target: str) -> None:
