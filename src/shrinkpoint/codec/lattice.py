@@ -40,6 +40,7 @@ _HEAD_CODES = 1 << 12  # codes that are compared first: those of a tensor that t
 _MASK_32_BITS = (1 << 32) - 1
 _NATIVE_FORM = "_native_form"  # the attribute that caches the native core's form of a lattice
 _MIN_VALUES_PER_EXPONENT = 32  # of a tensor whose lattice is cached: the form takes ten bytes an exponent
+_MAX_SMALL_EXPONENTS = 256  # of a lattice that is cached in any case: it takes little more than its Python objects
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +105,7 @@ class Lattice:
     def to_native(self, shape: tuple[int, int]) -> _native.Lattice:
         """Return the native core's form of this lattice, for matrices of `shape`.
 
-        It is made once, unless the tensor has so few values that it would take more memory than their codes.
+        It is made once, unless it would take more memory than the codes of a tensor with few values.
 
         Raises:
             ValueError: the numbers of rows or columns do not fit the shape.
@@ -114,7 +115,8 @@ class Lattice:
             return cached[1]
         sides = code_bytes(self.rows), code_bytes(self.columns)
         form = _native.Lattice(*sides, *shape, powers=self.spacing == "log", step=self.step, seed=self.seed)
-        if _MIN_VALUES_PER_EXPONENT * (self.rows.numel() + self.columns.numel()) <= shape[0] * shape[1]:
+        limit = max(_MAX_SMALL_EXPONENTS, shape[0] * shape[1] // _MIN_VALUES_PER_EXPONENT)
+        if self.rows.numel() + self.columns.numel() <= limit:
             self.__dict__[_NATIVE_FORM] = shape, form
         return form
 
@@ -203,7 +205,7 @@ class LatticeTensor:
             dtype: of the result.
             second_moments: the tensor named by `relative_to`, of the same shape.
         """
-        if self.codes.device.type == "cpu":
+        if self.codes.is_cpu:
             return self._dequantize_native(second_moments).to(dtype)
         lattice, codes = self.lattice, as_matrix(self.codes)
         if lattice.spacing == "log":
@@ -251,7 +253,7 @@ class LatticeTensor:
 
 def code_bytes(codes: Tensor) -> Bytes:
     """Return codes or exponents as bytes, in row-major order; shares memory if they are contiguous and on the CPU."""
-    return np.ascontiguousarray(codes.cpu().numpy()).reshape(-1).view(np.uint8)
+    return np.ascontiguousarray((codes if codes.is_cpu else codes.cpu()).numpy()).reshape(-1).view(np.uint8)
 
 
 def narrow_codes(codes: Tensor) -> Tensor:

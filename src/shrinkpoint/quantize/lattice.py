@@ -80,7 +80,7 @@ def quantize_to_lattice(
     Returns:
         The quantized tensor, with codes of one byte if all of them fit; None if some value lies beyond all points.
     """
-    if tensor.device.type == "cpu":
+    if tensor.is_cpu:
         threads = threads or torch.get_num_threads()
         codes = _quantize_native(tensor, lattice, second_moment, previous_codes, hysteresis, threads)
     else:
@@ -106,7 +106,7 @@ def quantize_with_errors(
         weights: of the errors.
         origin, gain: of the quantized tensor; errors are those of its values, codes are chosen as without a gain.
     """
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         points = quantize_to_lattice(tensor, lattice, previous_codes=previous_codes, hysteresis=hysteresis)
         if points is None:
             return None
@@ -184,7 +184,7 @@ def quantization_error_sums(
         weights: of the errors.
         threads: native threads; None: as many as torch uses.
     """
-    if weight.device.type == "cpu":
+    if weight.is_cpu:
         sums = _native.quantization_error_sums(
             quantized.to_native(),
             tensor_bytes(quantized.codes),
@@ -340,7 +340,7 @@ def quantize_second_moment(
         The quantized tensor, and the sums by row (float64) of `m^2 / v'` where that is finite, v' being the decoded
         second moment; None without `m`.
     """
-    if v.device.type != "cpu":
+    if not v.is_cpu:
         return _quantize_second_moment_torch(v, m, lattice, dead_zone)
     codes = _native.empty(v.numel())
     sums = _native.quantize_second_moments(

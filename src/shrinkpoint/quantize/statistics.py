@@ -267,7 +267,7 @@ def value_sums(tensor: Tensor, threads: int | None = None) -> ValueSums:
         threads: native threads; None: as many as torch uses.
     """
     values, count = as_native_float(tensor), tensor.numel()
-    if values.device.type == "cpu":
+    if values.is_cpu:
         threads = threads or torch.get_num_threads()
         return ValueSums(*_native.value_sums(tensor_bytes(values), count, threads=threads), count)
     if not count:
@@ -355,7 +355,7 @@ def second_moment_sums(
         by_column: also sum by column.
         threads: native threads; None: as many as torch uses.
     """
-    if v.device.type != "cpu":
+    if not v.is_cpu:
         return _second_moment_sums_torch(v, m, by_column)
     rows, columns = matrix_shape(tuple(v.shape))
     is_finite, has_negative, sums = _native.second_moment_sums(

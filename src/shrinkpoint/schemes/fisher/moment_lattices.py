@@ -51,6 +51,8 @@ FIRST_KINDS = (
 )
 SECOND_KINDS = (MomentKind.SQUARE_MEAN, MomentKind.ACCUMULATOR)
 
+_MAX_SERIAL_NUMEL = 2048  # up to which torch takes logarithms in the calling thread
+
 # Where a step is a multiple of the moment, its noise averages out in the weights. Where the moment is orthogonalized,
 # reduced to its sign or divided by another one, noise is amplified.
 MOMENTUM_STEPS: Mapping[MomentKind, float] = {
@@ -272,7 +274,9 @@ class _MomentQuantizer:
         means = {name: self._row_sums(name) / matrix_shape(tuple(self._usable[name].shape))[1] for name in names}
         if not means:
             return {}
-        exponents = first_row_exponents(torch.cat([*means.values()]), self._precision)
+        # In pieces, for which torch does not wake its threads: they would take longer than the logarithms.
+        pieces = torch.split(torch.cat([*means.values()]), _MAX_SERIAL_NUMEL)
+        exponents = torch.cat([first_row_exponents(piece, self._precision) for piece in pieces])
         return dict(zip(means, torch.split(exponents, [len(rows) for rows in means.values()]), strict=True))
 
     def _split_row_exponents(self, name: str, sums: Marginals) -> Tensor:
