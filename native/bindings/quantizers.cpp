@@ -2,6 +2,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <initializer_list>
 #include <optional>
 
@@ -461,23 +462,27 @@ Tuple<double, double, double> sum_errors(const Lattice& lattice, Input codes, In
     return nb::make_tuple(sums.slope, sums.curvature, sums.squares);
 }
 
-// Returns the squared movement, that times the movement of the points before, and what is written by threshold.
-DoubleArray sum_movement(const Lattice& lattice, Input parent, Input first_codes, Input weight, Input earlier,
-                         uint64_t first, uint64_t length, uint64_t stride, uint64_t count, float max_hysteresis,
-                         size_t levels) {
-    const Bytes parent_bytes(parent), code_bytes(first_codes), weight_bytes(weight), earlier_bytes(earlier);
+// Returns for both earlier times the squared movement, that times the movement of the points before, and what is written
+// by threshold.
+DoubleArray sum_movement(const Lattice& lattice, Input parent, Input first_codes, Input weight, Input start,
+                         Input original, uint64_t first, uint64_t length, uint64_t stride, uint64_t count,
+                         float max_hysteresis, size_t levels) {
+    const Bytes parent_bytes(parent), code_bytes(first_codes), weight_bytes(weight);
+    const Bytes start_bytes(start), original_bytes(original);
     const Runs runs = runs_of(lattice, first, length, stride, count);
     const Codes parent_data = required_codes(lattice.count(), parent_bytes);
     const Codes first_data = required_codes(lattice.count(), code_bytes);
     const Floats weight_floats = matrix_of(count, length, weight_bytes, "weight");
-    const Floats earlier_floats = matrix_of(count, length, earlier_bytes, "earlier");
+    const std::array<Floats, 2> earlier = {matrix_of(count, length, start_bytes, "start"),
+                                           matrix_of(count, length, original_bytes, "original")};
     std::vector<double> out;
     {
         nb::gil_scoped_release release;
-        MovementSums sums = movement_sums(lattice, runs, parent_data, first_data, weight_floats, earlier_floats,
-                                          max_hysteresis, levels);
-        out = std::move(sums.written);
-        out.insert(out.begin(), {sums.squared, sums.before});
+        for (const MovementSums& sums : movement_sums(lattice, runs, parent_data, first_data, weight_floats, earlier,
+                                                      max_hysteresis, levels)) {
+            out.insert(out.end(), {sums.squared, sums.before});
+            out.insert(out.end(), sums.written.begin(), sums.written.end());
+        }
     }
     return array_of(std::move(out));
 }
@@ -534,8 +539,8 @@ void bind_lattice(nb::module_& m) {
           "hysteresis"_a = 0.5f, "threads"_a = 1);
     m.def("quantize_with_feedback", quantize_feedback, "lattice"_a, "values"_a, "factor"_a, "codes"_a, nb::kw_only(),
           "threads"_a = 1);
-    m.def("movement_sums", sum_movement, "lattice"_a, "parent"_a, "first_codes"_a, "weight"_a, "earlier"_a, "first"_a,
-          "length"_a, "stride"_a, "count"_a, nb::kw_only(), "max_hysteresis"_a, "levels"_a);
+    m.def("movement_sums", sum_movement, "lattice"_a, "parent"_a, "first_codes"_a, "weight"_a, "start"_a,
+          "original"_a, "first"_a, "length"_a, "stride"_a, "count"_a, nb::kw_only(), "max_hysteresis"_a, "levels"_a);
     m.def("near_points", are_near_points, "lattice"_a, "codes"_a, "values"_a, "first"_a, "length"_a, "stride"_a,
           "count"_a, nb::kw_only(), "max_steps"_a);
     m.def("quantization_error_sums", sum_errors, "lattice"_a, "codes"_a, "values"_a, nb::kw_only(),

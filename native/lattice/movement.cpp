@@ -18,18 +18,37 @@ struct TileSums {
     double squared, before;
 };
 
-// Computes offsets from the parent's points in steps, and the movement that is written if codes follow the offsets.
+struct Scratch {
+    float moved[kTile], written[kTile], values[kTile], earlier[kTile];
+    int32_t levels[kTile];
+    uint32_t places[kTile];
+};
+
+// Computes how far points move if codes follow the offsets from the parent's points, and the number of levels from which
+// on they do so: 0 if never. `before` becomes the movement of the parent's points since the first ones.
+SHRINKPOINT_KERNEL(void, measure_offsets,
+                   (const float* values, const float* parent, const float* steps, float scale, float last, size_t count,
+                    float* before, float* moved, int32_t* levels),
+                   (values, parent, steps, scale, last, count, before, moved, levels)) {
+    for (size_t i = 0; i < count; ++i) {
+        const float offset = (values[i] - parent[i]) / steps[i], size = std::fabs(offset);
+        const float level = std::ceil(std::min((size - 0.5f) * scale, last));
+        before[i] = parent[i] - before[i];
+        moved[i] = std::rint(offset) * steps[i];
+        levels[i] = size > 0.5f ? static_cast<int32_t>(level) : 0;
+    }
+}
+
 SHRINKPOINT_KERNEL(TileSums, measure_movement,
-                   (const float* values, const float* earlier, const float* parent, const float* first,
-                    const float* steps, size_t count, float* offsets, float* written),
-                   (values, earlier, parent, first, steps, count, offsets, written)) {
+                   (const float* values, const float* earlier, const float* moved, const float* moved_before,
+                    size_t count, float* written),
+                   (values, earlier, moved, moved_before, count, written)) {
     double squared[kLanes] = {}, before[kLanes] = {};
     const auto add = [&](size_t i, size_t lane) {
-        const float offset = (values[i] - parent[i]) / steps[i], movement = values[i] - earlier[i];
-        offsets[i] = std::fabs(offset);
-        written[i] = std::rint(offset) * steps[i] * movement;
+        const float movement = values[i] - earlier[i];
+        written[i] = moved[i] * movement;
         squared[lane] += static_cast<double>(movement) * movement;
-        before[lane] += static_cast<double>(parent[i] - first[i]) * movement;
+        before[lane] += static_cast<double>(moved_before[i]) * movement;
     };
     by_lanes<kLanes>(count, add);
     return {sum_lanes(squared), sum_lanes(before)};
@@ -49,32 +68,41 @@ void check(const Lattice& lattice) {
 
 }  // namespace
 
-MovementSums movement_sums(const Lattice& lattice, Runs runs, Codes parent, Codes first, Floats values, Floats earlier,
-                           float max_hysteresis, size_t levels) {
+std::array<MovementSums, 2> movement_sums(const Lattice& lattice, Runs runs, Codes parent, Codes first, Floats values,
+                                          const std::array<Floats, 2>& earlier, float max_hysteresis, size_t levels) {
     check(lattice);
     if (!(max_hysteresis > 0.5f) || levels == 0 || levels > kMaxHysteresisLevels)
         throw std::invalid_argument("hysteresis: expected more than 1/2, and 1 to 4096 levels");
     const ScopedFpEnvironment floats;
     const auto cells = std::make_unique<Cells>();
-    float value_buffer[kTile], earlier_buffer[kTile], offsets[kTile], written[kTile];
-    const auto last = static_cast<float>(levels);
+    const auto tile = std::make_unique<Scratch>();
     const float scale = static_cast<float>(levels) / (max_hysteresis - 0.5f);
-    MovementSums out;
-    out.written.resize(levels + 1);
+    std::array<MovementSums, 2> out;
+    for (MovementSums& sums : out) sums.written.resize(levels + 1);
     by_tiles_of(runs, kTile, [&](uint64_t start, size_t count, uint64_t place) {
         fill_cells(lattice, nullptr, start, count, *cells);
         values_of_codes(lattice, read_codes(parent, start, count, cells->codes), start, count, *cells, cells->parent);
         values_of_codes(lattice, read_codes(first, start, count, cells->codes), start, count, *cells, cells->values);
-        const TileSums sums = measure_movement(read_floats(values, place, count, value_buffer),
-                                               read_floats(earlier, place, count, earlier_buffer), cells->parent,
-                                               cells->values, cells->steps, count, offsets, written);
-        out.squared += sums.squared, out.before += sums.before;
-        for (size_t i = 0; i < count; ++i)
-            if (offsets[i] > 0.5f)
-                out.written[static_cast<size_t>(std::ceil(std::min((offsets[i] - 0.5f) * scale, last + 1))) - 1] +=
-                    written[i];
+        const float* now = read_floats(values, place, count, tile->values);
+        measure_offsets(now, cells->parent, cells->steps, scale, static_cast<float>(levels) + 1, count, cells->values,
+                        tile->moved, tile->levels);
+        size_t leaving = 0;  // values that are written at some level: few, as most stay near their points
+        for (size_t i = 0; i < count; ++i) {
+            tile->places[leaving] = static_cast<uint32_t>(i);
+            leaving += tile->levels[i] != 0;
+        }
+        for (size_t time = 0; time < out.size(); ++time) {
+            const TileSums sums = measure_movement(now, read_floats(earlier[time], place, count, tile->earlier),
+                                                   tile->moved, cells->values, count, tile->written);
+            out[time].squared += sums.squared, out[time].before += sums.before;
+            for (size_t i = 0; i < leaving; ++i) {
+                const uint32_t at = tile->places[i];
+                out[time].written[static_cast<size_t>(tile->levels[at]) - 1] += tile->written[at];
+            }
+        }
     });
-    for (size_t level = levels; level-- > 0;) out.written[level] += out.written[level + 1];
+    for (MovementSums& sums : out)
+        for (size_t level = levels; level-- > 0;) sums.written[level] += sums.written[level + 1];
     return out;
 }
 

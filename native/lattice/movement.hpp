@@ -1,5 +1,6 @@
 // Measures on some rows of a weight how far it has moved since earlier checkpoints, and how far its points have.
 #pragma once
+#include <array>
 #include <cstddef>
 #include <vector>
 
@@ -18,10 +19,11 @@ struct MovementSums {
     std::vector<double> written;
 };
 
-// Computes the sums for runs of positions, from their values now and then, and the codes of the whole tensor in the
-// parent checkpoint and at first. Uses one thread, since these are samples. Throws std::invalid_argument.
-MovementSums movement_sums(const Lattice& lattice, Runs runs, Codes parent, Codes first, Floats values, Floats earlier,
-                           float max_hysteresis, size_t levels);
+// Computes the sums since two earlier times for runs of positions, from their values now and then, and the codes of the
+// whole tensor in the parent checkpoint and at first. Uses one thread, since these are samples. Throws
+// std::invalid_argument.
+std::array<MovementSums, 2> movement_sums(const Lattice& lattice, Runs runs, Codes parent, Codes first, Floats values,
+                                          const std::array<Floats, 2>& earlier, float max_hysteresis, size_t levels);
 
 // True if the values of runs of positions are all at most `max_steps` steps from the points of these codes.
 bool near_points(const Lattice& lattice, Runs runs, Codes codes, Floats values, float max_steps);

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from shrinkpoint import _native
@@ -205,17 +202,17 @@ def quantization_error_sums(
 def movement_sums(
     rows: Tensor,
     points: LatticeTensor,
-    earlier: Sequence[Tensor],
+    earlier: tuple[Tensor, Tensor],
     indices: range,
     max_hysteresis: float,
     levels: int,
-) -> list[NDArray[np.float64]]:
+) -> list[float]:
     """Sum how far a weight has moved, and how much of that is written as codes move, by the hysteresis that allows it.
 
     Args:
         rows: some rows of the weight, viewed as a matrix; 2-d, on the CPU.
         points: of the whole weight in the parent checkpoint, of spacing "linear".
-        earlier: the same rows at each time where a movement began.
+        earlier: the same rows at two times where a movement began.
         indices: which rows these are.
         max_hysteresis: in steps, above 1/2.
         levels: the number of equal parts of the range from 1/2 to `max_hysteresis`.
@@ -224,14 +221,14 @@ def movement_sums(
         For each time the squared movement; the movement times that of the points since `first_codes`; and the movement
         times what is written of it with the hysteresis of level 0, 1, ... `levels`.
     """
-    codes, first, values = points.codes, points.first_codes, as_native_float(rows)
+    codes, first = points.codes, points.first_codes
     form = points.lattice.to_native(matrix_shape(tuple(codes.shape)))
-    arrays, runs = (tensor_bytes(codes), tensor_bytes(first), tensor_bytes(values)), _runs(indices, rows.shape[1])
-    others = [tensor_bytes(as_native_float(tensor)) for tensor in earlier]
-    return [
-        _native.movement_sums(form, *arrays, other, *runs, max_hysteresis=max_hysteresis, levels=levels)
-        for other in others
-    ]
+    floats = [as_native_float(matrix) for matrix in (rows, *earlier)]
+    a, b, c, d, e = (tensor_bytes(tensor) for tensor in (codes, first, *floats))
+    runs = _runs(indices, rows.shape[1])
+    sums = _native.movement_sums(form, a, b, c, d, e, *runs, max_hysteresis=max_hysteresis, levels=levels)
+    out: list[float] = sums.tolist()
+    return out
 
 
 def are_near_first_points(points: LatticeTensor, rows: Tensor, indices: range, max_steps: float) -> bool:

@@ -184,8 +184,9 @@ def _movement_sums(weight: Tensor, previous: PreviousPoints, max_hysteresis: flo
     rows, indices = matrix[start.rows], range(matrix.shape[0])[start.rows]
     values = rows if rows.is_cpu and rows.is_contiguous() else copy_to_host(rows)
     earlier, top = (start.values, previous.originals), max(max_hysteresis, _MIN_TOP)
-    since_start, since_parent = movement_sums(values, points, earlier, indices, top, _HYSTERESIS_LEVELS)
-    return [float(since_parent[1]) * points.gain, *since_start.tolist(), *since_parent.tolist()]
+    sums = movement_sums(values, points, earlier, indices, top, _HYSTERESIS_LEVELS)
+    before = sums[len(sums) // 2 + 1]
+    return [before * points.gain, *sums]
 
 
 def _gains(movement: NDArray[np.float64], written: NDArray[np.float64]) -> NDArray[np.float64]:
