@@ -15,8 +15,8 @@ from torch import nn
 
 import shrinkpoint as sp
 
-SAVE = (626, 73, 1260)
-RESTORE = (376, 50, 1310)
+SAVE = (620, 72, 1252)
+RESTORE = (373, 48, 1262)
 GRADIENT = (80, 10, 124)
 
 

@@ -270,11 +270,9 @@ def equal_codes(codes: Tensor, others: Tensor) -> bool:
     if codes is others or codes.shape != others.shape:
         return codes is others
     codes, others = codes.reshape(-1), others.reshape(-1)
-    if not torch.equal(codes[:_HEAD_CODES].to(torch.int16), others[:_HEAD_CODES].to(torch.int16)):
-        return False  # found before torch wakes its threads
-    if codes.dtype == others.dtype:
-        return torch.equal(codes, others)
-    return torch.equal(codes.to(torch.int16), others.to(torch.int16))
+    dtype = codes.dtype if codes.dtype == others.dtype else torch.int16
+    ends = _HEAD_CODES, codes.numel()  # a difference is mostly found before torch wakes its threads
+    return all(torch.equal(codes[:end].to(dtype), others[:end].to(dtype)) for end in ends)
 
 
 def as_matrix(tensor: Tensor) -> Tensor:

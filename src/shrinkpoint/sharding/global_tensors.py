@@ -126,11 +126,12 @@ class GlobalTensors:
 
     def __init__(self, state: FlatState, layout: ShardLayout) -> None:
         self.collectives = layout.collectives
-        reports = []
+        reports, specs = [], []
         for name, info in state.infos.items():
             sizes = tuple(state.tensors[name].shape)
             spec = layout.specs.get(name) or ShardSpec(name, sizes, (0,) * len(sizes))
             spec.check(name, sizes)
+            specs.append(spec)
             reports.append(
                 _ShardReport(spec.global_name, spec.global_shape, spec.offsets, sizes, info.dtype, info.role.value)
             )
@@ -149,8 +150,7 @@ class GlobalTensors:
         self._names = [*self.shapes]
         self._index = {name: index for index, name in enumerate(self._names)}
         self.local_shards: dict[str, TensorShard] = {}
-        for position, (name, report) in enumerate(zip(state.infos, reports, strict=True)):
-            spec = ShardSpec(report.global_name, report.global_shape, report.offsets)
+        for position, (name, spec, report) in enumerate(zip(state.infos, specs, reports, strict=True)):
             is_primary = position not in duplicates and math.prod(report.sizes) > 0
             self.local_shards[name] = TensorShard(spec, report.sizes, is_primary)
         self.global_names = {name: shard.spec.global_name for name, shard in self.local_shards.items()}
@@ -311,8 +311,9 @@ def _summarize(shards: Sequence[tuple[int, int, _ShardReport]]) -> _TensorSummar
     """The summary of one tensor, from rank, position and report of each of its shards in rank order."""
     rank, position, first = shards[0]
     reports = [report for *_, report in shards]
-    texts = [f"{report.dtype} {list(report.global_shape)}" for report in reports]
-    conflict = next((text for text in texts if text != texts[0]), "")
+    layouts = ((report.dtype, report.global_shape) for report in reports)
+    other = next((layout for layout in layouts if layout != (first.dtype, first.global_shape)), None)
+    conflict = "" if other is None else f"{other[0]} {list(other[1])}"
     num_nonempty = sum(math.prod(report.sizes) > 0 for report in reports)
     name, shape, dtype, role = first.global_name, first.global_shape, first.dtype, reports[-1].role
     return _TensorSummary((rank, position), name, shape, dtype, role, num_nonempty, conflict)
