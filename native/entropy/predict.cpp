@@ -15,9 +15,15 @@ namespace shrinkpoint {
 
 #if defined(__SSE__) || defined(__x86_64__)
 ScopedFpEnvironment::ScopedFpEnvironment() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
-ScopedFpEnvironment::~ScopedFpEnvironment() { _mm_setcsr(saved_); }
+ScopedFpEnvironment::~ScopedFpEnvironment() { _mm_setcsr(static_cast<unsigned>(saved_)); }
+#elif defined(__aarch64__)
+ScopedFpEnvironment::ScopedFpEnvironment() {
+    __asm__ volatile("mrs %0, fpcr" : "=r"(saved_));
+    __asm__ volatile("msr fpcr, %0" : : "r"(uint64_t{0}) : "memory");
+}
+ScopedFpEnvironment::~ScopedFpEnvironment() { __asm__ volatile("msr fpcr, %0" : : "r"(saved_) : "memory"); }
 #else
-ScopedFpEnvironment::ScopedFpEnvironment() : saved_(0) {}
+ScopedFpEnvironment::ScopedFpEnvironment() = default;
 ScopedFpEnvironment::~ScopedFpEnvironment() = default;
 #endif
 

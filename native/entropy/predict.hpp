@@ -14,7 +14,7 @@ class ScopedFpEnvironment {
     ScopedFpEnvironment& operator=(const ScopedFpEnvironment&) = delete;
 
    private:
-    unsigned saved_;
+    [[maybe_unused]] uint64_t saved_ = 0;
 };
 
 // Predicts W_t from W_(t-1) by one step of Adam, every operation rounded to float32 in torch's order. Where the result

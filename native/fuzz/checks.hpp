@@ -26,6 +26,9 @@ bool passes(Work work) {
 // Returns what `make(threads)` makes. Expects it to be the same with every instruction set and number of threads.
 Bytes same_everywhere(const std::function<Bytes(unsigned)>& make);
 
+// The same, and expects the result under another rounding mode of the calling thread, too.
+Bytes same_under_any_rounding(const std::function<Bytes(unsigned)>& make);
+
 // Outcomes of mutants so far.
 struct Tally {
     uint64_t accepted = 0, refused = 0, impossible = 0;

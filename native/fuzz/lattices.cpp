@@ -109,7 +109,7 @@ Bytes values_of(const Grid& grid, const Bytes& codes) {
     const size_t count = grid.count();
     const unsigned width = code_width(codes);
     const Exact squares(grid.squares), points(as_codes(codes, width));
-    return same_everywhere([&](unsigned threads) {
+    return same_under_any_rounding([&](unsigned threads) {
         const Exact out(Bytes(4 * count, 0xa5));
         lattice_values(grid.lattice, {points.data(), width}, squares_of(grid.squares, squares), out.floats(), nullptr,
                        {0, count}, threads);
@@ -141,7 +141,7 @@ Grid make_grid(Choices& choose) {
 void guess(const Grid& grid, Stream& out) {
     const size_t count = grid.count();
     const Exact squares(grid.squares), parent(grid.parent);
-    const Bytes both = same_everywhere([&](unsigned threads) {
+    const Bytes both = same_under_any_rounding([&](unsigned threads) {
         const Exact guesses(Bytes(2 * count, 0xa5)), contexts(Bytes(count, 0xa5));
         lattice_predict(grid.lattice, beside(known(grid.parent, parent, grid.width), squares_of(grid.squares, squares)), nullptr,
                       reinterpret_cast<int16_t*>(guesses.data()), contexts.data(), {0, count}, threads);
@@ -157,7 +157,7 @@ bool write(const Grid& grid, const Bytes& codes, const Bytes& expected, Stream& 
     const unsigned width = code_width(codes);
     const Exact squares(grid.squares), parent(grid.parent), points(as_codes(codes, width)), wanted(expected);
     Differences found;
-    const Bytes both = same_everywhere([&](unsigned threads) {
+    const Bytes both = same_under_any_rounding([&](unsigned threads) {
         const Exact contexts(Bytes(count, 0xa5)), tokens(Bytes(count, 0xa5));
         found = lattice_encode(grid.lattice, {points.data(), width},
                                beside(known(grid.parent, parent, grid.width), squares_of(grid.squares, squares)),
@@ -245,7 +245,7 @@ void check_tokens(Choices& choose, const Grid& grid) {
     Bytes wanted = codes;
     wanted.insert(wanted.end(), values.begin(), values.end());
     bool refused = false;
-    const Bytes made = same_everywhere([&](unsigned threads) {
+    const Bytes made = same_under_any_rounding([&](unsigned threads) {
         const std::optional<Bytes> one = read(grid, c, threads);
         refused = !one;
         return one.value_or(Bytes());
@@ -293,7 +293,7 @@ Bytes nearest(const Grid& grid, const Seconds* seconds, const Bytes& input, unsi
     const unsigned old_bytes = code_width(before);
     const Exact values(input), old(as_codes(before, old_bytes)), second_codes(seconds ? seconds->codes : Bytes());
     const CodedMoments moments = seconds ? CodedMoments{&seconds->grid.lattice, {second_codes.data(), 1}} : CodedMoments();
-    Bytes out = same_everywhere([&](unsigned threads) {
+    Bytes out = same_under_any_rounding([&](unsigned threads) {
         const Exact codes(Bytes(2 * count, 0xa5)), narrow(Bytes(count, 0xa5));
         const Codes previous{before.empty() ? nullptr : old.data(), old_bytes};
         const bool fits =

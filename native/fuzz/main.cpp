@@ -5,6 +5,7 @@
 //   fuzz TARGET FILE [FILE...]   what libFuzzer has found, one input a file
 // `make libfuzzer` builds it for libFuzzer (-DSHRINKPOINT_LIBFUZZER): the input makes the choices, and the variable
 // SHRINKPOINT_FUZZ names the target.
+#include <cfenv>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -54,6 +55,15 @@ Bytes same_everywhere(const std::function<Bytes(unsigned)>& make) {
     }
     limit_simd(before);
     return first;
+}
+
+Bytes same_under_any_rounding(const std::function<Bytes(unsigned)>& make) {
+    const Bytes out = same_everywhere(make);
+    std::fesetround(FE_DOWNWARD);
+    const Bytes rounded_down = make(1);
+    std::fesetround(FE_TONEAREST);
+    expect(rounded_down == out, "the caller's rounding changes the result");
+    return out;
 }
 
 namespace {
