@@ -15,6 +15,7 @@
 #include "entropy/tiles.hpp"
 #include "lattice/cells.hpp"
 #include "lattice/guesses.hpp"
+#include "lattice/parallel_tiles.hpp"
 #include "lattice/powers.hpp"
 
 namespace shrinkpoint {
@@ -135,7 +136,6 @@ SHRINKPOINT_KERNEL(size_t, count_escapes, (const uint8_t* tokens, const uint8_t*
 
 // Positions that a thread takes at a time if there are several threads; values are made before they enter the digest.
 constexpr size_t kTurn = 16 * kTile;
-constexpr size_t kBlock = kTile / 4;  // positions whose scratch memory fits in the nearest cache
 
 // Memory of one thread. Only dithers are cleared, since many tensors are small.
 struct Scratch {
