@@ -49,7 +49,7 @@ def thread_pool(workers: int) -> ThreadPoolExecutor:
 
 MIN_PARALLEL_BYTES = 1 << 22
 """Bytes from which a single record may be coded by several threads."""
-MIN_SHARED_BYTES = 1 << 20
+MIN_SHARED_BYTES = 1 << 19
 """Bytes from which several records are shared out among threads, whose start takes as long as coding some kilobytes."""
 MAX_AHEAD_BYTES = 1 << 25
 """Bytes of records that `map_ordered` begins behind the first unfinished one; more only to occupy all threads."""
