@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from helpers.sharded_states import Ranks, cut
 from helpers.small_training import Silent
 from helpers.strategies import difference
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shrinkpoint as sp
 from shrinkpoint.errors import LossWarning
@@ -248,21 +251,163 @@ class Sums:
         buffer[0].copy_(first[0])
         return float(buffer.mean())
 
+    @staticmethod
+    def into_a_used_buffer(first: Tensor, second: Tensor) -> float:
+        buffer = second.clone()
+        buffer.copy_(first)
+        return float(buffer.mean())
+
+    @staticmethod
+    def into_the_other(first: Tensor, second: Tensor) -> float:
+        second.copy_(first)
+        return float(second.mean())
+
+    @staticmethod
+    def as_output(first: Tensor, second: Tensor) -> float:
+        return float(torch.add(first, 1, out=second).sum())
+
+    @staticmethod
+    def by_shape(first: Tensor, second: Tensor) -> float:
+        return float((first + torch.ones_like(second) + second.new_zeros(64)).sum())
+
+    @staticmethod
+    def times_zeros(first: Tensor, second: Tensor) -> float:
+        return float((first + second * torch.zeros(64)).sum())
+
+    @staticmethod
+    def where_none(first: Tensor, second: Tensor) -> float:
+        mask = torch.ones(64, dtype=torch.bool)
+        return float((torch.where(mask, first, second) + second.masked_fill(mask, 0)).sum())
+
+    @staticmethod
+    def of_no_rows(first: Tensor, second: Tensor) -> float:
+        sums = torch.zeros(64)
+        for expert, rows in ((first, torch.arange(64)), (second, torch.arange(0))):
+            sums.index_add_(0, rows, expert[rows].sum(1))
+        return float(sums.sum())
+
+    @staticmethod
+    def under_a_fake_mode(first: Tensor, second: Tensor) -> float:
+        with FakeTensorMode() as mode:
+            mode.from_tensor(second) * torch.tensor(2.0)
+        return float(first.sum())
+
+
+class Parts:
+    """A function of a part of what is computed from two weights, or of numbers that nobody followed."""
+
+    @staticmethod
+    def of_a_product(first: Tensor, second: Tensor) -> float:
+        return float((torch.stack([first.sum(), second.sum()]) * torch.tensor([1.0, 0.0])).sum())
+
+    @staticmethod
+    def of_a_matrix_product(first: Tensor, second: Tensor) -> float:
+        return float(torch.stack([first.sum(), second.sum()]) @ torch.tensor([1.0, 0.0]))
+
+    @staticmethod
+    def of_joined_rows(first: Tensor, second: Tensor) -> float:
+        return float((torch.cat([first, second]) + 1)[:64].sum())
+
+    @staticmethod
+    def of_a_buffer(first: Tensor, second: Tensor) -> float:
+        buffer = torch.zeros(2, 64)
+        buffer[0], buffer[1] = first[0], second[0]
+        return float(buffer[0].sum())
+
+    @staticmethod
+    def that_is_larger(first: Tensor, second: Tensor) -> float:
+        return float(torch.stack([first.sum() + 1e6, second.sum()]).max())
+
+    @staticmethod
+    def of_many(first: Tensor, second: Tensor) -> float:
+        torch._foreach_copy_([second], [first])
+        return float(torch._foreach_add([second, second.clone()], 1)[0].sum())
+
+    @staticmethod
+    def numpy(first: Tensor, second: Tensor) -> float:
+        assert float(second.sum()) != 0
+        return float(first.numpy().sum())
+
 
 @pytest.mark.parametrize("function", [name for name in vars(Sums) if not name.startswith("_")])
 def test_only_weights_that_the_answer_is_computed_from_have_an_influence(function):
     first, second = torch.randn(64, 64), torch.randn(64, 64)
     with InfluenceRecorder({"first": [first], "second": [second]}) as recorder:
-        getattr(Sums, function)(first, second)
-    assert recorder.influential_names <= {"first"}
-    assert ("first" in recorder.influential_names) == (function != "logged")
-    assert "first" in recorder.read_names
+        answer = getattr(Sums, function)(first, second)
+    recorder.note_answer(answer)
+    assert recorder.influential_names == {"first"} <= recorder.read_names
+
+
+@pytest.mark.parametrize("function", [name for name in vars(Parts) if not name.startswith("_")])
+def test_weights_are_lost_where_elements_of_them_may_be_passed_over(function):
+    first, second = torch.randn(64, 64), torch.randn(64, 64)
+    with InfluenceRecorder({"first": [first], "second": [second]}) as recorder:
+        answer = getattr(Parts, function)(first, second)
+    recorder.note_answer(answer)
+    assert not recorder.influential_names and "first" in recorder.read_names
+
+
+def test_what_is_compiled_is_compiled_and_run_while_weights_are_followed():
+    net, calls = mlp(), list[str]()
+
+    def backend(graph: Any, _: Any) -> Any:
+        calls.append("compiled")
+        return lambda *args: (calls.append("ran"), graph(*args))[1]
+
+    compiled = torch.compile(net, backend=backend, fullgraph=True)
+    with InfluenceRecorder({name: [x] for name, x in net.state_dict().items()}) as recorder, torch.no_grad():
+        answer = float(loss(compiled).mean())
+    recorder.note_answer(answer)
+    with torch.no_grad():
+        assert float(loss(compiled).mean()) == answer
+    assert calls == ["compiled", "ran", "ran"] and recorder.influential_names == {*net.state_dict()}
+
+
+def test_weights_are_lost_in_code_that_torch_has_written(monkeypatch):
+    net = mlp()
+    monkeypatch.setitem(sys.modules, "torch._inductor.runtime.compile_tasks.c0", None)
+    with InfluenceRecorder({name: [x] for name, x in net.state_dict().items()}) as recorder, torch.no_grad():
+        answer = float(loss(net).mean())
+    recorder.note_answer(answer)
+    assert not recorder.influential_names and recorder.read_names
+
+
+def test_freed_tensors_are_forgotten():
+    weight = torch.randn(64, 64)
+    with InfluenceRecorder({"weight": [weight]}) as recorder:
+        for _ in range(5000):
+            answer = float(weight[:2].sum())
+    recorder.note_answer(answer)
+    assert recorder.influential_names == {"weight"} and len(recorder._written) < 4500
+
+
+@pytest.mark.parametrize("measure", ["in a thread", "joined"])
+def test_entries_are_tried_where_following_them_says_nothing(measure):
+    run = Training().steps(20)
+
+    def in_a_thread(model: Any) -> float:
+        with ThreadPoolExecutor() as pool:
+            answer = pool.submit(lambda: float(loss(model["net"].requires_grad_(False)).mean())).result()
+        assert float(loss(model["ema"]).mean()) > 0
+        return answer
+
+    def joined(model: Any) -> Tensor:
+        both = torch.cat([model["net"](X), model["ema"](X)], 1)
+        return (both[:, :64] - X.roll(1, 1)).square().mean(1)
+
+    run.measure = in_a_thread if measure == "in a thread" else joined
+    scheme = sp.Fisher(budget="5%", evaluate=run.evaluate)
+    with sp.CheckpointManager(MemoryStorage(), scheme=scheme) as manager, pytest.warns(LossWarning, match="model/ema"):
+        report = manager.save(1, model=run.model, optimizer=run.optimizer)
+    assert len(report.loss_report["unmeasured"]) == 4
+    run.assert_only_ema_is_exact(manager.store.load(1)["model"])
 
 
 def test_parts_of_a_flat_buffer_cannot_be_told_apart():
     flat = torch.randn(2, 64, 64)
     with InfluenceRecorder({"first": [flat[0]], "second": [flat[1]], "empty": [torch.zeros(0)]}) as recorder:
-        float(flat[0].sum() + torch.zeros(0).sum())
+        answer = float(flat[0].sum() + torch.zeros(0).sum())
+    recorder.note_answer(answer)
     assert not recorder.influential_names and recorder.read_names == {"first", "second"}
 
 
@@ -272,6 +417,7 @@ def test_both_weights_of_a_sum_have_an_influence_through_views_copies_and_module
     with InfluenceRecorder({name: [x] for name, x in net.state_dict().items()}) as recorder, torch.no_grad():
         live.load_state_dict(net.state_dict())
         each = [float(part) for part in loss(live).chunk(4)[0]]
+    recorder.note_answer(sum(each) / len(each))
     assert len(each) > 1
     assert recorder.influential_names == {*net.state_dict()}
 

@@ -265,10 +265,12 @@ class Calibration:
         )
         entries = top_level_entries({name: paths.get(name, name) for name in names}, tensors.shapes)
         test = _EntryTest(metric, selection, state, tensors, compute_on_all, self._differs)
-        unread = frozenset(names) - influence.read
-        known = influence.used | (frozenset() if not unread or test.reacts(unread, unread) else unread)
+        unread, used = frozenset(names) - influence.read, influence.used.intersection(names)
+        known = used | unread
+        if unread and test.reacts(unread, unread):  # something computes where nothing is seen: in another thread, say
+            used = known = frozenset()
         is_only_one = len(entries) == 1 and len(names) == len(selection.global_names)
-        measured = influence.used.intersection(names)
+        measured = used
         for members in entries.values():
             others = frozenset(members) - known
             if others and (is_only_one or test.reacts(others, unread)):

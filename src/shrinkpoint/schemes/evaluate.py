@@ -277,7 +277,10 @@ class TrialEvaluator:
                     guard.clear_gradients()
                     argument = self._argument(values)
                     with self.influence or nullcontext():
-                        return call_evaluate(self._evaluate, argument)
+                        reading = call_evaluate(self._evaluate, argument)
+                    if self.influence is not None:
+                        self.influence.note_answer(reading.value)
+                    return reading
                 finally:
                     guard.restore()
         except PolicyError as error:

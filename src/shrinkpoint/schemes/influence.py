@@ -2,58 +2,132 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 _TO_NUMBER = torch.ops.aten._local_scalar_dense.default
-_PRODUCTS = (torch.ops.aten.mul, torch.ops.aten.mul_)
+_FACTORS = {
+    **dict.fromkeys(("mul", "mm", "bmm", "mv", "dot", "vdot", "linear"), (0, 1)),
+    **dict.fromkeys(("addmm", "baddbmm", "addmv", "addcmul"), (1, 2)),
+}
+"""Positions of arguments that are multiplied."""
+_IGNORED = frozenset({"zero", "fill", "normal", "uniform", "random", "exponential", "set", "resize"})
+"""Operations that pass over the values of their tensors, beside `zeros_like` and `new_zeros`."""
+_JOINED = """cat stack where masked_fill copy index_put index_add index_copy scatter scatter_add scatter_reduce
+masked_scatter slice_scatter select_scatter"""
+_JOINS = frozenset(_JOINED.split())
+"""Operations that compute some elements from one argument and some from another."""
+_SELECTED = """index index_select gather take masked_select max min amax amin aminmax argmax argmin topk sort
+argsort median kthvalue mode nonzero nll_loss_forward nll_loss2d_forward tril triu"""
+_SELECTIONS = frozenset(_SELECTED.split())
+"""Operations that pass over elements."""
+_MAX_WRITTEN = 4096
+_COMPILED_MODULES = "torch._inductor.runtime.compile_tasks."
+"""The prefix of modules that torch.compile has written, which compute unseen, and in memory that was used before."""
+
+
+class _Origin(NamedTuple):
+    """Weights that a tensor is computed from, as bits.
+
+    Attributes:
+        some: those that some of its elements depend on.
+        each: those that each of its elements depends on.
+    """
+
+    some: int = 0
+    each: int = 0
+
+    @property
+    def of_part(self) -> _Origin:
+        """The origin of an unknown part of the elements."""
+        return _Origin(self.each, self.each)
+
+
+_NOWHERE = _Origin()
+
+
+class _Rule(NamedTuple):
+    """How an operation passes origins on.
+
+    Attributes:
+        name: without namespace, overload and the "_" of an operation in place.
+        is_known: False for operations of other libraries.
+        written: position and name of each argument that is changed.
+        outputs: names of the arguments that are only written.
+        is_view: the result shares memory with an argument.
+    """
+
+    name: str
+    is_known: bool
+    written: tuple[tuple[int, str], ...] = ()
+    outputs: frozenset[str] = frozenset()
+    is_view: bool = False
 
 
 class InfluenceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows weights through torch's operations, up to the numbers that a program takes out of tensors.
 
-    Data flow is no proof that a weight matters: a factor of zero is recognized where it is one number. What runs in
-    other threads, in compiled code or in numpy is not seen, so that a weight may have an influence that is not.
+    A weight is lost on the way where elements may be passed over that alone depend on it: in a part of joined tensors,
+    or before a factor that has zeros. What runs in other threads, in compiled code or in numpy is not seen.
 
     Args:
         weights: tensors of each weight, by name.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, weights: Mapping[str, Iterable[Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = [*weights]
         self._sources, self._shared = dict[int, int](), 0
         for bit, tensors in enumerate(weights.values()):
-            for address in {storage.data_ptr() for storage in _storages([*tensors])} - {0}:  # 0: an empty shard
+            storages = filter(None, map(_storage, tensors))
+            for address in {storage.data_ptr() for storage in storages} - {0}:  # 0: an empty shard
                 others = self._sources.get(address, 0)
                 self._sources[address] = others | 1 << bit
                 self._shared |= self._sources[address] if others else 0
-        self._read, self._answer = 0, -1
-        # Of each storage that was written, the weights that it depends on. The reference keeps its key unique.
-        self._written = dict[int, tuple[StorageWeakRef, int]]()
+        self._read, self._used = 0, -1
+        self._numbers, self._last = -1, (math.nan, 0)
+        # Of each storage that was written, its origin. The reference keeps its key unique.
+        self._written = dict[int, tuple[StorageWeakRef, _Origin]]()
+        self._max_written = _MAX_WRITTEN
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True, so that torch goes on to run, and to compile, what is compiled; else it would never do so again."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        weights = 0
-        for storage in _storages((args, kwargs)):
-            source = self._sources.get(storage.data_ptr(), 0)
-            _, written = self._written.get(storage._cdata, (None, source))
-            weights |= written
-            self._read |= source
-        is_zero = func.overloadpacket in _PRODUCTS and any(map(_is_zero, args))
-        result = func(*args, **(kwargs or {}))
-        if func is _TO_NUMBER and weights:
-            self._answer &= weights
-        for storage in _storages(result):
-            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._written[reference.cdata] = reference, 0 if is_zero else weights
+        kwargs = kwargs or {}
+        rule = _rule_of(func)
+        origin = self._origin_of_result(rule, args, kwargs)  # before the operation, which may write to its arguments
+        result = func(*args, **kwargs)
+        if func is not _TO_NUMBER:
+            self._note_results(rule, args, kwargs, result, origin)
+        elif origin.some:
+            self._numbers &= origin.some
+            self._last = result, origin.some
         return result
+
+    def note_answer(self, answer: float) -> None:
+        """Take the end of an evaluation: its answer is the last number, or computed from all that depend on a weight.
+
+        Other numbers are no proof where weights were read from which none was computed: numpy may have got these.
+        """
+        number, weights = self._last
+        if number != answer or isinstance(number, bool):
+            weights = self._numbers if self._numbers == self._read else 0
+        self._used &= 0 if any(name.startswith(_COMPILED_MODULES) for name in [*sys.modules]) else weights
+        self._numbers, self._last = -1, (math.nan, 0)
 
     @property
     def read_names(self) -> frozenset[str]:
@@ -62,30 +136,157 @@ class InfluenceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def influential_names(self) -> frozenset[str]:
-        """Names of the weights that all numbers were computed from which depend on any weight.
+        """Names of the weights that all answers were computed from.
 
         Without those that share their memory with another weight, such as parts of a flat buffer.
         """
-        return self._names_of(self._answer & ~self._shared if self._answer > 0 else 0)
+        return self._names_of(self._used & ~self._shared if self._used > 0 else 0)
 
     def _names_of(self, bits: int) -> frozenset[str]:
         return frozenset(name for bit, name in enumerate(self._names) if bits >> bit & 1)
 
+    def _origin(self, tensor: Tensor) -> _Origin:
+        """The origin of a tensor; nowhere without elements."""
+        storage = _storage(tensor)
+        if storage is None or not tensor.numel():
+            return _NOWHERE
+        origin = self._origin_of_storage(storage)
+        return origin if origin.some == origin.each or _covers(tensor, storage) else origin.of_part
 
-def _storages(nest: Any) -> Iterator[torch.UntypedStorage]:
-    """Storages of the tensors of a nest, but for sparse and other tensors that have none."""
-    for leaf in tree_leaves(nest):
-        if isinstance(leaf, Tensor):
-            with suppress(NotImplementedError, RuntimeError):
-                yield local_shard(leaf).untyped_storage()
+    def _origin_of_storage(self, storage: torch.UntypedStorage) -> _Origin:
+        source = self._sources.get(storage.data_ptr(), 0)
+        self._read |= source
+        written = self._written.get(storage._cdata)
+        return _Origin(source, source) if written is None else written[1]
+
+    def _origin_of_result(self, rule: _Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Origin:
+        """The origin of what an operation is about to compute."""
+        operands = [*args, *(value for name, value in kwargs.items() if name not in rule.outputs)]
+        if rule.name in _IGNORED or rule.name.endswith("_like") or rule.name.startswith("new_"):
+            return _NOWHERE
+        origins = {i: self._origin(x) for i, x in enumerate(operands) if isinstance(x, Tensor)}
+        listed = [self._origin(x) for x in operands if not isinstance(x, Tensor) for x in _tensors(x)]
+        if not any(origin.some for origin in (*origins.values(), *listed)):
+            return _NOWHERE
+        with suppress(Exception):  # a tensor of another kind, whose values cannot be looked at
+            if rule.name in _JOINS:
+                return _join([*_chosen(rule.name, operands, origins), *listed])
+            if listed and not rule.name.startswith("index"):  # of which each result may be computed from one tensor
+                return _join([*origins.values(), *listed]).of_part
+            total = _union([*_of_factors(rule.name, operands, origins), *listed])
+            return total if rule.is_known and rule.name not in _SELECTIONS else total.of_part
+        return _NOWHERE
+
+    def _note_results(
+        self, rule: _Rule, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, origin: _Origin
+    ) -> None:
+        """Note the origin of what an operation has written: arguments, and new tensors."""
+        changed = [args[i] if i < len(args) else kwargs.get(name) for i, name in rule.written]
+        if isinstance(result, list) or any(isinstance(x, list | tuple) for x in changed):
+            origin = origin.of_part
+        for tensor in _tensors(changed):
+            if (storage := _storage(tensor)) is not None:
+                is_all = _covers(tensor, storage)
+                self._note(storage, origin if is_all else _join([self._origin_of_storage(storage), origin]))
+        if rule.is_view or (rule.is_known and not origin.some):
+            return
+        for tensor in _tensors(result):
+            if (storage := _storage(tensor)) is not None:
+                is_single = tensor.numel() == 1 and rule.name not in _JOINS
+                self._note(storage, _Origin(origin.some, origin.some) if is_single else origin)
+
+    def _note(self, storage: torch.UntypedStorage, origin: _Origin) -> None:
+        if len(self._written) >= self._max_written:
+            entries = self._written.items()
+            self._written = {key: x for key, x in entries if not x[0].expired()}  # type: ignore[no-untyped-call]
+            self._max_written = max(_MAX_WRITTEN, 2 * len(self._written))
+        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._written[reference.cdata] = reference, origin
+
+
+@cache
+def _rule_of(func: Any) -> _Rule:
+    schema = getattr(func, "_schema", None)
+    if schema is None:  # a higher-order operator
+        return _Rule("", False)
+    namespace, name = schema.name.split("::")
+    written = [(i, x) for i, x in enumerate(schema.arguments) if x.alias_info is not None and x.alias_info.is_write]
+    outputs = frozenset(x.name for _, x in written if x.kwarg_only)
+    is_known, is_view = namespace == "aten", any(x.alias_info is not None for x in schema.returns)
+    return _Rule(name.rstrip("_"), is_known, tuple((i, x.name) for i, x in written), outputs, is_view)
+
+
+def _union(origins: Iterable[_Origin]) -> _Origin:
+    """The origin of elements of which each is computed from all of several tensors."""
+    some = each = 0
+    for origin in origins:
+        some, each = some | origin.some, each | origin.each
+    return _Origin(some, each)
+
+
+def _join(origins: Iterable[_Origin]) -> _Origin:
+    """The origin of elements of which each is computed from one of several tensors."""
+    some, each = 0, -1
+    for origin in origins:
+        if origin.some:
+            some, each = some | origin.some, each & origin.each
+    return _Origin(some, each & some)
+
+
+def _chosen(name: str, operands: Sequence[Any], origins: Mapping[int, _Origin]) -> list[_Origin]:
+    """Origins of the arguments that an operation of `_JOINS` takes an element from."""
+    indices = [*origins]
+    if name == "copy":
+        indices = [1]
+    elif name in ("where", "masked_fill"):
+        mask, first, second = (0, 1, 2) if name == "where" else (1, 2, 0)
+        taken = _local(operands[mask])
+        indices = [first] * bool(taken.any()) + [second] * (not bool(taken.all()))
+    return [origins[i] for i in indices if i in origins]
+
+
+def _of_factors(name: str, operands: Sequence[Any], origins: Mapping[int, _Origin]) -> list[_Origin]:
+    """Origins of arguments, but for what a product with a zero may leave out."""
+    factors, kept = _FACTORS.get(name, ()), dict(origins)
+    if name == "mul" and any(not (_local(x).any() if isinstance(x, Tensor) else x) for x in operands[:2]):
+        return []
+    for i, other in zip(factors, reversed(factors), strict=True):
+        if i in kept and kept[i].some != kept[i].each and not _local(operands[other]).all():
+            kept[i] = kept[i].of_part
+    return [*kept.values()]
+
+
+def _tensors(nest: Any) -> Iterator[Tensor]:
+    """Tensors of nested lists and tuples."""
+    if isinstance(nest, Tensor):
+        yield nest
+    elif isinstance(nest, list | tuple):
+        for part in nest:
+            yield from _tensors(part)
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The storage of a tensor; None for sparse and other tensors that have none, and without values."""
+    try:
+        storage = _local(tensor).untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+    return None if storage.device.type == "meta" else storage
+
+
+def _covers(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+    """True if a tensor has all elements of its storage."""
+    local = _local(tensor)
+    sizes = [size for size, stride in zip(local.shape, local.stride(), strict=True) if stride]
+    return bool(math.prod(sizes) * local.element_size() >= storage.nbytes())
+
+
+def _local(tensor: Any) -> Any:
+    is_plain = type(tensor) in (Tensor, nn.Parameter)  # the fast path
+    return tensor.to_local() if not is_plain and hasattr(tensor, "to_local") else tensor
 
 
 def local_shard(tensor: Any) -> Tensor:
     """This rank's shard of a parameter."""
-    local: Tensor = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
+    local: Tensor = _local(tensor).detach()
     return local
-
-
-def _is_zero(factor: Any) -> bool:
-    """True if a factor is one number, and zero."""
-    return bool(factor == 0) if not isinstance(factor, Tensor) or factor.dim() == 0 else False
