@@ -18,7 +18,7 @@ from helpers.strategies import difference, same
 from torch import nn
 
 import shrinkpoint as sp
-from shrinkpoint.errors import LossWarning
+from shrinkpoint.errors import LossWarning, PolicyError
 from shrinkpoint.schemes.calibration import REPEAT_INTERVAL, Calibration
 from shrinkpoint.schemes.evaluate import DegradationMetric, Reading, ShardedModelEvaluator
 from shrinkpoint.schemes.planner import plan_shards
@@ -232,6 +232,18 @@ def test_a_metric_that_is_not_the_answer_replaces_nothing(metric):
             report = manager.save(step, metrics={"loss": metric(found)}, **run.parts)
             costs.append(run.calls - trials(report.loss_report))
     assert costs == [2, *[1] * 9]
+
+
+def test_a_metric_of_a_save_that_failed_is_not_that_of_the_next_one():
+    run = Run(steps=40)
+    scheme = sp.Fisher(budget="5%", evaluate=run.evaluate)
+    with sp.CheckpointManager(MemoryStorage(), scheme=scheme) as manager, Silent():
+        for step in range(4):
+            manager.save(step, metrics={"loss": run.steps(5).loss()}, **run.parts)
+        with pytest.raises(PolicyError):
+            manager.save(4, metrics={"loss": run.steps(5).loss()}, more=object(), **run.parts)
+        loss = run.steps(5).loss()
+        assert manager.save(5, **run.parts).loss_report["quality"] == pytest.approx(loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEMES if "dropped" not in name])  # which asks about kinds, too

@@ -287,6 +287,24 @@ class Sums:
         return float(sums.sum())
 
     @staticmethod
+    def in_inference_mode(first: Tensor, second: Tensor) -> float:
+        with torch.inference_mode():
+            return float(first.to(torch.float64).reshape(-1).type_as(second).sum())
+
+    @staticmethod
+    def of_batches(first: Tensor, second: Tensor) -> float:
+        return sum(float(rows.mean()) for rows in first.split(16)) / 4
+
+    @staticmethod
+    def of_a_smaller_last_batch(first: Tensor, second: Tensor) -> float:
+        assert bool(second.isfinite().all())
+        return sum(float(rows.square().mean()) * len(rows) for rows in first.split(15)) / 64
+
+    @staticmethod
+    def of_counts(first: Tensor, second: Tensor) -> float:
+        return sum(int((rows > 0).sum()) for rows in first.split(15)) / 4096
+
+    @staticmethod
     def under_a_fake_mode(first: Tensor, second: Tensor) -> float:
         with FakeTensorMode() as mode:
             mode.from_tensor(second) * torch.tensor(2.0)
@@ -326,6 +344,11 @@ class Parts:
     @staticmethod
     def numpy(first: Tensor, second: Tensor) -> float:
         assert float(second.sum()) != 0
+        return float(first.numpy().sum())
+
+    @staticmethod
+    def numpy_of_all(first: Tensor, second: Tensor) -> float:
+        assert float(second.sum()) + float(first.square().sum()) != 0
         return float(first.numpy().sum())
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_TO_NUMBER = torch.ops.aten._local_scalar_dense.default
+_TO_NUMBER = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
 _FACTORS = {
-    **dict.fromkeys(("mul", "mm", "bmm", "mv", "dot", "vdot", "linear"), (0, 1)),
+    **dict.fromkeys(("mul", "multiply", "mm", "bmm", "mv", "dot", "vdot", "matmul", "linear"), (0, 1)),
     **dict.fromkeys(("addmm", "baddbmm", "addmv", "addcmul"), (1, 2)),
 }
 """Positions of arguments that are multiplied."""
@@ -27,7 +27,8 @@ masked_scatter slice_scatter select_scatter"""
 _JOINS = frozenset(_JOINED.split())
 """Operations that compute some elements from one argument and some from another."""
 _SELECTED = """index index_select gather take masked_select max min amax amin aminmax argmax argmin topk sort
-argsort median kthvalue mode nonzero nll_loss_forward nll_loss2d_forward tril triu"""
+argsort median kthvalue mode nonzero nll_loss_forward nll_loss2d_forward nll_loss nll_loss_nd
+cross_entropy_loss tril triu"""
 _SELECTIONS = frozenset(_SELECTED.split())
 """Operations that pass over elements."""
 _MAX_WRITTEN = 4096
@@ -63,14 +64,14 @@ class _Rule(NamedTuple):
         is_known: False for operations of other libraries.
         written: position and name of each argument that is changed.
         outputs: names of the arguments that are only written.
-        is_view: the result shares memory with an argument.
+        may_be_view: the result may share memory with an argument.
     """
 
     name: str
     is_known: bool
     written: tuple[tuple[int, str], ...] = ()
     outputs: frozenset[str] = frozenset()
-    is_view: bool = False
+    may_be_view: bool = False
 
 
 class InfluenceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -96,7 +97,7 @@ class InfluenceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._sources[address] = others | 1 << bit
                 self._shared |= self._sources[address] if others else 0
         self._read, self._used = 0, -1
-        self._numbers, self._last = -1, (math.nan, 0)
+        self._numbers = _Numbers()
         # Of each storage that was written, its origin. The reference keeps its key unique.
         self._written = dict[int, tuple[StorageWeakRef, _Origin]]()
         self._max_written = _MAX_WRITTEN
@@ -111,23 +112,17 @@ class InfluenceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         rule = _rule_of(func)
         origin = self._origin_of_result(rule, args, kwargs)  # before the operation, which may write to its arguments
         result = func(*args, **kwargs)
-        if func is not _TO_NUMBER:
+        if func not in _TO_NUMBER:
             self._note_results(rule, args, kwargs, result, origin)
         elif origin.some:
-            self._numbers &= origin.some
-            self._last = result, origin.some
+            self._numbers.add(result, origin.some)
         return result
 
     def note_answer(self, answer: float) -> None:
-        """Take the end of an evaluation: its answer is the last number, or computed from all that depend on a weight.
-
-        Other numbers are no proof where weights were read from which none was computed: numpy may have got these.
-        """
-        number, weights = self._last
-        if number != answer or isinstance(number, bool):
-            weights = self._numbers if self._numbers == self._read else 0
-        self._used &= 0 if any(name.startswith(_COMPILED_MODULES) for name in [*sys.modules]) else weights
-        self._numbers, self._last = -1, (math.nan, 0)
+        """Take the answer that an evaluation has returned: it counts only where it was computed from numbers."""
+        is_unseen = any(name.startswith(_COMPILED_MODULES) for name in [*sys.modules])
+        self._used &= 0 if is_unseen else self._numbers.origin_of(answer)
+        self._numbers = _Numbers()
 
     @property
     def read_names(self) -> frozenset[str]:
@@ -159,9 +154,14 @@ class InfluenceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = self._written.get(storage._cdata)
         return _Origin(source, source) if written is None else written[1]
 
+    def _is_known(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._written or storage.data_ptr() in self._sources
+
     def _origin_of_result(self, rule: _Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Origin:
         """The origin of what an operation is about to compute."""
         operands = [*args, *(value for name, value in kwargs.items() if name not in rule.outputs)]
+        if rule.name == "to" or rule.name.endswith("_as"):
+            operands = operands[:1]  # another tensor says which shape or dtype
         if rule.name in _IGNORED or rule.name.endswith("_like") or rule.name.startswith("new_"):
             return _NOWHERE
         origins = {i: self._origin(x) for i, x in enumerate(operands) if isinstance(x, Tensor)}
@@ -188,10 +188,10 @@ class InfluenceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (storage := _storage(tensor)) is not None:
                 is_all = _covers(tensor, storage)
                 self._note(storage, origin if is_all else _join([self._origin_of_storage(storage), origin]))
-        if rule.is_view or (rule.is_known and not origin.some):
+        if rule.is_known and not origin.some:
             return
         for tensor in _tensors(result):
-            if (storage := _storage(tensor)) is not None:
+            if (storage := _storage(tensor)) is not None and not (rule.may_be_view and self._is_known(storage)):
                 is_single = tensor.numel() == 1 and rule.name not in _JOINS
                 self._note(storage, _Origin(origin.some, origin.some) if is_single else origin)
 
@@ -204,6 +204,36 @@ class InfluenceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._written[reference.cdata] = reference, origin
 
 
+class _Numbers:
+    """Numbers that an evaluation has taken out of tensors that depend on weights."""
+
+    def __init__(self) -> None:
+        self._sum, self._count, self._last = 0.0, 0, (math.nan, 0)
+        self._common = -1
+
+    def add(self, number: Any, weights: int) -> None:
+        if isinstance(number, int | float) and not isinstance(number, bool):  # which is no more than a check
+            self._common &= weights
+            self._sum, self._count, self._last = self._sum + number, self._count + 1, (number, weights)
+
+    def origin_of(self, answer: float) -> int:
+        """The weights that an answer was computed from.
+
+        It is the last number, their sum by a count of examples, or their mean with a smaller last batch. Otherwise
+        nothing is known: numpy may have computed it, and numbers only have been logged.
+        """
+        last, weights = self._last
+        if last == answer:
+            return weights
+        if not (self._count and math.isfinite(self._sum) and math.isfinite(answer) and answer):
+            return 0
+        divisor = self._sum / answer
+        is_share = divisor > 0.5 and abs(divisor - round(divisor)) <= 1e-9 * max(1.0, min(divisor, 1e3))
+        means = [(self._sum - last) / max(1, self._count - 1), self._sum / self._count]
+        is_ragged = self._count > 1 and min(means) <= answer <= max(means)
+        return self._common if is_share or is_ragged else 0
+
+
 @cache
 def _rule_of(func: Any) -> _Rule:
     schema = getattr(func, "_schema", None)
@@ -212,8 +242,8 @@ def _rule_of(func: Any) -> _Rule:
     namespace, name = schema.name.split("::")
     written = [(i, x) for i, x in enumerate(schema.arguments) if x.alias_info is not None and x.alias_info.is_write]
     outputs = frozenset(x.name for _, x in written if x.kwarg_only)
-    is_known, is_view = namespace == "aten", any(x.alias_info is not None for x in schema.returns)
-    return _Rule(name.rstrip("_"), is_known, tuple((i, x.name) for i, x in written), outputs, is_view)
+    is_known, may_be_view = namespace == "aten", any(x.alias_info is not None for x in schema.returns)
+    return _Rule(name.rstrip("_"), is_known, tuple((i, x.name) for i, x in written), outputs, may_be_view)
 
 
 def _union(origins: Iterable[_Origin]) -> _Origin:
@@ -248,7 +278,7 @@ def _chosen(name: str, operands: Sequence[Any], origins: Mapping[int, _Origin]) 
 def _of_factors(name: str, operands: Sequence[Any], origins: Mapping[int, _Origin]) -> list[_Origin]:
     """Origins of arguments, but for what a product with a zero may leave out."""
     factors, kept = _FACTORS.get(name, ()), dict(origins)
-    if name == "mul" and any(not (_local(x).any() if isinstance(x, Tensor) else x) for x in operands[:2]):
+    if name in ("mul", "multiply") and any(not (_local(x).any() if isinstance(x, Tensor) else x) for x in operands[:2]):
         return []
     for i, other in zip(factors, reversed(factors), strict=True):
         if i in kept and kept[i].some != kept[i].each and not _local(operands[other]).all():

@@ -255,9 +255,9 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
 
         A number that any save before had is an old one, so that it says nothing of these weights.
         """
-        numbers = {item for item in metrics.items() if math.isfinite(item[1])}
-        self._metrics = dict(numbers - self._old_metrics) if self.learns_from_trials else {}
-        self._old_metrics |= numbers
+        numbers = {name: value for name, value in metrics.items() if math.isfinite(value) and self.learns_from_trials}
+        self._metrics = dict(item for item in numbers.items() if item not in self._old_metrics)
+        self._old_metrics.update(numbers.items())
 
     @abstractmethod
     def resume(self, loss: JSON, lossy_restores: int = 0) -> None:

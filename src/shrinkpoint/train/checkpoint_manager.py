@@ -223,7 +223,7 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
             else:
                 self._lock_store(step)
             values = validate.as_floats(metrics)
-            if values and isinstance(self._scheme, Planner):
+            if isinstance(self._scheme, Planner):
                 self._scheme.note_metrics(values)
             objects = _check_names({"model": model, "optimizer": optimizer, "scheduler": scheduler, **more})
             state = {name: state_dicts.collect_state_dicts(obj, name) for name, obj in objects.items()}

@@ -180,7 +180,7 @@ class Checkpointer(BackgroundSaver):
             target = resolve_directory(directory)
             keyframe = keyframe or isinstance(target, ObjectUrl)
             options = SaveOptions(step, validate.as_floats(metrics), check_note(note), keyframe, extra)
-            if options.metrics and isinstance(self._scheme, Planner):
+            if isinstance(self._scheme, Planner):
                 self._scheme.note_metrics(options.metrics)
             flat_state = mark_parameters(flatten(dict(state)), objects or {})
             reference = self._delta_writer.last_reference if isinstance(self._scheme, Planner) else None
