@@ -287,6 +287,17 @@ class Sums:
         return float(sums.sum())
 
     @staticmethod
+    def of_replaced_rows(first: Tensor, second: Tensor) -> float:
+        buffer = second.clone()
+        buffer[torch.arange(64)] = first
+        buffer[:32], buffer[32:] = first[:32], first[32:]
+        return float(buffer.sum())
+
+    @staticmethod
+    def behind_nothing(first: Tensor, second: Tensor) -> float:
+        return float((torch.cat([torch.zeros(0), first]) + second[:0].sum())[:32].sum())
+
+    @staticmethod
     def in_inference_mode(first: Tensor, second: Tensor) -> float:
         with torch.inference_mode():
             return float(first.to(torch.float64).reshape(-1).type_as(second).sum())
@@ -331,6 +342,20 @@ class Parts:
         buffer = torch.zeros(2, 64)
         buffer[0], buffer[1] = first[0], second[0]
         return float(buffer[0].sum())
+
+    @staticmethod
+    def of_a_lost_part(first: Tensor, second: Tensor) -> float:
+        lost = torch.stack([second, first])[1]
+        return float(torch.stack([second, lost])[1].sum())
+
+    @staticmethod
+    def of_rows_without_a_mask(first: Tensor, second: Tensor) -> float:
+        mask = torch.arange(64)[:, None] < 32
+        return float((first * mask + second * ~mask)[:32].sum())
+
+    @staticmethod
+    def of_padded_rows(first: Tensor, second: Tensor) -> float:
+        return float(torch.nn.functional.pad(first, (0, 0, 32, 0))[:32].sum())
 
     @staticmethod
     def that_is_larger(first: Tensor, second: Tensor) -> float:

@@ -22,10 +22,10 @@ _FACTORS = {
 """Positions of arguments that are multiplied."""
 _IGNORED = frozenset({"zero", "fill", "normal", "uniform", "random", "exponential", "set", "resize"})
 """Operations that pass over the values of their tensors, beside `zeros_like` and `new_zeros`."""
-_JOINED = """cat stack where masked_fill copy index_put index_add index_copy scatter scatter_add scatter_reduce
-masked_scatter slice_scatter select_scatter"""
-_JOINS = frozenset(_JOINED.split())
+_JOINS = frozenset({"cat", "stack", "where", "masked_fill", "index_add", "scatter_add", "constant_pad_nd"})
 """Operations that compute some elements from one argument and some from another."""
+_OVERWRITES = frozenset({"index_put", "index_copy", "scatter", "scatter_reduce", "masked_scatter", "slice_scatter"})
+"""Operations that replace elements of the first argument."""
 _SELECTED = """index index_select gather take masked_select max min amax amin aminmax argmax argmin topk sort
 argsort median kthvalue mode nonzero nll_loss_forward nll_loss2d_forward nll_loss nll_loss_nd
 cross_entropy_loss tril triu"""
@@ -40,17 +40,24 @@ class _Origin(NamedTuple):
     """Weights that a tensor is computed from, as bits.
 
     Attributes:
-        some: those that some of its elements depend on.
+        may: those that elements may depend on.
+        some: those that at least one of its elements depends on.
         each: those that each of its elements depends on.
     """
 
+    may: int = 0
     some: int = 0
     each: int = 0
 
     @property
     def of_part(self) -> _Origin:
         """The origin of an unknown part of the elements."""
-        return _Origin(self.each, self.each)
+        return _Origin(self.may, self.each, self.each)
+
+    @property
+    def of_sum(self) -> _Origin:
+        """The origin of what is computed from all elements."""
+        return _Origin(self.may, self.some, self.some)
 
 
 _NOWHERE = _Origin()
@@ -77,8 +84,8 @@ class _Rule(NamedTuple):
 class InfluenceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows weights through torch's operations, up to the numbers that a program takes out of tensors.
 
-    A weight is lost on the way where elements may be passed over that alone depend on it: in a part of joined tensors,
-    or before a factor that has zeros. What runs in other threads, in compiled code or in numpy is not seen.
+    A weight is lost on the way where its elements may be passed over: in a part of joined tensors, or behind a factor
+    that has zeros. What runs in other threads, in code that torch.compile wrote, or in numpy is not seen.
 
     Args:
         weights: tensors of each weight, by name.
@@ -114,7 +121,7 @@ class InfluenceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         if func not in _TO_NUMBER:
             self._note_results(rule, args, kwargs, result, origin)
-        elif origin.some:
+        elif origin.may:
             self._numbers.add(result, origin.some)
         return result
 
@@ -152,7 +159,7 @@ class InfluenceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         source = self._sources.get(storage.data_ptr(), 0)
         self._read |= source
         written = self._written.get(storage._cdata)
-        return _Origin(source, source) if written is None else written[1]
+        return _Origin(source, source, source) if written is None else written[1]
 
     def _is_known(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._written or storage.data_ptr() in self._sources
@@ -165,17 +172,26 @@ class InfluenceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if rule.name in _IGNORED or rule.name.endswith("_like") or rule.name.startswith("new_"):
             return _NOWHERE
         origins = {i: self._origin(x) for i, x in enumerate(operands) if isinstance(x, Tensor)}
-        listed = [self._origin(x) for x in operands if not isinstance(x, Tensor) for x in _tensors(x)]
-        if not any(origin.some for origin in (*origins.values(), *listed)):
+        listed = [self._origin(x) for x in _tensors([x for x in operands if not isinstance(x, Tensor)]) if x.numel()]
+        everything = _union([*origins.values(), *listed])
+        if not everything.may:
             return _NOWHERE
         with suppress(Exception):  # a tensor of another kind, whose values cannot be looked at
+            if rule.name in ("where", "masked_fill"):
+                return _join([x for x in _chosen(rule.name, operands, origins) if x.may])
+            if rule.name == "copy":
+                return origins.get(1, _NOWHERE)
             if rule.name in _JOINS:
-                return _join([*_chosen(rule.name, operands, origins), *listed])
-            if listed and not rule.name.startswith("index"):  # of which each result may be computed from one tensor
+                return _join([*origins.values(), *listed, *[_NOWHERE] * (rule.name == "constant_pad_nd")])
+            if listed and not rule.name.startswith(
+                ("index", "constant_pad")
+            ):  # of which each result may be computed from one tensor
                 return _join([*origins.values(), *listed]).of_part
+            if rule.name in _OVERWRITES:
+                return _join([_Origin(everything.may), *(x.of_part for i, x in origins.items() if i > 0)])
             total = _union([*_of_factors(rule.name, operands, origins), *listed])
             return total if rule.is_known and rule.name not in _SELECTIONS else total.of_part
-        return _NOWHERE
+        return _Origin(everything.may)
 
     def _note_results(
         self, rule: _Rule, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, origin: _Origin
@@ -186,14 +202,16 @@ class InfluenceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             origin = origin.of_part
         for tensor in _tensors(changed):
             if (storage := _storage(tensor)) is not None:
-                is_all = _covers(tensor, storage)
-                self._note(storage, origin if is_all else _join([self._origin_of_storage(storage), origin]))
-        if rule.is_known and not origin.some:
+                old = self._origin_of_storage(storage)
+                if rule.name == "copy" or rule.name in _IGNORED:
+                    old = _Origin(old.may)  # the rest may be replaced next
+                self._note(storage, origin if _covers(tensor, storage) else _join([old, origin]))
+        if rule.is_known and not origin.may:
             return
         for tensor in _tensors(result):
             if (storage := _storage(tensor)) is not None and not (rule.may_be_view and self._is_known(storage)):
                 is_single = tensor.numel() == 1 and rule.name not in _JOINS
-                self._note(storage, _Origin(origin.some, origin.some) if is_single else origin)
+                self._note(storage, origin.of_sum if is_single else origin)
 
     def _note(self, storage: torch.UntypedStorage, origin: _Origin) -> None:
         if len(self._written) >= self._max_written:
@@ -248,41 +266,40 @@ def _rule_of(func: Any) -> _Rule:
 
 def _union(origins: Iterable[_Origin]) -> _Origin:
     """The origin of elements of which each is computed from all of several tensors."""
-    some = each = 0
+    may = some = each = 0
     for origin in origins:
-        some, each = some | origin.some, each | origin.each
-    return _Origin(some, each)
+        may, some, each = may | origin.may, some | origin.some, each | origin.each
+    return _Origin(may, some, each)
 
 
-def _join(origins: Iterable[_Origin]) -> _Origin:
+def _join(origins: Sequence[_Origin]) -> _Origin:
     """The origin of elements of which each is computed from one of several tensors."""
-    some, each = 0, -1
+    each = -1
     for origin in origins:
-        if origin.some:
-            some, each = some | origin.some, each & origin.each
-    return _Origin(some, each & some)
+        each &= origin.each
+    return _union(origins)._replace(each=each if origins else 0)
 
 
 def _chosen(name: str, operands: Sequence[Any], origins: Mapping[int, _Origin]) -> list[_Origin]:
-    """Origins of the arguments that an operation of `_JOINS` takes an element from."""
-    indices = [*origins]
-    if name == "copy":
-        indices = [1]
-    elif name in ("where", "masked_fill"):
-        mask, first, second = (0, 1, 2) if name == "where" else (1, 2, 0)
-        taken = _local(operands[mask])
-        indices = [first] * bool(taken.any()) + [second] * (not bool(taken.all()))
+    """Origins of the two arguments that an operation takes elements from, where it takes any."""
+    mask, first, second = (0, 1, 2) if name == "where" else (1, 2, 0)
+    taken = _local(operands[mask])
+    indices = [first] * bool(taken.any()) + [second] * (not bool(taken.all()))
     return [origins[i] for i in indices if i in origins]
 
 
 def _of_factors(name: str, operands: Sequence[Any], origins: Mapping[int, _Origin]) -> list[_Origin]:
-    """Origins of arguments, but for what a product with a zero may leave out."""
+    """Origins of arguments, but for what a product with zeros may leave out."""
     factors, kept = _FACTORS.get(name, ()), dict(origins)
-    if name in ("mul", "multiply") and any(not (_local(x).any() if isinstance(x, Tensor) else x) for x in operands[:2]):
-        return []
+    is_elementwise = name in ("mul", "multiply")
     for i, other in zip(factors, reversed(factors), strict=True):
-        if i in kept and kept[i].some != kept[i].each and not _local(operands[other]).all():
-            kept[i] = kept[i].of_part
+        factor = _local(operands[other])
+        if i not in kept or not (is_elementwise or kept[i].some != kept[i].each):
+            continue
+        if is_elementwise and not (factor.any() if isinstance(factor, Tensor) else factor):
+            return [_Origin(origin.may) for origin in origins.values()]
+        if not (factor.all() if isinstance(factor, Tensor) else factor):
+            kept[i] = kept[i]._replace(each=0) if is_elementwise and kept[i].some == kept[i].each else kept[i].of_part
     return [*kept.values()]
 
 
