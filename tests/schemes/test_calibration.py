@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -339,6 +340,19 @@ def test_other_examples_at_every_call_are_noise_though_a_first_save_asks_once():
             assert loss["chosen"] is None and loss["exact"].startswith("evaluate differs by")
             noise.append(loss["noise"])
     assert min(noise) > 0.01
+
+
+def test_the_same_examples_in_another_order_at_every_call_are_no_noise():
+    run, generator = Run(steps=40), torch.Generator().manual_seed(1)
+
+    def evaluate(model: Any) -> torch.Tensor:
+        return losses(model, 1200)[torch.randperm(400, generator=generator)]
+
+    scheme = sp.Fisher(budget="5%", evaluate=evaluate)
+    with warnings.catch_warnings(), sp.CheckpointManager(MemoryStorage(), scheme=scheme) as manager:
+        warnings.filterwarnings("ignore", "evaluate measures a rise")
+        loss = manager.save(1, **run.steps(5).parts).loss_report
+    assert loss["chosen"] is not None and loss["noise"] < 1e-9 and loss["rise"] <= 0.05 * loss["quality"]
 
 
 def test_noise_that_is_seen_late_counts_from_then_on():

@@ -211,11 +211,12 @@ class Calibration:
             return failure
         if self.noise is None and not _are_same_examples(metric.baseline, trial):
             again = metric.evaluate({})
+            difference = 0.0
             if not again.equals(metric.baseline):
                 difference = abs(again.value - metric.baseline.value) / metric.scale
-                self.noise = difference if math.isfinite(difference) else None
+            self.noise = difference if math.isfinite(difference) else None
+            if not difference <= _METRIC_ERROR:  # which is that of the same examples in another order
                 return find_failure(metric) or EvaluateProblem(self.noise_text, NOISE_ADVICE)
-            self.noise = 0.0
         if not self.has_reacted and not self._differs(metric, trial, metric.baseline):
             return self._find_reaction(metric, perturbations, lambda compute: [compute()])
         self.has_reacted = True
