@@ -55,10 +55,11 @@ class Gate(Linkless):
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_open = threading.Event()
+        self.is_open, self.waits = threading.Event(), False
 
     @contextmanager
     def create(self, key: str) -> Iterator:
+        self.waits = True
         assert self.is_open.wait(PATIENCE)
         with super().create(key) as sink:
             yield sink
@@ -129,6 +130,21 @@ def test_what_the_store_has_forgotten_does_not_come_back(tmp_path, url):
             manager.restore(2)
         save(manager, 3)
     assert steps_of(url) == [1, 3]
+
+
+def test_checkpoint_that_is_found_before_it_is_announced_counts_once(tmp_path):
+    gate = Gate()
+    with CheckpointManager(tmp_path, mirror=gate) as manager:
+        save(manager, 1)
+        until(lambda: gate.waits)  # the copy of the first one
+        uploader = manager._uploader
+        manager.store.save(2, {"extra": state(2)})  # committed, as it is just before `start`
+        uploader._find_missing()
+        uploader.start(2)
+        lag = manager.mirror_lag
+        gate.is_open.set()
+    assert lag == 2
+    assert manager.mirror_lag == 0
 
 
 def test_bucket_that_is_away_warns_once_and_is_caught_up_with(tmp_path, url, s3):

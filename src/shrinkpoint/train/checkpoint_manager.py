@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -250,7 +251,7 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
                     stall=self._stall,
                 )
 
-            report = self._save(f"saving step {step}", flat_state, plan, write, self._finish_save)
+            report = self._save(f"saving step {step}", flat_state, plan, write, partial(self._finish_save, step))
             if self._schedule is not None:
                 self._schedule.note_saved(step, values)
             return report
@@ -367,12 +368,12 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
             if self._uploader is not None:  # what an earlier process has not copied
                 self._uploader.start()
 
-    def _finish_save(self) -> None:
+    def _finish_save(self, step: int) -> None:
         try:
             self._apply_retention()
         finally:
             if self._uploader is not None:
-                self._uploader.start(committed=1)
+                self._uploader.start(step)
 
     def _apply_retention(self) -> None:
         """Delete what `keep` does not keep; warn once if it means nothing yet because no checkpoint has its metric."""

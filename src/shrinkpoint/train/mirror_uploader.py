@@ -24,18 +24,15 @@ class MirrorUploader:
     What fails is tried again, with growing pauses. The thread is no daemon: an interpreter that exits waits for the
     checkpoints that are due, but tries nothing twice then. The lock of the mirror is held from the first copy until
     `close`.
-
-    Attributes:
-        lag: checkpoints that are committed in the store, and not in the mirror yet.
     """
 
     def __init__(self, mirror: Mirror) -> None:
-        self.lag = 0
         self._mirror = mirror
         self._mutex = ForkSafeLock()  # of what follows
         self._thread: threading.Thread | None = None
         self._is_due = False  # there may be something to copy
-        self._num_commits = 0  # so far
+        self._behind = set[int]()  # steps that are committed, and not in the mirror yet
+        self._committed = set[int]()  # steps that were committed since the last look at what is missing
         self._num_waiting = 0  # callers of `flush`: then nothing is tried again
         self._wake = threading.Event()  # ends a pause
         self._error: BaseException | None = None  # of the last attempt
@@ -47,7 +44,7 @@ class MirrorUploader:
 
     def reset_after_fork(self) -> None:
         """In a forked child: the thread and the mirror's lock are the parent's."""
-        self.lag = self._num_waiting = 0
+        self._num_waiting, self._behind, self._committed = 0, set(), set()
         self._thread = self._error = self._user_line = None
         self._is_due = self._is_locked = False
         self._wake, self._lock = threading.Event(), ExitStack()
@@ -57,15 +54,20 @@ class MirrorUploader:
         """The mirror's name in messages."""
         return self._mirror.target.describe()
 
-    def start(self, committed: int = 0) -> None:
+    @property
+    def lag(self) -> int:
+        """Number of checkpoints that are committed in the store, and not in the mirror yet."""
+        return len(self._behind)
+
+    def start(self, *committed: int) -> None:
         """Copy what the mirror lacks, from now on.
 
         Args:
-            committed: number of checkpoints that have been committed since the last call.
+            committed: steps that have been committed since the last call.
         """
         with self._mutex.lock:
-            self.lag += committed
-            self._num_commits += committed
+            self._behind.update(committed)
+            self._committed.update(committed)
             self._is_due, self._user_line = True, find_user_line()
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=f"shrinkpoint: mirror {self.where}")
@@ -166,11 +168,12 @@ class MirrorUploader:
             self._mirror.tidy()
 
     def _find_missing(self) -> Sequence[Manifest]:
-        """The checkpoints that are to be copied, and with those committed meanwhile the lag."""
-        num_commits = self._num_commits
-        missing = self._mirror.missing()
+        """The checkpoints that are to be copied; they, and those committed meanwhile, are the lag."""
         with self._mutex.lock:
-            self.lag = len(missing) + self._num_commits - num_commits
+            self._committed = set()
+        missing = self._mirror.missing()
+        with self._mutex.lock:  # one that was committed meanwhile may be among those that were found
+            self._behind = {manifest.step for manifest in missing} | self._committed
         return missing
 
     def _note_failure(self, error: BaseException) -> None:
