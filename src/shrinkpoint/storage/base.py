@@ -124,8 +124,6 @@ class Storage(Protocol):
     def link(self, source: str, target: str) -> bool:
         """Give the bytes of `source` a second key without copying them; deleting one key keeps the other.
 
-        It survives a power cut once an object has been created beside it.
-
         Returns:
             False if this storage has no links; then nothing has changed.
 

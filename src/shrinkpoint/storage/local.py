@@ -251,7 +251,7 @@ class LocalStorage:
             _fsync_dir(self._remove_empty_dirs(path.parent))
 
     def link(self, source: str, target: str) -> bool:
-        return self.link_file(self._existing_path(source), target, flush=False)
+        return self.link_file(self._existing_path(source), target)
 
     def link_file(self, old: Path, target: str, *, flush: bool = True) -> bool:
         """Hard-link a file, also one outside of this directory, as `target`; a symbolic link is resolved.
