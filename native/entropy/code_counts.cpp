@@ -75,7 +75,7 @@ SHRINKPOINT_INLINE256 __m256i load32(const uint8_t* bytes) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes));
 }
 
-SHRINKPOINT_INLINE256 __m256i twice(const uint8_t* bytes) {
+SHRINKPOINT_INLINE256 __m256i broadcast(const uint8_t* bytes) {
     return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes)));
 }
 
@@ -90,11 +90,11 @@ struct ByteSet {
 };
 
 // All ones for each byte that is not in the set.
-SHRINKPOINT_INLINE256 __m256i outside(const ByteSet& set, __m256i bytes) {
+SHRINKPOINT_INLINE256 __m256i not_in(const ByteSet& set, __m256i bytes) {
     alignas(16) static constexpr uint8_t kBits[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
     const __m256i half = _mm256_set1_epi8(15), row = _mm256_and_si256(bytes, half);
-    const __m256i bit = _mm256_shuffle_epi8(twice(kBits), _mm256_and_si256(_mm256_srli_epi16(bytes, 4), half));
-    const __m256i below = _mm256_shuffle_epi8(twice(set.low), row), above = _mm256_shuffle_epi8(twice(set.high), row);
+    const __m256i bit = _mm256_shuffle_epi8(broadcast(kBits), _mm256_and_si256(_mm256_srli_epi16(bytes, 4), half));
+    const __m256i below = _mm256_shuffle_epi8(broadcast(set.low), row), above = _mm256_shuffle_epi8(broadcast(set.high), row);
     const __m256i bits = _mm256_and_si256(_mm256_blendv_epi8(below, above, bytes), bit);
     return _mm256_cmpeq_epi8(bits, _mm256_setzero_si256());
 }
@@ -114,7 +114,7 @@ SHRINKPOINT_AVX2 void count_common_avx2(const uint8_t* values, const uint8_t* ba
         const __m256i is_zero = _mm256_cmpeq_epi8(difference, zeros);
         const __m256i key = _mm256_blendv_epi8(_mm256_set1_epi8(static_cast<char>(kNotZero)), context, is_zero);
         _mm256_store_si256(reinterpret_cast<__m256i*>(keys + i), key);
-        auto left = static_cast<uint32_t>(_mm256_movemask_epi8(outside(set, key)));
+        auto left = static_cast<uint32_t>(_mm256_movemask_epi8(not_in(set, key)));
         for (; left != 0; left &= left - 1)
             rest.positions[rest.count++] = static_cast<uint16_t>(i + static_cast<size_t>(__builtin_ctz(left)));
     }

@@ -189,18 +189,11 @@ void RansDecoder::check_end() const {
 #if defined(SHRINKPOINT_X86)
 namespace {
 
-using DecodeRounds = size_t (*)(DecodeRun&, size_t, const DecoderTables&, unsigned&);
-using DecodeRoundsOfTwo = size_t (*)(DecodeRun&, DecodeRun&, size_t, const DecoderTables&, unsigned&);
-
-// The decoder of this processor's vectors; null if it has none.
-DecodeRounds rounds_of_one() {
-    if (simd() == Simd::Avx512) return decode_rounds_avx512;
-    return simd() == Simd::Avx2 ? static_cast<DecodeRounds>(decode_rounds_avx2) : nullptr;
-}
-
-DecodeRoundsOfTwo rounds_of_two() {
-    if (simd() == Simd::Avx512) return decode_rounds_avx512;
-    return simd() == Simd::Avx2 ? static_cast<DecodeRoundsOfTwo>(decode_rounds_avx2) : nullptr;
+// Decodes rounds of one stream or of two by this processor's vectors, of which it has some.
+template <typename... Runs>
+size_t decode_rounds(size_t count, const DecoderTables& tables, unsigned& turns_by_slot, Runs&... runs) {
+    if (simd() == Simd::Avx512) return decode_rounds_avx512(runs..., count, tables, turns_by_slot);
+    return decode_rounds_avx2(runs..., count, tables, turns_by_slot);
 }
 
 }  // namespace
@@ -220,9 +213,9 @@ void RansDecoder::decode_lanes(const uint8_t* tables, size_t count, uint8_t* sym
         uint32_t states[Lanes];
         std::memcpy(states, states_, sizeof states);
 #if defined(SHRINKPOINT_X86)
-        if (const auto decode_rounds = rounds_of_one(); Lanes == kMaxLanes && decode_rounds != nullptr) {
+        if (Lanes == kMaxLanes && simd() != Simd::None) {
             DecodeRun run{tables != nullptr ? tables + i : nullptr, symbols + i, next, limit_, states};
-            i += decode_rounds(run, count - i, all_, turns_by_slot_);
+            i += decode_rounds(count - i, all_, turns_by_slot_, run);
             next = run.next;
         }
 #endif
@@ -266,12 +259,11 @@ void RansDecoder::decode_two(RansDecoder& a, const uint8_t* tables_a, uint8_t* s
     const auto from = [](const uint8_t* tables, size_t i) { return tables != nullptr ? tables + i : nullptr; };
     size_t done = 0;
 #if defined(SHRINKPOINT_X86)
-    const auto decode_rounds = rounds_of_two();
-    if (a.lanes_ == kMaxLanes && b.lanes_ == kMaxLanes && decode_rounds != nullptr) {
+    if (a.lanes_ == kMaxLanes && b.lanes_ == kMaxLanes && simd() != Simd::None) {
         do {
             DecodeRun run_a{from(tables_a, done), symbols_a + done, a.next_, a.limit_, a.states_};
             DecodeRun run_b{from(tables_b, done), symbols_b + done, b.next_, b.limit_, b.states_};
-            done += decode_rounds(run_a, run_b, count - done, a.all_, a.turns_by_slot_);
+            done += decode_rounds(count - done, a.all_, a.turns_by_slot_, run_a, run_b);
             a.next_ = run_a.next, b.next_ = run_b.next;
         } while (done + kMaxLanes <= count && (a.enter_tail() | b.enter_tail()));
         a.check_end(), b.check_end();

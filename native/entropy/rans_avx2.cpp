@@ -1,10 +1,6 @@
 #include "entropy/rans_vectors.hpp"
 
 #if defined(SHRINKPOINT_X86)
-#include <immintrin.h>
-
-#include <array>
-
 namespace shrinkpoint {
 
 namespace {
@@ -65,12 +61,6 @@ SHRINKPOINT_INLINE256 void store_bytes(__m256i words, uint8_t* out) {
     _mm_storel_epi64(reinterpret_cast<__m128i*>(out), all);
 }
 
-// Without tables no place is computed: arithmetic on a null pointer is undefined.
-template <bool ContextTables>
-SHRINKPOINT_INLINE256 const uint8_t* from(const uint8_t* tables, size_t i) {
-    return ContextTables ? tables + i : nullptr;
-}
-
 // ---- decoding ------------------------------------------------------------------------------------------------------
 
 // For eight slots: the frequencies of their symbols, and how far each slot is behind its symbol's first.
@@ -90,7 +80,7 @@ SHRINKPOINT_INLINE256 __m256i advanced(__m256i states, const Step& step, const u
     return _mm256_or_si256(_mm256_sllv_epi32(x, _mm256_and_si256(low, _mm256_set1_epi32(16))), taken);
 }
 
-// Looks every slot up. Plain loads: gathers are slower on most machines.
+// Looks every slot up.
 class BySlot {
    public:
     SHRINKPOINT_INLINE256 explicit BySlot(const DecoderTables& tables) : entries_(tables.entries.data()) {}
@@ -102,9 +92,9 @@ class BySlot {
             index = _mm256_or_si256(_mm256_slli_epi32(_mm256_cvtepu8_epi32(load8(tables)), kProbabilityBits), index);
         const __m128i indices =
             _mm_packus_epi32(_mm256_castsi256_si128(index), _mm256_extracti128_si256(index, 1));
-        const __m256i entry = _mm256_inserti128_si256(
-            _mm256_castsi128_si256(four(static_cast<uint64_t>(_mm_cvtsi128_si64(indices)))),
-            four(static_cast<uint64_t>(_mm_extract_epi64(indices, 1))), 1);
+        const auto low = static_cast<uint64_t>(_mm_cvtsi128_si64(indices));
+        const auto high = static_cast<uint64_t>(_mm_extract_epi64(indices, 1));
+        const __m256i entry = _mm256_set_m128i(load4(high, entries_), load4(low, entries_));
         store_bytes(entry, symbols);
         const __m256i less_one = _mm256_and_si256(_mm256_srli_epi32(entry, 8), _mm256_set1_epi32(0xfff));
         return {_mm256_add_epi32(less_one, _mm256_set1_epi32(1)), _mm256_srli_epi32(entry, 20)};
@@ -113,14 +103,6 @@ class BySlot {
     size_t misses() const { return 0; }
 
    private:
-    // The entries at four 16-bit indices.
-    SHRINKPOINT_INLINE256 __m128i four(uint64_t indices) const {
-        __m128i out = _mm_cvtsi32_si128(static_cast<int>(entries_[indices & 0xffff]));
-        out = _mm_insert_epi32(out, static_cast<int>(entries_[indices >> 16 & 0xffff]), 1);
-        out = _mm_insert_epi32(out, static_cast<int>(entries_[indices >> 32 & 0xffff]), 2);
-        return _mm_insert_epi32(out, static_cast<int>(entries_[indices >> 48]), 3);
-    }
-
     const uint32_t* entries_;
 };
 

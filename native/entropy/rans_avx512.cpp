@@ -1,22 +1,11 @@
 #include "entropy/rans_vectors.hpp"
 
 #if defined(SHRINKPOINT_X86)
-#include <immintrin.h>
-
 namespace shrinkpoint {
 
 namespace {
 
-// Loads base[index] for four 16-bit indices.
-SHRINKPOINT_INLINE512 __m128i load4(uint64_t indices, const uint32_t* base) {
-    __m128i out = _mm_cvtsi32_si128(static_cast<int>(base[indices & 0xffff]));
-    out = _mm_insert_epi32(out, static_cast<int>(base[indices >> 16 & 0xffff]), 1);
-    out = _mm_insert_epi32(out, static_cast<int>(base[indices >> 32 & 0xffff]), 2);
-    return _mm_insert_epi32(out, static_cast<int>(base[indices >> 48]), 3);
-}
-
-// Loads base[index] for sixteen indices below 2^16. Plain loads: on most machines the gather instruction is slower
-// (microcode on some, slowed down against side channels on others).
+// Loads base[index] for sixteen indices below 2^16.
 SHRINKPOINT_INLINE512 __m512i load16(__m512i indices, const uint32_t* base) {
     const __m256i narrow = _mm512_cvtepi32_epi16(indices);
     const __m128i low = _mm256_castsi256_si128(narrow), high = _mm256_extracti128_si256(narrow, 1);
@@ -29,12 +18,6 @@ SHRINKPOINT_INLINE512 __m512i load16(__m512i indices, const uint32_t* base) {
 
 SHRINKPOINT_INLINE512 __m512i bytes16(const uint8_t* bytes) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
-}
-
-// Without tables no place is computed: arithmetic on a null pointer is undefined.
-template <bool ContextTables>
-SHRINKPOINT_INLINE512 const uint8_t* from(const uint8_t* tables, size_t i) {
-    return ContextTables ? tables + i : nullptr;
 }
 
 // For sixteen slots: the frequencies of their symbols, and how far each slot is behind its symbol's first.

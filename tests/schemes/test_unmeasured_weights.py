@@ -377,21 +377,24 @@ class Parts:
         return float(first.numpy().sum())
 
 
-@pytest.mark.parametrize("function", [name for name in vars(Sums) if not name.startswith("_")])
-def test_only_weights_that_the_answer_is_computed_from_have_an_influence(function):
+def record(function: Callable[[Tensor, Tensor], float]) -> InfluenceRecorder:
+    """What a function of two weights reads, and what its answer is computed from."""
     first, second = torch.randn(64, 64), torch.randn(64, 64)
     with InfluenceRecorder({"first": [first], "second": [second]}) as recorder:
-        answer = getattr(Sums, function)(first, second)
+        answer = function(first, second)
     recorder.note_answer(answer)
+    return recorder
+
+
+@pytest.mark.parametrize("function", [name for name in vars(Sums) if not name.startswith("_")])
+def test_only_weights_that_the_answer_is_computed_from_have_an_influence(function):
+    recorder = record(getattr(Sums, function))
     assert recorder.influential_names == {"first"} <= recorder.read_names
 
 
 @pytest.mark.parametrize("function", [name for name in vars(Parts) if not name.startswith("_")])
 def test_weights_are_lost_where_elements_of_them_may_be_passed_over(function):
-    first, second = torch.randn(64, 64), torch.randn(64, 64)
-    with InfluenceRecorder({"first": [first], "second": [second]}) as recorder:
-        answer = getattr(Parts, function)(first, second)
-    recorder.note_answer(answer)
+    recorder = record(getattr(Parts, function))
     assert not recorder.influential_names and "first" in recorder.read_names
 
 

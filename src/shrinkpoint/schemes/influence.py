@@ -60,7 +60,7 @@ class _Origin(NamedTuple):
         return _Origin(self.may, self.some, self.some)
 
 
-_NOWHERE = _Origin()
+_NO_ORIGIN = _Origin()
 
 
 class _Rule(NamedTuple):
@@ -148,10 +148,10 @@ class InfluenceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return frozenset(name for bit, name in enumerate(self._names) if bits >> bit & 1)
 
     def _origin(self, tensor: Tensor) -> _Origin:
-        """The origin of a tensor; nowhere without elements."""
+        """The origin of a tensor; none without elements."""
         storage = _storage(tensor)
         if storage is None or not tensor.numel():
-            return _NOWHERE
+            return _NO_ORIGIN
         origin = self._origin_of_storage(storage)
         return origin if origin.some == origin.each or _covers(tensor, storage) else origin.of_part
 
@@ -170,22 +170,20 @@ class InfluenceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if rule.name == "to" or rule.name.endswith("_as"):
             operands = operands[:1]  # another tensor says which shape or dtype
         if rule.name in _IGNORED or rule.name.endswith("_like") or rule.name.startswith("new_"):
-            return _NOWHERE
+            return _NO_ORIGIN
         origins = {i: self._origin(x) for i, x in enumerate(operands) if isinstance(x, Tensor)}
         listed = [self._origin(x) for x in _tensors([x for x in operands if not isinstance(x, Tensor)]) if x.numel()]
         everything = _union([*origins.values(), *listed])
         if not everything.may:
-            return _NOWHERE
+            return _NO_ORIGIN
         with suppress(Exception):  # a tensor of another kind, whose values cannot be looked at
             if rule.name in ("where", "masked_fill"):
                 return _join([x for x in _chosen(rule.name, operands, origins) if x.may])
             if rule.name == "copy":
-                return origins.get(1, _NOWHERE)
+                return origins.get(1, _NO_ORIGIN)
             if rule.name in _JOINS:
-                return _join([*origins.values(), *listed, *[_NOWHERE] * (rule.name == "constant_pad_nd")])
-            if listed and not rule.name.startswith(
-                ("index", "constant_pad")
-            ):  # of which each result may be computed from one tensor
+                return _join([*origins.values(), *listed, *[_NO_ORIGIN] * (rule.name == "constant_pad_nd")])
+            if listed and not rule.name.startswith("index"):  # each result may be computed from one of the tensors
                 return _join([*origins.values(), *listed]).of_part
             if rule.name in _OVERWRITES:
                 return _join([_Origin(everything.may), *(x.of_part for i, x in origins.items() if i > 0)])
