@@ -14,17 +14,19 @@ from torch import Tensor
 
 from shrinkpoint import validate
 from shrinkpoint.comm.compressors.base import Compressor, CompressorContext, Identity
-from shrinkpoint.comm.error_feedback import ErrorFeedback, MessageInfo, NoFeedback
+from shrinkpoint.comm.error_feedback import ErrorFeedback, MessageInfo, NoFeedback, PackedMessage
 from shrinkpoint.comm.link import CompressorLike, LinkStats
 from shrinkpoint.comm.spec import as_compressor
 from shrinkpoint.comm.state_check import check_entries, check_mapping, part_error
+from shrinkpoint.device import kernels_for, run_kernels
+from shrinkpoint.device.rows import ALIGN, flat_rows
 from shrinkpoint.errors import PolicyError, warn_user
 
 SHARE_MULTIPLE = 64
 """The size of a rank's share of a tensor is a multiple of this, so that groups of a power of two start with a share."""
 SAMPLE_INTERVAL = 16
 """The relative error is measured on one of this number of messages."""
-MESSAGE_ALIGN = 16
+MESSAGE_ALIGN = ALIGN
 """Messages start at multiples of this number of bytes, so that compressors may view them as wider values."""
 _MIN_DIRECT_BYTES = 1 << 17
 """Bytes of a message from which point-to-point messages beat gloo's own all-to-all of more than two ranks."""
@@ -211,6 +213,54 @@ class CompressedCollective:
         self.stats.add_packed(tensor, packed, size, sender, info, sample_every=SAMPLE_INTERVAL, copies=copies)
         return wire
 
+    def _pack_rows(
+        self, rows: Sequence[Tensor], state: _LayoutState, infos: Sequence[MessageInfo], *, copies: int = 1
+    ) -> list[Tensor]:
+        """Pack tensors of one shape and dtype: in a few launches on a device that has kernels, else one by one."""
+        messages = self._pack_at_once(rows, state, infos, copies) if self._has_kernels(rows, state) else None
+        if messages is None:
+            return [self._pack(row, state, info, copies=copies) for row, info in zip(rows, infos, strict=True)]
+        return messages
+
+    def _pack_at_once(
+        self, rows: Sequence[Tensor], state: _LayoutState, infos: Sequence[MessageInfo], copies: int
+    ) -> list[Tensor] | None:
+        compressor, count = state.feedback.compressor, self.stats.nonfinite_counter(rows[0].device)
+        with self.stats.timing("encode", rows[0].device):
+            wires = compressor.encode_rows(rows, [info.context for info in infos], count)
+        if wires is None:
+            return None
+        messages, padded = list(wires.unbind()), wires.shape[1]
+        size, sender = state.sender.wire_bytes(rows[0].shape, rows[0].dtype, infos[0]), state.sender
+        options = {"sample_every": SAMPLE_INTERVAL, "copies": copies, "nonfinite": 0}
+        for row, message, info in zip(rows, messages, infos, strict=True):
+            self.stats.add_packed(row, PackedMessage(message[:size]), padded, sender, info, **options)
+        return messages
+
+    @staticmethod
+    def _has_kernels(rows: Sequence[Tensor], state: _LayoutState) -> bool:
+        """True if the messages of these rows have no memory and can be encoded and decoded at once."""
+        feedback = state.feedback
+        return (
+            len(rows) > 0
+            and feedback.is_stateless
+            and feedback.compressor.has_kernels
+            and kernels_for(rows[0].device) is not None
+        )
+
+    def _unpack_rows(
+        self, wires: Sequence[Tensor], outs: Sequence[Tensor], state: _LayoutState, infos: Sequence[MessageInfo]
+    ) -> None:
+        """Unpack messages into tensors of one shape and dtype, as `_pack_rows` packs them."""
+        if self._has_kernels(outs, state):
+            size = state.receiver.wire_bytes(outs[0].shape, outs[0].dtype, infos[0])
+            with self.stats.timing("decode", outs[0].device):
+                contexts = [info.context for info in infos]
+                if state.feedback.compressor.decode_rows([wire[:size] for wire in wires], outs, contexts):
+                    return
+        for wire, out, info in zip(wires, outs, infos, strict=True):
+            self._unpack(wire, out, state, info)
+
     def message_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """The size in bytes of the padded message of a 1-d tensor, which a receiver needs beforehand."""
         size = self.feedback.new_state().wire_bytes((numel,), dtype, MessageInfo())
@@ -252,20 +302,21 @@ class CompressedReduceScatter(CompressedCollective):
     def encode(self, rows: Tensor | Sequence[Tensor], rank: int, layout: str = "") -> EncodedRows:
         """Encode the rows of all ranks but this one; `own_row` is that row itself, or a view."""
         state = self._layout_state(layout)
-        messages = [
-            None
-            if target == rank
-            else self._pack(row, state, self._message_info(layout, state.count, rank, target, target))
-            for target, row in enumerate(rows)
-        ]
-        return EncodedRows(messages, rows[rank], layout, state, state.count)
+        targets = [target for target in range(len(rows)) if target != rank]
+        infos = [self._message_info(layout, state.count, rank, target, target) for target in targets]
+        packed = dict(zip(targets, self._pack_rows([rows[target] for target in targets], state, infos), strict=True))
+        return EncodedRows([packed.get(target) for target in range(len(rows))], rows[rank], layout, state, state.count)
 
     def decode(self, encoded: EncodedRows, received: Sequence[Tensor], rank: int) -> Tensor:
         """Sum this rank's own row, which is not changed, and those that the messages of the others decode to."""
         own_row, total = encoded.own_row, None
         sum_dtype = torch.promote_types(own_row.dtype, torch.float32)
-        for source, message in enumerate(received):
-            info = self._message_info(encoded.layout, encoded.count, source, rank, source)
+        infos = [
+            self._message_info(encoded.layout, encoded.count, source, rank, source) for source in range(len(received))
+        ]
+        if len(received) > 1 and self._has_kernels([own_row], encoded.state):
+            return self._decode_at_once(encoded, received, infos, rank, sum_dtype)
+        for source, (message, info) in enumerate(zip(received, infos, strict=True)):
             is_own = source == rank
             row = own_row if is_own else self._unpack(message, torch.empty_like(own_row), encoded.state, info)
             if total is None:
@@ -276,6 +327,29 @@ class CompressedReduceScatter(CompressedCollective):
                 total.add_(row)
         assert total is not None
         return total.clone() if total is own_row else total
+
+    def _decode_at_once(
+        self,
+        encoded: EncodedRows,
+        received: Sequence[Tensor],
+        infos: Sequence[MessageInfo],
+        rank: int,
+        sum_dtype: torch.dtype,
+    ) -> Tensor:
+        """Decode all messages in a few launches, then add the rows in one."""
+        own_row, others = encoded.own_row, [source for source in range(len(received)) if source != rank]
+        rows = own_row.new_empty(len(others), own_row.numel()).unbind()
+        wires, others_infos = [received[source] for source in others], [infos[source] for source in others]
+        self._unpack_rows(wires, rows, encoded.state, others_infos)
+        with self.stats.timing("decode", own_row.device):
+            row = own_row.contiguous()
+            total = run_kernels(row.device, lambda kernels: kernels.sum_rows(row, flat_rows(rows), rank, sum_dtype))
+            if total is None:
+                ordered = [*rows[:rank], row, *rows[rank:]]
+                total = ordered[0].to(sum_dtype, copy=True)
+                for other in ordered[1:]:
+                    total.add_(other)
+        return total
 
     @staticmethod
     def _exchange(messages: Sequence[Tensor | None], group: dist.ProcessGroup) -> Sequence[Tensor]:
@@ -332,13 +406,12 @@ class CompressedAllGather(CompressedCollective):
         """Encode the row of this rank."""
         state = self._layout_state(layout)
         info = self._message_info(layout, state.count, rank, world_size, rank)
-        return EncodedRow(self._pack(row, state, info, copies=world_size - 1), layout, state, state.count)
+        (message,) = self._pack_rows([row], state, [info], copies=world_size - 1)
+        return EncodedRow(message, layout, state, state.count)
 
     def decode(self, encoded: EncodedRow, messages: Sequence[Tensor], rows: Tensor | Sequence[Tensor]) -> None:
         """Decode the messages of all ranks, in their order, into the rows."""
-        for source, message in enumerate(messages):
-            info = self._message_info(encoded.layout, encoded.count, source, len(messages), source)
-            self._unpack(message, rows[source], encoded.state, info)
+        self._decode_all(encoded.layout, encoded.count, messages, rows, encoded.state)
         if self.on_decode is not None:
             self.on_decode(encoded.layout, encoded.count, messages)
 
@@ -347,9 +420,14 @@ class CompressedAllGather(CompressedCollective):
 
         The feedback is one whose receiver remembers nothing.
         """
-        state = _LayoutState(self.feedback)
-        for source, message in enumerate(messages):
-            self._unpack(message, rows[source], state, self._message_info(layout, count, source, len(messages), source))
+        self._decode_all(layout, count, messages, rows, _LayoutState(self.feedback))
+
+    def _decode_all(
+        self, layout: str, count: int, messages: Sequence[Tensor], rows: Tensor | Sequence[Tensor], state: _LayoutState
+    ) -> None:
+        width = len(messages)
+        infos = [self._message_info(layout, count, source, width, source) for source in range(width)]
+        self._unpack_rows(messages, [rows[source] for source in range(width)], state, infos)
 
     @staticmethod
     def _all_gather(gathered: Tensor, wire: Tensor, group: dist.ProcessGroup, async_op: bool) -> Any:

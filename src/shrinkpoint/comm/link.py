@@ -129,6 +129,8 @@ class LinkStats:
         """The statistics of both ends as one: those of this sender, with the decoding time of the receiver."""
         receiver._collect_events()
         merged = replace(self, _seconds=dict(self._seconds), _timed=list(self._timed))
+        if isinstance(merged._nonfinite, Tensor):
+            merged._nonfinite = merged._nonfinite.clone()  # kernels add to that of this sender in place
         merged._seconds["decode"] += receiver._seconds["decode"]
         return merged
 
@@ -137,7 +139,11 @@ class LinkStats:
         self.messages += 1
         self.raw_bytes += raw_bytes
         self.wire_bytes += wire_bytes
-        self._nonfinite = self._nonfinite + nonfinite
+        self._add_nonfinite(nonfinite)
+
+    def _add_nonfinite(self, count: Tensor | int) -> None:
+        if isinstance(count, Tensor) or count:  # adding 0 to a tensor on a device would be a launch
+            self._nonfinite = self._nonfinite + count
 
     def add_packed(
         self,
@@ -149,26 +155,35 @@ class LinkStats:
         *,
         sample_every: int,
         copies: int = 1,
+        nonfinite: int | None = None,
     ) -> Tensor | int:
         """Count a message that `state` packed and that is sent to some ranks; measure the error of some messages.
 
         Args:
             size: in bytes, of all that is sent.
             sample_every: the error is measured on one of this number of messages; 0 for none.
+            nonfinite: the number of values that are not finite, to be added; None to count them.
 
         Returns:
             The number of values that are not finite.
         """
         is_sampled = sample_every and self.messages % sample_every == 0 and tensor.numel()
         self.add_message(copies * tensor.nbytes, copies * size)
-        nonfinite = state.count_nonfinite(tensor, packed.wire, info)
-        self._nonfinite = self._nonfinite + nonfinite
+        count = state.count_nonfinite(tensor, packed.wire, info) if nonfinite is None else nonfinite
+        self._add_nonfinite(count)
         if is_sampled:
             with torch.no_grad():  # a message of unknown content is one without a memory
                 decoded = packed.decoded
                 decoded = state.unpack(packed.wire, torch.empty_like(tensor), info) if decoded is None else decoded
                 self.add_error(tensor, decoded)
-        return nonfinite
+        return count
+
+    def nonfinite_counter(self, device: torch.device) -> Tensor:
+        """The number of nan and infinite values so far, to be added to in place: int64 without axes, on a device."""
+        if not isinstance(self._nonfinite, Tensor):
+            self._nonfinite = torch.full((), self._nonfinite, dtype=torch.int64, device=device)
+        self._nonfinite = self._nonfinite.to(device)
+        return self._nonfinite
 
     def add_uncompressed(self, tensor: Tensor) -> None:
         """Count a tensor that is sent or received uncompressed."""

@@ -46,6 +46,11 @@ class Compressor(ABC):
     """
 
     @property
+    def has_kernels(self) -> bool:
+        """True if `encode_rows` and `decode_rows` have kernels for some device."""
+        return False
+
+    @property
     @abstractmethod
     def spec(self) -> str:
         """The compressor as text, which `shrinkpoint.comm.parse` reads back."""
@@ -70,6 +75,26 @@ class Compressor(ABC):
         Raises:
             MismatchError: the message does not have the size that `out` requires.
         """
+
+    def encode_rows(
+        self, rows: Sequence[Tensor], contexts: Sequence[CompressorContext], nonfinite: Tensor | None = None
+    ) -> Tensor | None:
+        """Encode tensors of one shape and dtype in a few launches, whatever their number, if their device has kernels.
+
+        Args:
+            nonfinite: int64 without axes, on the device; the number of values that are not finite is added to it.
+
+        Returns:
+            The messages, padded with zeros to multiples of 16 bytes: uint8, shape (rows, padded size). None if the
+            rows must be encoded one by one.
+        """
+        return None
+
+    def decode_rows(
+        self, wires: Sequence[Tensor], outs: Sequence[Tensor], contexts: Sequence[CompressorContext]
+    ) -> bool:
+        """Decode messages of tensors of one shape and dtype in a few launches; False if nothing was decoded."""
+        return False
 
     def proves_finite(
         self, wire: Tensor, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT

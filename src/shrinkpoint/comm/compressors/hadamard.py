@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from shrinkpoint.comm.compressors.layout import (
     to_groups,
     unpack_planes,
 )
+from shrinkpoint.device.rows import Rows, encode_rows, fill_rows
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
@@ -75,12 +77,51 @@ class Hadamard(Compressor):
         return self._flag_bytes(blocks) + self.compressor.wire_bytes((blocks, self.block), torch.float32, context)
 
     def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
+        messages = self.encode_rows([tensor], [context])
+        if messages is not None:
+            return messages[0, : self.wire_bytes(tensor.shape, tensor.dtype, context)]
         encode = self._encode_native if tensor.device.type == "cpu" else self._encode_torch
         return encode(tensor, context)
 
     def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
+        wire = self.check_message(wire, out, context)
+        if self.decode_rows([wire], [out], [context]):
+            return out
         decode = self._decode_native if out.device.type == "cpu" else self._decode_torch
-        return decode(self.check_message(wire, out, context), out, context)
+        return decode(wire, out, context)
+
+    @property
+    def has_kernels(self) -> bool:
+        return self.outlier_threshold is None and self.compressor.has_kernels
+
+    def encode_rows(
+        self, rows: Sequence[Tensor], contexts: Sequence[CompressorContext], nonfinite: Tensor | None = None
+    ) -> Tensor | None:
+        if not self.has_kernels:
+            return None
+
+        def rotate(kernels: Any, places: Rows) -> Tensor:
+            rotated: Tensor = kernels.rotate(places, _signs(self.block, rows[0].device), nonfinite)
+            return rotated
+
+        rotated = encode_rows(rows, rotate)
+        return None if rotated is None else self.compressor.encode_rows(rotated.unbind(), contexts)
+
+    def decode_rows(
+        self, wires: Sequence[Tensor], outs: Sequence[Tensor], contexts: Sequence[CompressorContext]
+    ) -> bool:
+        if not self.has_kernels:
+            return False
+
+        def fill(kernels: Any, places: Rows) -> bool:
+            shape = places.count, self._num_blocks(places.numel), self.block
+            rotated = torch.empty(shape, dtype=torch.float32, device=places.device)
+            if not self.compressor.decode_rows(wires, rotated.unbind(), contexts):
+                return False
+            kernels.rotate_back(rotated, places, _signs(self.block, places.device))
+            return True
+
+        return fill_rows(outs, fill)
 
     def proves_finite(
         self, wire: Tensor, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT
@@ -177,6 +218,7 @@ def _sign_bits(size: int) -> tuple[float, ...]:
     return tuple(-1.0 if (i + 1) * 0x9E3779B1 * (i * 0x85EBCA6B + 1) >> 31 & 1 else 1.0 for i in range(size))
 
 
+@cache
 def _signs(size: int, device: torch.device) -> Tensor:
-    """The diagonal of D, which is part of the message format: float32."""
+    """The diagonal of D, which is part of the message format: float32. Do not write to it."""
     return torch.tensor(_sign_bits(size), dtype=torch.float32, device=device)

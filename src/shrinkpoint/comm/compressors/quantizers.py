@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from shrinkpoint.comm.compressors.layout import (
     unpack_planes,
     view_dtype,
 )
+from shrinkpoint.device.rows import Rows, encode_rows, fill_rows, flat_rows
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
@@ -65,10 +66,17 @@ class _Quantizer(Compressor):
 
     bits: int
 
+    @property
+    def has_kernels(self) -> bool:
+        return True
+
     def wire_bytes(self, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT) -> int:
         return self._head_bytes(shape) + packed_bytes(math.prod(shape), self.bits)
 
     def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
+        messages = self.encode_rows([tensor], [context])
+        if messages is not None:
+            return messages[0, : self.wire_bytes(tensor.shape, tensor.dtype)]
         if tensor.device.type != "cpu":
             return self._encode_torch(tensor, context)
         wire = torch.empty(self.wire_bytes(tensor.shape, tensor.dtype), dtype=torch.uint8, device="cpu")
@@ -78,11 +86,30 @@ class _Quantizer(Compressor):
 
     def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
         wire = self.check_message(wire, out, context)
+        if self.decode_rows([wire], [out], [context]):
+            return out
         if out.device.type != "cpu":
             return self._decode_torch(wire, out, context)
         if not wire.numel():
             return out
         return fill_native(out, lambda values: self._decode_native(wire, values, out.shape, context))
+
+    def encode_rows(
+        self, rows: Sequence[Tensor], contexts: Sequence[CompressorContext], nonfinite: Tensor | None = None
+    ) -> Tensor | None:
+        shape = rows[0].shape
+        return encode_rows(
+            rows, lambda kernels, places: self._encode_kernel(kernels, places, shape, contexts, nonfinite)
+        )
+
+    def decode_rows(
+        self, wires: Sequence[Tensor], outs: Sequence[Tensor], contexts: Sequence[CompressorContext]
+    ) -> bool:
+        def fill(kernels: Any, places: Rows) -> bool:
+            self._decode_kernel(kernels, flat_rows(wires), places, outs[0].shape, contexts)
+            return True
+
+        return fill_rows(outs, fill)
 
     def proves_finite(
         self, wire: Tensor, shape: Sequence[int], dtype: torch.dtype, context: CompressorContext = NO_CONTEXT
@@ -105,6 +132,23 @@ class _Quantizer(Compressor):
     @abstractmethod
     def _decode_native(self, wire: Tensor, values: Tensor, shape: Sequence[int], context: CompressorContext) -> None:
         """Decode a message into float32 or bfloat16 values, 1-d, of a tensor of this shape."""
+
+    @abstractmethod
+    def _encode_kernel(
+        self,
+        kernels: Any,
+        rows: Rows,
+        shape: Sequence[int],
+        contexts: Sequence[CompressorContext],
+        nonfinite: Tensor | None,
+    ) -> Tensor:
+        """Encode rows of this shape on a device; `kernels` is the module `shrinkpoint.device.kernels`."""
+
+    @abstractmethod
+    def _decode_kernel(
+        self, kernels: Any, wires: Rows, outs: Rows, shape: Sequence[int], contexts: Sequence[CompressorContext]
+    ) -> None:
+        """Decode messages of rows of this shape on a device."""
 
     @abstractmethod
     def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor: ...
@@ -190,6 +234,26 @@ class Uniform(_Quantizer):
     def _decode_native(self, wire: Tensor, values: Tensor, shape: Sequence[int], context: CompressorContext) -> None:
         size, options = self._group_size(shape), self._native_options(values, context)
         _native.uniform_decode(wire.numpy(), size, self.bits, tensor_bytes(values), **options)
+
+    def _encode_kernel(
+        self,
+        kernels: Any,
+        rows: Rows,
+        shape: Sequence[int],
+        contexts: Sequence[CompressorContext],
+        nonfinite: Tensor | None,
+    ) -> Tensor:
+        encoded: Tensor = kernels.encode_uniform(rows, self._kernel_form(kernels, shape, contexts), nonfinite)
+        return encoded
+
+    def _decode_kernel(
+        self, kernels: Any, wires: Rows, outs: Rows, shape: Sequence[int], contexts: Sequence[CompressorContext]
+    ) -> None:
+        kernels.decode_uniform(wires, outs, self._kernel_form(kernels, shape, contexts))
+
+    def _kernel_form(self, kernels: Any, shape: Sequence[int], contexts: Sequence[CompressorContext]) -> Any:
+        seeds = [context.key for context in contexts] if self.dither else []
+        return kernels.UniformWire(math.prod(shape), self._group_size(shape), self.bits, self.group is not None, seeds)
 
     def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor:
         values, is_float32 = flat_float32(tensor), self.group is None
@@ -308,6 +372,25 @@ class BlockFloat(_Quantizer):
         data, options = tensor_bytes(values), _value_options(values)
         _native.blockfloat_decode(wire.numpy(), data, block=self.block, bits=self.bits, **options)
 
+    def _encode_kernel(
+        self,
+        kernels: Any,
+        rows: Rows,
+        shape: Sequence[int],
+        contexts: Sequence[CompressorContext],
+        nonfinite: Tensor | None,
+    ) -> Tensor:
+        encoded: Tensor = kernels.encode_blocks(rows, self._kernel_form(kernels, shape), nonfinite)
+        return encoded
+
+    def _decode_kernel(
+        self, kernels: Any, wires: Rows, outs: Rows, shape: Sequence[int], contexts: Sequence[CompressorContext]
+    ) -> None:
+        kernels.decode_blocks(wires, outs, self._kernel_form(kernels, shape))
+
+    def _kernel_form(self, kernels: Any, shape: Sequence[int]) -> Any:
+        return kernels.GroupWire(math.prod(shape), self.block, self.bits, head_bytes=1)
+
     def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor:
         values = to_groups(tensor, self.block)
         exponents = _block_exponents(values)
@@ -399,6 +482,25 @@ class NormalFloat(_Quantizer):
     def _decode_native(self, wire: Tensor, values: Tensor, shape: Sequence[int], context: CompressorContext) -> None:
         data, centers = tensor_bytes(values), self._centers(values.device).numpy()
         _native.normal_decode(wire.numpy(), centers, data, group=self.group, bits=self.bits, **_value_options(values))
+
+    def _encode_kernel(
+        self,
+        kernels: Any,
+        rows: Rows,
+        shape: Sequence[int],
+        contexts: Sequence[CompressorContext],
+        nonfinite: Tensor | None,
+    ) -> Tensor:
+        encoded: Tensor = kernels.encode_normal(rows, self._kernel_form(kernels, shape), nonfinite)
+        return encoded
+
+    def _decode_kernel(
+        self, kernels: Any, wires: Rows, outs: Rows, shape: Sequence[int], contexts: Sequence[CompressorContext]
+    ) -> None:
+        kernels.decode_normal(wires, outs, self._kernel_form(kernels, shape))
+
+    def _kernel_form(self, kernels: Any, shape: Sequence[int]) -> Any:
+        return kernels.GroupWire(math.prod(shape), self.group, self.bits, head_bytes=2, centers=CENTERS[self.bits])
 
     def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor:
         values, centers = to_groups(tensor, self.group), self._centers(tensor.device)

@@ -1,0 +1,24 @@
+"""All functions that start kernels: what `shrinkpoint.device.run_kernels` hands over. Importing it imports Triton."""
+
+from __future__ import annotations
+
+from shrinkpoint.device.block_float import decode_blocks, encode_blocks
+from shrinkpoint.device.groups import GroupWire
+from shrinkpoint.device.hadamard import rotate, rotate_back
+from shrinkpoint.device.normal_float import decode_normal, encode_normal
+from shrinkpoint.device.row_sums import sum_rows
+from shrinkpoint.device.uniform import UniformWire, decode_uniform, encode_uniform
+
+__all__ = [
+    "GroupWire",
+    "UniformWire",
+    "decode_blocks",
+    "decode_normal",
+    "decode_uniform",
+    "encode_blocks",
+    "encode_normal",
+    "encode_uniform",
+    "rotate",
+    "rotate_back",
+    "sum_rows",
+]

@@ -1,0 +1,112 @@
+"""Tensors of one length that a kernel reads or writes in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shrinkpoint.device import kernels_for, run_kernels
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""The dtypes of values that kernels read and write."""
+ALIGN = 16
+"""Messages that are encoded together lie at multiples of this number of bytes."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tensors of one length at even distances in memory; one place between two of them may be left out.
+
+    Attributes:
+        first: the first row: 1-d, contiguous.
+        count: the number of rows.
+        stride: the distance between rows, in values.
+        hole: rows from this one on lie one stride further; `count` if no place is left out.
+    """
+
+    first: Tensor
+    count: int
+    stride: int
+    hole: int
+
+    @property
+    def numel(self) -> int:
+        return self.first.numel()
+
+    @property
+    def device(self) -> torch.device:
+        return self.first.device
+
+
+def flat_rows(tensors: Sequence[Tensor]) -> Rows:
+    """The values of tensors of one length and dtype, in row-major order: in place where they lie evenly, else a copy.
+
+    Example: the rows 0, 1, 3 and 4 of a matrix of 8 columns have stride 8 and hole 2.
+    """
+    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    found = _find_rows(flat)
+    return found or Rows(torch.stack(flat).view(-1)[: flat[0].numel()], len(flat), flat[0].numel(), len(flat))
+
+
+def _find_rows(flat: Sequence[Tensor]) -> Rows | None:
+    steps = [after.data_ptr() - before.data_ptr() for before, after in pairwise(flat)]
+    stride = min(steps, key=abs, default=0)
+    holes = [index for index, step in enumerate(steps, 1) if step != stride]
+    if stride % flat[0].itemsize or len(holes) > 1 or any(steps[index - 1] != 2 * stride for index in holes):
+        return None
+    return Rows(flat[0], len(flat), stride // flat[0].itemsize, holes[0] if holes else len(flat))
+
+
+def new_messages(like: Tensor, count: int, size: int) -> Tensor:
+    """Uninitialized messages of `size` bytes, padded to `ALIGN`: uint8, shape (count, padded size)."""
+    return torch.empty(count, size + -size % ALIGN, dtype=torch.uint8, device=like.device)
+
+
+def _find_places(outs: Sequence[Tensor]) -> tuple[Rows, Sequence[Tensor]]:
+    """Where a kernel writes the values of tensors: in place, or in new rows, which are returned too, to copy back."""
+    if all(out.is_contiguous() for out in outs):
+        rows = _find_rows([out.detach().view(-1) for out in outs])
+        if rows is not None:
+            return rows, []
+    fresh = torch.empty(len(outs), outs[0].numel(), dtype=outs[0].dtype, device=outs[0].device).unbind()
+    return flat_rows(fresh), fresh
+
+
+def encode_rows(tensors: Sequence[Tensor], encode: Callable[[Any, Rows], Tensor]) -> Tensor | None:
+    """Call `encode` with the module of kernels and the rows; None if kernels do not run on these tensors."""
+    if not _has_kernels(tensors[0]):
+        return None
+    return run_kernels(tensors[0].device, lambda kernels: encode(kernels, flat_rows(tensors)))
+
+
+def fill_rows(outs: Sequence[Tensor], fill: Callable[[Any, Rows], bool]) -> bool:
+    """Call `fill` with the module of kernels and the rows to write, which returns whether it did.
+
+    False if it did not, or if kernels do not run on these tensors.
+    """
+    if not _has_kernels(outs[0]):
+        return False
+
+    def work(kernels: Any) -> bool:
+        places, fresh = _find_places(outs)
+        is_filled = fill(kernels, places)
+        if is_filled and fresh:
+            torch._foreach_copy_([out.detach() for out in outs], [row.view(outs[0].shape) for row in fresh])
+        return is_filled
+
+    return run_kernels(outs[0].device, work) is True
+
+
+def _has_kernels(tensor: Tensor) -> bool:
+    return kernels_for(tensor.device) is not None and tensor.dtype in DTYPES and tensor.numel() > 0
+
+
+def seed_tensor(seeds: Sequence[int], device: torch.device) -> Tensor:
+    """Seeds below 2^32 as int32 of the same bits, on the device; the host does not wait for the copy."""
+    signed = [seed - (seed >> 31 << 32) for seed in seeds]
+    return torch.tensor(signed, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)

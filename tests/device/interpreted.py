@@ -1,0 +1,172 @@
+"""Kernels give the bits of native code. Triton interprets them on a CPU: tests/device/test_kernels.py runs this file.
+
+By hand: TRITON_INTERPRET=1 python -m pytest -n 0 tests/device/interpreted.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from helpers.kernel_bits import FLOATS, check_rows, compressor_of, edge_values, kernels_on, some_rows
+from helpers.strategies import bits
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton.runtime.interpreter import InterpretedFunction
+
+from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce
+
+DITHERS = [f"q{bits}:{group}:dither" for bits, group in ((1, 64), (2, 32), (4, 64), (7, 16), (8, 100))]
+UNIFORM = [f"q{bits}:64" for bits in range(1, 9)] + DITHERS
+GROUPS = ["q4:1", "q4:7", "q3:16", "q5:512", "q2:4096", "q4:5000", "q6:100", "q4", "q8", "q2:dither"]
+SHAPED = ["q4:row", "q4:channel", "q3:row:dither"]
+NORMAL = ["n1:64", "n2:16", "n3:256", "n4:64", "n4:4096"]
+BLOCKS = ["block2:16", "block3:32", "block4:32", "block5:64", "block6:256", "block7:32", "block8:4096"]
+ROTATED = ["h16(q4:64)", "h64(q4:64)", "h256(n4:64)", "h64(block4:32)", "h64(q2:64:dither)"]
+FLAT = [*UNIFORM, *GROUPS, *NORMAL, *BLOCKS, *ROTATED]
+
+
+@pytest.fixture(autouse=True)
+def numpy_computes_with_nan() -> Iterator[None]:
+    """numpy, which the interpreter computes with, warns of what a GPU does silently."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+@pytest.mark.parametrize("spec", FLAT)
+def test_kernels_give_the_bits_of_native_code(spec: str) -> None:
+    index = FLAT.index(spec)
+    count, numel = 1 + index % 3, (2500, 3131, 1234)[index % 3]
+    check_rows(spec, some_rows(count, (numel,), FLOATS[index % 4], seed=index))
+
+
+@pytest.mark.parametrize("spec", SHAPED)
+def test_rows_and_channels_have_ranges_of_their_own(spec: str) -> None:
+    check_rows(spec, some_rows(2, (3, 5, 4, 33), torch.float32))
+    check_rows(spec, some_rows(1, (2, 3, 128), torch.bfloat16))
+
+
+@pytest.mark.parametrize("numel", [1, 15, 63, 64, 65, 130])
+def test_short_tensors_and_tails_have_the_bits_of_native_code(numel: int) -> None:
+    for spec in ("q4:64", "q3:64:dither", "n4:64", "block4:32", "h64(q4:64)", "q4"):
+        check_rows(spec, some_rows(2, (numel,), torch.float32))
+
+
+@pytest.mark.parametrize("spec", ["q4:64", "n4:64", "block4:32", "h64(q4:64)", "q4:row"])
+def test_strides_do_not_change_a_bit(spec: str) -> None:
+    rows = [row.t() for row in some_rows(2, (40, 31), torch.float32)]
+    check_rows(spec, rows)
+    spread = some_rows(5, (130,), torch.bfloat16)
+    check_rows(spec, [spread[row] for row in (0, 1, 3, 4)])  # one place is left out, as that of an own rank
+    check_rows(spec, [spread[row] for row in (3, 0, 1)])
+    check_rows(spec, [row.clone() for row in spread])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("spec", FLAT)
+def test_all_dtypes_and_many_values_have_the_bits_of_native_code(spec: str, dtype: torch.dtype) -> None:
+    for seed, numel in enumerate((1, 64, 100, 4096, 20_011)):
+        check_rows(spec, some_rows(2, (numel,), dtype, seed))
+
+
+class Launches(TorchDispatchMode):
+    """Counts the kernels that are started, and the operations of torch that a device would launch."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        run = InterpretedFunction.run
+
+        def counted(kernel: InterpretedFunction, *arguments: object, **options: object) -> object:
+            self.names.append(kernel.__name__)
+            with _disable_current_modes():
+                return run(kernel, *arguments, **options)
+
+        monkeypatch.setattr(InterpretedFunction, "run", counted)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view and not func.name().startswith(("aten::empty", "aten::new_empty", "aten::detach")):
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], list[str]]:
+    """Counts the launches of a call."""
+    counter = Launches(monkeypatch)
+
+    def count(work: Callable[[], object]) -> list[str]:
+        counter.names = []
+        with counter:
+            work()
+        return counter.names
+
+    return count
+
+
+RANKS = 8
+
+
+class Loopback:
+    """The ranks of an average in one process: what they send is handed over."""
+
+    def __init__(self, spec: str) -> None:
+        self.sides = [CompressedAllReduce(spec, name="loopback") for _ in range(RANKS)]
+
+    def average(self, rows: list[Tensor], launches: Callable[[Callable[[], object]], list[str]]) -> dict[str, list[str]]:
+        """Average in place the rows of each rank; return the launches of rank 3, by what they do."""
+        made: dict[str, list[str]] = {"encode": [], "decode": []}
+
+        def run(rank: int, what: str, work: Callable[[], object]) -> object:
+            results = []
+            names = launches(lambda: results.append(work()))
+            made[what] += names if rank == 3 else []
+            return results[0]
+
+        sides = list(enumerate(self.sides))
+        sent = [run(rank, "encode", lambda: side.reduce_scatter.encode(rows[rank], rank)) for rank, side in sides]
+        gathered = []
+        for rank, side in sides:
+            messages = [one.messages[rank] for one in sent]
+            total = run(rank, "decode", lambda: side.reduce_scatter.decode(sent[rank], messages, rank))
+            mean = total.div_(RANKS)
+            gathered.append(run(rank, "encode", lambda: side.all_gather.encode(mean, rank, RANKS)))
+        for rank, side in sides:
+            messages = [one.message for one in gathered]
+            run(rank, "decode", lambda: side.all_gather.decode(gathered[rank], messages, rows[rank]))
+        return made
+
+
+COUNTS = {"q4:64": (2, 3), "n4:64": (2, 3), "block4:32": (2, 3), "q8:64": (2, 3), "h64(q4:64)": (4, 5)}
+"""Launches of a rank, of both hops together, to encode and to decode a segment."""
+
+
+@pytest.mark.parametrize("spec", COUNTS)
+def test_a_segment_of_eight_ranks_takes_three_launches_each_way(spec: str, launches) -> None:
+    native, device = Loopback(spec), Loopback(spec)
+    for step in range(2):  # the first one measures errors, and makes the counters
+        ranks = [edge_values(RANKS * 192, seed).view(RANKS, 192) for seed in range(RANKS)]
+        expected = [rows.clone() for rows in ranks]
+        with kernels_on():
+            native.average(expected, launches)
+        with kernels_on("cpu"):
+            made = device.average(ranks, launches)
+        assert [bits(rows.nan_to_num(1.25)) for rows in ranks] == [bits(rows.nan_to_num(1.25)) for rows in expected]
+        assert step == 0 or (len(made["encode"]), len(made["decode"])) == COUNTS[spec], made
+    for ours, theirs in zip(device.sides, native.sides, strict=True):
+        for hop in ours.link_stats:
+            statistics = ours.link_stats[hop].as_dict(), theirs.link_stats[hop].as_dict()
+            for name in ("messages", "raw_bytes", "wire_bytes", "nonfinite", "relative_error"):
+                assert statistics[0][name] == statistics[1][name], (hop, name)
+
+
+@pytest.mark.parametrize(("spec", "count"), [("q4:64", 1), ("q4:64:dither", 1), ("n4:64", 1), ("q4:100", 2), ("q4", 3)])
+def test_a_message_takes_one_to_three_launches(spec: str, count: int, launches) -> None:
+    compressor, values = compressor_of(spec), torch.randn(5000)
+    with kernels_on("cpu"):
+        messages = []
+        assert len(launches(lambda: messages.append(compressor.encode(values)))) == count
+        assert len(launches(lambda: compressor.decode(messages[0], torch.empty(5000)))) == 1
