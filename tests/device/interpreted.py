@@ -6,6 +6,7 @@ By hand: TRITON_INTERPRET=1 python -m pytest -n 0 tests/device/interpreted.py
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def numpy_computes_with_nan() -> Iterator[None]:
 @pytest.mark.parametrize("spec", FLAT)
 def test_kernels_give_the_bits_of_native_code(spec: str) -> None:
     index = FLAT.index(spec)
-    count, numel = 1 + index % 3, (2500, 3131, 1234)[index % 3]
+    count, numel = 1 + index % 3, (1234, 2100, 700)[index % 3]
     check_rows(spec, some_rows(count, (numel,), FLOATS[index % 4], seed=index))
 
 
@@ -48,13 +49,13 @@ def test_rows_and_channels_have_ranges_of_their_own(spec: str) -> None:
     check_rows(spec, some_rows(1, (2, 3, 128), torch.bfloat16))
 
 
-@pytest.mark.parametrize("numel", [1, 15, 63, 64, 65, 130])
+@pytest.mark.parametrize("numel", [1, 63, 65])
 def test_short_tensors_and_tails_have_the_bits_of_native_code(numel: int) -> None:
     for spec in ("q4:64", "q3:64:dither", "n4:64", "block4:32", "h64(q4:64)", "q4"):
         check_rows(spec, some_rows(2, (numel,), torch.float32))
 
 
-@pytest.mark.parametrize("spec", ["q4:64", "n4:64", "block4:32", "h64(q4:64)", "q4:row"])
+@pytest.mark.parametrize("spec", ["q4:64", "h16(q2:64)", "q4:row"])
 def test_strides_do_not_change_a_bit(spec: str) -> None:
     rows = [row.t() for row in some_rows(2, (40, 31), torch.float32)]
     check_rows(spec, rows)
@@ -88,7 +89,9 @@ class Launches(TorchDispatchMode):
         monkeypatch.setattr(InterpretedFunction, "run", counted)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not func.is_view and not func.name().startswith(("aten::empty", "aten::new_empty", "aten::detach")):
+        if not func.is_view and not func.name().startswith(
+            ("aten::empty", "aten::new_empty", "aten::detach", "aten::promote")
+        ):
             self.names.append(func.name())
         return func(*args, **(kwargs or {}))
 
@@ -110,57 +113,70 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]]
 RANKS = 8
 
 
-class Loopback:
-    """The ranks of an average in one process: what they send is handed over."""
+def received(messages: list[Tensor | None]) -> list[Tensor]:
+    """Messages as a collective receives them: one after another in one tensor, and nothing from the rank itself."""
+    parts = [torch.empty(0, dtype=torch.uint8) if message is None else message for message in messages]
+    return list(torch.cat(parts).split([part.numel() for part in parts]))
 
-    def __init__(self, spec: str) -> None:
+
+class Ranks:
+    """The ranks of an average in one process; what they send is handed over. Kernels run for one of them, if any."""
+
+    def __init__(self, spec: str, with_kernels: int | None) -> None:
         self.sides = [CompressedAllReduce(spec, name="loopback") for _ in range(RANKS)]
+        self.with_kernels = with_kernels
 
-    def average(self, rows: list[Tensor], launches: Callable[[Callable[[], object]], list[str]]) -> dict[str, list[str]]:
-        """Average in place the rows of each rank; return the launches of rank 3, by what they do."""
-        made: dict[str, list[str]] = {"encode": [], "decode": []}
+    def run(self, rank: int, work: Callable[..., Any], *arguments: Any) -> Any:
+        with kernels_on(*(["cpu"] if rank == self.with_kernels else [])):
+            return work(*arguments)
 
-        def run(rank: int, what: str, work: Callable[[], object]) -> object:
-            results = []
-            names = launches(lambda: results.append(work()))
-            made[what] += names if rank == 3 else []
-            return results[0]
+    def average(self, rows: list[Tensor], run: Callable[..., Any]) -> None:
+        """Average in place the rows of each rank.
 
-        sides = list(enumerate(self.sides))
-        sent = [run(rank, "encode", lambda: side.reduce_scatter.encode(rows[rank], rank)) for rank, side in sides]
+        Args:
+            run: calls what a rank does: `run(rank, what, work, *arguments)`, with "encode" or "decode".
+        """
+        hops = [(rank, *side.hops) for rank, side in enumerate(self.sides)]
+        sent = [run(rank, "encode", hop.encode, rows[rank], rank) for rank, hop, _ in hops]
         gathered = []
-        for rank, side in sides:
-            messages = [one.messages[rank] for one in sent]
-            total = run(rank, "decode", lambda: side.reduce_scatter.decode(sent[rank], messages, rank))
-            mean = total.div_(RANKS)
-            gathered.append(run(rank, "encode", lambda: side.all_gather.encode(mean, rank, RANKS)))
-        for rank, side in sides:
-            messages = [one.message for one in gathered]
-            run(rank, "decode", lambda: side.all_gather.decode(gathered[rank], messages, rows[rank]))
-        return made
+        for rank, first, second in hops:
+            messages = received([one.messages[rank] for one in sent])
+            mean = run(rank, "decode", first.decode, sent[rank], messages, rank).div_(RANKS)
+            gathered.append(run(rank, "encode", second.encode, mean, rank, RANKS))
+        for rank, _, second in hops:
+            messages = received([one.message for one in gathered])
+            run(rank, "decode", second.decode, gathered[rank], messages, rows[rank])
 
 
-COUNTS = {"q4:64": (2, 3), "n4:64": (2, 3), "block4:32": (2, 3), "q8:64": (2, 3), "h64(q4:64)": (4, 5)}
-"""Launches of a rank, of both hops together, to encode and to decode a segment."""
+COUNTS = {"q4:64": (2, 3), "n4:64": (2, 3), "block4:32": (2, 3), "q8:64:dither": (2, 3), "h64(q4:64)": (4, 5)}
+"""Launches of a rank, of both hops together, to encode and to decode a segment. Copies of seeds are not counted."""
+QUICK, NIGHTLY = ("q4:64", "n4:64", "q8:64:dither"), pytest.mark.nightly
 
 
-@pytest.mark.parametrize("spec", COUNTS)
-def test_a_segment_of_eight_ranks_takes_three_launches_each_way(spec: str, launches) -> None:
-    native, device = Loopback(spec), Loopback(spec)
-    for step in range(2):  # the first one measures errors, and makes the counters
+@pytest.mark.parametrize("spec", [pytest.param(spec, marks=() if spec in QUICK else NIGHTLY) for spec in COUNTS])
+def test_a_segment_of_eight_ranks_takes_a_few_launches_each_way(spec: str, launches) -> None:
+    native, mixed = Ranks(spec, None), Ranks(spec, 3)
+    for step in range(2):  # the first one measures errors and makes counters
+        made: dict[str, list[str]] = {"encode": [], "decode": []}
         ranks = [edge_values(RANKS * 192, seed).view(RANKS, 192) for seed in range(RANKS)]
         expected = [rows.clone() for rows in ranks]
-        with kernels_on():
-            native.average(expected, launches)
-        with kernels_on("cpu"):
-            made = device.average(ranks, launches)
+
+        def counted(rank: int, what: str, *work: Any, made: dict[str, list[str]] = made) -> Any:
+            if rank != mixed.with_kernels:
+                return mixed.run(rank, *work)
+            results: list[Any] = []
+            made[what] += launches(lambda: results.append(mixed.run(rank, *work)))
+            return results[0]
+
+        native.average(expected, lambda rank, _, *work: native.run(rank, *work))
+        mixed.average(ranks, counted)
         assert [bits(rows.nan_to_num(1.25)) for rows in ranks] == [bits(rows.nan_to_num(1.25)) for rows in expected]
         assert step == 0 or (len(made["encode"]), len(made["decode"])) == COUNTS[spec], made
-    for ours, theirs in zip(device.sides, native.sides, strict=True):
+    for ours, theirs in zip(mixed.sides, native.sides, strict=True):
         for hop in ours.link_stats:
-            statistics = ours.link_stats[hop].as_dict(), theirs.link_stats[hop].as_dict()
+            found, wanted = ours.link_stats[hop].as_dict(), theirs.link_stats[hop].as_dict()
             for name in ("messages", "raw_bytes", "wire_bytes", "nonfinite", "relative_error"):
-                assert statistics[0][name] == statistics[1][name], (hop, name)
+                assert found[name] == wanted[name], (hop, name)
 
 
 @pytest.mark.parametrize(("spec", "count"), [("q4:64", 1), ("q4:64:dither", 1), ("n4:64", 1), ("q4:100", 2), ("q4", 3)])

@@ -14,7 +14,21 @@ from shrinkpoint.comm.compressors.base import Compressor, CompressorContext
 from shrinkpoint.comm.spec import parse
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-SPECIAL = (torch.nan, torch.inf, -torch.inf, -0.0, 0.0, 1e-45, -1e-40, 3e38, -3e38, 1e-38, 2.0**-111, 2.0**-126, 65504.0)
+SPECIAL = (
+    torch.nan,
+    torch.inf,
+    -torch.inf,
+    -0.0,
+    0.0,
+    1e-45,
+    -1e-40,
+    3e38,
+    -3e38,
+    1e-38,
+    2.0**-111,
+    2.0**-126,
+    65504.0,
+)
 
 
 @contextmanager

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from functools import cache
 from typing import Any
 
-import torch
+import numpy as np
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -141,12 +141,13 @@ def _decode_normal(
     store_values(out + row_offset(row, stride, hole), positions, values, mask)
 
 
-def _numbers(form: GroupWire) -> dict[str, Any]:
+@cache
+def _numbers(centers: tuple[float, ...]) -> dict[str, Any]:
     """Centers, the thresholds between them, and the largest scale over the largest magnitude: rounded as float32."""
-    centers = torch.tensor(form.centers, dtype=torch.float32, device="cpu")
-    thresholds = [float((low + high) * 0.5) for low, high in pairwise(centers)]
-    ratio = float(1 / centers[-1])
-    return {"CENTERS": tuple(centers.tolist()), "THRESHOLDS": (*thresholds, 0.0), "MAX_RATIO": ratio}
+    numbers = np.array(centers, dtype=np.float32)
+    thresholds = (numbers[:-1] + numbers[1:]) * np.float32(0.5)
+    ratio = float(np.float32(1) / numbers[-1])
+    return {"CENTERS": tuple(numbers.tolist()), "THRESHOLDS": (*thresholds.tolist(), 0.0), "MAX_RATIO": ratio}
 
 
 def encode_normal(rows: Rows, form: GroupWire, counter: Tensor | None) -> Tensor:
@@ -154,11 +155,11 @@ def encode_normal(rows: Rows, form: GroupWire, counter: Tensor | None) -> Tensor
     wires, root = new_messages(rows.first, rows.count, form.size), math.sqrt(math.pi / 2)
     factors = [root / size for size in (form.group, form.numel % form.group or form.group)]
     arguments = rows.first, wires, counter, rows.stride, rows.hole, form.numel, *factors
-    launch(_encode_normal, form.grid(rows), rows.device, *arguments, **form.options(), **_numbers(form))
+    launch(_encode_normal, form.grid(rows), rows.device, *arguments, **form.options(), **_numbers(form.centers))
     return wires
 
 
 def decode_normal(wires: Rows, outs: Rows, form: GroupWire) -> None:
     """Decode messages into rows."""
-    options = form.options() | {"CENTERS": form.centers}
+    options = form.options() | {"CENTERS": _numbers(form.centers)["CENTERS"]}
     launch(_decode_normal, form.grid(outs), outs.device, *form.decode_arguments(wires, outs), **options)

@@ -27,12 +27,14 @@ class Rows:
         count: the number of rows.
         stride: the distance between rows, in values.
         hole: rows from this one on lie one stride further; `count` if no place is left out.
+        tensors: all rows, which may be copies that nothing else keeps in memory.
     """
 
     first: Tensor
     count: int
     stride: int
     hole: int
+    tensors: Sequence[Tensor] = ()
 
     @property
     def numel(self) -> int:
@@ -59,7 +61,7 @@ def _find_rows(flat: Sequence[Tensor]) -> Rows | None:
     holes = [index for index, step in enumerate(steps, 1) if step != stride]
     if stride % flat[0].itemsize or len(holes) > 1 or any(steps[index - 1] != 2 * stride for index in holes):
         return None
-    return Rows(flat[0], len(flat), stride // flat[0].itemsize, holes[0] if holes else len(flat))
+    return Rows(flat[0], len(flat), stride // flat[0].itemsize, holes[0] if holes else len(flat), flat)
 
 
 def new_messages(like: Tensor, count: int, size: int) -> Tensor:

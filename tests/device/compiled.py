@@ -1,0 +1,103 @@
+"""Kernels compile for GPUs that are not there, and keep one rounding for each operation.
+
+tests/device/test_kernels.py runs this file. By hand: python -m pytest -n 0 tests/device/compiled.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.kernel_bits import kernels_on
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+from shrinkpoint.comm.compressors.base import CompressorContext
+from shrinkpoint.comm.spec import parse
+from shrinkpoint.device import block_float, hadamard, kernels, normal_float, row_sums, uniform
+from shrinkpoint.device.rows import flat_rows
+
+MODULES = (block_float, hadamard, normal_float, row_sums, uniform)
+EVERY = ("q4:64", "q7:100:dither", "q8:16:dither", "q3", "n4:64", "n1:16", "block8:4096", "h256(q1:row)")
+"""Specs that start every kernel."""
+TARGETS = {"sm_90": ("cuda", 90, 32), "sm_80": ("cuda", 80, 32), "gfx942": ("hip", "gfx942", 64)}
+
+
+def is_kernel(name: str, value: object) -> bool:
+    """True for a kernel of a module, which asks for its program's number, and False for a function that it calls."""
+    return name.startswith("_") and isinstance(value, JITFunction) and "program_id" in value.src
+
+
+class Driver:
+    """The driver of a GPU that only compiles."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+
+class Programs(list[tuple[str, str]]):
+    """The names of kernels and their assembly; launches of kernels compile them and do not start them."""
+
+    def launch(self, kernel: Any, grid: Any, device: Any, *arguments: Any, **options: Any) -> None:
+        compiled = kernel.warmup(*arguments, **options, num_warps=4, enable_fp_fusion=False, grid=grid)
+        self.append((kernel.fn.__name__, compiled.asm.get("ptx") or compiled.asm["amdgcn"]))
+        assert compiled.asm.get("cubin") or compiled.asm["hsaco"]
+
+
+@pytest.fixture
+def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Programs]:
+    found = Programs()
+    for module in MODULES:
+        monkeypatch.setattr(module, "launch", found.launch)
+    driver.set_active(Driver(GPUTarget(*TARGETS[request.param])))
+    with kernels_on("cpu"):
+        yield found
+
+
+def compile_all(specs: Iterable[str], count: int, numel: int) -> None:
+    """Encode and decode some rows with each compressor, and add up two rows."""
+    values = torch.zeros(2, numel, dtype=torch.bfloat16)
+    for spec in specs:
+        compressor, counter = parse(spec), torch.zeros((), dtype=torch.int64)
+        rows, contexts = list(values[:count]), [CompressorContext(key=1)] * count
+        wires = compressor.encode_rows(rows, contexts, counter)
+        assert compressor.decode_rows(list(wires), rows, contexts)
+    kernels.sum_rows(values[0], flat_rows([values[1]]), 1, torch.float32)
+
+
+def check_rounding(programs: Programs) -> None:
+    """Assert that nothing is fused, flushed or approximated."""
+    for name, text in programs:
+        divisions = len(re.findall(r"v_div_fmas_f32", text))  # AMD's division, rounded once, has five steps of them
+        assert len(re.findall(r"\bfma\.|v_fma_f|v_fmac_f|v_pk_fma|v_mad_f", text)) <= 5 * divisions, name
+        assert ".ftz" not in text and "div.full" not in text and ".approx" not in text, name
+
+
+@pytest.mark.parametrize("programs", ["sm_90"], indirect=True)
+def test_kernels_are_compiled_and_round_after_each_operation(programs: Programs) -> None:
+    compile_all(["q4:64", "n1:64"], 2, 5000)
+    assert {name for name, _ in programs} >= {"_encode_groups", "_encode_normal", "_decode", "_sum_rows"}
+    check_rounding(programs)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("programs", TARGETS, indirect=True)
+@pytest.mark.parametrize(("count", "numel"), [(2, 5000), (1, 5000), (2, 1)])
+def test_every_kernel_is_compiled_and_rounds_after_each_operation(programs: Programs, count: int, numel: int) -> None:
+    """An argument of 1 becomes a constant; one seed is an argument, and two are a tensor."""
+    compile_all(EVERY, count, numel)
+    wanted = {name for module in MODULES for name, value in vars(module).items() if is_kernel(name, value)}
+    assert wanted - {name for name, _ in programs} <= ({"_merge_extents"} if numel == 1 else set())
+    check_rounding(programs)
