@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -47,20 +47,21 @@ class Driver:
         return 0
 
 
-class Programs(list[tuple[str, str]]):
-    """The names of kernels and their assembly; launches of kernels compile them and do not start them."""
-
-    def launch(self, kernel: Any, grid: Any, device: Any, *arguments: Any, **options: Any) -> None:
-        compiled = kernel.warmup(*arguments, **options, num_warps=4, enable_fp_fusion=False, grid=grid)
-        self.append((kernel.fn.__name__, compiled.asm.get("ptx") or compiled.asm["amdgcn"]))
-        assert compiled.asm.get("cubin") or compiled.asm["hsaco"]
+Programs: TypeAlias = list[tuple[str, str]]
+"""The names of kernels that were compiled, and their assembly."""
 
 
 @pytest.fixture
 def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Programs]:
-    found = Programs()
-    for module in MODULES:
-        monkeypatch.setattr(module, "launch", found.launch)
+    """Kernels that are started are compiled for a GPU, and nothing runs."""
+    found, run = [], JITFunction.run
+
+    def compile_only(kernel: JITFunction, *arguments: Any, warmup: bool, **options: Any) -> None:
+        compiled = run(kernel, *arguments, warmup=True, **options)
+        assert compiled.asm.get("cubin") or compiled.asm["hsaco"]
+        found.append((kernel.fn.__name__, compiled.asm.get("ptx") or compiled.asm["amdgcn"]))
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
     driver.set_active(Driver(GPUTarget(*TARGETS[request.param])))
     with kernels_on("cpu"):
         yield found

@@ -5,6 +5,7 @@ By hand: TRITON_INTERPRET=1 python -m pytest -n 0 tests/device/interpreted.py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -71,6 +72,17 @@ def test_strides_do_not_change_a_bit(spec: str) -> None:
 def test_all_dtypes_and_many_values_have_the_bits_of_native_code(spec: str, dtype: torch.dtype) -> None:
     for seed, numel in enumerate((1, 64, 100, 4096, 20_011)):
         check_rows(spec, some_rows(2, (numel,), dtype, seed))
+
+
+def test_scales_halfway_between_two_bfloat16_round_to_the_even_one() -> None:
+    factor = torch.tensor(math.sqrt(math.pi / 2) / 64, dtype=torch.float32)
+    for word in (0x3F808000, 0x3F818000):
+        scale = torch.tensor(word, dtype=torch.int32).view(torch.float32)
+        near = (scale / factor).view(torch.int32) + torch.arange(-2, 3, dtype=torch.int32)
+        (value, *_) = near.view(torch.float32)[near.view(torch.float32) * factor == scale]
+        rows = [value.expand(64).contiguous()]  # 64 equal magnitudes add up exactly
+        check_rows("n1:64", rows)
+        assert int(compressor_of("n1:64").encode(rows[0])[0]) == {0x3F808000: 0x80, 0x3F818000: 0x82}[word]
 
 
 class Launches(TorchDispatchMode):

@@ -69,6 +69,8 @@ def edge_values(numel: int, seed: int = 0) -> Tensor:
             stretch[len(stretch) // 2] = 1e4 * stretch.abs().max()
         elif kind == 17:
             stretch.normal_(generator=generator)
+        elif kind == 18:  # a range whose step is just above a bfloat16
+            stretch.zero_()[-1] = 1 + 2.0**-23
     return values
 
 
