@@ -1,9 +1,10 @@
 """Part of `device_all.py`: GB/s at which messages are encoded and decoded where the tensor is.
 
 GB/s are raw bytes of the tensor, the median of all repeats, by CUDA events on a GPU and by the clock on a CPU. On a GPU
-compressors are torch operations; on a CPU native code. Beside them stand torch's casts to bfloat16 and float8 and a
-copy. "encode, host ms" is the time that the host needs to enqueue one encoding. "kernels" are launches and copies that
-torch's profiler sees on a GPU; on a CPU torch's operations.
+compressors are Triton kernels, or torch operations where there is no kernel; on a CPU native code. Beside them stand
+torch's casts to bfloat16 and float8 and a copy. "encode, host ms" is the time that the host needs to enqueue one
+encoding. "kernels" are launches and copies that torch's profiler sees on a GPU; on a CPU torch's operations. "as by
+torch operations" is True if these give the same message. "8 ranks" is what one rank encodes and decodes of a segment.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from device_job import Job
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import shrinkpoint.device
+from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce
 from shrinkpoint.comm.compressors.base import Compressor, CompressorContext
 from shrinkpoint.comm.spec import parse
 
@@ -53,7 +56,11 @@ def messages(job: Job) -> None:
                     figures = _measure(ways, x, repeats)
                     if dtype == torch.float32 and numel == sizes[0]:
                         figures |= _count_kernels(ways, x)
+                        figures |= _compare(name, x) if name in SPECS else {}
                     job.add(**names, **figures)
+    for spec in SPECS[:-1]:
+        with job.attempt(message=f"{spec}, 8 ranks"):
+            job.add(message=f"{spec}, 8 ranks", **_average(spec, job, 1 << 10 if job.is_quick else 1 << 17))
     x = torch.randn(sizes[0], device=job.device)
     for spec in SPECS if job.is_cuda else ():
         with job.attempt(message=f"{spec}, CUDA graph"):
@@ -104,6 +111,44 @@ def _count_kernels(ways: Ways, x: Tensor) -> dict[str, int]:
     message, out = encode(x), torch.empty_like(x)
     count = _kernels if x.is_cuda else _operations
     return {"encode, kernels": count(lambda: encode(x)), "decode, kernels": count(lambda: decode(message, out))}
+
+
+def _compare(spec: str, x: Tensor) -> dict[str, bool]:
+    """Compare a message with that of torch operations."""
+    compressor: Any = parse(spec)
+    wire, types = compressor.encode(x, CompressorContext(key=1)), shrinkpoint.device.DEVICE_TYPES
+    try:
+        shrinkpoint.device.DEVICE_TYPES = ()
+        return {"as by torch operations": torch.equal(wire, compressor._encode_torch(x, CompressorContext(key=1)))}
+    finally:
+        shrinkpoint.device.DEVICE_TYPES = types
+
+
+def _average(spec: str, job: Job, share: int, ranks: int = 8) -> dict[str, float]:
+    """Launches and host time of rank 0 in an average of 8 ranks, after the first one; messages of its own come back."""
+    hops = CompressedAllReduce(spec, name="benchmark")
+    rows = torch.randn(ranks, share, generator=torch.Generator().manual_seed(0)).to(job.device)
+    row = rows[0].clone()
+
+    def encode() -> tuple[Any, Any]:
+        return hops.reduce_scatter.encode(rows, 0), hops.all_gather.encode(row, 0, ranks)
+
+    def decode(first: Any, second: Any) -> None:
+        own = rows.new_empty(0, dtype=torch.uint8)
+        hops.reduce_scatter.decode(first, [own, *first.messages[1:]], 0)
+        hops.all_gather.decode(second, second.message.expand(ranks, -1).contiguous().unbind(), rows)
+
+    sent = [encode() for _ in range(2)][-1]
+    decode(*sent)
+    count = _kernels if job.is_cuda else _operations
+    host = [median(_seconds(work, rows.device)[1] for _ in range(5)) for work in (encode, lambda: decode(*sent))]
+    return {
+        "encode, kernels": min(count(encode) for _ in range(3)),  # the error of some messages is measured
+        "decode, kernels": count(lambda: decode(*sent)),
+        "encode, host ms": 1e3 * host[0],
+        "decode, host ms": 1e3 * host[1],
+        "M values": ranks * share / (1 << 20),
+    }
 
 
 def _kernels(work: Callable[[], object]) -> int:

@@ -53,7 +53,10 @@ def run_parts(program: ModuleType, out: Path, *names: str) -> tuple[dict[str, li
 def test_messages_have_their_figures_on_a_cpu(program: ModuleType, tmp_path: Path) -> None:
     parts, printed = run_parts(program, tmp_path, "machine", "messages")
     q4 = next(row for row in parts["messages"] if row["message"] == "q4:64")
-    assert (q4["bits a value"], q4["encode, kernels"] > 0) == (4.5, True)
+    assert (q4["bits a value"], q4["encode, kernels"] > 0, q4["as by torch operations"]) == (4.5, True, True)
+    assert all(row.get("as by torch operations", True) for row in parts["messages"])
+    segment = next(row for row in parts["messages"] if row["message"] == "q4:64, 8 ranks")
+    assert segment["encode, kernels"] > 0 and segment["decode, host ms"] > 0
     assert "| q4:64 |" in (tmp_path / "results.md").read_text() and "| q4:64 |" in printed
 
 
