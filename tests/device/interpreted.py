@@ -16,7 +16,7 @@ from helpers.kernel_bits import FLOATS, check_rows, compressor_of, edge_values, 
 from helpers.strategies import bits
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.interpreter import GridExecutor
 
 from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce
 
@@ -91,14 +91,14 @@ class Launches(TorchDispatchMode):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.names: list[str] = []
-        run = InterpretedFunction.run
+        start = GridExecutor.__call__
 
-        def counted(kernel: InterpretedFunction, *arguments: object, **options: object) -> object:
-            self.names.append(kernel.__name__)
+        def counted(grid: GridExecutor, *arguments: object, **options: object) -> object:
+            self.names.append(grid.fn.__name__)
             with _disable_current_modes():
-                return run(kernel, *arguments, **options)
+                return start(grid, *arguments, **options)
 
-        monkeypatch.setattr(InterpretedFunction, "run", counted)
+        monkeypatch.setattr(GridExecutor, "__call__", counted)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not func.is_view and not func.name().startswith(

@@ -1,7 +1,7 @@
 """Functions that kernels share: values, bfloat16 scales, sums in a fixed order, dither, and bit planes of codes.
 
-Every operation is one rounding of float32. No kernel has a fused multiply-add (`launch`), a division by a reciprocal
-(`div_rn`), or a comparison whose result for nan differs from native code.
+Every operation is one rounding of float32. No kernel has a fused multiply-add (`launch`), or a division by a
+reciprocal (`div_rn`, `inverse_of`).
 """
 
 from __future__ import annotations
@@ -35,6 +35,12 @@ def as_word(values):
 def as_float(words):
     """The float32 values of bits."""
     return words.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def inverse_of(values):
+    """1 / x of float32, rounded once. It may be denormal, which some versions of Triton flush in `div_rn`."""
+    return (1.0 / values.to(tl.float64)).to(tl.float32)
 
 
 @triton.jit
