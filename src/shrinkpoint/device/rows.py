@@ -105,7 +105,9 @@ def fill_rows(outs: Sequence[Tensor], fill: Callable[[Any, Rows], bool]) -> bool
 
 
 def _has_kernels(tensor: Tensor) -> bool:
-    return kernels_for(tensor.device) is not None and tensor.dtype in DTYPES and tensor.numel() > 0
+    if kernels_for(tensor.device) is None or torch.compiler.is_compiling():
+        return False
+    return tensor.dtype in DTYPES and tensor.numel() > 0
 
 
 def seed_tensor(seeds: Sequence[int], device: torch.device) -> Tensor:
