@@ -25,6 +25,7 @@ from shrinkpoint.comm.compressors.layout import (
     to_groups,
     unpack_planes,
 )
+from shrinkpoint.device import kernels_for
 from shrinkpoint.device.rows import Rows, encode_rows, fill_rows
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.tensors.dtypes import tensor_bytes
@@ -77,15 +78,16 @@ class Hadamard(Compressor):
         return self._flag_bytes(blocks) + self.compressor.wire_bytes((blocks, self.block), torch.float32, context)
 
     def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        messages = self.encode_rows([tensor], [context])
-        if messages is not None:
-            return messages[0, : self.wire_bytes(tensor.shape, tensor.dtype, context)]
+        if kernels_for(tensor.device) is not None:
+            messages = self.encode_rows([tensor], [context])
+            if messages is not None:
+                return messages[0, : self.wire_bytes(tensor.shape, tensor.dtype, context)]
         encode = self._encode_native if tensor.device.type == "cpu" else self._encode_torch
         return encode(tensor, context)
 
     def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
         wire = self.check_message(wire, out, context)
-        if self.decode_rows([wire], [out], [context]):
+        if kernels_for(out.device) is not None and self.decode_rows([wire], [out], [context]):
             return out
         decode = self._decode_native if out.device.type == "cpu" else self._decode_torch
         return decode(wire, out, context)

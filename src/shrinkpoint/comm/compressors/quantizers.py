@@ -33,6 +33,7 @@ from shrinkpoint.comm.compressors.layout import (
     unpack_planes,
     view_dtype,
 )
+from shrinkpoint.device import kernels_for
 from shrinkpoint.device.rows import Rows, encode_rows, fill_rows, flat_rows
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.tensors.dtypes import tensor_bytes
@@ -74,9 +75,10 @@ class _Quantizer(Compressor):
         return self._head_bytes(shape) + packed_bytes(math.prod(shape), self.bits)
 
     def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        messages = self.encode_rows([tensor], [context])
-        if messages is not None:
-            return messages[0, : self.wire_bytes(tensor.shape, tensor.dtype)]
+        if kernels_for(tensor.device) is not None:
+            messages = self.encode_rows([tensor], [context])
+            if messages is not None:
+                return messages[0, : self.wire_bytes(tensor.shape, tensor.dtype)]
         if tensor.device.type != "cpu":
             return self._encode_torch(tensor, context)
         wire = torch.empty(self.wire_bytes(tensor.shape, tensor.dtype), dtype=torch.uint8, device="cpu")
@@ -86,7 +88,7 @@ class _Quantizer(Compressor):
 
     def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
         wire = self.check_message(wire, out, context)
-        if self.decode_rows([wire], [out], [context]):
+        if kernels_for(out.device) is not None and self.decode_rows([wire], [out], [context]):
             return out
         if out.device.type != "cpu":
             return self._decode_torch(wire, out, context)
