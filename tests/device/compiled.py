@@ -16,13 +16,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from shrinkpoint.comm.compressors.base import CompressorContext
+from shrinkpoint.comm.compressors.index_coding import index_code
 from shrinkpoint.comm.spec import parse
-from shrinkpoint.device import block_float, hadamard, kernels, normal_float, row_sums, uniform
+from shrinkpoint.device import block_float, hadamard, indices, kernels, normal_float, row_sums, uniform
 from shrinkpoint.device.rows import flat_rows
 
-MODULES = (block_float, hadamard, normal_float, row_sums, uniform)
+MODULES = (block_float, hadamard, indices, normal_float, row_sums, uniform)
 EVERY = ("q4:64", "q7:100:dither", "q8:16:dither", "q3", "n4:64", "n1:16", "block8:4096", "h256(q1:row)")
 """Specs that start every kernel."""
+LARGE = {"_merge_extents", "_encode_indices", "_unpack_fields", "_unpack_bits", "_place_indices"}
+"""Kernels that one value does not start."""
 TARGETS = {"sm_90": ("cuda", 90, 32), "sm_80": ("cuda", 80, 32), "gfx942": ("hip", "gfx942", 64)}
 
 
@@ -76,6 +79,9 @@ def compile_all(specs: Iterable[str], count: int, numel: int) -> None:
         wires = compressor.encode_rows(rows, contexts, counter)
         assert compressor.decode_rows(list(wires), rows, contexts)
     kernels.sum_rows(values[0], flat_rows([values[1]]), 1, torch.float32)
+    for n, k in ((1000, 501), (70_000, 3), (2, 1)) if numel > 1 else ():
+        code = index_code(n, k)
+        code._read_kernel(code._encode_kernel(torch.zeros(k, dtype=torch.int64)))
 
 
 def check_rounding(programs: Programs) -> None:
@@ -100,5 +106,5 @@ def test_every_kernel_is_compiled_and_rounds_after_each_operation(programs: Prog
     """An argument of 1 becomes a constant; one seed is an argument, and two are a tensor."""
     compile_all(EVERY, count, numel)
     wanted = {name for module in MODULES for name, value in vars(module).items() if is_kernel(name, value)}
-    assert wanted - {name for name, _ in programs} <= ({"_merge_extents"} if numel == 1 else set())
+    assert wanted - {name for name, _ in programs} <= (LARGE if numel == 1 else set())
     check_rounding(programs)

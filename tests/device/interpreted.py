@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime.interpreter import GridExecutor
 
 from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce
+from shrinkpoint.comm.compressors.index_coding import index_code
+from shrinkpoint.errors import MismatchError
 
 DITHERS = [f"q{bits}:{group}:dither" for bits, group in ((1, 64), (2, 32), (4, 64), (7, 16), (8, 100))]
 UNIFORM = [f"q{bits}:64" for bits in range(1, 9)] + DITHERS
@@ -83,6 +85,43 @@ def test_scales_halfway_between_two_bfloat16_round_to_the_even_one() -> None:
         rows = [value.expand(64).contiguous()]  # 64 equal magnitudes add up exactly
         check_rows("n1:64", rows)
         assert int(compressor_of("n1:64").encode(rows[0])[0]) == {0x3F808000: 0x80, 0x3F818000: 0x82}[word]
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "form"),
+    [
+        (1000, 501, "bitmap"),
+        (70_000, 3, "packed"),
+        (1 << 30, 5, "packed"),
+        (65_536, 6554, "split"),
+        (3000, 31, "split"),
+    ],
+)
+def test_codes_of_indices_have_the_bytes_of_native_code(n: int, k: int, form: str) -> None:
+    code, generator = index_code(n, k), torch.Generator().manual_seed(n)
+    assert code.form == form
+    for _ in range(2):
+        indices = torch.randint(n - k, (k,), generator=generator).sort().values + torch.arange(k)
+        indices[-1] = n - 1
+        with kernels_on("cpu"):
+            message = code.encode_torch(indices)
+            assert bits(message) == bits(code.encode(indices))
+            assert torch.equal(code.decode_torch(message), indices)
+            assert torch.equal(code.decode_torch(torch.cat([message[:1], message])[1:]), indices)
+            for damaged in (message ^ 0xFF, torch.zeros_like(message), torch.full_like(message, 0xFF)):
+                with pytest.raises(MismatchError):
+                    code.decode_torch(damaged)
+
+
+def test_sparse_messages_have_the_bits_of_native_code() -> None:
+    values = some_rows(1, (3, 700), torch.float32)[0]
+    for spec in ("top10", "top30:64", "top1:tensor:q4:64"):
+        compressor: Any = compressor_of(spec)
+        wire, out = compressor.encode(values), compressor.decode(compressor.encode(values), torch.empty_like(values))
+        with kernels_on("cpu"):
+            assert bits(compressor._encode_torch(values)) == bits(wire)
+            found = compressor._decode_torch(wire, torch.empty_like(values))
+        assert bits(found.nan_to_num(1.25)) == bits(out.nan_to_num(1.25))
 
 
 class Launches(TorchDispatchMode):

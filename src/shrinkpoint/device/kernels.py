@@ -5,6 +5,7 @@ from __future__ import annotations
 from shrinkpoint.device.block_float import decode_blocks, encode_blocks
 from shrinkpoint.device.groups import GroupWire
 from shrinkpoint.device.hadamard import rotate, rotate_back
+from shrinkpoint.device.indices import decode_bitmap, decode_fields, encode_indices
 from shrinkpoint.device.normal_float import decode_normal, encode_normal
 from shrinkpoint.device.row_sums import sum_rows
 from shrinkpoint.device.uniform import UniformWire, decode_uniform, encode_uniform
@@ -12,10 +13,13 @@ from shrinkpoint.device.uniform import UniformWire, decode_uniform, encode_unifo
 __all__ = [
     "GroupWire",
     "UniformWire",
+    "decode_bitmap",
     "decode_blocks",
+    "decode_fields",
     "decode_normal",
     "decode_uniform",
     "encode_blocks",
+    "encode_indices",
     "encode_normal",
     "encode_uniform",
     "rotate",

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from shrinkpoint import _native
+from shrinkpoint.device import kernels_for, run_kernels
 from shrinkpoint.errors import MismatchError
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
 IndexForm = Literal["all", "bitmap", "packed", "split"]
+
+
+_MAX_KERNEL_BITS = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,12 @@ class IndexCode:
         return MismatchError("indices of a message", found=problem, expected=expected, do=advice)
 
     def encode_torch(self, indices: Tensor) -> Tensor:
-        """Encode with torch operations, on any device; the same bytes as `encode`."""
+        """Encode with kernels or torch operations, on any device; the same bytes as `encode`."""
         if self.form == "all":
             return indices.new_empty(0, dtype=torch.uint8)
+        code = self._encode_kernel(indices) if self._has_kernels(indices) else None
+        if code is not None:
+            return code
         if self.form == "packed":
             return _pack_fields(indices, self.width)
         if self.form == "bitmap":
@@ -91,12 +98,39 @@ class IndexCode:
         return torch.cat([_pack_fields(indices, self.width), _make_bitmap(high, self.k + ((self.n - 1) >> self.width))])
 
     def decode_torch(self, code: Tensor) -> Tensor:
-        """Decode with torch operations, on any device; the same indices as `decode`."""
-        indices = self._read_torch(code)
+        """Decode with kernels or torch operations, on any device; the same indices as `decode`."""
+        read = self._read_kernel(code) if self._has_kernels(code) else None
+        indices = self._read_torch(code) if read is None else read
         ordered = indices.numel() == self.k and bool((indices[1:] > indices[:-1]).all())
         if not ordered or (self.k and int(indices[-1]) >= self.n):
             raise self.mismatch_error()
         return indices
+
+    def _has_kernels(self, tensor: Tensor) -> bool:
+        fits = self.k > 0 and self.n + self.k < _MAX_KERNEL_BITS and tensor.is_contiguous()
+        return fits and self.form != "all" and kernels_for(tensor.device) is not None
+
+    @property
+    def _bitmap_start(self) -> int:
+        """The first byte of the bitmap."""
+        return _bytes_for(self.k * self.width) if self.form == "split" else 0
+
+    def _encode_kernel(self, indices: Tensor) -> Tensor | None:
+        fields, start = self.form != "bitmap", None if self.form == "packed" else 8 * self._bitmap_start
+        return run_kernels(
+            indices.device, lambda kernels: kernels.encode_indices(indices, self.size, self.width, fields, start)
+        )
+
+    def _read_kernel(self, code: Tensor) -> Tensor | None:
+        def read(kernels: Any) -> Tensor:
+            if self.form == "packed":
+                indices: Tensor = kernels.decode_fields(code, self.k, self.width)
+            else:
+                start, has_fields = self._bitmap_start, self.form == "split"
+                indices = kernels.decode_bitmap(code, self.k, self.width, has_fields, start)
+            return indices
+
+        return run_kernels(code.device, read)
 
     def _read_torch(self, code: Tensor) -> Tensor:
         """The indices that the bytes contain, which may not be k ascending ones below n."""
