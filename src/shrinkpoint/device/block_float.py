@@ -80,12 +80,14 @@ def _decode_blocks(
     LOG_GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Decode BLOCK values of a row. Program (block, row)."""
-    block, row, groups = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), ceil_div(numel, 1 << LOG_GROUP)
-    positions = block * BLOCK + tl.arange(0, BLOCK)
+    """Decode BLOCK values of a row, which are whole groups of 2^LOG_GROUP. Program (block, row)."""
+    GROUP: tl.constexpr = 1 << LOG_GROUP
+    block, row, groups = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), ceil_div(numel, GROUP)
+    group = (block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP))[:, None]
+    positions = group * GROUP + tl.arange(0, GROUP)[None, :]
     mask = positions < numel
     wire += row_offset(row, wire_stride, wire_hole)
-    exponent = tl.load(wire + (positions >> LOG_GROUP), mask=mask, other=0).to(tl.int32)
+    exponent = tl.load(wire + group, mask=group < groups, other=0).to(tl.int32)
     step = as_float((exponent - (BITS - 2)) << 23)
     step = tl.where(exponent == 255, float("nan"), tl.where(exponent == 0, 0.0, step))
     high: tl.constexpr = 1 << (BITS - 1)

@@ -117,15 +117,17 @@ def _decode_normal(
     LOG_GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Decode BLOCK values of a row. Program (block, row)."""
-    block, row, groups = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), ceil_div(numel, 1 << LOG_GROUP)
-    positions = block * BLOCK + tl.arange(0, BLOCK)
+    """Decode BLOCK values of a row, which are whole groups of 2^LOG_GROUP. Program (block, row)."""
+    GROUP: tl.constexpr = 1 << LOG_GROUP
+    block, row, groups = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), ceil_div(numel, GROUP)
+    group = (block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP))[:, None]
+    positions = group * GROUP + tl.arange(0, GROUP)[None, :]
     mask = positions < numel
     wire += row_offset(row, wire_stride, wire_hole)
     codes = load_codes(wire + 2 * groups, positions, mask, numel, BITS)
     level = tl.load(table + (codes & ((1 << (BITS - 1)) - 1)))
     sign = (codes >> (BITS - 1)) << 31
-    values = as_float(as_word(level) | sign) * load_brief(wire, positions >> LOG_GROUP, mask)
+    values = as_float(as_word(level) | sign) * load_brief(wire, group, group < groups)
     store_values(out + row_offset(row, stride, hole), positions, values, mask)
 
 

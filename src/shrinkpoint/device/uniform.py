@@ -65,8 +65,9 @@ class UniformWire:
         return self.groups * (4 if self.brief else 8) + -(-self.numel // 64) * 8 * self.bits
 
     @property
-    def fits_program(self) -> bool:
-        return self.brief and self.group <= MAX_GROUP and self.group & (self.group - 1) == 0
+    def has_even_groups(self) -> bool:
+        """True if a program has whole groups."""
+        return self.group <= MAX_GROUP and self.group & (self.group - 1) == 0
 
     def seed_argument(self, device: torch.device) -> Tensor | int:
         """One seed as a number, which needs no copy to the device; several as a tensor."""
@@ -271,13 +272,18 @@ def _decode(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Decode BLOCK values of a row. Program (block, row). GROUP is the size of a group if that is a power of two."""
+    """Decode BLOCK values of a row: with GROUP, BLOCK / GROUP whole groups of that size. Program (block, row)."""
     block, row, groups = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), ceil_div(numel, size)
-    positions = block * BLOCK + tl.arange(0, BLOCK)
-    mask, group = positions < numel, positions // (GROUP if GROUP > 0 else size)
+    if GROUP > 0:  # a range is loaded once for its group
+        group = (block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP))[:, None]
+        positions = group * GROUP + tl.arange(0, GROUP)[None, :]
+    else:
+        positions = block * BLOCK + tl.arange(0, BLOCK)
+        group = positions // size
+    mask, heads = positions < numel, group < groups
     wire += row_offset(row, wire_stride, wire_hole)
     head = groups * (4 if BRIEF else 8)
-    lo, step = _load_range(wire, group, mask, BRIEF), _load_range(wire + head // 2, group, mask, BRIEF)
+    lo, step = _load_range(wire, group, heads, BRIEF), _load_range(wire + head // 2, group, heads, BRIEF)
     places = load_codes(wire + head, positions, mask, numel, BITS).to(tl.float32)
     if DITHER:
         places -= dither(positions, _seed_of(seeds, row, DITHER))
@@ -295,7 +301,7 @@ def encode_uniform(rows: Rows, form: UniformWire, counter: Tensor | None) -> Ten
     """
     wires, seeds = new_messages(rows.first, rows.count, form.size), form.seed_argument(rows.device)
     places = rows.stride, rows.hole, form.numel
-    if form.fits_program:
+    if form.brief and form.has_even_groups:
         block = max(form.group, BLOCK)
         options = {"BITS": form.bits, "DITHER": form.dither, "GROUP": form.group, "BLOCK": block}
         grid = -(-form.numel // block), rows.count
@@ -326,8 +332,9 @@ def _find_extents(rows: Rows, form: UniformWire, counter: Tensor | None) -> Tens
 
 def decode_uniform(wires: Rows, outs: Rows, form: UniformWire) -> None:
     """Decode messages into rows."""
-    grid = -(-form.numel // BLOCK), outs.count
-    group = form.group if form.group & (form.group - 1) == 0 else 0
+    group = form.group if form.has_even_groups else 0
+    block = max(group, BLOCK)
+    grid = -(-form.numel // block), outs.count
     places = wires.stride, wires.hole, outs.stride, outs.hole, form.numel, form.group
     arguments = wires.first, outs.first, form.seed_argument(outs.device), *places
-    launch(_decode, grid, outs.device, *arguments, **form.options(), GROUP=group, BLOCK=BLOCK)
+    launch(_decode, grid, outs.device, *arguments, **form.options(), GROUP=group, BLOCK=block)
