@@ -18,10 +18,10 @@ from triton.runtime import JITFunction, driver
 from shrinkpoint.comm.compressors.base import CompressorContext
 from shrinkpoint.comm.compressors.index_coding import index_code
 from shrinkpoint.comm.spec import parse
-from shrinkpoint.device import block_float, hadamard, indices, kernels, normal_float, row_sums, uniform
+from shrinkpoint.device import block_float, feedback, hadamard, indices, kernels, normal_float, row_sums, uniform
 from shrinkpoint.device.rows import flat_rows
 
-MODULES = (block_float, hadamard, indices, normal_float, row_sums, uniform)
+MODULES = (block_float, feedback, hadamard, indices, normal_float, row_sums, uniform)
 EVERY = ("q4:64", "q7:100:dither", "q8:16:dither", "q3", "n4:64", "n1:16", "block8:4096", "h256(q1:row)")
 """Specs that start every kernel."""
 LARGE = {"_merge_extents", "_encode_indices", "_unpack_fields", "_unpack_bits", "_place_indices"}
@@ -79,6 +79,9 @@ def compile_all(specs: Iterable[str], count: int, numel: int) -> None:
         wires = compressor.encode_rows(rows, contexts, counter)
         assert compressor.decode_rows(list(wires), rows, contexts)
     kernels.sum_rows(values[0], flat_rows([values[1]]), 1, torch.float32)
+    residuals = torch.zeros(2, numel)
+    sums = kernels.add_residuals(flat_rows(values), flat_rows(residuals), 0.5, None)
+    kernels.store_residuals(sums, values, flat_rows(residuals))
     for n, k in ((1000, 501), (70_000, 3), (2, 1)) if numel > 1 else ():
         code = index_code(n, k)
         code._read_kernel(code._encode_kernel(torch.zeros(k, dtype=torch.int64)))

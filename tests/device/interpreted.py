@@ -193,23 +193,27 @@ class Ranks:
         for rank, first, second in hops:
             messages = received([one.messages[rank] for one in sent])
             mean = run(rank, "decode", first.decode, sent[rank], messages, rank).div_(RANKS)
-            gathered.append(run(rank, "encode", second.encode, mean, rank, RANKS))
+            gathered.append(run(rank, "encode", second.encode, mean.to(rows[rank].dtype), rank, RANKS))
         for rank, _, second in hops:
             messages = received([one.message for one in gathered])
             run(rank, "decode", second.decode, gathered[rank], messages, rows[rank])
 
 
 COUNTS = {"q4:64": (2, 3), "n4:64": (2, 3), "block4:32": (2, 3), "q8:64:dither": (2, 3), "h64(q4:64)": (4, 5)}
-"""Launches of a rank, of both hops together, to encode and to decode a segment. Copies of seeds are not counted."""
-QUICK, NIGHTLY = ("q4:64", "n4:64", "q8:64:dither"), pytest.mark.nightly
+COUNTS |= {"ef(q4:64, decay=0.5)": (10, 3), "ef(h16(n3:64))": (16, 5), "ef21(q4:64)": (60, 76)}
+"""The most launches of a rank, of both hops together, to encode and to decode a segment; without copies of seeds. Error
+feedback needs two less for a hop where the residuals lie at even distances in memory."""
+DTYPES = {"n4:64": torch.bfloat16, "ef(h16(n3:64))": torch.bfloat16, "block4:32": torch.float16}
+"""The dtypes of gradients, where it is not float32."""
+QUICK, NIGHTLY = ("q4:64", "n4:64", "q8:64:dither", "ef(q4:64, decay=0.5)"), pytest.mark.nightly
 
 
 @pytest.mark.parametrize("spec", [pytest.param(spec, marks=() if spec in QUICK else NIGHTLY) for spec in COUNTS])
 def test_a_segment_of_eight_ranks_takes_a_few_launches_each_way(spec: str, launches) -> None:
-    native, mixed = Ranks(spec, None), Ranks(spec, 3)
-    for step in range(2):  # the first one measures errors and makes counters
+    native, mixed, dtype = Ranks(spec, None), Ranks(spec, 3), DTYPES.get(spec, torch.float32)
+    for step in range(3):  # the first one measures errors and makes counters
         made: dict[str, list[str]] = {"encode": [], "decode": []}
-        ranks = [edge_values(RANKS * 192, seed).view(RANKS, 192) for seed in range(RANKS)]
+        ranks = [edge_values(RANKS * 192, seed).view(RANKS, 192).to(dtype) for seed in range(RANKS)]
         expected = [rows.clone() for rows in ranks]
 
         def counted(rank: int, what: str, *work: Any, made: dict[str, list[str]] = made) -> Any:
@@ -222,8 +226,11 @@ def test_a_segment_of_eight_ranks_takes_a_few_launches_each_way(spec: str, launc
         native.average(expected, lambda rank, _, *work: native.run(rank, *work))
         mixed.average(ranks, counted)
         assert [bits(rows.nan_to_num(1.25)) for rows in ranks] == [bits(rows.nan_to_num(1.25)) for rows in expected]
-        assert step == 0 or (len(made["encode"]), len(made["decode"])) == COUNTS[spec], made
+        counts = zip((len(made["encode"]), len(made["decode"])), COUNTS[spec], strict=True)
+        assert step != 1 or all(0 < count <= most for count, most in counts), made
     for ours, theirs in zip(mixed.sides, native.sides, strict=True):
+        lost = [side.residuals().values() for side in (ours, theirs)]
+        assert [bits(residual) for residual in lost[0]] == [bits(residual) for residual in lost[1]]
         for hop in ours.link_stats:
             found, wanted = ours.link_stats[hop].as_dict(), theirs.link_stats[hop].as_dict()
             for name in ("messages", "raw_bytes", "wire_bytes", "nonfinite", "relative_error"):

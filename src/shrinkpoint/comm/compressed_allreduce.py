@@ -225,28 +225,23 @@ class CompressedCollective:
     def _pack_at_once(
         self, rows: Sequence[Tensor], state: _LayoutState, infos: Sequence[MessageInfo], copies: int
     ) -> list[Tensor] | None:
-        compressor, count = state.feedback.compressor, self.stats.nonfinite_counter(rows[0].device)
+        sender, count = state.sender, self.stats.nonfinite_counter(rows[0].device)
         with self.stats.timing("encode", rows[0].device):
-            wires = compressor.encode_rows(rows, [info.context for info in infos], count)
-        if wires is None:
+            messages = sender.pack_rows(rows, infos, count)
+        if messages is None:
             return None
-        messages, padded = list(wires.unbind()), wires.shape[1]
-        size, sender = state.sender.wire_bytes(rows[0].shape, rows[0].dtype, infos[0]), state.sender
-        options = {"sample_every": SAMPLE_INTERVAL, "copies": copies, "nonfinite": 0}
+        size, padded = sender.wire_bytes(rows[0].shape, rows[0].dtype, infos[0]), messages[0].wire.numel()
         for row, message, info in zip(rows, messages, infos, strict=True):
-            self.stats.add_packed(row, PackedMessage(message[:size]), padded, sender, info, **options)
-        return messages
+            sent = PackedMessage(message.wire[:size], message.decoded)
+            self.stats.add_packed(
+                row, sent, padded, sender, info, sample_every=SAMPLE_INTERVAL, copies=copies, nonfinite=0
+            )
+        return [message.wire for message in messages]
 
     @staticmethod
     def _has_kernels(rows: Sequence[Tensor], state: _LayoutState) -> bool:
-        """True if the messages of these rows have no memory and can be encoded and decoded at once."""
-        feedback = state.feedback
-        return (
-            len(rows) > 0
-            and feedback.is_stateless
-            and feedback.compressor.has_kernels
-            and kernels_for(rows[0].device) is not None
-        )
+        """True if messages of these rows may be encoded and decoded at once."""
+        return len(rows) > 0 and state.feedback.compressor.has_kernels and kernels_for(rows[0].device) is not None
 
     def _unpack_rows(
         self, wires: Sequence[Tensor], outs: Sequence[Tensor], state: _LayoutState, infos: Sequence[MessageInfo]
@@ -255,8 +250,7 @@ class CompressedCollective:
         if self._has_kernels(outs, state):
             size = state.receiver.wire_bytes(outs[0].shape, outs[0].dtype, infos[0])
             with self.stats.timing("decode", outs[0].device):
-                contexts = [info.context for info in infos]
-                if state.feedback.compressor.decode_rows([wire[:size] for wire in wires], outs, contexts):
+                if state.receiver.unpack_rows([wire[:size] for wire in wires], outs, infos):
                     return
         for wire, out, info in zip(wires, outs, infos, strict=True):
             self._unpack(wire, out, state, info)

@@ -15,6 +15,7 @@ from torch import Tensor
 from shrinkpoint import validate
 from shrinkpoint.comm.compressors.base import NO_CONTEXT, Compressor, CompressorContext, check_compressor
 from shrinkpoint.comm.compressors.layout import count_nonfinite
+from shrinkpoint.device.rows import Rows, encode_rows, fill_rows, flat_rows
 from shrinkpoint.errors import MismatchError, PolicyError
 
 _RESIDUAL_KEY = 0x5BD1E995
@@ -83,6 +84,29 @@ class FeedbackState:
     def pack(self, tensor: Tensor, info: MessageInfo) -> PackedMessage:
         """Pack the tensor as the next message, and advance the state."""
         return PackedMessage(self._compressor.encode(tensor, info.context))
+
+    def pack_rows(
+        self, rows: Sequence[Tensor], infos: Sequence[MessageInfo], nonfinite: Tensor
+    ) -> list[PackedMessage] | None:
+        """Pack tensors of one shape and dtype in a few launches, if their device has kernels for it.
+
+        Args:
+            nonfinite: int64 without axes; the number of values that are not finite is added to it.
+
+        Returns:
+            The messages, padded to multiples of 16 bytes. None if the tensors must be packed one by one; then the state
+            has not changed.
+        """
+        if type(self) is not FeedbackState:  # a subclass has a memory
+            return None
+        wires = self._compressor.encode_rows(rows, [info.context for info in infos], nonfinite)
+        return None if wires is None else [PackedMessage(wire) for wire in wires.unbind()]
+
+    def unpack_rows(self, wires: Sequence[Tensor], outs: Sequence[Tensor], infos: Sequence[MessageInfo]) -> bool:
+        """Unpack messages into tensors of one shape and dtype in a few launches; False if nothing was unpacked."""
+        if type(self) is not FeedbackState:
+            return False
+        return self._compressor.decode_rows(wires, outs, [info.context for info in infos])
 
     def count_nonfinite(self, tensor: Tensor, wire: Tensor, info: MessageInfo) -> Tensor | int:
         """The number of values of a tensor that are not finite, from its message alone where that shows none."""
@@ -294,8 +318,40 @@ class _EFState(BufferState):
         zero_nonfinite_(residual.sub_(decoded))
         return PackedMessage(wire, decoded)
 
+    def pack_rows(
+        self, rows: Sequence[Tensor], infos: Sequence[MessageInfo], nonfinite: Tensor
+    ) -> list[PackedMessage] | None:
+        shape, dtype, contexts = rows[0].shape, rows[0].dtype, [info.context for info in infos]
+        if work_dtype(dtype) != dtype or not self._compressor.has_kernels:
+            return None
+        residuals = [self.buffer(info, row) for info, row in zip(infos, rows, strict=True)]
+        previous = flat_rows(residuals)
+        sums = encode_rows(
+            rows, lambda kernels, places: kernels.add_residuals(places, previous, self._decay, nonfinite)
+        )
+        if sums is None:
+            return None
+        wires = self._compressor.encode_rows(sums.to(dtype).view(len(rows), *shape).unbind(), contexts)
+        decoded, size = torch.empty_like(sums, dtype=dtype), self._compressor.wire_bytes(shape, dtype, contexts[0])
+        outs = decoded.view(len(rows), *shape).unbind()
+        if wires is None or not self._compressor.decode_rows([wire[:size] for wire in wires.unbind()], outs, contexts):
+            return None
+
+        def store(kernels: Any, places: Rows) -> bool:
+            kernels.store_residuals(sums, decoded, places)
+            return True
+
+        if not fill_rows(residuals, store):
+            return None
+        return [PackedMessage(wire, out) for wire, out in zip(wires.unbind(), outs, strict=True)]
+
     def unpack(self, wire: Tensor, out: Tensor, info: MessageInfo) -> Tensor:
         return out.copy_(decode_float32(self._compressor, wire, out, info.context))
+
+    def unpack_rows(self, wires: Sequence[Tensor], outs: Sequence[Tensor], infos: Sequence[MessageInfo]) -> bool:
+        if work_dtype(outs[0].dtype) != outs[0].dtype:
+            return False
+        return self._compressor.decode_rows(wires, outs, [info.context for info in infos])
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shrinkpoint.device.block_float import decode_blocks, encode_blocks
+from shrinkpoint.device.feedback import add_residuals, store_residuals
 from shrinkpoint.device.groups import GroupWire
 from shrinkpoint.device.hadamard import rotate, rotate_back
 from shrinkpoint.device.indices import decode_bitmap, decode_fields, encode_indices
@@ -13,6 +14,7 @@ from shrinkpoint.device.uniform import UniformWire, decode_uniform, encode_unifo
 __all__ = [
     "GroupWire",
     "UniformWire",
+    "add_residuals",
     "decode_bitmap",
     "decode_blocks",
     "decode_fields",
@@ -24,5 +26,6 @@ __all__ = [
     "encode_uniform",
     "rotate",
     "rotate_back",
+    "store_residuals",
     "sum_rows",
 ]
