@@ -40,7 +40,7 @@ class Compressor(ABC):
 
     A message is a 1-d uint8 tensor on the device of the encoded tensor. Its size follows from the shape, the dtype and
     the context alone, so that a receiver can post its buffer before anything was sent. Arithmetic is float32, each
-    operation rounded once, whatever the dtype: native code on a CPU and torch operations elsewhere give the same bits.
+    operation rounded once, whatever the dtype: native code, torch operations and kernels give the same bits.
 
     A value that is not finite is never hidden: the group, block or sample that it belongs to decodes to nan or inf.
     """
