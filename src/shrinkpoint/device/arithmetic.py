@@ -38,9 +38,17 @@ def as_float(words):
 
 
 @triton.jit
-def inverse_of(values):
-    """1 / x of float32, rounded once. It may be denormal, which some versions of Triton flush in `div_rn`."""
-    return (1.0 / values.to(tl.float64)).to(tl.float32)
+def inverse_of(values, largest):
+    """1 / x of positive float32 up to `largest`, rounded once.
+
+    Above 2^126 it is denormal, which `div_rn` of Triton 3.2 to 3.5 flushes to 0. Only a program with such a value uses
+    float64, which is slow on many GPUs.
+    """
+    if largest > 2.0**126:
+        inverse = (1.0 / values.to(tl.float64)).to(tl.float32)
+    else:
+        inverse = tl.div_rn(tl.full(values.shape, 1.0, tl.float32), values)
+    return inverse
 
 
 @triton.jit

@@ -11,7 +11,6 @@ from shrinkpoint.device.arithmetic import (
     as_word,
     ceil_div,
     halved_sum,
-    inverse_of,
     load_codes,
     load_values,
     message_offset,
@@ -55,8 +54,9 @@ def _encode_blocks(
     exponent = tl.max(as_word(values) & 0x7FFFFFFF, axis=1) >> 23
     exponent = tl.where(exponent < 16, 0, exponent)
     is_coded = (exponent > 0) & (exponent < 255)
-    step = as_float(tl.where(is_coded, exponent - (BITS - 2), 127) << 23)
-    scaled = tl.where(is_coded[:, None], values, 0.0) * inverse_of(step)[:, None]
+    power = 254 - tl.where(is_coded, exponent - (BITS - 2), 127)
+    inverse = as_float(tl.where(power == 0, 0x00400000, power << 23))  # 2^-127 is denormal
+    scaled = tl.where(is_coded[:, None], values, 0.0) * inverse[:, None]
     near, fine_near = _near(scaled, BITS), _near(scaled * 2, BITS)
     error, fine_error = scaled - (near - _MAGIC), scaled * 2 - (fine_near - _MAGIC)
     is_fine = halved_sum(fine_error * fine_error, LOG_GROUP) * 0.25 < halved_sum(error * error, LOG_GROUP)

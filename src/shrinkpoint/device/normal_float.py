@@ -33,9 +33,9 @@ from shrinkpoint.device.rows import Rows, new_messages
 
 
 @triton.jit
-def _error_of(sizes, scale, unit, table, LEVELS: tl.constexpr, STEPS: tl.constexpr):
+def _error_of(sizes, scale, max_scale, unit, table, LEVELS: tl.constexpr, STEPS: tl.constexpr):
     """The sum of squared errors of magnitudes with one scale for each group, in a unit that all scales share."""
-    scaled = sizes * inverse_of(scale)[:, None]
+    scaled = sizes * inverse_of(scale, max_scale)[:, None]
     level = tl.load(table) + tl.zeros(scaled.shape, tl.float32)
     for k in tl.static_range(1, LEVELS):
         level = tl.where(scaled > tl.load(table + LEVELS + k), tl.load(table + k), level)
@@ -44,20 +44,19 @@ def _error_of(sizes, scale, unit, table, LEVELS: tl.constexpr, STEPS: tl.constex
 
 
 @triton.jit
-def _best_scale(sizes, mean, first, table, LEVELS: tl.constexpr, STEPS: tl.constexpr):
-    """The scale of least error of each group: that of the mean magnitude, two on the way to the largest, or that."""
+def _best_scale(sizes, mean, first, largest, max_scale, table, LEVELS: tl.constexpr, STEPS: tl.constexpr):
+    """The scale of least error of each group: `first`, two on the way from the mean to the largest, or the largest."""
     best = first
     if LEVELS > 1:
-        unit = inverse_of(first)
-        largest = tl.max(sizes, axis=1) * tl.load(table + LEVELS)
+        unit = inverse_of(first, max_scale)
         spread = largest - mean
-        error = _error_of(sizes, first, unit, table, LEVELS, STEPS)
+        error = _error_of(sizes, first, max_scale, unit, table, LEVELS, STEPS)
         for k in tl.static_range(3):
             other = largest
             if k < 2:
                 other = mean + spread * (0.25 if k == 0 else 0.5)
             scale = nearest_brief(other)
-            other_error = _error_of(sizes, scale, unit, table, LEVELS, STEPS)
+            other_error = _error_of(sizes, scale, max_scale, unit, table, LEVELS, STEPS)
             best = tl.where(other_error < error, scale, best)
             error = tl.where(other_error < error, other_error, error)
     return best
@@ -93,8 +92,10 @@ def _encode_normal(
     unscaled = tl.where(first < 2.0**-120, 0, NAN_WORD)
     first, mean = tl.where(is_scaled, first, 1.0), tl.where(is_scaled, mean, 1.0)
     sizes = tl.where(is_scaled[:, None], tl.abs(values), 0.0)
-    scale = _best_scale(sizes, mean, first, table, LEVELS, LOG_GROUP)
-    scaled = sizes * inverse_of(scale)[:, None]
+    largest = tl.max(sizes, axis=1) * tl.load(table + LEVELS)
+    max_scale = tl.max(tl.maximum(first, largest))
+    scale = _best_scale(sizes, mean, first, largest, max_scale, table, LEVELS, LOG_GROUP)
+    scaled = sizes * inverse_of(scale, max_scale)[:, None]
     codes = tl.where(values < 0, LEVELS, 0)
     for k in tl.static_range(1, LEVELS):
         codes += tl.where(scaled > tl.load(table + LEVELS + k), 1, 0)

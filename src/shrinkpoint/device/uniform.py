@@ -125,7 +125,7 @@ def _range_words(least, most, BITS: tl.constexpr, BRIEF: tl.constexpr, DITHER: t
 def _codes_of(values, lo, step, positions, seed, BITS: tl.constexpr, DITHER: tl.constexpr):
     """Codes of values: int32; 0 in a group whose lo is nan."""
     has_step = step > 0
-    inverse = tl.where(has_step, inverse_of(tl.where(has_step, step, 1.0)), 0.0)
+    inverse = tl.where(has_step, inverse_of(tl.where(has_step, step, 1.0), tl.max(step)), 0.0)
     half = 0.5
     if DITHER:
         half = dither(positions, seed) + 0.5
