@@ -30,7 +30,14 @@ JUNK: list[Any] = [
     *(7, 8, 24, 127, 128, 135, 136, 1024, 1025),  # ends of the fields of a lattice
     *("linear", "relative", "log", "LOG", "codes"),
     {"tokens": "codes", "predictor": "base"},
+    *([1, 1, 1], [2, 2, 1], [2, 2, 2], [3, 2, 1], [2], [0, 2, 1], [2.0, 2, 1]),  # axes
 ]
+
+
+def with_a_row_moved(points: LatticeTensor) -> LatticeTensor:
+    rows = points.lattice.rows.clone()
+    rows[-1] += 3
+    return replace(points, lattice=replace(points.lattice, rows=rows))
 
 
 @cache
@@ -47,11 +54,14 @@ def records() -> dict[str, Made]:
             for name, one in now.items()
         }
         parent = Reference({name: one.dequantize(torch.float32) for name, one in before.items()}, before)
-        out |= {f"{law} alone": made(now), f"{law} on others": made(now, parent=parent)}
+        out |= {f"{law} alone": made(now), f"{law} on others": made(now, parent=Reference(parent.tensors))}
         out |= {f"{law} inherited": made(kept, parent=parent)}
+        out |= {f"{law} moved": made({name: with_a_row_moved(one) for name, one in kept.items()}, parent=parent)}
     relative = {name: points_of("relative", shapes[name], seed=3) for name in "ab"}
     out["relative"] = made(relative, others=[squares(shapes[name], random=1) for name in "ab"])
     lattice = Lattice("linear", torch.tensor([0, 500, -400, 3], dtype=torch.int16), torch.zeros(9, dtype=torch.int16))
+    stacked = {name: points_of("linear", (3, 4, 20), random=n, axes=2) for n, name in enumerate("ab")}
+    out["stacked"] = made({**stacked, "c": points_of("linear", (30,))})
     out["escapes"] = made({"w": LatticeTensor(codes_of("linear", (4, 9), "far"), lattice)}, "BF16")
     return out
 
@@ -60,10 +70,13 @@ NAMES = [
     "linear alone",
     "linear on others",
     "linear inherited",
+    "linear moved",
     "log alone",
     "log on others",
     "log inherited",
+    "log moved",
     "relative",
+    "stacked",
     "escapes",
 ]
 each = pytest.mark.parametrize("name", NAMES)
@@ -94,16 +107,21 @@ def part(one: Made) -> bytes:
 def test_the_records_under_test_are_of_every_kind():
     assert sorted(records()) == sorted(NAMES)
     recipes = {name: one.encoded.recipe for name, one in records().items()}
-    said = {name: (one["law"], one.get("base", False), one.get("inherited", False)) for name, one in recipes.items()}
+    said = {
+        name: (one["law"], *filter(one.get, ("base", "inherited", "moved", "axes"))) for name, one in recipes.items()
+    }
     assert said == {
-        "linear alone": ("linear", False, False),
-        "linear on others": ("linear", True, False),
-        "linear inherited": ("linear", True, True),
-        "log alone": ("log", False, False),
-        "log on others": ("log", True, False),
-        "log inherited": ("log", True, True),
-        "relative": ("relative", False, False),
-        "escapes": ("linear", False, False),
+        "linear alone": ("linear",),
+        "linear on others": ("linear", "base"),
+        "linear inherited": ("linear", "base", "inherited"),
+        "linear moved": ("linear", "base", "moved"),
+        "log alone": ("log",),
+        "log on others": ("log", "base"),
+        "log inherited": ("log", "base", "inherited"),
+        "log moved": ("log", "base", "moved"),
+        "relative": ("relative",),
+        "stacked": ("linear", "axes"),
+        "escapes": ("linear",),
     }
     assert all(hold(one) is None for one in records().values())
     assert SIZES.unpack(part(records()["escapes"])[:20])[3] > 30
@@ -163,7 +181,20 @@ def test_forged_sizes_are_refused(name):
 def forged(recipe: Any) -> Iterator[Any]:
     """The recipe with each of its fields replaced by each piece of junk."""
     yield from JUNK
-    for key in ("kind", "law", "run", "step", "base", "inherited", "others", "more", "moments", "runs"):
+    for key in (
+        "kind",
+        "law",
+        "run",
+        "step",
+        "base",
+        "inherited",
+        "moved",
+        "axes",
+        "others",
+        "more",
+        "moments",
+        "runs",
+    ):
         yield from ({**recipe, key: junk} for junk in JUNK)
     for key in recipe.keys() - {"kind"}:
         yield {name: value for name, value in recipe.items() if name != key}
@@ -230,7 +261,7 @@ def test_no_record_s_first_tensor_can_be_said_to_be_huge(name):
     """Whatever the recipe says of a parent: one of that shape there can be only if there is the memory for it."""
     for shape in [(1 << 24,), (1 << 31, 3), (3, 1 << 31), (1 << 31, 1 << 31), (1 << 62,)]:
         one = records()[name]
-        recipe = {key: value for key, value in one.encoded.recipe.items() if key not in ("base", "inherited")}
+        recipe = {key: value for key, value in one.encoded.recipe.items() if key not in ("base", "inherited", "moved")}
         info = TensorInfo(one.encoded.infos[0].name, shape, "F32")
         for forged in (recipe, one.encoded.recipe):
             tracemalloc.start()

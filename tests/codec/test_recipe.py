@@ -103,7 +103,13 @@ def gridded(draw: st.DrawFn) -> LatticeRecipe:
     base = draw(st.booleans())
     others = draw(ordinals.filter(len)) if law == "relative" else ()
     step = draw(st.integers(1, MAX_LATTICE_STEP)) if law == "log" else 1
-    return LatticeRecipe(law, run, step, base, base and draw(st.booleans()), others)
+    inherited, moved = draw(st.sampled_from([(False, False), (True, False), (False, True)])) if base else (False, False)
+    axes = (
+        ()
+        if inherited or moved
+        else draw(st.lists(st.integers(1, 9), max_size=3).filter(lambda x: max(x, default=2) > 1))
+    )
+    return LatticeRecipe(law, run, step, base, inherited, others, moved=moved, axes=tuple(axes))
 
 
 @settings(deadline=None, max_examples=60)
@@ -205,6 +211,8 @@ DELTA = {**QUANTIZED, "codes": {"cyclic": [18, True, True]}}
             "run",
             "step",
             "inherited",
+            "moved",
+            "axes",
             "others",
             "more",
         ]
@@ -371,6 +379,12 @@ def test_what_no_encoder_writes_is_refused():
         {**POINTS, "base": True, "inherited": 1},
         {**POINTS, "base": False, "inherited": True},
         {**POINTS, "base": True, "inherited": None},
+        {**POINTS, "moved": True},
+        *({**POINTS, "axes": axes} for axes in (2, [], [1], [0, 2], [True, 2], [2.0], [[2]], None, "2")),
+        {**POINTS, "base": True, "inherited": True, "axes": [2]},
+        {**POINTS, "base": True, "moved": True, "axes": [2]},
+        {**POINTS, "base": True, "moved": 1},
+        {**POINTS, "base": True, "inherited": True, "moved": True},
         {**POINTS, "others": [[0, 0, 1]]},
         {**POINTS, "others": None},
         {**POINTS, "others": []},

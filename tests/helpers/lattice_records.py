@@ -29,12 +29,21 @@ SHAPES = [(), (0,), (3, 0, 2), (1,), (7,), (1, 9), (9, 1), (1, 1), (5, 6), (2, 3
 
 
 def lattice_of(
-    law: str, shape: tuple[int, ...], *, seed: int = 0, step: int = 1, at: int = 0, spread: int = 8, random: int = 0
+    law: str,
+    shape: tuple[int, ...],
+    *,
+    seed: int = 0,
+    step: int = 1,
+    at: int = 0,
+    spread: int = 8,
+    random: int = 0,
+    axes: int = 1,
 ) -> Lattice:
     """A lattice whose exponents lie within `spread` of `at`, in eighths of an octave."""
     generator = torch.Generator().manual_seed(random)
     rows, columns = (
-        torch.randint(-spread, spread + 1, (n,), generator=generator, dtype=torch.int16) for n in spans(law, shape)
+        torch.randint(-spread, spread + 1, (n,), generator=generator, dtype=torch.int16)
+        for n in spans(law, shape, axes)
     )
     log = law == "log"  # where there is no dither
     return Lattice(law, rows // 2 + at, columns // 2, step if log else 1, 0 if log else seed)  # type: ignore[arg-type]
@@ -181,9 +190,10 @@ def members(one: Made) -> list[Member]:
 
 
 def by_the_document(points: LatticeTensor, dtype: str, other: Tensor | None = None) -> Tensor:
-    codes = points.codes.long().reshape(sides(tuple(points.codes.shape))).numpy()
+    shape = points.lattice.matrix_shape(tuple(points.codes.shape))
     with np.errstate(all="ignore"):
-        values = grid(points.lattice).values(codes, floats(other))
+        others = None if other is None else other.float().reshape(shape).numpy()
+        values = grid(points.lattice).values(points.codes.long().reshape(shape).numpy(), others)
     return torch.from_numpy(np.ascontiguousarray(values, np.float32)).reshape(points.codes.shape).to(torch_dtype(dtype))
 
 
@@ -202,11 +212,12 @@ def told_by_contexts(one: Made) -> Made:
 
 @st.composite
 def lattices(draw: st.DrawFn, law: str, shape: tuple[int, ...]) -> Lattice:
-    """Steps alike, unlike, or as far apart as they may be; with and without a seed."""
+    """Steps alike, unlike, or as far apart as they may be; with and without a seed; of one leading axis or of more."""
     at, spread = draw(st.sampled_from([(-40, 4), (0, 8), (-100, 200), (0, 960), (940, 20), (-940, 20), (900, 0)]))
     seed = draw(st.sampled_from([0, 1, 2**31, 2**32 - 1]) | st.integers(0, 2**32 - 1))
     step = draw(st.integers(1, 1024) | st.just(24)) if law == "log" else 1
-    return lattice_of(law, shape, seed=seed, step=step, at=at, spread=spread, random=draw(st.integers(0, 99)))
+    axes, random = draw(st.integers(1, max(1, len(shape) - 1))), draw(st.integers(0, 99))
+    return lattice_of(law, shape, seed=seed, step=step, at=at, spread=spread, random=random, axes=axes)
 
 
 @st.composite
@@ -220,8 +231,9 @@ def cases(draw: st.DrawFn) -> Made:
         lattice = replace(draw(lattices(law, shape)), step=step)
         codes = codes_of(law, shape, draw(st.sampled_from(["none", "near", "far"])), random=draw(st.integers(0, 99)))
         now[str(i)] = LatticeTensor(codes, lattice)
-        others += [squares(shape, random=i)] if law == "relative" else []
-    kind = draw(st.sampled_from(["alone", "any bits", "another law", "same lattice", "another seed", "equal"]))
+        other_dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+        others += [squares(shape, random=i).to(other_dtype)] if law == "relative" else []
+    kind = draw(st.sampled_from(["alone", "any bits", "another law", "same lattice", "moved", "another seed", "equal"]))
     parent = None if kind == "alone" else draw(parents(kind, now, others, dtype))
     return made(now, dtype, parent, others=others)
 
@@ -238,6 +250,10 @@ def parents(draw: st.DrawFn, kind: str, now: dict[str, LatticeTensor], others: l
         if kind == "another law":
             law = draw(st.sampled_from(["linear", "log"]))
             moved = LatticeTensor(codes_of(law, shape), draw(lattices(law, shape)))
+        if kind == "moved":
+            rows = one.lattice.rows
+            nearer = rows - rows.sign() * (torch.rand(rows.shape, generator=torch.Generator().manual_seed(i)) < 0.1)
+            moved = replace(moved, lattice=replace(one.lattice, rows=nearer.to(torch.int16)))
         if kind == "another seed":
             seed = 0 if one.lattice.spacing == "log" else draw(st.integers(0, 2**32 - 1))
             moved = replace(moved, lattice=replace(one.lattice, seed=seed))

@@ -81,7 +81,7 @@ def test_the_native_core_and_torch_give_the_same_sums_and_codes(shape, dtype):
             lattice = lattice_of(shape, step)
             points, sums = quantize_second_moment(v, first, lattice, 0.6)
             other, other_sums = lattices._quantize_second_moment_torch(v, first, lattice, 0.6)
-            assert points.codes.dtype == torch.int8 and torch.equal(points.codes, other.codes)
+            assert points.codes.dtype == torch.int8 and torch.equal(points.codes, other.codes.reshape(shape))
             assert (sums is None) == (other_sums is None) == (first is None)
             if sums is not None and other_sums is not None:
                 torch.testing.assert_close(sums, other_sums, rtol=1e-9, atol=0)

@@ -70,13 +70,14 @@ def place(i: int, seed: int) -> int:
     return (x ^ x >> 16) >> 24
 
 
-def sides(shape: tuple[int, ...]) -> tuple[int, int]:
+def sides(shape: tuple[int, ...], axes: int = 1) -> tuple[int, int]:
     count = prod(shape)
-    return (shape[0], count // shape[0]) if len(shape) > 1 and count else (1, count)
+    rows = prod(shape[:axes])
+    return (rows, count // rows) if len(shape) > 1 and count else (1, count)
 
 
-def spans(law: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    rows, columns = sides(shape)
+def spans(law: str, shape: tuple[int, ...], axes: int = 1) -> tuple[int, int]:
+    rows, columns = sides(shape, axes)
     return (rows, 1 if rows == 1 or law == "relative" else columns)
 
 
@@ -87,7 +88,7 @@ class Member:
     Attributes:
         parent: its values before, F32; None without `base`.
         other: what its points are relative to, F32.
-        lattice: the parent's (law, rows, columns, step), with `inherited`.
+        lattice: the parent's (law, rows, columns, step), with `inherited` or `moved`.
     """
 
     shape: tuple[int, ...]
@@ -123,14 +124,18 @@ def lattices(recipe: dict[str, Any], cut: Cut, members: list[Member]) -> Iterato
     seeds = np.frombuffer(cut.take(4 * len(members)), "<u4").tolist()
     has_gains = recipe.get("gains", False)
     gains = np.frombuffer(cut.take(4 * len(members)), "<f4").tolist() if has_gains else [None] * len(members)
-    counts = [n for member in members for n in spans(law, member.shape)]
-    if not recipe.get("inherited"):
-        exponents = np.cumsum(differences(cut, sum(counts))).astype(np.int64).tolist()
-        halves = [[exponents.pop(0) for _ in range(count)] for count in counts]
-    else:
+    axes = recipe.get("axes", [1] * len(members))
+    counts = [n for member, k in zip(members, axes, strict=True) for n in spans(law, member.shape, k)]
+    before = [half for member in members if (one := member.lattice) is not None for half in (one.rows, one.columns)]
+    if recipe.get("inherited"):
         assert not cut.rest
-        parents = [member.lattice for member in members]
-        halves = [half for one in parents if one is not None for half in (one.rows, one.columns)]
+        halves = before
+    else:
+        moved = recipe.get("moved")
+        counts = [len(half) for half in before] if moved else counts
+        found = np.array(differences(cut, sum(counts)), np.int64)
+        exponents = (found + np.concatenate(before) if moved else np.cumsum(found)).tolist()
+        halves = [[exponents.pop(0) for _ in range(count)] for count in counts]
     for i, seed in enumerate(seeds):
         yield Grid(law, halves[2 * i], halves[2 * i + 1], step, seed, gains[i])
 
@@ -152,14 +157,15 @@ def differences(cut: Cut, count: int) -> list[int]:
 
 def guess(grid: Grid, member: Member) -> tuple[Integers, Integers]:
     """Points and contexts."""
-    shape = sides(member.shape)
+    shape = len(grid.rows), prod(member.shape) // len(grid.rows)
+    parent, other = (None if one is None else one.reshape(shape) for one in (member.parent, member.other))
     if grid.law == "log":
-        return guess_power(grid, member, shape)
+        return guess_power(grid, parent, shape)
     u = dither(grid.seed, shape)
     at = -u
-    if member.parent is not None:
+    if parent is not None:
         with np.errstate(all="ignore"):
-            at = member.parent / grid.steps(member.other) - u
+            at = parent / grid.steps(other) - u
         at = np.clip(np.where(np.isfinite(at), at, np.float32(0)), np.float32(-32766), np.float32(32766))
     points = np.round(at)
     rest = at - points
@@ -170,11 +176,11 @@ def guess(grid: Grid, member: Member) -> tuple[Integers, Integers]:
     return points.astype(np.int64), 8 * offsets + classes
 
 
-def guess_power(grid: Grid, member: Member, shape: tuple[int, int]) -> tuple[Integers, Integers]:
+def guess_power(grid: Grid, parent: Floats | None, shape: tuple[int, int]) -> tuple[Integers, Integers]:
     zeros = np.zeros(shape, np.int64)
-    if member.parent is None:
+    if parent is None:
         return zeros, zeros
-    bits = np.ascontiguousarray(member.parent).view(np.int32).astype(np.int64)
+    bits = np.ascontiguousarray(parent).view(np.int32).astype(np.int64)
     beyond = bits // 2**20 - 1016 - grid.exponents()
     contexts = np.clip(4 * beyond // grid.step, -12, 11) + 12
     return np.where(bits == 0, NOTHING, zeros), np.where(bits == 0, 24, contexts)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Literal, get_args
 
 import numpy as np
@@ -45,7 +47,9 @@ _MAX_SMALL_EXPONENTS = 256  # of a lattice that is cached in any case: it takes 
 
 @dataclass(frozen=True, eq=False)
 class Lattice:
-    """The quantization lattice of one tensor, viewed as a matrix: its first axis by all others, a vector as one row.
+    """The quantization lattice of one tensor, viewed as a matrix: its first axes by all others, a vector as one row.
+
+    Mostly it is the first axis alone. Stacked matrices (experts, out, in) have two: the number of rows says how many.
 
     With `s = 2^((rows[i] + columns[j]) / 8)`, the code `q` in row i and column j stands for
 
@@ -59,7 +63,8 @@ class Lattice:
 
     Attributes:
         spacing: "linear", "relative" or "log".
-        rows, columns: int16, 1-d, on the CPU: exponents in eighths of an octave; `scale_counts` gives their lengths.
+        rows, columns: int16, 1-d, on the CPU: exponents in eighths of an octave, as many as the matrix has rows and
+            columns; one column for a single row or spacing "relative".
         step: with spacing "log", the distance of two codes in eighths of an octave; else 1.
         seed: seed of the dither, below 2^32; 0: no dither.
     """
@@ -82,6 +87,11 @@ class Lattice:
         if (self.spacing, self.step) != (other.spacing, other.step):
             return False
         return torch.equal(self.rows, other.rows) and torch.equal(self.columns, other.columns)
+
+    def is_like(self, other: Lattice) -> bool:
+        """True if two lattices differ in nothing but their exponents and seeds."""
+        kinds = ((one.spacing, one.step, one.rows.numel(), one.columns.numel()) for one in (self, other))
+        return len({*kinds}) == 1
 
     def exponents(self, device: torch.device | str = "cpu") -> Tensor:
         """Return the exponents of `s` in eighths of an octave: int32, of shape (rows, columns) or (rows, 1)."""
@@ -120,13 +130,25 @@ class Lattice:
             self.__dict__[_NATIVE_FORM] = shape, form
         return form
 
+    def matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return the shape of the matrix that a tensor of this shape is viewed as.
+
+        Raises:
+            ValueError: a tensor of this shape has no such number of rows.
+        """
+        rows = self.rows.numel()
+        if rows not in row_counts(shape):
+            raise ValueError(f"a lattice of {rows} rows for a tensor of shape {list(shape)}")
+        return rows, math.prod(shape) // rows
+
     def has_counts_for(self, shape: tuple[int, ...]) -> bool:
         """True if this lattice has as many exponents as a tensor of this shape needs."""
-        return (self.rows.numel(), self.columns.numel()) == scale_counts(self.spacing, shape)
+        rows = self.rows.numel()
+        return rows in row_counts(shape) and self.columns.numel() == scale_counts(self.spacing, shape, rows)[1]
 
     def has_normal_steps(self, shape: tuple[int, ...]) -> bool:
         """True if every scale of a tensor of this shape is a normal float32."""
-        return self.to_native(matrix_shape(shape)).has_normal_steps
+        return self.to_native(self.matrix_shape(shape)).has_normal_steps
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != _NATIVE_FORM}
@@ -174,7 +196,7 @@ class LatticeTensor:
 
     def to_native(self) -> _native.Lattice:
         """Return the native core's form of the lattice, by which these codes are decoded."""
-        form = self.lattice.to_native(matrix_shape(tuple(self.codes.shape)))
+        form = self.lattice.to_native(self.lattice.matrix_shape(tuple(self.codes.shape)))
         return form if self.origin is None or self.gain == 1 else form.with_gain(code_bytes(self.origin), self.gain)
 
     def native_values(self) -> tuple[_native.Lattice, Bytes]:
@@ -207,15 +229,17 @@ class LatticeTensor:
         """
         if self.codes.is_cpu:
             return self._dequantize_native(second_moments).to(dtype)
-        lattice, codes = self.lattice, as_matrix(self.codes)
+        lattice = self.lattice
+        shape = lattice.matrix_shape(tuple(self.codes.shape))
+        codes = self.codes.reshape(shape)
         if lattice.spacing == "log":
             values = exp2_eighths(lattice.exponents(codes.device) + lattice.step * codes.to(torch.int32))
             values = values.masked_fill(codes == ZERO_CODE, 0.0)
         else:
-            squares = None if second_moments is None else as_matrix(second_moments).to(torch.float32)
-            dithered = codes.to(torch.float32) + lattice.dither(_shape(codes), codes.device)
+            squares = None if second_moments is None else second_moments.reshape(shape).to(torch.float32)
+            dithered = codes.to(torch.float32) + lattice.dither(shape, codes.device)
             if self.origin is not None and self.gain != 1:
-                moved = codes.to(torch.float32) - as_matrix(self.origin).to(codes.device, torch.float32)
+                moved = codes.to(torch.float32) - self.origin.reshape(shape).to(codes.device, torch.float32)
                 dithered = dithered + moved * (torch.tensor(self.gain, dtype=torch.float32) - 1).to(codes.device)
             values = dithered * lattice.scales(squares, codes.device)
         return values.reshape(self.codes.shape).to(dtype)
@@ -276,7 +300,7 @@ def equal_codes(codes: Tensor, others: Tensor) -> bool:
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """Reshape a tensor to the matrix that lattices use: the first axis by all others, a vector as one row."""
+    """Reshape a tensor to the matrix that lattices mostly use: the first axis by all others, a vector as one row."""
     return tensor.reshape(tensor.shape[0], -1) if tensor.dim() >= 2 and tensor.numel() else tensor.reshape(1, -1)
 
 
@@ -286,10 +310,22 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return (shape[0], count // shape[0]) if len(shape) >= 2 and count else (1, count)
 
 
-def scale_counts(spacing: Spacing, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return how many row and column exponents a lattice has; one column for a single row or spacing "relative"."""
-    rows, columns = matrix_shape(shape)
-    return (rows, 1) if rows == 1 or spacing == "relative" else (rows, columns)
+def row_counts(shape: tuple[int, ...]) -> list[int]:
+    """Return how many rows the matrices have that a tensor of this shape may be viewed as: by one leading axis, by two,
+    and so on, without the last one."""
+    if len(shape) < 2 or not math.prod(shape):
+        return [1]
+    return [*accumulate(shape[:-1], operator.mul)]
+
+
+def scale_counts(spacing: Spacing, shape: tuple[int, ...], rows: int | None = None) -> tuple[int, int]:
+    """Return how many row and column exponents a lattice has; one column for a single row or spacing "relative".
+
+    Args:
+        rows: of the matrix; None: those of the first axis.
+    """
+    rows = matrix_shape(shape)[0] if rows is None else rows
+    return (rows, 1) if rows == 1 or spacing == "relative" else (rows, math.prod(shape) // rows)
 
 
 def exp2_eighths(exponents: Tensor) -> Tensor:
@@ -317,7 +353,3 @@ def dither(seed: int, shape: tuple[int, int], device: torch.device | str = "cpu"
         hashes = hashes.bitwise_xor(hashes >> shift).mul_(factor).bitwise_and_(_MASK_32_BITS)
     hashes = hashes.bitwise_xor_(hashes >> 16) >> 24
     return hashes.to(torch.float32).add_(0.5).div_(_DITHER_LEVELS).sub_(0.5).reshape(shape)
-
-
-def _shape(matrix: Tensor) -> tuple[int, int]:
-    return matrix.shape[0], matrix.shape[1]

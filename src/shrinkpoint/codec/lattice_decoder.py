@@ -40,11 +40,11 @@ from shrinkpoint.codec.lattice import (
     MIN_GAIN,
     Lattice,
     LatticeTensor,
-    matrix_shape,
     narrow_codes,
+    row_counts,
     scale_counts,
 )
-from shrinkpoint.codec.lattice_record import ESCAPE, PART_SIZES, SIDE_SIZES, exponents_of
+from shrinkpoint.codec.lattice_record import ESCAPE, PART_SIZES, SIDE_SIZES, all_exponents, exponents_of
 from shrinkpoint.codec.recipe import LatticeRecipe
 from shrinkpoint.tensors.dtypes import tensor_bytes
 from shrinkpoint.tensors.info import TensorInfo
@@ -60,6 +60,7 @@ class MemberDecoder:
         continued: the parent's tensor on the same lattice, whose points predict the codes and whose origin is that of
             the tensor; None: the values of `parent` predict the codes.
         gain: None for a tensor without an origin; else the range is the whole tensor.
+        squares_dtype: of the second moment.
 
     Attributes:
         count: values in the range.
@@ -74,13 +75,14 @@ class MemberDecoder:
         inputs: DecodeInputs,
         continued: LatticeTensor | None = None,
         gain: float | None = None,
+        squares_dtype: str = "F32",
     ) -> None:
         self._info, self._first, self.count, self._params = span.info, span.begin, span.end - span.begin, lattice
-        self._lattice = lattice.to_native(matrix_shape(span.info.shape))
+        self._lattice = lattice.to_native(lattice.matrix_shape(span.info.shape))
         self._codes, self._code_bytes = np.empty(0, np.uint8), 1
         self._origin, self._gain = None if continued is None else continued.first_codes, gain
         self._parent = None if parent is None else _FetchedValues(parent, span.info.dtype, inputs, continued)
-        self._squares = None if squares is None else _FetchedValues(squares, "F32", inputs)
+        self._squares = None if squares is None else _FetchedValues(squares, squares_dtype, inputs, widen=True)
         self._allocate_codes = inputs.allocate_codes
         self._overwrites = inputs.overwrite_base and (continued is None or continued.origin is not None)
         self._values = None
@@ -201,6 +203,9 @@ class MemberDecoder:
 class _FetchedValues:
     """Values of a range of another tensor, float32 or bfloat16: codes on a lattice if they are all of its values.
 
+    Args:
+        widen: values are float32, whatever `dtype` is.
+
     Attributes:
         name: of the tensor.
         stored: its bytes as they are; empty for codes.
@@ -208,7 +213,13 @@ class _FetchedValues:
     """
 
     def __init__(
-        self, span: ByteRange, dtype: str, inputs: DecodeInputs, continued: LatticeTensor | None = None
+        self,
+        span: ByteRange,
+        dtype: str,
+        inputs: DecodeInputs,
+        continued: LatticeTensor | None = None,
+        *,
+        widen: bool = False,
     ) -> None:
         source = None if continued is None else continued.points()
         if source is None and dtype == "F32":
@@ -221,8 +232,9 @@ class _FetchedValues:
             return
         self.stored = inputs.fetch(span)
         # The native core reads no float16.
-        self.values = as_aligned(cast(self.stored, "F16", "F32") if dtype == "F16" else self.stored, 4)
-        self._itemsize = 2 if dtype == "BF16" else 4
+        is_cast = dtype == "F16" or (widen and dtype == "BF16")
+        self.values = as_aligned(cast(self.stored, dtype, "F32") if is_cast else self.stored, 4)
+        self._itemsize = 2 if dtype == "BF16" and not is_cast else 4
 
     @property
     def narrow_codes(self) -> Bytes | None:
@@ -264,7 +276,8 @@ class LatticeDecoder(RecordDecoder):
         self._chunks = CodedChunks(recipe.run, side_data, begin, self._codes_end, self.count)
         self._moments = [view.tensor_at(ordinal) for ordinal in recipe.relative_to]
         layouts = [(moment.shape, moment.dtype) for moment in self._moments]
-        if layouts and layouts != [(info.shape, "F32") for info in infos]:
+        are_alike = [shape for shape, _ in layouts] == [info.shape for info in infos]
+        if layouts and not (are_alike and all(dtype in ("F32", "BF16") for _, dtype in layouts)):
             raise ValueError("second moments that do not fit their tensors")
         self._lattices: list[Lattice] = []
         self._gains: list[float | None] = [None] * len(infos)
@@ -274,7 +287,7 @@ class LatticeDecoder(RecordDecoder):
         return out + self._moment_ranges(lo, hi)
 
     def required_parents(self) -> Sequence[str]:
-        return [info.name for info in self._view.infos] if self._recipe.inherited else []
+        return [info.name for info in self._view.infos] if self._recipe.inherited or self._recipe.moved else []
 
     def quantizer_params(self, fetch: FetchParams) -> Mapping[str, QuantizerParams]:
         infos = self._view.infos
@@ -298,7 +311,16 @@ class LatticeDecoder(RecordDecoder):
         continued = self._continued_tensors(ranges, inputs)
         sources = zip_longest(ranges, parents, self._moment_ranges(lo, hi), continued)
         members = [
-            MemberDecoder(self._lattices[span.member], span, parent, squares, inputs, tensor, self._gains[span.member])
+            MemberDecoder(
+                self._lattices[span.member],
+                span,
+                parent,
+                squares,
+                inputs,
+                tensor,
+                self._gains[span.member],
+                self._moments[span.member].dtype if self._moments else "F32",
+            )
             for span, parent, squares, tensor in sources
         ]
         digests, base_digests = inputs.value_digests, inputs.base_digests
@@ -431,29 +453,47 @@ def _decode_lattices(
     """Decode the lattice of each member, or take the parent's exponents if the recipe says that they are inherited."""
     if seeds.size != len(infos):
         raise _native.Truncated("the lattices end too early")
-    lattices = parents if recipe.inherited else _decode_exponents(data, infos, recipe, seeds.tolist())
-    if len(lattices) != len(infos) or not all(
-        lattice.has_counts_for(info.shape) for lattice, info in zip(lattices, infos, strict=True)
-    ):
-        raise ValueError("a parent whose tensors are not on lattices of these shapes")
-    if any(lattice.spacing != recipe.spacing or lattice.step != recipe.step for lattice in lattices):
-        raise ValueError("the parent's lattices have another spacing or step")
+    if recipe.inherited or recipe.moved:
+        _check_parents(infos, recipe, parents)
     if recipe.inherited and data.nbytes:
         raise ValueError("bytes behind inherited lattices")
     if recipe.spacing == "log" and seeds.any():
         raise ValueError('dither with spacing "log", which has none')
+    lattices = parents if recipe.inherited else _decode_exponents(data, infos, recipe, seeds.tolist(), parents)
     return [
         lattice if lattice.seed == seed else replace(lattice, seed=seed)
         for lattice, seed in zip(lattices, seeds.tolist(), strict=True)
     ]
 
 
+def _check_parents(infos: Sequence[TensorInfo], recipe: LatticeRecipe, parents: Sequence[Lattice]) -> None:
+    """Raise ValueError unless the parent has a lattice of each member that its exponents can be taken from."""
+    if len(parents) != len(infos) or not all(
+        lattice.has_counts_for(info.shape) for lattice, info in zip(parents, infos, strict=True)
+    ):
+        raise ValueError("a parent whose tensors are not on lattices of these shapes")
+    if any(lattice.spacing != recipe.spacing or lattice.step != recipe.step for lattice in parents):
+        raise ValueError("the parent's lattices have another spacing or step")
+
+
 def _decode_exponents(
-    data: Bytes, infos: Sequence[TensorInfo], recipe: LatticeRecipe, seeds: Sequence[int]
+    data: Bytes,
+    infos: Sequence[TensorInfo],
+    recipe: LatticeRecipe,
+    seeds: Sequence[int],
+    parents: Sequence[Lattice],
 ) -> list[Lattice]:
-    counts = [scale_counts(recipe.spacing, info.shape) for info in infos]
+    """Decode exponents: differences to the parent's if the recipe says that these have moved, else to those before."""
+    if recipe.moved:
+        counts = [(lattice.rows.numel(), lattice.columns.numel()) for lattice in parents]
+    else:
+        rows = _row_counts(infos, recipe)
+        counts = [scale_counts(recipe.spacing, info.shape, n) for info, n in zip(infos, rows, strict=True)]
     differences = _decode_differences(data, sum(rows + columns for rows, columns in counts))
-    exponents = np.cumsum(differences, dtype=np.int64)
+    if recipe.moved:
+        exponents = differences.astype(np.int64) + all_exponents(parents)
+    else:
+        exponents = np.cumsum(differences, dtype=np.int64)
     if bool((np.abs(exponents) > MAX_SCALE_EXPONENT).any()):
         raise ValueError("scales out of range")
     parts = np.split(exponents.astype(np.int16), np.cumsum([n for pair in counts for n in pair])[:-1])
@@ -465,6 +505,17 @@ def _decode_exponents(
     if not all(lattice.has_normal_steps(info.shape) for lattice, info in zip(lattices, infos, strict=True)):
         raise ValueError("scales out of range")
     return lattices
+
+
+def _row_counts(infos: Sequence[TensorInfo], recipe: LatticeRecipe) -> list[int]:
+    """How many rows each member has, viewed as a matrix."""
+    if not recipe.axes:
+        return [row_counts(info.shape)[0] for info in infos]
+    if len(recipe.axes) != len(infos) or any(
+        axes > len(row_counts(info.shape)) for axes, info in zip(recipe.axes, infos, strict=True)
+    ):
+        raise ValueError("more or other leading axes of matrices than the tensors have")
+    return [row_counts(info.shape)[axes - 1] for axes, info in zip(recipe.axes, infos, strict=True)]
 
 
 def _decode_differences(data: Bytes, total: int) -> NDArray[np.int32]:

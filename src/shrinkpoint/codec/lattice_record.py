@@ -36,6 +36,7 @@ from shrinkpoint.codec.lattice import (
     MIN_GAIN,
     Lattice,
     LatticeTensor,
+    row_counts,
 )
 from shrinkpoint.codec.recipe import LatticeRecipe
 from shrinkpoint.codec.reference import Reference, lattice_source
@@ -83,6 +84,7 @@ def encode_lattice_record(record: LatticeInput, *, threads: int | None = None) -
     _check_input(record)
     parents = _parent_lattices(infos, reference)
     inherited = len(parents) == len(lattices) and all(map(Lattice.has_equal_steps, parents, lattices))
+    exponents, moved = (b"", False) if inherited else _encode_exponents(lattices, parents)
     gains = record.quantized[0].origin is not None
     continued = reference is not None and all(
         tensor.has_origin_of(reference.quantized.get(info.name))
@@ -90,8 +92,8 @@ def encode_lattice_record(record: LatticeInput, *, threads: int | None = None) -
     )
     digests = _Digests(_native.Hasher(), None if reference is None else _native.Hasher())
     if digests.base is not None:
-        for exponents in exponents_of(parents if inherited else []):
-            digests.base.update(exponents)
+        for side in exponents_of(parents if inherited or moved else []):
+            digests.base.update(side)
     ends = [*accumulate((info.numel for info in infos), initial=0)]
     contexts, tokens = _native.empty(ends[-1]), _native.empty(ends[-1])
     escape_parts, top = list[bytes](), 0
@@ -108,7 +110,7 @@ def encode_lattice_record(record: LatticeInput, *, threads: int | None = None) -
         side, coded = config.encode(BYTE_FORMAT, tokens, CodingContext(base=contexts), workers)
     seed_bytes = np.array([lattice.seed for lattice in lattices], "<u4").tobytes()
     gain_bytes = np.array([tensor.gain for tensor in record.quantized], "<f4").tobytes() if gains else b""
-    lattice_bytes = seed_bytes + gain_bytes + (b"" if inherited else _encode_exponents(lattices))
+    lattice_bytes = seed_bytes + gain_bytes + exponents
     parts = b"".join(
         [
             PART_SIZES.pack(len(lattice_bytes), coded.nbytes, side.nbytes, len(escapes) // 4),
@@ -127,6 +129,8 @@ def encode_lattice_record(record: LatticeInput, *, threads: int | None = None) -
         relative_to=record.moment_ordinals,
         gains=gains,
         origin=gains and not continued,
+        moved=moved,
+        axes=() if inherited or moved else _leading_axes(infos, lattices),
     )
     stored = {"points": parts} | ({"origin": _encode_origins(record.quantized)} if recipe.origin else {})
     base = None if digests.base is None else digests.base.hexdigest()
@@ -225,14 +229,40 @@ def _parent_values(
     return tensor_bytes(as_native_float(values)), None
 
 
-def _encode_exponents(lattices: Sequence[Lattice]) -> bytes:
-    """Encode the exponents of all rows and columns: differences of consecutive ones, entropy-coded."""
+def _encode_exponents(lattices: Sequence[Lattice], parents: Sequence[Lattice]) -> tuple[bytes, bool]:
+    """Encode the exponents of all rows and columns, entropy-coded: each as the difference to the one before it.
+
+    Where that takes fewer bytes, each is the difference to the parent's exponent: most rows have not moved.
+
+    Args:
+        parents: the parent's lattices of the same members; empty: not all have one.
+
+    Returns:
+        The bytes, and True if they are differences to the parent's.
+    """
     if not lattices:
-        return b""
-    exponents = np.concatenate([side.numpy() for lattice in lattices for side in (lattice.rows, lattice.columns)])
-    differences = exponents.astype(np.int32)
+        return b"", False
+    exponents = all_exponents(lattices)
+    differences = exponents.copy()
     differences[1:] -= exponents[:-1]
-    return _encode_differences(differences)
+    alone = _encode_differences(differences)
+    if not parents or not all(map(Lattice.is_like, lattices, parents)):
+        return alone, False
+    moved = _encode_differences(exponents - all_exponents(parents))
+    return (moved, True) if len(moved) < len(alone) else (alone, False)
+
+
+def _leading_axes(infos: Sequence[TensorInfo], lattices: Sequence[Lattice]) -> tuple[int, ...]:
+    """How many leading axes of each tensor are the rows of its matrix; empty if it is one of all."""
+    rows = [lattice.rows.numel() for lattice in lattices]
+    axes = tuple(row_counts(info.shape).index(n) + 1 for info, n in zip(infos, rows, strict=True))
+    return axes if any(n > 1 for n in axes) else ()
+
+
+def all_exponents(lattices: Sequence[Lattice]) -> NDArray[np.int32]:
+    """Return the exponents of all lattices, each one's rows and then its columns."""
+    sides = [side.numpy() for lattice in lattices for side in (lattice.rows, lattice.columns)]
+    return np.concatenate(sides).astype(np.int32)
 
 
 def _encode_origins(tensors: Sequence[LatticeTensor]) -> bytes:

@@ -134,6 +134,9 @@ class LatticeRecipe:
         step: step of the spacing "log"; else 1.
         base: True if the parent's values of the same tensors are used.
         inherited: True if rows and columns of the lattices are those of the parent.
+        moved: True if they are stored as differences to those of the parent.
+        axes: how many leading axes of each tensor are the rows of its matrix; (): the first one of all, or, of
+            lattices that are inherited or moved, as many as in the parent.
         relative_to: with spacing "relative", the ordinals, in the file, of the second moments; else ().
         gains: True if each tensor has a gain and an origin; with spacing "linear" only.
         origin: True if the origins are stored. If not, they are the parent's, whose codes are on the same lattices.
@@ -147,11 +150,13 @@ class LatticeRecipe:
     relative_to: tuple[int, ...] = field(default=())
     gains: bool = False
     origin: bool = False
+    moved: bool = False
+    axes: tuple[int, ...] = field(default=())
 
 
 _CODED_KEYS = {"taps", "base", "moments"}
 _CODEBOOK_KEYS = {"centers", "exact", "exacts", "base", "moments", "residual", "under"}
-_LATTICE_KEYS = {"step", "base", "inherited", "others", "gains", "origin"}
+_LATTICE_KEYS = {"step", "base", "inherited", "others", "gains", "origin", "moved", "axes"}
 """Optional keys of the JSON by kind of recipe."""
 
 Recipe: TypeAlias = PlainRecipe | SameRecipe | CopyRecipe | CodedRecipe | CodebookRecipe | LatticeRecipe
@@ -182,12 +187,14 @@ def to_json(recipe: Recipe) -> JSON:
                 "residual": recipe.residual,
                 "under": _ranges_to_json(recipe.contexts),
             }
-        case LatticeRecipe(spacing, run, step, base, inherited, relative_to, gains, origin):
+        case LatticeRecipe(spacing, run, step, base, inherited, relative_to, gains, origin, moved, axes):
             required = {"kind": "gridded", "law": spacing, "run": _run_to_json(run)}
             optional = {
                 "step": step if step > 1 else None,
                 "base": base,
                 "inherited": inherited,
+                "moved": moved,
+                "axes": [*axes],
                 "others": _ranges_to_json(relative_to),
                 "gains": gains,
                 "origin": origin,
@@ -314,6 +321,11 @@ def _codebook_from_json(
     )
 
 
+def _are_axes(axes: JSON) -> bool:
+    are_numbers = isinstance(axes, list) and 0 < len(axes) <= MAX_MEMBERS and all(type(n) is int for n in axes)
+    return are_numbers and min(axes) >= 1 and max(axes) > 1
+
+
 def _lattice_from_json(
     law: str,
     run: dict[str, JSON],
@@ -323,6 +335,8 @@ def _lattice_from_json(
     others: JSON = (),
     gains: JSON = False,
     origin: JSON = False,
+    moved: JSON = False,
+    axes: JSON = (),
 ) -> LatticeRecipe:
     spacing = next((spacing for spacing in SPACINGS if spacing == law), None)
     max_step = MAX_LATTICE_STEP if spacing == "log" else 1
@@ -330,6 +344,10 @@ def _lattice_from_json(
         raise ValueError("a gridded recipe has an unknown law, or a step out of range")
     if type(base) is not bool or type(inherited) is not bool or (inherited and not base):
         raise ValueError("a gridded recipe inherits lattices without a base")
+    if type(moved) is not bool or (moved and (inherited or not base)):
+        raise ValueError("a gridded recipe moves lattices that it has not, or that it inherits")
+    if axes != () and (inherited or moved or not _are_axes(axes)):
+        raise ValueError("a gridded recipe has axes that are no numbers of axes, or those of its parent's lattices")
     if (spacing == "relative") != (others != ()) or others == []:
         raise ValueError("a gridded recipe lacks the second moments of its law, or has some without need")
     config = _run_from_json(run)
@@ -340,7 +358,7 @@ def _lattice_from_json(
     if (gains and not (origin or inherited)) or (origin and not gains):
         raise ValueError("a gridded recipe has gains without an origin, or an origin without gains")
     ordinals = () if others == () else _ordinals_from_json(others)
-    return LatticeRecipe(spacing, config, step, base, inherited, ordinals, gains, origin)
+    return LatticeRecipe(spacing, config, step, base, inherited, ordinals, gains, origin, moved, tuple(axes))
 
 
 def uses_context(codes: CodesRecipe) -> bool:

@@ -59,6 +59,7 @@ def quantize_to_lattice(
     *,
     second_moment: LatticeTensor | None = None,
     relative_to: str = "",
+    second_dtype: torch.dtype = torch.float32,
     previous_codes: Tensor | None = None,
     hysteresis: float = 0.5,
     threads: int | None = None,
@@ -70,6 +71,7 @@ def quantize_to_lattice(
         lattice: of spacing "linear" or "relative".
         second_moment: with spacing "relative", the quantized second moment, of the shape of `tensor`.
         relative_to: the name of that second moment.
+        second_dtype: its dtype, to which a reader rounds it.
         previous_codes: int8 or int16, the codes of the previous checkpoint on the same lattice; or None.
         hysteresis: at least 1/2.
         threads: native threads; None: as many as torch uses.
@@ -77,11 +79,12 @@ def quantize_to_lattice(
     Returns:
         The quantized tensor, with codes of one byte if all of them fit; None if some value lies beyond all points.
     """
-    if tensor.is_cpu:
+    if tensor.is_cpu and second_dtype == torch.float32:
         threads = threads or torch.get_num_threads()
         codes = _quantize_native(tensor, lattice, second_moment, previous_codes, hysteresis, threads)
     else:
-        codes = _quantize_torch(tensor, lattice, second_moment, previous_codes, hysteresis)
+        squares = None if second_moment is None else second_moment.dequantize(second_dtype)
+        codes = _quantize_torch(tensor, lattice, squares, previous_codes, hysteresis)
     return None if codes is None else LatticeTensor(codes.reshape(tensor.shape), lattice, relative_to)
 
 
@@ -109,7 +112,7 @@ def quantize_with_errors(
             return None
         points = replace(points, origin=origin, gain=gain)
         return points, quantization_error_sums(tensor, points, weights)
-    form, values = lattice.to_native(matrix_shape(tuple(tensor.shape))), tensor_bytes(as_native_float(tensor))
+    form, values = lattice.to_native(lattice.matrix_shape(tuple(tensor.shape))), tensor_bytes(as_native_float(tensor))
     if origin is not None:
         form = form.with_gain(tensor_bytes(origin), gain)
     previous, arrays = None if previous_codes is None else tensor_bytes(previous_codes.cpu()), weights.native_arrays()
@@ -133,14 +136,14 @@ def _quantize_native(
     hysteresis: float,
     threads: int,
 ) -> Tensor | None:
-    shape = matrix_shape(tuple(tensor.shape))
+    shape = lattice.matrix_shape(tuple(tensor.shape))
     for dtype in (torch.int8, torch.int16):
         codes = torch.from_numpy(_native.empty(dtype.itemsize * tensor.numel())).view(dtype)
         code_bytes = _native.lattice_quantize(
             lattice.to_native(shape),
             tensor_bytes(as_native_float(tensor)),
             tensor_bytes(codes),
-            seconds=None if second_moment is None else second_moment.lattice.to_native(shape),
+            seconds=None if second_moment is None else second_moment.to_native(),
             second_codes=None if second_moment is None else tensor_bytes(second_moment.codes.cpu()),
             previous=None if previous_codes is None else tensor_bytes(previous_codes.cpu()),
             hysteresis=hysteresis,
@@ -154,15 +157,14 @@ def _quantize_native(
 def _quantize_torch(
     tensor: Tensor,
     lattice: Lattice,
-    second_moment: LatticeTensor | None,
+    squares: Tensor | None,
     previous_codes: Tensor | None,
     hysteresis: float,
 ) -> Tensor | None:
-    squares = None if second_moment is None else second_moment.dequantize(torch.float32)
     positions = lattice_positions(tensor, lattice, squares)
     codes = positions.round()
     if previous_codes is not None:
-        previous = as_matrix(previous_codes).to(positions.device, torch.float32)
+        previous = previous_codes.reshape(positions.shape).to(positions.device, torch.float32)
         codes = torch.where((positions - previous).abs() <= hysteresis, previous, codes)
     low, high = (float(end) for end in torch.aminmax(codes)) if codes.numel() else (0.0, 0.0)
     if not -MAX_LATTICE_CODE <= low <= high <= MAX_LATTICE_CODE:
@@ -190,12 +192,13 @@ def quantization_error_sums(
             **weights.native_arrays(),
         )
         return ErrorSums(*sums)
-    errors = as_matrix(quantized.dequantize(torch.float32)) - as_matrix(weight).to(torch.float32)
-    errors = errors.to(torch.float64)
+    errors = (quantized.dequantize(torch.float32) - weight.to(torch.float32)).to(torch.float64)
     square_errors = errors.square()
-    slopes, squares = weights
-    slope = 0.0 if slopes is None else float((slopes.to(errors.device) * errors).sum())
-    curvature = 0.0 if squares is None else float((squares.to(errors.device) * square_errors).sum())
+
+    def weighted_sum(weights: Tensor | None, values: Tensor) -> float:
+        return 0.0 if weights is None else float((weights.to(values.device) * values.reshape(weights.shape)).sum())
+
+    slope, curvature = weighted_sum(weights.slopes, errors), weighted_sum(weights.squares, square_errors)
     return ErrorSums(slope, curvature, float(square_errors.sum()))
 
 
@@ -222,7 +225,7 @@ def movement_sums(
         times what is written of it with the hysteresis of level 0, 1, ... `levels`.
     """
     codes, first = points.codes, points.first_codes
-    form = points.lattice.to_native(matrix_shape(tuple(codes.shape)))
+    form = points.lattice.to_native(points.lattice.matrix_shape(tuple(codes.shape)))
     floats = [as_native_float(matrix) for matrix in (rows, *earlier)]
     a, b, c, d, e = (tensor_bytes(tensor) for tensor in (codes, first, *floats))
     runs = _runs(indices, rows.shape[1])
@@ -240,7 +243,7 @@ def are_near_first_points(points: LatticeTensor, rows: Tensor, indices: range, m
         indices: which rows these are.
     """
     first, values = points.first_codes, as_native_float(rows)
-    form = points.lattice.to_native(matrix_shape(tuple(first.shape)))
+    form = points.lattice.to_native(points.lattice.matrix_shape(tuple(first.shape)))
     arrays, runs = (tensor_bytes(first), tensor_bytes(values)), _runs(indices, rows.shape[1])
     return _native.near_points(form, *arrays, *runs, max_steps=max_steps)
 
@@ -252,11 +255,12 @@ def _runs(rows: range, width: int) -> tuple[int, int, int, int]:
 
 def lattice_positions(tensor: Tensor, lattice: Lattice, second_moments: Tensor | None = None) -> Tensor:
     """Return the fractional code of each value: float32, of the matrix's shape; -dither where the scale is 0."""
-    values = as_matrix(tensor).to(torch.float32)
-    squares = None if second_moments is None else as_matrix(second_moments).to(tensor.device, torch.float32)
+    shape = lattice.matrix_shape(tuple(tensor.shape))
+    values = tensor.reshape(shape).to(torch.float32)
+    squares = None if second_moments is None else second_moments.reshape(shape).to(tensor.device, torch.float32)
     scales = lattice.scales(squares, tensor.device)
     positions = torch.where(scales > 0, values / scales, 0.0)
-    return positions - lattice.dither((values.shape[0], values.shape[1]), tensor.device)
+    return positions - lattice.dither(shape, tensor.device)
 
 
 DAMPING = 0.03
@@ -338,11 +342,14 @@ def quantize_second_moment(
         second moment; None without `m`.
     """
     if not v.is_cpu:
-        return _quantize_second_moment_torch(v, m, lattice, dead_zone)
+        shape = lattice.matrix_shape(tuple(v.shape))
+        matrices = v.reshape(shape), None if m is None else m.reshape(shape)
+        points, relative_sums = _quantize_second_moment_torch(*matrices, lattice, dead_zone)
+        return replace(points, codes=points.codes.reshape(v.shape)), relative_sums
     codes = _native.empty(v.numel())
     sums = _native.quantize_second_moments(
         tensor_bytes(v),
-        *matrix_shape(tuple(v.shape)),
+        *lattice.matrix_shape(tuple(v.shape)),
         tensor_bytes(lattice.rows),
         tensor_bytes(lattice.columns),
         codes,
@@ -368,6 +375,6 @@ def _quantize_second_moment_torch(
     codes = positions.clamp(-200, 200).round().clamp(ZERO_CODE + 1, -ZERO_CODE)
     codes = codes.masked_fill(positions.abs() < dead_zone, 0).to(torch.int32)
     decoded = exp2_eighths(exponents + lattice.step * codes).masked_fill(~present, 0)
-    codes = codes.masked_fill(~present, ZERO_CODE).to(torch.int8).reshape(v.shape)
+    codes = codes.masked_fill(~present, ZERO_CODE).to(torch.int8)
     sums = None if m is None else relative_squares(m, decoded).sum(1, dtype=torch.float64).cpu()
     return LatticeTensor(codes, lattice), sums

@@ -396,10 +396,12 @@ def _lattice_groups(
         tensor = quantized[info.name]
         assert isinstance(tensor, LatticeTensor)
         is_relative = bool(tensor.relative_to)
-        # A tensor that is relative to another one is rounded anew each time: the parent's points do not predict it.
-        has_reference = info.name in shared and not is_relative
-        parent = reference.quantized.get(info.name) if has_reference and reference is not None else None
-        has_equal_lattice = isinstance(parent, LatticeTensor) and parent.lattice == tensor.lattice
+        parent = reference.quantized.get(info.name) if info.name in shared and reference is not None else None
+        # What is relative to another tensor is mostly rounded with new dither: the parent's points do not predict it.
+        has_dither = isinstance(parent, LatticeTensor) and parent.lattice.seed == tensor.lattice.seed
+        has_reference = info.name in shared and (has_dither or not is_relative)
+        is_log = tensor.lattice.spacing == "log"  # whose exponents may differ from the parent's at next to no cost
+        has_equal_lattice = isinstance(parent, LatticeTensor) and (is_log or parent.lattice == tensor.lattice)
         has_origin = tensor.origin is not None, tensor.has_origin_of(parent)
         lattice = (tensor.lattice.spacing, tensor.lattice.step, has_equal_lattice, *has_origin)
         return (has_reference, is_relative, *lattice, info.dtype, info.role)
