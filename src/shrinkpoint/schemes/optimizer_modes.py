@@ -28,6 +28,8 @@ from shrinkpoint.tensors.info import Role
 
 Mode = Literal["exact", "reset", "lossy"]
 """exact: bit-exact moments. reset: moments of zero. lossy: moments on 254 logarithmic levels."""
+PlanMode = Mode | Literal["reset first"]
+"""Also "reset first": first moments of zero, all else as it is."""
 
 _MOMENTS = (Role.MOMENT1, Role.MOMENT2)
 
@@ -42,13 +44,17 @@ def check_mode(mode: str) -> Mode:
     return checked
 
 
-def zeroed_moments(state: FlatState) -> Iterator[tuple[str, Tensor]]:
+def zeroed_moments(state: FlatState, *, first_only: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield name and zeros of every moment, and of the step counters next to them.
 
     Counters are reset for Adam's bias correction, without which zero moments would make the first steps too long.
+
+    Args:
+        first_only: of first moments alone; counters stay, because second moments do.
     """
-    moments = [name for name, info in state.infos.items() if info.role in _MOMENTS]
-    parents = {name.rpartition("/")[0] for name in moments}
+    roles = (Role.MOMENT1,) if first_only else _MOMENTS
+    moments = [name for name, info in state.infos.items() if info.role in roles]
+    parents = set() if first_only else {name.rpartition("/")[0] for name in moments}
     counters = [f"{parent}/step" for parent in parents if f"{parent}/step" in state.tensors]
     for name in (*moments, *counters):
         yield name, torch.zeros_like(state.tensors[name], device="cpu", memory_format=torch.contiguous_format)

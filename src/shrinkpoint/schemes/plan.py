@@ -58,7 +58,7 @@ class QuantizationPlan(RecordEncodingMixin):
     id: str
     quantized: Mapping[str, QuantizedTensor] = field(repr=False)
     cast_sources: Mapping[str, str] = field(default_factory=dict)
-    optimizer: optimizer_modes.Mode = "exact"
+    optimizer: optimizer_modes.PlanMode = "exact"
     coders: Sequence[str] = CODERS
     loss: JSON = None
     keyframe: bool = False
@@ -73,8 +73,9 @@ class QuantizationPlan(RecordEncodingMixin):
         changed: dict[str, TensorSource] = {}
         quantized_tensors = to_host(self.quantized)
         wait_for_devices(tensor.codes for tensor in self.quantized.values())
-        if self.optimizer == "reset":
-            changed.update(optimizer_modes.zeroed_moments(state))
+        if self.optimizer in ("reset", "reset first"):
+            first_only = self.optimizer == "reset first"
+            changed.update(optimizer_modes.zeroed_moments(state, first_only=first_only))
         elif self.optimizer == "lossy":
             quantized_tensors |= optimizer_modes.quantize_moments(state, GlobalStats.from_state(state))
         for name, quantized in quantized_tensors.items():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.adam_states import adam, normal, squares
 from helpers.parameters import each_value
-from helpers.small_training import Run
+from helpers.small_training import Run, Silent
 from helpers.strategies import same
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,24 +18,25 @@ from torch import Tensor, nn
 
 import shrinkpoint as sp
 from shrinkpoint.codec.lattice import Lattice, LatticeTensor, as_matrix
-from shrinkpoint.quantize.lattice import quantize_second_moment
+from shrinkpoint.quantize.lattice import quantize_second_moment, quantize_to_lattice
 from shrinkpoint.quantize.statistics import relative_squares, second_moment_sums
 from shrinkpoint.schemes.fisher.moment_lattices import (
     MIN_LATTICE_NUMEL,
     MomentPrecision,
     first_row_exponents,
     moments_to_lattices,
-    quantize_first,
+    own_momentum_exponents,
     quantize_momentum,
+    round_stochastically,
     second_exponents,
 )
 from shrinkpoint.sharding.global_tensors import GlobalTensors
+from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.tensors.flat_state import flatten, unflatten
 from shrinkpoint.tensors.info import Role
-from shrinkpoint.tensors.optimizers import MomentKind
 
 STEPS = MomentPrecision()
-MOMENTUM_STEP = STEPS.momentum_steps[MomentKind.MOMENTUM]
+MOMENTUM_STEP = 4.0
 SHAPES = [(48, 32), (700,), (12, 4, 3, 3), (1, 200), (200, 1)]
 
 
@@ -113,7 +114,14 @@ def quantize_second(v: Tensor) -> LatticeTensor:
 
 def quantize_beside(m: Tensor, v: LatticeTensor, seed: int) -> LatticeTensor | None:
     means = relative_squares(m, v.dequantize(torch.float32)).mean(1)
-    return quantize_first(m, v, "v", seed, first_row_exponents(means, STEPS))
+    rows = first_row_exponents(means, torch.full_like(means, STEPS.first_step), STEPS)
+    lattice = Lattice("relative", rows, torch.zeros(1, dtype=torch.int16), seed=seed)
+    return quantize_to_lattice(m, lattice, second_moment=v, relative_to="v")
+
+
+def quantize_alone(m: Tensor, seed: int) -> LatticeTensor | None:
+    exponents = own_momentum_exponents(m, MOMENTUM_STEP)
+    return None if exponents is None else quantize_momentum(m, Lattice("linear", *exponents, seed=seed))
 
 
 def relative(shape: tuple[int, ...]) -> tuple[Tensor, LatticeTensor, Tensor]:
@@ -128,7 +136,7 @@ def test_the_error_of_first_moments_is_at_most_half_a_step_and_zero_on_average(s
     m, second, v = relative(shape)
     total, count = torch.zeros(shape), 200
     for seed in range(1, count + 1):
-        points = quantize_momentum(m, seed, MOMENTUM_STEP) if alone else quantize_beside(m, second, seed)
+        points = quantize_alone(m, seed) if alone else quantize_beside(m, second, seed)
         assert points is not None
         half = points.lattice.scales(None if alone else as_matrix(v)).expand(as_matrix(m).shape).reshape(shape) / 2
         error = points.dequantize(torch.float32, None if alone else v) - m
@@ -152,28 +160,44 @@ def test_each_save_and_each_tensor_has_a_dither_of_its_own():
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_rows_that_hardly_move_get_little_noise(alone):
-    """At most four root mean squares of the row, be it a millionth of the others."""
+    """At most five root mean squares of the row, be it a millionth of the others."""
     m, second, v = relative((40, 64))
     m[:10] *= 1e-3
     m[10] *= 1e-6
-    points = quantize_momentum(m, 3, MOMENTUM_STEP) if alone else quantize_beside(m, second, 3)
+    points = quantize_alone(m, 3) if alone else quantize_beside(m, second, 3)
     assert points is not None
     error = points.dequantize(torch.float32, None if alone else v) - m
     error, usual = (error, m) if alone else (error / v.sqrt(), m / v.sqrt())
     noise, rows = error.square().mean(1).sqrt(), usual.square().mean(1).sqrt()
-    assert bool((noise <= 4.3 * rows).all())
+    assert bool((noise <= 5.3 * rows).all())
     if not alone:
-        assert bool((error.abs().amax(1) <= 4.3 * rows).all())
+        assert bool((error.abs().amax(1) <= 5.3 * rows).all())
 
 
-def test_a_momentum_with_zeros_keeps_them():
-    """Without a second moment beside them nothing says where they are: then all of it stays exact."""
-    m = normal(40, 64)
-    for place in ((7,), (slice(None), 5), (2, 3)):
-        dead = m.clone()
-        dead[place] = 0.0
-        assert quantize_momentum(dead, 3, MOMENTUM_STEP) is None
-    assert quantize_momentum(m, 3, MOMENTUM_STEP) is not None
+def test_a_momentum_with_zeros_keeps_them_and_its_error_is_zero_on_average():
+    own = normal(40, 64)
+    own[7], own[:, 5], own[2, 3] = 0.0, 0.0, 0.0
+    lattice = Lattice("linear", *own_momentum_exponents(own, 8.0))
+    total = torch.zeros_like(own)
+    for seed in range(1, 201):
+        found = round_stochastically(own, lattice, seed).dequantize(torch.float32)
+        assert not found[own == 0].any()
+        assert bool(((found - own).abs() <= lattice.scales() * 1.001).all())
+        total += (found - own) / lattice.scales()
+    assert float((total / 200).abs().max()) < 6 * 0.5 / math.sqrt(200) and abs(float((total / 200).mean())) < 1e-2
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adamax])
+def test_a_momentum_with_zeros_is_coded_with_its_zeros(make):
+    run, name = Run(), "momentum_buffer" if make is torch.optim.SGD else "exp_avg"
+    run.optimizer = make(run.model.parameters(), 0.1, **({"momentum": 0.9} if make is torch.optim.SGD else {}))
+    run.steps(3)
+    state = state_of(run)
+    own = slots(state)[0][name]
+    own.copy_(normal(*own.shape))
+    own[0] = 0.0
+    found = slots(kept(state))[0][name]
+    assert not same(found, own) and not found[own == 0].any()
 
 
 @settings(max_examples=20, deadline=None)
@@ -183,7 +207,7 @@ def test_moments_of_any_size_come_back_finite(shape, level, other, seed):
     m, v = normal(*shape, seed=seed) * 10.0**level, squares(*shape, seed=seed) * 1e6 * 10.0**other / 1e3
     for found, x in zip(beside(m, v), (m, v), strict=True):
         assert bool(found[x.isfinite()].isfinite().all())
-    points = quantize_momentum(m, 3, MOMENTUM_STEP)
+    points = quantize_alone(m, 3)
     assert points is None or bool(points.dequantize(torch.float32).isfinite().all())
 
 
@@ -228,7 +252,6 @@ def test_each_optimizer_has_its_moments_coded_and_all_else_exact_and_trains_on(n
             exact = (
                 key not in laws
                 or old[key].numel() < MIN_LATTICE_NUMEL
-                or (laws[key] == "linear" and not old[key].all())
                 or (name == "adamax" and key == "exp_avg" and old[key].dim() < 2)
             )
             assert same(old[key], new[key]) is exact, key
@@ -240,7 +263,7 @@ def test_each_optimizer_has_its_moments_coded_and_all_else_exact_and_trains_on(n
         run.optimizer.load_state_dict(copy.deepcopy(one["optimizer"]))
         run.model.load_state_dict(state["model"])
         losses.append(run.steps(20).loss())
-    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+    assert losses[1] < 1.05 * losses[0]
 
 
 def noise_of_momentum(group: dict[str, Any]) -> float:
@@ -253,13 +276,17 @@ def noise_of_momentum(group: dict[str, Any]) -> float:
     return float((found - m).norm() / m.norm())
 
 
-def test_the_grid_of_a_momentum_is_what_its_optimizer_bears():
-    """Uniform errors of a step of s have a root mean square of s over the root of 12."""
+def test_the_noise_of_a_momentum_is_what_its_optimizer_bears():
+    x = normal(64, 96)
+    rounded = torch.where(x.abs() <= 0.8 * 2.4, 0.0, (x / 2.4).round() * 2.4)
+    expected = float((rounded - x).norm() / x.norm())
+    assert 0.8 < expected < 0.9
     sgd = {"momentum": 0.9, "dampening": 0.0}
     muon = {"momentum": 0.95, "ns_coefficients": (3.4, -4.8, 2.0), "ns_steps": 5}
     lion = {"betas": (0.9, 0.99)}
-    for group, step in ((sgd, 4.0), (muon, 0.5), (lion, 1.0)):
-        assert noise_of_momentum(group) == pytest.approx(step / math.sqrt(12), rel=0.1)
+    assert noise_of_momentum(sgd) == pytest.approx(8 / math.sqrt(12), rel=0.1)  # of dither
+    for group in (muon, lion):
+        assert noise_of_momentum(group) == pytest.approx(expected, rel=0.05)
     assert noise_of_momentum({"momentum": 0.9}) == 0.0
 
 
@@ -312,7 +339,7 @@ def test_nothing_of_lbfgs_is_lost():
 
 def test_a_first_moment_whose_second_one_is_not_coded_beside_it_has_no_noise_where_that_is_least():
     """Biases of keys have next to no gradient: one step for them and their neighbours would be thousands of theirs."""
-    v = squares(96).to(torch.bfloat16)
+    v = squares(96).to(torch.float64)
     m = (normal(96) * v.float().sqrt()).to(torch.bfloat16)
     state = adam({"a": normal(96)}, {"a": v}, {"a": m})
     assert same(slots(kept(state))[0]["exp_avg"], m)
@@ -350,6 +377,28 @@ def test_dropped_moments_are_what_they_are_before_the_first_step():
     run.optimizer.load_state_dict(after["optimizer"])
     run.steps(2)
     assert all(slot["step"] == 2 for slot in run.optimizer.state.values())
+
+
+def test_second_moments_alone_are_kept_with_their_counts_and_cost_what_they_cost():
+    run = trained(torch.optim.AdamW)
+    state = state_of(run)
+    coded, after = kept(state), kept(state, moments="second")
+    for before, beside, slot in zip(slots(state), slots(coded), slots(after), strict=True):
+        assert not slot["exp_avg"].any() and before["exp_avg"].any()
+        assert same(slot["exp_avg_sq"], beside["exp_avg_sq"]) and same(slot["step"], before["step"])
+    with Silent():
+        flat = flatten(state)
+        plan = sp.Fisher(relative_error=0.3, moments="second").plan(flat, None)
+        assert plan.loss["chosen"]["steps_lost_by_a_restore"] == 9.0
+        storage = [MemoryStorage(), MemoryStorage()]
+        sizes = [
+            sp.Store(place).save(1, state, scheme=sp.Fisher(relative_error=0.3, moments=mode)).roles["moment1"].stored
+            for place, mode in zip(storage, ("coded", "second"), strict=True)
+        ]
+    assert sizes[1] < 200 and sizes[1] < sizes[0]
+    run.optimizer.load_state_dict(after["optimizer"])
+    run.steps(2)
+    assert all(slot["step"] == 8 for slot in run.optimizer.state.values())
 
 
 def test_moments_that_are_small_or_not_as_they_should_be_stay_exact():

@@ -432,3 +432,51 @@ def test_what_no_manifest_of_ours_says_is_passed_over(loss):
     scheme = sp.Fisher(terms=9)
     scheme.resume(loss, 2)
     assert scheme._memory == RunMemory(None, 9.0)
+
+
+# after a bad moment
+
+
+def test_steps_that_a_bad_moment_made_small_grow_again():
+    bowl, factor = Bowl(shapes=LARGE), 1.0
+    chain = Chain(bowl, budget="1%", evaluate=lambda state: 1.0 + factor * bowl.rise(state["model"]))
+    steps, ratios = [], []
+    for number in range(16):
+        factor = 30.0 if number == 4 else 1.0
+        with Silent():
+            steps.append(chain.save()["tried"][-1]["step"])
+        ratios.append(chain.report.ratio)
+        assert number == 4 or chain.bowl.rise(chain.model) <= 0.01
+        bowl.move(0.03)
+    assert steps[4] < steps[3] / 4 and steps[-1] > 0.7 * steps[3]
+    assert ratios[-1] > 0.8 * ratios[3] > 1.5 * ratios[5]
+
+
+def test_larger_steps_that_cost_too_much_are_tried_less_and_less_and_change_nothing():
+    """Of a loss that falls by what hysteresis averages, rises say that all is well; larger steps say that it is not."""
+    bowl, trials = Bowl(17.0), []
+
+    def evaluate(state: Any) -> float:
+        rise = bowl.rise(state["model"])
+        return 1.0 + (rise if rise > 0.007 else 0.0)
+
+    chain = Chain(bowl, budget="1%", evaluate=evaluate)
+    for _ in range(20):
+        with Silent():
+            said = chain.save()
+        trials.append(len(said["tried"]))
+        assert evaluate({"model": chain.model}) <= 1.01
+        bowl.move(0.03)
+    tried = [number for number, count in enumerate(trials) if count > 1 and number > 0]
+    assert tried == [5, 14]  # after 4 quiet saves, and then after 8
+
+
+def test_weights_near_a_constant_do_not_make_a_diverged_training():
+    bowl = Bowl(shapes=LARGE)
+    bowl.center["norm.weight"] = 1 + 1e-6 * normal(300)
+    bowl.v["norm.weight"] = torch.full((300,), 1e-6)
+    chain = Chain(bowl, budget="0.1%", evaluate=bowl.evaluate)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chain.save()
+    assert "model/norm.weight" in chain.report.exact

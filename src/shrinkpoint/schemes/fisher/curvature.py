@@ -16,24 +16,23 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shrinkpoint.codec.lattice import LatticeTensor, as_matrix, matrix_shape
-from shrinkpoint.codec.parallel import map_tensors
 from shrinkpoint.quantize.lattice import ErrorSums, ErrorWeights, quantization_error_sums
 from shrinkpoint.quantize.statistics import (
     MatrixSums,
-    SecondMomentSums,
     ValueSums,
     count_codes,
     entropy_bits,
     second_moment_sums,
     value_sums,
 )
+from shrinkpoint.schemes.fisher.moment_statistics import BITS_PER_EXPONENT, MomentStatistics
 from shrinkpoint.schemes.select import max_abs
 from shrinkpoint.sharding.global_stats import HistogramSum
 from shrinkpoint.sharding.global_tensors import GlobalTensors, Marginals, TensorShard, count_mean_m2, merge_mean_std
@@ -108,6 +107,17 @@ def total_entropy_bits(tensors: GlobalTensors, codes: Mapping[str, Tensor], *, a
     return total
 
 
+def exponent_bits(tensors: GlobalTensors, fresh: Iterable[str], *, by_column: bool = True) -> float:
+    """The bits of the exponents of lattices that are not the parent's, about, summed over global tensors; a collective.
+
+    Args:
+        fresh: names of the local shards that have such lattices.
+        by_column: columns have exponents, too.
+    """
+    shapes = [matrix_shape(tensors.shapes[name]) for name in sorted(tensors.union(fresh))]
+    return BITS_PER_EXPONENT * sum(rows + (columns if by_column and rows > 1 else 0) for rows, columns in shapes)
+
+
 class SquaredGradientSource(Protocol):
     """A recorder of squared gradients for optimizers that keep none, such as `train.GradientRecorder`."""
 
@@ -145,6 +155,11 @@ class Curvature:
     second_factor: float = 1.0
     first_factor: float = 1.0
     second_sums: MatrixSums | None = field(default=None, repr=False)
+
+    def num_rows(self, shape: tuple[int, ...]) -> int | None:
+        """How many rows the matrix of a whole tensor of this shape has; None if nothing is known of all of it."""
+        is_whole = self.second is not None and self.marginals is None and self.second.numel() == math.prod(shape)
+        return self.second.shape[0] if is_whole and self.second is not None else None
 
     @property
     def squares(self) -> Tensor | None:
@@ -264,13 +279,14 @@ class Curvature:
         """
         if self.second is None:
             return 0.0
+        second = self.second if len(self.second) == len(rows) else self.second.reshape(len(rows), -1)
         if self._is_constant:
-            count = self.second.shape[1] if columns.numel() == 1 else 1
-            row_sums = self.second[:, 0].to(torch.float64) * columns.sum(dtype=torch.float64) * count
+            count = second.shape[1] if columns.numel() == 1 else 1
+            row_sums = second[:, 0].to(torch.float64) * columns.sum(dtype=torch.float64) * count
         elif columns.numel() == 1:
-            row_sums = self.second.sum(1, dtype=torch.float64) * columns.double()
+            row_sums = second.sum(1, dtype=torch.float64) * columns.double()
         else:
-            row_sums = torch.mv(self.second.to(torch.float32), columns.to(torch.float32)).to(torch.float64)
+            row_sums = torch.mv(second.to(torch.float32), columns.to(torch.float32)).to(torch.float64)
         return self.second_factor * float((row_sums * rows.to(torch.float64)).sum())
 
 
@@ -370,57 +386,6 @@ def _combine(name: str, local: Curvature, summary: _Summary, weights: GlobalWeig
         squares = rank_one_squares(summary.marginals, shard, weights.local[name].device)
         return Curvature(squares, local.first, marginals=summary.marginals, first_factor=local.first_factor)
     return replace(local, marginals=summary.marginals)
-
-
-class MomentStatistics:
-    """Statistics of the moments of one state: second moments are read once, together with their first moments."""
-
-    def __init__(self, state: FlatState) -> None:
-        self._tensors = state.tensors
-        self._pairs: dict[str, str] = {}  # second -> first moment, of the same shape and device
-        for info in state.optimizer_info.values():
-            if info.moment1 is not None and info.moment2 is not None and self._are_alike(info.moment1, info.moment2):
-                self._pairs[info.moment2] = info.moment1
-        self._seconds = {first: second for second, first in self._pairs.items()}
-        self._sums: dict[tuple[str, bool], SecondMomentSums] = {}
-
-    def sums(self, name: str, *, with_first: bool = True) -> SecondMomentSums:
-        """The sums of a second moment.
-
-        Args:
-            with_first: what is not zero in its first moment, if there is one, counts as present.
-        """
-        first = self._pairs.get(name) if with_first else None
-        if (name, first is not None) not in self._sums:
-            others = {name} if first is None else self._pairs  # what is asked of a pair is asked of all soon
-            sums = map_tensors(partial(self._sum, with_first=with_first), {key: self._tensors[key] for key in others})
-            self._sums |= {(key, first is not None): result for key, result in sums.items()}
-        return self._sums[name, first is not None]
-
-    def _sum(self, name: str, threads: int, *, with_first: bool) -> SecondMomentSums:
-        v, first = as_native_float(self._tensors[name]), self._pairs.get(name) if with_first else None
-        m = None if first is None else as_native_float(self._tensors[first])
-        return second_moment_sums(v, m, by_column=v.dim() > 1, threads=threads)
-
-    def is_finite(self, name: str) -> bool:
-        """True if all values of a moment are finite."""
-        second = name if name in self._pairs else self._seconds.get(name)
-        if second is not None and self.sums(second).is_finite:  # both moments are
-            return True
-        return math.isfinite(max_abs(self._tensors[name]))
-
-    def moment_matrix(self, name: str | None, like: Tensor) -> Tensor | None:
-        """A moment as a matrix, float32 or bfloat16; None if there is none of the shape of `like`, or not finite."""
-        moment = None if name is None else self._tensors.get(name)
-        if name is None or moment is None or moment.shape != like.shape or not moment.is_floating_point():
-            return None
-        return as_matrix(as_native_float(moment)).to(like.device) if self.is_finite(name) else None
-
-    def _are_alike(self, first: str, second: str) -> bool:
-        m, v = self._tensors.get(first), self._tensors.get(second)
-        if m is None or v is None:
-            return False
-        return m.shape == v.shape and m.device == v.device and m.is_floating_point() and v.is_floating_point()
 
 
 def adafactor_moment(state: FlatState, names: tuple[str, str], like: Tensor) -> Tensor | None:

@@ -19,49 +19,65 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shrinkpoint.codec.lattice import (
+    MAX_LATTICE_CODE,
     MAX_SCALE_EXPONENT,
     STEPS_PER_OCTAVE,
     Lattice,
     LatticeTensor,
+    dither,
     matrix_shape,
     scale_counts,
 )
 from shrinkpoint.codec.parallel import map_tensors
-from shrinkpoint.quantize.lattice import quantize_second_moment, quantize_to_lattice
+from shrinkpoint.codec.reference import QuantizedTensor, Reference
+from shrinkpoint.quantize.lattice import lattice_positions, quantize_second_moment, quantize_to_lattice
 from shrinkpoint.quantize.statistics import (
     LOG_UNITS_PER_OCTAVE,
     SecondMomentSums,
     relative_squares,
     square_sums,
 )
-from shrinkpoint.schemes.fisher.curvature import MomentStatistics
+from shrinkpoint.schemes.fisher.curvature import bias_factor
+from shrinkpoint.schemes.fisher.moment_samples import FIRST_KINDS, MIN_LATTICE_NUMEL, MomentSamples
+from shrinkpoint.schemes.fisher.moment_statistics import MomentStatistics
+from shrinkpoint.schemes.planner import PlannedSave
+from shrinkpoint.schemes.select import unchanged_tensors
 from shrinkpoint.sharding.global_tensors import GlobalTensors, Marginals
 from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.tensors.info import OptimizerInfo, Role
 from shrinkpoint.tensors.optimizers import MomentKind
 
+MOMENT_ROLES = (Role.MOMENT1, Role.MOMENT2)
+DROPPED_ROLES: Mapping[str, tuple[Role, ...]] = {"drop": MOMENT_ROLES, "second": (Role.MOMENT1,)}
+"""Roles of moments that are zero after a restore, by the argument `moments` of the scheme."""
 MOMENT_DTYPES = (torch.float32, torch.bfloat16)
-MIN_LATTICE_NUMEL = 16
-"""Values of a tensor below which it is not quantized."""
-FIRST_KINDS = (
-    MomentKind.GRADIENT_MEAN,
-    MomentKind.MOMENTUM,
-    MomentKind.ORTHOGONALIZED,
-    MomentKind.SIGN,
-    MomentKind.SCALED,
-)
 SECOND_KINDS = (MomentKind.SQUARE_MEAN, MomentKind.ACCUMULATOR)
 
 _MAX_SERIAL_NUMEL = 2048  # up to which torch takes logarithms in the calling thread
 
-# Where a step is a multiple of the moment, its noise averages out in the weights. Where the moment is orthogonalized,
-# reduced to its sign or divided by another one, noise is amplified.
 MOMENTUM_STEPS: Mapping[MomentKind, float] = {
-    MomentKind.MOMENTUM: 4.0,
+    MomentKind.MOMENTUM: 8.0,
     MomentKind.GRADIENT_MEAN: 0.5,
-    MomentKind.SCALED: 1.0,
-    MomentKind.ORTHOGONALIZED: 0.5,
-    MomentKind.SIGN: 1.0,
+    MomentKind.SCALED: 8.0,
+    MomentKind.ORTHOGONALIZED: 2.4,
+    MomentKind.SIGN: 2.4,
 }
+# The noise of a dither averages out where a step is a multiple of the moment, even if it is divided by another one.
+# Where the moment is orthogonalized or reduced to its sign, noise is amplified: a training does better with the few
+# large values alone.
+DEAD_ZONES: Mapping[MomentKind, float] = {
+    MomentKind.ORTHOGONALIZED: 0.8,
+    MomentKind.SIGN: 0.8,
+}
+_STOCHASTIC_KINDS = (MomentKind.MOMENTUM, MomentKind.SCALED)
+"""What has zeros that must stay zeros is rounded up or down by chance: its error is zero on average, as with dither."""
+_TOLERANCE = 1
+"""Eighths of an octave by which exponents may differ from those that a moment would get now."""
+_RESTING_TOLERANCE = 4
+"""The same of a moment most of which has not changed since the parent checkpoint."""
+_LONG_MEMORY = 9.0
+"""The updates that a first moment of beta1 = 0.9 still moves its weight by: beta1 / (1 - beta1)."""
+_MAX_SHORT = 64.0  # how many times larger a step may be because the moment moves its weight less
 
 Exponents = tuple[Tensor, Tensor]
 """Exponents of a lattice's rows and columns, int16, in eighths of an octave."""
@@ -72,21 +88,61 @@ class MomentPrecision:
     """Step sizes of moments.
 
     Attributes:
-        first_step: of a first moment, in square roots of second moments.
+        first_step: of a first moment, in square roots of second moments without their bias towards zero; more where
+            beta1 is below 0.9, as far as the moment moves its weight less.
         first_max: the largest step of a first moment, in root mean squares of its row.
         second_step: of a second moment, in eighths of an octave.
         dead_zone: half the width of what becomes the mean of row and column, in steps.
         accumulator_step: like `second_step`, of what never forgets (a sum, a maximum), where no error heals.
         momentum_steps: of first moments that are not relative to a second one, by kind, in root mean squares of their
             row and column.
+        dead_zones: half the widths of what becomes 0 of momentum that is rounded to the nearest, by kind, in steps;
+            other kinds have dither.
     """
 
     first_step: float = 2.0
-    first_max: float = 8.0
+    first_max: float = 10.0
     second_step: int = 24
     dead_zone: float = 0.6
     accumulator_step: int = 4
     momentum_steps: Mapping[MomentKind, float] = field(default_factory=lambda: MOMENTUM_STEPS)
+    dead_zones: Mapping[MomentKind, float] = field(default_factory=lambda: DEAD_ZONES)
+
+
+def quantize_moments(
+    save: PlannedSave,
+    count: int,
+    seed: int,
+    precision: MomentPrecision,
+    statistics: MomentStatistics,
+    samples: MomentSamples | None,
+) -> dict[str, QuantizedTensor]:
+    """Quantize the moments of a save, by name; those that have not changed at all keep their points. A collective.
+
+    Args:
+        count: tells saves apart where the optimizer counts no updates.
+        samples: of the save before; they become those of this save. None: second moments alone are quantized.
+    """
+    state, tensors = save.state, save.tensors
+    updates = [info.step for info in state.optimizer_info.values() if info.step is not None]
+    number = tensors.collectives.max_over_ranks(max(updates, default=None))
+    roles = (Role.MOMENT2,) if samples is None else MOMENT_ROLES
+    names = [name for name, info in state.infos.items() if info.role in roles]
+    unchanged = {
+        name: points
+        for name, points in unchanged_tensors(names, state, save.reference, tensors).items()
+        if isinstance(points, LatticeTensor)
+    }
+    number = count if number is None else number
+    resting = None if samples is None else samples.update(state)
+    coded = moments_to_lattices(tensors, state, number, seed, precision, statistics, unchanged, save.base, resting)
+    return {**unchanged, **coded}
+
+
+def steps_of_first_moments(state: FlatState) -> float:
+    """The steps of training that the first moments of a state still stand for: the most of all parameters."""
+    decays = (info.beta1 for info in state.optimizer_info.values() if info.moment1 is not None)
+    return round(max((beta / (1 - beta) for beta in decays if beta is not None and 0 <= beta < 1), default=0.0), 1)
 
 
 def moments_to_lattices(
@@ -97,6 +153,8 @@ def moments_to_lattices(
     precision: MomentPrecision,
     statistics: MomentStatistics | None = None,
     unchanged: Mapping[str, LatticeTensor] | None = None,
+    base: Reference | None = None,
+    resting: Collection[str] | None = (),
 ) -> dict[str, LatticeTensor]:
     """Quantize every moment of a kind that has a grid, if it is large enough and finite; the others stay exact.
 
@@ -107,13 +165,18 @@ def moments_to_lattices(
         save_number: a number that no other save of this run has, for the dither.
         statistics: of the second moments of `state`; None: none have been computed.
         unchanged: moments that have points already, by name; they are not quantized again.
+        base: the parent that these moments may be a difference to; None: there is none.
+        resting: first moments most values of which have not changed since `base`, by name; `MomentSamples`. None: first
+            moments are not quantized.
 
     Returns:
         Points by name, second moments first.
     """
     statistics = MomentStatistics(state) if statistics is None else statistics
-    quantizer = _MomentQuantizer(tensors, state, precision, statistics, unchanged or {})
+    quantizer = _MomentQuantizer(tensors, state, precision, statistics, unchanged or {}, base, resting or ())
     seconds = quantizer.quantize_seconds()
+    if resting is None:
+        return seconds
     seeds = {}
     for name, kind in state.moment_kinds.items():
         if kind in FIRST_KINDS:
@@ -136,9 +199,12 @@ class _MomentQuantizer:
         precision: MomentPrecision,
         statistics: MomentStatistics,
         unchanged: Mapping[str, LatticeTensor],
+        base: Reference | None,
+        resting: Collection[str],
     ) -> None:
         self._tensors, self._state, self._precision = tensors, state, precision
         self._statistics, self._unchanged = statistics, unchanged
+        self._with_zeros = set[str]()  # momentum that is rounded by chance
         self._relative_sums: dict[str, Tensor] = {}  # by first moment: sums by row of m^2 / v'
         large = {
             name: state.tensors[name]
@@ -156,10 +222,36 @@ class _MomentQuantizer:
             first: second for first, second in pairs.items() if second is not None and self._are_paired(first, second)
         }
         self._firsts = {second: first for first, second in self._pairs.items()}
+        self._parents = self._find_parents(base)
+        self._resting = tensors.tensors_where_all({name: name in resting for name in self._parents})
+        infos = {info.moment1: info for info in state.optimizer_info.values()}
+        self._first_steps = {first: first_step(infos[first], precision) for first in self._pairs}
 
     def _are_paired(self, first: str, second: str) -> bool:
         usable = first in self._usable and second in self._usable
         return usable and self._tensors.is_colocated(first, second)
+
+    def _find_parents(self, base: Reference | None) -> dict[str, LatticeTensor]:
+        """The parent's points of moments of which all shards have some, by local name."""
+        held = {} if base is None else base.quantized
+        points = {
+            name: parent
+            for name, moment in self._usable.items()
+            if isinstance(parent := held.get(name), LatticeTensor) and parent.codes.shape == moment.shape
+        }
+        held_by_all = self._tensors.tensors_where_all({name: name in points for name in self._usable})
+        return {name: x for name, x in points.items() if self._tensors.global_names[name] in held_by_all}
+
+    def _inherit(self, name: str, lattice: Lattice) -> Lattice:
+        """A lattice with the parent's exponents where these are about as good, and with its dither if it is resting."""
+        parent, is_resting = self._parents.get(name), self._tensors.global_names[name] in self._resting
+        if parent is None:
+            return lattice
+        if lattice.seed == parent.lattice.seed and lattice.seed and not is_resting:
+            lattice = replace(lattice, seed=lattice.seed ^ 1 or 1)  # two saves of one step
+        if lattice.spacing == "relative" and not is_resting:
+            return lattice  # with new dither nothing is coded as a difference to the parent
+        return inherit_lattice(lattice, parent.lattice, _RESTING_TOLERANCE if is_resting else _TOLERANCE, is_resting)
 
     def _moments_of_kinds(self, kinds: Collection[MomentKind]) -> dict[str, Tensor]:
         return {
@@ -183,8 +275,8 @@ class _MomentQuantizer:
             v, m = moments[name], firsts[name]
             is_mean = self._state.moment_kinds[name] is MomentKind.SQUARE_MEAN
             precision = self._precision if is_mean else finer
-            rows, columns = exponents.get(name) or second_exponents(tuple(v.shape), sums[name])
-            lattice = Lattice("log", rows, columns, step=precision.second_step)
+            rows, columns = exponents.get(name) or second_exponents(self._statistics.matrix_shape(name), sums[name])
+            lattice = self._inherit(name, Lattice("log", rows, columns, step=precision.second_step))
             return quantize_second_moment(v, m, lattice, precision.dead_zone, threads)
 
         results = map_tensors(quantize, {name: moments[name] for name in sums})
@@ -218,8 +310,7 @@ class _MomentQuantizer:
         second_points = {**self._unchanged, **seconds}
         is_paired = {
             name: self._state.moment_kinds[name] is MomentKind.GRADIENT_MEAN
-            and (second := self._pairs.get(name, "")) in second_points
-            and self._state.tensors[second].dtype == torch.float32
+            and self._pairs.get(name, "") in second_points
             for name in moments
         }
         paired = tensors.tensors_where_all(is_paired)
@@ -228,8 +319,12 @@ class _MomentQuantizer:
             for name, m in moments.items()
             if tensors.global_names[name] not in paired and not self._is_divided_vector(name)
         }
-        without_zeros = tensors.tensors_where_all({name: bool(m.all()) for name, m in momentum.items()})
-        names = [name for name in moments if tensors.global_names[name] in paired | without_zeros]
+        kinds = {name: self._state.moment_kinds[name] for name in momentum}
+        dithered = [name for name, kind in kinds.items() if kind not in self._precision.dead_zones]
+        without_zeros = tensors.tensors_where_all({name: bool(momentum[name].all()) for name in dithered})
+        self._with_zeros = {name for name in dithered if tensors.global_names[name] not in without_zeros}
+        exact = {name for name in self._with_zeros if kinds[name] not in _STOCHASTIC_KINDS}
+        names = [n for n in moments if (n in momentum and n not in exact) or tensors.global_names[n] in paired]
 
         def local_sums(name: str) -> tuple[Tensor, Tensor]:
             if name in momentum:
@@ -247,7 +342,14 @@ class _MomentQuantizer:
                 return self._quantize_momentum(name, m, seeds[name], total)
             second = self._pairs[name]
             rows = exponents[name] if total is None else self._split_row_exponents(name, total)
-            return quantize_first(m, second_points[second], second, seeds[name], rows, threads)
+            lattice = self._inherit(
+                name, Lattice("relative", rows, torch.zeros(1, dtype=torch.int16), seed=seeds[name])
+            )
+            v = second_points[second]
+            dtype = self._state.tensors[second].dtype
+            return quantize_to_lattice(
+                m, lattice, second_moment=v, relative_to=second, second_dtype=dtype, threads=threads
+            )
 
         points = map_tensors(quantize, {name: moments[name] for name in names})
         failed = tensors.union(name for name, lattice in points.items() if lattice is None)
@@ -265,34 +367,46 @@ class _MomentQuantizer:
     def _row_sums(self, name: str) -> Tensor:
         """Sums by row of the squares of a first moment, relative to the decoded second one."""
         if name not in self._relative_sums:  # the second moment has not changed, and is what a reader decodes
-            v = self._state.tensors[self._pairs[name]]
-            self._relative_sums[name] = relative_squares(self._usable[name], v).sum(1, dtype=torch.float64).cpu()
+            v, shape = self._state.tensors[self._pairs[name]], self._statistics.matrix_shape(self._pairs[name])
+            squares = relative_squares(self._usable[name].reshape(shape), v.reshape(shape))
+            self._relative_sums[name] = squares.sum(1, dtype=torch.float64).cpu()
         return self._relative_sums[name]
 
     def _row_exponents(self, names: Iterable[str]) -> dict[str, Tensor]:
         """The exponents of the rows of first moments that this rank has all of; together, as most have few rows."""
-        means = {name: self._row_sums(name) / matrix_shape(tuple(self._usable[name].shape))[1] for name in names}
+        sums = {name: self._row_sums(name) for name in names}
+        means = {name: rows / (self._usable[name].numel() // len(rows)) for name, rows in sums.items()}
         if not means:
             return {}
         # In pieces, for which torch does not wake its threads: they would take longer than the logarithms.
-        pieces = torch.split(torch.cat([*means.values()]), _MAX_SERIAL_NUMEL)
-        exponents = torch.cat([first_row_exponents(piece, self._precision) for piece in pieces])
+        largest = torch.cat([torch.full_like(rows, self._first_steps[name]) for name, rows in means.items()])
+        joined = torch.split(torch.cat([*means.values()]), _MAX_SERIAL_NUMEL), torch.split(largest, _MAX_SERIAL_NUMEL)
+        pieces = [first_row_exponents(rows, limit, self._precision) for rows, limit in zip(*joined, strict=True)]
+        exponents = torch.cat(pieces)
         return dict(zip(means, torch.split(exponents, [len(rows) for rows in means.values()]), strict=True))
 
     def _split_row_exponents(self, name: str, sums: Marginals) -> Tensor:
         """The exponents of the rows of a shard of a first moment, from the sums of all shards."""
-        rows = first_row_exponents(sums.mean_along(1), self._precision)
+        means = sums.mean_along(1)
+        rows = first_row_exponents(means, torch.full_like(means, self._first_steps[name]), self._precision)
         return self._slice(name, Lattice("relative", rows, torch.zeros(1, dtype=torch.int16)))[0]
 
     def _quantize_momentum(self, name: str, m: Tensor, seed: int, sums: Marginals | None) -> LatticeTensor | None:
-        step = self._precision.momentum_steps[self._state.moment_kinds[name]]
+        kind = self._state.moment_kinds[name]
+        step, dead_zone = self._precision.momentum_steps[kind], self._precision.dead_zones.get(kind)
         if sums is None:
-            return quantize_momentum(m, seed, step)
-        counts = scale_counts("linear", sums.shape)
-        exponents = momentum_exponents(sums.mean, sums.mean_along(1), sums.mean_along(0), counts, step)
+            exponents = own_momentum_exponents(m, step)
+        else:
+            counts = scale_counts("linear", sums.shape)
+            exponents = momentum_exponents(sums.mean, sums.mean_along(1), sums.mean_along(0), counts, step)
+            exponents = None if exponents is None else self._slice(name, Lattice("linear", *exponents))
         if exponents is None:
             return None
-        return quantize_momentum(m, seed, step, self._slice(name, Lattice("linear", *exponents)))
+        is_dithered = dead_zone is None and name not in self._with_zeros
+        lattice = self._inherit(name, Lattice("linear", *exponents, seed=seed if is_dithered else 0))
+        if name in self._with_zeros:
+            return round_stochastically(m, lattice, seed)
+        return quantize_momentum(m, lattice, dead_zone)
 
     def _slice(self, name: str, lattice: Lattice) -> Exponents:
         """The exponents of a shard's rows and columns, from the lattice of its global tensor."""
@@ -301,42 +415,59 @@ class _MomentQuantizer:
         return part.rows, part.columns
 
 
-def quantize_first(
-    m: Tensor, v: LatticeTensor, relative_to: str, seed: int, rows: Tensor, threads: int | None = None
-) -> LatticeTensor | None:
-    """Quantize a first moment relative to the square root of `v`, which is named `relative_to`.
+def first_step(info: OptimizerInfo, precision: MomentPrecision) -> float:
+    """The largest step of a first moment, in square roots of its second moment.
+
+    What an error e of the moment moves its weight by is `lr e beta1 / (1 - beta1)` in roots of the second moment
+    without its bias. This is what is bounded, for every age and every decay.
+    """
+    beta1 = info.beta1 if info.beta1 is not None and 0 <= info.beta1 < 1 else 0.9
+    moves = min(beta1 / (1 - beta1), _LONG_MEMORY)
+    unbiased = math.sqrt(bias_factor(info.beta2, info.step))
+    return precision.first_step * unbiased * _LONG_MEMORY / max(moves, _LONG_MEMORY / _MAX_SHORT)
+
+
+def first_row_exponents(means: Tensor, largest: Tensor, precision: MomentPrecision) -> Tensor:
+    """Exponents of the rows of a first moment.
 
     Args:
-        rows: exponents of rows; `first_row_exponents`.
-        threads: native threads; None: as many as torch uses.
+        means: of its squares relative to the second moment, by row.
+        largest: steps; `first_step`.
     """
-    lattice = Lattice("relative", rows, torch.zeros(1, dtype=torch.int16), seed=seed)
-    return quantize_to_lattice(m, lattice, second_moment=v, relative_to=relative_to, threads=threads)
+    steps = torch.minimum(means.to(torch.float32).sqrt() * precision.first_max, largest.to(torch.float32))
+    return _log2_exponents(steps.clamp(min=2.0 ** (-MAX_SCALE_EXPONENT / STEPS_PER_OCTAVE)))
 
 
-def first_row_exponents(means: Tensor, precision: MomentPrecision) -> Tensor:
-    """Exponents of the rows of a first moment, from the row means of its squares relative to the second moment."""
-    steps = (means.to(torch.float32).sqrt() * precision.first_max).clamp(
-        max=precision.first_step, min=2.0 ** (-MAX_SCALE_EXPONENT / STEPS_PER_OCTAVE)
-    )
-    return _log2_exponents(steps)
-
-
-def quantize_momentum(m: Tensor, seed: int, step: float, exponents: Exponents | None = None) -> LatticeTensor | None:
-    """Quantize a first moment without a second one (momentum); None if some values are zero and must stay so.
+def quantize_momentum(m: Tensor, lattice: Lattice, dead_zone: float | None = None) -> LatticeTensor | None:
+    """Quantize a first moment without a second one (momentum); None if points do not reach as far as it.
 
     Args:
-        step: in root mean squares of a row and column.
-        exponents: None: those of the means of the squares of `m`. If given, no value is zero.
+        dead_zone: half the width of what becomes 0, in steps; None: the nearest points.
     """
-    if exponents is None:
-        if not bool(m.all()):
-            return None
-        rows, columns = matrix_shape(tuple(m.shape))
-        sums = square_sums(m)
-        means = float(sums.rows.sum()) / (rows * columns), sums.rows / columns, sums.columns / rows
-        exponents = momentum_exponents(*means, scale_counts("linear", tuple(m.shape)), step)
-    return None if exponents is None else quantize_to_lattice(m, Lattice("linear", *exponents, seed=seed))
+    if dead_zone is None:
+        return quantize_to_lattice(m, lattice)
+    zeros = torch.zeros(m.shape, dtype=torch.int8, device=m.device)
+    return quantize_to_lattice(m, lattice, previous_codes=zeros, hysteresis=dead_zone)
+
+
+def round_stochastically(m: Tensor, lattice: Lattice, seed: int) -> LatticeTensor | None:
+    """Quantize a momentum to the point below or above each value, by chance, so that its mean is the value.
+
+    A zero stays zero. None if points do not reach as far as the momentum.
+    """
+    positions = lattice_positions(m, lattice)
+    codes = (positions + dither(seed, (positions.shape[0], positions.shape[1]), m.device)).round()
+    if not bool((codes.abs() <= MAX_LATTICE_CODE).all()):
+        return None
+    return LatticeTensor(codes.to(torch.int16).reshape(m.shape), lattice).narrow()
+
+
+def own_momentum_exponents(m: Tensor, step: float) -> Exponents | None:
+    """`momentum_exponents` of a whole momentum."""
+    rows, columns = matrix_shape(tuple(m.shape))
+    sums = square_sums(m)
+    means = float(sums.rows.sum()) / (rows * columns), sums.rows / columns, sums.columns / rows
+    return momentum_exponents(*means, scale_counts("linear", tuple(m.shape)), step)
 
 
 def momentum_exponents(
@@ -358,8 +489,28 @@ def momentum_exponents(
     return _log2_exponents(rows.clamp(min=tiny) * (mean_square**0.5 * step)), _log2_exponents(columns.clamp(min=tiny))
 
 
+def inherit_lattice(lattice: Lattice, parent: Lattice, tolerance: int, with_seed: bool = False) -> Lattice:
+    """The lattice with those exponents of the parent's that differ by at most `tolerance`, which are not written again.
+
+    Args:
+        tolerance: in eighths of an octave.
+        with_seed: take the parent's dither as well, so that values which have not changed keep their codes.
+    """
+    if not lattice.is_like(parent):
+        return lattice
+
+    def hold(own: Tensor, before: Tensor) -> Tensor:
+        return torch.where((own.int() - before.int()).abs() <= tolerance, before, own)
+
+    seed = parent.seed if with_seed else lattice.seed
+    held = replace(
+        lattice, rows=hold(lattice.rows, parent.rows), columns=hold(lattice.columns, parent.columns), seed=seed
+    )
+    return parent if held == parent else held  # which has its native form already
+
+
 def second_exponents(shape: tuple[int, ...], sums: SecondMomentSums) -> Exponents:
-    """Exponents of the rows and columns of a whole second moment of this shape."""
+    """Exponents of the rows and columns of a whole second moment, or of the matrix of this shape that it is seen as."""
     logs, counts = (
         Marginals(shape, float(part.rows.sum()), part.rows, part.columns) for part in (sums.logs, sums.counts)
     )

@@ -12,6 +12,7 @@ from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.schemes.base import finite_or_text
 from shrinkpoint.schemes.evaluate import Degradation
 from shrinkpoint.schemes.fisher.run_memory import UNKNOWN_ERROR, RunMemory, standard_error
+from shrinkpoint.schemes.fisher.state_bits import StateBits
 from shrinkpoint.schemes.fisher.steps import (
     QuantizedWeights,
     StepCandidates,
@@ -42,33 +43,14 @@ DEFAULT_SHARE = 0.1
 _CHANGE_THRESHOLD = to_log_step(2**0.5)
 """The difference to the best step size from which steps are changed, because a change costs bits."""
 _GROWTH_THRESHOLD = 3 * _CHANGE_THRESHOLD
+_LARGER = 2 * _CHANGE_THRESHOLD
+"""By how much larger steps are tried after many saves whose rises were far below the budget: twice as large."""
+MAX_SHARE_OF_LARGER = 0.75
+"""The share of the budget within which the rise of such steps must be."""
 """The same for larger steps at a run's first save, because they cost an evaluation; later saves take them anyway."""
 _FIRST_STEP, _FIRST_SHARE, _FIRST_EXPONENT = 1.6, 0.01, 0.4
 """The first step size, in standard deviations, for a budget of this share of the loss, and the power of other shares:
 guesses from a few trainings."""
-
-
-@dataclass(frozen=True)
-class StateBits:
-    """The size of a whole state in bits.
-
-    Attributes:
-        raw: without compression.
-        other: what is stored besides the weights.
-        is_first: True if this is the first checkpoint of a run, and no file alone.
-    """
-
-    raw: float
-    other: float
-    is_first: bool
-
-    def weight_bits(self, ratio: float) -> float:
-        """The bits that remain for the weights if the whole state is to be `ratio` times smaller."""
-        return self.raw / ratio - self.other
-
-    def ratio(self, bits: float) -> float:
-        """The compression ratio of the whole state if the weights have `bits`."""
-        return self.raw / max(1.0, self.other + bits)
 
 
 @dataclass(frozen=True)
@@ -254,6 +236,8 @@ class LossBudget(Objective):
             return _accept(candidates.quantize(log_step), RunMemory(), None)
         can_grow = memory.log_step is None
         log_step = self._initial_step(candidates, memory, is_measured=measure is not None)
+        held = memory.log_step
+        is_larger = measure is not None and held is not None and log_step > held and memory.quiet.are_over
         if measure is None:  # what hysteresis costs is not in the prediction
             return _accept(candidates.quantize(log_step, max_hysteresis=0.5), memory, None)
         trials: list[JSON] = []
@@ -263,6 +247,14 @@ class LossBudget(Objective):
             weights = candidates.quantize(log_step, max_hysteresis=limit)
             trial = self._measure_trial(weights, memory, measure, is_first=state_bits.is_first, number=len(trials))
             trials.append(trial.record)
+            if is_larger and held is not None:
+                is_larger = False
+                if not self._accepts_larger(trial, memory):
+                    log_step = held
+                    continue
+            elif len(trials) == 1:
+                noise = 2 * standard_error(trial.change.differences)
+                memory.quiet = memory.quiet.after((trial.rise + noise) / self._max_rise)
             is_fallback = limit < memory.max_hysteresis
             if weights.hysteresis > 0.5 or (trial.rise <= self._max_rise and not is_fallback):
                 memory.adapt_hysteresis(weights, trial.rise / self._max_rise, TARGET_SHARE)
@@ -278,6 +270,12 @@ class LossBudget(Objective):
             else:
                 log_step, can_grow = self._reduce_step(weights, trial.rise), False
         return best or StepChoice(None, trials)
+
+    def _accepts_larger(self, trial: _Trial, memory: RunMemory) -> bool:
+        """True if the steps of a quiet time are accepted: not by a narrow margin, as few weights were held by them."""
+        is_accepted = trial.rise <= MAX_SHARE_OF_LARGER * self._max_rise
+        memory.quiet = memory.quiet.after_trial(is_accepted=is_accepted)
+        return is_accepted
 
     def _measure_trial(
         self, weights: QuantizedWeights, memory: RunMemory, measure: Measure, number: int, *, is_first: bool
@@ -309,6 +307,8 @@ class LossBudget(Objective):
         best = self._predicted_step(candidates, memory)
         if memory.log_step is None:
             return best
+        if is_measured and memory.quiet.are_over:
+            return min(memory.log_step + _LARGER, MAX_LOG_STEP)
         change = min(best - memory.log_step, 2 * _CHANGE_THRESHOLD)
         if abs(change) <= _CHANGE_THRESHOLD or (is_measured and change < 0):
             return memory.log_step

@@ -227,7 +227,7 @@ class StochasticRounding:
         parent = self.parent_points
         same_steps = (lattice.rows == parent.lattice.rows).to(weight.device)[:, None]
         same_steps = same_steps & (lattice.columns == parent.lattice.columns).to(weight.device)[None, :]
-        parent_codes = as_matrix(parent.codes).to(weight.device, torch.float32)
+        parent_codes = parent.codes.reshape(positions.shape).to(weight.device, torch.float32)
         codes = torch.where(self.unchanged & same_steps, parent_codes, codes)
         if not bool((codes.abs() <= MAX_LATTICE_CODE).all()):
             return None
@@ -251,7 +251,8 @@ def choose_stochastic_rounding(
             continue
         if parent.has_like(name, tuple(weight.shape), weight.dtype):
             values = points.points().dequantize(weight.dtype)  # what a gain has moved off its point is rounded
-            roundings[name] = StochasticRounding(points, as_matrix(equal_elements(weight, values)), seeds[name])
+            shape = points.lattice.matrix_shape(tuple(weight.shape))
+            roundings[name] = StochasticRounding(points, equal_elements(weight, values).reshape(shape), seeds[name])
     shares = weights.share_by_tensor(
         {name: (int(rounding.unchanged.sum()), rounding.unchanged.numel()) for name, rounding in roundings.items()}
     )

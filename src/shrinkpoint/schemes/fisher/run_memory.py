@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -32,6 +32,10 @@ _HELD_ERROR = 1.0
 _HELD_WEIGHT = 2.0
 _MAX_RATIO = 1e4
 """Ratios of measured and predicted rises beyond it say no more: training has diverged, or the prediction is none."""
+MIN_PATIENCE = 4
+"""Saves in a row whose rises are far below the budget, before larger steps are tried the first time."""
+_MAX_PATIENCE = 256
+_QUIET_SHARE = 0.1
 _HELD_DECAY = 0.8
 """The weight of what earlier saves have shown, relative to that of the next one."""
 
@@ -64,6 +68,35 @@ class HeldRatios:
 
 
 @dataclass(frozen=True)
+class QuietSaves:
+    """How long rises have been far below the budget, after which larger steps are tried.
+
+    Steps that were made smaller in a bad moment would otherwise stay for the rest of the chain: of weights with
+    hysteresis, N is not learned.
+
+    Attributes:
+        count: saves in a row.
+        patience: saves after which larger steps are tried; twice as many after each trial that failed.
+    """
+
+    count: int = 0
+    patience: int = MIN_PATIENCE
+
+    @property
+    def are_over(self) -> bool:
+        """True if larger steps are due."""
+        return self.count >= self.patience
+
+    def after(self, share: float) -> QuietSaves:
+        """The same after a save whose rise was this share of what is allowed, noise included."""
+        return replace(self, count=self.count + 1 if share < _QUIET_SHARE else 0)
+
+    def after_trial(self, *, is_accepted: bool) -> QuietSaves:
+        """The same after larger steps were tried."""
+        return QuietSaves(0, MIN_PATIENCE // 2 if is_accepted else min(2 * self.patience, _MAX_PATIENCE))
+
+
+@dataclass(frozen=True)
 class Prediction:
     """Forecast of the next measurement of a rise.
 
@@ -88,6 +121,7 @@ class RunMemory:
         held: what weights with hysteresis have cost.
         noise: the standard error of the last measured rise.
         slope: what the slope of the loss added to a rise, in roots of the curvature term; 0 if unknown.
+        quiet: how long rises have been far below the budget.
     """
 
     log_step: int | None = None
@@ -97,6 +131,7 @@ class RunMemory:
     held: HeldRatios = field(default_factory=HeldRatios)
     noise: float = 0.0
     slope: float = 0.0
+    quiet: QuietSaves = field(default_factory=QuietSaves)
 
     @property
     def needs_pair(self) -> bool:
@@ -224,6 +259,7 @@ class RunMemory:
             "size": self.log_step,
             "held": [held.weight, held.mean, held.scatter],
             "slope_scale": self.slope,
+            "quiet": [self.quiet.count, self.quiet.patience],
         }
 
     @classmethod
@@ -247,6 +283,10 @@ class RunMemory:
             weight, mean, scatter = (float(x) for x in held if isinstance(x, float))
             if weight >= 0 and scatter >= 0:
                 memory.held = HeldRatios(weight, mean, scatter)
+        quiet = loss.get("quiet")
+        if isinstance(quiet, list) and len(quiet) == 2:
+            count, patience = (min(n, _MAX_PATIENCE) if type(n) is int and n > 0 else 0 for n in quiet)
+            memory.quiet = QuietSaves(count, max(MIN_PATIENCE // 2, patience))
         return memory
 
 

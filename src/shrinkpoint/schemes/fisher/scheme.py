@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shrinkpoint import humanize, validate
 from shrinkpoint.codec.lattice import LatticeTensor
-from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, QuantizedTensor, Reference, RowSample
+from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, QuantizedTensor, RowSample
 from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.schemes.base import QuantizedState, check_recorder, finite_or_text
 from shrinkpoint.schemes.calibration import Calibration, EvaluateProblem
@@ -24,13 +24,18 @@ from shrinkpoint.schemes.fisher.copy_quantizer import CopyChoice, CopyMemory, Co
 from shrinkpoint.schemes.fisher.curvature import (
     Curvature,
     GlobalWeights,
-    MomentStatistics,
     SquaredGradientSource,
     estimate_curvatures,
-    total_entropy_bits,
 )
 from shrinkpoint.schemes.fisher.feedback import FeedbackFactors, find_layers, layer_curvatures
-from shrinkpoint.schemes.fisher.moment_lattices import MIN_LATTICE_NUMEL, MomentPrecision, moments_to_lattices
+from shrinkpoint.schemes.fisher.moment_lattices import (
+    DROPPED_ROLES,
+    MomentPrecision,
+    quantize_moments,
+    steps_of_first_moments,
+)
+from shrinkpoint.schemes.fisher.moment_samples import MIN_LATTICE_NUMEL, MomentSamples
+from shrinkpoint.schemes.fisher.moment_statistics import MomentStatistics
 from shrinkpoint.schemes.fisher.objective import (
     DEFAULT_LOG_STEP,
     MAX_TRIALS,
@@ -38,31 +43,32 @@ from shrinkpoint.schemes.fisher.objective import (
     LossBudget,
     Objective,
     RatioTarget,
-    StateBits,
     StepChoice,
     make_objective,
 )
 from shrinkpoint.schemes.fisher.probe import curvatures_from_probe, probe
 from shrinkpoint.schemes.fisher.rounding import MAX_HYSTERESIS
-from shrinkpoint.schemes.fisher.run_memory import UNKNOWN_ERROR, HeldRatios, RunMemory
+from shrinkpoint.schemes.fisher.run_memory import UNKNOWN_ERROR, HeldRatios, QuietSaves, RunMemory
+from shrinkpoint.schemes.fisher.state_bits import StateBits, count_state_bits
 from shrinkpoint.schemes.fisher.steps import (
     QuantizedWeights,
     StepCandidates,
     from_log_step,
+    near_constants,
     reference_curvature,
 )
-from shrinkpoint.schemes.optimizer_modes import Mode
+from shrinkpoint.schemes.optimizer_modes import PlanMode
 from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.schemes.planner import Measurement, PlannedSave, Planner
-from shrinkpoint.schemes.select import TensorSelection, select_tensors, unchanged_tensors
+from shrinkpoint.schemes.select import TensorSelection, select_tensors
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.info import JSON, Role
+from shrinkpoint.tensors.info import JSON
 from shrinkpoint.tensors.optimizers import MomentKind
 
-MomentsMode = Literal["coded", "exact", "drop"]
+MomentsMode = Literal["coded", "exact", "second", "drop"]
+_PLAN_MODES: Mapping[str, PlanMode] = {"drop": "reset", "second": "reset first"}
 CopiesMode = Literal["coded", "exact"]
-MOMENT_ROLES = (Role.MOMENT1, Role.MOMENT2)
 
 
 class FisherChoice(NamedTuple):
@@ -110,7 +116,8 @@ class Fisher(Planner["FisherChoice"]):
             decides if there is no `evaluate`. None: what a framework's trainer counts, or `evaluate` knows. Without
             all of these, steps are one standard deviation.
         gradients: a recorder of squared gradients, for optimizers that keep none.
-        moments: of the optimizer: "coded" on grids, "exact" bit for bit, or "drop": zero after a restore.
+        moments: of the optimizer: "coded" on grids, "exact" bit for bit, "second": first moments are zero after a
+            restore, which costs it `beta1 / (1 - beta1)` steps, or "drop": all are zero.
         copies: weights beside the model that track it (averages, target networks, teachers): "coded" as a model of
             their own, each at the cost of two evaluations, or "exact" bit for bit.
         seed: of the dither.
@@ -164,6 +171,7 @@ class Fisher(Planner["FisherChoice"]):
         self._num_saves, self._unmeasured_saves = 0, 0  # unmeasured: since the last measurement
         self._memory = RunMemory(num_terms=self._terms)
         self._lattice_starts: dict[str, RowSample] = {}
+        self._moment_samples = MomentSamples()
         self._copies: dict[str, CopyMemory] = {}
         self._group_curvatures: dict[str, float] = {}
 
@@ -199,8 +207,9 @@ class Fisher(Planner["FisherChoice"]):
         terms = getattr(self._evaluate, "terms", None) if self._counted_terms is None else self._counted_terms
         counted = ranks.max_over_ranks(round(terms) if isinstance(terms, int | float) and 1 <= terms < 1e18 else None)
         given = self._terms if counted is None or self._terms is not None else float(counted)
-        learned = ranks.value_if_equal((memory.num_terms, memory.terms_error, memory.held))
-        memory.num_terms, memory.terms_error, memory.held = learned or (None, UNKNOWN_ERROR, HeldRatios())
+        learned = ranks.value_if_equal((memory.num_terms, memory.terms_error, memory.held, memory.quiet))
+        unknown = (None, UNKNOWN_ERROR, HeldRatios(), QuietSaves())
+        memory.num_terms, memory.terms_error, memory.held, memory.quiet = learned or unknown
         memory.num_terms = memory.num_terms or given
         memory.begin_save()
         self._measured_loss = ranks.value_if_equal(self._measured_loss)
@@ -223,7 +232,9 @@ class Fisher(Planner["FisherChoice"]):
     def choose(self, save: PlannedSave, measurement: Measurement) -> FisherChoice:
         """Quantizes the moments, and the weights with the step size that the objective chooses."""
         metric, problem = measurement.metric, measurement.problem
-        statistics, steps = MomentStatistics(save.state), StepChoice(None)
+        foldable = save.tensors.whole if self._layers is None else ()  # errors are fed back between columns
+        parents = {} if save.reference is None else save.reference.quantized
+        statistics, steps = MomentStatistics(save.state, foldable, parents), StepChoice(None)
         memory, group_curvatures = copy.deepcopy(self._memory), self._group_curvatures
         moments = {} if problem is not None else self._quantize_moments(save, statistics)
         if self._evaluate is not None:
@@ -245,29 +256,32 @@ class Fisher(Planner["FisherChoice"]):
     def record(self, save: PlannedSave, measurement: Measurement, choice: FisherChoice) -> QuantizationPlan:
         steps, moments, problem, copies = choice
         if all_left_out := [*steps.left_out, *(name for copy in copies.values() for name in copy.left_out)]:
-            left_out = humanize.names(all_left_out)
-            text = f"weights that no points of these steps reach are kept as they are: {left_out}"
-            warn_user(f"{text}. See whether training has diverged")
+            constants = near_constants(save.state, save.tensors)
+            if far := [name for name in all_left_out if name not in constants]:
+                text = f"weights that no points of these steps reach are kept as they are: {humanize.names(far)}"
+                warn_user(f"{text}. See whether training has diverged")
         self._num_saves += 1
         loss, tensors, points = self._loss_record(save, measurement.metric, steps), save.tensors, save.unchanged
         tracked = {name: x for copy in copies.values() for name, x in copy.points.items()}
         if copies:
             loss["copies"] = {name: copy.record for name, copy in copies.items()}
         casts: dict[str, str] = {}
-        mode: Mode = "exact"
+        mode: PlanMode = "exact"
         if problem is not None:
             warn_user(f"{problem.observation}, so this checkpoint is exact, weights and moments: {problem.advice}")
             loss["exact"] = problem.observation
         else:
             points = {**(steps.weights.points if steps.weights else {}), **points, **moments, **tracked}
-            casts, mode = save.selection.cast_sources, "reset" if self._moments == "drop" else "exact"
+            casts, mode = save.selection.cast_sources, _PLAN_MODES.get(self._moments, "exact")
             if measurement.metric is not None:
                 self._measured_loss, self._unmeasured_saves = measurement.metric.baseline.value, 0
             elif not save.is_idle:
                 self._unmeasured_saves += 1
-            if any(tensors.collectives.sum_over_ranks(len(points))) or self._moments == "drop":
+            if any(tensors.collectives.sum_over_ranks(len(points))) or self._moments in _PLAN_MODES:
                 step = None if self._memory.log_step is None else round(from_log_step(self._memory.log_step), 4)
                 loss["chosen"] = {"step_in_deviations": step, "moments": self._moments}
+                if self._moments == "second":
+                    loss["chosen"]["steps_lost_by_a_restore"] = steps_of_first_moments(save.state)
                 if self._evaluate is None:
                     self._unmeasured_notice.warn_once(self, quiet=tensors.rank > 0)
         return QuantizationPlan(
@@ -353,6 +367,7 @@ class Fisher(Planner["FisherChoice"]):
         names = [name for name in unmeasured if isinstance(name, str)] if isinstance(unmeasured, list) else []
         self._calibration = Calibration(names)
         self._memory, self._group_curvatures = RunMemory(num_terms=self._terms), {}
+        self._moment_samples = MomentSamples()
         self._measured_loss, self._unmeasured_saves, self._copies = None, 0, {}
         if not isinstance(loss, dict) or loss.get("scheme") != self.id:
             return
@@ -381,24 +396,11 @@ class Fisher(Planner["FisherChoice"]):
 
     def _quantize_moments(self, save: PlannedSave, statistics: MomentStatistics) -> dict[str, QuantizedTensor]:
         """Quantizes the optimizer's moments, by name."""
-        if self._moments != "coded":
+        if self._moments not in ("coded", "second"):
             return {}
-        state, tensors = save.state, save.tensors
-        # The dither of moments changes with every save: the number of updates tells saves apart, or else a count.
-        updates = [info.step for info in state.optimizer_info.values() if info.step is not None]
-        number = tensors.collectives.max_over_ranks(max(updates, default=None))
-        if number is None:
-            number = self._num_saves + (self._lossy_restores << 20)
-        names = [name for name, info in state.infos.items() if info.role in MOMENT_ROLES]
-        unchanged = {
-            name: points
-            for name, points in unchanged_tensors(names, state, save.reference, tensors).items()
-            if isinstance(points, LatticeTensor)
-        }
-        moments = moments_to_lattices(
-            tensors, state, number, self._seed, MomentPrecision(), statistics, unchanged=unchanged
-        )
-        return {**unchanged, **moments}
+        count = self._num_saves + (self._lossy_restores << 20)
+        samples = None if self._moments == "second" else self._moment_samples
+        return quantize_moments(save, count, self._seed, MomentPrecision(), statistics, samples)
 
     def _quantize_weights(
         self,
@@ -443,7 +445,10 @@ class Fisher(Planner["FisherChoice"]):
             FeedbackFactors(weights.local, layers) if layers else None,
         )
         coded = {*candidates.weights, *selection.cast_sources}
-        bits = self._count_state_bits(save, coded, moments, base, copies)
+        bits = StateBits(math.inf, 0.0, is_first=self._num_saves == 0 and self._layers is None)
+        if isinstance(self._objective, RatioTarget):
+            dropped = DROPPED_ROLES.get(self._moments, ())
+            bits = count_state_bits(save, coded, moments, copies, dropped, is_first=self._num_saves == 0)
         objective = self._measured_objective(metric)
         choice = objective.choose(candidates, self._memory, None if metric is None else measure, bits)
         self._warn_of_choice(choice, candidates, objective, metric)
@@ -564,37 +569,3 @@ class Fisher(Planner["FisherChoice"]):
         if warning := self._calibration.noise_warning(objective.relative_budget(metric.scale)):
             warn_user(warning)
         return objective.in_loss_unit(metric.scale, noise)
-
-    def _count_state_bits(
-        self,
-        save: PlannedSave,
-        coded: set[str],
-        moments: Mapping[str, QuantizedTensor],
-        base: Reference | None,
-        copies: Sequence[WeightCopy],
-    ) -> StateBits:
-        """Counts the bits of a whole state besides the weights: moments and exact tensors. Only a ratio needs them.
-
-        Args:
-            coded: names of the weights that do not stay exact, and of their casts.
-            copies: of the weights, whose bits are taken to be as many for each value: the others are shared out.
-        """
-        if not isinstance(self._objective, RatioTarget):
-            return StateBits(math.inf, 0.0, is_first=self._num_saves == 0 and self._layers is None)
-        tensors, drop, others = save.tensors, self._moments == "drop", save.unchanged | dict(moments)
-        coded = {*coded, *others, *(name for copy in copies for name in copy.sources)}
-        coded |= {name for name, info in save.state.infos.items() if drop and info.role in MOMENT_ROLES}
-        sizes = {name: 8 * info.nbytes for name, info in save.state.infos.items() if name in tensors.primary}
-        exact, raw = tensors.collectives.sum_over_ranks(
-            sum(size for name, size in sizes.items() if name not in coded), sum(sizes.values())
-        )
-        # What a reader has already costs nothing.
-        inherited = {} if base is None else base.quantized
-        codes = {name: points.codes for name, points in others.items() if inherited.get(name) is not points}
-        numel, copied = (
-            sum(math.prod(tensors.shapes[name]) for name in names)
-            for names in (save.selection.global_names, [name for copy in copies for name in copy.global_names])
-        )
-        share = numel / max(1, numel + copied)
-        other = exact + total_entropy_bits(tensors, codes)
-        return StateBits(share * raw, share * other, is_first=self._num_saves == 0)

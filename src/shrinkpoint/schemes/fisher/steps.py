@@ -24,7 +24,7 @@ from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, Reference, RowSample
 from shrinkpoint.quantize.lattice import quantize_with_feedback
 from shrinkpoint.quantize.layer_types import EMBEDDING, HEAD, layer_type_from_name
 from shrinkpoint.schemes.fisher import rounding
-from shrinkpoint.schemes.fisher.curvature import Curvature, GlobalWeights, total_entropy_bits
+from shrinkpoint.schemes.fisher.curvature import Curvature, GlobalWeights, exponent_bits, total_entropy_bits
 from shrinkpoint.schemes.fisher.feedback import FeedbackFactors
 from shrinkpoint.schemes.fisher.rounding import (
     Hysteresis,
@@ -33,6 +33,9 @@ from shrinkpoint.schemes.fisher.rounding import (
     points_in_range,
     quantize_weight,
 )
+from shrinkpoint.sharding.global_tensors import GlobalTensors
+from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.tensors.info import Role
 
 ROW_COL_EXPONENT = 0.25
 """The power of the squared gradients by which steps fall between rows and columns. 1/2 would be right if a step cost
@@ -89,7 +92,7 @@ def make_lattice(
     """
     if not 0 < std < math.inf:
         return None
-    rows, columns = scale_counts("linear", shape)
+    rows, columns = scale_counts("linear", shape, curvature.num_rows(shape))
     level = _mean_log2_step(curvature, reference_curvature, std)
     by_row, by_column = torch.zeros(rows), torch.zeros(columns)
     if rows > 1:
@@ -141,6 +144,7 @@ MAX_STEP_EXCESS = STEPS_PER_OCTAVE
 """By how many eighths of an octave inherited steps may exceed those that a weight would get now. They exceed them more
 if it has shrunk since, or was saved while it was far too large; then they would round it away."""
 _MAX_UNBOUNDED_LEVEL = 40  # octaves of a mean step up to which no row's step is at the end of the range of exponents
+_NEAR_CONSTANT = 100.0  # standard deviations from 0, where codes may not reach
 _BITS_SAMPLE = 1 << 14
 """Values of each weight from which bits are estimated, about."""
 
@@ -341,7 +345,9 @@ class StepCandidates:
     def bits(self, log_step: int) -> float:
         """The estimated size of the points in bits: the entropy of their differences to the parent's, on a sample."""
         codes = {name: self._sample_codes(name, self._lattice_at(name, log_step)) for name in self.unit_lattices}
-        return total_entropy_bits(self._global.tensors, codes, are_sampled=True)
+        tensors = self._global.tensors
+        fresh = [name for name in self.unit_lattices if name not in self._inherited]
+        return exponent_bits(tensors, fresh) + total_entropy_bits(tensors, codes, are_sampled=True)
 
     def _fresh_lattice(
         self, name: str, curvature: Curvature, typical: float, seed: int, scale: float
@@ -382,6 +388,8 @@ class StepCandidates:
     def _quantize_with_feedback(self, name: str, lattice: Lattice, threads: int) -> LatticeTensor | None:
         """The points of a weight whose errors cancel in its layer's outputs; None if that is not possible."""
         factor, weight = self._factors[name], self.weights[name]
+        if lattice.rows.numel() != as_matrix(weight).shape[0]:
+            factor = None  # it is of other columns
         points = None if factor is None else quantize_with_feedback(weight, lattice, factor, threads=threads)
         points = points_in_range(points, weight.dtype)
         if points is None:
@@ -401,7 +409,11 @@ class StepCandidates:
     def _sample_codes(self, name: str, lattice: Lattice) -> Tensor:
         """Differences between codes and the parent's values on the same lattice, in a sample of the rows."""
         weight, rows = self.weights[name], self._shards[name].spec.sampled_rows(_BITS_SAMPLE)
-        steps = replace(lattice, rows=lattice.rows[rows]).scales(device=weight.device)
+        if lattice.rows.numel() == as_matrix(weight).shape[0]:
+            steps = replace(lattice, rows=lattice.rows[rows]).scales(device=weight.device)
+        else:
+            scales = lattice.scales(device=weight.device).expand(lattice.matrix_shape(tuple(weight.shape)))
+            steps = as_matrix(scales.reshape(weight.shape))[rows]
         codes = (as_matrix(weight)[rows].to(torch.float32) / steps).round()
         if self._reference is not None and self._reference.has_like(name, tuple(weight.shape), weight.dtype):
             parent = tensor_rows(self._reference.tensors, name, rows)
@@ -435,6 +447,21 @@ class StepCandidates:
             for name, parent in points.items()
             if self._global_names[name] in inheriting
         }
+
+
+def near_constants(state: FlatState, tensors: GlobalTensors) -> set[str]:
+    """Global names of this rank's weights that hardly differ from a constant, such as gains of norms near 1.
+
+    Steps that follow how far they vary do not reach from 0 to where they are: that is no sign of a diverging training.
+    """
+    names = set()
+    for name, info in state.infos.items():
+        weight = state.tensors[name]
+        if info.role is Role.PARAMETER and weight.numel() > 1 and weight.is_floating_point():
+            deviation, mean = (float(x) for x in torch.std_mean(weight.detach().float()))
+            if deviation * _NEAR_CONSTANT < abs(mean) < math.inf:
+                names.add(tensors.global_names[name])
+    return names
 
 
 def to_log_step(multiplier: float) -> int:
