@@ -117,7 +117,7 @@ class Rule:
                 precision = moments.MomentPrecision(**self.precision)
                 stack.enter_context(patch.object(scheme, "MomentPrecision", lambda: precision))
             if self.raw:
-                stack.enter_context(patch.object(moments, "first_step", lambda _, precision: precision.first_step))
+                stack.enter_context(patch.object(moments, "first_step_factor", lambda *_: 1.0))
                 stack.enter_context(patch.object(moments, "_STOCHASTIC_KINDS", ()))
             yield
 

@@ -139,7 +139,7 @@ class MixtureOfExperts(Text):
     def build(self) -> nn.Module:
         model = gpt()
         for block in model.blocks:  # type: ignore[union-attr]
-            block.mlp = Experts(8, 96, 192)
+            block.up, block.down = nn.Identity(), Experts(8, 96, 192)
         return model
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:

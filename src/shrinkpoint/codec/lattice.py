@@ -93,6 +93,24 @@ class Lattice:
         kinds = ((one.spacing, one.step, one.rows.numel(), one.columns.numel()) for one in (self, other))
         return len({*kinds}) == 1
 
+    def nearest_to(self, parent: Lattice, tolerance: int, *, with_seed: bool = False) -> Lattice:
+        """Return this lattice with those exponents of the parent's that differ by at most `tolerance`.
+
+        They are not written again. A lattice of another kind than the parent's is returned unchanged.
+
+        Args:
+            tolerance: in eighths of an octave.
+            with_seed: take the parent's dither as well, so that values which have not changed keep their codes.
+        """
+        if not self.is_like(parent):
+            return self
+        rows, columns = (
+            torch.where((own.int() - before.int()).abs() <= tolerance, before, own)
+            for own, before in ((self.rows, parent.rows), (self.columns, parent.columns))
+        )
+        held = replace(self, rows=rows, columns=columns, seed=parent.seed if with_seed else self.seed)
+        return parent if held == parent else held  # the parent has its native form already
+
     def exponents(self, device: torch.device | str = "cpu") -> Tensor:
         """Return the exponents of `s` in eighths of an octave: int32, of shape (rows, columns) or (rows, 1)."""
         rows, columns = (exponents.to(device, torch.int32) for exponents in (self.rows, self.columns))
@@ -112,20 +130,20 @@ class Lattice:
         """Return the dither u of every element, float32; 0.0 without a seed."""
         return dither(self.seed, shape, device) if self.seed else 0.0
 
-    def to_native(self, shape: tuple[int, int]) -> _native.Lattice:
-        """Return the native core's form of this lattice, for matrices of `shape`.
+    def to_native(self, shape: tuple[int, ...]) -> _native.Lattice:
+        """Return the native core's form of this lattice, for tensors of `shape`.
 
         It is made once, unless it would take more memory than the codes of a tensor with few values.
 
         Raises:
             ValueError: the numbers of rows or columns do not fit the shape.
         """
-        cached: tuple[tuple[int, int], _native.Lattice] | None = self.__dict__.get(_NATIVE_FORM)
+        cached: tuple[tuple[int, ...], _native.Lattice] | None = self.__dict__.get(_NATIVE_FORM)
         if cached is not None and cached[0] == shape:
             return cached[1]
-        sides = code_bytes(self.rows), code_bytes(self.columns)
-        form = _native.Lattice(*sides, *shape, powers=self.spacing == "log", step=self.step, seed=self.seed)
-        limit = max(_MAX_SMALL_EXPONENTS, shape[0] * shape[1] // _MIN_VALUES_PER_EXPONENT)
+        sides, matrix = (code_bytes(self.rows), code_bytes(self.columns)), self.matrix_shape(shape)
+        form = _native.Lattice(*sides, *matrix, powers=self.spacing == "log", step=self.step, seed=self.seed)
+        limit = max(_MAX_SMALL_EXPONENTS, matrix[0] * matrix[1] // _MIN_VALUES_PER_EXPONENT)
         if self.rows.numel() + self.columns.numel() <= limit:
             self.__dict__[_NATIVE_FORM] = shape, form
         return form
@@ -148,7 +166,7 @@ class Lattice:
 
     def has_normal_steps(self, shape: tuple[int, ...]) -> bool:
         """True if every scale of a tensor of this shape is a normal float32."""
-        return self.to_native(self.matrix_shape(shape)).has_normal_steps
+        return self.to_native(shape).has_normal_steps
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != _NATIVE_FORM}
@@ -196,7 +214,7 @@ class LatticeTensor:
 
     def to_native(self) -> _native.Lattice:
         """Return the native core's form of the lattice, by which these codes are decoded."""
-        form = self.lattice.to_native(self.lattice.matrix_shape(tuple(self.codes.shape)))
+        form = self.lattice.to_native(tuple(self.codes.shape))
         return form if self.origin is None or self.gain == 1 else form.with_gain(code_bytes(self.origin), self.gain)
 
     def native_values(self) -> tuple[_native.Lattice, Bytes]:

@@ -78,7 +78,7 @@ class MemberDecoder:
         squares_dtype: str = "F32",
     ) -> None:
         self._info, self._first, self.count, self._params = span.info, span.begin, span.end - span.begin, lattice
-        self._lattice = lattice.to_native(lattice.matrix_shape(span.info.shape))
+        self._lattice = lattice.to_native(span.info.shape)
         self._codes, self._code_bytes = np.empty(0, np.uint8), 1
         self._origin, self._gain = None if continued is None else continued.first_codes, gain
         self._parent = None if parent is None else _FetchedValues(parent, span.info.dtype, inputs, continued)

@@ -186,6 +186,12 @@ def lattice_source(tensors: Mapping[str, Tensor], name: str) -> LatticeSource | 
     return source if isinstance(source, LatticeSource) else None
 
 
+def lattice_sources(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, LatticeSource]:
+    """Return the codes that tensors are made from, by name; of those that are held as values alone, nothing."""
+    sources = tensors._sources if isinstance(tensors, DecodedTensors) else {}
+    return {name: source for name in names if isinstance(source := sources.get(name), LatticeSource)}
+
+
 QuantizedTensor: TypeAlias = CodebookTensor | LatticeTensor
 """A quantized tensor: codes with the codebook or lattice that they index."""
 

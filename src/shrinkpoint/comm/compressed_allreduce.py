@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shrinkpoint import validate
+from shrinkpoint import device, validate
 from shrinkpoint.comm.compressors.base import Compressor, CompressorContext, Identity
 from shrinkpoint.comm.error_feedback import ErrorFeedback, MessageInfo, NoFeedback, PackedMessage
 from shrinkpoint.comm.link import CompressorLike, LinkStats
@@ -217,10 +217,11 @@ class CompressedCollective:
         self, rows: Sequence[Tensor], state: _LayoutState, infos: Sequence[MessageInfo], *, copies: int = 1
     ) -> list[Tensor]:
         """Pack tensors of one shape and dtype: in a few launches on a device that has kernels, else one by one."""
-        messages = self._pack_at_once(rows, state, infos, copies) if self._has_kernels(rows, state) else None
-        if messages is None:
-            return [self._pack(row, state, info, copies=copies) for row, info in zip(rows, infos, strict=True)]
-        return messages
+        if rows and rows[0].device.type in device.DEVICE_TYPES and self._has_kernels(rows, state):
+            messages = self._pack_at_once(rows, state, infos, copies)
+            if messages is not None:
+                return messages
+        return [self._pack(row, state, info, copies=copies) for row, info in zip(rows, infos, strict=True)]
 
     def _pack_at_once(
         self, rows: Sequence[Tensor], state: _LayoutState, infos: Sequence[MessageInfo], copies: int
@@ -241,13 +242,13 @@ class CompressedCollective:
     @staticmethod
     def _has_kernels(rows: Sequence[Tensor], state: _LayoutState) -> bool:
         """True if messages of these rows may be encoded and decoded at once."""
-        return len(rows) > 0 and state.feedback.compressor.has_kernels and kernels_for(rows[0].device) is not None
+        return state.feedback.compressor.has_kernels and kernels_for(rows[0].device) is not None
 
     def _unpack_rows(
         self, wires: Sequence[Tensor], outs: Sequence[Tensor], state: _LayoutState, infos: Sequence[MessageInfo]
     ) -> None:
         """Unpack messages into tensors of one shape and dtype, as `_pack_rows` packs them."""
-        if self._has_kernels(outs, state):
+        if outs and outs[0].device.type in device.DEVICE_TYPES and self._has_kernels(outs, state):
             size = state.receiver.wire_bytes(outs[0].shape, outs[0].dtype, infos[0])
             with self.stats.timing("decode", outs[0].device):
                 if state.receiver.unpack_rows([wire[:size] for wire in wires], outs, infos):
@@ -308,7 +309,8 @@ class CompressedReduceScatter(CompressedCollective):
         infos = [
             self._message_info(encoded.layout, encoded.count, source, rank, source) for source in range(len(received))
         ]
-        if len(received) > 1 and self._has_kernels([own_row], encoded.state):
+        is_on_device = own_row.device.type in device.DEVICE_TYPES
+        if is_on_device and len(received) > 1 and self._has_kernels([own_row], encoded.state):
             return self._decode_at_once(encoded, received, infos, rank, sum_dtype)
         for source, (message, info) in enumerate(zip(received, infos, strict=True)):
             is_own = source == rank

@@ -139,11 +139,8 @@ class LinkStats:
         self.messages += 1
         self.raw_bytes += raw_bytes
         self.wire_bytes += wire_bytes
-        self._add_nonfinite(nonfinite)
-
-    def _add_nonfinite(self, count: Tensor | int) -> None:
-        if isinstance(count, Tensor) or count:  # adding 0 to a tensor on a device would be a launch
-            self._nonfinite = self._nonfinite + count
+        if isinstance(nonfinite, Tensor) or nonfinite:  # adding 0 to a tensor on a device would be a launch
+            self._nonfinite = self._nonfinite + nonfinite
 
     def add_packed(
         self,
@@ -170,7 +167,8 @@ class LinkStats:
         is_sampled = sample_every and self.messages % sample_every == 0 and tensor.numel()
         self.add_message(copies * tensor.nbytes, copies * size)
         count = state.count_nonfinite(tensor, packed.wire, info) if nonfinite is None else nonfinite
-        self._add_nonfinite(count)
+        if isinstance(count, Tensor) or count:
+            self._nonfinite = self._nonfinite + count
         if is_sampled:
             with torch.no_grad():  # a message of unknown content is one without a memory
                 decoded = packed.decoded

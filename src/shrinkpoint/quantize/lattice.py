@@ -112,7 +112,7 @@ def quantize_with_errors(
             return None
         points = replace(points, origin=origin, gain=gain)
         return points, quantization_error_sums(tensor, points, weights)
-    form, values = lattice.to_native(lattice.matrix_shape(tuple(tensor.shape))), tensor_bytes(as_native_float(tensor))
+    form, values = lattice.to_native(tuple(tensor.shape)), tensor_bytes(as_native_float(tensor))
     if origin is not None:
         form = form.with_gain(tensor_bytes(origin), gain)
     previous, arrays = None if previous_codes is None else tensor_bytes(previous_codes.cpu()), weights.native_arrays()
@@ -136,11 +136,10 @@ def _quantize_native(
     hysteresis: float,
     threads: int,
 ) -> Tensor | None:
-    shape = lattice.matrix_shape(tuple(tensor.shape))
     for dtype in (torch.int8, torch.int16):
         codes = torch.from_numpy(_native.empty(dtype.itemsize * tensor.numel())).view(dtype)
         code_bytes = _native.lattice_quantize(
-            lattice.to_native(shape),
+            lattice.to_native(tuple(tensor.shape)),
             tensor_bytes(as_native_float(tensor)),
             tensor_bytes(codes),
             seconds=None if second_moment is None else second_moment.to_native(),
@@ -225,7 +224,7 @@ def movement_sums(
         times what is written of it with the hysteresis of level 0, 1, ... `levels`.
     """
     codes, first = points.codes, points.first_codes
-    form = points.lattice.to_native(points.lattice.matrix_shape(tuple(codes.shape)))
+    form = points.lattice.to_native(tuple(codes.shape))
     floats = [as_native_float(matrix) for matrix in (rows, *earlier)]
     a, b, c, d, e = (tensor_bytes(tensor) for tensor in (codes, first, *floats))
     runs = _runs(indices, rows.shape[1])
@@ -243,7 +242,7 @@ def are_near_first_points(points: LatticeTensor, rows: Tensor, indices: range, m
         indices: which rows these are.
     """
     first, values = points.first_codes, as_native_float(rows)
-    form = points.lattice.to_native(points.lattice.matrix_shape(tuple(first.shape)))
+    form = points.lattice.to_native(tuple(first.shape))
     arrays, runs = (tensor_bytes(first), tensor_bytes(values)), _runs(indices, rows.shape[1])
     return _native.near_points(form, *arrays, *runs, max_steps=max_steps)
 

@@ -387,12 +387,15 @@ class _FileScan:
         read, where = 0, file.where
         with file.storage.open(file.key) as source:
             _drop_page_cache(source)
-            while read < max_bytes and not self.is_done:
+            while read < max_bytes and self._part_index < len(self._parts):
                 read += self._read_window(source, where)
         return read
 
     def _read_window(self, source: Source, where: str) -> int:
+        """Read as many parts as fit into a window, at once, or a window of one that is larger."""
         offset, size, pad, digest = self._parts[self._part_index]
+        if self._part_offset == 0 and pad + size <= WINDOW_BYTES:
+            return self._read_small_parts(source, where, offset - pad)
         length = min(WINDOW_BYTES, size - self._part_offset)
         if self._part_offset == 0 and pad and any(source.read(offset - pad, pad)):
             raise CorruptError(where, found=f"a filler that is not zero, at byte {offset - pad}", do=_DO)
@@ -405,6 +408,25 @@ class _FileScan:
                 raise CorruptError(where, found=found, expected=digest, do=_DO)
             self._part_index, self._part_offset, self._hasher = self._part_index + 1, 0, Hasher()
         return length + pad
+
+    def _read_small_parts(self, source: Source, where: str, begin: int) -> int:
+        """Read parts that lie one behind the other from `begin` on, and compare each."""
+        end, count = begin, 0
+        for offset, size, pad, _ in self._parts[self._part_index :]:
+            if offset - pad != end or offset + size - begin > WINDOW_BYTES:
+                break
+            end, count = offset + size, count + 1
+        data = memoryview(source.read(begin, end - begin))
+        for offset, size, pad, digest in self._parts[self._part_index : self._part_index + count]:
+            at = offset - begin
+            if pad and any(data[at - pad : at]):
+                raise CorruptError(where, found=f"a filler that is not zero, at byte {offset - pad}", do=_DO)
+            actual = xxh3_128(data[at : at + size])
+            if actual != digest:
+                found = f"bytes {offset} to {offset + size} with digest {actual}"
+                raise CorruptError(where, found=found, expected=digest, do=_DO)
+            self._part_index += 1
+        return end - begin
 
 
 def _check_same_file(file: StoredFile, digest: str, size: int) -> None:

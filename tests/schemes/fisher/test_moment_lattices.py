@@ -108,7 +108,7 @@ def test_rows_and_columns_keep_their_means():
 
 
 def quantize_second(v: Tensor) -> LatticeTensor:
-    exponents = second_exponents(tuple(v.shape), second_moment_sums(v))
+    exponents = second_exponents(v.numel(), second_moment_sums(v))
     return quantize_second_moment(v, None, Lattice("log", *exponents, step=STEPS.second_step), STEPS.dead_zone)[0]
 
 

@@ -8,8 +8,7 @@ from helpers.small_training import Silent
 from torch import Tensor, nn
 
 import shrinkpoint as sp
-from shrinkpoint.schemes.fisher.moment_samples import MomentSamples
-from shrinkpoint.schemes.fisher.moment_statistics import choose_matrix
+from shrinkpoint.schemes.fisher.moment_statistics import MomentSamples, choose_matrix
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.flat_state import flatten

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shrinkpoint import _native, validate
+from shrinkpoint import _native, device, validate
 from shrinkpoint.comm.compressors.base import NO_CONTEXT, Compressor, CompressorContext, check_compressor
 from shrinkpoint.comm.compressors.layout import (
     fill_native,
@@ -25,7 +25,6 @@ from shrinkpoint.comm.compressors.layout import (
     to_groups,
     unpack_planes,
 )
-from shrinkpoint.device import kernels_for
 from shrinkpoint.device.rows import Rows, encode_rows, fill_rows
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.tensors.dtypes import tensor_bytes
@@ -78,7 +77,7 @@ class Hadamard(Compressor):
         return self._flag_bytes(blocks) + self.compressor.wire_bytes((blocks, self.block), torch.float32, context)
 
     def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        if kernels_for(tensor.device) is not None:
+        if tensor.device.type in device.DEVICE_TYPES:
             messages = self.encode_rows([tensor], [context])
             if messages is not None:
                 return messages[0, : self.wire_bytes(tensor.shape, tensor.dtype, context)]
@@ -87,7 +86,7 @@ class Hadamard(Compressor):
 
     def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
         wire = self.check_message(wire, out, context)
-        if kernels_for(out.device) is not None and self.decode_rows([wire], [out], [context]):
+        if out.device.type in device.DEVICE_TYPES and self.decode_rows([wire], [out], [context]):
             return out
         decode = self._decode_native if out.device.type == "cpu" else self._decode_torch
         return decode(wire, out, context)

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import Tensor
 
-from shrinkpoint import _native, validate
+from shrinkpoint import _native, device, validate
 from shrinkpoint.codec.lattice import dither
 from shrinkpoint.comm.compressors.base import NO_CONTEXT, Compressor, CompressorContext
 from shrinkpoint.comm.compressors.layout import (
@@ -33,7 +33,6 @@ from shrinkpoint.comm.compressors.layout import (
     unpack_planes,
     view_dtype,
 )
-from shrinkpoint.device import kernels_for
 from shrinkpoint.device.rows import Rows, encode_rows, fill_rows, flat_rows
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.tensors.dtypes import tensor_bytes
@@ -75,7 +74,7 @@ class _Quantizer(Compressor):
         return self._head_bytes(shape) + packed_bytes(math.prod(shape), self.bits)
 
     def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
-        if kernels_for(tensor.device) is not None:
+        if tensor.device.type in device.DEVICE_TYPES:
             messages = self.encode_rows([tensor], [context])
             if messages is not None:
                 return messages[0, : self.wire_bytes(tensor.shape, tensor.dtype)]
@@ -88,7 +87,7 @@ class _Quantizer(Compressor):
 
     def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
         wire = self.check_message(wire, out, context)
-        if kernels_for(out.device) is not None and self.decode_rows([wire], [out], [context]):
+        if out.device.type in device.DEVICE_TYPES and self.decode_rows([wire], [out], [context]):
             return out
         if out.device.type != "cpu":
             return self._decode_torch(wire, out, context)

@@ -15,7 +15,7 @@ from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.pack import num_numbers, num_taps
 from shrinkpoint.codec.recipe import MAX_TAPS
-from shrinkpoint.codec.reference import QuantizedTensor, Reference, lattice_source, tensor_rows
+from shrinkpoint.codec.reference import LatticeSource, QuantizedTensor, Reference, lattice_sources, tensor_rows
 from shrinkpoint.guard import no_gc
 from shrinkpoint.tensors.compare import same_bits
 from shrinkpoint.tensors.dtypes import as_bits, joined_bytes, materialize, tensor_bytes, torch_dtype
@@ -145,9 +145,12 @@ def plan_records(
     unchanged: list[TensorInfo] = []
     changed: list[TensorInfo] = []
     shared = set[str]() if reference is None else reference.shared_names(state.infos.values())
+    parents = {} if reference is None else reference.tensors
+    sources = [lattice_sources(tensors, shared) for tensors in (state.tensors, parents)]
     for info in state.infos.values():
         codes, is_shared = quantized.get(info.name), info.name in shared
-        if reference is not None and is_shared and _is_unchanged(info.name, state, reference, codes):
+        pair = [held.get(info.name) for held in sources]
+        if reference is not None and is_shared and _is_unchanged(info.name, state, reference, codes, pair):
             unchanged.append(info)
         else:
             changed.append(info)
@@ -172,18 +175,27 @@ def plan_records(
 # unchanged tensors
 
 
-def _is_unchanged(name: str, state: FlatState, reference: Reference, quantized_tensor: QuantizedTensor | None) -> bool:
-    """True if a tensor equals the parent's of the same layout."""
+def _is_unchanged(
+    name: str,
+    state: FlatState,
+    reference: Reference,
+    quantized_tensor: QuantizedTensor | None,
+    sources: Sequence[LatticeSource | None],
+) -> bool:
+    """True if a tensor equals the parent's of the same layout.
+
+    Args:
+        sources: the codes that its values, and the parent's, are made from.
+    """
     is_residual = isinstance(quantized_tensor, CodebookTensor) and quantized_tensor.residual
     if quantized_tensor is not None and not is_residual:
         # A reader keeps the codes for the next delta, so they must be equal; where they are, values mostly are.
         parent_codes = reference.quantized.get(name)
         if parent_codes is None or not _have_equal_codes(quantized_tensor, parent_codes):
             return False
-        sources = [lattice_source(tensors, name) for tensors in (reference.tensors, state.tensors)]
         if all(source is not None and not source.quantized.relative_to for source in sources):
             return True
-    if lattice_source(reference.tensors, name) is not None:  # decoding more than the first row is mostly needless
+    if sources[1] is not None:  # decoding more than the first row is mostly needless
         heads = [tensor_rows(tensors, name, slice(1)) for tensors in (state.tensors, reference.tensors)]
         if not same_bits(*heads):
             return False

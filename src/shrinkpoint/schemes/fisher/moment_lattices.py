@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -38,13 +39,17 @@ from shrinkpoint.quantize.statistics import (
     square_sums,
 )
 from shrinkpoint.schemes.fisher.curvature import bias_factor
-from shrinkpoint.schemes.fisher.moment_samples import FIRST_KINDS, MIN_LATTICE_NUMEL, MomentSamples
-from shrinkpoint.schemes.fisher.moment_statistics import MomentStatistics
+from shrinkpoint.schemes.fisher.moment_statistics import (
+    FIRST_KINDS,
+    MIN_LATTICE_NUMEL,
+    MomentSamples,
+    MomentStatistics,
+)
 from shrinkpoint.schemes.planner import PlannedSave
 from shrinkpoint.schemes.select import unchanged_tensors
 from shrinkpoint.sharding.global_tensors import GlobalTensors, Marginals
 from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.info import OptimizerInfo, Role
+from shrinkpoint.tensors.info import Role
 from shrinkpoint.tensors.optimizers import MomentKind
 
 MOMENT_ROLES = (Role.MOMENT1, Role.MOMENT2)
@@ -225,7 +230,10 @@ class _MomentQuantizer:
         self._parents = self._find_parents(base)
         self._resting = tensors.tensors_where_all({name: name in resting for name in self._parents})
         infos = {info.moment1: info for info in state.optimizer_info.values()}
-        self._first_steps = {first: first_step(infos[first], precision) for first in self._pairs}
+        self._first_steps = {
+            first: precision.first_step * first_step_factor(info.beta1, info.beta2, info.step)
+            for first, info in ((first, infos[first]) for first in self._pairs)
+        }
 
     def _are_paired(self, first: str, second: str) -> bool:
         usable = first in self._usable and second in self._usable
@@ -251,7 +259,8 @@ class _MomentQuantizer:
             lattice = replace(lattice, seed=lattice.seed ^ 1 or 1)  # two saves of one step
         if lattice.spacing == "relative" and not is_resting:
             return lattice  # with new dither nothing is coded as a difference to the parent
-        return inherit_lattice(lattice, parent.lattice, _RESTING_TOLERANCE if is_resting else _TOLERANCE, is_resting)
+        tolerance = _RESTING_TOLERANCE if is_resting else _TOLERANCE
+        return lattice.nearest_to(parent.lattice, tolerance, with_seed=is_resting)
 
     def _moments_of_kinds(self, kinds: Collection[MomentKind]) -> dict[str, Tensor]:
         return {
@@ -275,7 +284,7 @@ class _MomentQuantizer:
             v, m = moments[name], firsts[name]
             is_mean = self._state.moment_kinds[name] is MomentKind.SQUARE_MEAN
             precision = self._precision if is_mean else finer
-            rows, columns = exponents.get(name) or second_exponents(self._statistics.matrix_shape(name), sums[name])
+            rows, columns = exponents.get(name) or second_exponents(v.numel(), sums[name])
             lattice = self._inherit(name, Lattice("log", rows, columns, step=precision.second_step))
             return quantize_second_moment(v, m, lattice, precision.dead_zone, threads)
 
@@ -415,16 +424,17 @@ class _MomentQuantizer:
         return part.rows, part.columns
 
 
-def first_step(info: OptimizerInfo, precision: MomentPrecision) -> float:
-    """The largest step of a first moment, in square roots of its second moment.
+@lru_cache(maxsize=256)
+def first_step_factor(beta1: float | None, beta2: float | None, step: int | None) -> float:
+    """The largest step of a first moment, in square roots of its second moment and in `MomentPrecision.first_step`.
 
     What an error e of the moment moves its weight by is `lr e beta1 / (1 - beta1)` in roots of the second moment
     without its bias. This is what is bounded, for every age and every decay.
     """
-    beta1 = info.beta1 if info.beta1 is not None and 0 <= info.beta1 < 1 else 0.9
+    beta1 = beta1 if beta1 is not None and 0 <= beta1 < 1 else 0.9
     moves = min(beta1 / (1 - beta1), _LONG_MEMORY)
-    unbiased = math.sqrt(bias_factor(info.beta2, info.step))
-    return precision.first_step * unbiased * _LONG_MEMORY / max(moves, _LONG_MEMORY / _MAX_SHORT)
+    unbiased = math.sqrt(bias_factor(beta2, step))
+    return unbiased * _LONG_MEMORY / max(moves, _LONG_MEMORY / _MAX_SHORT)
 
 
 def first_row_exponents(means: Tensor, largest: Tensor, precision: MomentPrecision) -> Tensor:
@@ -432,7 +442,7 @@ def first_row_exponents(means: Tensor, largest: Tensor, precision: MomentPrecisi
 
     Args:
         means: of its squares relative to the second moment, by row.
-        largest: steps; `first_step`.
+        largest: steps; `first_step_factor`.
     """
     steps = torch.minimum(means.to(torch.float32).sqrt() * precision.first_max, largest.to(torch.float32))
     return _log2_exponents(steps.clamp(min=2.0 ** (-MAX_SCALE_EXPONENT / STEPS_PER_OCTAVE)))
@@ -489,28 +499,10 @@ def momentum_exponents(
     return _log2_exponents(rows.clamp(min=tiny) * (mean_square**0.5 * step)), _log2_exponents(columns.clamp(min=tiny))
 
 
-def inherit_lattice(lattice: Lattice, parent: Lattice, tolerance: int, with_seed: bool = False) -> Lattice:
-    """The lattice with those exponents of the parent's that differ by at most `tolerance`, which are not written again.
-
-    Args:
-        tolerance: in eighths of an octave.
-        with_seed: take the parent's dither as well, so that values which have not changed keep their codes.
-    """
-    if not lattice.is_like(parent):
-        return lattice
-
-    def hold(own: Tensor, before: Tensor) -> Tensor:
-        return torch.where((own.int() - before.int()).abs() <= tolerance, before, own)
-
-    seed = parent.seed if with_seed else lattice.seed
-    held = replace(
-        lattice, rows=hold(lattice.rows, parent.rows), columns=hold(lattice.columns, parent.columns), seed=seed
-    )
-    return parent if held == parent else held  # which has its native form already
-
-
-def second_exponents(shape: tuple[int, ...], sums: SecondMomentSums) -> Exponents:
-    """Exponents of the rows and columns of a whole second moment, or of the matrix of this shape that it is seen as."""
+def second_exponents(numel: int, sums: SecondMomentSums) -> Exponents:
+    """Exponents of the rows and columns of a whole second moment of so many values, seen as the matrix of its sums."""
+    rows = len(sums.logs.rows)
+    shape = rows, numel // rows
     logs, counts = (
         Marginals(shape, float(part.rows.sum()), part.rows, part.columns) for part in (sums.logs, sums.counts)
     )

@@ -1,4 +1,4 @@
-"""Sums of second moments by row and column, and the matrices that tensors of more than two axes are seen as."""
+"""What is known of moments before they are quantized: sums of second ones, their matrices, and what has not moved."""
 
 from __future__ import annotations
 
@@ -24,7 +24,21 @@ from shrinkpoint.quantize.statistics import (
 from shrinkpoint.schemes.select import max_abs
 from shrinkpoint.tensors.dtypes import as_native_float
 from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.tensors.optimizers import MomentKind
 
+MIN_LATTICE_NUMEL = 16
+"""Values of a tensor below which it is not quantized."""
+FIRST_KINDS = (
+    MomentKind.GRADIENT_MEAN,
+    MomentKind.MOMENTUM,
+    MomentKind.ORTHOGONALIZED,
+    MomentKind.SIGN,
+    MomentKind.SCALED,
+)
+MIN_RESTING_SHARE = 0.75
+"""The least share of unchanged values of a moment that keeps its dither: changed ones then take about three times the
+bits."""
+_SAMPLE_VALUES = 256
 _SPREAD_STEP = 3.0  # octaves of a code of what is left of a second moment
 BITS_PER_EXPONENT = 4.0
 _SPREAD_SAMPLE = 1 << 14
@@ -86,9 +100,10 @@ class MomentStatistics:
     def _sum(self, name: str, threads: int, *, with_first: bool) -> SecondMomentSums:
         v, first = as_native_float(self._tensors[name]), self._pairs.get(name) if with_first else None
         m = None if first is None else as_native_float(self._tensors[first])
-        shape = self.matrix_shape(name)
-        m = None if m is None else m.reshape(shape)
-        return second_moment_sums(v.reshape(shape), m, by_column=v.dim() > 1, threads=threads)
+        if v.dim() > 2:
+            shape = self.matrix_shape(name)
+            v, m = v.reshape(shape), None if m is None else m.reshape(shape)
+        return second_moment_sums(v, m, by_column=v.dim() > 1, threads=threads)
 
     def is_finite(self, name: str) -> bool:
         """True if all values of a moment are finite."""
@@ -102,7 +117,9 @@ class MomentStatistics:
         moment = None if name is None else self._tensors.get(name)
         if name is None or moment is None or moment.shape != like.shape or not moment.is_floating_point():
             return None
-        matrix = as_native_float(moment).reshape(self.matrix_shape(name))
+        matrix = as_native_float(moment)
+        if moment.dim() != 2 or not moment.numel():
+            matrix = matrix.reshape(self.matrix_shape(name))
         return matrix.to(like.device) if self.is_finite(name) else None
 
     def _are_alike(self, first: str, second: str) -> bool:
@@ -141,3 +158,41 @@ def _matrix_bits(v: Tensor) -> float:
     left = (log2_units(float_bits(chosen)).reshape(-1) - fit)[chosen > 0] / (_SPREAD_STEP * LOG_UNITS_PER_OCTAVE)
     per_value = entropy_bits(count_codes(left.round())) / max(1, left.numel())
     return v.numel() * per_value + BITS_PER_EXPONENT * sum(v.shape)
+
+
+class MomentSamples:
+    """Some values of each first moment at the last save, which tell what has not changed since.
+
+    A wrong answer costs bytes, no correctness: of a save that failed the next one knows no more than its samples.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, Tensor] = {}
+
+    def update(self, state: FlatState) -> set[str]:
+        """Take samples of a state; return the first moments most values of which are those of the samples before."""
+        names, parts = [], []
+        for name, kind in state.moment_kinds.items():
+            moment = state.tensors[name]
+            if kind in FIRST_KINDS and moment.is_contiguous() and moment.numel() >= MIN_LATTICE_NUMEL:
+                names.append(name)
+                parts.append(moment.detach().view(-1)[:: -(-moment.numel() // _SAMPLE_VALUES)])
+        before, self._values = self._values, dict(zip(names, _copy_together(parts), strict=True))
+        return {
+            name
+            for name, values in self._values.items()
+            if (old := before.get(name)) is not None
+            and old.shape == values.shape
+            and int((old == values).sum()) >= MIN_RESTING_SHARE * old.numel()
+        }
+
+
+def _copy_together(parts: list[Tensor]) -> list[Tensor]:
+    """Copies of small vectors in host memory, float32; those of one device in one transfer."""
+    out: list[Tensor] = [torch.empty(0)] * len(parts)
+    for device in {part.device for part in parts}:
+        places = [i for i, part in enumerate(parts) if part.device == device]
+        joined = torch.cat([parts[i].to(torch.float32) for i in places]).cpu()
+        for i, values in zip(places, torch.split(joined, [parts[i].numel() for i in places]), strict=True):
+            out[i] = values
+    return out

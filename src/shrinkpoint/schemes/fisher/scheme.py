@@ -34,8 +34,7 @@ from shrinkpoint.schemes.fisher.moment_lattices import (
     quantize_moments,
     steps_of_first_moments,
 )
-from shrinkpoint.schemes.fisher.moment_samples import MIN_LATTICE_NUMEL, MomentSamples
-from shrinkpoint.schemes.fisher.moment_statistics import MomentStatistics
+from shrinkpoint.schemes.fisher.moment_statistics import MIN_LATTICE_NUMEL, MomentSamples, MomentStatistics
 from shrinkpoint.schemes.fisher.objective import (
     DEFAULT_LOG_STEP,
     MAX_TRIALS,
