@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Literal, get_args
@@ -291,6 +292,12 @@ class LatticeTensor:
         threads = torch.get_num_threads()
         _native.lattice_values(*self.native_values(), values, squares=squares, threads=threads)
         return torch.from_numpy(values.view(np.float32)).reshape(self.codes.shape)
+
+
+def all_exponents(lattices: Sequence[Lattice]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """Return the exponents of all lattices, each one's rows and then its columns."""
+    sides = [side.numpy() for lattice in lattices for side in (lattice.rows, lattice.columns)]
+    return np.concatenate(sides).astype(np.int32)
 
 
 def code_bytes(codes: Tensor) -> Bytes:

@@ -40,11 +40,12 @@ from shrinkpoint.codec.lattice import (
     MIN_GAIN,
     Lattice,
     LatticeTensor,
+    all_exponents,
     narrow_codes,
     row_counts,
     scale_counts,
 )
-from shrinkpoint.codec.lattice_record import ESCAPE, PART_SIZES, SIDE_SIZES, all_exponents, exponents_of
+from shrinkpoint.codec.lattice_record import ESCAPE, PART_SIZES, SIDE_SIZES, exponents_of
 from shrinkpoint.codec.recipe import LatticeRecipe
 from shrinkpoint.tensors.dtypes import tensor_bytes
 from shrinkpoint.tensors.info import TensorInfo

@@ -36,6 +36,7 @@ from shrinkpoint.codec.lattice import (
     MIN_GAIN,
     Lattice,
     LatticeTensor,
+    all_exponents,
     row_counts,
 )
 from shrinkpoint.codec.recipe import LatticeRecipe
@@ -257,12 +258,6 @@ def _leading_axes(infos: Sequence[TensorInfo], lattices: Sequence[Lattice]) -> t
     rows = [lattice.rows.numel() for lattice in lattices]
     axes = tuple(row_counts(info.shape).index(n) + 1 for info, n in zip(infos, rows, strict=True))
     return axes if any(n > 1 for n in axes) else ()
-
-
-def all_exponents(lattices: Sequence[Lattice]) -> NDArray[np.int32]:
-    """Return the exponents of all lattices, each one's rows and then its columns."""
-    sides = [side.numpy() for lattice in lattices for side in (lattice.rows, lattice.columns)]
-    return np.concatenate(sides).astype(np.int32)
 
 
 def _encode_origins(tensors: Sequence[LatticeTensor]) -> bytes:

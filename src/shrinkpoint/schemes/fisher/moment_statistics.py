@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -160,14 +161,14 @@ def _matrix_bits(v: Tensor) -> float:
     return v.numel() * per_value + BITS_PER_EXPONENT * sum(v.shape)
 
 
+@dataclass
 class MomentSamples:
     """Some values of each first moment at the last save, which tell what has not changed since.
 
     A wrong answer costs bytes, no correctness: of a save that failed the next one knows no more than its samples.
     """
 
-    def __init__(self) -> None:
-        self._values: dict[str, Tensor] = {}
+    _values: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def update(self, state: FlatState) -> set[str]:
         """Take samples of a state; return the first moments most values of which are those of the samples before."""
