@@ -156,6 +156,8 @@ class Lattice:
             ValueError: a tensor of this shape has no such number of rows.
         """
         rows = self.rows.numel()
+        if len(shape) == 2 and rows == shape[0]:
+            return rows, shape[1]
         if rows not in row_counts(shape):
             raise ValueError(f"a lattice of {rows} rows for a tensor of shape {list(shape)}")
         return rows, math.prod(shape) // rows
