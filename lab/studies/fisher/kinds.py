@@ -43,9 +43,10 @@ class Kind(ABC):
         model: that is saved and measured.
         optimizers: that are saved.
         first, every: steps before the first save, and between two.
+        width: bits of a value that is saved.
     """
 
-    first, every = 150, 40
+    first, every, width = 150, 40, 32
 
     def __init__(self) -> None:
         self.model: nn.Module = self.build()
@@ -105,6 +106,8 @@ class Muon(Text):
 
 class HalfPrecision(Text):
     """A GPT of which weights, gradients and moments are bfloat16."""
+
+    width = 16
 
     def build(self) -> nn.Module:
         return gpt().bfloat16()
@@ -348,7 +351,8 @@ def run(name: str, seed: int, budgets: list[str]) -> dict[str, list[dict[str, An
             other.load_state_dict(sp.Store(storages[budget]).load(number)["model"])
             stored = [measured(kind, other, batch) for batch in (seen, unseen)]
             rises = [100 * (after / before - 1) for after, before in zip(stored, live, strict=True)]
-            bits = {role: round(32 * part.stored / part.raw, 3) for role, part in report.roles.items() if part.raw}
+            roles = {role: part for role, part in report.roles.items() if part.raw}
+            bits = {role: round(kind.width * part.stored / part.raw, 3) for role, part in roles.items()}
             rows[budget].append({"ratio": report.ratio, "rises": rises, "bits": bits, "exact": report.keyframe})
     return rows
 
