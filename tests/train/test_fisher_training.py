@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -29,10 +30,8 @@ from shrinkpoint.train import GradientRecorder
 
 WARM = 60
 """Steps before the first save."""
-
-
-def fixed(run: Run) -> sp.Fisher:
-    return sp.Fisher(relative_error=0.1)
+SEEDS = (0, 1, 2)
+"""Of the dither; losses after restores are means over them."""
 
 
 class Nearest(sp.Fisher):
@@ -71,21 +70,27 @@ def start(lr: float) -> float:
 
 @pytest.mark.parametrize(("steps", "rounds"), [(5, 12), (20, 6)])
 def test_a_run_that_is_restored_after_every_save_gets_where_it_would_have_got(steps, rounds):
-    run, reports = relay(fixed, rounds, steps, 3e-3)
-    assert all(0.9 < report.retention < 1.1 for report in reports[1:]), [report.retention for report in reports]
-    assert run.loss() < 1.25 * whole(steps * rounds, 3e-3)
+    losses = []
+    for seed in SEEDS:
+        run, reports = relay(lambda run, seed=seed: sp.Fisher(relative_error=0.1, seed=seed), rounds, steps, 3e-3)
+        assert all(0.9 < report.retention < 1.1 for report in reports[1:]), [report.retention for report in reports]
+        losses.append(run.loss())
+    assert mean(losses) < 1.15 * whole(steps * rounds, 3e-3), losses
 
 
 def test_without_dither_progress_is_lost():
     """The trap: few steps between saves, and most weights are nearest to where they were restored."""
     losses = {}
     for name, scheme in (("dithered", sp.Fisher), ("nearest", Nearest)):
-        run, reports = relay(lambda run, scheme=scheme: scheme(relative_error=0.1), 10, 5, 1e-3)
-        kept = sum(report.retention for report in reports[1:]) / 9
-        assert 0.9 < kept < 1.1 if name == "dithered" else kept < 0.2
-        losses[name] = run.loss()
+        found = []
+        for seed in SEEDS:
+            run, reports = relay(lambda run, make=scheme, seed=seed: make(relative_error=0.1, seed=seed), 10, 5, 1e-3)
+            kept = sum(report.retention for report in reports[1:]) / 9
+            assert 0.9 < kept < 1.1 if name == "dithered" else kept < 0.2
+            found.append(run.loss())
+        losses[name] = mean(found)
     progress = {name: (start(1e-3) - loss) / (start(1e-3) - whole(50, 1e-3)) for name, loss in losses.items()}
-    assert progress["nearest"] < 0.6 < 0.8 < progress["dithered"], progress
+    assert progress["nearest"] < 0.5 < 0.8 < progress["dithered"], progress
 
 
 @pytest.mark.parametrize(("lr", "steps"), [(3e-3, 5), (1e-3, 20)])
@@ -142,11 +147,14 @@ def test_a_budget_that_no_steps_meet_gives_a_warning_and_exact_weights():
 
 
 def test_a_run_whose_budget_is_measured_gets_where_it_would_have_got():
-    run, reports = relay(lambda run: sp.Fisher(nats=0.01, evaluate=run.evaluate), 6, 10, 3e-3)
-    assert run.loss() < 1.25 * whole(60, 3e-3)  # seeds of the dither differ by 0.1
-    for report in reports:
-        accepted = [line for line in report.loss_report["tried"] if line["rise"] <= 0.01]
-        assert accepted or report.loss_report["chosen"]["step_in_deviations"] is None
+    losses = []
+    for seed in SEEDS:
+        run, reports = relay(lambda run, seed=seed: sp.Fisher(nats=0.01, evaluate=run.evaluate, seed=seed), 6, 10, 3e-3)
+        losses.append(run.loss())
+        for report in reports:
+            accepted = [line for line in report.loss_report["tried"] if line["rise"] <= 0.01]
+            assert accepted or report.loss_report["chosen"]["step_in_deviations"] is None
+    assert mean(losses) < 1.15 * whole(60, 3e-3), losses
 
 
 # a run does not notice
@@ -270,7 +278,7 @@ def test_a_run_that_resumes_in_another_process_keeps_its_steps():
     storage, lattices = MemoryStorage(), []
     for count in range(3):
         run = Run(steps=0 if count else WARM)
-        with sp.CheckpointManager(storage, scheme=fixed(run)) as manager, Silent():
+        with sp.CheckpointManager(storage, scheme=sp.Fisher(relative_error=0.1)) as manager, Silent():
             manager.restore(**run.parts)
             for i in range(2):
                 report = manager.save(2 * count + i, **run.steps(2).parts)

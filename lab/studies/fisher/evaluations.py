@@ -15,14 +15,11 @@ from __future__ import annotations
 import argparse
 import copy
 import gzip
-import json
 import statistics
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +28,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shrinkpoint as sp
-from lab.studies.harness import RESULTS, default_data, machine
+from lab.studies.harness import default_data
+from lab.studies.harness.seeded import run_seeds
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint_lab.demo.workload import GPT, GPTConfig
 
@@ -298,27 +296,13 @@ def report(document: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trainings", nargs="*", default=list(TRAININGS))
-    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
-    parser.add_argument("--budgets", nargs="*", default=list(BUDGETS))
-    parser.add_argument("--forms", nargs="*", default=list(FORMS))
-    parser.add_argument("--out", type=Path, default=RESULTS / "evaluations.json")
-    parser.add_argument("--report", action="store_true", help="print the tables of what was written")
-    options = parser.parse_args()
-    if options.report:
-        report(json.loads(options.out.read_text()))
-        return
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    document: dict[str, Any] = {"machine": machine(), "chains": {}}
-    for name in options.trainings:
-        for seed in options.seeds:
-            for key, saves in chains(TRAININGS[name], seed, options.budgets, options.forms).items():
-                columns = {column: [save[column] for save in saves] for column in saves[0]}
-                document["chains"][f"{name}, seed {seed}, {key}"] = columns
-    options.out.write_text(json.dumps(document))
-    report(document)
+    def fill(section: dict[str, Any], name: str, seed: int, arguments: argparse.Namespace) -> None:
+        for key, saves in chains(TRAININGS[name], seed, arguments.budgets, arguments.forms).items():
+            columns = {column: [save[column] for save in saves] for column in saves[0]}
+            section[f"{name}, seed {seed}, {key}"] = columns
+
+    names = {"trainings": [*TRAININGS], "budgets": BUDGETS, "forms": FORMS}
+    run_seeds(__doc__, fill, report, section="chains", out="evaluations.json", **names)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -28,7 +25,7 @@ from torch import Tensor, nn
 
 import shrinkpoint as sp
 from lab.studies.fisher.evaluations import Batch, cnn, gpt, images, losses, mean_loss, text
-from lab.studies.harness import RESULTS, machine
+from lab.studies.harness.seeded import run_seeds
 from shrinkpoint.schemes.fisher import moment_lattices as moments
 from shrinkpoint.schemes.fisher import scheme
 from shrinkpoint.storage import MemoryStorage
@@ -213,24 +210,12 @@ def report(document: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trainings", nargs="*", default=list(TRAININGS))
-    parser.add_argument("--rules", nargs="*", default=list(RULES))
-    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
-    parser.add_argument("--out", type=Path, default=RESULTS / "first_moments.json")
-    parser.add_argument("--report", action="store_true", help="print the table of what was written")
-    options = parser.parse_args()
-    if options.report:
-        report(json.loads(options.out.read_text()))
-        return
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    document: dict[str, Any] = {"machine": machine(), "trainings": {}}
-    rules = {name: RULES[name] for name in options.rules}
-    for name in options.trainings:
-        document["trainings"][name] = {str(seed): study(TRAININGS[name], seed, rules) for seed in options.seeds}
-        options.out.write_text(json.dumps(document))
-    report(document)
+    def fill(section: dict[str, Any], name: str, seed: int, arguments: argparse.Namespace) -> None:
+        rules = {rule: RULES[rule] for rule in arguments.rules}
+        section.setdefault(name, {})[str(seed)] = study(TRAININGS[name], seed, rules)
+
+    names = {"trainings": [*TRAININGS], "rules": [*RULES]}
+    run_seeds(__doc__, fill, report, section="trainings", out="first_moments.json", **names)
 
 
 if __name__ == "__main__":

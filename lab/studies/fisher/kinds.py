@@ -1,6 +1,6 @@
 """Ratios of `fisher` on kinds of training that nothing was tuned for, and how budgets are kept there.
 
-    python -m lab.studies.fisher.kinds                    # writes benchmarks/results/kinds.json: half an hour
+    python -m lab.studies.fisher.kinds                    # writes benchmarks/results/kinds.json: 25 minutes a seed
     python -m lab.studies.fisher.kinds --kinds Muon --budgets 1% --seeds 0 --out a.json
     python -m lab.studies.fisher.kinds --report
 
@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +26,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import shrinkpoint as sp
 from lab.studies.fisher.evaluations import Batch, gpt, images, losses, text
 from lab.studies.fisher.first_moments import muon
-from lab.studies.harness import RESULTS, machine
+from lab.studies.harness.seeded import run_seeds
 from shrinkpoint.storage import MemoryStorage
 
 SAVES, EXAMPLES = 8, 96
@@ -384,23 +381,10 @@ def report(document: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="*", default=list(KINDS))
-    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1])
-    parser.add_argument("--budgets", nargs="*", default=list(BUDGETS))
-    parser.add_argument("--out", type=Path, default=RESULTS / "kinds.json")
-    parser.add_argument("--report", action="store_true", help="print the table of what was written")
-    options = parser.parse_args()
-    if options.report:
-        report(json.loads(options.out.read_text()))
-        return
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    document: dict[str, Any] = {"machine": machine(), "kinds": {}}
-    for name in options.kinds:
-        document["kinds"][name] = {str(seed): run(name, seed, options.budgets) for seed in options.seeds}
-        options.out.write_text(json.dumps(document))
-    report(document)
+    def fill(section: dict[str, Any], name: str, seed: int, arguments: argparse.Namespace) -> None:
+        section.setdefault(name, {})[str(seed)] = run(name, seed, arguments.budgets)
+
+    run_seeds(__doc__, fill, report, section="kinds", out="kinds.json", kinds=[*KINDS], budgets=BUDGETS)
 
 
 if __name__ == "__main__":
