@@ -398,14 +398,13 @@ class _FileScan:
             return self._read_small_parts(source, where, offset - pad)
         length = min(WINDOW_BYTES, size - self._part_offset)
         if self._part_offset == 0 and pad and any(source.read(offset - pad, pad)):
-            raise CorruptError(where, found=f"a filler that is not zero, at byte {offset - pad}", do=_DO)
+            raise _filler_error(where, offset - pad)
         self._hasher.update(source.read(offset + self._part_offset, length))
         self._part_offset += length
         if self._part_offset == size:
             actual = self._hasher.hexdigest()
             if actual != digest:
-                found = f"bytes {offset} to {offset + size} with digest {actual}"
-                raise CorruptError(where, found=found, expected=digest, do=_DO)
+                raise _digest_error(where, offset, offset + size, actual, digest)
             self._part_index, self._part_offset, self._hasher = self._part_index + 1, 0, Hasher()
         return length + pad
 
@@ -420,13 +419,20 @@ class _FileScan:
         for offset, size, pad, digest in self._parts[self._part_index : self._part_index + count]:
             at = offset - begin
             if pad and any(data[at - pad : at]):
-                raise CorruptError(where, found=f"a filler that is not zero, at byte {offset - pad}", do=_DO)
+                raise _filler_error(where, offset - pad)
             actual = xxh3_128(data[at : at + size])
             if actual != digest:
-                found = f"bytes {offset} to {offset + size} with digest {actual}"
-                raise CorruptError(where, found=found, expected=digest, do=_DO)
+                raise _digest_error(where, offset, offset + size, actual, digest)
             self._part_index += 1
         return end - begin
+
+
+def _filler_error(where: str, offset: int) -> CorruptError:
+    return CorruptError(where, found=f"a filler that is not zero, at byte {offset}", do=_DO)
+
+
+def _digest_error(where: str, begin: int, end: int, actual: str, digest: str) -> CorruptError:
+    return CorruptError(where, found=f"bytes {begin} to {end} with digest {actual}", expected=digest, do=_DO)
 
 
 def _check_same_file(file: StoredFile, digest: str, size: int) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -61,6 +61,14 @@ SCALE_FRACTIONS = (0.25, 0.5)
 """Scales that are tried, as fractions of the way from the scale of the mean magnitude to that of the largest."""
 
 
+class _KernelCoder(NamedTuple):
+    """The kernels of one kind of message, and its layout."""
+
+    encode: Callable[[Rows, Any, Tensor | None], Tensor]
+    decode: Callable[[Rows, Rows, Any], None]
+    form: Any
+
+
 class _Quantizer(Compressor):
     """Ranges or scales of groups, then the bit planes of a code for each value: in native code on a CPU."""
 
@@ -98,16 +106,18 @@ class _Quantizer(Compressor):
     def encode_rows(
         self, rows: Sequence[Tensor], contexts: Sequence[CompressorContext], nonfinite: Tensor | None = None
     ) -> Tensor | None:
-        shape = rows[0].shape
-        return encode_rows(
-            rows, lambda kernels, places: self._encode_kernel(kernels, places, shape, contexts, nonfinite)
-        )
+        def encode(kernels: Any, places: Rows) -> Tensor:
+            coder = self._kernel_coder(kernels, rows[0].shape, contexts)
+            return coder.encode(places, coder.form, nonfinite)
+
+        return encode_rows(rows, encode)
 
     def decode_rows(
         self, wires: Sequence[Tensor], outs: Sequence[Tensor], contexts: Sequence[CompressorContext]
     ) -> bool:
         def fill(kernels: Any, places: Rows) -> bool:
-            self._decode_kernel(kernels, flat_rows(wires), places, outs[0].shape, contexts)
+            coder = self._kernel_coder(kernels, outs[0].shape, contexts)
+            coder.decode(flat_rows(wires), places, coder.form)
             return True
 
         return fill_rows(outs, fill)
@@ -135,21 +145,8 @@ class _Quantizer(Compressor):
         """Decode a message into float32 or bfloat16 values, 1-d, of a tensor of this shape."""
 
     @abstractmethod
-    def _encode_kernel(
-        self,
-        kernels: Any,
-        rows: Rows,
-        shape: Sequence[int],
-        contexts: Sequence[CompressorContext],
-        nonfinite: Tensor | None,
-    ) -> Tensor:
-        """Encode rows of this shape on a device; `kernels` is the module `shrinkpoint.device.kernels`."""
-
-    @abstractmethod
-    def _decode_kernel(
-        self, kernels: Any, wires: Rows, outs: Rows, shape: Sequence[int], contexts: Sequence[CompressorContext]
-    ) -> None:
-        """Decode messages of rows of this shape on a device."""
+    def _kernel_coder(self, kernels: Any, shape: Sequence[int], contexts: Sequence[CompressorContext]) -> _KernelCoder:
+        """How rows of this shape are coded on a device; `kernels` is the module `shrinkpoint.device.kernels`."""
 
     @abstractmethod
     def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor: ...
@@ -236,25 +233,10 @@ class Uniform(_Quantizer):
         size, options = self._group_size(shape), self._native_options(values, context)
         _native.uniform_decode(wire.numpy(), size, self.bits, tensor_bytes(values), **options)
 
-    def _encode_kernel(
-        self,
-        kernels: Any,
-        rows: Rows,
-        shape: Sequence[int],
-        contexts: Sequence[CompressorContext],
-        nonfinite: Tensor | None,
-    ) -> Tensor:
-        encoded: Tensor = kernels.encode_uniform(rows, self._kernel_form(kernels, shape, contexts), nonfinite)
-        return encoded
-
-    def _decode_kernel(
-        self, kernels: Any, wires: Rows, outs: Rows, shape: Sequence[int], contexts: Sequence[CompressorContext]
-    ) -> None:
-        kernels.decode_uniform(wires, outs, self._kernel_form(kernels, shape, contexts))
-
-    def _kernel_form(self, kernels: Any, shape: Sequence[int], contexts: Sequence[CompressorContext]) -> Any:
+    def _kernel_coder(self, kernels: Any, shape: Sequence[int], contexts: Sequence[CompressorContext]) -> _KernelCoder:
         seeds = [context.key for context in contexts] if self.dither else []
-        return kernels.UniformWire(math.prod(shape), self._group_size(shape), self.bits, self.group is not None, seeds)
+        form = kernels.UniformWire(math.prod(shape), self._group_size(shape), self.bits, self.group is not None, seeds)
+        return _KernelCoder(kernels.encode_uniform, kernels.decode_uniform, form)
 
     def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor:
         values, is_float32 = flat_float32(tensor), self.group is None
@@ -373,24 +355,9 @@ class BlockFloat(_Quantizer):
         data, options = tensor_bytes(values), _value_options(values)
         _native.blockfloat_decode(wire.numpy(), data, block=self.block, bits=self.bits, **options)
 
-    def _encode_kernel(
-        self,
-        kernels: Any,
-        rows: Rows,
-        shape: Sequence[int],
-        contexts: Sequence[CompressorContext],
-        nonfinite: Tensor | None,
-    ) -> Tensor:
-        encoded: Tensor = kernels.encode_blocks(rows, self._kernel_form(kernels, shape), nonfinite)
-        return encoded
-
-    def _decode_kernel(
-        self, kernels: Any, wires: Rows, outs: Rows, shape: Sequence[int], contexts: Sequence[CompressorContext]
-    ) -> None:
-        kernels.decode_blocks(wires, outs, self._kernel_form(kernels, shape))
-
-    def _kernel_form(self, kernels: Any, shape: Sequence[int]) -> Any:
-        return kernels.GroupWire(math.prod(shape), self.block, self.bits, head_bytes=1)
+    def _kernel_coder(self, kernels: Any, shape: Sequence[int], contexts: Sequence[CompressorContext]) -> _KernelCoder:
+        form = kernels.GroupWire(math.prod(shape), self.block, self.bits, head_bytes=1)
+        return _KernelCoder(kernels.encode_blocks, kernels.decode_blocks, form)
 
     def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor:
         values = to_groups(tensor, self.block)
@@ -484,24 +451,9 @@ class NormalFloat(_Quantizer):
         data, centers = tensor_bytes(values), self._centers(values.device).numpy()
         _native.normal_decode(wire.numpy(), centers, data, group=self.group, bits=self.bits, **_value_options(values))
 
-    def _encode_kernel(
-        self,
-        kernels: Any,
-        rows: Rows,
-        shape: Sequence[int],
-        contexts: Sequence[CompressorContext],
-        nonfinite: Tensor | None,
-    ) -> Tensor:
-        encoded: Tensor = kernels.encode_normal(rows, self._kernel_form(kernels, shape), nonfinite)
-        return encoded
-
-    def _decode_kernel(
-        self, kernels: Any, wires: Rows, outs: Rows, shape: Sequence[int], contexts: Sequence[CompressorContext]
-    ) -> None:
-        kernels.decode_normal(wires, outs, self._kernel_form(kernels, shape))
-
-    def _kernel_form(self, kernels: Any, shape: Sequence[int]) -> Any:
-        return kernels.GroupWire(math.prod(shape), self.group, self.bits, head_bytes=2, centers=CENTERS[self.bits])
+    def _kernel_coder(self, kernels: Any, shape: Sequence[int], contexts: Sequence[CompressorContext]) -> _KernelCoder:
+        form = kernels.GroupWire(math.prod(shape), self.group, self.bits, head_bytes=2, centers=CENTERS[self.bits])
+        return _KernelCoder(kernels.encode_normal, kernels.decode_normal, form)
 
     def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor:
         values, centers = to_groups(tensor, self.group), self._centers(tensor.device)

@@ -60,12 +60,11 @@ class MomentStatistics:
         self._tensors, self._foldable, self._parents = state.tensors, foldable, parents or {}
         self._shapes: dict[str, tuple[int, int]] = {}
         self._leaders: dict[str, str] = {}  # tensors of one parameter share the matrix of its second moment
+        self._pairs: dict[str, str] = {}  # second -> first moment, of the same shape and device
         for info in state.optimizer_info.values():
             if (leader := info.squares or info.moment2) is not None:
                 names = (name for name in (info.moment1, info.moment2, info.squares) if name is not None)
                 self._leaders |= dict.fromkeys(names, leader)
-        self._pairs: dict[str, str] = {}  # second -> first moment, of the same shape and device
-        for info in state.optimizer_info.values():
             if info.moment1 is not None and info.moment2 is not None and self._are_alike(info.moment1, info.moment2):
                 self._pairs[info.moment2] = info.moment1
         self._seconds = {first: second for second, first in self._pairs.items()}

@@ -255,7 +255,7 @@ class Fisher(Planner["FisherChoice"]):
     def record(self, save: PlannedSave, measurement: Measurement, choice: FisherChoice) -> QuantizationPlan:
         steps, moments, problem, copies = choice
         if all_left_out := [*steps.left_out, *(name for copy in copies.values() for name in copy.left_out)]:
-            constants = near_constants(save.state, save.tensors)
+            constants = near_constants(save.state, save.tensors, all_left_out)
             if far := [name for name in all_left_out if name not in constants]:
                 text = f"weights that no points of these steps reach are kept as they are: {humanize.names(far)}"
                 warn_user(f"{text}. See whether training has diverged")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -35,7 +35,6 @@ from shrinkpoint.schemes.fisher.rounding import (
 )
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.info import Role
 
 ROW_COL_EXPONENT = 0.25
 """The power of the squared gradients by which steps fall between rows and columns. 1/2 would be right if a step cost
@@ -449,15 +448,14 @@ class StepCandidates:
         }
 
 
-def near_constants(state: FlatState, tensors: GlobalTensors) -> set[str]:
-    """Global names of this rank's weights that hardly differ from a constant, such as gains of norms near 1.
+def near_constants(state: FlatState, tensors: GlobalTensors, global_names: Collection[str]) -> set[str]:
+    """Those of some weights that hardly differ from a constant, such as gains of norms near 1, by global name.
 
     Steps that follow how far they vary do not reach from 0 to where they are: that is no sign of a diverging training.
     """
     names = set()
-    for name, info in state.infos.items():
-        weight = state.tensors[name]
-        if info.role is Role.PARAMETER and weight.numel() > 1 and weight.is_floating_point():
+    for name, weight in state.tensors.items():
+        if tensors.global_names[name] in global_names and weight.numel() > 1:
             deviation, mean = (float(x) for x in torch.std_mean(weight.detach().float()))
             if deviation * _NEAR_CONSTANT < abs(mean) < math.inf:
                 names.add(tensors.global_names[name])
