@@ -165,10 +165,9 @@ class LinkStats:
             The number of values that are not finite.
         """
         is_sampled = sample_every and self.messages % sample_every == 0 and tensor.numel()
-        count: Tensor | int = nonfinite or 0
-        self.add_message(copies * tensor.nbytes, copies * size, count)
-        if nonfinite is None:
-            count = state.count_nonfinite(tensor, packed.wire, info)
+        self.add_message(copies * tensor.nbytes, copies * size)
+        count = state.count_nonfinite(tensor, packed.wire, info) if nonfinite is None else nonfinite
+        if isinstance(count, Tensor) or count:
             self._nonfinite = self._nonfinite + count
         if is_sampled:
             with torch.no_grad():  # a message of unknown content is one without a memory

@@ -20,6 +20,13 @@ def ceil_div(count, size):
 
 
 @triton.jit
+def group_places(block, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """The whole groups of a program's BLOCK values, and the positions of their values: [groups], [groups, GROUP]."""
+    group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+    return group, group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+
+
+@triton.jit
 def row_offset(row, stride, hole):
     """The distance of a row from the first one. Rows from `hole` on lie one stride further."""
     return (row + (row >= hole).to(tl.int64)) * stride

@@ -10,6 +10,7 @@ from shrinkpoint.device.arithmetic import (
     as_float,
     as_word,
     ceil_div,
+    group_places,
     halved_sum,
     load_codes,
     load_values,
@@ -48,8 +49,7 @@ def _encode_blocks(
     """Encode BLOCK values of a row: whole blocks of 2^LOG_GROUP, the last padded with zeros. Program (block, row)."""
     GROUP: tl.constexpr = 1 << LOG_GROUP
     block, row, groups = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), ceil_div(numel, GROUP)
-    group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-    positions = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    group, positions = group_places(block, GROUP, BLOCK)
     values = load_values(x + row_offset(row, stride, hole), positions, positions < numel, counter)
     exponent = tl.max(as_word(values) & 0x7FFFFFFF, axis=1) >> 23
     exponent = tl.where(exponent < 16, 0, exponent)
@@ -83,8 +83,8 @@ def _decode_blocks(
     """Decode BLOCK values of a row, which are whole groups of 2^LOG_GROUP. Program (block, row)."""
     GROUP: tl.constexpr = 1 << LOG_GROUP
     block, row, groups = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), ceil_div(numel, GROUP)
-    group = (block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP))[:, None]
-    positions = group * GROUP + tl.arange(0, GROUP)[None, :]
+    group, positions = group_places(block, GROUP, BLOCK)
+    group = group[:, None]
     mask = positions < numel
     wire += row_offset(row, wire_stride, wire_hole)
     exponent = tl.load(wire + group, mask=group < groups, other=0).to(tl.int32)

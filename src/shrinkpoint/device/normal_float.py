@@ -15,6 +15,7 @@ from shrinkpoint.device.arithmetic import (
     as_float,
     as_word,
     ceil_div,
+    group_places,
     halved_sum,
     inverse_of,
     load_brief,
@@ -81,8 +82,7 @@ def _encode_normal(
     GROUP: tl.constexpr = 1 << LOG_GROUP
     LEVELS: tl.constexpr = 1 << (BITS - 1)
     block, row, groups = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), ceil_div(numel, GROUP)
-    group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-    positions = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    group, positions = group_places(block, GROUP, BLOCK)
     values = load_values(x + row_offset(row, stride, hole), positions, positions < numel, counter)
     factors = tl.where(group == groups - 1, last_factor, factor)
     mean = halved_sum(tl.abs(values) * factors[:, None], LOG_GROUP)
@@ -121,8 +121,8 @@ def _decode_normal(
     """Decode BLOCK values of a row, which are whole groups of 2^LOG_GROUP. Program (block, row)."""
     GROUP: tl.constexpr = 1 << LOG_GROUP
     block, row, groups = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), ceil_div(numel, GROUP)
-    group = (block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP))[:, None]
-    positions = group * GROUP + tl.arange(0, GROUP)[None, :]
+    group, positions = group_places(block, GROUP, BLOCK)
+    group = group[:, None]
     mask = positions < numel
     wire += row_offset(row, wire_stride, wire_hole)
     codes = load_codes(wire + 2 * groups, positions, mask, numel, BITS)

@@ -20,6 +20,7 @@ from shrinkpoint.device.arithmetic import (
     as_word,
     ceil_div,
     dither,
+    group_places,
     inverse_of,
     load_brief,
     load_codes,
@@ -149,8 +150,7 @@ def _encode_groups(
 ):
     """Encode BLOCK values of a row: BLOCK / GROUP whole groups. Program (block, row)."""
     block, row, groups = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), ceil_div(numel, GROUP)
-    group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-    positions = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    group, positions = group_places(block, GROUP, BLOCK)
     mask = positions < numel
     values = load_values(x + row_offset(row, stride, hole), positions, mask, counter)
     keys = _ordered(as_word(values))
@@ -275,8 +275,8 @@ def _decode(
     """Decode BLOCK values of a row: with GROUP, BLOCK / GROUP whole groups of that size. Program (block, row)."""
     block, row, groups = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), ceil_div(numel, size)
     if GROUP > 0:  # a range is loaded once for its group
-        group = (block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP))[:, None]
-        positions = group * GROUP + tl.arange(0, GROUP)[None, :]
+        group, positions = group_places(block, GROUP, BLOCK)
+        group = group[:, None]
     else:
         positions = block * BLOCK + tl.arange(0, BLOCK)
         group = positions // size
