@@ -17,7 +17,8 @@ from helpers.small_training import Run, Silent
 import shrinkpoint as sp
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import LossWarning, UnmeasuredLossWarning, warn_user
-from shrinkpoint.schemes.calibration import MAX_INTERVAL_RATIO
+from shrinkpoint.schemes.calibration import MAX_INTERVAL_RATIO, Calibration
+from shrinkpoint.schemes.evaluate import Reading
 from shrinkpoint.schemes.planner import plan_shards
 from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.storage import MemoryStorage
@@ -180,11 +181,20 @@ def test_too_few_examples_for_what_is_allowed_are_said_with_the_interval_once_in
     with manager, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         reports = [manager.save(step, **run.steps(3).parts) for step in range(3)]
-    texts = [str(one.message) for one in caught if "95 % confidence" in str(one.message)]
+    texts = [str(one.message) for one in caught if "95% confidence" in str(one.message)]
     wide = [one for one in reports if "interval" in one.loss_report]
     assert wide and all(one.loss_report["interval"][0] < one.loss_report["interval"][1] for one in wide)
-    assert len(texts) == 1 and "on 24 examples" in texts[0] and "above the 1.00% that is allowed" in texts[0]
+    assert len(texts) == any(one.loss_increase > 0 for one in wide)  # of a fall nothing is said
+    assert all("on 24 examples" in text and "above the 1.00% that is allowed" in text for text in texts)
     assert " to " in str(wide[0])
+
+
+def test_a_wide_interval_names_its_unit_and_warns_only_where_the_loss_rises():
+    units = Reading.of_batches([1.0, 2.0]).unit, Reading.from_answer(torch.ones(3)).unit
+    assert units == ("batches", "examples")
+    calibration = Calibration()
+    assert calibration.interval_warning(-0.01, (-0.05, 0.05), 0.001) == ""
+    assert "95% confidence" in calibration.interval_warning(0.001, (-0.05, 0.05), 0.001)
 
 
 def test_enough_examples_for_what_is_allowed_are_no_reason_to_warn():

@@ -104,7 +104,7 @@ class Calibration:
         self.noise: float | None = None
         self.has_reacted, self.num_saves = False, 0
         self.is_measured, self.is_tested = dict.fromkeys(unmeasured, False), False
-        self._num_examples, self._is_interval_warned = 0, False
+        self._sample_text, self._is_interval_warned = "", False
         self._matches = dict[str, int]()  # saves in a row at which a metric was the answer
 
     @property
@@ -186,7 +186,8 @@ class Calibration:
             observation = f"evaluate returned {broken} for the state itself"
             return EvaluateProblem(observation, "see whether training has diverged")
         metric.baseline = _median_reading(readings, values)
-        self._num_examples = 0 if metric.baseline.examples is None else metric.baseline.examples.numel()
+        if (examples := metric.baseline.examples) is not None:
+            self._sample_text = f"{examples.numel()} {metric.baseline.unit}"
         decay = _NOISE_DECAY if len(readings) > 1 else 1.0
         if self.noise is not None or len(values) > 1:
             self.noise = max(decay * (self.noise or 0.0), (max(values) - min(values)) / metric.scale)
@@ -308,17 +309,13 @@ class Calibration:
         return f"{self.noise_text}, which is {share}: {NOISE_ADVICE}"
 
     def interval_warning(self, rise: float, interval: tuple[float, float], max_rise: float) -> str:
-        """The warning, once in a run, about too few examples for what is allowed; "" if there is none.
-
-        Args:
-            rise, interval, max_rise: all relative to the answer for the state.
-        """
-        if self._is_interval_warned or interval[1] <= MAX_INTERVAL_RATIO * max_rise:
+        """The warning, once in a run, about too few examples for a rise; "" if there is none. All is relative."""
+        if self._is_interval_warned or rise <= 0 or interval[1] <= MAX_INTERVAL_RATIO * max_rise:
             return ""
         self._is_interval_warned = True
         ends = " to ".join(f"{end:+.2%}" for end in interval)
         return (
-            f"evaluate measures a rise of {rise:+.2%} on {self._num_examples} examples (95 % confidence: {ends}), "
+            f"evaluate measures a rise of {rise:+.2%} on {self._sample_text} (95% confidence: {ends}), "
             f"so on others it may be above the {max_rise:.2%} that is allowed: let it measure more of them"
         )
 

@@ -91,12 +91,14 @@ class Reading:
             if unknown.
         failure: why nothing could be measured, where `value` is nan for that; "" otherwise.
         advice: what the user can do about the failure.
+        unit: the name of what `examples` are: examples or batches.
     """
 
     value: float
     examples: Tensor | None = field(default=None, repr=False)
     failure: str = ""
     advice: str = MEASURE_ADVICE
+    unit: str = "examples"
 
     @classmethod
     def from_answer(cls, answer: Any) -> Reading:
@@ -116,7 +118,7 @@ class Reading:
     def of_batches(cls, losses: Sequence[float]) -> Reading:
         """The mean of the losses of batches, at least one."""
         examples = torch.tensor(losses, dtype=torch.float64) if len(losses) > 1 else None
-        return cls(sum(losses) / len(losses), examples)
+        return cls(sum(losses) / len(losses), examples, unit="batches")
 
     @property
     def is_finite(self) -> bool:
@@ -534,7 +536,7 @@ def _mean(readings: list[Reading]) -> Reading:
     are_equal = len(examples) == len(readings) and len({example.numel() for example in examples}) == 1
     mean = math.fsum(reading.value for reading in readings) / len(readings)
     failed = next((reading for reading in readings if reading.failure), None)
-    return failed or Reading(mean, torch.cat(examples) if are_equal else None)
+    return failed or Reading(mean, torch.cat(examples) if are_equal else None, unit=first.unit)
 
 
 def call_evaluate(evaluate: Evaluate, argument: Any) -> Reading:

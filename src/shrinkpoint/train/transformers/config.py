@@ -211,7 +211,7 @@ class Evaluation:
         batch_losses = torch.tensor([loss for loss, _ in losses], dtype=torch.float64)
         has_equal_batches = len({batch_size for _, batch_size in losses}) == 1
         is_mean = has_equal_batches and math.isclose(float(batch_losses.mean()), value, rel_tol=1e-5)
-        return Reading(value, batch_losses if len(losses) > 1 and is_mean else None)
+        return Reading(value, batch_losses if len(losses) > 1 and is_mean else None, unit="batches")
 
     def _evaluate(self, losses: list[tuple[float, int | None]]) -> float:
         loss_only = self._metric == f"{self._prefix}_loss" or self._trainer.compute_metrics is None
