@@ -137,9 +137,21 @@ def lonely_group() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("page", [page for page in PLAIN_PAGES if page not in {"docs/wire.md", *FRAMEWORK_PAGES}])
-def test_blocks_without_prompts_run(page, tmp_path, monkeypatch, lonely_group):
+def test_blocks_without_prompts_run(page, tmp_path, monkeypatch, request, lonely_group):
     monkeypatch.chdir(tmp_path)
+    if page == "docs/object_storage.md":
+        request.getfixturevalue("s3")
     run_plain_blocks(page, SETUPS.get(page, lambda number: {}))
+
+
+def test_the_ten_lines_print_the_ratios_that_readme_states(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    block = next(block for block in BLOCKS if block.page == "README.md" and block.language == "python")
+    low, high = map(int, re.findall(r"(\d+)x", block.text.split("# prints ")[1].split("\n")[0]))
+    block.run({})
+    ratios = [int(ratio) for ratio in re.findall(r"(\d+)x smaller", capsys.readouterr().out)]
+    assert len(ratios) == 6
+    assert min(ratios) == pytest.approx(low, rel=0.25) and max(ratios) == pytest.approx(high, rel=0.25)
 
 
 WIRE = """

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from doctest import ELLIPSIS, OutputChecker
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +36,19 @@ class Block:
         return self.text.startswith(">>> ")
 
     def run(self, names: dict[str, Any]) -> None:
-        """Run it as a part of a program that has these names; tracebacks name the page and its lines."""
-        exec(compile("\n" * (self.line - 1) + self.text, self.page, "exec"), names)
+        """Run it as a part of a program that has these names; tracebacks name the page and its lines.
+
+        What it prints must be what its lines that begin with `#> ` state, if there are such lines.
+        """
+        code = compile("\n" * (self.line - 1) + self.text, self.page, "exec")
+        stated = [line.strip()[3:] + "\n" for line in self.text.splitlines() if line.strip().startswith("#> ")]
+        if not stated:
+            exec(code, names)
+            return
+        with redirect_stdout(StringIO()) as printed:
+            exec(code, names)
+        expected, found = "".join(stated), printed.getvalue()
+        assert OutputChecker().check_output(expected, found, ELLIPSIS), f"{self.page}:{self.line} printed\n{found}"
 
 
 def all_blocks() -> list[Block]:
