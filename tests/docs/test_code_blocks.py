@@ -26,6 +26,8 @@ from shrinkpoint.train import RankShard
 pytestmark = pytest.mark.filterwarnings("ignore")  # of these sizes frameworks and schemes say much
 BLOCKS = all_blocks()
 PLAIN_PAGES = sorted({block.page for block in BLOCKS if block.language == "python" and not block.has_prompts})
+PAGES_OF_COMMANDS = {"docs/moving.md"}
+"""Pages whose commands work on what their Python blocks have saved."""
 FRAMEWORK_PAGES = {"README.md", "docs/accelerate.md", "docs/lightning.md"}
 
 
@@ -141,7 +143,7 @@ def test_blocks_without_prompts_run(page, tmp_path, monkeypatch, request, lonely
     monkeypatch.chdir(tmp_path)
     if page == "docs/object_storage.md":
         request.getfixturevalue("s3")
-    run_plain_blocks(page, SETUPS.get(page, lambda number: {}))
+    run_plain_blocks(page, SETUPS.get(page, lambda number: {}), commands=page in PAGES_OF_COMMANDS)
 
 
 def test_the_ten_lines_print_the_ratios_that_readme_states(tmp_path, monkeypatch, capsys):

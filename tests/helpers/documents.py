@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -10,6 +11,10 @@ from doctest import ELLIPSIS, OutputChecker
 from io import StringIO
 from pathlib import Path
 from typing import Any
+
+from typer.testing import CliRunner
+
+from shrinkpoint.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -62,19 +67,29 @@ def all_blocks() -> list[Block]:
     return found
 
 
-def run_plain_blocks(page: str, setup: Callable[[int], Mapping[str, Any]] = lambda number: {}) -> dict[str, Any]:
+def run_plain_blocks(
+    page: str, setup: Callable[[int], Mapping[str, Any]] = lambda number: {}, *, commands: bool = False
+) -> dict[str, Any]:
     """Run the Python blocks of a page that have no prompts, one after the other, in one namespace.
 
     Args:
         setup: what a block takes from the reader's own program, by the block's number.
+        commands: run the lines of "bash" blocks that call `shrinkpoint`, too.
 
     Returns:
         The names that there are afterwards.
     """
     names: dict[str, Any] = {"__name__": page}
     blocks = [block for block in all_blocks() if block.page == page]
-    plain = [block for block in blocks if block.language == "python" and not block.has_prompts]
-    for number, block in enumerate(plain):
-        names |= setup(number)
-        block.run(names)
+    number = 0
+    for block in blocks:
+        if block.language == "python" and not block.has_prompts:
+            names |= setup(number)
+            block.run(names)
+            number += 1
+        elif block.language == "bash" and commands:
+            for line in block.text.splitlines():
+                if line.startswith("shrinkpoint "):
+                    ran = CliRunner().invoke(app, shlex.split(line, comments=True)[1:])
+                    assert ran.exit_code == 0, f"{page}:{block.line}: {line}: {ran.output}"
     return names
