@@ -70,10 +70,6 @@ def evaluate_state(state: Mapping[str, Tensor]) -> Tensor:
     return loss_on(model)
 
 
-def fisher(number: int) -> dict[str, Any]:
-    return {**trained(), "evaluate": loss_on}
-
-
 def schemes(number: int) -> dict[str, Any]:
     if number:
         return {}
@@ -123,7 +119,6 @@ def journal(number: int) -> dict[str, Any]:
 
 SETUPS: dict[str, Callable[[int], dict[str, Any]]] = {
     "docs/dcp.md": dcp,
-    "docs/fisher.md": fisher,
     "docs/journal.md": journal,
     "docs/runs.md": runs,
     "docs/schemes.md": schemes,

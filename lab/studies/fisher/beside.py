@@ -1,6 +1,6 @@
 """Bytes of what is saved beside a model with `fisher`: averages, target networks, references, buffers, tables, copies.
 
-`python -m lab.studies.fisher.beside` prints the table of docs/fisher.md: a byte-level GPT of 0.25 M parameters with
+`python -m lab.studies.fisher.beside` prints a table of docs/fisher_studies.md: a byte GPT of 0.25 M parameters with
 AdamW, a delta every 10 or 100 steps, a budget of 1 %. Each object is saved alone beside model and optimizer.
 """
 

@@ -1,4 +1,4 @@
-"""The scheme "fisher": step sizes that follow what the optimizer knows of the loss. docs/fisher.md."""
+"""The scheme "fisher": step sizes that follow what the optimizer knows of the loss. docs/fisher_design.md."""
 
 from shrinkpoint.schemes.fisher.scheme import Fisher
 

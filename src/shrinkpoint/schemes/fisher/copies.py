@@ -26,7 +26,7 @@ from shrinkpoint.tensors.info import Role
 
 MAX_DISTANCE = 1.0
 """The largest distance of a copy from the model, relative to its weights. At 1 the model is as far away as zero is.
-Networks of different seeds are 1.41 apart. An EMA of decay 0.9999 was at 0.87 after 400 steps (docs/fisher.md)."""
+Networks of two seeds are 1.41 apart. An EMA of decay 0.9999 was at 0.87 after 400 steps (docs/fisher_studies.md)."""
 _SEPARATOR = re.compile("[/.]")
 Shape = tuple[int, ...]
 
