@@ -1,4 +1,4 @@
-"""What a save costs in each framework: the tables of five pages out of the results that are committed.
+"""What a save costs in each framework: the tables of two pages out of the results that are committed.
 
     python -m benchmarks.frameworks.table            # writes them between the marks of each page
     python -m benchmarks.frameworks.table --check    # says whether they are what the results give
@@ -73,16 +73,15 @@ def ratios(figures: Figures, name: str) -> tuple[float, float]:
 def seconds(value: float) -> str:
     """
     >>> seconds(0.0256), seconds(0.34), seconds(2.426)
-    ('.026', '.34', '2.4')
+    ('0.026', '0.34', '2.4')
     """
-    text = f"{value:.3f}" if value < 0.1 else f"{value:.2f}" if value < 1 else f"{value:.1f}"
-    return text.removeprefix("0")
+    return f"{value:.3f}" if value < 0.1 else f"{value:.2f}" if value < 1 else f"{value:.1f}"
 
 
 def rise(figures: Figures) -> str:
     """Mean and worst rise of the loss, in per cent."""
     rises = figures["rise"]
-    return f"{100 * fmean(rises):+.2f} %, {100 * max(rises):+.2f} %"
+    return f"{100 * fmean(rises):+.2f}%, {100 * max(rises):+.2f}%"
 
 
 def table(figures: Figures, names: Mapping[str, str]) -> str:
@@ -123,11 +122,11 @@ def summary(result: Figures) -> str:
     return "\n".join(lines)
 
 
-def pages(document: Figures) -> dict[Path, str]:
+def pages(document: Figures) -> dict[Path, str | dict[str, str]]:
     """What stands between the marks of each page."""
     result = document["result"]
-    out = {DOCS / f"{part}.md": table(result[part], names) for part, names in METHODS.items()}
-    return {**out, DOCS / "benchmarks.md": summary(result)}
+    tables = {part: table(result[part], names) for part, names in METHODS.items()}
+    return {DOCS / "store_studies.md": tables, DOCS / "benchmarks.md": summary(result)}
 
 
 if __name__ == "__main__":
