@@ -230,7 +230,7 @@ def test_the_lines_for_every_trainer_run(tmp_path, monkeypatch, lonely_group):
     after = run_plain_blocks("README.md", lambda number: names)
     assert isinstance(after["model"], transformers.GPT2LMHeadModel)
     run_plain_blocks("docs/accelerate.md", lambda number: names)
-    run_plain_blocks("docs/lightning.md", lambda number: names)
+    run_plain_blocks("docs/lightning.md")
     assert prepared.weight.isfinite().all()
 
 
