@@ -215,7 +215,7 @@ def test_the_lines_for_every_trainer_run(tmp_path, monkeypatch, lonely_group):
     args = arguments(Path("run"))
     ShrinkTrainer(gpt2(), args, train_dataset=Text()).train()
     accelerator = accelerate.Accelerator(
-        project_config=accelerate.utils.ProjectConfiguration("runs/gpt", automatic_checkpoint_naming=True)
+        project_config=accelerate.utils.ProjectConfiguration("runs/readme", automatic_checkpoint_naming=True)
     )
     prepared = accelerator.prepare(nn.Linear(64, 64))
     names = {"model": gpt2(), "args": args, "data": Text(), "AutoModelForCausalLM": transformers.AutoModelForCausalLM}
@@ -229,7 +229,7 @@ def test_the_lines_for_every_trainer_run(tmp_path, monkeypatch, lonely_group):
     names |= {"path": "runs/dcp", "ddp_model": DistributedDataParallel(nn.Linear(64, 64)), "pl": lightning.pytorch}
     after = run_plain_blocks("README.md", lambda number: names)
     assert isinstance(after["model"], transformers.GPT2LMHeadModel)
-    run_plain_blocks("docs/accelerate.md", lambda number: names)
+    run_plain_blocks("docs/accelerate.md")
     run_plain_blocks("docs/lightning.md")
     assert prepared.weight.isfinite().all()
 
