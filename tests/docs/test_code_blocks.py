@@ -77,22 +77,6 @@ def schemes(number: int) -> dict[str, Any]:
     return {**trained(), **functions, "inputs": TOKENS, "labels": LABELS, "held_out": None}
 
 
-def dcp(number: int) -> dict[str, Any]:
-    if number:
-        return {}
-    model = trained()["model"]
-    state = {"model": model.state_dict()}
-    return {
-        "dist": dist,
-        "state": state,
-        "model": model,
-        "step": 1,
-        "path": "runs/again",
-        "loss": loss_on,
-        "tokens": 64,
-    }
-
-
 def runs(number: int) -> dict[str, Any]:
     """A loop on a group of one rank."""
     return {
@@ -118,7 +102,6 @@ def journal(number: int) -> dict[str, Any]:
 
 
 SETUPS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "docs/dcp.md": dcp,
     "docs/journal.md": journal,
     "docs/runs.md": runs,
     "docs/schemes.md": schemes,
