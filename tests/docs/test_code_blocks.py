@@ -128,10 +128,11 @@ def test_the_ten_lines_print_the_ratios_that_readme_states(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     block = next(block for block in BLOCKS if block.page == "README.md" and block.language == "python")
     low, high = map(int, re.findall(r"(\d+)x", block.text.split("# prints ")[1].split("\n")[0]))
+    torch.manual_seed(0)
     block.run({})
     ratios = [int(ratio) for ratio in re.findall(r"(\d+)x smaller", capsys.readouterr().out)]
     assert len(ratios) == 6
-    assert min(ratios) == pytest.approx(low, rel=0.25) and max(ratios) == pytest.approx(high, rel=0.25)
+    assert 0.75 * low <= min(ratios) and max(ratios) <= 1.25 * high  # the range is one over eight seeds
 
 
 WIRE = """
@@ -192,7 +193,11 @@ def test_the_lines_for_every_trainer_run(tmp_path, monkeypatch, lonely_group):
     from torch.distributed import checkpoint
     from torch.nn.parallel import DistributedDataParallel
 
-    from shrinkpoint.train.transformers import ShrinkTrainer
+    from shrinkpoint.comm import compress_ddp
+    from shrinkpoint.train.accelerate import save_state
+    from shrinkpoint.train.dcp import Writer
+    from shrinkpoint.train.lightning import ShrinkIO, ShrinkIOCallback
+    from shrinkpoint.train.transformers import ShrinkConfig, ShrinkTrainer
 
     monkeypatch.chdir(tmp_path)
     args = arguments(Path("run"))
@@ -201,15 +206,11 @@ def test_the_lines_for_every_trainer_run(tmp_path, monkeypatch, lonely_group):
         project_config=accelerate.utils.ProjectConfiguration("runs/readme", automatic_checkpoint_naming=True)
     )
     prepared = accelerator.prepare(nn.Linear(64, 64))
-    names = {"model": gpt2(), "args": args, "data": Text(), "AutoModelForCausalLM": transformers.AutoModelForCausalLM}
-    names |= {
-        "Trainer": transformers.Trainer,
-        "lightning": lightning,
-        "accelerator": accelerator,
-        "dcp": checkpoint,
-        "state": {"w": torch.ones(99)},
-    }
-    names |= {"path": "runs/dcp", "ddp_model": DistributedDataParallel(nn.Linear(64, 64)), "pl": lightning.pytorch}
+    imports = [ShrinkTrainer, ShrinkConfig, ShrinkIO, ShrinkIOCallback, Writer, save_state, compress_ddp]
+    names = {imported.__name__: imported for imported in imports}
+    names |= {"model": gpt2(), "args": args, "data": Text(), "lightning": lightning, "accelerator": accelerator}
+    names |= {"dcp": checkpoint, "state": {"w": torch.ones(99)}, "path": "runs/dcp", "loss": loss_on}
+    names |= {"ddp_model": DistributedDataParallel(nn.Linear(64, 64))}
     after = run_plain_blocks("README.md", lambda number: names)
     assert isinstance(after["model"], transformers.GPT2LMHeadModel)
     run_plain_blocks("docs/accelerate.md")
