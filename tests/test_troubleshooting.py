@@ -1,19 +1,155 @@
-"""docs/troubleshooting.md has a section for every class of errors and warnings, below that of its parent."""
+"""The pages on errors and warnings have a section for every class, below that of its parent, and real messages."""
 
 from __future__ import annotations
 
 import re
+import sys
+import warnings
+from collections.abc import Callable
+from doctest import ELLIPSIS, NORMALIZE_WHITESPACE, OutputChecker
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
+import pytest
+import torch
+
+import shrinkpoint as sp
 from shrinkpoint import errors
+from shrinkpoint.store.manifest import dump_with_digest
 
-TEXT = (Path(__file__).parents[1] / "docs" / "troubleshooting.md").read_text()
+DOCS = Path(__file__).parents[1] / "docs"
+TEXT = (DOCS / "troubleshooting.md").read_text() + (DOCS / "warnings.md").read_text()
 HEADINGS = re.findall(r"^(##+) (\w+(?:Error|Warning))$", TEXT, re.MULTILINE)
+MESSAGES = dict(re.findall(r"(?ms)^```\n(\w+)(: .*?)^```$", TEXT))
 CLASSES = [
     value
     for value in vars(errors).values()
     if isinstance(value, type) and issubclass(value, errors.ShrinkpointError | Warning)
 ]
+
+
+class Config:
+    """A class of a program; its module is that of the page."""
+
+    __module__ = "__main__"
+
+
+def run_of_three_steps(model: torch.nn.Module) -> Path:
+    optimizer = torch.optim.AdamW(model.parameters())
+    with sp.CheckpointManager("runs/gpt") as manager:
+        for step in (1, 2, 3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+            manager.save(step, model=model, optimizer=optimizer, rng=False)
+    return Path("runs/gpt/step-000000003/rank-00000.safetensors")
+
+
+def damage(payload: Path, *, cut: bool) -> None:
+    data = payload.read_bytes()
+    place = len(data) // 2
+    payload.write_bytes(data[:place] + (b"" if cut else bytes([data[place] ^ 1]) + data[place + 1 :]))
+
+
+def load_without_base() -> None:
+    sp.save({"weight": torch.randn(100, 100)}, "monday.safetensors")
+    sp.save({"weight": torch.randn(100, 100)}, "tuesday.safetensors", base="monday.safetensors")
+    Path("monday.safetensors").rename("old.safetensors")
+    sp.load("tuesday.safetensors")
+
+
+def load_newer() -> None:
+    newer = Path("runs/gpt/step-000000009")
+    newer.mkdir()
+    (newer / "manifest.json").write_bytes(dump_with_digest({"format": 9}))
+    sp.load("runs/gpt", step=9)
+
+
+def load_foreign(model: torch.nn.Module) -> None:
+    torch.save(model.state_dict(), "model.pt")
+    sp.load("model.pt")
+
+
+def save_below_a_file() -> None:
+    Path("old.safetensors").touch()
+    sp.save({}, "old.safetensors/new.safetensors")
+
+
+def save_on_a_full_disk() -> None:
+    with patch("os.fsync", side_effect=OSError(28, "No space left on device")):
+        sp.save({"weight": torch.ones(9)}, "big.safetensors")
+
+
+def save_beside_a_writer(model: torch.nn.Module) -> None:
+    with sp.CheckpointManager("runs/gpt") as manager:
+        manager.save(4, model=model)
+        sp.CheckpointManager("runs/gpt").save(5, model=model)
+
+
+def store_without_its_extra() -> None:
+    with patch.dict(sys.modules, {"obstore": None, "obstore.store": None}):
+        sp.Store("s3://bucket/run")
+
+
+def load_damaged(payload: Path, *, cut: bool) -> None:
+    damage(payload, cut=cut)
+    sp.load("runs/gpt", step=3)
+
+
+def restore_wider() -> None:
+    sp.CheckpointManager("runs/gpt").restore(step=2, model=torch.nn.Linear(64, 128))
+
+
+ERRORS: dict[str, Callable[[torch.nn.Module, Path], Any]] = {
+    "FormatError": lambda model, payload: load_foreign(model),
+    "CorruptError": lambda model, payload: load_damaged(payload, cut=False),
+    "TruncatedError": lambda model, payload: load_damaged(payload, cut=True),
+    "VersionError": lambda model, payload: load_newer(),
+    "ChainError": lambda model, payload: load_without_base(),
+    "NotFoundError": lambda model, payload: sp.load("runs/gpt", step=7),
+    "StateError": lambda model, payload: sp.save({"model": {}, "config": Config()}, "a.safetensors"),
+    "MismatchError": lambda model, payload: restore_wider(),
+    "PolicyError": lambda model, payload: sp.Fisher(budget=0.01),  # type: ignore[arg-type]
+    "StorageError": lambda model, payload: save_below_a_file(),
+    "NoSpaceError": lambda model, payload: save_on_a_full_disk(),
+    "LockedError": lambda model, payload: save_beside_a_writer(model),
+    "MissingExtraError": lambda model, payload: store_without_its_extra(),
+}
+WARNINGS = {
+    "LossWarning": lambda: sp.Fisher(budget="1%", evaluate=lambda state: 1.0),
+    "UnmeasuredLossWarning": lambda: "fisher(relative_error=.3)",
+}
+
+
+def test_every_message_of_the_pages_is_made_here():
+    assert MESSAGES.keys() == {*ERRORS, *WARNINGS}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_messages_of_errors_are_real(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64)
+    payload = run_of_three_steps(model)
+    with pytest.raises(errors.ShrinkpointError) as raised:
+        ERRORS[name](model, payload)
+    assert_stated(raised.type.__name__, str(raised.value).replace(f"{tmp_path}/", ""), name)
+
+
+@pytest.mark.parametrize("name", WARNINGS)
+def test_messages_of_warnings_are_real(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sp.save({"model": torch.nn.Linear(64, 64).state_dict()}, "lossy.safetensors", scheme=WARNINGS[name]())
+    assert_stated(caught[0].category.__name__, str(caught[0].message), name)
+
+
+def assert_stated(found_name: str, found: str, name: str) -> None:
+    assert found_name == name
+    stated = MESSAGES[name].removeprefix(": ")
+    assert OutputChecker().check_output(stated, f"{found}\n", ELLIPSIS | NORMALIZE_WHITESPACE), found
 
 
 def test_every_class_has_its_section_and_no_other_has_one():
