@@ -61,14 +61,14 @@ def test_what_is_no_room_is_no_attribute():
 
 
 def test_the_names_that_documents_use_after_a_plain_import_are_there():
-    """Such as `shrinkpoint.train.dcp.Writer`."""
+    """Such as `shrinkpoint.train.dcp.load`."""
     texts = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
     names = {
         name
         for text in texts
         for name in re.findall(r"(?<!from )(?<!import )\bshrinkpoint\.((?:comm|train|schemes)(?:\.\w+)*)", text)
     }
-    assert "train.dcp.Writer" in names
+    assert "train.dcp.load" in names
     for name in sorted(names):
         if not any(extra in name for extra in ("transformers", "lightning", "accelerate")):
             found: Any = sp

@@ -43,10 +43,10 @@ class Block:
     def run(self, names: dict[str, Any]) -> None:
         """Run it as a part of a program that has these names; tracebacks name the page and its lines.
 
-        What it prints must be what its lines that begin with `#> ` state, if there are such lines.
+        What it prints must be what its lines that begin with `# -> ` state, if there are such lines.
         """
         code = compile("\n" * (self.line - 1) + self.text, self.page, "exec")
-        stated = [line.strip()[3:] + "\n" for line in self.text.splitlines() if line.strip().startswith("#> ")]
+        stated = [line.strip()[5:] + "\n" for line in self.text.splitlines() if line.strip().startswith("# -> ")]
         if not stated:
             exec(code, names)
             return
