@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import re
-import sys
 import warnings
 from collections.abc import Callable
 from doctest import ELLIPSIS, NORMALIZE_WHITESPACE, OutputChecker
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
 import shrinkpoint as sp
 from shrinkpoint import errors
-from shrinkpoint.store.manifest import dump_with_digest
 
 DOCS = Path(__file__).parents[1] / "docs"
 TEXT = (DOCS / "troubleshooting.md").read_text() + (DOCS / "warnings.md").read_text()
@@ -46,12 +43,6 @@ def run_of_three_steps(model: torch.nn.Module) -> Path:
     return Path("runs/gpt/step-000000003/rank-00000.safetensors")
 
 
-def damage(payload: Path, *, cut: bool) -> None:
-    data = payload.read_bytes()
-    place = len(data) // 2
-    payload.write_bytes(data[:place] + (b"" if cut else bytes([data[place] ^ 1]) + data[place + 1 :]))
-
-
 def load_without_base() -> None:
     sp.save({"weight": torch.randn(100, 100)}, "monday.safetensors")
     sp.save({"weight": torch.randn(100, 100)}, "tuesday.safetensors", base="monday.safetensors")
@@ -59,41 +50,15 @@ def load_without_base() -> None:
     sp.load("tuesday.safetensors")
 
 
-def load_newer() -> None:
-    newer = Path("runs/gpt/step-000000009")
-    newer.mkdir()
-    (newer / "manifest.json").write_bytes(dump_with_digest({"format": 9}))
-    sp.load("runs/gpt", step=9)
-
-
 def load_foreign(model: torch.nn.Module) -> None:
     torch.save(model.state_dict(), "model.pt")
     sp.load("model.pt")
 
 
-def save_below_a_file() -> None:
-    Path("old.safetensors").touch()
-    sp.save({}, "old.safetensors/new.safetensors")
-
-
-def save_on_a_full_disk() -> None:
-    with patch("os.fsync", side_effect=OSError(28, "No space left on device")):
-        sp.save({"weight": torch.ones(9)}, "big.safetensors")
-
-
-def save_beside_a_writer(model: torch.nn.Module) -> None:
-    with sp.CheckpointManager("runs/gpt") as manager:
-        manager.save(4, model=model)
-        sp.CheckpointManager("runs/gpt").save(5, model=model)
-
-
-def store_without_its_extra() -> None:
-    with patch.dict(sys.modules, {"obstore": None, "obstore.store": None}):
-        sp.Store("s3://bucket/run")
-
-
-def load_damaged(payload: Path, *, cut: bool) -> None:
-    damage(payload, cut=cut)
+def load_damaged(payload: Path) -> None:
+    data = bytearray(payload.read_bytes())
+    data[len(data) // 2] ^= 1
+    payload.write_bytes(data)
     sp.load("runs/gpt", step=3)
 
 
@@ -103,18 +68,11 @@ def restore_wider() -> None:
 
 ERRORS: dict[str, Callable[[torch.nn.Module, Path], Any]] = {
     "FormatError": lambda model, payload: load_foreign(model),
-    "CorruptError": lambda model, payload: load_damaged(payload, cut=False),
-    "TruncatedError": lambda model, payload: load_damaged(payload, cut=True),
-    "VersionError": lambda model, payload: load_newer(),
+    "CorruptError": lambda model, payload: load_damaged(payload),
     "ChainError": lambda model, payload: load_without_base(),
     "NotFoundError": lambda model, payload: sp.load("runs/gpt", step=7),
     "StateError": lambda model, payload: sp.save({"model": {}, "config": Config()}, "a.safetensors"),
     "MismatchError": lambda model, payload: restore_wider(),
-    "PolicyError": lambda model, payload: sp.Fisher(budget=0.01),  # type: ignore[arg-type]
-    "StorageError": lambda model, payload: save_below_a_file(),
-    "NoSpaceError": lambda model, payload: save_on_a_full_disk(),
-    "LockedError": lambda model, payload: save_beside_a_writer(model),
-    "MissingExtraError": lambda model, payload: store_without_its_extra(),
 }
 WARNINGS = {
     "LossWarning": lambda: sp.Fisher(budget="1%", evaluate=lambda state: 1.0),
