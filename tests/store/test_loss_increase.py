@@ -42,10 +42,19 @@ def test_a_rise_is_told_relative_to_the_loss_with_its_interval():
         assert str(found) == text and found.value == (None if value is None else pytest.approx(value))
 
 
+def test_what_restores_have_left_is_told_relative_to_the_loss():
+    known = {"chosen": {"step_in_deviations": 1.0}, "rise": 0.02, "quality": 4.0, "restored_rise": 0.01}
+    found = LossIncrease.from_loss(known)
+    assert found.restored == 0.0025 and found.restored_text == "about +0.25 % of the loss left by them"
+    assert LossIncrease.from_loss({**known, "rise": None, "measured": False}).restored == 0.0025
+    for nothing in ({**known, "restored_rise": 0.0}, {**known, "quality": None}, {**known, "chosen": None}):
+        assert LossIncrease.from_loss(nothing).restored_text == ""
+
+
 JUNK = [None, True, "x", "nan", 10**400, math.nan, math.inf, -1, [], [1], [1, "a"], [[], {}], {}, {"a": 1}]
 
 
-@pytest.mark.parametrize("name", ["chosen", "degradation", "rise", "quality", "interval", "measured", "exact", "tried"])
+@pytest.mark.parametrize("name", ["chosen", "degradation", "rise", "quality", "interval", "measured", "exact", "tried", "restored_rise"])
 def test_no_manifest_makes_it_fail(name):
     known = {"chosen": {"step_in_deviations": None}, "rise": 0.1, "quality": 2.0, "interval": [0.0, 1.0]}
     for junk in JUNK:

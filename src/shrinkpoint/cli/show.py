@@ -114,9 +114,11 @@ def _manifest_rows(report: CheckpointReport) -> Iterator[tuple[str, str]]:
         yield "with its bases", humanize.size(report.disk_bytes)
     yield "metrics", ", ".join(f"{name} {humanize.number(value)}" for name, value in manifest.metrics.items())
     yield "lost", _loss_settings(manifest.loss)
-    yield "loss", str(LossIncrease.from_loss(manifest.loss))
+    increase = LossIncrease.from_loss(manifest.loss)
+    yield "loss", str(increase)
     yield "stayed exact", _unquantized_text(manifest.loss)
-    yield "lossy restores", str(manifest.lossy_restores or "")
+    restores = [str(manifest.lossy_restores)] if manifest.lossy_restores else []
+    yield "lossy restores", ", ".join([*restores, *filter(None, [increase.restored_text])])
     yield "left behind", "the run has gone back to an older step since" if report.abandoned else ""
     yield "note", manifest.note
 

@@ -127,6 +127,18 @@ class Lattice:
         out = rows[:, None] * columns[None, :]
         return out if second_moments is None else out * ieee_sqrt(second_moments)
 
+    def row_steps(self, shape: tuple[int, ...], rows: slice, device: torch.device | str = "cpu") -> Tensor:
+        """Return the distance of neighbouring points in some rows of a tensor viewed as a matrix, float32.
+
+        Args:
+            shape: of the tensor, which the lattice may fold otherwise.
+            rows: of that matrix.
+        """
+        if self.rows.numel() == matrix_shape(shape)[0]:
+            return replace(self, rows=self.rows[rows]).scales(device=device)
+        scales = self.scales(device=device).expand(self.matrix_shape(shape))
+        return as_matrix(scales.reshape(shape))[rows]
+
     def dither(self, shape: tuple[int, int], device: torch.device | str = "cpu") -> Tensor | float:
         """Return the dither u of every element, float32; 0.0 without a seed."""
         return dither(self.seed, shape, device) if self.seed else 0.0

@@ -82,6 +82,7 @@ class CheckpointReport:
             "rise": increase.value,
             "measured": increase.is_measured,
             "predicted": increase.predicted,
+            "restored_rise": increase.restored,
         }
         omitted = set(_DIRECTORY_ONLY if self.folder is None else _STORE_ONLY)
         if not loss or (manifest.loss is None and self.folder is None):

@@ -21,6 +21,7 @@ class LossIncrease:
         value: relative to the loss before the save: 0.01 is 1%; 0 if no weight changed; None if unknown.
         interval: 95% confidence interval of `value` on other examples of the same kind; None if unknown.
         predicted: what the scheme expected of an increase that was not measured, in nats; None if it expected nothing.
+        restored: what earlier restores have left of their increases, as the scheme estimates; relative like `value`.
     """
 
     is_lossy: bool = False
@@ -28,6 +29,12 @@ class LossIncrease:
     value: float | None = None
     interval: tuple[float, float] | None = None
     predicted: float | None = None
+    restored: float = 0.0
+
+    @property
+    def restored_text(self) -> str:
+        """What earlier restores have left, in words; "" if they have left nothing."""
+        return f"about {_percent(self.restored)} of the loss left by them" if self.restored > 0 else ""
 
     @classmethod
     def from_loss(cls, loss: JSON) -> LossIncrease:
@@ -35,17 +42,18 @@ class LossIncrease:
         if not isinstance(loss, dict) or loss.get("chosen") is None:
             return cls()
         value, scale = _relative_increase(loss)
+        restored = (_number(loss.get("restored_rise")) or 0.0) / _loss_scale(loss)
         measured = loss.get("measured", value is not None) is True
         if measured and value is None and _keeps_weights(loss["chosen"]):
             value, scale = 0.0, 1.0
         if not measured:
-            return cls(True, False, predicted=_predicted_increase(loss))
+            return cls(True, False, predicted=_predicted_increase(loss), restored=restored)
         if scale is None:
             return cls(True)
         ends = loss.get("interval")
         low, high = (_number(end) for end in ends) if isinstance(ends, list) and len(ends) == 2 else (None, None)
         interval = None if low is None or high is None else (low / scale, high / scale)
-        return cls(True, True, None if value is None else _number(value / scale), interval)
+        return cls(True, True, None if value is None else _number(value / scale), interval, restored=restored)
 
     def __str__(self) -> str:
         if not self.is_lossy:
@@ -62,10 +70,16 @@ def _relative_increase(loss: Mapping[str, JSON]) -> tuple[float | None, float | 
     """The increase that a scheme reported, and the loss that it is relative to; None for what is unknown."""
     if "degradation" in loss:
         return _number(loss["degradation"]), 1.0
-    value, quality = _number(loss.get("rise")), _number(loss.get("quality"))
+    value, scale = _number(loss.get("rise")), _loss_scale(loss)
     if value == 0:
         return value, 1.0
-    return value, None if quality is None else abs(quality) or 1.0
+    return value, None if math.isinf(scale) else scale
+
+
+def _loss_scale(loss: Mapping[str, JSON]) -> float:
+    """The loss that rises are relative to; infinite if it is unknown."""
+    quality = _number(loss.get("quality"))
+    return math.inf if quality is None else abs(quality) or 1.0
 
 
 def _predicted_increase(loss: Mapping[str, JSON]) -> float | None:

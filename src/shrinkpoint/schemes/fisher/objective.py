@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from shrinkpoint import validate
 from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.schemes.base import finite_or_text
 from shrinkpoint.schemes.evaluate import Degradation
+from shrinkpoint.schemes.fisher.restored_rise import MIN_BUDGET_SHARE
 from shrinkpoint.schemes.fisher.run_memory import UNKNOWN_ERROR, RunMemory, standard_error
 from shrinkpoint.schemes.fisher.state_bits import StateBits
 from shrinkpoint.schemes.fisher.steps import (
@@ -212,6 +213,10 @@ class LossBudget(Objective):
         """
         budget = self.budget if self.share is None else self.share / 100 * scale
         return LossBudget(budget, noise=noise, scale=scale)
+
+    def after_restores(self, restored_rise: float) -> LossBudget:
+        """The part of a budget in the loss's own unit that earlier restores leave."""
+        return replace(self, budget=max(self.budget - restored_rise, MIN_BUDGET_SHARE * self.budget))
 
     def relative_budget(self, scale: float) -> float:
         """The budget as a fraction of `scale`."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from shrinkpoint.schemes.evaluate import Degradation
+from shrinkpoint.schemes.fisher.restored_rise import rise_after_restore
 from shrinkpoint.schemes.fisher.rounding import MAX_HYSTERESIS
 from shrinkpoint.schemes.fisher.steps import QuantizedWeights
 from shrinkpoint.tensors.info import JSON
@@ -122,6 +123,7 @@ class RunMemory:
         noise: the standard error of the last measured rise.
         slope: what the slope of the loss added to a rise, in roots of the curvature term; 0 if unknown.
         quiet: how long rises have been far below the budget.
+        restored_rise: what earlier restores have left of the budget's rise, in the loss's own unit.
     """
 
     log_step: int | None = None
@@ -132,6 +134,7 @@ class RunMemory:
     noise: float = 0.0
     slope: float = 0.0
     quiet: QuietSaves = field(default_factory=QuietSaves)
+    restored_rise: float = 0.0
 
     @property
     def needs_pair(self) -> bool:
@@ -260,11 +263,12 @@ class RunMemory:
             "held": [held.weight, held.mean, held.scatter],
             "slope_scale": self.slope,
             "quiet": [self.quiet.count, self.quiet.patience],
+            "restored_rise": self.restored_rise,
         }
 
     @classmethod
     def from_json(cls, loss: dict[str, JSON], num_terms: float | None) -> RunMemory:
-        """The memory that a manifest records, in which any entry may be missing or of no use.
+        """The memory that a manifest records, after a restore. Any entry may be missing or of no use.
 
         Args:
             num_terms: N where none is recorded.
@@ -287,6 +291,7 @@ class RunMemory:
         if isinstance(quiet, list) and len(quiet) == 2:
             count, patience = (min(n, _MAX_PATIENCE) if type(n) is int and n > 0 else 0 for n in quiet)
             memory.quiet = QuietSaves(count, max(MIN_PATIENCE // 2, patience))
+        memory.restored_rise = rise_after_restore(loss)
         return memory
 
 

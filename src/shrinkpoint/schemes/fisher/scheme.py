@@ -46,6 +46,7 @@ from shrinkpoint.schemes.fisher.objective import (
     make_objective,
 )
 from shrinkpoint.schemes.fisher.probe import curvatures_from_probe, probe
+from shrinkpoint.schemes.fisher.restored_rise import remaining_share
 from shrinkpoint.schemes.fisher.rounding import MAX_HYSTERESIS
 from shrinkpoint.schemes.fisher.run_memory import UNKNOWN_ERROR, HeldRatios, QuietSaves, RunMemory
 from shrinkpoint.schemes.fisher.state_bits import StateBits, count_state_bits
@@ -206,6 +207,7 @@ class Fisher(Planner["FisherChoice"]):
         terms = getattr(self._evaluate, "terms", None) if self._counted_terms is None else self._counted_terms
         counted = ranks.max_over_ranks(round(terms) if isinstance(terms, int | float) and 1 <= terms < 1e18 else None)
         given = self._terms if counted is None or self._terms is not None else float(counted)
+        memory.restored_rise = ranks.value_if_equal(memory.restored_rise) or 0.0
         learned = ranks.value_if_equal((memory.num_terms, memory.terms_error, memory.held, memory.quiet))
         unknown = (None, UNKNOWN_ERROR, HeldRatios(), QuietSaves())
         memory.num_terms, memory.terms_error, memory.held, memory.quiet = learned or unknown
@@ -448,6 +450,8 @@ class Fisher(Planner["FisherChoice"]):
         if isinstance(self._objective, RatioTarget):
             dropped = DROPPED_ROLES.get(self._moments, ())
             bits = count_state_bits(save, coded, moments, copies, dropped, is_first=self._num_saves == 0)
+        if self._memory.restored_rise > 0 and isinstance(self._objective, LossBudget):
+            self._memory.restored_rise *= remaining_share(weights, candidates.curvatures, save.reference)
         objective = self._measured_objective(metric)
         choice = objective.choose(candidates, self._memory, None if metric is None else measure, bits)
         self._warn_of_choice(choice, candidates, objective, metric)
@@ -563,8 +567,10 @@ class Fisher(Planner["FisherChoice"]):
         if not isinstance(objective, LossBudget):
             return objective
         if metric is None:
-            return objective if self._measured_loss is None else objective.in_loss_unit(scale_of(self._measured_loss))
-        noise = (self._calibration.noise or 0.0) * metric.scale
-        if warning := self._calibration.noise_warning(objective.relative_budget(metric.scale)):
-            warn_user(warning)
-        return objective.in_loss_unit(metric.scale, noise)
+            budget = objective if self._measured_loss is None else objective.in_loss_unit(scale_of(self._measured_loss))
+        else:
+            noise = (self._calibration.noise or 0.0) * metric.scale
+            if warning := self._calibration.noise_warning(objective.relative_budget(metric.scale)):
+                warn_user(warning)
+            budget = objective.in_loss_unit(metric.scale, noise)
+        return budget.after_restores(self._memory.restored_rise)

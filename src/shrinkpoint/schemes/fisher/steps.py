@@ -408,11 +408,7 @@ class StepCandidates:
     def _sample_codes(self, name: str, lattice: Lattice) -> Tensor:
         """Differences between codes and the parent's values on the same lattice, in a sample of the rows."""
         weight, rows = self.weights[name], self._shards[name].spec.sampled_rows(_BITS_SAMPLE)
-        if lattice.rows.numel() == as_matrix(weight).shape[0]:
-            steps = replace(lattice, rows=lattice.rows[rows]).scales(device=weight.device)
-        else:
-            scales = lattice.scales(device=weight.device).expand(lattice.matrix_shape(tuple(weight.shape)))
-            steps = as_matrix(scales.reshape(weight.shape))[rows]
+        steps = lattice.row_steps(tuple(weight.shape), rows, weight.device)
         codes = (as_matrix(weight)[rows].to(torch.float32) / steps).round()
         if self._reference is not None and self._reference.has_like(name, tuple(weight.shape), weight.dtype):
             parent = tensor_rows(self._reference.tensors, name, rows)
