@@ -54,7 +54,10 @@ def test_what_restores_have_left_is_told_relative_to_the_loss():
 JUNK = [None, True, "x", "nan", 10**400, math.nan, math.inf, -1, [], [1], [1, "a"], [[], {}], {}, {"a": 1}]
 
 
-@pytest.mark.parametrize("name", ["chosen", "degradation", "rise", "quality", "interval", "measured", "exact", "tried", "restored_rise"])
+NAMES = ["chosen", "degradation", "rise", "quality", "interval", "measured", "exact", "tried", "restored_rise"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_no_manifest_makes_it_fail(name):
     known = {"chosen": {"step_in_deviations": None}, "rise": 0.1, "quality": 2.0, "interval": [0.0, 1.0]}
     for junk in JUNK:

@@ -1,6 +1,6 @@
 """What ten restores cost, one after every save, on kinds of training that nothing was tuned for.
 
-    python -m lab.studies.fisher.restores                 # writes benchmarks/results/kind_restores.json: 15 minutes a seed
+    python -m lab.studies.fisher.restores                 # benchmarks/results/kind_restores.json: 15 minutes a seed
     python -m lab.studies.fisher.restores --kinds Muon --seeds 0 --out a.json
     python -m lab.studies.fisher.restores --report
 
@@ -71,9 +71,7 @@ def save_and_restore(manager: sp.CheckpointManager[Any], kind: Kind, number: int
 
 
 def report(document: dict[str, Any]) -> None:
-    print(
-        "| training | course | delta x, median | loss at the end, % beside no restore: mean, each seed | at once, % |"
-    )
+    print("| training | course | delta x, median | loss at the end, % beside none: mean, each seed | at once, % |")
     print("|---" * 5 + "|")
     for name, seeds in document["kinds"].items():
         for course in [x for x in COURSES if x != "exact" and x in next(iter(seeds.values()))]:
