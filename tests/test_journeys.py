@@ -33,7 +33,7 @@ def test_fisher_save_and_restore(tmp_path: Path):
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     optimizer = torch.optim.AdamW(model.parameters())
     with follow() as journey:
-        with sp.CheckpointManager(tmp_path, scheme="fisher", background=False) as manager:
+        with sp.CheckpointManager(tmp_path, scheme=sp.Fisher(), background=False) as manager:
             for step in (1, 2, 3):
                 optimizer.zero_grad()
                 model(torch.randn(16, 64)).square().mean().backward()
@@ -41,7 +41,7 @@ def test_fisher_save_and_restore(tmp_path: Path):
                 journey.clear()
                 manager.save(step, model=model, optimizer=optimizer)
             assert_within(journey.counts, SAVE)
-        with sp.CheckpointManager(tmp_path, scheme="fisher") as manager:
+        with sp.CheckpointManager(tmp_path, scheme=sp.Fisher()) as manager:
             journey.clear()
             manager.restore(model=model, optimizer=optimizer)
             assert_within(journey.counts, RESTORE)

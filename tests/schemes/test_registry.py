@@ -19,7 +19,7 @@ CONFIG = {"bins": 8, "embedding_bins": 16, "prune": 0.5, "protect": 0.005}
 TEXTS = (
     "lossless",
     "lossless(chunk=4096)",
-    "fisher",
+    "fisher(terms=64)",
     "fisher(nats=0.01)",
     "fisher(ratio=40)",
     "fisher(relative_error=.3)",

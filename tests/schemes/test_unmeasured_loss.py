@@ -26,7 +26,7 @@ from shrinkpoint.train.checkpointer import Checkpointer
 
 CONFIG = {"bins": 16, "embedding_bins": 32, "prune": 0.1, "protect": 0.005}
 UNMEASURED: dict[str, Callable[[], Any]] = {
-    "by its name": lambda: "fisher",
+    "by its text": lambda: "fisher(relative_error=.3)",
     "fisher by error": lambda: sp.Fisher(relative_error=0.3),
     "fisher by ratio": lambda: sp.Fisher(ratio=8),
     "fisher by nats": lambda: sp.Fisher(nats=0.01),

@@ -33,6 +33,8 @@ MAX_TEXT = 4096
 _FIXED_LOSS_SETTINGS = frozenset({"config", "nats", "ratio", "relative_error"})
 """Settings that decide what a scheme quantizes, so that it needs no `evaluate`."""
 _PATTERN = re.compile(r"\s*([a-z][a-z0-9-]*)\s*(?:\((.*)\))?\s*", re.DOTALL)
+_MEASURED = "sp.Fisher(evaluate=sp.RecentBatches(loss_of_batch))"
+_UNMEASURED = '"fisher(relative_error=.3)"'
 _EXPECTED = 'a scheme such as shrinkpoint.Fisher(relative_error=.3), or its text such as "fisher(relative_error=.3)"'
 
 
@@ -40,10 +42,14 @@ def get_scheme(scheme: object) -> Scheme:
     """Return a scheme from its text (see `scheme_factory`); a scheme itself is returned unchanged.
 
     Raises:
-        PolicyError: it is neither a scheme nor a valid text.
+        PolicyError: it is neither a scheme nor a valid text, or the text promises a rise that nothing measures.
     """
     if isinstance(scheme, str):
-        parsed: Scheme = scheme_factory(scheme)()
+        factory = scheme_factory(scheme)
+        if lacks_evaluation(factory) and "terms" not in factory.keywords:
+            do = f"pass {_MEASURED}, or {_UNMEASURED}, which measures nothing"
+            raise PolicyError(f'scheme "{scheme}"', found="nothing that measures the loss", expected="evaluate=", do=do)
+        parsed: Scheme = factory()
         return parsed
     if scheme is None:
         do = 'leave scheme= out, or pass "lossless", for exact values'

@@ -103,15 +103,28 @@ def test_a_budget_in_per_cent_needs_an_evaluation():
 # by name
 
 
-def test_by_name_it_has_steps_of_one_standard_deviation(tmp_path):
-    assert isinstance(get_scheme("fisher"), sp.Fisher)
-    report = sp.save(adam(WEIGHTS), tmp_path / "a.safetensors", scheme="fisher")
+@pytest.mark.parametrize("text", ["fisher", "fisher()", "fisher(seed=1)", 'fisher(budget="1%")'])
+def test_by_name_alone_it_is_refused_as_nothing_measures_the_loss(tmp_path, text):
+    saves = {
+        "manager": lambda: sp.CheckpointManager(tmp_path / "run", scheme=text),
+        "store": lambda: sp.Store(MemoryStorage()).save(1, adam(WEIGHTS), scheme=text),
+        "file": lambda: sp.save(adam(WEIGHTS), tmp_path / "a.safetensors", scheme=text),
+    }
+    for save in saves.values():
+        with pytest.raises(PolicyError, match=r"nothing that measures the loss.*RecentBatches.*relative_error=\.3"):
+            save()
+    assert not [*tmp_path.iterdir()]
+    assert isinstance(get_scheme("fisher(terms=64)"), sp.Fisher)  # predicts
+
+
+def test_without_arguments_it_has_steps_of_one_standard_deviation(tmp_path):
+    report = sp.save(adam(WEIGHTS), tmp_path / "a.safetensors", scheme=sp.Fisher())
     assert report.scheme == "fisher" == sp.inspect(tmp_path / "a.safetensors").scheme
     assert report.loss_report["chosen"] == {"step_in_deviations": 1.0, "moments": "coded"} and report.ratio > 8
     found = errors(sp.load(tmp_path / "a.safetensors")["model"])
     assert all(0.1 < error < 0.7 for name, error in found.items() if name != "b.bias")
     later = {name: x + 0.1 for name, x in WEIGHTS.items()}
-    sp.save(adam(later), tmp_path / "b.safetensors", scheme="fisher", base=tmp_path / "a.safetensors")
+    sp.save(adam(later), tmp_path / "b.safetensors", scheme=sp.Fisher(), base=tmp_path / "a.safetensors")
     assert max(errors(sp.load(tmp_path / "b.safetensors")["model"], later).values()) < 0.7
 
 

@@ -135,16 +135,16 @@ def test_a_process_holds_a_bounded_number_of_chains(tmp_path: Path) -> None:
 
 def test_a_writer_for_each_save_goes_on_with_what_a_scheme_has_learned(tmp_path: Path) -> None:
     with pytest.warns(errors.UnmeasuredLossWarning) as warned:  # once in a run
-        trained(tmp_path, 3, scheme="fisher")
+        trained(tmp_path, 3, scheme="fisher(relative_error=.3)")
     assert [warning.category for warning in warned].count(errors.UnmeasuredLossWarning) == 1
 
 
-@pytest.mark.parametrize("name", ["lossless", "fisher", "excp", "lc-checkpoint"])
+@pytest.mark.parametrize("name", ["lossless", "fisher(nats=.01)", "excp", "lc-checkpoint"])
 def test_schemes_of_the_same_settings_are_one(name: str) -> None:
     chain = ChainState(DeltaWriter(), (None, None))
     first = chain.scheme_for(get_scheme(name), None)
     assert chain.scheme_for(get_scheme(name), None) is first
-    other = get_scheme("lossless(chunk=4096)" if name == "lossless" else "fisher(seed=1)")
+    other = get_scheme("lossless(chunk=4096)" if name == "lossless" else "fisher(nats=.01, seed=1)")
     assert chain.scheme_for(other, None) is other
 
 

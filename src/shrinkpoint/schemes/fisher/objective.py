@@ -11,7 +11,6 @@ from shrinkpoint import validate
 from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.schemes.base import finite_or_text
 from shrinkpoint.schemes.evaluate import Degradation
-from shrinkpoint.schemes.fisher.restored_rise import MIN_BUDGET_SHARE
 from shrinkpoint.schemes.fisher.run_memory import UNKNOWN_ERROR, RunMemory, standard_error
 from shrinkpoint.schemes.fisher.state_bits import StateBits
 from shrinkpoint.schemes.fisher.steps import (
@@ -43,6 +42,8 @@ DEFAULT_SHARE = 0.1
 """The rise of the loss that is allowed if nothing is asked for and it is measured, in per cent of the loss."""
 _CHANGE_THRESHOLD = to_log_step(2**0.5)
 """The difference to the best step size from which steps are changed, because a change costs bits."""
+MIN_BUDGET_SHARE = 1 / 16
+"""The least share of the budget that a checkpoint may spend, whatever earlier restores have left."""
 _GROWTH_THRESHOLD = 3 * _CHANGE_THRESHOLD
 _LARGER = 2 * _CHANGE_THRESHOLD
 """By how much larger steps are tried after many saves whose rises were far below the budget: twice as large."""

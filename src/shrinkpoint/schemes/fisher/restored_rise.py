@@ -16,23 +16,9 @@ from torch import Tensor
 from shrinkpoint.codec.lattice import LatticeTensor, as_matrix
 from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, Reference, tensor_rows
 from shrinkpoint.schemes.fisher.curvature import Curvature, GlobalWeights
-from shrinkpoint.tensors.info import JSON
 
-MIN_BUDGET_SHARE = 1 / 16
-"""The least share of the budget that a checkpoint may spend, whatever earlier restores have left."""
 _HEALING = 0.5
 """How fast movement makes errors good: measured on trainings that were restored eight times."""
-
-
-def rise_after_restore(loss: Mapping[str, JSON]) -> float:
-    """The rise of the loss in a state that is restored, beside a run that was never restored; in the loss's own unit.
-
-    Args:
-        loss: of the manifest that is restored, in which any entry may be missing or of no use.
-    """
-    own = loss.get("rise") if loss.get("chosen") is not None else None
-    known = [x for x in (loss.get("restored_rise"), own) if isinstance(x, float) and math.isfinite(x)]
-    return max(0.0, sum(known))
 
 
 def remaining_share(weights: GlobalWeights, curvatures: Mapping[str, Curvature], reference: Reference | None) -> float:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from shrinkpoint.schemes.evaluate import Degradation
-from shrinkpoint.schemes.fisher.restored_rise import rise_after_restore
 from shrinkpoint.schemes.fisher.rounding import MAX_HYSTERESIS
 from shrinkpoint.schemes.fisher.steps import QuantizedWeights
 from shrinkpoint.tensors.info import JSON
@@ -293,6 +292,17 @@ class RunMemory:
             memory.quiet = QuietSaves(count, max(MIN_PATIENCE // 2, patience))
         memory.restored_rise = rise_after_restore(loss)
         return memory
+
+
+def rise_after_restore(loss: dict[str, JSON]) -> float:
+    """The rise of the loss in a state that is restored, beside a run that was never restored; in the loss's own unit.
+
+    Args:
+        loss: of the manifest that is restored, in which any entry may be missing or of no use.
+    """
+    own = loss.get("rise") if loss.get("chosen") is not None else None
+    known = [x for x in (loss.get("restored_rise"), own) if isinstance(x, float) and math.isfinite(x)]
+    return max(0.0, sum(known))
 
 
 def standard_error(differences: Tensor | None) -> float:

@@ -573,4 +573,5 @@ class Fisher(Planner["FisherChoice"]):
             if warning := self._calibration.noise_warning(objective.relative_budget(metric.scale)):
                 warn_user(warning)
             budget = objective.in_loss_unit(metric.scale, noise)
-        return budget.after_restores(self._memory.restored_rise)
+        left = self._memory.restored_rise
+        return budget.after_restores(left) if left > 0 else budget
