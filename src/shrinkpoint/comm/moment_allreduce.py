@@ -102,7 +102,7 @@ class MomentAllReduce:
         self._is_served: frozenset[int] = frozenset()
         self._num_steps = 0
         self._scales: dict[str, float] = {}
-        self._rows: dict[str, list[tuple[Tensor, int]]] = {}
+        self._rows: dict[str, tuple[Tensor, int]] = {}
         self._shares: dict[str, float] = {}
         codes = StepCodes(setting.step)
         self.all_reduce = CompressedAllReduce(codes, name="ddp steps", link_stats=link_stats)
@@ -163,22 +163,26 @@ class MomentAllReduce:
     def _steps(self, name: str, row: int, hop: int) -> SharedSteps:
         if name not in self._rows:  # by the thread that encodes first
             self._rows[name] = self._make_rows(name)
-        roots, digest = self._rows[name][row]
+        rows, digest = self._rows[name]
         factor = self._step * self._scales.get(name, FIRST_SCALE)
         if hop == 0:  # the gradient of one rank is noisier than the average
             factor *= self._world_size**0.5
-        return SharedSteps(roots, factor, zlib.crc32(struct.pack("<d", factor), digest))
+        return SharedSteps(rows[row], factor, zlib.crc32(struct.pack("<d", factor), digest))
 
-    def _make_rows(self, name: str) -> list[tuple[Tensor, int]]:
-        """The roots of each row of this rank's share of a segment, with 32 bits of their digests."""
+    def _make_rows(self, name: str) -> tuple[Tensor, int]:
+        """The roots of this rank's share of a segment by row, and 32 bits of the digest of all roots of the segment.
+
+        All ranks notice another root on one of them: each gets a message with the digest of that rank.
+        """
         segment = self._layout.segments[int(name)]
         numel = share_numel(segment.numel, self._num_places) if self._num_places > 1 else segment.numel
         row_numel = share_numel(numel, self._world_size)
-        roots = self._roots.roots(segment, numel * self._num_places)[self._place * numel :][:numel]
+        roots = self._roots.roots(segment, numel * self._num_places)
+        share = roots[self._place * numel :][:numel]
         short = row_numel * self._world_size - numel
-        rows = F.pad(roots, (0, short), value=SMALLEST_ROOT).view(self._world_size, row_numel)
+        rows = F.pad(share, (0, short), value=SMALLEST_ROOT).view(self._world_size, row_numel)
         self._shares[name] = float((rows > SMALLEST_ROOT).sum()) / rows.numel()
-        return [(row, int(_native.xxh3_128(tensor_bytes(row))[:8], 16)) for row in rows]
+        return rows, int(_native.xxh3_128(tensor_bytes(roots))[:8], 16)
 
     def _update_scale(self, name: str, messages: Sequence[Tensor]) -> None:
         """Move the scale of a segment towards the mean magnitude of its average gradient, and free its steps."""
