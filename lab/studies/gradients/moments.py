@@ -3,6 +3,7 @@
     python -m lab.studies.gradients.moments              # about fifteen minutes on two cores
     python -m lab.studies.gradients.moments --quick      # the same code in some seconds
     python -m lab.studies.gradients.moments --report     # the tables of what was written
+    python -m lab.studies.gradients.moments --tasks gpt --before 1 --only none q4:64 "v0.7 after 1" v0.7
 
 Real processes on gloo train a small GPT on text and a ResNet-20 on images with AdamW. All ways to send gradients start
 from one trained state of their seed and see the same batches. So the loss of held-out data, the mean of four
@@ -36,12 +37,11 @@ from lab.studies.harness import default_data, machine
 from lab.studies.workloads import cosine, evaluating, fingerprint, shuffled
 from lab.studies.workloads.image import CROP, ResNet, augmented, cifar, classify, normal
 from lab.studies.workloads.text import drawn, loss_of, text, windows
-from shrinkpoint.comm import compress_ddp
-from shrinkpoint.comm.moment_allreduce import WARMUP_STEPS
+from shrinkpoint.comm import compress_ddp, moment_allreduce
 from shrinkpoint_lab.demo.workload import GPT, GPTConfig
 
 NAMES = ("none", "q4:64", "q3:64", "q2:64", "v0.5", "v0.7", "v1")
-SETTLED = WARMUP_STEPS + 10
+SETTLED = moment_allreduce.WARMUP_STEPS + 10
 """Steps before bits are counted: the scales of steps have found their size."""
 EVALUATIONS = 4
 PEAKS = {"gpt": 2e-3, "images": 2e-3}
@@ -125,6 +125,8 @@ def train(
         The figures, and the state after the last step.
     """
     rank, net = dist.get_rank(), task.model(seed)
+    name, _, warmup = name.partition(" after ")
+    moment_allreduce.WARMUP_STEPS = int(warmup or SETTLED - 10)
     optimizer = torch.optim.AdamW(net.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.01)
     if state is not None:
         net.load_state_dict(state[0])
@@ -168,6 +170,7 @@ def of_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
     for kind in args.tasks:
         task = TASKS[kind](args.data)
         before, steps = (8, SETTLED + 8) if args.quick else (task.before, args.steps)
+        before = before if args.before is None else args.before
         for seed in args.seeds:
             _, state = train(task, "none", seed, range(before), before + steps, PEAKS[kind])
             for name in args.only:
@@ -228,13 +231,16 @@ def report(document: Mapping[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="*", choices=TASKS, default=[*TASKS])
-    parser.add_argument("--only", nargs="*", default=[*NAMES], help="names of rows; the first is none")
+    parser.add_argument(
+        "--only", nargs="*", default=[*NAMES], help='rows, first none; "v0.7 after 5": 5 steps of q4:64'
+    )
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--before", type=int, help="steps of the state that all start from")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--data", type=Path, default=default_data())
-    parser.add_argument("--out", type=Path, default=Path("results/moments.json"))
+    parser.add_argument("--out", type=Path, default=Path("results/gradient_moments.json"))
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
@@ -80,8 +81,8 @@ class MomentAllReduce:
     `GradScaler` or clipping.
 
     Args:
-        group: the ranks that send each other messages.
-        place, num_places: of this rank in its node, of which each rank averages a share.
+        group_sizes: the number of ranks that send each other messages, the place of this rank in its node, and the
+            number of places there: each rank of a node averages a share.
         link_stats: where to add statistics.
 
     Attributes:
@@ -155,6 +156,7 @@ class MomentAllReduce:
         check_hops(where, entries["hops"])
         self.all_reduce.load_state_dict(entries["hops"])
         self._num_steps, self._scales = entries["steps"], dict(scales)
+        self._is_served = frozenset()  # all ranks compare their segments anew, whatever each did before
 
     def counts(self) -> Mapping[str, Any]:
         """What all ranks must have in common to go on together."""
@@ -174,14 +176,15 @@ class MomentAllReduce:
 
         All ranks notice another root on one of them: each gets a message with the digest of that rank.
         """
-        segment = self._layout.segments[int(name)]
-        numel = share_numel(segment.numel, self._num_places) if self._num_places > 1 else segment.numel
+        segment, places = self._layout.segments[int(name)], self._num_places
+        numel = share_numel(segment.numel, places) if places > 1 else segment.numel
         row_numel = share_numel(numel, self._world_size)
-        roots = self._roots.roots(segment, numel * self._num_places)
-        share = roots[self._place * numel :][:numel]
-        short = row_numel * self._world_size - numel
-        rows = F.pad(share, (0, short), value=SMALLEST_ROOT).view(self._world_size, row_numel)
-        self._shares[name] = float((rows > SMALLEST_ROOT).sum()) / rows.numel()
+        padded = row_numel * self._world_size
+        roots = self._roots.roots(segment, numel * places if places > 1 else padded)
+        share = roots[self._place * numel :][:numel] if places > 1 else roots
+        share = F.pad(share, (0, padded - numel), value=SMALLEST_ROOT) if places > 1 else share
+        rows = share.view(self._world_size, row_numel)
+        self._shares[name] = np.count_nonzero(share.numpy() > SMALLEST_ROOT) / padded
         return rows, int(_native.xxh3_128(tensor_bytes(roots))[:8], 16)
 
     def _update_scale(self, name: str, messages: Sequence[Tensor]) -> None:
