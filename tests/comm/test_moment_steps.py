@@ -84,7 +84,7 @@ def test_unknown_optimizer_is_refused_once_its_state_is_there():
     optimizer.step()
     with pytest.raises(PolicyError, match="Sign, whose state has no mean of squares"):
         moments.find(model.parameters())
-    with pytest.raises(PolicyError, match="expected a torch.optim.Optimizer"):
+    with pytest.raises(PolicyError, match="expected a torch"):
         SecondMoments(model)
 
 
