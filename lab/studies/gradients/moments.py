@@ -3,7 +3,7 @@
     python -m lab.studies.gradients.moments              # about fifteen minutes on two cores
     python -m lab.studies.gradients.moments --quick      # the same code in some seconds
     python -m lab.studies.gradients.moments --report     # the tables of what was written
-    python -m lab.studies.gradients.moments --tasks gpt --before 1 --only none q4:64 "v0.7 after 1" v0.7
+    python -m lab.studies.gradients.moments --tasks gpt --before 0 --steps 400 --only none q4:64 "v0.7 after 100"
 
 Real processes on gloo train a small GPT on text and a ResNet-20 on images with AdamW. All ways to send gradients start
 from one trained state of their seed and see the same batches. So the loss of held-out data, the mean of four
@@ -41,7 +41,9 @@ from shrinkpoint.comm import compress_ddp, moment_allreduce
 from shrinkpoint_lab.demo.workload import GPT, GPTConfig
 
 NAMES = ("none", "q4:64", "q3:64", "q2:64", "v0.5", "v0.7", "v1")
-SETTLED = moment_allreduce.WARMUP_STEPS + 10
+WARMUP = 20
+"""Steps that "v0.7" sends as "q4:64", unless its row names another number: the state has second moments already."""
+SETTLED = WARMUP + 10
 """Steps before bits are counted: the scales of steps have found their size."""
 EVALUATIONS = 4
 PEAKS = {"gpt": 2e-3, "images": 2e-3}
@@ -126,7 +128,7 @@ def train(
     """
     rank, net = dist.get_rank(), task.model(seed)
     name, _, warmup = name.partition(" after ")
-    moment_allreduce.WARMUP_STEPS = int(warmup or SETTLED - 10)
+    moment_allreduce.WARMUP_STEPS = int(warmup or WARMUP)
     optimizer = torch.optim.AdamW(net.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.01)
     if state is not None:
         net.load_state_dict(state[0])

@@ -28,6 +28,7 @@ COMMANDS = {
     "comparison": "python -m benchmarks.comparison.run",
     "frameworks": "python -m benchmarks.frameworks.run",
     "gradient_moments": "python -m lab.studies.gradients.moments",
+    "gradient_moments_scratch": "python -m lab.studies.gradients.moments",
     "kill": "python benchmarks/crash_recovery.py",
     "link_latency": "python -m lab.studies.link.latency",
     "link_moments": "python -m lab.studies.link.latency",

@@ -33,8 +33,8 @@ from torch.distributed.pipelining import (
 from torch.nn.parallel import DistributedDataParallel
 
 from lab.studies.link import hosts, model
+from shrinkpoint.comm import moment_allreduce
 from shrinkpoint.comm.ddp import compress_ddp
-from shrinkpoint.comm.moment_allreduce import WARMUP_STEPS
 from shrinkpoint.comm.pipeline import compress_pipeline
 
 NO_SYNC, TWO_LEVELS = "compute alone", ", two levels"
@@ -152,7 +152,7 @@ def measure(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     """Seconds of each step after the warm-up, and in sum over them what the kernel and the ledgers counted."""
     with KINDS[job["kind"]](job, case) as (step, ledgers):
         is_stepped = case["forward"].startswith("v")  # sends otherwise at first, and then finds its scales
-        for _ in range(WARMUP_STEPS + 10 if is_stepped else job["warm"]):
+        for _ in range(moment_allreduce.WARMUP_STEPS + 10 if is_stepped else job["warm"]):
             step()
         dist.barrier()
         before, counted = ledgers(), hosts.sent_bytes()
@@ -186,6 +186,7 @@ def main() -> None:
     end_with_parent()
     job = json.loads(sys.argv[1])
     torch.set_num_threads(1)
+    moment_allreduce.WARMUP_STEPS = 20  # which are not timed
     warnings.simplefilter("ignore")
     os.environ["GLOO_SOCKET_IFNAME"] = hosts.DEVICE
     address = f"tcp://{job['address']}:29500"

@@ -34,8 +34,8 @@ from shrinkpoint.comm.state_check import check_entries, check_mapping, part_erro
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
-WARMUP_STEPS = 20
-"""Backward passes before gradients are rounded to steps: until then second moments change fast."""
+WARMUP_STEPS = 100
+"""Backward passes before gradients are rounded to steps: second moments change fast at first, and errors cost more."""
 FIRST_SCALE = 1 / 8
 """The first scale of steps: finer than need be, which costs bits and no accuracy, until the scale is known."""
 MAX_GROWTH, MAX_DECLINE = 2.0, 1 / 16
@@ -184,7 +184,7 @@ class MomentAllReduce:
         share = roots[self._place * numel :][:numel] if places > 1 else roots
         share = F.pad(share, (0, padded - numel), value=SMALLEST_ROOT) if places > 1 else share
         rows = share.view(self._world_size, row_numel)
-        self._shares[name] = np.count_nonzero(share.numpy() > SMALLEST_ROOT) / padded
+        self._shares[name] = int(np.count_nonzero(share.numpy() > SMALLEST_ROOT)) / padded
         return rows, int(_native.xxh3_128(tensor_bytes(roots))[:8], 16)
 
     def _update_scale(self, name: str, messages: Sequence[Tensor]) -> None:

@@ -32,7 +32,7 @@ class MomentSteps:
 
     Attributes:
         step: relative to the size of gradients; from above 0 to 4.
-        compressor: for the first 20 steps, and for parameters without a second moment.
+        compressor: for the first 100 steps, and for parameters without a second moment.
 
     Raises:
         PolicyError: a step out of range, or the compressor is none.
