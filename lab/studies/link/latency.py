@@ -2,6 +2,7 @@
 
     python -m lab.studies.link.latency                                  # three quarters of an hour on two idle cores
     python -m lab.studies.link.latency --worlds 2 --links 100:0 1000:5 --only none q4:64
+    python -m lab.studies.link.latency --worlds 2 --links 100:0 300:0 1000:0 --only none q4:64 v0.7 --optimizer adamw
     python -m lab.studies.link.latency --kinds 1F1B Interleaved1F1B --worlds 2
     python -m lab.studies.link.latency --worlds 4 --per-node 2 --only none q4:64 "q4:64, two levels"
 
@@ -43,6 +44,7 @@ def measure(args: argparse.Namespace, kind: str, world: int, link: str) -> dict[
     job = {"world": world, "rounds": args.rounds, "steps": args.steps, "warm": 3, "per_node": args.per_node}
     if kind == "ddp":
         job |= {"kind": "ddp", "parameters": args.parameters, "rows": args.rows, "bucket_mb": args.bucket_mb}
+        job |= {"optimizer": args.optimizer}
     else:
         job |= {"kind": "pipeline", "schedule": kind, "micro_batches": args.micro_batches}
         job |= {"width": 1024, "inner": 32, "batch": args.batch, "length": 128}
@@ -92,6 +94,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--parameters", type=int, default=1 << 22)
     parser.add_argument("--rows", type=int, default=128)
+    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd", help="of replicas; adamw for v0.7")
     parser.add_argument("--bucket-mb", type=float, default=2)
     parser.add_argument("--micro-batches", type=int, default=4, help="of a pipeline's step")
     parser.add_argument("--batch", type=int, default=8, help="rows of a micro-batch")
@@ -103,7 +106,7 @@ def main() -> None:
         sys.exit(f"network namespaces with limited links are not permitted here ({refusal})")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     figures: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"links": {}}
-    names = ("parameters", "rows", "bucket_mb", "micro_batches", "batch", "rounds", "steps")
+    names = ("parameters", "rows", "bucket_mb", "optimizer", "micro_batches", "batch", "rounds", "steps")
     figures |= {name: getattr(args, name) for name in names}
     figures |= {"machine": machine(), "date": date.today().isoformat()}
     for world in args.worlds:

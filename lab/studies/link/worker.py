@@ -33,6 +33,7 @@ from torch.distributed.pipelining import (
 from torch.nn.parallel import DistributedDataParallel
 
 from lab.studies.link import hosts, model
+from shrinkpoint.comm import moment_allreduce
 from shrinkpoint.comm.ddp import compress_ddp
 from shrinkpoint.comm.pipeline import compress_pipeline
 
@@ -115,6 +116,8 @@ def averaging(job: dict[str, Any], case: dict[str, Any]) -> Iterator[Job]:
     side = round((job["parameters"] / 4) ** 0.5)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(side, side), nn.Tanh()) for _ in range(4)))
     hook, handle = case["forward"], None
+    kind = torch.optim.AdamW if job.get("optimizer") == "adamw" else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=0.01)
     # torch's PowerSGD stops with an error on gloo if there is more than one bucket
     parallel = DistributedDataParallel(model, bucket_cap_mb=1000 if hook == "PowerSGD 4" else job.get("bucket_mb", 25))
     if hook == "fp16 hook":
@@ -128,8 +131,7 @@ def averaging(job: dict[str, Any], case: dict[str, Any]) -> Iterator[Job]:
         spec, _, numel = hook.removesuffix(TWO_LEVELS).partition(", segments of ")
         options = {"segment_numel": int(numel)} if numel else {}
         options |= {"ranks_per_node": job["per_node"]} if is_two_levels else {}
-        handle = compress_ddp(parallel, spec, **options)
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.01)
+        handle = compress_ddp(parallel, spec, optimizer=optimizer, **options)
     rows = torch.randn(2, job["rows"], side, generator=torch.Generator().manual_seed(dist.get_rank()))
 
     def step() -> float:
@@ -149,7 +151,8 @@ KINDS = {"pipeline": pipeline, "ddp": averaging}
 def measure(job: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
     """Seconds of each step after the warm-up, and in sum over them what the kernel and the ledgers counted."""
     with KINDS[job["kind"]](job, case) as (step, ledgers):
-        for _ in range(job["warm"]):
+        is_stepped = case["forward"].startswith("v")  # sends otherwise at first, and then finds its scales
+        for _ in range(moment_allreduce.WARMUP_STEPS + 10 if is_stepped else job["warm"]):
             step()
         dist.barrier()
         before, counted = ledgers(), hosts.sent_bytes()
@@ -183,6 +186,7 @@ def main() -> None:
     end_with_parent()
     job = json.loads(sys.argv[1])
     torch.set_num_threads(1)
+    moment_allreduce.WARMUP_STEPS = 20  # which are not timed
     warnings.simplefilter("ignore")
     os.environ["GLOO_SOCKET_IFNAME"] = hosts.DEVICE
     address = f"tcp://{job['address']}:29500"

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from shrinkpoint.comm.local_steps import LocalSteps as LocalSteps
     from shrinkpoint.comm.local_steps import OuterSGD as OuterSGD
     from shrinkpoint.comm.low_rank import LowRank as LowRank
+    from shrinkpoint.comm.moment_steps import MomentSteps as MomentSteps
     from shrinkpoint.comm.pipeline import CompressedPipeline as CompressedPipeline
     from shrinkpoint.comm.pipeline import compress_pipeline as compress_pipeline
     from shrinkpoint.comm.recommendation import recommend as recommend
@@ -63,6 +64,7 @@ _NAMES = {
     "link": "Link LinkStats MessageContext",
     "local_steps": "LocalSteps OuterSGD",
     "low_rank": "LowRank",
+    "moment_steps": "MomentSteps",
     "pipeline": "compress_pipeline CompressedPipeline",
     "recommendation": "recommend",
     "simulate": "CompressionPoints insert_compression",

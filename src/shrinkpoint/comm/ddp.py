@@ -26,6 +26,8 @@ from shrinkpoint.comm.gradient_record import AverageRecord
 from shrinkpoint.comm.link import CompressorLike, LinkStats, NonfinitePolicy
 from shrinkpoint.comm.low_rank import LowRank
 from shrinkpoint.comm.low_rank_allreduce import LowRankAllReduce, LowRankState, MatrixLayout
+from shrinkpoint.comm.moment_allreduce import MomentAllReduce, make_moment_all_reduce
+from shrinkpoint.comm.moment_steps import MomentSteps
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ConfigCheck, replica_check
 from shrinkpoint.comm.spec import parse
 from shrinkpoint.errors import MismatchError, PolicyError
@@ -39,8 +41,9 @@ _MIXED_PRECISION_HOOK = "_reducer_allreduce_and_upcast_hook"
 
 def compress_ddp(
     model: DistributedDataParallel,
-    compressor: CompressorLike | LowRank = "q4:64",
+    compressor: CompressorLike | LowRank | MomentSteps = "q4:64",
     *,
+    optimizer: torch.optim.Optimizer | None = None,
     average_compressor: CompressorLike = None,
     accordion: Accordion[CompressorLike] | None = None,
     before: BucketFunction | None = None,
@@ -66,10 +69,13 @@ def compress_ddp(
         model: before its first backward pass, without another hook; on every rank of its group.
         compressor: for gradients. Groups and shares are those of a segment, in which the gradients of many parameters
             are concatenated: "row" and "channel" are not meaningful. `LowRank`, such as "lowrank4(q8:64)", sends
-            matrices as factors.
+            matrices as factors. `MomentSteps`, such as "v0.7", rounds gradients to steps of the optimizer's second
+            moment and entropy-codes them, on gloo.
+        optimizer: for `MomentSteps`: it has a second moment on every rank, as Adam, AdamW and RMSprop do. With another
+            compressor it is not used.
         average_compressor: for their average; None for `compressor`, with feedback of its own if that has one: what
             either hop loses is sent later. With `LowRank` for the average of factors, and of what is not sent as
-            factors.
+            factors. Not with `MomentSteps`.
         accordion: switches between two compressors; then `compressor` is not used.
         before: called with each bucket of this rank before its gradients are taken, since DDP has one hook a model: it
             changes `bucket.buffer()` in place, or returns its values or a future of them, which is waited for. A hook
@@ -87,11 +93,12 @@ def compress_ddp(
         The handle: statistics and state. A deep copy of the model averages as torch does until it is compressed itself.
 
     Raises:
-        PolicyError: another kind of model, one with a hook, or an unusable compressor or invalid spec.
+        PolicyError: another kind of model, one with a hook, or an unusable compressor, optimizer or invalid spec.
         MismatchError: in the first backward pass: ranks are configured differently. On every rank that called this; one
-            that did not gets torch's error once another has ended.
+            that did not gets torch's error once another has ended. With `MomentSteps` in any backward pass: ranks have
+            different second moments.
     """
-    options = min_numel, segment_numel, nonfinite, timeout
+    options = min_numel, segment_numel, nonfinite, timeout, optimizer
     replicas = DDPCompression(model, compressor, average_compressor, accordion, before, ranks_per_node, *options)
     model.register_comm_hook(replicas, _comm_hook)
     return replicas
@@ -118,7 +125,7 @@ class DDPCompression(GradientAveraging[AverageRecord]):
     def __init__(
         self,
         model: DistributedDataParallel,
-        compressor: CompressorLike | LowRank,
+        compressor: CompressorLike | LowRank | MomentSteps,
         average_compressor: CompressorLike = None,
         accordion: Accordion[CompressorLike] | None = None,
         before: BucketFunction | None = None,
@@ -127,6 +134,7 @@ class DDPCompression(GradientAveraging[AverageRecord]):
         segment_numel: int = SEGMENT_NUMEL,
         nonfinite: NonfinitePolicy = "pass",
         timeout: float = CONFIG_TIMEOUT,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         _check_model(model)
         if before is not None and not callable(before):
@@ -144,7 +152,7 @@ class DDPCompression(GradientAveraging[AverageRecord]):
         given = compressor if accordion is None else accordion.compressor
         given = parse(given) if isinstance(given, str) else given
         low_rank = given if isinstance(given, LowRank) else None
-        plain = given.compressor if isinstance(given, LowRank) else given
+        plain = given.compressor if isinstance(given, LowRank | MomentSteps) else given
         self._all_reduce = CompressedAllReduce(plain, average_compressor, name="ddp")
         self._exact_all_reduce = CompressedAllReduce(None, name="ddp", link_stats=self._all_reduce.link_stats)
         self._node_all_reduce = CompressedAllReduce(None, name="ddp node") if ranks_per_node > 1 else None
@@ -163,6 +171,13 @@ class DDPCompression(GradientAveraging[AverageRecord]):
             all_reduce = CompressedAllReduce(plain, average_compressor, name="ddp right")
             self._low_rank = LowRankState(low_rank, layout, all_reduce)
             self.link_stats |= {f"{hop}, right": stats for hop, stats in all_reduce.link_stats.items()}
+        self._moments: MomentAllReduce | None = None
+        if isinstance(given, MomentSteps):
+            if average_compressor is not None:
+                problem, advice = f"{given} and average_compressor={average_compressor}", "leave out one of them"
+                raise PolicyError("compress_ddp", found=problem, expected="steps on both hops", do=advice)
+            groups, used = (self._group, ranks_per_node), [parameter for _, parameter in parameters]
+            self._moments = make_moment_all_reduce(given, optimizer, self._layout, used, groups, self.link_stats)
         self._collector = GradientCollector(self._layout)
         self._background: dict[torch.device, BackgroundAllReduce] = {}
         self._buckets: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
@@ -199,6 +214,8 @@ class DDPCompression(GradientAveraging[AverageRecord]):
         if self._record is not None:
             self._record.clear()  # gradients contain those of the backward passes before
         if self._group.size() > 1:
+            if self._moments is not None:
+                self._moments.begin(self._group, self._timeout)
             for device in dict.fromkeys(segment.device for segment in self._layout.segments):
                 if device not in self._background:
                     self._background[device] = self._make_background(device)
@@ -252,7 +269,10 @@ class DDPCompression(GradientAveraging[AverageRecord]):
         is_one_node = self._group.size() == self._ranks_per_node > 1
 
         def all_reduce_for(segment: Segment) -> CompressedAllReduce:
-            return self._exact_all_reduce if segment.is_exact or is_one_node else self._all_reduce
+            if segment.is_exact or is_one_node:
+                return self._exact_all_reduce
+            moments = self._moments
+            return self._all_reduce if moments is None or not moments.serves(segment.index) else moments.all_reduce
 
         if self._node_all_reduce is not None:
             groups = NodeGroups(self._group, self._ranks_per_node)
@@ -266,6 +286,8 @@ class DDPCompression(GradientAveraging[AverageRecord]):
         state: dict[str, Any] = {"words": self.config(), "hops": self._all_reduce.state_dict(), **self._rank_state()}
         if self._low_rank is not None:
             state["low_rank"] = self._low_rank.state_dict()
+        if self._moments is not None:
+            state["moment_steps"] = self._moments.state_dict()
         return state if self._accordion is None else {**state, "accordion": self._accordion.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -282,6 +304,8 @@ class DDPCompression(GradientAveraging[AverageRecord]):
             self._all_reduce.switch(self._accordion.compressor, self._average_compressor)
         if self._low_rank is not None:
             self._low_rank.load_state_dict(state["low_rank"])
+        if self._moments is not None:
+            self._moments.load_state_dict(state["moment_steps"])
         self._all_reduce.load_state_dict(state["hops"])
         self._config_check = self._make_config_check()
 
@@ -289,7 +313,8 @@ class DDPCompression(GradientAveraging[AverageRecord]):
         return [hop.feedback for hop in self._all_reduce.hops]
 
     def _rank_state(self) -> dict[str, str]:
-        if self._low_rank is not None:  # a residual of each matrix
+        is_of_share = self._moments is not None and self._ranks_per_node > 1
+        if self._low_rank is not None or is_of_share:  # a residual of each matrix, the scales of shares
             return {"rank": f"rank {self._group.rank()} of {self._group.size()}"}
         return super()._rank_state()
 
@@ -356,6 +381,8 @@ class DDPCompression(GradientAveraging[AverageRecord]):
         problem = advice = ""
         if self._low_rank is not None:
             problem, advice = f"{self._low_rank.spec}, whose factors each rank remembers", 'use "q4:64"'
+        elif self._moments is not None:
+            problem, advice = f"{self._moments.spec}, whose steps are not on the wire", 'use "q4:64"'
         elif self._ranks_per_node > 1:
             problem, advice = "averages of which each rank decodes a share", "leave out ranks_per_node"
         elif self._accordion is not None:
@@ -380,6 +407,7 @@ class DDPCompression(GradientAveraging[AverageRecord]):
         accordion, feedback = self._accordion, self._all_reduce.reduce_scatter.feedback
         spec = feedback.shared_spec if accordion is None else accordion.describe()
         spec = spec if self._low_rank is None else self._low_rank.spec
+        spec = spec if self._moments is None else self._moments.spec
         average_spec = None if self._average_compressor is None else str(self._average_compressor)
         config = {"how": spec, "second": average_spec, "min_numel": self._min_numel, "nonfinite": self._nonfinite}
         config |= {"ranks_per_node": self._ranks_per_node} if self._ranks_per_node > 1 else {}
@@ -389,6 +417,8 @@ class DDPCompression(GradientAveraging[AverageRecord]):
         config = {**self.config(), "counts": self._all_reduce.reduce_scatter.counts()}
         if self._low_rank is not None:
             config["right counts"] = self._low_rank.all_reduce.reduce_scatter.counts()
+        if self._moments is not None:
+            config |= self._moments.counts()
         if self._accordion is not None:
             config |= self._accordion.progress()
         return replica_check(self._group, "compress_ddp", config, self._timeout)

@@ -14,11 +14,12 @@ from shrinkpoint.comm.compressors.quantizers import BlockFloat, NormalFloat, Uni
 from shrinkpoint.comm.compressors.sparse import RandomK, SameIndices, TopK
 from shrinkpoint.comm.error_feedback import EF, EF21, EFMixed, ErrorFeedback
 from shrinkpoint.comm.low_rank import LowRank
+from shrinkpoint.comm.moment_steps import MomentSteps
 from shrinkpoint.errors import PolicyError
 
 _SPEC_EXAMPLES = """exact | bf16 | fp16 | q4 | q4:64 | q4:row | q4:channel | q4:64:dither | n3:64 | block4:32 | \
 top10 | top10:bf16 | top10:q4:64 | top10:tensor | top1.5625:4096:q2:64 | same | rand10 | h64(q4:64) | \
-ef(..) | efmixed(..) | ef21(..) | aq(..) | lowrank4 | lowrank4(q8:64)"""
+ef(..) | efmixed(..) | ef21(..) | aq(..) | lowrank4 | lowrank4(q8:64) | v0.7 | v0.7(q4:64)"""
 _MAX_CHARS = 1 << 13
 """Characters of a spec: a path, such as folder= has, takes 4096 at most."""
 _MAX_DIGITS = 400
@@ -27,8 +28,8 @@ _MAX_PARTS = 32
 """Brackets and colons of a spec, and so the compressors within each other: each takes some frames of Python's stack."""
 
 
-def parse(text: str) -> Compressor | ErrorFeedback | LowRank:
-    """Parse the spec of a compressor, a feedback or a low rank, which `str` of one returns.
+def parse(text: str) -> Compressor | ErrorFeedback | LowRank | MomentSteps:
+    """Parse the spec of a compressor, a feedback, a low rank or moment steps, which `str` of one returns.
 
     ======================  ============================================================================================
     exact, bf16, fp16       uncompressed; rounded to 16 bits
@@ -45,6 +46,8 @@ def parse(text: str) -> Compressor | ErrorFeedback | LowRank:
     ef21(..), aq(..)
     lowrank4,               gradients of matrices as factors of rank 4, through a compressor if there is one: for
     lowrank4(q8:64)         `compress_ddp`
+    v0.7, v0.7(q4:64)       multiples of 0.7 roots of Adam's second moment, entropy-coded: for `compress_ddp` with the
+                            optimizer; through the compressor where there is no second moment
     ======================  ============================================================================================
 
     Raises:
@@ -52,14 +55,14 @@ def parse(text: str) -> Compressor | ErrorFeedback | LowRank:
     """
     _check_text(text)
     stripped = text.strip()
-    parsed: ErrorFeedback | LowRank | None = _match_rule(_FEEDBACKS, stripped) or _match_rule(_LOW_RANKS, stripped)
+    parsed: ErrorFeedback | LowRank | MomentSteps | None = _match_rule(_FEEDBACKS + _LOW_RANKS + _STEPS, stripped)
     return parse_compressor(stripped) if parsed is None else parsed
 
 
 def _check_text(text: object) -> None:
     """Raise PolicyError for something else than a text, or for one that is too long or too deeply nested to be read."""
     if not isinstance(text, str):
-        is_parsed = isinstance(text, (Compressor, ErrorFeedback, LowRank))
+        is_parsed = isinstance(text, (Compressor, ErrorFeedback, LowRank, MomentSteps))
         advice = "use it as it is: it is one already" if is_parsed else 'write "q4:64", or "exact" for no compression'
         raise validate.argument_error("spec", text, 'a spec as text, such as "q4:64"', advice)
     num_parts = sum(map(text.partition("folder=")[0].count, "(:"))
@@ -68,15 +71,14 @@ def _check_text(text: object) -> None:
         raise validate.argument_error("spec", text, expected, 'write a short one, such as "q4:64"')
 
 
-def as_compressor(compressor: Compressor | ErrorFeedback | LowRank | str) -> Compressor | ErrorFeedback:
+def as_compressor(compressor: Compressor | ErrorFeedback | LowRank | MomentSteps | str) -> Compressor | ErrorFeedback:
     """Return a compressor or feedback, parsing it if it is a spec; a PolicyError if it is neither."""
     if isinstance(compressor, str):
         compressor = parse(compressor)
-    if isinstance(compressor, LowRank):
+    if isinstance(compressor, LowRank | MomentSteps):
         advice = "give it to compress_ddp, without an Accordion, or take a compressor here"
-        raise PolicyError(
-            f"compressor {compressor}", found="a low rank", expected="a compressor or feedback", do=advice
-        )
+        found = "a low rank" if isinstance(compressor, LowRank) else "moment steps"
+        raise PolicyError(f"compressor {compressor}", found=found, expected="a compressor or feedback", do=advice)
     expected = 'a compressor, a feedback, or the spec of one, such as "q4:64"'
     is_class = isinstance(compressor, type)
     advice = "make one: Uniform(4, group=64)" if is_class else 'write "q4:64", or "exact" to compress nothing'
@@ -91,7 +93,7 @@ def parse_compressor(text: str) -> Compressor:
     """Parse the spec of a compressor without feedback; a PolicyError if the text is not such a spec."""
     compressor: Compressor | None = _match_rule(_COMPRESSORS, text.strip())
     if compressor is None:
-        for name, rules in (("a feedback", _FEEDBACKS), ("a low rank", _LOW_RANKS)):
+        for name, rules in (("a feedback", _FEEDBACKS), ("a low rank", _LOW_RANKS), ("moment steps", _STEPS)):
             if any(re.fullmatch(pattern, text.strip()) for pattern, _ in rules):
                 advice = "write one alone, without what is around it, or the compressor that it has"
                 raise PolicyError(f"spec {text!r}", found=name, expected="a compressor without a memory", do=advice)
@@ -154,7 +156,7 @@ _NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 _VALUES = r"(?::(?P<values>.+))?"
 _CONVERSIONS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("bits", "block", "rank", "seed"), int),
-    **dict.fromkeys(("decay", "fraction", "outlier_threshold"), float),
+    **dict.fromkeys(("decay", "fraction", "outlier_threshold", "step"), float),
     **dict.fromkeys(("dither", "scaled"), bool),
     **dict.fromkeys(("dtype", "folder", "inner", "text"), str),
     **dict.fromkeys(("group", "per"), lambda text: int(text) if text.isdigit() else text),
@@ -181,3 +183,4 @@ _FEEDBACKS: tuple[_Rule, ...] = (
     (r"(?s)(?P<text>aq\((?P<inner>.*?)(?:,\s*folder=(?P<folder>.*))?\))", _aqsgd),
 )
 _LOW_RANKS: tuple[_Rule, ...] = ((r"(?s)lowrank(?P<rank>\d+)(?:\((?P<compressor>.*)\))?", LowRank),)
+_STEPS: tuple[_Rule, ...] = ((rf"(?s)v(?P<step>{_NUMBER})(?:\((?P<compressor>.*)\))?", MomentSteps),)

@@ -14,6 +14,7 @@ from shrinkpoint import validate
 from shrinkpoint.comm.compressors.layout import DTYPE_BY_NAME
 from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL
 from shrinkpoint.comm.low_rank import LowRank
+from shrinkpoint.comm.moment_steps import MomentSteps
 from shrinkpoint.comm.recommendation import DEFAULT_CANDIDATES, MIN_GAIN, NO_COMPRESSION, TORCH_BF16_HOOK
 from shrinkpoint.comm.spec import parse
 from shrinkpoint.errors import PolicyError
@@ -330,6 +331,10 @@ def measure_ddp(
             costs.append(hook_cost)
             continue
         parsed = parse(compressor) if isinstance(compressor, str) else compressor
+        if isinstance(parsed, MomentSteps):
+            advice = "leave it out, and time a training with it"
+            found = f"{parsed}, which needs the second moments of a training"
+            raise PolicyError("recommend(candidates=...)", found=found, expected="a compressor", do=advice)
         if isinstance(parsed, LowRank):
             _check_matrices(parsed, gradients)
         costs.append(measure_average(parsed, gradients, world_size, repeats=repeats))

@@ -20,16 +20,33 @@ from shrinkpoint.errors import MismatchError
 
 
 @dataclass(frozen=True)
+class SharedSteps:
+    """Steps that both ends compute for the values of a message: `factor` times `roots`.
+
+    Attributes:
+        roots: one for each value: float32, 1-d, contiguous, on the CPU, finite and positive.
+        factor: of all roots; positive.
+        digest: 32 bits of a digest of roots and factor. Both ends compare the digests.
+    """
+
+    roots: Tensor = field(repr=False)
+    factor: float
+    digest: int
+
+
+@dataclass(frozen=True)
 class CompressorContext:
     """The facts about a message that both ends know besides its compressor.
 
     Attributes:
         key: different for all messages of a link, below 2^32; the seed of noise and of random indices.
         indices: flat indices that an earlier message of the other direction carried; int64, 1-d, ascending.
+        steps: for `StepCodes`.
     """
 
     key: int = 0
     indices: Tensor | None = field(default=None, repr=False, compare=False)
+    steps: SharedSteps | None = field(default=None, repr=False, compare=False)
 
 
 NO_CONTEXT = CompressorContext()
