@@ -151,6 +151,16 @@ def test_vectors_and_what_is_not_known_beside_others_have_careful_steps():
         assert known["bias"].squares is not None or steps.log2().mean() == pytest.approx(-2, abs=1 / STEPS_PER_OCTAVE)
 
 
+@pytest.mark.parametrize(("is_measured", "expected"), [(False, SENSITIVE_STEP), (True, 1.0)])
+def test_weights_with_a_momentum_beside_adam_have_full_steps_where_the_loss_decides(is_measured, expected):
+    """As Muon's have; without a measured loss nothing says what their errors cost."""
+    weights = {"known": normal(32, 32), "muon": normal(32, 32, seed=1)}
+    known = known_of(adam({"known": weights["known"]})) | {"muon": Curvature(first=normal(32, 32, seed=2))}
+    drafts = StepCandidates(global_weights(weights), known, None, None, 0, 0, is_measured=is_measured)
+    step = float((drafts.unit_lattices["muon"].scales() / value_sums(weights["muon"]).std).mean())
+    assert math.log2(step) == pytest.approx(math.log2(expected), abs=1 / STEPS_PER_OCTAVE)
+
+
 def test_where_nothing_is_known_embeddings_and_heads_have_careful_steps():
     names = {"wte.weight": SENSITIVE_STEP, "lm_head.weight": SENSITIVE_STEP, "mlp.fc.weight": 1.0}
     weights = {name: normal(64, 32, seed=i) for i, name in enumerate(names)}

@@ -444,6 +444,7 @@ class Fisher(Planner["FisherChoice"]):
             {} if save.evaluator is None else save.evaluator.layer_types,
             self._lattice_starts,
             FeedbackFactors(weights.local, layers) if layers else None,
+            is_measured=self._evaluate is not None and isinstance(self._objective, LossBudget),
         )
         coded = {*candidates.weights, *selection.cast_sources}
         bits = StateBits(math.inf, 0.0, is_first=self._num_saves == 0 and self._layers is None)

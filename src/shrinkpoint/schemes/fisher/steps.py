@@ -53,13 +53,20 @@ FEEDBACK_MAX_STEP_STD = 6.0
 """The same where errors are fed back: the sum over many weights then says what each of them no longer does."""
 SENSITIVE_STEP = 0.25
 """The relative step of tensors whose values matter more, or likely do: vectors (biases, gains), which are few;
-embeddings and heads if nothing is known of any weight; a weight if nothing is known of it alone."""
+embeddings and heads if nothing is known of any weight; a weight if nothing is known of it alone, unless the rise of the
+loss is measured and the optimizer trains it."""
 MIN_RELATIVE_CURVATURE = 1e-4
 """The least mean square of a row or column, relative to that of its tensor, so that every step is bounded."""
 
 
 def step_scale(
-    name: str, weight: Tensor, curvature: Curvature, reference_curvature: float, layer_types: Mapping[str, str]
+    name: str,
+    weight: Tensor,
+    curvature: Curvature,
+    reference_curvature: float,
+    layer_types: Mapping[str, str],
+    *,
+    is_measured: bool = False,
 ) -> float:
     """The step of a weight relative to that of others, by its kind and by how little is known of it.
 
@@ -67,11 +74,13 @@ def step_scale(
         name: of the global tensor.
         reference_curvature: see `make_lattice`; 0 if nothing is known of any weight.
         layer_types: by name of a weight; missing ones are guessed from the name.
+        is_measured: the rise of the loss decides the steps of all weights.
     """
     if weight.dim() < 2:
         return SENSITIVE_STEP
     if reference_curvature > 0:
-        return 1.0 if curvature.mean > 0 else SENSITIVE_STEP
+        is_trained = curvature.first is not None  # Muon's weights beside AdamW's have a first moment alone
+        return 1.0 if curvature.mean > 0 or (is_measured and is_trained) else SENSITIVE_STEP
     layer_type = layer_types.get(name, layer_type_from_name(name, weight.dim()))
     return SENSITIVE_STEP if layer_type in (EMBEDDING, HEAD) else 1.0
 
@@ -206,6 +215,7 @@ class StepCandidates:
         layer_types: types of layers by name of a weight; missing ones are guessed from the name.
         starts: rows of the weights as they were when their lattices began in the chain, by local name.
         factors: for rounding with error feedback; weights with points in the parent checkpoint are rounded without.
+        is_measured: the rise of the loss decides the steps.
 
     Attributes:
         weights: local weights that have a lattice, by name.
@@ -226,6 +236,8 @@ class StepCandidates:
         layer_types: Mapping[str, str] | None = None,
         starts: Mapping[str, RowSample] | None = None,
         factors: FeedbackFactors | None = None,
+        *,
+        is_measured: bool = False,
     ) -> None:
         self._factors: FeedbackFactors | dict[str, Tensor | None] = {} if factors is None else factors
         self.without_feedback = set[str]()
@@ -239,7 +251,8 @@ class StepCandidates:
         scales, seeds = dict[str, float](), dict[str, int]()
         for name, weight in weights.local.items():
             global_name = global_names[name]
-            scales[name] = step_scale(global_name, weight, curvatures[name], typical, types)
+            known = curvatures[name]
+            scales[name] = step_scale(global_name, weight, known, typical, types, is_measured=is_measured)
             shard = self._shards[name]
             seeds[name] = weight_dither_seed(global_name, lossy_restores, seed)
             seeds[name] = shard.spec.dither_seed(seeds[name], shard.sizes)
