@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -28,7 +31,7 @@ BLOCKS = all_blocks()
 PLAIN_PAGES = sorted({block.page for block in BLOCKS if block.language == "python" and not block.has_prompts})
 PAGES_OF_COMMANDS = {"docs/moving.md"}
 """Pages whose commands work on what their Python blocks have saved."""
-FRAMEWORK_PAGES = {"README.md", "docs/accelerate.md", "docs/lightning.md"}
+FRAMEWORK_PAGES = {"README.md", "docs/accelerate.md", "docs/lightning.md", "docs/torchtitan.md"}
 
 
 class Tiny(nn.Module):
@@ -197,6 +200,7 @@ def test_the_lines_for_every_trainer_run(tmp_path, monkeypatch, lonely_group):
     from shrinkpoint.train.accelerate import save_state
     from shrinkpoint.train.dcp import Writer
     from shrinkpoint.train.lightning import ShrinkIO, ShrinkIOCallback
+    from shrinkpoint.train.torchtitan import TitanCheckpointManager
     from shrinkpoint.train.transformers import ShrinkConfig, ShrinkTrainer
 
     monkeypatch.chdir(tmp_path)
@@ -207,14 +211,18 @@ def test_the_lines_for_every_trainer_run(tmp_path, monkeypatch, lonely_group):
     )
     prepared = accelerator.prepare(nn.Linear(64, 64))
     imports = [ShrinkTrainer, ShrinkConfig, ShrinkIO, ShrinkIOCallback, Writer, save_state, compress_ddp]
+    imports.append(TitanCheckpointManager)
     names = {imported.__name__: imported for imported in imports}
     names |= {"model": gpt2(), "args": args, "data": Text(), "lightning": lightning, "accelerator": accelerator}
     names |= {"dcp": checkpoint, "state": {"w": torch.ones(99)}, "path": "runs/dcp", "loss": loss_on}
-    names |= {"ddp_model": DistributedDataParallel(nn.Linear(64, 64))}
+    names |= {"ddp_model": DistributedDataParallel(nn.Linear(64, 64)), "config": SimpleNamespace()}
     after = run_plain_blocks("README.md", lambda number: names)
     assert isinstance(after["model"], transformers.GPT2LMHeadModel)
     run_plain_blocks("docs/accelerate.md")
     run_plain_blocks("docs/lightning.md")
+    for name in ("datasets", "datasets.distributed", "torch.utils.tensorboard"):  # torchtitan's configurations
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    run_plain_blocks("docs/torchtitan.md")
     assert prepared.weight.isfinite().all()
 
 

@@ -15,9 +15,9 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 import shrinkpoint
 from shrinkpoint import comm, errors, schemes, storage, train
-from shrinkpoint.train import accelerate, dcp, lightning, transformers
+from shrinkpoint.train import accelerate, dcp, lightning, torchtitan, transformers
 
-PUBLIC = [shrinkpoint, comm, schemes, train, dcp, accelerate, lightning, transformers]
+PUBLIC = [shrinkpoint, comm, schemes, train, dcp, accelerate, lightning, torchtitan, transformers]
 """What has a public `__all__`."""
 STORAGE = ("LocalStorage", "MemoryStorage", "ObjectCache", "Storage")
 
