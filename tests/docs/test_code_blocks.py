@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -200,7 +201,6 @@ def test_the_lines_for_every_trainer_run(tmp_path, monkeypatch, lonely_group):
     from shrinkpoint.train.accelerate import save_state
     from shrinkpoint.train.dcp import Writer
     from shrinkpoint.train.lightning import ShrinkIO, ShrinkIOCallback
-    from shrinkpoint.train.torchtitan import TitanCheckpointManager
     from shrinkpoint.train.transformers import ShrinkConfig, ShrinkTrainer
 
     monkeypatch.chdir(tmp_path)
@@ -211,19 +211,24 @@ def test_the_lines_for_every_trainer_run(tmp_path, monkeypatch, lonely_group):
     )
     prepared = accelerator.prepare(nn.Linear(64, 64))
     imports = [ShrinkTrainer, ShrinkConfig, ShrinkIO, ShrinkIOCallback, Writer, save_state, compress_ddp]
-    imports.append(TitanCheckpointManager)
     names = {imported.__name__: imported for imported in imports}
     names |= {"model": gpt2(), "args": args, "data": Text(), "lightning": lightning, "accelerator": accelerator}
     names |= {"dcp": checkpoint, "state": {"w": torch.ones(99)}, "path": "runs/dcp", "loss": loss_on}
     names |= {"ddp_model": DistributedDataParallel(nn.Linear(64, 64)), "config": SimpleNamespace()}
+    titan = MagicMock() if find_spec("torchtitan") is None else sp.train.torchtitan
+    names["TitanCheckpointManager"] = titan.TitanCheckpointManager
     after = run_plain_blocks("README.md", lambda number: names)
     assert isinstance(after["model"], transformers.GPT2LMHeadModel)
     run_plain_blocks("docs/accelerate.md")
     run_plain_blocks("docs/lightning.md")
-    for name in ("datasets", "datasets.distributed", "torch.utils.tensorboard"):  # torchtitan's configurations
+    assert prepared.weight.isfinite().all()
+
+
+def test_the_configuration_for_torchtitan_is_one(monkeypatch):
+    pytest.importorskip("torchtitan")
+    for name in ("datasets", "datasets.distributed", "torch.utils.tensorboard"):  # which torchtitan imports
         monkeypatch.setitem(sys.modules, name, MagicMock())
     run_plain_blocks("docs/torchtitan.md")
-    assert prepared.weight.isfinite().all()
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
