@@ -65,7 +65,7 @@ docs: $(VENV)/.docs
 
 # An editable install: the Python sources are used where they stand, and the native core is built again when it changes.
 # torch comes first and pinned: what it would bring along by itself is gigabytes of CUDA.
-$(VENV)/.installed: pyproject.toml lab/pyproject.toml release/build-requirements.txt $(NATIVE)
+$(VENV)/.installed: pyproject.toml lab/pyproject.toml release/build-requirements.txt release/torchtitan-requirements.txt $(NATIVE)
 	@echo "1 of 4: an environment in $(VENV), with pip"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet --upgrade pip
@@ -75,6 +75,7 @@ $(VENV)/.installed: pyproject.toml lab/pyproject.toml release/build-requirements
 	@$(BIN)/pip install --quiet --requirement release/build-requirements.txt
 	@echo "4 of 4: the native core, which is compiled, and what the tests need: some minutes"
 	@$(BIN)/pip install --progress-bar on --no-build-isolation --editable ".[dev]" --editable lab
+	@$(BIN)/pip install --quiet --no-deps --requirement release/torchtitan-requirements.txt
 	@touch $@
 
 $(VENV)/.release: $(VENV)/.installed release/requirements.txt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,6 +12,9 @@ from hypothesis import HealthCheck, settings
 # Examples take as long as the machine lets them: a limit of time would fail on a busy one, and nowhere else.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+
+collect_ignore_glob = [] if find_spec("torchtitan") else ["src/shrinkpoint/train/torchtitan/*"]  # Python 3.11 or newer
 
 
 @pytest.fixture(autouse=True)

@@ -45,13 +45,14 @@ print(json.dumps([one.__name__ for one in found]))"""
 import sys, shrinkpoint
 listed = dir(shrinkpoint), dir(shrinkpoint.comm)
 print(json.dumps([*listed, [name for name in ("torch", "numpy", "transformers") if name in sys.modules]]))
-listed = dir(shrinkpoint.train)
-print(json.dumps([listed, [name for name in ("transformers", "lightning", "accelerate") if name in sys.modules]]))"""
+listed, frameworks = dir(shrinkpoint.train), ("transformers", "lightning", "accelerate", "torchtitan")
+print(json.dumps([listed, [name for name in frameworks if name in sys.modules]]))"""
     done = child(f"import json\n{before}{code}")
     assert done.returncode == 0, done.stderr
     (face, comm, heavy), (train, frameworks), names = map(json.loads, done.stdout.splitlines())
     assert {"comm", "train", "schemes"} <= {*face} and "compress_ddp" in comm and heavy == []
-    assert {"dcp", "transformers", "accelerate", "lightning", "CheckpointManager"} <= {*train} and frameworks == []
+    assert {"dcp", "transformers", "accelerate", "lightning", "torchtitan", "CheckpointManager"} <= {*train}
+    assert frameworks == []
     assert names == ["SearchScheme", "recommend", "compress_pipeline", "CheckpointManager", "Writer"]
 
 
@@ -70,7 +71,7 @@ def test_the_names_that_documents_use_after_a_plain_import_are_there():
     }
     assert "train.dcp.load" in names
     for name in sorted(names):
-        if not any(extra in name for extra in ("transformers", "lightning", "accelerate")):
+        if not any(extra in name for extra in ("transformers", "lightning", "accelerate", "torchtitan")):
             found: Any = sp
             for part in name.split("."):
                 found = getattr(found, part)
@@ -86,6 +87,7 @@ def test_the_names_that_documents_use_after_a_plain_import_are_there():
         ("transformers", "accelerate"),
         ("accelerate", "accelerate"),
         ("lightning", "lightning"),
+        ("torchtitan", "torchtitan"),
     ],
 )
 def test_without_its_extra_a_framework_says_what_to_install(room, package):

@@ -166,6 +166,7 @@ EXTRAS = {
     "cloud": ("obstore",),
     "elastic": ("torchft", "opentelemetry"),
     "lightning": ("lightning", "torchmetrics"),
+    "torchtitan": ("torchtitan", "spmd_types", "torchdata", "tyro"),
     "transformers": ("transformers", "accelerate"),
 }
 """Packages that each extra installs and that may be missing without it."""

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -28,7 +32,7 @@ BLOCKS = all_blocks()
 PLAIN_PAGES = sorted({block.page for block in BLOCKS if block.language == "python" and not block.has_prompts})
 PAGES_OF_COMMANDS = {"docs/moving.md"}
 """Pages whose commands work on what their Python blocks have saved."""
-FRAMEWORK_PAGES = {"README.md", "docs/accelerate.md", "docs/lightning.md"}
+FRAMEWORK_PAGES = {"README.md", "docs/accelerate.md", "docs/lightning.md", "docs/torchtitan.md"}
 
 
 class Tiny(nn.Module):
@@ -210,12 +214,21 @@ def test_the_lines_for_every_trainer_run(tmp_path, monkeypatch, lonely_group):
     names = {imported.__name__: imported for imported in imports}
     names |= {"model": gpt2(), "args": args, "data": Text(), "lightning": lightning, "accelerator": accelerator}
     names |= {"dcp": checkpoint, "state": {"w": torch.ones(99)}, "path": "runs/dcp", "loss": loss_on}
-    names |= {"ddp_model": DistributedDataParallel(nn.Linear(64, 64))}
+    names |= {"ddp_model": DistributedDataParallel(nn.Linear(64, 64)), "config": SimpleNamespace()}
+    titan = MagicMock() if find_spec("torchtitan") is None else sp.train.torchtitan
+    names["TitanCheckpointManager"] = titan.TitanCheckpointManager
     after = run_plain_blocks("README.md", lambda number: names)
     assert isinstance(after["model"], transformers.GPT2LMHeadModel)
     run_plain_blocks("docs/accelerate.md")
     run_plain_blocks("docs/lightning.md")
     assert prepared.weight.isfinite().all()
+
+
+def test_the_configuration_for_torchtitan_is_one(monkeypatch):
+    pytest.importorskip("torchtitan")
+    for name in ("datasets", "datasets.distributed", "torch.utils.tensorboard"):  # which torchtitan imports
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    run_plain_blocks("docs/torchtitan.md")
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from shrinkpoint.train import accelerate, dcp, lightning, transformers
 
 PUBLIC = [shrinkpoint, comm, schemes, train, dcp, accelerate, lightning, transformers]
 """What has a public `__all__`."""
+if find_spec("torchtitan"):
+    PUBLIC.append(train.torchtitan)
 STORAGE = ("LocalStorage", "MemoryStorage", "ObjectCache", "Storage")
 
 
@@ -45,10 +48,10 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
 
 
 def resolve(path: str) -> object:
-    """What has this dotted name; None for an attribute of instances."""
+    """What has this dotted name; None for an attribute of instances, or without the extra."""
     try:
         return pkgutil.resolve_name(path)
-    except AttributeError:
+    except (AttributeError, errors.MissingExtraError):
         return None
 
 

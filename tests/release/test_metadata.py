@@ -54,7 +54,7 @@ def test_the_metadata_says_who_what_and_for_which_pythons(metadata: Message) -> 
     assert metadata["License-Expression"] == "Apache-2.0" and metadata["Requires-Python"] == ">=3.10"
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert not metadata.get_all("Project-URL") and not metadata["Home-page"]
-    extras = {"accelerate", "cli", "cloud", "lightning", "transformers"}
+    extras = {"accelerate", "cli", "cloud", "lightning", "torchtitan", "transformers"}
     assert extras <= {*metadata.get_all("Provides-Extra", [])}
     needed = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert {re.match(r"\w+", line)[0] for line in needed} == {"torch", "numpy", "safetensors"}  # type: ignore[index]
