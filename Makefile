@@ -75,7 +75,8 @@ $(VENV)/.installed: pyproject.toml lab/pyproject.toml release/build-requirements
 	@$(BIN)/pip install --quiet --requirement release/build-requirements.txt
 	@echo "4 of 4: the native core, which is compiled, and what the tests need: some minutes"
 	@$(BIN)/pip install --progress-bar on --no-build-isolation --editable ".[dev]" --editable lab
-	@$(BIN)/pip install --quiet --no-deps --requirement release/torchtitan-requirements.txt
+	@$(BIN)/pip install --quiet --no-deps --requirement release/torchtitan-requirements.txt || \
+		echo "torchtitan cannot be installed: its tests will be skipped"
 	@touch $@
 
 $(VENV)/.release: $(VENV)/.installed release/requirements.txt
