@@ -94,7 +94,7 @@ def test_lossy_run_keeps_the_latest_ones(two_ranks):
     assert {manifest.scheme for manifest in found.values()} == {"fisher"}
     exact = manifests(folder / "whole")["step-6"]
     size = [sum(payload.size for payload in manifest.payloads) for manifest in (found["step-6"], exact)]
-    assert size[0] < 0.6 * size[1]
+    assert size[0] < 0.05 * size[1]  # parts of fused weights are lossy, too: if they were exact, it would be 0.07
     for rank in said:
         assert rank["lossy again"]["begun"] == 5
         assert rank["lossy again"]["begun_state"] != rank["lossy"]["state"]

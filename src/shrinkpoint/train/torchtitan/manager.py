@@ -128,11 +128,14 @@ class TitanCheckpointManager(CheckpointManager):
         self.states[MODEL].load_state_dict(state_dict)
 
     def _make_writer(self, checkpoint_id: str) -> Writer:
-        parts = self.states[MODEL].model
+        model = None  # else only parameters could be lossy: torchtitan saves wq, wk and wv of a fused parameter
+        if getattr(self.scheme, "evaluate", None) is not None:
+            parts = self.states[MODEL].model
+            model = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
         return Writer(
             scheme=self.scheme,
             group=self.pg,
-            model=parts[0] if len(parts) == 1 else nn.ModuleList(parts),
+            model=model,
             step=_step_of(Path(checkpoint_id).name),
             keep=Keep(last=self.keep_latest_k) if self.keep_latest_k else None,
             **self._options,
