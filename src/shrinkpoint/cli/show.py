@@ -39,7 +39,7 @@ def command(
     location = parse_location(place, step)
     report: CheckpointReport | None = None
     if location.is_run:
-        directory = location.newest_directory
+        directory = location.run_directory
         report = CheckpointReport(read_directory_manifest(directory), folder=str(directory))
         files = directory_files(directory, report)
     elif location.file is not None:
