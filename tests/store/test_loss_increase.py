@@ -45,7 +45,7 @@ def test_a_rise_is_told_relative_to_the_loss_with_its_interval():
 def test_what_restores_have_left_is_told_relative_to_the_loss():
     known = {"chosen": {"step_in_deviations": 1.0}, "rise": 0.02, "quality": 4.0, "restored_rise": 0.01}
     found = LossIncrease.from_loss(known)
-    assert found.restored == 0.0025 and found.restored_text == "which still raise the loss by about 0.25%"
+    assert found.restored == 0.0025 and found.restored_text == "remaining rise of the loss about 0.25%"
     assert LossIncrease.from_loss({**known, "rise": None, "measured": False}).restored == 0.0025
     for nothing in ({**known, "restored_rise": 0.0}, {**known, "quality": None}, {**known, "chosen": None}):
         assert LossIncrease.from_loss(nothing).restored_text == ""

@@ -34,7 +34,7 @@ class LossIncrease:
     @property
     def restored_text(self) -> str:
         """What earlier restores have left, in words; "" if they have left nothing."""
-        return f"which still raise the loss by about {100 * self.restored:.2g}%" if self.restored > 0 else ""
+        return f"remaining rise of the loss about {100 * self.restored:.2g}%" if self.restored > 0 else ""
 
     @classmethod
     def from_loss(cls, loss: JSON) -> LossIncrease:
