@@ -156,6 +156,8 @@ def test_a_model_is_exported_for_hugging_face(run, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(out).state_dict()
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in models[2].state_dict().items())
     models[1].save_pretrained(tmp_path / "stock")
+    refused = run("export", tmp_path / "run", out, "--hf")
+    assert (refused.code, "Add --force to replace it" in refused.stderr) == (2, True)
     arguments = ("--hf", "--config", tmp_path / "stock" / "config.json", "--force", "--json")
     again = json.loads(run("export", f"{tmp_path / 'run'}@1", out, *arguments).stdout)
     assert again["files"] == ["config.json", "generation_config.json", "model.safetensors"] and again["to"] == "hf"

@@ -46,7 +46,16 @@ def test_one_checkpoint_is_shown_and_of_a_run_the_newest(run, frameworks_run):
     assert "checkpoint-1000" in run("show", frameworks_run).stdout
     document = json.loads(run("show", frameworks_run / "checkpoint-100", "--json", "--tensors").stdout)
     assert (document["step"], document["files"][0]["scheme"]) == (100, "lossless")
-    assert run("show", frameworks_run, "--step", 100).code == 2
+
+
+def test_a_step_of_a_run_is_shown_reported_and_compared(run, frameworks_run, tmp_path):
+    for arguments in ((frameworks_run, "--step", 100), (f"{frameworks_run}@100",)):
+        assert run("show", *arguments).stdout.startswith(f"{frameworks_run / 'checkpoint-100'}\n")
+    assert run("report", f"{frameworks_run}@90", "--out", tmp_path / "page.html").code == 0
+    assert run("diff", f"{frameworks_run}@100", frameworks_run / "checkpoint-100").code == 0
+    assert run("diff", f"{frameworks_run}@100", frameworks_run).code == 1
+    missing = run("show", frameworks_run, "--step", 7)
+    assert (missing.code, "no checkpoint of step 7; expected one of 90, 100, 1000" in missing.stderr) == (3, True)
 
 
 def test_damage_is_found_where_it_is(run, frameworks_run, flip):

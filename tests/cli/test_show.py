@@ -49,6 +49,31 @@ def test_plain_values_are_shown_by_path(run, store):
     assert "extra/epoch" in run("show", store).stdout
 
 
+def test_the_rise_of_the_loss_is_shown_beside_its_budget_and_what_restores_have_left(run, tmp_path):
+    import torch
+
+    import shrinkpoint as sp
+
+    torch.manual_seed(0)
+    model, inputs = torch.nn.Linear(64, 64), torch.randn(512, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def evaluate(model):
+        return (model(inputs) - inputs.roll(1, 1)).square().mean(1)
+
+    for step in (1, 2):
+        with sp.CheckpointManager(tmp_path / "run", scheme=sp.Fisher(budget="2%", evaluate=evaluate)) as manager:
+            manager.restore(model=model, optimizer=optimizer)
+            for _ in range(5):
+                optimizer.zero_grad()
+                evaluate(model).mean().backward()
+                optimizer.step()
+            manager.save(step, model=model, optimizer=optimizer)
+    rows = dict(line.split("  ", 1) for line in run("show", tmp_path / "run").stdout.splitlines() if "  " in line)
+    assert rows["loss"].strip().endswith("%), budget 2%")
+    assert rows["lossy restores"].strip().startswith("1, remaining rise of the loss about ")
+
+
 def test_a_file_alone_is_shown_without_its_store(run, payload):
     done = run("show", payload(20))
     assert done.code == 0

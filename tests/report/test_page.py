@@ -287,7 +287,7 @@ def test_the_worst_rise_is_the_largest_that_was_measured():
         {"chosen": {}, "measured": False},
     ]
     rows = store_report("x", [replace(m, loss=loss) for m, loss in zip(run_of(4), losses, strict=True)]).checkpoints
-    assert worst_rise(rows) == ("+3 %", "the worst, right after a restore; 1 of 4 not measured")
+    assert worst_rise(rows) == ("+3%", "the worst, right after a restore; 1 of 4 not measured")
     assert worst_rise(rows[:1]) == ("none", "every bit comes back") and worst_rise(()) == ("", "")
     assert worst_rise(rows[3:]) == ("not measured", "")
 

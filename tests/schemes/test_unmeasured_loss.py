@@ -84,7 +84,7 @@ def test_what_is_measured_stands_in_the_report_and_nothing_is_said(name):
             sp.CheckpointManager(storage).restore(step, **other.parts)
             assert report.is_measured and report.loss_report["measured"] is True
             assert report.loss_increase == pytest.approx(run.loss(other.model) / run.loss() - 1, abs=1e-6)
-            assert f"loss {100 * report.loss_increase:+.2g} %" in str(report)
+            assert f"loss {100 * report.loss_increase:+.2g}%" in str(report)
 
 
 @pytest.mark.parametrize("name", ["fisher", "inshrinkerator"])
@@ -94,7 +94,7 @@ def test_what_has_not_moved_since_a_restore_costs_the_loss_nothing(name):
         manager.save(1, **run.parts)
         manager.restore(**run.parts)
         report = manager.save(2, **run.parts)
-    assert report.loss_increase == 0 and report.is_measured and "loss 0 %" in str(report)
+    assert report.loss_increase == 0 and report.is_measured and "loss 0%" in str(report)
 
 
 def test_of_a_lossless_checkpoint_there_is_nothing_to_measure():

@@ -114,6 +114,15 @@ def test_settings_of_which_no_client_is_made_are_an_error_without_them():
         assert "SECRET" not in str(caught.value)
 
 
+def test_endpoint_that_no_client_takes_is_an_error_that_says_how_to_write_one(monkeypatch):
+    keys = {"aws_access_key_id": "key", "aws_secret_access_key": "SECRET", "aws_region": "us-east-1"}
+    monkeypatch.delenv("AWS_ALLOW_HTTP", raising=False)
+    for endpoint, found in (("http://127.0.0.1:9", "an endpoint without https://"), ("127.0.0.1:9", "PanicException")):
+        storage = ObjectStorage("s3://bucket/run", config={**keys, "aws_endpoint": endpoint})
+        with pytest.raises(StorageError, match=rf"listing failed \({found}\).*AWS_ALLOW_HTTP=true"):
+            storage.list()
+
+
 def test_what_is_fetched_ahead_is_asked_for_once(s3):
     storage, data = new_storage(), BYTES * 5
     storage.put("a", data)

@@ -20,23 +20,23 @@ def test_a_rise_is_told_relative_to_the_loss_with_its_interval():
         (None, "", None),
         ({}, "", None),
         ({"chosen": None, "exact": "evaluate returned nan"}, "", None),
-        ({"chosen": {"bins": 8}, "degradation": 0.0123, "measured": True}, "+1.2 %", 0.0123),
-        ({"chosen": {"bins": 8}, "degradation": -0.2}, "-20 %", -0.2),
+        ({"chosen": {"bins": 8}, "degradation": 0.0123, "measured": True}, "+1.2%", 0.0123),
+        ({"chosen": {"bins": 8}, "degradation": -0.2}, "-20%", -0.2),
         ({"chosen": {"bins": 8}}, "not measured", None),
         ({"chosen": {"bins": 8}, "measured": False, "degradation": 0.1}, "not measured", None),
-        ({"chosen": {"step_in_deviations": 1.0}, "rise": 0.02, "quality": 4.0}, "+0.5 %", 0.005),
-        ({"chosen": {"step_in_deviations": 1.0}, "rise": 0.02, "quality": 0.0}, "+2 %", 0.02),
+        ({"chosen": {"step_in_deviations": 1.0}, "rise": 0.02, "quality": 4.0}, "+0.5%", 0.005),
+        ({"chosen": {"step_in_deviations": 1.0}, "rise": 0.02, "quality": 0.0}, "+2%", 0.02),
         ({"chosen": {"step_in_deviations": 1.0}, "rise": 0.02}, "measured", None),  # in nats, of a loss that is unknown
-        ({"chosen": {"step_in_deviations": 1.0}, "rise": 0.0, "measured": True}, "0 %", 0.0),
+        ({"chosen": {"step_in_deviations": 1.0}, "rise": 0.0, "measured": True}, "0%", 0.0),
         ({"chosen": {"step_in_deviations": 1.0}, "rise": None, "terms": 3.0}, "not measured", None),
         (predicted(0.0021), "not measured, predicted +0.0021 nats", None),
         (predicted(None), "not measured", None),
         (predicted("inf"), "not measured", None),
-        ({**predicted(0.0021), "rise": 0.02, "quality": 4.0, "measured": True}, "+0.5 %", 0.005),
-        ({"chosen": {"step_in_deviations": None}, "rise": None, "measured": True}, "0 %", 0.0),
-        ({"chosen": {}, "degradation": 0.01, "interval": [-0.005, 0.025]}, "+1 % (-0.5 % to +2.5 %)", 0.01),
-        ({"chosen": {}, "rise": 0.04, "quality": 4, "interval": [0.0, 0.08]}, "+1 % (0 % to +2 %)", 0.01),
-        ({"chosen": {}, "degradation": 0.01, "interval": ["-inf", "inf"]}, "+1 %", 0.01),
+        ({**predicted(0.0021), "rise": 0.02, "quality": 4.0, "measured": True}, "+0.5%", 0.005),
+        ({"chosen": {"step_in_deviations": None}, "rise": None, "measured": True}, "0%", 0.0),
+        ({"chosen": {}, "degradation": 0.01, "interval": [-0.005, 0.025]}, "+1% (-0.5% to +2.5%)", 0.01),
+        ({"chosen": {}, "rise": 0.04, "quality": 4, "interval": [0.0, 0.08]}, "+1% (0% to +2%)", 0.01),
+        ({"chosen": {}, "degradation": 0.01, "interval": ["-inf", "inf"]}, "+1%", 0.01),
     ]:
         found = LossIncrease.from_loss(loss)
         assert str(found) == text and found.value == (None if value is None else pytest.approx(value))
@@ -45,7 +45,7 @@ def test_a_rise_is_told_relative_to_the_loss_with_its_interval():
 def test_what_restores_have_left_is_told_relative_to_the_loss():
     known = {"chosen": {"step_in_deviations": 1.0}, "rise": 0.02, "quality": 4.0, "restored_rise": 0.01}
     found = LossIncrease.from_loss(known)
-    assert found.restored == 0.0025 and found.restored_text == "about +0.25 % of the loss left by them"
+    assert found.restored == 0.0025 and found.restored_text == "remaining rise of the loss about 0.25%"
     assert LossIncrease.from_loss({**known, "rise": None, "measured": False}).restored == 0.0025
     for nothing in ({**known, "restored_rise": 0.0}, {**known, "quality": None}, {**known, "chosen": None}):
         assert LossIncrease.from_loss(nothing).restored_text == ""

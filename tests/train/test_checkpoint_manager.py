@@ -280,7 +280,7 @@ def test_a_second_process_that_saves_is_refused_at_once(tmp_path: Path) -> None:
 def test_two_managers_of_one_process_do_not_mix_either(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, extra=1)
-        with pytest.raises(LockedError):
+        with pytest.raises(LockedError, match=r"this process is saving here already.*Close\(\) the manager"):
             CheckpointManager(tmp_path).save(2, extra=2)
 
 

@@ -19,7 +19,7 @@ from shrinkpoint.cli.console import print_note
 from shrinkpoint.errors import NotFoundError, PolicyError
 from shrinkpoint.storage import LocalStorage, Storage, directory_storage, is_object_url, resolve_storage
 from shrinkpoint.storage.object_url import ObjectUrl, parse_object_url
-from shrinkpoint.store.directory import find_run, read_directory_manifest
+from shrinkpoint.store.directory import find_run, read_directory_manifest, select_step
 from shrinkpoint.store.file_place import FilePlace, place_file
 from shrinkpoint.store.identify import EMPTY_DIRECTORY, Identification, find_checkpoints, identify
 from shrinkpoint.store.listing import Listing, list_steps, scan
@@ -152,16 +152,14 @@ class Location:
         return identify(self.path) if isinstance(self.path, Path) else None
 
     @property
-    def newest_directory(self) -> Path | ObjectUrl:
-        """The newest checkpoint directory of a run.
+    def run_directory(self) -> Path | ObjectUrl:
+        """The checkpoint directory of a run: the newest, or that of the step.
 
         Raises:
-            PolicyError: a step was asked for, by which directories are not named.
+            NotFoundError: the run has no checkpoint of this step.
         """
-        if self.step is not None:
-            found, do = f"step {self.step}", f"name the directory of that checkpoint below {self.path}"
-            raise PolicyError(str(self.path), found=found, expected="a checkpoint's own directory", do=do)
-        return find_run(self.path)[0]
+        run = find_run(self.path)
+        return run[0] if self.step is None else select_step(run, self.step, str(self.path))
 
     def __str__(self) -> str:
         return str(self.path) if self.step is None else f"{self.path}@{self.step}"
@@ -290,7 +288,7 @@ def decode_location(location: Location) -> DecodedFile:
     if location.file is not None:
         return decode_file(location.file)[0]
     if location.is_run:
-        return _decode_directory(location.newest_directory)
+        return _decode_directory(location.run_directory)
     return use_current(lambda: store_chain(*_find_checkpoint(location)), decode_chain, chain_identity)
 
 
@@ -322,7 +320,7 @@ def open_leaves(location: Location) -> LeafSource:
     if location.file is not None:
         return ChainLeaves(file_chain(location.file))
     if location.is_run:
-        directory = location.newest_directory
+        directory = location.run_directory
         manifest = read_directory_manifest(directory)
         if isinstance(manifest.extra, dict) and DCP_KEY in manifest.extra:
             state = load(directory)

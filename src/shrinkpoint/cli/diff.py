@@ -140,7 +140,7 @@ def _columns(rows: Sequence[TensorDifference]) -> list[Column]:
         return ["" if row.equal or value is None else f"{value:.3g}" for row, value in pairs]
 
     counts = [row.change or ("equal" if row.equal else f"{row.different:,}") for row in rows]
-    shares = ["" if row.equal or row.share is None else f"{100 * row.share:.3g} %" for row in rows]
+    shares = ["" if row.equal or row.share is None else f"{100 * row.share:.3g}%" for row in rows]
     return [
         Column("tensor", [row.name for row in rows], wrap=True),
         Column("|A-B|/|A|", texts(row.relative for row in rows), align_right=True),

@@ -106,6 +106,7 @@ def command(
     if hf:
         if to is not None or only:
             raise PolicyError("--hf", found="--to or --only as well", expected="one form", do="leave them out")
+        _check_new(out, force, "a name that exists")
         _export_pretrained(location, out, config, max_shard_size, force, json)
         return
     _check_target(out, force)
@@ -130,8 +131,12 @@ def _check_target(out: Path, force: bool) -> None:
     if out.is_dir():
         do = "name a file in it, or add --hf for a model's directory"
         raise PolicyError(str(out), found="a directory", expected="a file to write", do=do)
-    if out.exists() and not force:
-        raise PolicyError(str(out), found="a file that exists", expected="a new name", do="add --force to replace it")
+    _check_new(out, force, "a file that exists")
+
+
+def _check_new(out: Path, force: bool, found: str) -> None:
+    if not is_object_url(out) and out.exists() and not force:
+        raise PolicyError(str(out), found=found, expected="a new name", do="add --force to replace it")
 
 
 def _check_no_payload(out: Path) -> None:

@@ -101,7 +101,7 @@ def _read(location: Location, name: str, keep: Keep) -> RunReport:
         file = read_file_report(location.file.storage, location.file.key, str(location.path))
         return RunReport(name, None, None, (file,))
     if location.is_run:
-        directory = location.newest_directory
+        directory = location.run_directory
         shown = CheckpointReport(read_directory_manifest(directory), folder=directory.name)
         return RunReport(name, run_report(location.path), shown, tuple(directory_files(directory, shown)))
     storage, listing = open_store(str(location.path))

@@ -39,7 +39,7 @@ def command(
     location = parse_location(place, step)
     report: CheckpointReport | None = None
     if location.is_run:
-        directory = location.newest_directory
+        directory = location.run_directory
         report = CheckpointReport(read_directory_manifest(directory), folder=str(directory))
         files = directory_files(directory, report)
     elif location.file is not None:
@@ -115,7 +115,7 @@ def _manifest_rows(report: CheckpointReport) -> Iterator[tuple[str, str]]:
     yield "metrics", ", ".join(f"{name} {humanize.number(value)}" for name, value in manifest.metrics.items())
     yield "lost", _loss_settings(manifest.loss)
     increase = LossIncrease.from_loss(manifest.loss)
-    yield "loss", str(increase)
+    yield "loss", ", ".join(filter(None, [str(increase), _budget_text(manifest.loss, increase)]))
     yield "stayed exact", _unquantized_text(manifest.loss)
     restores = [str(manifest.lossy_restores)] if manifest.lossy_restores else []
     yield "lossy restores", ", ".join([*restores, *filter(None, [increase.restored_text])])
@@ -132,6 +132,12 @@ def _loss_settings(loss: JSON) -> str:
         return f"nothing: {exact}" if isinstance(exact, str) else "nothing"
     settings = ", ".join(f"{str(name).replace('_', ' ')} {value}" for name, value in chosen.items())
     return settings + (f"; optimizer {optimizer}" if optimizer in ("reset", "lossy") else "")
+
+
+def _budget_text(loss: JSON, increase: LossIncrease) -> str:
+    """The share of the loss that a scheme was allowed, beside a rise; "" if nothing was lost, or none was asked for."""
+    budget = loss.get("budget") if increase.is_lossy and isinstance(loss, dict) else None
+    return f"budget {budget}" if isinstance(budget, str) else ""
 
 
 def _unquantized_text(loss: JSON) -> str:

@@ -107,7 +107,7 @@ def _checkpoint_row(run: RunReport, row: CheckpointReport) -> tuple[str, ...]:
         humanize.size(row.manifest.stored_bytes),
         humanize.ratio(row.manifest.raw_bytes, row.manifest.stored_bytes),
         str(LossIncrease.from_loss(row.manifest.loss)),
-        f"{100 * stats['retention']:.3g} %" if "retention" in stats else "",
+        f"{100 * stats['retention']:.3g}%" if "retention" in stats else "",
         *(seconds_text(stats[name]) if name in stats else "" for name in ("stall", "seconds")),
         fate if run.doomed else "",
         row.manifest.note,

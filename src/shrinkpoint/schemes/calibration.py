@@ -314,9 +314,10 @@ class Calibration:
             return ""
         self._is_interval_warned = True
         ends = " to ".join(f"{end:+.2%}" for end in interval)
+        option = " (batches=)" if self._sample_text.endswith("batches") else ""
         return (
             f"evaluate measures a rise of {rise:+.2%} on {self._sample_text} (95% confidence: {ends}), "
-            f"so on others it may be above the {max_rise:.2%} that is allowed: let it measure more of them"
+            f"so on others it may be above the {max_rise:.2%} that is allowed: measure more of them{option}"
         )
 
     def _given_reading(self, metrics: Mapping[str, float]) -> Reading | None:

@@ -109,6 +109,8 @@ class Reading:
         """
         if isinstance(answer, Reading):
             return answer
+        if answer is None:
+            raise TypeError("evaluate returned None")
         if isinstance(answer, Tensor) and answer.dim() == 1 and answer.numel() > 1:
             examples = answer.detach().to("cpu", torch.float64)
             return cls(float(examples.mean()), examples)
@@ -550,7 +552,7 @@ def call_evaluate(evaluate: Evaluate, argument: Any) -> Reading:
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
         expected = "a number, or a 1-D tensor of the examples' losses"
-        do = "make it take what is saved (a model, or a state) and return a loss or a score"
+        do = "make evaluate take what is saved (a model, or a state) and return a loss or a score"
         do = MEMORY_ADVICE if is_out_of_memory(error) else do
         raise PolicyError("evaluate", found=found, expected=expected, do=do) from error
 

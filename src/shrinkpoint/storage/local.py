@@ -549,8 +549,11 @@ def hold_lock(path: Path, where: str) -> Iterator[None]:
             _lock_fds[hold] = fd
             is_locked = try_lock(fd)
             if not is_locked:
-                found = f"{_lock_owner(fd)} is saving here already"
+                owner, own = _lock_owner(fd), _process_text(os.getpid(), socket.gethostname())
+                found = f"{'this process' if owner == own else owner} is saving here already"
                 do = "wait until it has finished, or stop it: a lock dies with its process"
+                if owner == own:
+                    do = "close() the manager or the store that saved here before"
                 raise LockedError(where, found=found, expected="one writer at a time", do=do)
             with suppress(OSError):  # on a full disk the lock is needed to free space, the note is not
                 os.ftruncate(fd, 0)
@@ -567,9 +570,13 @@ def hold_lock(path: Path, where: str) -> Iterator[None]:
 def _lock_owner(fd: int) -> str:
     try:
         note = json.loads(os.pread(fd, 1024, 0))
-        return f"process {note['pid']:d} on host {note['host']!r}"
+        return _process_text(note["pid"], note["host"])
     except (OSError, ValueError, KeyError, TypeError):  # it has only just begun to write the note
         return "another process"
+
+
+def _process_text(pid: int, host: str) -> str:
+    return f"process {pid:d} on host {host!r}"
 
 
 def is_process_alive(pid: int) -> bool:

@@ -95,6 +95,10 @@ def send_request(where: str, operation: str, call: Callable[[], T]) -> T:
         except Exception as error:
             if pause is None or not _is_broken_answer(error):
                 raise _translate(where, operation, error) from None
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of obstore, at a setting that it does not check
+                raise
+            raise _endpoint_error(where, f"{operation} failed (PanicException)") from None
         time.sleep(pause)
     raise AssertionError("the last attempt returns or raises")
 
@@ -125,6 +129,8 @@ def _translate(where: str, operation: str, error: Exception) -> ShrinkpointError
         return StorageError(where, found="no such bucket", expected="a bucket", do="create it, or name another one")
     if isinstance(error, FileNotFoundError):
         return NotFoundError(where, found="no such object", do="list what there is")
+    if "BadScheme" in text:
+        return _endpoint_error(where, f"{operation} failed (an endpoint without https://)")
     reason = _reason(text, kind)
     if kind in _REFUSED or "403 Forbidden" in text or "401 Unauthorized" in text:
         do = "look at the credentials, and at what they may do in this bucket"
@@ -133,6 +139,12 @@ def _translate(where: str, operation: str, error: Exception) -> ShrinkpointError
         do = "read it again; something else writes here"
         return ObjectConflictError(where, found=f"{operation} found another object than before ({reason})", do=do)
     return StorageError(where, found=f"{operation} failed ({reason})", do=_DO)
+
+
+def _endpoint_error(where: str, found: str) -> StorageError:
+    prefix = _VARIABLES.get(where.partition(":")[0], "AWS_")
+    do = f"write an endpoint with https://; one with http:// also needs {prefix}ALLOW_HTTP=true"
+    return StorageError(where, found=found, do=do)
 
 
 def _reason(text: str, kind: str) -> str:

@@ -108,6 +108,23 @@ def find_run(root: Path | ObjectUrl) -> Sequence[Path | ObjectUrl]:
     return newest_first(run)
 
 
+def select_step(run: Sequence[PlaceT], step: int, where: str) -> PlaceT:
+    """Selects the checkpoint of a step from a run, which `find_run` sorts newest first.
+
+    Raises:
+        NotFoundError: no checkpoint of the run has this step.
+        FormatError, StorageError: a manifest cannot be read.
+    """
+    steps: dict[int | None, PlaceT] = {}
+    for directory in reversed(run):  # of two with one step the newer
+        steps[read_directory_manifest(directory).step] = directory
+    if step not in steps:
+        numbers = sorted(number for number in steps if number is not None)
+        expected = f"one of {', '.join(map(str, numbers))}" if numbers else "a checkpoint that has a step"
+        raise NotFoundError(where, found=f"no checkpoint of step {step}", expected=expected, do="name one of them")
+    return steps[step]
+
+
 def newest_first(directories: Iterable[PlaceT]) -> list[PlaceT]:
     """Sort the checkpoints of one run, which its present line of history left behind last."""
     places = {directory: find_place(directory) for directory in directories}

@@ -26,7 +26,7 @@ from shrinkpoint.store import chain as chains
 from shrinkpoint.store import layout
 from shrinkpoint.store.checkpoint_file import Device, build_state
 from shrinkpoint.store.decode import SelectLeaves, decode_chain
-from shrinkpoint.store.directory import find_run, read_directory_manifest
+from shrinkpoint.store.directory import find_run, read_directory_manifest, select_step
 from shrinkpoint.store.file_place import FilePlace, place_file
 from shrinkpoint.store.identify import find_checkpoints, identify
 from shrinkpoint.store.step_storage import find_store
@@ -210,14 +210,7 @@ def find_directory(path: Path | ObjectUrl, step: int | None) -> Path | ObjectUrl
         raise NotFoundError(str(path), found=found, expected="a file, a store or a checkpoint of shrinkpoint", do=do)
     if step is None:
         return directories[0]
-    steps: dict[int | None, Path | ObjectUrl] = {}
-    for directory in reversed(directories):  # of two with one step the newer
-        steps[read_directory_manifest(directory).step] = directory
-    if step not in steps:
-        numbers = sorted(number for number in steps if number is not None)
-        expected = f"one of {', '.join(map(str, numbers))}" if numbers else "a checkpoint that has a step"
-        raise NotFoundError(str(path), found=f"no checkpoint of step {step}", expected=expected, do="name one of them")
-    return steps[step]
+    return select_step(directories, step, str(path))
 
 
 def _directory_chain(directory: Path | ObjectUrl) -> tuple[chains.ChainFile, ...]:

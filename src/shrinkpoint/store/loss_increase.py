@@ -34,7 +34,7 @@ class LossIncrease:
     @property
     def restored_text(self) -> str:
         """What earlier restores have left, in words; "" if they have left nothing."""
-        return f"about {_percent(self.restored)} of the loss left by them" if self.restored > 0 else ""
+        return f"remaining rise of the loss about {100 * self.restored:.2g}%" if self.restored > 0 else ""
 
     @classmethod
     def from_loss(cls, loss: JSON) -> LossIncrease:
@@ -95,11 +95,11 @@ def _predicted_increase(loss: Mapping[str, JSON]) -> float | None:
 def _percent(share: float) -> str:
     """
     >>> _percent(0.00317), _percent(-0.2), _percent(0.0)
-    ('+0.32 %', '-20 %', '0 %')
+    ('+0.32%', '-20%', '0%')
     """
     if share == 0:
-        return "0 %"
-    return f"{100 * share:+.2g} %" if abs(share) < 1 else f"{100 * share:+.0f} %"
+        return "0%"
+    return f"{100 * share:+.2g}%" if abs(share) < 1 else f"{100 * share:+.0f}%"
 
 
 def _keeps_weights(chosen: JSON) -> bool:

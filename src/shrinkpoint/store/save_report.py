@@ -67,7 +67,7 @@ class CopyReport:
         """The increase of the loss.
 
         >>> str(CopyReport(4, 0.2, 0.1, None, 0.002)), str(CopyReport(4, 0.2, 0.1, 0.004, 0.002))
-        ('not measured, predicted +0.002 nats', '+0.4 %')
+        ('not measured, predicted +0.002 nats', '+0.4%')
         """
         is_measured = self.rise is not None
         return str(LossIncrease(True, is_measured, self.rise, predicted=None if is_measured else self.predicted))
@@ -202,7 +202,7 @@ class SaveReport:
             ("loss rise", lost or "nothing lost"),
             ("measured on", self.measured_on or ""),
             *((f"loss rise of {name}", str(copy)) for name, copy in self.copies.items()),
-            ("progress held", "" if self.retention is None else f"{100 * self.retention:.1f} %"),
+            ("progress held", "" if self.retention is None else f"{100 * self.retention:.1f}%"),
             ("seconds", f"{self.seconds:.2f}"),
         ]
         heads = ("role", "tensors", "state", "stored", "ratio")

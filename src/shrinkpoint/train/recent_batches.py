@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -89,7 +90,8 @@ class RecentBatches:
 
         The reading of no batch is one that could not be measured.
         """
-        return self._ring.measure(self._loss, model)
+        reading = self._ring.measure(self._loss, model)
+        return replace(reading, advice="call add(batch) before the save") if reading.failure else reading
 
 
 class BatchRing:

@@ -37,9 +37,9 @@ def test_a_line_a_trial():
     progress(SMALL, SMALL, 5)
     progress(LOST, SMALL, 0)
     assert stream.getvalue().splitlines() == [
-        "bins 8 · prune 0 · protect 0.005 · sensitivity   12.2x   +2.31 % > 1 %  no   none yet   ~6 left",
-        "bins 8 · prune 0.2 · protect 0.005 · magnitude   9.8x   +0.43 % <= 1 %  ok   best 9.8x   ~5 left",
-        "bins 8 · prune 0.2 · protect 0.005 · sensitivity   14.0x   not a number, 1 % allowed  no   best 9.8x   done",
+        "bins 8 · prune 0 · protect 0.005 · sensitivity   12.2x   +2.31% > 1%  no   none yet   ~6 left",
+        "bins 8 · prune 0.2 · protect 0.005 · magnitude   9.8x   +0.43% <= 1%  ok   best 9.8x   ~5 left",
+        "bins 8 · prune 0.2 · protect 0.005 · sensitivity   14.0x   not a number, 1% allowed  no   best 9.8x   done",
     ]
 
 

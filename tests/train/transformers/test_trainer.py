@@ -92,6 +92,12 @@ def test_another_kind_of_optimizer_or_scheduler_is_refused(run, settings, part):
         trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
 
 
+def test_model_of_another_shape_is_refused(run):
+    trainer = made(ShrinkTrainer, run, trainer_model=gpt2(64))
+    with pytest.raises(MismatchError, match=r"checkpoint-4, model, .*: shape \[128, 32\] .*\[128, 64\]"):
+        trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
+
+
 def test_stock_checkpoints_are_resumed_from(tmp_path):
     stock = lay(tmp_path, Trainer)
     expected = ended(made(Trainer, lay(tmp_path / "stock", Trainer)), True)

@@ -73,10 +73,10 @@ class _LinePrinter:
         return "   ".join(parts)
 
     def verdict(self, trial: Trial) -> str:
-        limit = f"{100 * self.threshold:g} %"
+        limit = f"{100 * self.threshold:g}%"
         if trial.degradation != trial.degradation:
             return f"not a number, {limit} allowed  no"
-        degradation = f"{100 * trial.degradation:+.2f} %"
+        degradation = f"{100 * trial.degradation:+.2f}%"
         return f"{degradation} <= {limit}  ok" if trial.meets(self.threshold) else f"{degradation} > {limit}  no"
 
     def _ratio(self, trial: Trial) -> str:

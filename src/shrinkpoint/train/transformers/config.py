@@ -156,7 +156,7 @@ def check_config(shrink: Any) -> ShrinkConfig:
         shrink,
         ShrinkConfig,
         expected="settings, a ShrinkConfig(...)",
-        do='write shrink=ShrinkConfig(scheme="fisher(relative_error=.3)")',
+        do='write shrink=ShrinkConfig("fisher")',
     )
     return config
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from transformers import Trainer, TrainingArguments
@@ -26,7 +27,7 @@ from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.loss_terms import TermCounter, counts_terms, note_terms
 from shrinkpoint.train.state_alignment import NAMES_KEY, collect_names
-from shrinkpoint.train.state_dicts import check_storable, load_aligned
+from shrinkpoint.train.state_dicts import check_storable, check_tensor_fits, load_aligned
 from shrinkpoint.train.transformers import checkpoint_dirs
 from shrinkpoint.train.transformers.callback import BeginCallback, GradientCallback, SavePolicyCallback
 from shrinkpoint.train.transformers.checkpoint_dirs import has_adapters, save_auxiliary_files
@@ -221,7 +222,7 @@ class ShrinkTrainer(Trainer):
         if weights is None:
             super()._load_from_checkpoint(resume_from_checkpoint, *(() if model is None else (model,)))
         else:
-            self._load_weights(self._model if model is None else model, weights)
+            self._load_weights(self._model if model is None else model, weights, resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         saved = {name: self._pop_part(checkpoint, name) for name in ("optimizer", "scheduler", NAMES_KEY)}
@@ -258,7 +259,7 @@ class ShrinkTrainer(Trainer):
         if weights is None:
             super()._load_best_model()
         else:
-            self._load_weights(self._model, weights)
+            self._load_weights(self._model, weights, str(best))
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self._finish_checkpoint()
@@ -338,8 +339,12 @@ class ShrinkTrainer(Trainer):
             return None
         return self._loaded_parts.pop(str(checkpoint), name)
 
-    def _load_weights(self, model: Any, weights: Mapping[str, Any]) -> None:
-        weights = match_state_keys(weights, model.state_dict())
+    def _load_weights(self, model: Any, weights: Mapping[str, Any], where: str) -> None:
+        live = model.state_dict()
+        weights = match_state_keys(weights, live)
+        for name, tensor in live.items():
+            if name in weights and isinstance(tensor, torch.Tensor):
+                check_tensor_fits(tensor, weights[name], f"{where}, model, {name}", strict=False)
         self._issue_warnings_after_load(model.load_state_dict(weights, strict=False))
 
     def _save_auxiliary(self, pending: _PendingCheckpoint, output_dir: str, state_dict: Any) -> None:
