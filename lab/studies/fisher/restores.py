@@ -1,6 +1,6 @@
 """What ten restores cost, one after every save, on kinds of training that nothing was tuned for.
 
-    python -m lab.studies.fisher.restores                 # benchmarks/results/kind_restores.json: 15 minutes a seed
+    python -m lab.studies.fisher.restores                 # benchmarks/results/kind_restores.json: half an hour a seed
     python -m lab.studies.fisher.restores --kinds Muon --seeds 0 --out a.json
     python -m lab.studies.fisher.restores --report
 
@@ -29,7 +29,7 @@ from shrinkpoint.storage import MemoryStorage
 
 RESTORES = 10
 COURSES = ("exact", "counted", "not counted", "weights", "moments")
-CHOSEN = ("hashed embeddings", "mixture of experts", "Muon", "bf16 decoder", "LoRA", "GAN")
+CHOSEN = ("hashed embeddings", "mixture of experts", "Muon", "bf16 decoder")
 BUDGET = "1%"
 
 
