@@ -9,6 +9,8 @@ import pytest
 import torch
 from helpers.adam_states import adam, global_weights, known_of, normal
 from helpers.quadratic_loss import TERMS, Bowl
+from helpers.sharded_states import saved, whole
+from helpers.small_state import run
 from helpers.small_training import Silent
 from torch import Tensor
 
@@ -131,3 +133,17 @@ def test_restores_without_training_between_them_stay_within_the_budget():
     """Without the count each of them would add a part of the budget."""
     rises = restore_after_every_save(8, 0.003)
     assert max(rises) < 0.0125 and rises[0] > 0.002
+
+
+def resumed() -> sp.Fisher:
+    scheme = sp.Fisher(nats=0.05, terms=TERMS)
+    scheme.resume({"scheme": "fisher", "chosen": {"moments": "coded"}, "restored_rise": 0.02, "size": 0}, 1)
+    return scheme
+
+
+def test_ranks_with_rows_find_what_one_process_finds():
+    expected, found = whole(resumed(), run()), saved(resumed, run(), 3)
+    rises = [[loss["restored_rise"] for loss in one.loss] for one in found]
+    assert all(ranks == [ranks[0]] * 3 for ranks in rises)
+    assert [ranks[0] for ranks in rises] == pytest.approx([one.loss[0]["restored_rise"] for one in expected])
+    assert 0.02 == rises[0][0] > rises[1][0] > 0  # nothing is known at first, and then weights have moved
