@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from shrinkpoint.tensors.info import JSON
 
 NOT_MEASURED = "not measured"
+MIN_SHOWN_REST = 1e-4
+"""The least rise left by restores, relative to the loss, that is worth a word."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class LossIncrease:
     @property
     def restored_text(self) -> str:
         """What earlier restores have left, in words; "" if they have left nothing."""
-        return f"remaining rise of the loss about {100 * self.restored:.2g}%" if self.restored > 0 else ""
+        return f"remaining rise of the loss about {100 * self.restored:.2g}%" if self.restored >= MIN_SHOWN_REST else ""
 
     @classmethod
     def from_loss(cls, loss: JSON) -> LossIncrease:

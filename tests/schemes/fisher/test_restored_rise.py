@@ -90,6 +90,9 @@ def test_a_sample_of_a_large_weight_tells_what_all_of_it_does():
         ({"chosen": {"moments": "coded"}, "rise": "nan", "restored_rise": [1]}, 0.0),
         ({"chosen": {"moments": "coded"}, "rise": math.inf, "restored_rise": math.nan}, 0.0),
         ({"chosen": {"moments": "coded"}, "rise": None, "restored_rise": -1.0}, 0.0),
+        ({"chosen": {"moments": "coded"}, "rise": None, "tried": [{"predicted": 0.1}, {"predicted": 0.04}]}, 0.04),
+        ({"chosen": {"moments": "coded"}, "rise": 0.02, "tried": [{"predicted": 0.1}]}, 0.02),
+        ({"chosen": {"moments": "coded"}, "rise": None, "tried": [3]}, 0.0),
     ],
 )
 def test_rise_after_a_restore_is_what_the_manifest_says(loss, rise):

@@ -298,9 +298,14 @@ def rise_after_restore(loss: dict[str, JSON]) -> float:
     """The rise of the loss in a state that is restored, beside a run that was never restored; in the loss's own unit.
 
     Args:
-        loss: of the manifest that is restored, in which any entry may be missing or of no use.
+        loss: of the manifest that is restored, in which any entry may be missing or of no use. Where the rise was not
+            measured, the predicted one counts.
     """
-    own = loss.get("rise") if loss.get("chosen") is not None else None
+    own = None
+    if loss.get("chosen") is not None:
+        trials = loss.get("tried")
+        last = trials[-1] if isinstance(trials, list) and trials else None
+        own = last.get("predicted") if loss.get("rise") is None and isinstance(last, dict) else loss.get("rise")
     known = [x for x in (loss.get("restored_rise"), own) if isinstance(x, float) and math.isfinite(x)]
     return max(0.0, sum(known))
 

@@ -451,7 +451,7 @@ class Fisher(Planner["FisherChoice"]):
         if isinstance(self._objective, RatioTarget):
             dropped = DROPPED_ROLES.get(self._moments, ())
             bits = count_state_bits(save, coded, moments, copies, dropped, is_first=self._num_saves == 0)
-        if self._memory.restored_rise > 0 and isinstance(self._objective, LossBudget):
+        if self._memory.restored_rise > 0:
             self._memory.restored_rise *= remaining_share(weights, candidates.curvatures, save.reference)
         objective = self._measured_objective(metric)
         choice = objective.choose(candidates, self._memory, None if metric is None else measure, bits)
