@@ -30,6 +30,7 @@ from shrinkpoint.train import RankShard
 pytestmark = pytest.mark.filterwarnings("ignore")  # of these sizes frameworks and schemes say much
 BLOCKS = all_blocks()
 PLAIN_PAGES = sorted({block.page for block in BLOCKS if block.language == "python" and not block.has_prompts})
+WIRE_PAGES = {"docs/wire.md", "docs/wire_design.md", "docs/elastic.md"}
 PAGES_OF_COMMANDS = {"docs/moving.md"}
 """Pages whose commands work on what their Python blocks have saved."""
 FRAMEWORK_PAGES = {"README.md", "docs/accelerate.md", "docs/lightning.md", "docs/torchtitan.md"}
@@ -120,7 +121,7 @@ def lonely_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("page", [page for page in PLAIN_PAGES if page not in {"docs/wire.md", *FRAMEWORK_PAGES}])
+@pytest.mark.parametrize("page", [page for page in PLAIN_PAGES if page not in WIRE_PAGES | FRAMEWORK_PAGES])
 def test_blocks_without_prompts_run(page, tmp_path, monkeypatch, request, lonely_group):
     monkeypatch.chdir(tmp_path)
     if page == "docs/object_storage.md":
@@ -158,29 +159,30 @@ WIRE = """
         os.environ["LOCAL_WORLD_SIZE"] = str(width)
 
         def setup(number):
+            model = parts(1)
+            perceptron = nn.Sequential(OrderedDict(up=nn.Linear(8, 16), down=nn.Linear(16, 8)))
             names = {"schedule": build("GPipe", rank, width, width)[0]}
-            if number >= 2:
-                names |= {"ddp_model": DistributedDataParallel(parts(1)), "sharded_model": fully_shard(parts(1))}
-                perceptron = nn.Sequential(OrderedDict(up=nn.Linear(8, 16), down=nn.Linear(16, 8)))
-                mesh = init_device_mesh("cpu", (width,))
-                names |= {"perceptron": perceptron, "mesh": mesh, "rows": torch.ones(64, 8)}
-            if number >= 7:  # what a training loop has
-                model = parts(1)
-                names |= {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
-                names |= {"batches": batches(30, seed=rank), "loss_function": loss_of}
-            if number == 8:  # what torchrun and torchft_lighthouse give to a replica
-                store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-                lighthouse = LighthouseServer(bind="[::]:0", min_replicas=width) if rank == 0 else None
-                address = [lighthouse and lighthouse.address()]
-                dist.broadcast_object_list(address)
-                replica = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "RANK": "0", "WORLD_SIZE": "1"}
-                os.environ |= {**replica, "TORCHFT_LIGHTHOUSE": address[0]}
-                names |= {"store": store, "lighthouse": lighthouse}
-            return names
+            names |= {"ddp_model": DistributedDataParallel(parts(1)), "sharded_model": fully_shard(parts(1))}
+            names |= {"perceptron": perceptron, "mesh": init_device_mesh("cpu", (width,)), "rows": torch.ones(64, 8)}
+            names |= {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+            return names | {"batches": batches(30, seed=rank), "loss_function": loss_of}
 
+        # The group exists already: the program that the guide begins with joins and leaves none.
+        dist.init_process_group = dist.destroy_process_group = lambda *args: None
         after = run_plain_blocks("docs/wire.md", setup)
         assert after["local"].round == 1
+        after = run_plain_blocks("docs/wire_design.md", setup)
         assert after["compressed"].link_stats["forward"].messages > 0
+
+        # torchrun and torchft_lighthouse give these to a replica.
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        lighthouse = LighthouseServer(bind="[::]:0", min_replicas=width) if rank == 0 else None
+        address = [lighthouse and lighthouse.address()]
+        dist.broadcast_object_list(address)
+        replica = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {**replica, "TORCHFT_LIGHTHOUSE": address[0]}
+        after = run_plain_blocks("docs/elastic.md", setup)
+        assert after["local"].round == 1
 """
 
 

@@ -3,7 +3,7 @@ they hold, and whether the files that they were decoded from are still intact.
 
 Right after a restore the weights are exactly the values that a quantizer chose. In a save that follows soon, most of
 them may still round to the same values, so that nothing is stored: with repeated restores training makes no progress
-although every single checkpoint is within its threshold (docs/schemes.md measures it).
+although every single checkpoint is within its threshold (docs/scheme_studies.md measures it).
 """
 
 from __future__ import annotations
