@@ -19,7 +19,7 @@ START = '''
     from torch import nn
     from torch.nn.functional import cross_entropy, mse_loss
     from torch.nn.parallel import DistributedDataParallel as DDP
-    from helpers.replica_search import Net, batch, caught, digest, drawn, images, join, leave, plain_net
+    from helpers.replica_search import Net, batch, bits, caught, digest, drawn, images, join, leave, plain_net
     from shrinkpoint.comm.ddp import compress_ddp
 
 
@@ -45,9 +45,6 @@ START = '''
             losses.append(float(loss))
         return model, replicas, optimizer, losses
 
-
-    def bits(model):
-        return digest(*model.module.parameters())
 '''
 
 LONG = """

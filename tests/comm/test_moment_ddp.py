@@ -14,7 +14,7 @@ START = '''
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.functional import cross_entropy, mse_loss
     from torch.nn.parallel import DistributedDataParallel as DDP
-    from helpers.replica_search import Net, batch, caught, digest, images, join, leave, plain_net
+    from helpers.replica_search import Net, batch, bits, caught, digest, images, join, leave, plain_net
     from shrinkpoint.comm import Accordion, LocalSteps, compress_ddp, compress_fsdp, moment_allreduce
 
     moment_allreduce.WARMUP_STEPS = 4
@@ -54,9 +54,6 @@ START = '''
         counts = [bits * (w - v) / (r - q) for (r, w), (q, v) in zip(after, before)] if before and after[0][0] else None
         return model, handle, optimizer, counts
 
-
-    def bits(model):
-        return digest(*model.module.parameters())
 '''
 
 TWO = """

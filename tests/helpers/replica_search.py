@@ -37,6 +37,11 @@ def digest(*tensors: Tensor) -> str:
     return hashlib.sha256(b"".join(raw)).hexdigest()
 
 
+def bits(model: Any) -> str:
+    """Digest of the weights of a replica."""
+    return digest(*model.module.parameters())
+
+
 def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 

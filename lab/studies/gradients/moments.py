@@ -16,10 +16,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
 import sys
-import tempfile
-import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from lab.studies.harness import default_data, machine
+from lab.studies.harness import default_data, fork_ranks, machine
 from lab.studies.workloads import cosine, evaluating, fingerprint, shuffled
 from lab.studies.workloads.image import CROP, ResNet, augmented, cifar, classify, normal
 from lab.studies.workloads.text import drawn, loss_of, text, windows
@@ -189,22 +186,6 @@ def of_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def forked(args: argparse.Namespace) -> int:
-    """All ranks, forked: importing torch takes longer than a short run."""
-    children = []
-    with tempfile.TemporaryDirectory() as folder:
-        for rank in range(args.ranks):
-            children.append(os.fork())
-            if children[-1] == 0:
-                try:
-                    of_rank(rank, args, folder)
-                    os._exit(0)
-                except BaseException:
-                    traceback.print_exc()
-                    os._exit(1)
-        return max(os.waitpid(child, 0)[1] for child in children) > 0
-
-
 def report(document: Mapping[str, Any]) -> None:
     """A table for each task: mean rise over seeds, each seed's, and bits."""
     for kind, rows in document["tasks"].items():
@@ -246,7 +227,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    if not args.report and forked(args):
+    if not args.report and fork_ranks(args.ranks, lambda rank, folder: of_rank(rank, args, folder)):
         sys.exit(1)
     report(json.loads(args.out.read_text()))
 

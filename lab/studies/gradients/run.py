@@ -15,13 +15,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from datetime import date
 from itertools import pairwise
@@ -39,7 +37,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from lab.studies.harness import environment, machine, program
+from lab.studies.harness import environment, fork_ranks, machine, program
 from shrinkpoint.comm import ErrorFeedback, compress_ddp, compress_fsdp, parse
 
 SIZES = (64, 512, 512, 64)
@@ -179,22 +177,6 @@ def cases(args: argparse.Namespace) -> list[tuple[str, Callable[[str, int], Any]
     return [case for case in every if not args.only or case[2] in args.only]
 
 
-def forked(args: argparse.Namespace) -> int:
-    """All ranks of one group, forked: importing torch takes longer than a run."""
-    children = []
-    with tempfile.TemporaryDirectory() as folder:
-        for rank in range(args.part):
-            children.append(os.fork())
-            if children[-1] == 0:
-                try:
-                    of_rank(rank, args, folder)
-                    os._exit(0)
-                except BaseException:
-                    traceback.print_exc()
-                    os._exit(1)
-        return max(os.waitpid(child, 0)[1] for child in children) > 0
-
-
 def namespace() -> list[str]:
     """What a command is run with to have a network of its own; nothing where that is not permitted."""
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode:
@@ -255,7 +237,7 @@ def main() -> None:
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     if args.part:
-        sys.exit(forked(args))
+        sys.exit(fork_ranks(args.part, lambda rank, folder: of_rank(rank, args, folder)))
     rows = [row for world in args.worlds for row in measure(args, world)]
     parameters = sum(one.numel() for one in model(0).parameters())
     figures = {"torch": torch.__version__, "parameters": parameters, "steps": args.steps, "seeds": args.seeds}

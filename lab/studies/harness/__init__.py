@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,25 @@ def environment(**settings: str) -> dict[str, str]:
     """The variables of this process and `settings`, with which Python finds the repository from every directory."""
     paths = [str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **settings}
+
+
+def fork_ranks(count: int, work: Callable[[int, str], None]) -> bool:
+    """Run `work` with each rank and a folder that all share, in forked processes; return True if one failed.
+
+    Forked, since importing torch takes longer than a short run.
+    """
+    children = []
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(count):
+            children.append(os.fork())
+            if children[-1] == 0:
+                try:
+                    work(rank, folder)
+                    os._exit(0)
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+        return max(os.waitpid(child, 0)[1] for child in children) > 0
 
 
 def machine() -> dict[str, Any]:
