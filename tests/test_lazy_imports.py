@@ -56,6 +56,17 @@ print(json.dumps([listed, [name for name in frameworks if name in sys.modules]])
     assert names == ["SearchScheme", "recommend", "compress_pipeline", "CheckpointManager", "Writer"]
 
 
+def test_a_lossless_manager_loads_no_lossy_scheme():
+    code = """
+import json, sys, shrinkpoint
+from shrinkpoint.storage import MemoryStorage
+shrinkpoint.CheckpointManager(MemoryStorage()).close()
+print(json.dumps([name for name in sys.modules if name.startswith("shrinkpoint.schemes.fisher")]))"""
+    done = child(code)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
+
+
 def test_what_is_no_room_is_no_attribute():
     with pytest.raises(AttributeError, match="nonsense"):
         sp.train.nonsense

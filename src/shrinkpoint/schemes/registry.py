@@ -111,13 +111,14 @@ def needs_evaluation(text: str) -> bool:
 
 
 def lacks_evaluation(factory: Callable[..., Any]) -> bool:
-    """Return whether a class, or a partial of it, makes a `Fisher` that measures a loss, without `evaluate`."""
-    from shrinkpoint.schemes.fisher.scheme import Fisher
+    """Return whether a class, or a partial of it, makes a `Fisher` that measures a loss, without `evaluate`.
 
+    Nothing is imported for it: every manager asks, and most of them are lossless.
+    """
     scheme_class = factory.func if isinstance(factory, partial) else factory
     settings = factory.keywords if isinstance(factory, partial) else {}
-    is_fisher = isinstance(scheme_class, type) and issubclass(scheme_class, Fisher)
     given = {name for name, value in settings.items() if value is not None}
+    is_fisher: bool = getattr(scheme_class, "counts_terms", False)
     return is_fisher and not given & {*_FIXED_LOSS_SETTINGS, "evaluate"}
 
 
