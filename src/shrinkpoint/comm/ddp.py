@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -171,19 +171,21 @@ class DDPCompression(GradientAveraging[AverageRecord]):
             all_reduce = CompressedAllReduce(plain, average_compressor, name="ddp right")
             self._low_rank = LowRankState(low_rank, layout, all_reduce)
             self.link_stats |= {f"{hop}, right": stats for hop, stats in all_reduce.link_stats.items()}
-        self._moments: MomentAllReduce | None = None
-        if isinstance(given, MomentSteps):
-            if average_compressor is not None:
-                problem, advice = f"{given} and average_compressor={average_compressor}", "leave out one of them"
-                raise PolicyError("compress_ddp", found=problem, expected="steps on both hops", do=advice)
-            groups, used = (self._group, ranks_per_node), [parameter for _, parameter in parameters]
-            self._moments = make_moment_all_reduce(given, optimizer, self._layout, used, groups, self.link_stats)
+        used = [parameter for _, parameter in parameters]
+        self._moments = self._make_moments(given, optimizer, used) if isinstance(given, MomentSteps) else None
         self._collector = GradientCollector(self._layout)
         self._background: dict[torch.device, BackgroundAllReduce] = {}
         self._buckets: list[tuple[Tensor, torch.futures.Future[Tensor]]] = []
         self._num_parameters, self._num_handed_over = len(parameters), 0
         self._config_check: ConfigCheck | None = self._make_config_check()
         self._model = weakref.ref(model)  # its reducer has this object, which no garbage collector sees
+
+    def _make_moments(self, steps: MomentSteps, optimizer: object, parameters: Sequence[Tensor]) -> MomentAllReduce:
+        if self._average_compressor is not None:
+            problem, advice = f"{steps} and average_compressor={self._average_compressor}", "leave out one of them"
+            raise PolicyError("compress_ddp", found=problem, expected="steps on both hops", do=advice)
+        groups = self._group, self._ranks_per_node
+        return make_moment_all_reduce(steps, optimizer, self._layout, parameters, groups, self.link_stats)
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Start to average the gradients of one bucket in its own buffer: the communication hook.

@@ -250,10 +250,8 @@ class StepCandidates:
         types = {global_names[name]: layer_type for name, layer_type in (layer_types or {}).items()}
         scales, seeds = dict[str, float](), dict[str, int]()
         for name, weight in weights.local.items():
-            global_name = global_names[name]
-            known = curvatures[name]
+            global_name, shard, known = global_names[name], self._shards[name], curvatures[name]
             scales[name] = step_scale(global_name, weight, known, typical, types, is_measured=is_measured)
-            shard = self._shards[name]
             seeds[name] = weight_dither_seed(global_name, lossy_restores, seed)
             seeds[name] = shard.spec.dither_seed(seeds[name], shard.sizes)
         inherited = self._inherited_lattices()
