@@ -212,3 +212,43 @@ def test_restarted_ranks_go_on_and_other_ranks_begin_with_a_keyframe(tmp_path: P
     kinds = ranks(RESUME, 4, tmp_path)[0]
     delta, keyframe = [True, False], [False, True]
     assert kinds == [keyframe, delta, keyframe, keyframe, delta, keyframe, keyframe]
+
+
+PIPELINE = (
+    PRELUDE
+    + """
+def of_rank(rank, width, folder):
+    # Stages of a pipeline, cut at another layer on the side that follows.
+    group = join(rank, width, folder)
+    def stage(version, first, names):
+        state = full(version)
+        return {f"{prefix}{name}": state[name] for prefix, name in names[:first] if rank == 0} | {
+            f"{prefix}{name}": state[name] for prefix, name in names[first:] if rank == 1
+        }
+    names = [("", name) for name in SHAPES]
+    wrapped = [("module.", name) for name in SHAPES]
+    live, subscriber = zeroed(stage(0, 3, names)), Subscriber(f"{folder}/w", ranks=group)
+    plain, follower = zeroed({name: full(0)[name] for name in SHAPES}), Subscriber(f"{folder}/w")
+    with Publisher(f"{folder}/w", ranks=group) as publisher:
+        for version in range(3):
+            publisher.publish(stage(version, 6, wrapped))
+            assert subscriber.update(live).version == version and subscriber.update(live) is None
+            follower.update(plain)
+            for name, tensor in stage(version, 3, names).items():
+                assert torch.equal(bits(live[name]), bits(tensor)), name
+            for name in SHAPES:
+                assert torch.equal(bits(plain[name]), bits(full(version)[name])), name
+        try:
+            subscriber.update({name: x for name, x in live.items() if name != "vector"})
+        except MismatchError as error:
+            assert "vector" in str(error) and "the model lacks" in str(error)
+        else:
+            raise AssertionError("accepted")
+    report(folder, rank, [*live])
+"""
+)
+
+
+def test_stages_of_a_pipeline_follow_other_stages(tmp_path: Path):
+    first, second = ranks(PIPELINE, 2, tmp_path)
+    assert len(first) == 3 and len(second) == 5

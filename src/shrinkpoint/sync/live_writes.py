@@ -72,6 +72,7 @@ def plan_writes(
     new: Mapping[str, VersionTensor],
     where: str,
     known: Mapping[str, VersionTensor] | None = None,
+    names: Collection[str] = (),
 ) -> list[TensorWrite]:
     """Plan the writes that give a model the values of a new version; nothing is written yet.
 
@@ -81,12 +82,14 @@ def plan_writes(
         where: what is published, for messages.
         known: the values that tensors of the model are known to have, by the model's names. Such a tensor is not
             compared on its device: the values that differ from the new ones are found here, and they alone are sent.
+        names: of the tensors of all ranks; none: those of `live`.
 
     Raises:
         MismatchError: names, shapes, dtypes or ties differ.
     """
-    new, known = match_state_keys(new, live), known or {}
-    _check_same_names(live, new, where)
+    known, names = known or {}, names or live.keys()
+    new = match_state_keys(new, dict.fromkeys(names))
+    _check_same_names(names, new.keys(), where)
     writes: list[TensorWrite] = []
     planned: dict[tuple[object, ...], str] = {}
     with torch.no_grad(), _inference_mode(live.values()):
@@ -202,8 +205,8 @@ def _inference_mode(tensors: Collection[LocalTensor]) -> torch.inference_mode:
     return torch.inference_mode(any(local.tensor.is_inference() for local in tensors))
 
 
-def _check_same_names(live: Mapping[str, LocalTensor], new: Mapping[str, VersionTensor], where: str) -> None:
-    missing, extra = sorted(live.keys() - new.keys()), sorted(new.keys() - live.keys())
+def _check_same_names(live: Collection[str], new: Collection[str], where: str) -> None:
+    missing, extra = sorted({*live}.difference(new)), sorted({*new}.difference(live))
     if not missing and not extra:
         return
     found = "; ".join(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -101,6 +101,7 @@ class Subscriber:
         self._applied: tuple[str, int] | None = None  # id of the series and version
         self._written: dict[str, _Written] = {}  # the tensors that have it
         self._boxes: object = None  # of the model that was updated last
+        self._names: set[str] = set()  # of its tensors on all ranks
 
     def __repr__(self) -> str:
         return f"Subscriber({self._where!r}, version={self.version})"
@@ -141,6 +142,7 @@ class Subscriber:
         """
         wait = validate.check_float("wait", wait, exclusive=False)
         live = self._ranks.run(lambda: self._local_tensors(model))
+        self._names = {name for names in self._ranks.gather(lambda: [*live]) for name in names}
         published = self._wait_for_newer(live, wait) if self._link is None else self._receive()
         if published is None:
             return None
@@ -148,7 +150,7 @@ class Subscriber:
         held = self._held
         known = self._known_values(live)
         new = self._decode(published, live)
-        writes = self._ranks.run(lambda: plan_writes(live, new.tensors(self._where), self._where, known))
+        writes = self._ranks.run(lambda: plan_writes(live, new.tensors(self._where), self._where, known, self._names))
         previous = self.version
         self._written = {}
         pause = write_all(live, writes, self._ranks.run)
@@ -212,7 +214,7 @@ class Subscriber:
         held = self._held
         if held is None or self._applied != (held.id, held.version):
             return {}
-        values = match_state_keys(held.tensors(self._where), live)
+        values = match_state_keys(held.tensors(self._where), dict.fromkeys(self._names))
         return {
             name: values[name]
             for name, written in self._written.items()
@@ -221,7 +223,7 @@ class Subscriber:
 
     def _decode(self, published: Published, live: Mapping[str, LocalTensor]) -> HeldVersion:
         """The newest version, decoded; files may be pruned meanwhile, and then a newer one is there."""
-        select = partial(_overlapping, live) if self._ranks.is_sharded else None
+        select = partial(_overlapping, live, self._names) if self._ranks.is_sharded else None
         while True:
             try:
                 self._held = self._ranks.run(partial(self._read, published, select))
@@ -239,9 +241,9 @@ class Subscriber:
         return self._reader.read(published, held, select)
 
 
-def _overlapping(live: Mapping[str, LocalTensor], layout: VersionLayout) -> list[set[str]]:
+def _overlapping(live: Mapping[str, LocalTensor], all_names: Collection[str], layout: VersionLayout) -> list[set[str]]:
     """The names of the stored tensors that overlap this process's share of the model, of each part."""
-    names = match_names(layout.tensors, live)
+    names = match_names(layout.tensors, all_names)
     wanted: list[set[str]] = [set() for _ in layout.trees]
     for name, local in live.items():
         published_name = names.get(name, name)
