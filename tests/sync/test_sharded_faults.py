@@ -212,3 +212,50 @@ def test_no_rank_has_a_version_that_another_one_could_not_take(tmp_path: Path):
     kinds = [kind for kind, _ in first]
     assert kinds == ["interrupt", "flip", "cut", "gone", "names"] and first[1:] == second[1:]
     assert dict(first)["names"] == "MismatchError"
+
+
+DEAD = (
+    PRELUDE
+    + """
+import sys
+from shrinkpoint.sync.live_writes import TensorWrite
+
+def of_job(rank, folder):
+    group = join(rank, 2, folder)
+    line = init_device_mesh("cpu", (2,))
+    live = zeroed(sharded(0, line, [Shard(1)]))
+    subscriber, write = Subscriber(f"{folder}/w", ranks=group), TensorWrite.write
+    with Publisher(f"{folder}/w", ranks=group) as publisher:
+        publisher.publish(sharded(0, line, [Shard(0)]))
+        subscriber.update(live)
+        publisher.publish(sharded(1, line, [Shard(0)]))
+
+    def killed(self):
+        write(self)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    TensorWrite.write = killed
+    try:
+        subscriber.update(live)
+    except MembershipError:
+        assert_version(live, 0, line, [Shard(1)])
+        return 7
+    return 1
+
+children = []
+for rank in range(2):
+    children.append(os.fork())
+    if children[-1] == 0:
+        code = 1
+        try:
+            code = of_job(rank, sys.argv[1])
+        finally:
+            os._exit(code)
+assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [7, -signal.SIGKILL]
+"""
+)
+
+
+def test_death_of_a_rank_that_follows_gives_the_others_their_old_values_back(tmp_path: Path):
+    run_forked(DEAD, str(tmp_path))
