@@ -18,7 +18,7 @@ from shrinkpoint import validate
 from shrinkpoint.cli.console import print_note
 from shrinkpoint.errors import NotFoundError, PolicyError
 from shrinkpoint.storage import LocalStorage, Storage, directory_storage, is_object_url, resolve_storage
-from shrinkpoint.storage.object_url import ObjectUrl, parse_object_url
+from shrinkpoint.storage.paths import ObjectUrl, parse_object_url
 from shrinkpoint.store.directory import find_run, read_directory_manifest, select_step
 from shrinkpoint.store.file_place import FilePlace, place_file
 from shrinkpoint.store.identify import EMPTY_DIRECTORY, Identification, find_checkpoints, identify

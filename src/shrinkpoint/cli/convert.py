@@ -28,7 +28,7 @@ from shrinkpoint.cli.console import (
 from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError
 from shrinkpoint.progress import Task, track
 from shrinkpoint.storage import LocalStorage, Storage, is_object_url, resolve_storage
-from shrinkpoint.storage.object_url import parse_object_url
+from shrinkpoint.storage.paths import parse_object_url
 from shrinkpoint.storage.sizing import SizingStorage
 from shrinkpoint.store import layout
 from shrinkpoint.store.listing import list_steps

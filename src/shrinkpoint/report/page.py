@@ -11,10 +11,9 @@ from importlib.resources import files
 
 from shrinkpoint import html, humanize
 from shrinkpoint.report.checkpoints import CheckpointReport
-from shrinkpoint.report.figures import series_charts
+from shrinkpoint.report.figures import series_charts, tensor_boxes
 from shrinkpoint.report.files import TensorRow
 from shrinkpoint.report.run import RunReport, seconds_text
-from shrinkpoint.report.treemap import tensor_boxes
 from shrinkpoint.store.loss_increase import LossIncrease
 
 _SHOWN_ROWS, _MAX_ROWS = 50, 2000

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shrinkpoint.errors import NotFoundError, PolicyError, ShrinkpointError, StorageError, missing_extra
-from shrinkpoint.storage.object_url import ObjectUrl
+from shrinkpoint.storage.paths import ObjectUrl
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

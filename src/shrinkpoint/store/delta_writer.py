@@ -22,7 +22,7 @@ from shrinkpoint.storage import (
     resolve_directory,
 )
 from shrinkpoint.storage.local import is_process_alive, link_error
-from shrinkpoint.storage.object_url import parse_object_url
+from shrinkpoint.storage.paths import parse_object_url
 from shrinkpoint.store import layout
 from shrinkpoint.store.chain import directory_chain
 from shrinkpoint.store.chain_limit import ChainBytes

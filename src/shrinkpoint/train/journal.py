@@ -24,9 +24,8 @@ from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store import SaveReport, layout
 from shrinkpoint.tensors.dtypes import tensor_bytes
 from shrinkpoint.threads import reset_in_children
-from shrinkpoint.train.journal_segments import ChainPlace, JournalDirectory
+from shrinkpoint.train.journal_segments import ChainPlace, JournalDirectory, SegmentWriter
 from shrinkpoint.train.journal_state import JournalState
-from shrinkpoint.train.journal_writer import SegmentWriter
 from shrinkpoint.train.restore_result import RestoreResult
 
 _RECORD_OVERHEAD = 256

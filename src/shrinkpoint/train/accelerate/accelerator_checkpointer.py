@@ -42,9 +42,8 @@ from shrinkpoint.train.accelerate.training_loss import TrainingLoss, count_step_
 from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
 from shrinkpoint.train.default_evaluation import add_evaluation
 from shrinkpoint.train.gradients import GradientRecorder
-from shrinkpoint.train.loss_terms import counts_terms, note_terms
 from shrinkpoint.train.newest_valid import NoCheckpointError
-from shrinkpoint.train.recent_batches import LossOfBatch
+from shrinkpoint.train.recent_batches import LossOfBatch, counts_terms, note_terms
 from shrinkpoint.train.restore_result import RestoreReport, RestoreResult
 from shrinkpoint.train.save_decision import SaveDecisionPolicy, ScheduledSaver
 from shrinkpoint.train.state_alignment import AlignedState

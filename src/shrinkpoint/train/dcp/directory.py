@@ -25,7 +25,7 @@ from shrinkpoint.storage import (
     natural_key,
     resolve_directory,
 )
-from shrinkpoint.storage.object_url import parse_object_url
+from shrinkpoint.storage.paths import parse_object_url
 from shrinkpoint.store.directory import find_place
 from shrinkpoint.store.history import Place, oldest_first
 from shrinkpoint.store.identify import MANIFEST, is_checkpoint

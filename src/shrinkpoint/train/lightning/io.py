@@ -37,8 +37,8 @@ from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.default_evaluation import add_evaluation
 from shrinkpoint.train.lightning.slot_tensors import keep_slot_dtypes
 from shrinkpoint.train.lightning.training_loss import TrainingLoss
-from shrinkpoint.train.loss_terms import TermCounter, counts_terms, note_terms
 from shrinkpoint.train.planning import require_single_process
+from shrinkpoint.train.recent_batches import TermCounter, counts_terms, note_terms
 
 _log = logging.getLogger("shrinkpoint")
 _HINT_BY_KEY = {

@@ -25,7 +25,7 @@ from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.tensors.wrappers import match_state_keys
 from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
 from shrinkpoint.train.gradients import GradientRecorder
-from shrinkpoint.train.loss_terms import TermCounter, counts_terms, note_terms
+from shrinkpoint.train.recent_batches import TermCounter, counts_terms, note_terms
 from shrinkpoint.train.state_alignment import NAMES_KEY, collect_names
 from shrinkpoint.train.state_dicts import check_storable, check_tensor_fits, load_aligned
 from shrinkpoint.train.transformers import checkpoint_dirs
