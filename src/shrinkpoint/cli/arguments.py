@@ -108,15 +108,10 @@ LocationArgument = Annotated[str, typer.Argument(metavar="STORE|FOLDER|FILE", he
 
 @dataclass(frozen=True)
 class Location:
-    """A store, one of its checkpoints, a framework's directory or a file, as the command line names it.
+    """A store, one of its checkpoints, a framework's directory or a file, as the command line names it."""
 
-    Attributes:
-        path: path or URL of the store, directory or file.
-        step: the requested step of a store; None: the newest.
-    """
-
-    path: Path | ObjectUrl
-    step: int | None = None
+    path: Path | ObjectUrl  # path or URL of the store, directory or file
+    step: int | None = None  # the requested step of a store; None: the newest
 
     @cached_property
     def file(self) -> FilePlace | None:

@@ -84,16 +84,11 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Replace what is at D
 
 @dataclass(frozen=True)
 class _Options:
-    """Options of the command line.
-
-    Attributes:
-        copy: what is read: of a URL, its copy on this machine.
-        out: None for a dry run.
-    """
+    """Options of the command line."""
 
     source: Path
-    copy: Path
-    out: Path | None
+    copy: Path  # what is read: of a URL, its copy on this machine
+    out: Path | None  # None for a dry run
     scheme: str
     keyframe_every: int
     verify: bool

@@ -218,16 +218,11 @@ class ParentCodes:
     """The parent's values and codes of a record's tensors.
 
     A residual record needs values alone, so its parent need not be quantized.
-
-    Attributes:
-        quantized: the parent's quantized form of each member; () for a residual record.
-        tensors: the parent's decoded values of each member.
-        codes: uint8, the parent's codes of all members; None for a residual record.
     """
 
-    quantized: tuple[CodebookTensor, ...]
-    tensors: tuple[Tensor, ...]
-    codes: Bytes | None
+    quantized: tuple[CodebookTensor, ...]  # the parent's quantized form of each member; () for a residual record
+    tensors: tuple[Tensor, ...]  # the parent's decoded values of each member
+    codes: Bytes | None  # uint8, the parent's codes of all members; None for a residual record
 
     @classmethod
     def from_reference(

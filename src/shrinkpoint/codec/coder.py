@@ -222,21 +222,16 @@ class CoderConfig:
 class CodedChunks:
     """The coded chunks of one array, within a part of a record.
 
-    Attributes:
-        config: how the array was coded.
-        side: side data of the whole array.
-        begin, end: where its codes begin and end in the part.
-        count: numbers in the array.
-
     Raises:
         _native.Truncated: the codes are too short for as many chunks; so no memory is allocated by a wrong `count`.
     """
 
-    config: CoderConfig
-    side: Bytes
+    config: CoderConfig  # how the array was coded
+    side: Bytes  # side data of the whole array
+    # `begin`, `end`: where its codes begin and end in the part.
     begin: int
     end: int
-    count: int
+    count: int  # numbers in the array
 
     def __post_init__(self) -> None:
         if self.end - self.begin < self._num_chunks * MIN_CHUNK_BYTES:

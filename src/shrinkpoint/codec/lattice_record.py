@@ -139,15 +139,10 @@ def encode_lattice_record(record: LatticeInput, *, threads: int | None = None) -
 
 
 class _Digests(NamedTuple):
-    """The digests of a record, which go on from member to member.
+    """The digests of a record, which go on from member to member."""
 
-    Attributes:
-        values: of the members' values.
-        base: of the parent's; None without parent.
-    """
-
-    values: _native.Hasher
-    base: _native.Hasher | None
+    values: _native.Hasher  # of the members' values
+    base: _native.Hasher | None  # of the parent's; None without parent
 
 
 def exponents_of(lattices: Iterable[Lattice]) -> list[Bytes]:

@@ -16,29 +16,18 @@ from shrinkpoint.tensors.info import TensorInfo
 
 
 class LatticeSource(NamedTuple):
-    """A tensor on a lattice: a quarter of its values' bytes.
+    """A tensor on a lattice: a quarter of its values' bytes."""
 
-    Attributes:
-        quantized: its codes and lattice.
-        dtype: of its values.
-        values: the values, if they have been decoded already.
-    """
-
-    quantized: LatticeTensor
-    dtype: torch.dtype
-    values: Tensor | None = None
+    quantized: LatticeTensor  # its codes and lattice
+    dtype: torch.dtype  # of its values
+    values: Tensor | None = None  # the values, if they have been decoded already
 
 
 class CastSource(NamedTuple):
-    """A tensor that is another one in a narrower dtype.
+    """A tensor that is another one in a narrower dtype."""
 
-    Attributes:
-        name: of the other tensor.
-        dtype: of its values.
-    """
-
-    name: str
-    dtype: torch.dtype
+    name: str  # of the other tensor
+    dtype: torch.dtype  # of its values
 
 
 TensorSource: TypeAlias = Tensor | LatticeSource | CastSource
@@ -200,17 +189,11 @@ MAX_SAMPLED_VALUES = 1 << 16
 
 
 class RowSample(NamedTuple):
-    """Some rows of a tensor, viewed as a matrix.
+    """Some rows of a tensor, viewed as a matrix."""
 
-    Attributes:
-        shape: of the whole tensor.
-        rows: which rows.
-        values: of these rows; 2-d.
-    """
-
-    shape: tuple[int, ...]
-    rows: slice
-    values: Tensor
+    shape: tuple[int, ...]  # of the whole tensor
+    rows: slice  # which rows
+    values: Tensor  # of these rows; 2-d
 
     @classmethod
     def from_tensor(cls, tensor: Tensor, rows: slice | None = None) -> RowSample:

@@ -371,13 +371,10 @@ class EncodedRow:
 
 
 class CompressedAllGather(CompressedCollective):
-    """The second hop: every rank receives the rows of all ranks, decoded from the same bytes on each.
+    """The second hop: every rank receives the rows of all ranks, decoded from the same bytes on each."""
 
-    Attributes:
-        on_decode: called with the layout, the number of the collective and the messages of all ranks once these are
-            decoded; it may keep them. None: nothing is called.
-    """
-
+    # Called with the layout, the number of the collective and the messages of all ranks once these are decoded; it may
+    # keep them. None: nothing is called.
     on_decode: Callable[[str, int, Sequence[Tensor]], None] | None = None
 
     def __call__(

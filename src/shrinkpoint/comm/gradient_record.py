@@ -62,11 +62,9 @@ class GradientRecord(ABC):
     Args:
         parameters: the parameters, whose gradients are kept.
         shards: the tensors that the layout was made of: this rank's shard of each parameter.
-
-    Attributes:
-        is_shared: True if the bytes of the first rank of the group are those of all, so that it alone has to keep them.
     """
 
+    # True if the bytes of the first rank of the group are those of all, so that it alone has to keep them.
     is_shared: ClassVar[bool]
 
     def __init__(self, parameters: Sequence[Tensor], shards: Sequence[Tensor], layout: GradientLayout) -> None:

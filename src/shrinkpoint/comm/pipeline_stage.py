@@ -40,18 +40,13 @@ _Transfers = Sequence[tuple[int | None, bool]]
 
 @dataclass(frozen=True)
 class Direction:
-    """One direction of a boundary, at one of its ends. Without a link everything is sent uncompressed.
-
-    Attributes:
-        neighbour: the index of the stage at the other end.
-        forward: of a direction of gradients, the link of the activations at the same boundary.
-    """
+    """One direction of a boundary, at one of its ends. Without a link everything is sent uncompressed."""
 
     name: str
-    neighbour: int
+    neighbour: int  # the index of the stage at the other end
     link: Link | None
     stats: LinkStats
-    forward: Link | None = None
+    forward: Link | None = None  # of a direction of gradients, the link of the activations at the same boundary
 
 
 Boundary = tuple[Direction, Direction]

@@ -68,19 +68,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class Header:
-    """A decoded header.
+    """A decoded header."""
 
-    Attributes:
-        digest: digest of the header, in hex.
-        fields: the JSON object in `__metadata__["shrinkpoint"]`.
-        slots: the entries in the order of the payload, which they fill completely.
-        start: offset of the payload in the file.
-    """
-
-    digest: str
-    fields: dict[str, JSON]
-    slots: tuple[Slot, ...]
-    start: int
+    digest: str  # digest of the header, in hex
+    fields: dict[str, JSON]  # the JSON object in `__metadata__["shrinkpoint"]`
+    slots: tuple[Slot, ...]  # the entries in the order of the payload, which they fill completely
+    start: int  # offset of the payload in the file
 
 
 def encode_header(metadata_json: str, slots: Sequence[Slot], length: int = 0) -> tuple[bytes, str]:

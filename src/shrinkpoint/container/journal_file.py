@@ -33,19 +33,12 @@ _DO = "restore with strict=False, which stops before what is damaged, or begin f
 
 @dataclass(frozen=True)
 class JournalRecord:
-    """One step.
+    """One step."""
 
-    Attributes:
-        step: its number.
-        fields: its JSON object, without the sizes of blobs.
-        blobs: bytes by name.
-        end: the offset behind it in the file.
-    """
-
-    step: int
-    fields: dict[str, JSON]
-    blobs: dict[str, memoryview]
-    end: int
+    step: int  # its number
+    fields: dict[str, JSON]  # its JSON object, without the sizes of blobs
+    blobs: dict[str, memoryview]  # bytes by name
+    end: int  # the offset behind it in the file
 
 
 def encode_journal_header(fields: Mapping[str, JSON]) -> tuple[bytes, bytes]:

@@ -106,13 +106,9 @@ class SourceCheckpoint:
 
 @dataclass(frozen=True)
 class BrokenCheckpoint(SourceCheckpoint):
-    """A checkpoint whose damage shows before it is read; reading it raises `error`, the others of its run can be read.
+    """A checkpoint whose damage shows before it is read. Reading it raises `error`; others of its run can be read."""
 
-    Attributes:
-        error: what is wrong with it.
-    """
-
-    error: ShrinkpointError
+    error: ShrinkpointError  # what is wrong with it
 
     def _read_part(self, opaque: bool) -> Part:
         raise self.error

@@ -28,18 +28,13 @@ def tensor_suffix(name: str) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """The content of a file or a directory, and what its form needs besides to write it again.
+    """The content of a file or a directory, and what its form needs besides to write it again."""
 
-    Attributes:
-        form: "torch", "safetensors", "sharded", "dcp", "bytes" or "folder"; docs/convert.md explains each.
-        content: any nest that a state may hold.
-        info: plain data that goes with the form, such as the metadata of a safetensors file.
-        unchecked: names of its files whose format has no checksum, so that damage in them is not found.
-    """
-
-    form: str
-    content: Any = field(repr=False)
+    form: str  # "torch", "safetensors", "sharded", "dcp", "bytes" or "folder"; docs/convert.md explains each
+    content: Any = field(repr=False)  # any nest that a state may hold
+    # Plain data that goes with the form, such as the metadata of a safetensors file.
     info: dict[str, Any] = field(default_factory=dict)
+    # Names of its files whose format has no checksum, so that damage in them is not found.
     unchecked: tuple[str, ...] = ()
 
     @property

@@ -25,16 +25,11 @@ NUM_BUCKETS = 2 * 280
 
 @dataclass(frozen=True)
 class ExponentBuckets:
-    """Statistics of the buckets of one or several tensors, each of shape (num_buckets,) on the CPU.
+    """Statistics of the buckets of one or several tensors, each of shape (num_buckets,) on the CPU."""
 
-    Attributes:
-        counts: int64, the number of values.
-        sums: float64, the sum of the values.
-        minimum, maximum: float32, the smallest and largest value; undefined where a count is zero.
-    """
-
-    counts: Tensor = field(repr=False)
-    sums: Tensor = field(repr=False)
+    counts: Tensor = field(repr=False)  # int64, the number of values
+    sums: Tensor = field(repr=False)  # float64, the sum of the values
+    # `minimum`, `maximum`: float32, the smallest and largest value; undefined where a count is zero.
     minimum: Tensor = field(repr=False)
     maximum: Tensor = field(repr=False)
 

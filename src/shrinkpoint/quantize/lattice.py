@@ -31,12 +31,9 @@ from shrinkpoint.tensors.dtypes import as_native_float, tensor_bytes
 
 
 class ErrorWeights(NamedTuple):
-    """Weights of quantization errors and of their squares.
+    """Weights of quantization errors and of their squares."""
 
-    Attributes:
-        slopes, squares: matrices of as many values, float32 or bfloat16; None: zero.
-    """
-
+    # `slopes`, `squares`: matrices of as many values, float32 or bfloat16; None: zero.
     slopes: Tensor | None = None
     squares: Tensor | None = None
 

@@ -43,15 +43,12 @@ class LogHistogram:
     never collapse. Here they range from 1e-30 to the largest float32, so that a sketch is a dense vector of the same
     length for every tensor. The sum of sketches of the same `alpha` is the sketch of all their values, which must be
     finite.
-
-    Attributes:
-        alpha: the largest relative error of a quantile whose magnitude is at least `MIN_MAGNITUDE`.
-        counts: int64, of shape (2 * max_bucket(alpha) + 1,), in the order of the values: negative buckets from the
-            largest magnitude down, zeros, positive buckets from the smallest magnitude up. The index of a value is its
-            bucket id plus `max_bucket(alpha)`.
     """
 
-    alpha: float
+    alpha: float  # the largest relative error of a quantile whose magnitude is at least `MIN_MAGNITUDE`
+    # int64, of shape (2 * max_bucket(alpha) + 1,), in the order of the values: negative buckets from the largest
+    # magnitude down, zeros, positive buckets from the smallest magnitude up. The index of a value is its bucket id plus
+    # `max_bucket(alpha)`.
     counts: Tensor = field(repr=False)
 
     @staticmethod
@@ -243,16 +240,12 @@ CODE_LIMIT = 4096
 
 @dataclass(frozen=True)
 class ValueSums:
-    """The largest magnitude of a tensor (nan if a value is), the mean, and the sum of squared distances from it.
-
-    Attributes:
-        count: of the values.
-    """
+    """The largest magnitude of a tensor (nan if a value is), the mean, and the sum of squared distances from it."""
 
     max_magnitude: float
     mean: float
     squared_deviations: float
-    count: int
+    count: int  # of the values
 
     @property
     def std(self) -> float:
@@ -323,21 +316,13 @@ class MatrixSums:
 
 @dataclass(frozen=True)
 class SecondMomentSums:
-    """Sums over a second moment v, seen as a matrix; a value is present if it, or its first moment, is not zero.
+    """Sums over a second moment v, seen as a matrix; a value is present if it, or its first moment, is not zero."""
 
-    Attributes:
-        is_finite: of all second and first moments.
-        has_negative: some second moment is below zero.
-        logs: of log2 of the values that are present, in 1/4096 of an octave; below 2^-120 they count as that.
-        counts: of the values that are present.
-        values: of v.
-    """
-
-    is_finite: bool
-    has_negative: bool
-    logs: MatrixSums
-    counts: MatrixSums
-    values: MatrixSums
+    is_finite: bool  # of all second and first moments
+    has_negative: bool  # some second moment is below zero
+    logs: MatrixSums  # of log2 of the values that are present, in 1/4096 of an octave; below 2^-120 they count as that
+    counts: MatrixSums  # of the values that are present
+    values: MatrixSums  # of v
 
     def has_absent(self, numel: int) -> bool:
         """True if some of the `numel` values are not present."""

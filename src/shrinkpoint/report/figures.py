@@ -20,40 +20,24 @@ _SIDE = 1000
 
 
 class Trace(NamedTuple):
-    """Marks or lines of one kind.
+    """Marks or lines of one kind."""
 
-    Attributes:
-        name: in the legend; "" leaves it out.
-        style: classes of `page.css`: how it is drawn, and its color.
-        points: (step, value); None ends a line.
-        rows: for marks, the number of each one's checkpoint in its run; empty for lines.
-        run: number of the run.
-    """
-
-    name: str
-    style: str
-    points: Sequence[Point | None]
-    rows: Sequence[int] = ()
-    run: int = 0
+    name: str  # in the legend; "" leaves it out
+    style: str  # classes of `page.css`: how it is drawn, and its color
+    points: Sequence[Point | None]  # (step, value); None ends a line
+    rows: Sequence[int] = ()  # for marks, the number of each one's checkpoint in its run; empty for lines
+    run: int = 0  # number of the run
 
 
 @dataclass
 class Chart:
-    """Values over steps.
+    """Values over steps."""
 
-    Attributes:
-        title: its heading.
-        caption: how it is read.
-        label: text of a value on the axis.
-        log: the axis of values is logarithmic; otherwise it begins at zero or below.
-        traces: in the order of drawing.
-    """
-
-    title: str
-    caption: str
-    label: Callable[[float], str]
-    log: bool = False
-    traces: list[Trace] = field(default_factory=list)
+    title: str  # its heading
+    caption: str  # how it is read
+    label: Callable[[float], str]  # text of a value on the axis
+    log: bool = False  # the axis of values is logarithmic; otherwise it begins at zero or below
+    traces: list[Trace] = field(default_factory=list)  # in the order of drawing
 
     def add(self, trace: Trace) -> None:
         """Add a trace unless it is empty."""
@@ -322,39 +306,25 @@ ROLE_NAMES = {
 
 @dataclass
 class Node:
-    """A box of the map; boxes lie within that of their parent.
+    """A box of the map; boxes lie within that of their parent."""
 
-    Attributes:
-        id: the path of names from the role on; "" is the whole file.
-        label: the last of them.
-        parent: the id of the parent.
-        raw_bytes, stored_bytes: of all tensors in it.
-    """
-
-    id: str
-    label: str
-    parent: str
+    id: str  # the path of names from the role on; "" is the whole file
+    label: str  # the last of them
+    parent: str  # the id of the parent
+    # `raw_bytes`, `stored_bytes`: of all tensors in it.
     raw_bytes: int = 0
     stored_bytes: int = 0
 
 
 @dataclass
 class Box:
-    """A box as the page draws it.
+    """A box as the page draws it."""
 
-    Attributes:
-        label: its name.
-        tip: its path and its bytes.
-        style: its place and size in its parent, in percent, as CSS.
-        role: number of its role, which is its color.
-        boxes: in it.
-    """
-
-    label: str
-    tip: str
-    style: str
-    role: int
-    boxes: list[Box] = field(default_factory=list)
+    label: str  # its name
+    tip: str  # its path and its bytes
+    style: str  # its place and size in its parent, in percent, as CSS
+    role: int  # number of its role, which is its color
+    boxes: list[Box] = field(default_factory=list)  # in it
 
 
 def tensor_tree(rows: Sequence[TensorRow]) -> list[Node]:

@@ -15,33 +15,19 @@ from shrinkpoint.tensors.info import JSON, Role, is_nest_form
 
 
 class TensorRow(NamedTuple):
-    """One tensor of a file.
+    """One tensor of a file."""
 
-    Attributes:
-        name: its name in the state.
-        dtype: its dtype, as text.
-        shape: its shape.
-        role: its role ("parameter", "moment1", ...).
-        raw_bytes: bytes of its values.
-        stored_bytes: bytes in the file; in a record of several tensors, a share in proportion to raw bytes.
-        how: the kind of its recipe ("plain", "same", ...).
-        record: name of its record.
-        shared: the record holds other tensors too.
-        needs_base: decoding needs the parent.
-        coding: what was done to it, in words.
-    """
-
-    name: str
+    name: str  # its name in the state
     dtype: str
     shape: tuple[int, ...]
-    role: str
-    raw_bytes: int
-    stored_bytes: int
-    how: str
-    record: str
-    shared: bool
-    needs_base: bool
-    coding: str
+    role: str  # its role ("parameter", "moment1", ...)
+    raw_bytes: int  # bytes of its values
+    stored_bytes: int  # bytes in the file; in a record of several tensors, a share in proportion to raw bytes
+    how: str  # the kind of its recipe ("plain", "same", ...)
+    record: str  # name of its record
+    shared: bool  # the record holds other tensors too
+    needs_base: bool  # decoding needs the parent
+    coding: str  # what was done to it, in words
 
 
 class RoleRow(NamedTuple):
@@ -55,25 +41,15 @@ class RoleRow(NamedTuple):
 
 @dataclass(frozen=True)
 class FileReport:
-    """One file.
+    """One file."""
 
-    Attributes:
-        where: its path.
-        size: bytes of the whole file.
-        digest: digest of its header, which has the digests of all other bytes.
-        scheme: which scheme wrote it.
-        parent: how it names the file it depends on; None for a keyframe.
-        tensors: in the order of the file.
-        values: (path, text) of the plain values of the state.
-    """
-
-    where: str
-    size: int
-    digest: str
-    scheme: str
-    parent: JSON
-    tensors: tuple[TensorRow, ...] = field(repr=False)
-    values: tuple[tuple[str, str], ...] = field(repr=False)
+    where: str  # its path
+    size: int  # bytes of the whole file
+    digest: str  # digest of its header, which has the digests of all other bytes
+    scheme: str  # which scheme wrote it
+    parent: JSON  # how it names the file it depends on; None for a keyframe
+    tensors: tuple[TensorRow, ...] = field(repr=False)  # in the order of the file
+    values: tuple[tuple[str, str], ...] = field(repr=False)  # (path, text) of the plain values of the state
 
     @property
     def raw_bytes(self) -> int:

@@ -52,17 +52,11 @@ class _Table:
 
 @dataclass(frozen=True)
 class _Details:
-    """Tables of one run below its figures.
+    """Tables of one run below its figures."""
 
-    Attributes:
-        tables: of checkpoints.
-        settings: that the scheme chose for the checkpoint that is shown.
-        tensors: tables of what stayed exact, and of how each tensor is coded.
-    """
-
-    tables: list[_Table]
-    settings: list[tuple[str, str]]
-    tensors: list[_Table]
+    tables: list[_Table]  # of checkpoints
+    settings: list[tuple[str, str]]  # that the scheme chose for the checkpoint that is shown
+    tensors: list[_Table]  # tables of what stayed exact, and of how each tensor is coded
 
 
 def _details(run: RunReport, suffix: str) -> _Details:

@@ -475,15 +475,10 @@ def _are_same_examples(reading: Reading, other: Reading) -> bool:
 
 
 class Influence(NamedTuple):
-    """Influence of weights on an answer, as far as it was followed through torch's operations.
+    """Influence of weights on an answer, as far as it was followed through torch's operations."""
 
-    Attributes:
-        read: global names of the weights that an evaluation has read.
-        used: those from which the answer was computed.
-    """
-
-    read: frozenset[str] = frozenset()
-    used: frozenset[str] = frozenset()
+    read: frozenset[str] = frozenset()  # global names of the weights that an evaluation has read
+    used: frozenset[str] = frozenset()  # those from which the answer was computed
 
     @classmethod
     def from_recorder(

@@ -37,17 +37,11 @@ _COMPILED_MODULES = "torch._inductor.runtime.compile_tasks."
 
 
 class _Origin(NamedTuple):
-    """Weights that a tensor is computed from, as bits.
+    """Weights that a tensor is computed from, as bits."""
 
-    Attributes:
-        may: those that elements may depend on.
-        some: those that at least one of its elements depends on.
-        each: those that each of its elements depends on.
-    """
-
-    may: int = 0
-    some: int = 0
-    each: int = 0
+    may: int = 0  # those that elements may depend on
+    some: int = 0  # those that at least one of its elements depends on
+    each: int = 0  # those that each of its elements depends on
 
     @property
     def of_part(self) -> _Origin:
@@ -64,21 +58,13 @@ _NO_ORIGIN = _Origin()
 
 
 class _Rule(NamedTuple):
-    """How an operation passes origins on.
+    """How an operation passes origins on."""
 
-    Attributes:
-        name: without namespace, overload and the "_" of an operation in place.
-        is_known: False for operations of other libraries.
-        written: position and name of each argument that is changed.
-        outputs: names of the arguments that are only written.
-        may_be_view: the result may share memory with an argument.
-    """
-
-    name: str
-    is_known: bool
-    written: tuple[tuple[int, str], ...] = ()
-    outputs: frozenset[str] = frozenset()
-    may_be_view: bool = False
+    name: str  # without namespace, overload and the "_" of an operation in place
+    is_known: bool  # False for operations of other libraries
+    written: tuple[tuple[int, str], ...] = ()  # position and name of each argument that is changed
+    outputs: frozenset[str] = frozenset()  # names of the arguments that are only written
+    may_be_view: bool = False  # the result may share memory with an argument
 
 
 class InfluenceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -70,12 +70,9 @@ class ArrayReduction(Protocol[R]):
 
 
 class Collectives(ABC):
-    """Collectives of the ranks that write a checkpoint together; all of them call the same ones in the same order.
+    """Collectives of the ranks that write a checkpoint together; all of them call the same ones in the same order."""
 
-    Attributes:
-        rank, world_size: of this process, and of all.
-    """
-
+    # `rank`, `world_size`: of this process, and of all.
     rank: int
     world_size: int
 
@@ -303,13 +300,9 @@ def gather_or_raise(
 
 @dataclass(frozen=True)
 class RemoteError:
-    """An error as text, because not every exception survives pickling.
+    """An error as text, because not every exception survives pickling."""
 
-    Attributes:
-        kind: the name of its class in `errors`.
-    """
-
-    kind: str
+    kind: str  # the name of its class in `errors`
     where: str
     found: str
     expected: str

@@ -44,17 +44,11 @@ _log = logging.getLogger("shrinkpoint")
 
 
 class ObjectVersion(NamedTuple):
-    """One object as it is at one time.
+    """One object as it is at one time."""
 
-    Attributes:
-        url: of the object, without credentials.
-        e_tag: what its service says of its content.
-        size: in bytes.
-    """
-
-    url: str
-    e_tag: str
-    size: int
+    url: str  # of the object, without credentials
+    e_tag: str  # what its service says of its content
+    size: int  # in bytes
 
 
 class RemoteSource(Source, Protocol):

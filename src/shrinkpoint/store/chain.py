@@ -80,32 +80,20 @@ def chain_identity(files: Sequence[ChainFile]) -> object:
 
 @dataclass(frozen=True)
 class ChainFile:
-    """One file of a chain, and where it may be found.
+    """One file of a chain, and where it may be found."""
 
-    Attributes:
-        digest: its header digest, which authenticates every other byte.
-        storage: what holds it.
-        keys: its possible keys, in the order in which to try them.
-        expected: what it is to the checkpoint, for messages: "the base of step 3 from step 2".
-        size: in bytes; None: not compared.
-        is_payload: it is the checkpoint's own file, and not one that it depends on.
-        step, id: the checkpoint of a store that it belongs to; None and "" elsewhere.
-        header: of this very file, if it has been read and verified already.
-        source: this very file, open: `read` uses and closes it.
-        advice: what to do where it is missing.
-    """
-
-    digest: str
-    storage: Storage
-    keys: tuple[str, ...]
-    expected: str
-    size: int | None = None
-    is_payload: bool = False
+    digest: str  # its header digest, which authenticates every other byte
+    storage: Storage  # what holds it
+    keys: tuple[str, ...]  # its possible keys, in the order in which to try them
+    expected: str  # what it is to the checkpoint, for messages: "the base of step 3 from step 2"
+    size: int | None = None  # in bytes; None: not compared
+    is_payload: bool = False  # it is the checkpoint's own file, and not one that it depends on
+    # `step`, `id`: the checkpoint of a store that it belongs to; None and "" elsewhere.
     step: int | None = None
     id: str = ""
-    header: FileReader | None = None
-    source: Source | None = None
-    advice: str = _DO
+    header: FileReader | None = None  # of this very file, if it has been read and verified already
+    source: Source | None = None  # this very file, open: `read` uses and closes it
+    advice: str = _DO  # what to do where it is missing
 
     def open_ahead(self) -> ChainFile:
         """This file, open and with its header; raises as `read`."""

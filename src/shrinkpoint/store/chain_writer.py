@@ -114,17 +114,12 @@ def _quantize(scheme: Scheme, state: FlatState, reference: Reference | None) -> 
 
 
 class WrittenPayload(NamedTuple):
-    """A payload whose checkpoint is not committed yet.
-
-    Attributes:
-        stamp: `StoredFile.stamp` of its file.
-        adopt: its tensors may be held as they are; else they are copied.
-    """
+    """A payload whose checkpoint is not committed yet."""
 
     place: CheckpointPlace
     report: SaveReport
-    stamp: object
-    adopt: bool
+    stamp: object  # `StoredFile.stamp` of its file
+    adopt: bool  # its tensors may be held as they are; else they are copied
 
 
 class ChainWriter(Generic[M]):

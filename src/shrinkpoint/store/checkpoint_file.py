@@ -52,17 +52,11 @@ class WriteResult(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodedFile:
-    """The decoded content of a file.
+    """The decoded content of a file."""
 
-    Attributes:
-        tree: the state's structure; its leaves name tensors.
-        reference: the decoded tensors.
-        max_copy_bytes: limit on the bytes of copies in the tree; None: no limit was computed.
-    """
-
-    tree: JSON
-    reference: Reference
-    max_copy_bytes: int | None = None
+    tree: JSON  # the state's structure; its leaves name tensors
+    reference: Reference  # the decoded tensors
+    max_copy_bytes: int | None = None  # limit on the bytes of copies in the tree; None: no limit was computed
 
 
 def write_file(

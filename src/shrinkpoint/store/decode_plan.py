@@ -199,31 +199,21 @@ def entry_bytes(value: DecodedRange | Reference) -> int:
 
 @dataclass
 class DecodeNode:
-    """The state of one record in a plan.
+    """The state of one record in a plan."""
 
-    Attributes:
-        where: the record, for messages.
-        view: the record.
-        requested: begin and end of the requested bytes of its stream, an array of each per request.
-        strict: check everything, as when the record is decoded as a whole.
-        needs_quantizers: the quantizer parameters of its tensors are requested.
-        decoder: decodes a part of it; None: it is decoded as a whole.
-        undecoded: (begin, end) of the ranges to decode, in units of the decoder.
-        ranges: (first unit, decoded values from there on), by rising unit.
-        full_record: the content of a record that was decoded as a whole.
-        dependencies: the nodes it depends on.
-    """
-
-    where: str
-    view: RecordView
+    where: str  # the record, for messages
+    view: RecordView  # the record
+    # Begin and end of the requested bytes of its stream, an array of each per request.
     requested: list[tuple[Ints, Ints]] = field(default_factory=list)
-    strict: bool = False
-    needs_quantizers: bool = False
-    decoder: RecordDecoder | None = None
+    strict: bool = False  # check everything, as when the record is decoded as a whole
+    needs_quantizers: bool = False  # the quantizer parameters of its tensors are requested
+    decoder: RecordDecoder | None = None  # decodes a part of it; None: it is decoded as a whole
+    # (begin, end) of the ranges to decode, in units of the decoder.
     undecoded: list[tuple[int, int]] = field(default_factory=list)
+    # (first unit, decoded values from there on), by rising unit.
     ranges: list[tuple[int, DecodedRange]] = field(default_factory=list)
-    full_record: Reference | None = None
-    dependencies: set[Node] = field(default_factory=set)
+    full_record: Reference | None = None  # the content of a record that was decoded as a whole
+    dependencies: set[Node] = field(default_factory=set)  # the nodes it depends on
 
     def requested_ranges(self) -> list[tuple[int, int]]:
         """Disjoint ranges of units that consist of whole chunks and cover the requested bytes of the stream."""

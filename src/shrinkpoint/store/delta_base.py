@@ -204,20 +204,14 @@ def warn_low_retention(retention: float | None) -> None:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """One file of a chain under one key.
+    """One file of a chain under one key."""
 
-    Attributes:
-        digest: of its header, which authenticates every other byte.
-        size: in bytes.
-        storage, key: where it is stored.
-        version: as the storage has just listed it; None: `stamp` asks for it.
-    """
-
-    digest: str
-    size: int
+    digest: str  # of its header, which authenticates every other byte
+    size: int  # in bytes
+    # `storage`, `key`: where it is stored.
     storage: Storage
     key: str
-    version: object = None
+    version: object = None  # as the storage has just listed it; None: `stamp` asks for it
 
     @property
     def where(self) -> str:

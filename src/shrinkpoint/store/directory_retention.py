@@ -24,19 +24,12 @@ Directory: TypeAlias = Path | ObjectUrl
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What retention does with the checkpoints of a run.
+    """What retention does with the checkpoints of a run."""
 
-    Attributes:
-        delete: oldest first.
-        keep: the manifests of the others that have one, oldest first.
-        strip: of `keep`, those that lose what the optimizers keep for each parameter, oldest first.
-        reasons: by directory, sentences that say why it is kept or deleted.
-    """
-
-    delete: tuple[Directory, ...]
-    keep: dict[Directory, DirectoryManifest]
-    strip: tuple[Directory, ...]
-    reasons: dict[Directory, tuple[str, ...]]
+    delete: tuple[Directory, ...]  # oldest first
+    keep: dict[Directory, DirectoryManifest]  # the manifests of the others that have one, oldest first
+    strip: tuple[Directory, ...]  # of `keep`, those that lose what the optimizers keep for each parameter, oldest first
+    reasons: dict[Directory, tuple[str, ...]]  # by directory, sentences that say why it is kept or deleted
 
 
 def plan_run(

@@ -26,17 +26,11 @@ from shrinkpoint.storage import (
 
 @dataclass(frozen=True)
 class FilePlace:
-    """A file that exists or not.
+    """A file that exists or not."""
 
-    Attributes:
-        storage: of its directory; of its bucket.
-        key: its name there.
-        path: where it lies on this machine; None in a bucket.
-    """
-
-    storage: Storage
-    key: str
-    path: Path | None = None
+    storage: Storage  # of its directory; of its bucket
+    key: str  # its name there
+    path: Path | None = None  # where it lies on this machine; None in a bucket
 
     def __str__(self) -> str:
         return self.storage.describe(self.key)

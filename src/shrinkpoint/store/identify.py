@@ -92,17 +92,11 @@ def _find_in_bucket(root: ObjectUrl) -> list[ObjectUrl]:
 
 @dataclass(frozen=True)
 class Identification:
-    """Kind of a path, and advice on what reads it.
+    """Kind of a path, and advice on what reads it."""
 
-    Attributes:
-        description: in words, "a file of torch.save".
-        do: what to do with it.
-        is_foreign: another program wrote it; False if that is not certain.
-    """
-
-    description: str
-    do: str
-    is_foreign: bool = True
+    description: str  # in words, "a file of torch.save"
+    do: str  # what to do with it
+    is_foreign: bool = True  # another program wrote it; False if that is not certain
 
 
 def identify(path: Path) -> Identification | None:

@@ -69,21 +69,13 @@ class StoreRestore:
 
 @dataclass(frozen=True)
 class StepDirectory:
-    """The directory of one step.
-
-    Attributes:
-        step: its step.
-        names: of the store's files in it, relative to it.
-        manifest: of its checkpoint; None if there is none, or it cannot be read.
-        error: why a manifest that exists cannot be read.
-        is_forgotten: its checkpoint is hidden until `prune` deletes it.
-    """
+    """The directory of one step."""
 
     step: int
-    names: frozenset[str]
-    manifest: Manifest | None = None
-    error: ShrinkpointError | None = None
-    is_forgotten: bool = False
+    names: frozenset[str]  # of the store's files in it, relative to it
+    manifest: Manifest | None = None  # of its checkpoint; None if there is none, or it cannot be read
+    error: ShrinkpointError | None = None  # why a manifest that exists cannot be read
+    is_forgotten: bool = False  # its checkpoint is hidden until `prune` deletes it
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -207,15 +207,10 @@ class Place:
 
 @dataclass(frozen=True)
 class PlacedCheckpoint:
-    """A checkpoint with the places of its files in a mirror.
+    """A checkpoint with the places of its files in a mirror."""
 
-    Attributes:
-        manifest: as it is written there.
-        places: of the files of its chain, keyframe first, its own payload last.
-    """
-
-    manifest: Manifest
-    places: tuple[Place, ...]
+    manifest: Manifest  # as it is written there
+    places: tuple[Place, ...]  # of the files of its chain, keyframe first, its own payload last
 
 
 def place_files(

@@ -40,17 +40,11 @@ _log = logging.getLogger("shrinkpoint")
 
 @dataclass(frozen=True)
 class RewriteChain:
-    """Checkpoints that rules select, of which some are to be written again.
+    """Checkpoints that rules select, of which some are to be written again."""
 
-    Attributes:
-        manifests: all of them, and what they are to be deltas against.
-        targets: those that are to be written again, each after its parent.
-        reverse: they become deltas against newer checkpoints.
-    """
-
-    manifests: tuple[Manifest, ...]
-    targets: tuple[RewriteTarget, ...]
-    reverse: bool = False
+    manifests: tuple[Manifest, ...]  # all of them, and what they are to be deltas against
+    targets: tuple[RewriteTarget, ...]  # those that are to be written again, each after its parent
+    reverse: bool = False  # they become deltas against newer checkpoints
 
 
 def prune(

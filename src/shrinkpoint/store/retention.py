@@ -106,18 +106,13 @@ def check_keep(keep: object) -> Keep | None:
 
 @dataclass(frozen=True)
 class RetentionDecision:
-    """Checkpoints to keep and to drop.
+    """Checkpoints to keep and to drop."""
 
-    Attributes:
-        keep, drop: steps, rising.
-        selected: of `keep`, those that a rule selects, and not only a delta needs, oldest first.
-        reasons: by step, sentences that say why.
-    """
-
+    # `keep`, `drop`: steps, rising.
     keep: tuple[int, ...]
     drop: tuple[int, ...]
-    selected: tuple[int, ...]
-    reasons: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    selected: tuple[int, ...]  # of `keep`, those that a rule selects, and not only a delta needs, oldest first
+    reasons: dict[int, tuple[str, ...]] = field(default_factory=dict)  # by step, sentences that say why
 
 
 def check_metric(manifests: Iterable[DirectoryManifest], keep: Keep) -> None:
@@ -217,17 +212,11 @@ def best_first(visible: Sequence[M], keep: Keep) -> list[M]:
 
 @dataclass(frozen=True)
 class RewriteTarget:
-    """A checkpoint that is to be written again.
+    """A checkpoint that is to be written again."""
 
-    Attributes:
-        manifest: as it is.
-        weights_only: it has no moments afterwards.
-        parent: step of the checkpoint that it becomes a delta against; None: it becomes a keyframe.
-    """
-
-    manifest: Manifest
-    weights_only: bool
-    parent: int | None
+    manifest: Manifest  # as it is
+    weights_only: bool  # it has no moments afterwards
+    parent: int | None  # step of the checkpoint that it becomes a delta against; None: it becomes a keyframe
 
 
 @dataclass(frozen=True)

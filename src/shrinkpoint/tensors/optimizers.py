@@ -53,43 +53,29 @@ Shape: TypeAlias = Literal["parameter", "rows", "columns", "codes", "codebook", 
 
 
 class Slot(NamedTuple):
-    """A tensor, or nest of tensors, that an optimizer keeps for a parameter.
-
-    Attributes:
-        role: decides how its values are coded; one role for each name.
-        shape: "parameter" (the parameter's), "rows" and "columns" (means over the last or the last but one axis),
-            "codes", "codebook" and "maxima" (8-bit codes, their values, the maximum of each block), or "other".
-    """
+    """A tensor, or nest of tensors, that an optimizer keeps for a parameter."""
 
     name: str
     kind: MomentKind
-    role: Role = Role.OTHER
+    role: Role = Role.OTHER  # decides how its values are coded; one role for each name
+    # "parameter" (the parameter's), "rows" and "columns" (means over the last or the last but one axis), "codes",
+    # "codebook" and "maxima" (8-bit codes, their values, the maximum of each block), or "other".
     shape: Shape = "parameter"
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A row of the catalogue.
+    """A row of the catalogue."""
 
-    Attributes:
-        slots: tensors with axes; some may be missing.
-        numbers: names of single numbers beside them.
-        torch_classes: classes of `torch.optim` that keep exactly these slots and numbers.
-        hyperparameters: settings of a group that tell these classes from torch's others, and that no scheduler adds.
-        beside: slots that must be there.
-        not_beside: a slot that must not be there.
-        marks: settings of which a group must have one.
-        no_mark: a setting that a group must not have.
-    """
-
-    slots: tuple[Slot, ...]
-    numbers: str = ""
-    torch_classes: str = ""
+    slots: tuple[Slot, ...]  # tensors with axes; some may be missing
+    numbers: str = ""  # names of single numbers beside them
+    torch_classes: str = ""  # classes of `torch.optim` that keep exactly these slots and numbers
+    # Settings of a group that tell these classes from torch's others, and that no scheduler adds.
     hyperparameters: str = ""
-    beside: str = ""
-    not_beside: str = ""
-    marks: str = ""
-    no_mark: str = ""
+    beside: str = ""  # slots that must be there
+    not_beside: str = ""  # a slot that must not be there
+    marks: str = ""  # settings of which a group must have one
+    no_mark: str = ""  # a setting that a group must not have
 
     def keeps(self, names: tuple[str, ...], settings: tuple[str, ...]) -> bool:
         """True if slots of these names, in a group with settings of these names, can be this optimizer's."""

@@ -43,17 +43,11 @@ Optimizers = Sequence[tuple[StatePath, dict[Any, Any]]]
 
 
 class InferredRoles(NamedTuple):
-    """Roles that are inferred from a state's tensors.
+    """Roles that are inferred from a state's tensors."""
 
-    Attributes:
-        roles: by name of a stored tensor.
-        optimizer_info: by name of a parameter.
-        moment_kinds: by name of a tensor that an optimizer keeps for a parameter.
-    """
-
-    roles: dict[str, Role]
-    optimizer_info: dict[str, OptimizerInfo]
-    moment_kinds: dict[str, MomentKind]
+    roles: dict[str, Role]  # by name of a stored tensor
+    optimizer_info: dict[str, OptimizerInfo]  # by name of a parameter
+    moment_kinds: dict[str, MomentKind]  # by name of a tensor that an optimizer keeps for a parameter
 
 
 def infer_roles(leaves: Sequence[Leaf], optimizers: Optimizers) -> InferredRoles:

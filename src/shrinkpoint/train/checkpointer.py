@@ -48,21 +48,13 @@ _log = logging.getLogger("shrinkpoint")
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """Arguments of one save into a directory.
+    """Arguments of one save into a directory."""
 
-    Attributes:
-        step: number of the training step; None if not given.
-        metrics: numbers by name, for people.
-        note: free text, for people.
-        keyframe: write a keyframe even where a delta is possible.
-        extra: JSON for the framework's own reader.
-    """
-
-    step: int | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    note: str = ""
-    keyframe: bool = False
-    extra: JSON = None
+    step: int | None = None  # number of the training step; None if not given
+    metrics: Mapping[str, float] = field(default_factory=dict)  # numbers by name, for people
+    note: str = ""  # free text, for people
+    keyframe: bool = False  # write a keyframe even where a delta is possible
+    extra: JSON = None  # JSON for the framework's own reader
 
     def manifest_fields(self) -> dict[str, Any]:
         """The fields of the manifest that these options fill."""

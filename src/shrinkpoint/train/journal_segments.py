@@ -23,21 +23,13 @@ _NAME = re.compile(r"([0-9]{12}|[1-9][0-9]{12,14})-([0-9]{5})\.journal")
 
 @dataclass(frozen=True)
 class ChainPlace:
-    """A record in a chain of segments, and where the file goes on behind it.
+    """A record in a chain of segments, and where the file goes on behind it."""
 
-    Attributes:
-        where: the file.
-        start: the step after which the segment begins.
-        record: the record; the first one of a segment is the state at `start`, without gradients.
-        digest: of the record.
-        fields: of the file's header.
-    """
-
-    where: str
-    start: int
-    record: JournalRecord
-    digest: bytes
-    fields: dict[str, object]
+    where: str  # the file
+    start: int  # the step after which the segment begins
+    record: JournalRecord  # the record; the first one of a segment is the state at `start`, without gradients
+    digest: bytes  # of the record
+    fields: dict[str, object]  # of the file's header
 
     @property
     def begins_segment(self) -> bool:

@@ -66,17 +66,11 @@ class RankShard:
 
 @dataclass(frozen=True)
 class SelectedParts:
-    """The parts of a model that are to be restored, checked against the live model.
+    """The parts of a model that are to be restored, checked against the live model."""
 
-    Attributes:
-        live_state: the model's state dict.
-        indices: by name, an index of the part that is restored; `...` is all of the tensor.
-        parameters: the parameters among these tensors, by name.
-    """
-
-    live_state: Mapping[str, Any]
-    indices: Mapping[str, _TorchIndex]
-    parameters: Mapping[str, Tensor]
+    live_state: Mapping[str, Any]  # the model's state dict
+    indices: Mapping[str, _TorchIndex]  # by name, an index of the part that is restored; `...` is all of the tensor
+    parameters: Mapping[str, Tensor]  # the parameters among these tensors, by name
 
 
 def select_parts(targets: Mapping[str, Any], only: RestoreSelection) -> SelectedParts:
@@ -186,15 +180,10 @@ def _merge_model_state(
 
 @dataclass(frozen=True)
 class _SlotUpdate:
-    """New values of an optimizer's slots for one parameter.
+    """New values of an optimizer's slots for one parameter."""
 
-    Attributes:
-        current: the slots in the optimizer, by name, which `apply` changes.
-        values: the new slots, by name.
-    """
-
-    current: dict[Any, Any]
-    values: Mapping[Any, Any]
+    current: dict[Any, Any]  # the slots in the optimizer, by name, which `apply` changes
+    values: Mapping[Any, Any]  # the new slots, by name
 
     @torch.no_grad()
     def apply(self) -> None:

@@ -23,14 +23,10 @@ _CONTAINER_TYPES = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
 
 
 class SavePlan(NamedTuple):
-    """Plan for writing one state.
+    """Plan for writing one state."""
 
-    Attributes:
-        scheme: writes the state, or a copy of it, unless there is `plan_copy`.
-        plan_copy: plans for a copy of the state, beside the loop, where the copy is.
-    """
-
-    scheme: Scheme
+    scheme: Scheme  # writes the state, or a copy of it, unless there is `plan_copy`
+    # Plans for a copy of the state, beside the loop, where the copy is.
     plan_copy: Callable[[FlatState], Scheme] | None = None
 
     def scheme_for(self, copy: FlatState) -> Scheme:

@@ -46,12 +46,9 @@ class StepCodes(Compressor):
     A message is a header, the multiples as bytes in rANS, and the values that are more than 126 steps from 0, or not
     finite, in float32. Where many values are, all are in float32. So the size of a message depends on the values;
     `wire_bytes` is the largest one.
-
-    Attributes:
-        step: relative to the root of the second moment; for the spec alone.
     """
 
-    step: float
+    step: float  # relative to the root of the second moment; for the spec alone
 
     @property
     def spec(self) -> str:
@@ -179,18 +176,12 @@ def _damaged(problem: str) -> MismatchError:
 
 @dataclass(frozen=True)
 class _Message:
-    """A message in parts.
+    """A message in parts."""
 
-    Attributes:
-        digest: of the steps.
-        level: the mean magnitude of codes.
-        outside: the values that are sent in float32, in their order.
-        side, coded: the codes; None if all values are sent in float32.
-    """
-
-    digest: int
-    level: float
-    outside: Tensor
+    digest: int  # of the steps
+    level: float  # the mean magnitude of codes
+    outside: Tensor  # the values that are sent in float32, in their order
+    # `side`, `coded`: the codes; None if all values are sent in float32.
     side: Bytes | None = None
     coded: Bytes | None = None
 

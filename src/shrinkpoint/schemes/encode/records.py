@@ -83,17 +83,11 @@ def encode_records(
 
 
 class RecordEncodingMixin:
-    """Implements `encode`, the second step of every scheme, which is the same for all of them.
+    """Implements `encode`, the second step of every scheme, which is the same for all of them."""
 
-    Attributes:
-        coders: allowed coders of codes.
-        chunk: number of values that are coded together.
-        copies: names of tensors that share no record with others.
-    """
-
-    coders: Sequence[str] = CODERS
-    chunk: int = MAX_CHUNK
-    copies: frozenset[str] = frozenset()
+    coders: Sequence[str] = CODERS  # allowed coders of codes
+    chunk: int = MAX_CHUNK  # number of values that are coded together
+    copies: frozenset[str] = frozenset()  # names of tensors that share no record with others
 
     def encode(
         self,
@@ -124,17 +118,13 @@ class RecordEncodingMixin:
 
 @dataclass(frozen=True)
 class _RecordEncoder:
-    """Encodes the record groups of one state.
-
-    Attributes:
-        ordinals: name -> ordinal in the file, of all tensors but copies.
-    """
+    """Encodes the record groups of one state."""
 
     state: FlatState
     reference: Reference | None
     quantized: Mapping[str, QuantizedTensor]
     values: ValueEncoder
-    ordinals: dict[str, int]
+    ordinals: dict[str, int]  # name -> ordinal in the file, of all tensors but copies
     coders: Sequence[str]
 
     def encode(self, index: int, group: RecordGroup, threads: int) -> list[EncodedRecord]:

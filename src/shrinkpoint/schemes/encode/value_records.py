@@ -194,17 +194,11 @@ ConfigKind: TypeAlias = tuple[object, ...]
 
 @dataclass(frozen=True)
 class CoderChoice:
-    """The smallest coding of a record.
+    """The smallest coding of a record."""
 
-    Attributes:
-        taps: as in `recipe.CodedRecipe`.
-        configs: the kind of the configuration of each tap; the last one serves all later taps.
-        ratio: coded bytes by bytes of the numbers where this was chosen.
-    """
-
-    taps: int
-    configs: tuple[ConfigKind, ...]
-    ratio: float
+    taps: int  # as in `recipe.CodedRecipe`
+    configs: tuple[ConfigKind, ...]  # the kind of the configuration of each tap; the last one serves all later taps
+    ratio: float  # coded bytes by bytes of the numbers where this was chosen
 
 
 def config_kind(config: CoderConfig) -> ConfigKind:
@@ -290,23 +284,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class ValueEncoder:
-    """Encodes the groups of values of one state.
+    """Encodes the groups of values of one state."""
 
-    Attributes:
-        state: the tensors.
-        reference: the parent's decoded tensors; None: no record depends on a parent.
-        contexts: the moments of each tensor.
-        ordinals: name -> ordinal in the file, of all tensors but copies.
-        choices: what codes each kind of group.
-        chunk: number of values that are coded together.
-    """
-
-    state: FlatState
-    reference: Reference | None
-    contexts: ContextMap
-    ordinals: Mapping[str, int]
-    choices: SaveChoices
-    chunk: int
+    state: FlatState  # the tensors
+    reference: Reference | None  # the parent's decoded tensors; None: no record depends on a parent
+    contexts: ContextMap  # the moments of each tensor
+    ordinals: Mapping[str, int]  # name -> ordinal in the file, of all tensors but copies
+    choices: SaveChoices  # what codes each kind of group
+    chunk: int  # number of values that are coded together
 
     def encode(self, name: str, group: RecordGroup, threads: int) -> EncodedRecord | None:
         """Return the coded record of a group, or None if plain records are not larger. Groups begin in their order."""

@@ -185,18 +185,15 @@ class Inshrinkerator(SearchScheme):
 
 @dataclass(frozen=True)
 class Clustering:
-    """Method by which centers are found and values assigned to them.
+    """Method by which centers are found and values assigned to them."""
 
-    Attributes:
-        sigma, seed, paper: as of `Inshrinkerator`.
-        noise_generation: selects the noise by which values are rounded; 0: none, to the nearest. It is the same from
-            one restore to the next, so that a value changes its code only where it moves, and another one after a
-            restore, because what was rounded by it lies on levels then.
-    """
-
+    # `sigma`, `seed`, `paper`: as of `Inshrinkerator`.
     sigma: float
     seed: int
     paper: bool = False
+    # Selects the noise by which values are rounded; 0: none, to the nearest. It is the same from one restore to the
+    # next, so that a value changes its code only where it moves, and another one after a restore, because what was
+    # rounded by it lies on levels then.
     noise_generation: int = 0
 
 

@@ -466,19 +466,12 @@ class SearchScheme(Planner["SearchChoice"]):
 
 @dataclass(frozen=True)
 class SearchChoice:
-    """Choice for one state.
+    """Choice for one state."""
 
-    Attributes:
-        quantized: the weights, by local name.
-        record: for the manifest.
-        lossless: the moments stay exact, too.
-        interval: the confidence interval of the degradation; None if unknown.
-    """
-
-    quantized: Mapping[str, CodebookTensor] = field(default_factory=dict)
-    record: dict[str, Any] = field(default_factory=dict)
-    lossless: bool = False
-    interval: tuple[float, float] | None = None
+    quantized: Mapping[str, CodebookTensor] = field(default_factory=dict)  # the weights, by local name
+    record: dict[str, Any] = field(default_factory=dict)  # for the manifest
+    lossless: bool = False  # the moments stay exact, too
+    interval: tuple[float, float] | None = None  # the confidence interval of the degradation; None if unknown
 
 
 def _lossless_choice(problem: EvaluateProblem, record: dict[str, Any]) -> SearchChoice:

@@ -56,17 +56,11 @@ def has_sharded_model(accelerator: Accelerator) -> bool:
 
 @dataclass(frozen=True)
 class PreparedState:
-    """The state that one process has to save.
+    """The state that one process has to save."""
 
-    Attributes:
-        state: the part that is equal on all processes; without models and optimizers, if they are sharded.
-        objects: the live objects behind `state`, by its keys.
-        per_rank: random generators and dataloaders of this process.
-    """
-
-    state: dict[str, Any]
-    objects: dict[str, Any]
-    per_rank: dict[str, Any]
+    state: dict[str, Any]  # the part that is equal on all processes; without models and optimizers, if they are sharded
+    objects: dict[str, Any]  # the live objects behind `state`, by its keys
+    per_rank: dict[str, Any]  # random generators and dataloaders of this process
 
 
 def collect_prepared(accelerator: Accelerator, directory: Path | ObjectUrl, *, models: bool) -> PreparedState:

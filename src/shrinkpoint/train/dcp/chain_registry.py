@@ -37,46 +37,30 @@ TensorSignature = tuple[str, tuple[int, ...], str]
 
 @dataclass(frozen=True)
 class RestoreOrigin:
-    """A checkpoint that was restored, and from which training may resume.
+    """A checkpoint that was restored, and from which training may resume."""
 
-    Attributes:
-        directory: absolute path or URL of the checkpoint.
-        id: of its manifest.
-        lossy_restores: number of restores from lossy checkpoints behind the restored state, this one included.
-        loss: of its manifest.
-        signatures: of every global tensor in it.
-    """
-
-    directory: str
-    id: str
-    lossy_restores: int
-    loss: JSON = None
+    directory: str  # absolute path or URL of the checkpoint
+    id: str  # of its manifest
+    lossy_restores: int  # number of restores from lossy checkpoints behind the restored state, this one included
+    loss: JSON = None  # of its manifest
+    # Of every global tensor in it.
     signatures: frozenset[TensorSignature] = field(default=frozenset(), compare=False, repr=False)
 
 
 @dataclass
 class ChainState:
-    """The state of one chain on one rank.
+    """The state of one chain on one rank."""
 
-    Attributes:
-        delta_writer: holds the tensors of the last write. They become the reference as soon as they are written,
-            before the rank can know whether the save was committed: `confirm_last_write` finds out at the next save.
-        writer_options: keyframe_every and threads of the delta writer.
-        scheme: the scheme of the last save.
-        scheme_config: what it was made with.
-        mutex: held by the thread that saves.
-        unconfirmed: directory and payload of the last write, until it is confirmed.
-        origin: the checkpoint that was restored last.
-        superseded_origin: the same, once a later save is committed: it is not the parent of the next save any more.
-    """
-
+    # Holds the tensors of the last write. They become the reference as soon as they are written, before the rank can
+    # know whether the save was committed: `confirm_last_write` finds out at the next save.
     delta_writer: DeltaWriter
-    writer_options: tuple[int | None, int | None]
-    scheme: Scheme | None = None
-    scheme_config: Mapping[str, object] = field(default_factory=dict)
-    mutex: ForkSafeLock = field(default_factory=ForkSafeLock)
-    unconfirmed: tuple[str, Payload] | None = None
-    origin: RestoreOrigin | None = None
+    writer_options: tuple[int | None, int | None]  # keyframe_every and threads of the delta writer
+    scheme: Scheme | None = None  # the scheme of the last save
+    scheme_config: Mapping[str, object] = field(default_factory=dict)  # what it was made with
+    mutex: ForkSafeLock = field(default_factory=ForkSafeLock)  # held by the thread that saves
+    unconfirmed: tuple[str, Payload] | None = None  # directory and payload of the last write, until it is confirmed
+    origin: RestoreOrigin | None = None  # the checkpoint that was restored last
+    # The same, once a later save is committed: it is not the parent of the next save any more.
     superseded_origin: RestoreOrigin | None = None
 
     @property

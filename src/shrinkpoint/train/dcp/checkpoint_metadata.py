@@ -58,36 +58,23 @@ Offsets = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ChunkMetadata:
-    """A box of a global tensor that one payload stores.
+    """A box of a global tensor that one payload stores."""
 
-    Attributes:
-        offsets: of its first value, one for each axis.
-        sizes: its shape.
-        payload: index of the payload in the manifest.
-    """
-
-    offsets: Offsets
-    sizes: Offsets
-    payload: int
+    offsets: Offsets  # of its first value, one for each axis
+    sizes: Offsets  # its shape
+    payload: int  # index of the payload in the manifest
 
 
 @dataclass(frozen=True)
 class EntryMetadata:
-    """One entry of a state dict.
+    """One entry of a state dict."""
 
-    Attributes:
-        fqn: its fully qualified name.
-        path: keys and indices in the nested state dict; None if the state dict was not nested.
-        dtype: a key of `DTYPES`; "" if the entry is not a tensor.
-        size: shape of the global tensor.
-        chunks: its chunks; if the entry is not a tensor, one that names its payload.
-    """
-
-    fqn: str
+    fqn: str  # its fully qualified name
+    # Keys and indices in the nested state dict; None if the state dict was not nested.
     path: tuple[str | int, ...] | None
-    dtype: str
-    size: Offsets
-    chunks: tuple[ChunkMetadata, ...]
+    dtype: str  # a key of `DTYPES`; "" if the entry is not a tensor
+    size: Offsets  # shape of the global tensor
+    chunks: tuple[ChunkMetadata, ...]  # its chunks; if the entry is not a tensor, one that names its payload
 
     @property
     def is_tensor(self) -> bool:
@@ -100,13 +87,9 @@ class EntryMetadata:
 
 @dataclass(frozen=True)
 class CheckpointMetadata:
-    """The metadata of a state dict.
+    """The metadata of a state dict."""
 
-    Attributes:
-        entries: by fully qualified name, in the order of the state dict.
-    """
-
-    entries: Mapping[str, EntryMetadata] = field(repr=False)
+    entries: Mapping[str, EntryMetadata] = field(repr=False)  # by fully qualified name, in the order of the state dict
     _chunks_by_offsets: dict[int, dict[Offsets, ChunkMetadata]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )  # by id of a tuple of chunks, which all tensors of one layout share
@@ -381,20 +364,15 @@ _HASH_BYTES = 8
 
 
 class WrittenEntries(NamedTuple):
-    """The entries that one rank wrote.
+    """The entries that one rank wrote."""
 
-    Attributes:
-        name_hashes: a hash of 8 bytes of each entry's name, joined; that two of ten thousand names have the same one
-            is as likely as 1 in 10^11.
-        offsets: the different offsets of its chunks; None is that of an entry which is not a tensor.
-        positions: of each entry, the position of its offsets in `offsets`; joined, each a little-endian number.
-        width: bytes of a position.
-    """
-
+    # A hash of 8 bytes of each entry's name, joined; that two of ten thousand names have the same one is as likely as 1
+    # in 10^11.
     name_hashes: bytes
+    # The different offsets of its chunks; None is that of an entry which is not a tensor.
     offsets: tuple[Offsets | None, ...]
-    positions: bytes
-    width: int
+    positions: bytes  # of each entry, the position of its offsets in `offsets`; joined, each a little-endian number
+    width: int  # bytes of a position
 
 
 def report_entries(indices: Iterable[MetadataIndex]) -> WrittenEntries:

@@ -40,17 +40,11 @@ _ItemKey = tuple[int, int]
 
 @dataclass(frozen=True)
 class CollectedState:
-    """Items that this rank writes.
+    """Items that this rank writes."""
 
-    Attributes:
-        state: a tensor for each shard, named after its entry and its offsets; objects are in the tree.
-        shards: by name in the state; without the tensors inside of objects.
-        indices: of every item.
-    """
-
-    state: FlatState
-    shards: Mapping[str, ShardSpec] = field(repr=False)
-    indices: Sequence[MetadataIndex] = field(repr=False)
+    state: FlatState  # a tensor for each shard, named after its entry and its offsets; objects are in the tree
+    shards: Mapping[str, ShardSpec] = field(repr=False)  # by name in the state; without the tensors inside of objects
+    indices: Sequence[MetadataIndex] = field(repr=False)  # of every item
 
 
 def collect_plan_items(plan: SavePlan, planner: SavePlanner) -> CollectedState:
@@ -166,16 +160,12 @@ def nest_path(fqn: str, mappings: Mapping[str, Any]) -> StatePath:
 
 @dataclass
 class _OptimizerState:
-    """The `state_dict` of one optimizer, as far as this rank knows it.
+    """The `state_dict` of one optimizer, as far as this rank knows it."""
 
-    Attributes:
-        state: slots by parameter and name.
-        groups: settings by index of the group, as the optimizer has them.
-        parameter_settings: settings by parameter, as `get_state_dict` flattens them.
-    """
-
-    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)  # slots by parameter and name
+    # Settings by index of the group, as the optimizer has them.
     groups: dict[int, dict[str, Any]] = field(default_factory=dict)
+    # Settings by parameter, as `get_state_dict` flattens them.
     parameter_settings: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
@@ -233,15 +223,10 @@ def _add_hyperparameter(optimizers: Mapping[StatePath, _OptimizerState], path: S
 
 @dataclass(frozen=True)
 class RankSlots:
-    """Report of a rank before torch divides replicated entries among the ranks.
+    """Report of a rank before torch divides replicated entries among the ranks."""
 
-    Attributes:
-        slot_hashes: a hash of `_HASH_BYTES` bytes for each moment that the rank has, sorted and joined.
-        scheme: the class name of the writer's scheme.
-    """
-
-    slot_hashes: bytes
-    scheme: str
+    slot_hashes: bytes  # a hash of `_HASH_BYTES` bytes for each moment that the rank has, sorted and joined
+    scheme: str  # the class name of the writer's scheme
 
 
 def rank_slots(plan: SavePlan, scheme: str = "") -> RankSlots:

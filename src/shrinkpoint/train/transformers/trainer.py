@@ -49,19 +49,12 @@ _CONSUMED = object()
 
 @dataclass
 class _PendingCheckpoint:
-    """Collects what the Trainer's save methods hand over for one checkpoint.
+    """Collects what the Trainer's save methods hand over for one checkpoint."""
 
-    Attributes:
-        directory: of the checkpoint.
-        limit: the user's `save_total_limit`.
-        state: name of a part -> its state.
-        objects: name of a part -> the live object.
-    """
-
-    directory: Path
-    limit: int | None
-    state: dict[str, Any] = field(default_factory=dict)
-    objects: dict[str, Any] = field(default_factory=dict)
+    directory: Path  # of the checkpoint
+    limit: int | None  # the user's `save_total_limit`
+    state: dict[str, Any] = field(default_factory=dict)  # name of a part -> its state
+    objects: dict[str, Any] = field(default_factory=dict)  # name of a part -> the live object
 
     def add(self, name: str, state: Any, obj: Any = None) -> None:
         """Add a part, and the live object behind it, if a scheme may evaluate it."""
