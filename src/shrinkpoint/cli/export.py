@@ -111,7 +111,15 @@ def command(
         return
     _check_target(out, force)
     if scheme is not None:
-        made = _scheme_of(scheme, evaluate, calibrate, threshold, higher)
+        from shrinkpoint.schemes.registry import make_scheme
+
+        made = make_scheme(
+            scheme,
+            evaluate=None if evaluate is None else import_function(evaluate, "evaluate"),
+            threshold=parse_share(_DEFAULT_THRESHOLD if threshold is None else threshold),
+            higher_is_better=higher,
+            calibrate=None if calibrate is None else import_function(calibrate, "calibrate"),
+        )
         _export_compressed(location, out, made, only or (), force, json)
         return
     _export_plain(location, out, to or _form_from_suffix(out), only or (), force, json)
@@ -198,19 +206,6 @@ def _export_compressed(
         return
     size = f"{humanize.count(tensors, 'tensor')}, {humanize.size(report.stored_bytes)}"
     print_line(f"{show_place(out)}: {size}, {report.ratio:.1f} times smaller ({report.scheme}), from {location}")
-
-
-def _scheme_of(text: str, evaluate: str | None, calibrate: str | None, threshold: str | None, higher: bool) -> Scheme:
-    """The scheme of a text, with the functions that the other options name."""
-    from shrinkpoint.schemes.registry import make_scheme
-
-    return make_scheme(
-        text,
-        evaluate=None if evaluate is None else import_function(evaluate, "evaluate"),
-        threshold=parse_share(_DEFAULT_THRESHOLD if threshold is None else threshold),
-        higher_is_better=higher,
-        calibrate=None if calibrate is None else import_function(calibrate, "calibrate"),
-    )
 
 
 def _export_plain(

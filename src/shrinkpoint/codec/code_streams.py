@@ -67,7 +67,10 @@ def encode_forms(
         else:
             rearranged = coder == "rearranged" and context is not None
             recipe = CyclicDelta(max(num_codes, largest + 1), rearranged, runs=coder != "huffman")
-            yield recipe, b"", _encode_cyclic(codes, context, recipe)
+            coded = _native.cyclic_encode(
+                codes, context, modulus=recipe.modulus, rearranged=recipe.rearranged, runs=recipe.runs
+            )
+            yield recipe, b"", _pad(coded.tobytes(), codes.nbytes)
     if "packed" in coders or (config is None and not stream_coders):
         yield BitPacked(bits), b"", _native.pack_bits(codes.astype(np.uint32), bits).data
 
@@ -89,13 +92,6 @@ def _choose_config(
     arrays = CodingContext(base=context, moment1=moments.moment1, moment2=moments.moment2)
     stride = max(1, codes.nbytes >> 17)
     return min(configs, key=lambda config: config.estimate_bytes(BYTE_FORMAT, codes, arrays, stride, threads))
-
-
-def _encode_cyclic(codes: Bytes, context: Bytes | None, recipe: CyclicDelta) -> bytes:
-    coded = _native.cyclic_encode(
-        codes, context, modulus=recipe.modulus, rearranged=recipe.rearranged, runs=recipe.runs
-    )
-    return _pad(coded.tobytes(), codes.nbytes)
 
 
 def _encode_lzma(codes: Bytes, bits: int) -> bytes:

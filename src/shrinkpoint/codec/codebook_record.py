@@ -167,17 +167,6 @@ def encode_codebook_record(
     return EncodedRecord(record.name, infos, recipes.to_json(recipe), parts, digest, base)
 
 
-def _dequantize_all(
-    infos: Sequence[TensorInfo], quantized: Sequence[CodebookTensor], parent: ParentCodes | None
-) -> list[Tensor]:
-    """Return the values of each quantized tensor."""
-    bases = parent.tensors if parent is not None and parent.codes is None else [None] * len(infos)
-    return [
-        tensor.dequantize(torch_dtype(info.dtype), base)
-        for info, tensor, base in zip(infos, quantized, bases, strict=True)
-    ]
-
-
 def _check_readable(record: CodebookInput, parent: ParentCodes | None, digest: str) -> None:
     """Raise ValueError for what no reader would accept, so that a scheme's mistake never becomes a checkpoint."""
     shapes = [info.shape for info in record.infos]
@@ -191,7 +180,11 @@ def _check_readable(record: CodebookInput, parent: ParentCodes | None, digest: s
         _check_codebook(tensor)
     if record.quantized[0].residual and parent is None:
         raise ValueError("codebook tensors of differences to a parent that is missing")
-    values = _dequantize_all(record.infos, record.quantized, parent)
+    bases = parent.tensors if parent is not None and parent.codes is None else [None] * len(record.infos)
+    values = [
+        tensor.dequantize(torch_dtype(info.dtype), base)
+        for info, tensor, base in zip(record.infos, record.quantized, bases, strict=True)
+    ]
     if digest_arrays(map(tensor_bytes, values)) != digest:
         raise ValueError("codebook tensors that stand for other values than the tensors have")
 
@@ -343,7 +336,14 @@ class CodebookDecoder(RecordDecoder):
             inputs.base_digests.check_base(map(inputs.fetch, parents + self._parent_ranges(lo, hi)))
         if not self._centers:
             self.quantizer_params(inputs.fetch_params)
-        codes = self._decode_codes(lo, hi, inputs)
+        context = [inputs.fetch(span) for span in self._context_ranges(lo, hi)]
+        moments = [self._fetch_float32(moments, lo, hi, inputs.fetch) for moments in self._used_moments()]
+        moment1, moment2 = moments or (None, None)
+        arrays = CodingContext(base=concat(context) if context else None, moment1=moment1, moment2=moment2)
+        stored = self._view.read_array("symbols", *self._codes.byte_range(lo, hi))
+        codes = self._codes.decode(stored, lo, hi, arrays, inputs.threads)
+        if int(codes.max(initial=0)) >= self._recipe.first + self._recipe.bins:
+            raise ValueError("a code beyond the last center")
         shaped = [
             torch.from_numpy(part).reshape(info.shape if part.size == info.numel else -1)
             for part, (_, info, _, _) in zip(_split(codes, ranges), ranges, strict=True)
@@ -359,17 +359,6 @@ class CodebookDecoder(RecordDecoder):
         if inputs.value_digests is not None:
             inputs.value_digests.check_values(part.values for part in out if part.values is not None)
         return out
-
-    def _decode_codes(self, lo: int, hi: int, inputs: DecodeInputs) -> Bytes:
-        context = [inputs.fetch(span) for span in self._context_ranges(lo, hi)]
-        moments = [self._fetch_float32(moments, lo, hi, inputs.fetch) for moments in self._used_moments()]
-        moment1, moment2 = moments or (None, None)
-        arrays = CodingContext(base=concat(context) if context else None, moment1=moment1, moment2=moment2)
-        stored = self._view.read_array("symbols", *self._codes.byte_range(lo, hi))
-        codes = self._codes.decode(stored, lo, hi, arrays, inputs.threads)
-        if int(codes.max(initial=0)) >= self._recipe.first + self._recipe.bins:
-            raise ValueError("a code beyond the last center")
-        return codes
 
     def _decode_exact(self, lo: int, hi: int, codes: Sequence[Tensor], fetch: FetchRange) -> list[Tensor]:
         """Return the exact values of each part; codes that stand for values which are not there are refused."""

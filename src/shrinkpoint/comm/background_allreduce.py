@@ -158,7 +158,13 @@ class ThreadedAllReduce(BackgroundAllReduce):
         if not self._stages:
             self._first_tag = _next_tags.get(self._group, _FIRST_TAG)
             _next_tags[self._group] = self._first_tag + 2 * (1 + max(self._segments, default=0))
-            self._start_threads()
+            self._stages = [SimpleQueue() for _ in range(3)]
+            for tasks in self._stages:
+                # A thread knows its queue alone, so that the end of this object ends it. A peer that died does not keep
+                # the process alive.
+                thread = threading.Thread(target=_run_tasks, args=(tasks,), name="shrinkpoint gradients", daemon=True)
+                thread.start()
+                self._ends.append(end_thread_with(self, thread, partial(tasks.put, None)))
         self._order = self._submitted if set(self._submitted) == set(self._segments) else list(self._segments)
         self._submitted, self._num_done, self._receives = [], 0, {}
         for index in self._order[:MAX_IN_FLIGHT]:
@@ -253,15 +259,6 @@ class ThreadedAllReduce(BackgroundAllReduce):
         if key not in self._scratch:
             self._scratch[key] = torch.empty(world_size, key[1], dtype=dtype)
         return self._scratch[key]
-
-    def _start_threads(self) -> None:
-        self._stages = [SimpleQueue() for _ in range(3)]
-        for tasks in self._stages:
-            # A thread knows its queue alone, so that the end of this object ends it. A peer that died does not keep
-            # the process alive.
-            thread = threading.Thread(target=_run_tasks, args=(tasks,), name="shrinkpoint gradients", daemon=True)
-            thread.start()
-            self._ends.append(end_thread_with(self, thread, partial(tasks.put, None)))
 
     def _enqueue(self, stage: int, work: Callable[[], None]) -> None:
         def task() -> None:

@@ -199,7 +199,16 @@ class DDPCompression(GradientAveraging[AverageRecord]):
             if self._before is not None:
                 _apply_before(self._before, bucket)
             if not self._buckets:
-                self._begin_step()
+                self._num_handed_over = 0
+                if self._record is not None:
+                    self._record.clear()  # gradients contain those of the backward passes before
+                if self._group.size() > 1:
+                    if self._moments is not None:
+                        self._moments.begin(self._group, self._timeout)
+                    for device in dict.fromkeys(segment.device for segment in self._layout.segments):
+                        if device not in self._background:
+                            self._background[device] = self._make_background(device)
+                        self._background[device].begin([one for one in self._layout.segments if one.device == device])
             future = self._submit(bucket)
             self._num_handed_over += len(bucket.parameters())
             # in the first step of a static graph torch calls no bucket the last
@@ -210,18 +219,6 @@ class DDPCompression(GradientAveraging[AverageRecord]):
             self._buckets, self._collector = [], GradientCollector(self._layout)
             raise
         return future
-
-    def _begin_step(self) -> None:
-        self._num_handed_over = 0
-        if self._record is not None:
-            self._record.clear()  # gradients contain those of the backward passes before
-        if self._group.size() > 1:
-            if self._moments is not None:
-                self._moments.begin(self._group, self._timeout)
-            for device in dict.fromkeys(segment.device for segment in self._layout.segments):
-                if device not in self._background:
-                    self._background[device] = self._make_background(device)
-                self._background[device].begin([one for one in self._layout.segments if one.device == device])
 
     def _submit(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Start with the segments that a bucket completes."""

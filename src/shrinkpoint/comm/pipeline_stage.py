@@ -191,7 +191,13 @@ class CompressedStage:
         return original(slot)
 
     def _infer_shapes(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._save_buffers()
+        # Shape inference runs the module in training mode on uninitialised memory
+        self._module_buffers = [
+            (module._buffers, name, buffer, buffer.detach().clone())
+            for module in self.stage.submod.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
         result = original(*args, **kwargs)
         if _INFERENCE_CLEANUP not in self._original_methods:
             self._restore_buffers()
@@ -308,15 +314,6 @@ class CompressedStage:
                 "before a step whose micro-batches have another shape"
             )
             raise MismatchError(where, found=problem, expected=expected, do=advice)
-
-    def _save_buffers(self) -> None:
-        """Save the module's buffers: shape inference runs it in training mode on uninitialised memory."""
-        self._module_buffers = [
-            (module._buffers, name, buffer, buffer.detach().clone())
-            for module in self.stage.submod.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
 
     def _restore_buffers(self) -> None:
         with torch.no_grad():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from shrinkpoint.container.header import ALIGN, MARKER_ENTRY, MARKER_SHAPE, SAFETENSORS_DTYPES, Slot
-from shrinkpoint.container.strict_json import expect_type
+from shrinkpoint.container.strict_json import SIZE_LIMIT, corrupt_error, expect_numbers, expect_type, nbytes_of
 from shrinkpoint.tensors.info import ITEMSIZE, JSON, Role, TensorInfo
 
 FORMAT_VERSION = 3
@@ -16,6 +17,8 @@ FILLER_PREFIX = "~pad/"
 RENAMED_PREFIX = "~entry/"
 """Prefix of entries whose own name is taken or reserved."""
 ROLES = {role.value: role for role in Role}
+TensorKind: TypeAlias = tuple[tuple[int, ...], str, Role, tuple[int, ...] | None]
+"""Shape, dtype, role and offsets of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,30 @@ def is_plain(recipe: JSON) -> bool:
 def is_standard_entry(recipe: JSON, infos: Sequence[TensorInfo]) -> bool:
     """True if a record is stored as an ordinary entry, whose tensor any safetensors reader can read."""
     return is_plain(recipe) and len(infos) == 1 and infos[0].dtype in SAFETENSORS_DTYPES
+
+
+def parse_kinds(values: list[JSON], where: str, what: str, subject: str) -> list[TensorKind]:
+    """Parse rows of dtype, shape, role and perhaps offsets of tensors; messages call them `what`, or `subject`."""
+    kinds = []
+    for value in values:
+        fields = expect_type(value, list, where, what)
+        if len(fields) not in (3, 4):
+            raise corrupt_error(where, f"{what} with {len(fields)} fields", "3 or 4")
+        dtype = expect_type(fields[0], str, where, f"the dtype of {what}")
+        shape = tuple(expect_numbers(fields[1], 0, SIZE_LIMIT, where, f"the shape of {what}"))
+        if dtype not in ITEMSIZE or nbytes_of(shape, ITEMSIZE[dtype]) is None:
+            found = f"{subject} of dtype {dtype!r} and shape {list(shape)[:16]}"
+            raise corrupt_error(where, found, "a known dtype and size")
+        role = expect_type(fields[2], str, where, f"the role of {what}")
+        if role not in ROLES:
+            raise corrupt_error(where, f"{what} with the role {role!r}", f"one of {sorted(ROLES)}")
+        offsets = None
+        if len(fields) == 4:
+            offsets = tuple(expect_numbers(fields[3], 0, SIZE_LIMIT, where, f"the offsets of {what}"))
+            if len(offsets) != len(shape):
+                raise corrupt_error(where, f"{what} with {len(offsets)} offsets", f"{len(shape)}")
+        kinds.append((shape, dtype, ROLES[role], offsets))
+    return kinds
 
 
 def filler_size(dtype: str, size: int, begin: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from shrinkpoint.container.header import ALIGN, Header, Slot
 from shrinkpoint.container.metadata import (
@@ -15,12 +15,12 @@ from shrinkpoint.container.metadata import (
     filler_size,
     is_plain,
     is_standard_entry,
+    parse_kinds,
 )
 from shrinkpoint.container.strict_json import (
     SIZE_LIMIT,
     corrupt_error,
     expect_hexdigest,
-    expect_numbers,
     expect_type,
     expect_unique,
     nbytes_of,
@@ -39,10 +39,6 @@ def parse_metadata(header: Header, where: str) -> FileMetadata:
     fields = header.fields
     if fields.keys() != _KEYS:
         raise corrupt_error(where, f"version 1 with the keys {sorted(fields)}", f"{sorted(_KEYS)}")
-    return FileMetadata.from_json(fields, fields["writer"], _records_from_json(header, fields, where), where)
-
-
-def _records_from_json(header: Header, fields: Mapping[str, JSON], where: str) -> tuple[RecordHead, ...]:
     recipes = expect_type(fields["recipes"], list, where, "the recipes")
     claims = _unclaimed_entries(header, where)
     records = []
@@ -53,7 +49,7 @@ def _records_from_json(header: Header, fields: Mapping[str, JSON], where: str) -
     unclaimed = next(claims, None)
     if unclaimed is not None:
         raise corrupt_error(where, f"entry {unclaimed[0].name!r}, which no record claims", "a record for every entry")
-    return tuple(records)
+    return FileMetadata.from_json(fields, fields["writer"], tuple(records), where)
 
 
 def _unclaimed_entries(header: Header, where: str) -> Iterator[tuple[Slot, int, int]]:
@@ -136,16 +132,4 @@ def _info_from_json(value: JSON, where: str, what: str) -> TensorInfo:
         raise corrupt_error(where, f"{what} with {len(fields)} fields", "4 or 5")
     name = expect_type(fields[0], str, where, f"the name of {what}")
     what = f"tensor {name!r}"
-    dtype = expect_type(fields[1], str, where, f"the dtype of {what}")
-    shape = tuple(expect_numbers(fields[2], 0, SIZE_LIMIT, where, f"the shape of {what}"))
-    if dtype not in ITEMSIZE or nbytes_of(shape, ITEMSIZE[dtype]) is None:
-        raise corrupt_error(where, f"{what} of dtype {dtype!r} and shape {list(shape)[:16]}", "a known dtype and size")
-    role = expect_type(fields[3], str, where, f"the role of {what}")
-    if role not in ROLES:
-        raise corrupt_error(where, f"{what} with the role {role!r}", f"one of {sorted(ROLES)}")
-    offsets = None
-    if len(fields) == 5:
-        offsets = tuple(expect_numbers(fields[4], 0, SIZE_LIMIT, where, f"the offsets of {what}"))
-    if offsets is not None and len(offsets) != len(shape):
-        raise corrupt_error(where, f"{what} with {len(offsets)} offsets", f"{len(shape)}")
-    return TensorInfo(name, shape, dtype, ROLES[role], offsets)
+    return TensorInfo(name, *parse_kinds([fields[1:]], where, what, what)[0])

@@ -213,18 +213,14 @@ def discover(path: Path, *, only: Sequence[str] = (), step: int | None = None) -
         names = ", ".join(f"{checkpoint.name} (step {checkpoint.step})" for checkpoint in series.checkpoints[:8])
         found, expected = f"no checkpoint{of_step}{like}", f"one of {names}"
         raise NotFoundError(str(path), found=found, expected=expected, do="choose among these")
-    return CheckpointSeries(_sort_by_step(matches, path), series.ignored_paths, series.is_run_dir)
-
-
-def _sort_by_step(checkpoints: Sequence[SourceCheckpoint], path: Path) -> Sequence[SourceCheckpoint]:
     steps: dict[int, SourceCheckpoint] = {}
-    for checkpoint in checkpoints:
+    for checkpoint in matches:
         if checkpoint.step in steps:
             found = f"step {checkpoint.step} twice: {steps[checkpoint.step].name} and {checkpoint.name}"
             expected, do = "one checkpoint a step", "choose with --only"
             raise PolicyError(str(path), found=found, expected=expected, do=do)
         steps[checkpoint.step] = checkpoint
-    return [steps[step] for step in sorted(steps)]
+    return CheckpointSeries([steps[step] for step in sorted(steps)], series.ignored_paths, series.is_run_dir)
 
 
 def _discover_at(path: Path) -> CheckpointSeries:

@@ -185,7 +185,10 @@ class Calibration:
         if broken is not None:
             observation = f"evaluate returned {broken} for the state itself"
             return EvaluateProblem(observation, "see whether training has diverged")
-        metric.baseline = _median_reading(readings, values)
+        # The median of all answers; with examples only if all are equal, since otherwise they are of other examples.
+        first = readings[0]
+        are_equal = all(reading.equals(first) for reading in readings) and all(value == first.value for value in values)
+        metric.baseline = first if are_equal else Reading(statistics.median(values))
         if (examples := metric.baseline.examples) is not None:
             self._sample_text = f"{examples.numel()} {metric.baseline.unit}"
         decay = _NOISE_DECAY if len(readings) > 1 else 1.0
@@ -533,10 +536,3 @@ def _add_noise(x: Tensor, seed: int, deviations: float) -> Tensor:
     width = math.sqrt(12.0) * spread if 0 < spread < math.inf else 1.0  # that of uniform noise with this deviation
     noise = dither(seed, (1, x.numel()), x.device).reshape(x.shape)
     return (plain + deviations * width * noise).to(x.dtype)
-
-
-def _median_reading(readings: Sequence[Reading], values: Sequence[float]) -> Reading:
-    """The median of all answers; with examples only if all are equal, since otherwise they are of other examples."""
-    first = readings[0]
-    are_equal = all(reading.equals(first) for reading in readings) and all(value == first.value for value in values)
-    return first if are_equal else Reading(statistics.median(values))

@@ -17,7 +17,7 @@ import os
 import secrets
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -230,27 +230,24 @@ class CachedFile(Source):
         self.path, self._version = path, version
         self._file = LocalSource(path, str(path))
         try:
-            self._digests = self._read_digests()
+            length, size = self._file.size, self._version.size
+            digest, index_bytes = _FOOTER.unpack(self._file.read(max(length - _FOOTER.size, 0), _FOOTER.size))
+            if index_bytes > _MAX_INDEX_BYTES or length != size + index_bytes + _FOOTER.size:
+                raise self._damaged()
+            index = bytes(self._file.read(size, index_bytes))
+            if xxh3_128(index).encode() != digest:
+                raise self._damaged()
+            content = json.loads(index)
+            if ObjectVersion(*content["version"]) != self._version:
+                raise self._damaged()
+            digests = [content["digests"][begin : begin + 32] for begin in range(0, len(content["digests"]), 32)]
+            if len(digests) != -(-size // BLOCK_BYTES):
+                raise self._damaged()
+            self._digests = digests
         except BaseException:
             self._file.close()
             raise
         self._verified = bytearray(len(self._digests))
-
-    def _read_digests(self) -> Sequence[str]:
-        length, size = self._file.size, self._version.size
-        digest, index_bytes = _FOOTER.unpack(self._file.read(max(length - _FOOTER.size, 0), _FOOTER.size))
-        if index_bytes > _MAX_INDEX_BYTES or length != size + index_bytes + _FOOTER.size:
-            raise self._damaged()
-        index = bytes(self._file.read(size, index_bytes))
-        if xxh3_128(index).encode() != digest:
-            raise self._damaged()
-        content = json.loads(index)
-        if ObjectVersion(*content["version"]) != self._version:
-            raise self._damaged()
-        digests = [content["digests"][begin : begin + 32] for begin in range(0, len(content["digests"]), 32)]
-        if len(digests) != -(-size // BLOCK_BYTES):
-            raise self._damaged()
-        return digests
 
     @property
     def size(self) -> int:

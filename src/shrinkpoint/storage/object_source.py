@@ -46,12 +46,7 @@ class ObjectSource(Source):
         self._lock = threading.Lock()
         self._blocks: OrderedDict[int, Future[memoryview]] = OrderedDict()
         self._next_block, self._run = 1, 1  # where the last request ended, and how many blocks it brought
-        first = self._open()
-        self._blocks[0] = Future()
-        self._blocks[0].set_result(first)
-
-    def _open(self) -> memoryview:
-        """Learn size and ETag, and read the first block, in one request."""
+        # Learn size and ETag, and read the first block, in one request
         import obstore
 
         def get() -> tuple[Any, memoryview]:
@@ -63,10 +58,11 @@ class ObjectSource(Source):
                     raise
                 return obstore.head(self._store, self._path), memoryview(b"")
 
-        self._meta, data = send_request(self._where, "opening", get)
-        if data.nbytes != min(self.size, BLOCK_BYTES):
-            raise self._short_error(0, min(self.size, BLOCK_BYTES), data.nbytes)
-        return data
+        self._meta, first = send_request(self._where, "opening", get)
+        if first.nbytes != min(self.size, BLOCK_BYTES):
+            raise self._short_error(0, min(self.size, BLOCK_BYTES), first.nbytes)
+        self._blocks[0] = Future()
+        self._blocks[0].set_result(first)
 
     @property
     def size(self) -> int:

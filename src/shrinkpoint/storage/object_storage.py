@@ -63,7 +63,14 @@ class UploadSink(Sink):
     def write(self, data: Buffer) -> None:
         with self._os_errors("writing"):
             if isinstance(self._file, io.BytesIO) and self._file.tell() + memoryview(data).nbytes > _MAX_HELD_BYTES:
-                self._move_to_disk(self._file)
+                file = tempfile.TemporaryFile()  # noqa: SIM115
+                try:
+                    file.write(self._file.getbuffer())
+                    file.seek(self._file.tell())
+                except BaseException:
+                    file.close()
+                    raise
+                self._file = file
             self._file.write(data)
 
     def seek(self, offset: int) -> None:
@@ -99,16 +106,6 @@ class UploadSink(Sink):
     def close(self) -> None:
         with suppress(OSError):  # of a temporary file, which is gone then
             self._file.close()
-
-    def _move_to_disk(self, held: io.BytesIO) -> None:
-        file = tempfile.TemporaryFile()  # noqa: SIM115
-        try:
-            file.write(held.getbuffer())
-            file.seek(held.tell())
-        except BaseException:
-            file.close()
-            raise
-        self._file = file
 
     @contextmanager
     def _os_errors(self, operation: str) -> Iterator[None]:

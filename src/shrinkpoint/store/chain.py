@@ -289,26 +289,23 @@ def directory_chain(directory: AnyDirectory, payload: Payload) -> tuple[ChainFil
     storage, expected = directory_storage(directory), "a file its manifest names"
     own = ChainFile(payload.digest, storage, (payload.name,), expected, payload.size, is_payload=True)
     if payload.bases and not isinstance(storage, LocalStorage):
-        return _bucket_chain(own, payload)
+        # Bases in a bucket are found by the names that the headers have of them
+        where = own.storage.describe(payload.name)
+        try:
+            files = file_chain(where)
+        except ChainError as error:
+            do = "restore another checkpoint; in a bucket a delta needs the directories that it was made against"
+            raise ChainError(error.where, found=error.found, expected=error.expected, do=do) from error
+        sizes = {**dict(payload.bases), payload.digest: payload.size}
+        if [file.digest for file in files] != [*sizes]:
+            found, expected = "a file with other bases than its manifest names", f"the {len(sizes)} files of its chain"
+            raise ChainError(where, found=found, expected=expected, do=_DO)
+        return tuple(replace(file, size=sizes[file.digest]) for file in files)
     do = f"copy the directory with its folder `{layout.BASES}`, or restore another checkpoint"
     bases = (
         ChainFile(base, storage, (layout.base_name(base),), expected, size, advice=do) for base, size in payload.bases
     )
     return (*bases, own)
-
-
-def _bucket_chain(own: ChainFile, payload: Payload) -> tuple[ChainFile, ...]:
-    where = own.storage.describe(payload.name)
-    try:
-        files = file_chain(where)
-    except ChainError as error:
-        do = "restore another checkpoint; in a bucket a delta needs the directories that it was made against"
-        raise ChainError(error.where, found=error.found, expected=error.expected, do=do) from error
-    sizes = {**dict(payload.bases), payload.digest: payload.size}
-    if [file.digest for file in files] != [*sizes]:
-        found, expected = "a file with other bases than its manifest names", f"the {len(sizes)} files of its chain"
-        raise ChainError(where, found=found, expected=expected, do=_DO)
-    return tuple(replace(file, size=sizes[file.digest]) for file in files)
 
 
 def file_chain(where: AnyPlace, base: AnyPlace | None = None) -> tuple[ChainFile, ...]:

@@ -89,7 +89,11 @@ def write_file(
         writer = FileWriter(sink, scheme=scheme.id, parent=parent, tree=state.tree, expected=list(state.infos.values()))
         for encoded in scheme.encode(state, reference, quantized=quantized.quantized, threads=threads):
             _count_roles(roles, encoded, writer.add(encoded), quantized.copies)
-            codes.update(_record_codes(encoded, quantized, reference))
+            # The quantized tensors that a reader of this record has for the next delta
+            tensors = quantized.quantized
+            if encoded.recipe == {"kind": "same"} and reference is not None:
+                tensors = reference.quantized
+            codes.update({info.name: tensors[info.name] for info in encoded.infos if info.name in tensors})
         summary = writer.finish({name: [r.raw, r.stored, r.tensors] for name, r in roles.items()})
     loss = quantized.loss
     if isinstance(loss, dict) and quantized.exact:
@@ -144,16 +148,6 @@ def _count_roles(
         total = roles.get(role, RoleBytes())
         own = stored if role == own_roles[0] else 0
         roles[role] = RoleBytes(total.raw + raw[role], total.stored + own, total.tensors + count)
-
-
-def _record_codes(
-    encoded: EncodedRecord, quantized: QuantizedState, reference: Reference | None
-) -> Mapping[str, QuantizedTensor]:
-    """The quantized tensors that a reader of this record has for the next delta."""
-    tensors = quantized.quantized
-    if encoded.recipe == {"kind": "same"} and reference is not None:
-        tensors = reference.quantized
-    return {info.name: tensors[info.name] for info in encoded.infos if info.name in tensors}
 
 
 class Allowance:

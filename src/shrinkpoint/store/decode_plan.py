@@ -398,15 +398,12 @@ class DecodePlan:
         step.decoder = self._decoder(node, step.view) if copied or not step.strict else None
         if step.decoder is None:
             step.strict = True
-            self._plan_full_record(node, step)
+            for own, name in required_tensors(step.view):
+                infos = self._chain[node[0]].infos
+                span = ByteRange(own, name, 0, infos[name].nbytes)
+                step.dependencies.add(self._require_range(node, span, strict=True))
         else:
             self._plan_ranges(node, step, step.decoder)
-
-    def _plan_full_record(self, node: Node, step: DecodeNode) -> None:
-        for own, name in required_tensors(step.view):
-            infos = self._chain[node[0]].infos
-            span = ByteRange(own, name, 0, infos[name].nbytes)
-            step.dependencies.add(self._require_range(node, span, strict=True))
 
     def _plan_ranges(self, node: Node, step: DecodeNode, decoder: RecordDecoder) -> None:
         for lo, hi in step.requested_ranges():

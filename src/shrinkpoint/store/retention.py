@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -20,6 +20,7 @@ from shrinkpoint.store.listing import Listing
 from shrinkpoint.store.manifest import DirectoryManifest, Manifest
 
 M = TypeVar("M", bound=DirectoryManifest)
+PlaceT = TypeVar("PlaceT")
 NO_METRIC = "Keep(metric=)"
 """The `where` of an error about a metric that no checkpoint has."""
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
@@ -265,6 +266,32 @@ def reverse_ratio(rewritten: Iterable[tuple[DirectoryManifest, DirectoryManifest
     """
     pairs = [(before.stored_bytes, after.stored_bytes) for before, after in rewritten if before.depth and after.depth]
     return sum(after for _, after in pairs) / sum(before for before, _ in pairs) if pairs else None
+
+
+def parents_to_reverse(
+    kept: Mapping[PlaceT, DirectoryManifest], keep: Keep, needs_none: Callable[[DirectoryManifest], bool]
+) -> dict[PlaceT, PlaceT | None]:
+    """Checkpoints to write again, newest first, each with the newer one that it becomes a delta against.
+
+    One of the last becomes a delta against the next newer one, since it goes before that. One of the best may stay
+    longer than all others, so it becomes a delta against the newest. One that stays for good becomes a keyframe.
+
+    Args:
+        kept: manifests with steps, by place, oldest first.
+        needs_none: True if a checkpoint that stays for good depends on none that goes.
+    """
+    places = [*kept]
+    parents: dict[PlaceT, PlaceT | None] = {}
+    newest = newer = places[-1] if places else None
+    for index, place in reversed([*enumerate(places[:-1], -len(places))]):
+        manifest = kept[place]
+        is_permanent = keep.is_permanent(manifest.step or 0)
+        if manifest.weights_only or len(manifest.payloads) > 1 or (is_permanent and needs_none(manifest)):
+            continue  # as they stay as they are, no other becomes a delta against them: their bases may be targets
+        is_one_of_last = keep.best is None or index >= -(keep.last or 1)
+        parents[place] = None if is_permanent else newer if is_one_of_last else newest
+        newer = place if is_one_of_last else newer
+    return parents
 
 
 def plan_prune(storage: Storage, listing: Listing, keep: Keep, now: datetime) -> PrunePlan:

@@ -107,7 +107,9 @@ class TreeEncoder:
             return tree
         if isinstance(value, np.generic) and value.dtype.kind not in "US":
             self._num_chars += 2 * value.itemsize
-            return _numpy_scalar(value, path)
+            _check_numpy_dtype("scalar", value.dtype, path)
+            little = value.dtype.newbyteorder("<")
+            return {"$g": [little.str, np.asarray(value).astype(little).tobytes().hex()]}
         if type(value) not in self._nest_encoders:
             return self._other(value, path)
         if id(value) in self._open_ids:
@@ -267,12 +269,6 @@ def _text(value: str, path: StatePath) -> JSON:
 
 def _is_unicode(value: str) -> bool:
     return value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value)
-
-
-def _numpy_scalar(value: np.generic, path: StatePath) -> JSON:
-    _check_numpy_dtype("scalar", value.dtype, path)
-    little = value.dtype.newbyteorder("<")
-    return {"$g": [little.str, np.asarray(value).astype(little).tobytes().hex()]}
 
 
 def _plain_tensor(value: torch.Tensor, path: StatePath) -> torch.Tensor:

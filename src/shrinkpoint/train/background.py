@@ -396,7 +396,13 @@ class BackgroundWorker:
             self._revoke(job)  # `start` was interrupted, and so was its error handling
         if self._job is job:
             job.done.wait()  # `Thread.join` would take the thread for ended after an interrupt
-            self._collect_error(job)
+            # Keep the error of a finished job, once: several threads may have waited for it
+            with job.lock:
+                error, job.error = job.error, None
+            if error is not None:
+                self._error = error
+            if self._job is job:
+                self._job = None
 
     def wait(self) -> None:
         """Wait for the job that runs, if any.
@@ -420,15 +426,6 @@ class BackgroundWorker:
     def _revoke(self, job: _Job) -> None:
         """Forget a job, unless it is running."""
         if job.revoke() and self._job is job:
-            self._job = None
-
-    def _collect_error(self, job: _Job) -> None:
-        """Keep the error of a finished job, once: several threads may have waited for it."""
-        with job.lock:
-            error, job.error = job.error, None
-        if error is not None:
-            self._error = error
-        if self._job is job:
             self._job = None
 
 

@@ -29,7 +29,7 @@ from shrinkpoint.store.chain import manifest_identity, use_current
 from shrinkpoint.store.checkpoint_file import DecodedFile, Device, build_state
 from shrinkpoint.store.decode import decode_payload
 from shrinkpoint.store.delta_writer import DeltaWriter
-from shrinkpoint.store.directory_retention import chains_to_strip, parents_to_reverse, plan_run
+from shrinkpoint.store.directory_retention import chains_to_strip, directories_to_reverse, plan_run
 from shrinkpoint.store.directory_rewrite import MomentFilter, RunRewriter
 from shrinkpoint.store.manifest import DirectoryManifest, check_note
 from shrinkpoint.store.retention import check_keep
@@ -318,7 +318,7 @@ class Checkpointer(BackgroundSaver):
             digests = {plan.keep[member].digest for member in chain}
             if not digests <= self._settled and not rewriter.rewrite(chain, MomentFilter()):
                 self._settled |= digests
-        parents = parents_to_reverse(plan, keep) if wants_reverse else {}
+        parents = directories_to_reverse(plan, keep) if wants_reverse else {}
         if parents:
             limit.note_reversed(rewriter.reverse(parents))
 

@@ -83,7 +83,13 @@ def select_parts(targets: Mapping[str, Any], only: RestoreSelection) -> Selected
         PolicyError: other objects than a model and its optimizer; a pattern without a match; a part that the tensor
             does not have.
     """
-    _check_targets(targets)
+    if not {"model"} <= set(targets) <= {"model", "optimizer"} or not hasattr(targets["model"], "state_dict"):
+        found, expected = ", ".join(targets) or "nothing", "model= alone, or with its optimizer=; a module"
+        raise PolicyError("only", found=found, expected=expected, do="restore the rest in a call of its own")
+    optimizer = targets.get("optimizer")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        found = f"{validate.type_name(optimizer)} as optimizer"
+        raise PolicyError("only", found=found, expected="one optimizer of the model", do="leave it out")
     model = targets["model"]
     live_state: dict[str, Any] = dict(model.state_dict())
     named_parameters = getattr(model, "named_parameters", None)
@@ -98,16 +104,6 @@ def select_parts(targets: Mapping[str, Any], only: RestoreSelection) -> Selected
             indices[name] = index
     selected = {name: parameters[name] for name in indices.keys() & parameters.keys()}
     return SelectedParts(live_state, indices, selected)
-
-
-def _check_targets(targets: Mapping[str, Any]) -> None:
-    if not {"model"} <= set(targets) <= {"model", "optimizer"} or not hasattr(targets["model"], "state_dict"):
-        found, expected = ", ".join(targets) or "nothing", "model= alone, or with its optimizer=; a module"
-        raise PolicyError("only", found=found, expected=expected, do="restore the rest in a call of its own")
-    optimizer = targets.get("optimizer")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        found = f"{validate.type_name(optimizer)} as optimizer"
-        raise PolicyError("only", found=found, expected="one optimizer of the model", do="leave it out")
 
 
 def _match_names(only: RestoreSelection, live_state: Mapping[str, Any]) -> list[tuple[str, _Part]]:
@@ -257,11 +253,7 @@ def _index_of_part(name: str, tensor: Any, part: _Part) -> _TorchIndex | None:
         return (_check_slice(part, tensor.shape[0], where),)
     if isinstance(part, tuple) and part and all(isinstance(side, slice | tuple | list) for side in part):
         return _box_slices(part, tensor, where)
-    return _mask_or_rows(part, tensor, where)
-
-
-def _mask_or_rows(part: Sequence[Any] | Tensor, tensor: Tensor, where: str) -> Tensor:
-    """The index of a bool tensor, or of row indices."""
+    # The index of a bool tensor, or of row indices
     try:
         indices = torch.as_tensor(part)
     except (TypeError, ValueError, RuntimeError, IndexError) as error:

@@ -137,7 +137,8 @@ class AttributeSnapshot:
         for live, recorded in self._attributes:
             live.update({name: value for name, value in recorded.items() if live.get(name, self) is not value})
         for container, copy in self._containers.values():
-            if not _has_same_items(container, copy):
+            pairs = zip(_iter_items(container), _iter_items(copy), strict=True)
+            if not (len(container) == len(copy) and all(item is recorded for item, recorded in pairs)):
                 container.clear()
                 (container.extend if isinstance(container, list | deque) else container.update)(copy)
 
@@ -149,11 +150,6 @@ class AttributeSnapshot:
         if isinstance(obj, dict) or len(obj) <= _MAX_NESTED:
             for member in obj.values() if isinstance(obj, dict) else obj:
                 self._record_containers(member)
-
-
-def _has_same_items(container: Any, copy: Any) -> bool:
-    pairs = zip(_iter_items(container), _iter_items(copy), strict=True)
-    return len(container) == len(copy) and all(item is recorded for item, recorded in pairs)
 
 
 def _iter_items(container: Any) -> Iterator[Any]:

@@ -149,15 +149,6 @@ def _outside(symbols: Bytes) -> Tensor:
     return torch.from_numpy(np.flatnonzero((symbols == _OFFSET - _ESCAPE) | (symbols == _OFFSET + _ESCAPE)))
 
 
-def _multiply(symbols: Bytes, steps: SharedSteps, values: Tensor) -> None:
-    """Fill a tensor with the multiples of steps that bytes stand for."""
-    codes = torch.from_numpy(symbols ^ np.uint8(_OFFSET)).view(torch.int8)
-    for begin in range(0, len(values), _BLOCK_NUMEL):
-        block = slice(begin, begin + _BLOCK_NUMEL)
-        values[block] = codes[block]
-        values[block].mul_(steps.factor).mul_(steps.roots[block])
-
-
 def _read_header(wire: Tensor) -> tuple[int, int, int, int, int, float]:
     """Flags, digest, size of the side data, of the codes, number of values in float32, and level."""
     data = tensor_bytes(wire)[: _HEADER.size]
@@ -223,6 +214,11 @@ class _Message:
         places = _outside(symbols) if len(self.outside) else _NO_PLACES
         if len(places) != len(self.outside):
             raise _damaged(f"{len(self.outside)} values for {len(places)} places")
-        _multiply(symbols, steps, values)
+        # The multiples of steps that bytes stand for
+        codes = torch.from_numpy(symbols ^ np.uint8(_OFFSET)).view(torch.int8)
+        for begin in range(0, len(values), _BLOCK_NUMEL):
+            block = slice(begin, begin + _BLOCK_NUMEL)
+            values[block] = codes[block]
+            values[block].mul_(steps.factor).mul_(steps.roots[block])
         if len(places):
             values[places] = self.outside

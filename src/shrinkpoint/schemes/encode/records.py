@@ -149,7 +149,7 @@ class _RecordEncoder:
             tuple(self.state.tensors[info.name] for info in infos),
             quantized,
             coding_context(infos, 1, None, group.moments, self.state.tensors),
-            self._moment_ordinals(group),
+            tuple((self.ordinals[first], self.ordinals[second]) for first, second in group.moments),
             self.reference if group.has_reference and uses_parent else None,
             tuple(self.quantized[context].codes for context in group.context_names),
             tuple(self.ordinals[context] for context in group.context_names),
@@ -184,6 +184,3 @@ class _RecordEncoder:
     def _quantized_tensors(self, group: RecordGroup, kind: type[_Quantized]) -> tuple[_Quantized, ...]:
         tensors = (self.quantized[info.name] for info in group.infos)
         return tuple(tensor for tensor in tensors if isinstance(tensor, kind))
-
-    def _moment_ordinals(self, group: RecordGroup) -> tuple[tuple[int, int], ...]:
-        return tuple((self.ordinals[first], self.ordinals[second]) for first, second in group.moments)

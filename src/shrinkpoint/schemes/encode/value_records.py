@@ -42,7 +42,11 @@ def coder_configs(
     """
     number, role = NUMBER_FORMATS[record.infos[0].dtype], record.infos[0].role
     if not number.is_float:
-        yield from _integer_configs(number, context)
+        if context.base is not None:
+            yield CoderConfig("delta", predictor="base")
+        if number.width > 8:
+            yield CoderConfig("delta")
+        yield CoderConfig("planes")
         return
     words = record.values.view(f"u{number.itemsize}")
     sample = _sample(words)
@@ -91,14 +95,6 @@ def is_far_smaller(
 def sample_stride(count: int) -> int:
     """Return the stride between the tiles that are sampled of an array of `count` values."""
     return max(1, count // _SAMPLE_SIZE)
-
-
-def _integer_configs(number: NumberFormat, context: CodingContext) -> Iterator[CoderConfig]:
-    if context.base is not None:
-        yield CoderConfig("delta", predictor="base")
-    if number.width > 8:
-        yield CoderConfig("delta")
-    yield CoderConfig("planes")
 
 
 def _delta_configs(

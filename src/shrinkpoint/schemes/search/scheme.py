@@ -30,7 +30,6 @@ from shrinkpoint.schemes.search.strategies import branch_and_bound, neighbourhoo
 from shrinkpoint.schemes.search.trials import Progress, SearchResult, Trial, Trials
 from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL
 from shrinkpoint.sharding.global_stats import GlobalStats
-from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.info import JSON
 
 
@@ -225,7 +224,11 @@ class SearchScheme(Planner["SearchChoice"]):
     def measure(self, save: PlannedSave) -> Iterator[Measurement]:
         self._is_quiet = save.tensors.rank > 0
         if not save.is_idle:  # only what has moved is searched, and needs agreement
-            self._agree(save.tensors)
+            # Forget what ranks remember differently: replicas take what their first rank has; a collective
+            self._calibration.set_state(self._value_of_leader(self._calibration.state))
+            self._last_choice = save.tensors.collectives.value_if_equal(self._last_choice)
+            self._calibration.forget_differences(save.tensors)
+            self._lossy_restores = save.tensors.collectives.value_if_equal(self._lossy_restores) or 0
         save.evaluator = save.evaluator or TrialEvaluator(save.state, self._evaluate or never_called)
         with super().measure(save) as measurement:
             yield measurement
@@ -439,13 +442,6 @@ class SearchScheme(Planner["SearchChoice"]):
                 show(trial, best, remaining)
 
         return report
-
-    def _agree(self, tensors: GlobalTensors) -> None:
-        """Forget what ranks remember differently: replicas take what their first rank has; a collective."""
-        self._calibration.set_state(self._value_of_leader(self._calibration.state))
-        self._last_choice = tensors.collectives.value_if_equal(self._last_choice)
-        self._calibration.forget_differences(tensors)
-        self._lossy_restores = tensors.collectives.value_if_equal(self._lossy_restores) or 0
 
     def _value_of_leader(self, value: T) -> T:
         """The value that the first of the replicas has; without replicas, the value itself."""

@@ -92,7 +92,8 @@ class ChainState:
             origin: the checkpoint from which training resumed; None if there is none.
         """
         if scheme is not self.scheme:
-            config = _scheme_config(scheme)
+            arguments = scheme.arguments if isinstance(scheme, SpecMixin) else {}
+            config = {**arguments, "": (type(scheme), repr(scheme))}
             if self.scheme is None or not _are_equal(config, self.scheme_config):
                 self.scheme, self.scheme_config = scheme, config
         if origin is not None and origin != self.origin:
@@ -207,11 +208,6 @@ def payload_index(manifest: DirectoryManifest, rank: int) -> int | None:
     """The index of the payload that a rank wrote; None if it wrote none."""
     prefix = f"rank-{rank:05d}."
     return next((index for index, payload in enumerate(manifest.payloads) if payload.name.startswith(prefix)), None)
-
-
-def _scheme_config(scheme: Scheme) -> dict[str, object]:
-    arguments = scheme.arguments if isinstance(scheme, SpecMixin) else {}
-    return {**arguments, "": (type(scheme), repr(scheme))}
 
 
 def _are_equal(config: Mapping[str, object], other: Mapping[str, object]) -> bool:

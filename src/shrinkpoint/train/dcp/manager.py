@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -26,7 +25,7 @@ from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store import Keep, SaveReport, layout
 from shrinkpoint.store.directory import delete_expired, read_directory_manifest
-from shrinkpoint.store.directory_retention import Directory, RunPlan, chains_to_strip, plan_run
+from shrinkpoint.store.directory_retention import Directory, RunPlan, chains_to_strip
 from shrinkpoint.store.directory_rewrite import RunRewriter
 from shrinkpoint.store.identify import is_checkpoint
 from shrinkpoint.store.manifest import DirectoryManifest, Payload
@@ -192,9 +191,9 @@ class Manager(ScheduledSaver):
         def prune() -> RunPlan | None:
             if not is_coordinator:
                 return None
-            delete_expired(run.expired(keep))
-            complete = [path for path in run.newest_first()[::-1] if is_checkpoint(path)]
-            return plan_run(complete, keep, datetime.now(timezone.utc))
+            plan = run.plan(keep)
+            delete_expired(plan.delete)
+            return plan
 
         try:
             plan = next(plan for plan in gather_or_raise(prune, self._group) if plan is not None)

@@ -138,7 +138,15 @@ def _infer_shard_roles(
     mappings = _paths(getattr(planner, "mappings", None))
     paths = {fqn: nest_path(fqn, mappings) for fqn in tensors}
     leaves = [Leaf(paths[fqn], shards[0][1], name=shards[0][0]) for fqn, shards in tensors.items()]
-    inferred = infer_roles(leaves, _collect_optimizers(paths, tensors, planner, mappings))
+    optimizers: dict[StatePath, _OptimizerState] = {}
+    for fqn, path in paths.items():
+        if _is_slot(path):
+            slots = optimizers.setdefault(path[:-3], _OptimizerState()).state.setdefault(str(path[-2]), {})
+            slots[str(path[-1])] = tensors[fqn][0][1]
+    state_dict = getattr(planner, "state_dict", None)
+    for fqn, value in state_dict.items() if isinstance(state_dict, Mapping) else ():
+        _add_hyperparameter(optimizers, nest_path(fqn, mappings), value)
+    inferred = infer_roles(leaves, [(path, optimizer.state_dict()) for path, optimizer in optimizers.items()])
     for shards in tensors.values():  # several shards of one tensor on one rank are rare; moments go with the first
         first = shards[0][0]
         for name, _ in shards[1:]:
@@ -175,23 +183,6 @@ class _OptimizerState:
             settings = named[0] if len(named) == 1 else {}
             named = [{**settings, **self.parameter_settings.get(name, {}), "params": [name]} for name in self.state]
         return {"state": self.state, "param_groups": named}
-
-
-def _collect_optimizers(
-    paths: Mapping[str, StatePath],
-    tensors: Mapping[str, Sequence[tuple[str, torch.Tensor]]],
-    planner: SavePlanner,
-    mappings: Mapping[str, Any],
-) -> list[tuple[StatePath, dict[Any, Any]]]:
-    optimizers: dict[StatePath, _OptimizerState] = {}
-    for fqn, path in paths.items():
-        if _is_slot(path):
-            slots = optimizers.setdefault(path[:-3], _OptimizerState()).state.setdefault(str(path[-2]), {})
-            slots[str(path[-1])] = tensors[fqn][0][1]
-    state_dict = getattr(planner, "state_dict", None)
-    for fqn, value in state_dict.items() if isinstance(state_dict, Mapping) else ():
-        _add_hyperparameter(optimizers, nest_path(fqn, mappings), value)
-    return [(path, optimizer.state_dict()) for path, optimizer in optimizers.items()]
 
 
 def _add_hyperparameter(optimizers: Mapping[StatePath, _OptimizerState], path: StatePath, value: Any) -> None:
@@ -393,15 +384,12 @@ class _WeightOwners:
         ranks = self._ranks.get(fqn)
         if ranks is None:
             ranks = self._ranks[fqn] = {}
-            self._add_name(fqn)
+            parts = fqn.split(".")
+            for first in range(len(parts)):  # `first.weight` finds `model.first.weight`; of several, the shortest name
+                suffix = ".".join(parts[first:])
+                names = [fqn, *([self._names[suffix]] if suffix in self._names else [])]
+                self._names[suffix] = min(names, key=lambda name: (len(name), name))
         ranks[box] = rank
-
-    def _add_name(self, fqn: str) -> None:
-        parts = fqn.split(".")
-        for first in range(len(parts)):  # `first.weight` finds `model.first.weight`; of several, the shortest name
-            suffix = ".".join(parts[first:])
-            names = [fqn, *([self._names[suffix]] if suffix in self._names else [])]
-            self._names[suffix] = min(names, key=lambda name: (len(name), name))
 
     def find_rank(self, name: str, box: _Box) -> int | None:
         """The rank of a shard of the weight whose name ends so; None if there is none."""

@@ -198,7 +198,7 @@ class TitanCheckpointManager(CheckpointManager):
         if self.save_future is None and self._should_purge():
             root = Path(self.folder).absolute()
             run = DirectoryRun(root, lambda name: _step_of(name) if _is_own(root / name) else None)
-            delete_expired(run.expired(Keep(last=self.keep_latest_k)))
+            delete_expired(run.plan(Keep(last=self.keep_latest_k)).delete)
 
 
 def _step_of(name: str) -> int | None:

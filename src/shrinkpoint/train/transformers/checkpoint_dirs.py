@@ -369,7 +369,14 @@ def save_auxiliary_files(trainer: Any, model: Any, output_dir: str) -> None:
     """Write configuration, tokenizer and training arguments, as `Trainer._save` does next to the weights."""
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     if isinstance(model, PreTrainedModel):
-        _save_config(model, output_dir)
+        # Write what `save_pretrained` writes without the weights
+        model.config.dtype = str(model.dtype).removeprefix("torch.")
+        model.config.architectures = [type(model).__name__]
+        if model.is_remote_code():
+            custom_object_save(model, output_dir, config=model.config)
+        model.config.save_pretrained(output_dir)
+        if model.can_generate():
+            model.generation_config.save_pretrained(output_dir)
     processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
     if processing is not None:
         processing.save_pretrained(output_dir)
@@ -385,14 +392,3 @@ def has_adapters(model: Any) -> bool:
     from peft import PeftModel  # type: ignore[import-not-found,unused-ignore]
 
     return isinstance(model, PeftModel)
-
-
-def _save_config(model: Any, output_dir: str) -> None:
-    """Write what `save_pretrained` writes without the weights."""
-    model.config.dtype = str(model.dtype).removeprefix("torch.")
-    model.config.architectures = [type(model).__name__]
-    if model.is_remote_code():
-        custom_object_save(model, output_dir, config=model.config)
-    model.config.save_pretrained(output_dir)
-    if model.can_generate():
-        model.generation_config.save_pretrained(output_dir)

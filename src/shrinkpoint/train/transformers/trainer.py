@@ -378,7 +378,9 @@ class _ModelCheckpointer:
                 evaluation = Evaluation(trainer, shrink.evaluate, shrink.batches)
             elif shrink.measures_by_default:
                 evaluation = self._training_loss = TrainingLoss(trainer, shrink.batches)
-            self._recorder = shrink.make_recorder(model, _save_interval(trainer.args))
+            # Number of optimizer steps between two saves, where that is fixed
+            steps = trainer.args.save_steps if trainer.args.save_strategy == SaveStrategy.STEPS else 0
+            self._recorder = shrink.make_recorder(model, int(steps) if steps >= 1 else None)
             higher_is_better = isinstance(evaluation, Evaluation) and evaluation.higher_is_better
             self.checkpointer = shrink.make_checkpointer(evaluation, higher_is_better, self._recorder)
             self._model = model
@@ -520,9 +522,3 @@ def _find_newest(args: Any) -> str | None:
                 return checkpoint_dirs.find_resume_checkpoint(args.output_dir, optimizer=False)
             raise
     return checkpoint_dirs.find_resume_checkpoint(args.output_dir, optimizer=False)
-
-
-def _save_interval(args: Any) -> int | None:
-    """Number of optimizer steps between two saves; None if it is not fixed."""
-    steps = args.save_steps if args.save_strategy == SaveStrategy.STEPS else 0
-    return int(steps) if steps >= 1 else None
