@@ -11,8 +11,7 @@ from typing import ParamSpec, Protocol, TypeVar
 
 T = TypeVar("T")
 P = ParamSpec("P")
-_JOIN_SECONDS = 2.0
-"""How long the end of an owner waits for its thread, which may wait for a peer that died."""
+_JOIN_SECONDS = 2.0  # How long the end of an owner waits for its thread, which may wait for a peer that died
 
 
 class ForkAware(Protocol):

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 from shrinkpoint.errors import PolicyError
 
-MAX_VALUE_CHARS = 80
-"""Characters of a wrong argument that a message repeats."""
+MAX_VALUE_CHARS = 80  # Characters of a wrong argument that a message repeats
 MAX_THREADS = 1 << 16
 _PERCENT = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*%\s*")
 _TEXT = TypeVar("_TEXT", bound=str)

@@ -49,8 +49,7 @@ class ConvertForm(str, Enum):
     DCP = "dcp"
 
 
-_MAX_LISTED = 3
-"""Number of files without a checksum that are named."""
+_MAX_LISTED = 3  # Number of files without a checksum that are named
 _TO_HELP = "What to write; else a store from what is not ours, and what it was from what is."
 _ONLY_HELP = 'Only checkpoints of a run that are named so, e.g. "*.ckpt"; may be given again.'
 _EVALUATE_HELP = "Gets a converted state, returns a loss; for schemes that search."

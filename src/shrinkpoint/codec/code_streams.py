@@ -28,15 +28,13 @@ CODERS = ("context", "alone", "packed", "rearranged", "runs", "huffman")
 "context" codes them under the parent's codes, "alone" without context, "packed" in fixed width. "rearranged", "runs"
 and "huffman" are the delta encoder of arXiv 2306.11800, whole and without its earlier stages. "lzma", fixed width
 followed by LZMA as in arXiv 2406.11257, is slow and therefore used only on request."""
-DELTA_CODERS = ("context", "rearranged", "runs", "huffman")
-"""The coders that use the parent's codes."""
+DELTA_CODERS = ("context", "rearranged", "runs", "huffman")  # The coders that use the parent's codes
 
 BytesLike: TypeAlias = bytes | bytearray | memoryview
 
 _LENGTH = struct.Struct("<Q")
 _MIN_DICTIONARY, _MAX_DICTIONARY = 1 << 12, 1 << 26
-_MAX_LZMA_MEMORY = 1 << 27
-"""Memory limit of the LZMA decoder in bytes; the largest dictionary needs 65 MiB."""
+_MAX_LZMA_MEMORY = 1 << 27  # Memory limit of the LZMA decoder in bytes; the largest dictionary needs 65 MiB
 
 
 def encode_forms(

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-RESERVED_CODES = 2
-"""Codes with a fixed meaning that may come before those of the centers: zero and exact values."""
-MAX_CODES = 256
-"""Number of distinct codes: a code is a byte."""
+RESERVED_CODES = 2  # Codes with a fixed meaning that may come before those of the centers: zero and exact values
+MAX_CODES = 256  # Number of distinct codes: a code is a byte
 
 
 @dataclass(frozen=True)

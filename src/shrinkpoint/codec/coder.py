@@ -41,8 +41,7 @@ class NumberFormat:
         return self.width - self.mantissa == 9
 
 
-BYTE_FORMAT = NumberFormat(8)
-"""The numbers of byte streams: codes, tokens, one-byte dtypes."""
+BYTE_FORMAT = NumberFormat(8)  # The numbers of byte streams: codes, tokens, one-byte dtypes
 NUMBER_FORMATS = {name: NumberFormat(dtype.number_width, dtype.mantissa) for name, dtype in DTYPES.items()}
 """The number format of every dtype in `tensors.info.DTYPES`."""
 

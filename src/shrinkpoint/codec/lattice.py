@@ -25,16 +25,13 @@ Spacing = Literal["linear", "relative", "log"]
 of two, and zero."""
 SPACINGS: tuple[Spacing, ...] = get_args(Spacing)
 
-STEPS_PER_OCTAVE = 8
-"""Scales are powers of two in steps of 1/8 octave."""
+STEPS_PER_OCTAVE = 8  # Scales are powers of two in steps of 1/8 octave
 MAX_SCALE_EXPONENT = 120 * STEPS_PER_OCTAVE
 """Largest absolute exponent of a row, of a column and of their sum: no scale is denormal or infinite."""
-MAX_LATTICE_CODE = (1 << 15) - 2
-"""Largest absolute code; up to it, adding dither is exact in float32."""
+MAX_LATTICE_CODE = (1 << 15) - 2  # Largest absolute code; up to it, adding dither is exact in float32
 MIN_GAIN, MAX_GAIN = 1 / 16, 16.0
 """The least and the largest gain of a tensor."""
-ZERO_CODE = -127
-"""With spacing "log", the code that stands for zero; the smallest code of a power of two is one above."""
+ZERO_CODE = -127  # With spacing "log", the code that stands for zero; the smallest code of a power of two is one above
 _POWERS = tuple(
     float(torch.tensor(2.0 ** (k / STEPS_PER_OCTAVE), dtype=torch.float32)) for k in range(STEPS_PER_OCTAVE)
 )

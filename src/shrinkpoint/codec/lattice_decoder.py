@@ -50,8 +50,7 @@ from shrinkpoint.codec.recipe import LatticeRecipe
 from shrinkpoint.tensors.dtypes import tensor_bytes
 from shrinkpoint.tensors.info import TensorInfo
 
-_BLOCK_VALUES = 1 << 19
-"""Values that are decoded before the next ones are looked at."""
+_BLOCK_VALUES = 1 << 19  # Values that are decoded before the next ones are looked at
 
 
 class MemberDecoder:

@@ -47,8 +47,7 @@ from shrinkpoint.tensors.info import EncodedRecord, TensorInfo
 PART_SIZES = struct.Struct("<IQII")
 """Bytes of the lattices, of the coded tokens and of their side data, and the number of escapes; they begin the part."""
 SIDE_SIZES = struct.Struct("<II")  # of the exponents: bytes of the side data, and the number of escapes
-ESCAPE = -128
-"""The token of a difference that does not fit into a byte; the difference is the next of the escapes."""
+ESCAPE = -128  # The token of a difference that does not fit into a byte; the difference is the next of the escapes
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,9 @@ from shrinkpoint.codec.lattice import SPACINGS, Spacing
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.tensors.names import short_repr
 
-MAX_MEMBERS = 1 << 20
-"""Largest number of tensors in one record."""
-MAX_LATTICE_STEP = 1 << 10
-"""Largest `LatticeRecipe.step`, in eighths of an octave."""
-MAX_TAPS = 64
-"""Largest number of taps; larger trailing axes are not a convolution kernel."""
+MAX_MEMBERS = 1 << 20  # Largest number of tensors in one record
+MAX_LATTICE_STEP = 1 << 10  # Largest `LatticeRecipe.step`, in eighths of an octave
+MAX_TAPS = 64  # Largest number of taps; larger trailing axes are not a convolution kernel
 
 
 @dataclass(frozen=True)

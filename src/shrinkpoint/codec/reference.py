@@ -184,8 +184,7 @@ def lattice_sources(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict
 QuantizedTensor: TypeAlias = CodebookTensor | LatticeTensor
 """A quantized tensor: codes with the codebook or lattice that they index."""
 
-MAX_SAMPLED_VALUES = 1 << 16
-"""Values of a weight that are held as they were before quantization, about."""
+MAX_SAMPLED_VALUES = 1 << 16  # Values of a weight that are held as they were before quantization, about
 
 
 class RowSample(NamedTuple):

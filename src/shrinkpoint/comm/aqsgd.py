@@ -40,8 +40,7 @@ CacheDtype = Literal["fp16", "bf16", "fp32"]
 _IDENTITY = Identity()
 _DEFAULT_MAX_BYTES = 1 << 30
 _MIN_ROWS = 64
-_DIGEST_ROWS = 64
-"""Rows, about, that the digest of a cache covers."""
+_DIGEST_ROWS = 64  # Rows, about, that the digest of a cache covers
 
 
 @dataclass(frozen=True)

@@ -32,12 +32,10 @@ from shrinkpoint.threads import end_thread_with
 
 MAX_IN_FLIGHT = 8
 """Segments between the first and the last stage at a time: what bounds memory, and covers a link's latency."""
-_FIRST_TAG = 0x5350_0000
-"""The first tag of point-to-point messages of a group; each segment has two, one a hop."""
+_FIRST_TAG = 0x5350_0000  # The first tag of point-to-point messages of a group; each segment has two, one a hop
 _next_tags: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """The first tag that is free, by group: several models of a group may be in their backward passes at a time."""
-AllReduceFor = Callable[[Segment], CompressedAllReduce]
-"""Gives what averages a segment."""
+AllReduceFor = Callable[[Segment], CompressedAllReduce]  # Gives what averages a segment
 
 
 class BackgroundAllReduce(ABC):

@@ -20,8 +20,7 @@ from shrinkpoint.errors import MismatchError, PolicyError
 
 _RESIDUAL_KEY = 0x5BD1E995
 """Added to the key of a message for its second half in EF-mixed, so that the halves have different keys."""
-_BUFFER_NAME = re.compile(r"[0-9]{1,18}\.[0-9]{1,18}")
-"""The name of a buffer in a state: slot and index."""
+_BUFFER_NAME = re.compile(r"[0-9]{1,18}\.[0-9]{1,18}")  # The name of a buffer in a state: slot and index
 
 
 @dataclass(frozen=True)

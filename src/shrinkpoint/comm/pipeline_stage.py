@@ -32,8 +32,7 @@ _REPLACEMENTS = {
 """Methods of torch's stages, and those of `CompressedStage` that replace them."""
 _INFERENCE_CLEANUP = "_post_metadata_inference_cleanup"
 """A method that frees the graph of shape inference; releases of torch without it leave none."""
-_FIRST_TAG = 0x2000_0000
-"""Tags of messages between stages have this bit; those that torch gives its own messages are 0."""
+_FIRST_TAG = 0x2000_0000  # Tags of messages between stages have this bit; those that torch gives its own messages are 0
 _Transfers = Sequence[tuple[int | None, bool]]
 """For each tensor that torch lists: the stage at the other end, and whether it is sent in a message."""
 
@@ -49,8 +48,7 @@ class Direction:
     forward: Link | None = None  # of a direction of gradients, the link of the activations at the same boundary
 
 
-Boundary = tuple[Direction, Direction]
-"""The forward and the backward direction of a boundary, at one of its ends."""
+Boundary = tuple[Direction, Direction]  # The forward and the backward direction of a boundary, at one of its ends
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ from shrinkpoint.errors import TruncatedError
 from shrinkpoint.tensors.info import DTYPES, ITEMSIZE, JSON
 
 ALIGN = 8
-MAX_HEADER_BYTES = 100_000_000
-"""Largest header in bytes; safetensors refuses longer ones, too."""
+MAX_HEADER_BYTES = 100_000_000  # Largest header in bytes; safetensors refuses longer ones, too
 
 SAFETENSORS_DTYPES = {name for name, dtype in DTYPES.items() if dtype.in_safetensors}
 """The dtypes that an entry may have; each means the same to safetensors."""
@@ -36,8 +35,7 @@ PREFIX = b'{"__metadata__":{"format":"pt","shrinkpoint.digest":"'
 
 MARKER_ENTRY = "~parts/ of this file are read by shrinkpoint.load() only"
 """Name of the entry at which `safetensors.torch.load_file` and `torch.load` fail. It has no bytes."""
-MARKER_SHAPE = (0, (1 << 64) - 1)
-"""Its shape: valid for safetensors, and more than a dimension of a tensor can be."""
+MARKER_SHAPE = (0, (1 << 64) - 1)  # Its shape: valid for safetensors, and more than a dimension of a tensor can be
 _BLANK_DIGEST = b"0" * 32
 _DIGEST_SLICE = slice(8 + len(PREFIX), 8 + len(PREFIX) + 32)
 

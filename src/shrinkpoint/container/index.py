@@ -39,10 +39,8 @@ from shrinkpoint.container.strict_json import (
 )
 from shrinkpoint.tensors.info import JSON, EncodedRecord, TensorInfo
 
-NUMBER_MARK = "\n"
-"""Stands for a number in a pattern."""
-_MAX_DIGITS = 19
-"""Digits of the largest number."""
+NUMBER_MARK = "\n"  # Stands for a number in a pattern
+_MAX_DIGITS = 19  # Digits of the largest number
 _NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,14})(?![0-9])")
 
 
@@ -146,16 +144,11 @@ def _format(pattern: JSON) -> str:
     return str(pattern).replace("%", "%%").replace(NUMBER_MARK, "%d")
 
 
-MAX_INDEX_BYTES = 100_000_000
-"""Largest index, and largest JSON text in it, in bytes: as of a header."""
-MIN_TEXT_LIMIT = 1 << 22
-"""Bytes that the JSON of any index may have."""
-MAX_TEXT_RATIO = 32
-"""Bytes that it may have for each byte of the index, beyond that."""
-MIN_SIZE_LIMIT = 1 << 24
-"""Limit of `description_size` in any file."""
-MAX_SIZE_RATIO = 64
-"""The same for each byte of the index, beyond that."""
+MAX_INDEX_BYTES = 100_000_000  # Largest index, and largest JSON text in it, in bytes: as of a header
+MIN_TEXT_LIMIT = 1 << 22  # Bytes that the JSON of any index may have
+MAX_TEXT_RATIO = 32  # Bytes that it may have for each byte of the index, beyond that
+MIN_SIZE_LIMIT = 1 << 24  # Limit of `description_size` in any file
+MAX_SIZE_RATIO = 64  # The same for each byte of the index, beyond that
 
 _DIGEST_BYTES = 16
 _KEYS = {

@@ -21,13 +21,11 @@ from shrinkpoint.tensors.info import JSON
 Buffer: TypeAlias = bytes | bytearray | memoryview
 JOURNAL_FORMAT = 1
 JOURNAL_MAGIC = b"shrinkpoint journal\n"
-_START = struct.Struct("<Q16s")
-"""Length of the JSON behind it, and the digest of magic, length and JSON."""
+_START = struct.Struct("<Q16s")  # Length of the JSON behind it, and the digest of magic, length and JSON
 _HEAD = struct.Struct("<QQI8s16s")
 """Step, bytes of all blobs, bytes of the JSON before them; a digest of these, cut to 8 bytes; the record's digest."""
 _NUMBERS = struct.Struct("<QQI")
-MAX_JOURNAL_JSON = 1 << 24
-"""Largest JSON of a header or record in bytes."""
+MAX_JOURNAL_JSON = 1 << 24  # Largest JSON of a header or record in bytes
 _DO = "restore with strict=False, which stops before what is damaged, or begin from the checkpoint alone"
 
 

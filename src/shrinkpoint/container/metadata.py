@@ -10,12 +10,9 @@ from shrinkpoint.container.header import ALIGN, MARKER_ENTRY, MARKER_SHAPE, SAFE
 from shrinkpoint.container.strict_json import SIZE_LIMIT, corrupt_error, expect_numbers, expect_type, nbytes_of
 from shrinkpoint.tensors.info import ITEMSIZE, JSON, Role, TensorInfo
 
-FORMAT_VERSION = 3
-"""The version that is written; readers know all up to it."""
-FILLER_PREFIX = "~pad/"
-"""Prefix of the filler entries of format 1, which align the next entry."""
-RENAMED_PREFIX = "~entry/"
-"""Prefix of entries whose own name is taken or reserved."""
+FORMAT_VERSION = 3  # The version that is written; readers know all up to it
+FILLER_PREFIX = "~pad/"  # Prefix of the filler entries of format 1, which align the next entry
+RENAMED_PREFIX = "~entry/"  # Prefix of entries whose own name is taken or reserved
 ROLES = {role.value: role for role in Role}
 TensorKind: TypeAlias = tuple[tuple[int, ...], str, Role, tuple[int, ...] | None]
 """Shape, dtype, role and offsets of a tensor."""
@@ -128,10 +125,8 @@ def filler_size(dtype: str, size: int, begin: int) -> int:
     return -begin % ALIGN if size and ITEMSIZE[dtype] > 1 else 0
 
 
-INDEX_ENTRY = "~index"
-"""Name of the last entry."""
-PARTS_PREFIX = "~parts/"
-"""Prefix of the entries of bytes that only this library decodes."""
+INDEX_ENTRY = "~index"  # Name of the last entry
+PARTS_PREFIX = "~parts/"  # Prefix of the entries of bytes that only this library decodes
 _RESERVED = (FILLER_PREFIX, RENAMED_PREFIX, PARTS_PREFIX)
 
 

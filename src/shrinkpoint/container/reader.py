@@ -16,8 +16,7 @@ from shrinkpoint.errors import CorruptError, FormatError, StorageError, VersionE
 from shrinkpoint.guard import no_gc, read_guard
 from shrinkpoint.tensors.info import EncodedRecord
 
-WINDOW_BYTES = 8 << 20
-"""Bytes that are read at a time where only their digest is asked for."""
+WINDOW_BYTES = 8 << 20  # Bytes that are read at a time where only their digest is asked for
 
 
 @dataclass(frozen=True)

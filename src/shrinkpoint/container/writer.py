@@ -20,8 +20,7 @@ from shrinkpoint.tensors.info import JSON, EncodedRecord, TensorInfo
 
 _BLOCK = 8 << 20
 _MAX_VALUE_DEPTH = MAX_JSON_DEPTH - 8  # the header nests its values further
-_MIN_ENTRY_BYTES = 1 << 12
-"""Bytes of a tensor for which space in the header is reserved."""
+_MIN_ENTRY_BYTES = 1 << 12  # Bytes of a tensor for which space in the header is reserved
 _ZEROS = bytes(header.ALIGN)
 
 

@@ -30,14 +30,12 @@ from shrinkpoint.tensors.dtypes import DTYPE_NAMES, empty
 
 METADATA_FILE = ".metadata"
 
-MAX_METADATA_BYTES = 1 << 30
-"""Largest `.metadata` that is read, in bytes."""
+MAX_METADATA_BYTES = 1 << 30  # Largest `.metadata` that is read, in bytes
 
 NestPath = tuple[Any, ...]
 """Keys of dicts (text) and indices of lists (int) that lead from the top of a nest to a value."""
 
-_MAX_PATH_KEYS = 128
-"""Length of the longest path in a nest."""
+_MAX_PATH_KEYS = 128  # Length of the longest path in a nest
 
 
 class StorageEntry(NamedTuple):

@@ -30,8 +30,7 @@ _STEP_PATTERN = re.compile(
 )
 _EPOCH_LABELS = ("epoch", "ep")
 _SHARD_PATTERN = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
-_CHECKPOINTS_DIR = "checkpoints"
-"""Directory in which Accelerate and Lightning keep the checkpoints of a project."""
+_CHECKPOINTS_DIR = "checkpoints"  # Directory in which Accelerate and Lightning keep the checkpoints of a project
 
 
 def step_from_name(name: str) -> int | None:

@@ -11,14 +11,10 @@ import pickletools
 from collections import Counter
 from typing import IO, Any, ClassVar
 
-MAX_SAME_HASH = 64
-"""Largest number of keys of one dict or set with equal hashes; each is compared with all others."""
-_MAX_KEY_PARTS = 256
-"""Largest number of values in a tuple that is a key: Python hashes a tuple anew each time."""
-_MAX_EXTRA_BYTES = 64 << 20
-"""Bytes of arguments that calls may copy beyond the size of the pickle."""
-_MAX_PLAIN_INT = (1 << 61) - 1
-"""Whole numbers below this are their own hashes."""
+MAX_SAME_HASH = 64  # Largest number of keys of one dict or set with equal hashes; each is compared with all others
+_MAX_KEY_PARTS = 256  # Largest number of values in a tuple that is a key: Python hashes a tuple anew each time
+_MAX_EXTRA_BYTES = 64 << 20  # Bytes of arguments that calls may copy beyond the size of the pickle
+_MAX_PLAIN_INT = (1 << 61) - 1  # Whole numbers below this are their own hashes
 
 _OPCODE_NAMES = """
     PROTO FRAME STOP MARK POP POP_MARK MEMOIZE NONE NEWTRUE NEWFALSE INT LONG BININT BININT1 BININT2 LONG1

@@ -10,8 +10,7 @@ from typing import Any
 from shrinkpoint.errors import CorruptError, StorageError
 from shrinkpoint.storage import storage_error
 
-TENSOR_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
-"""Suffixes of files of tensors."""
+TENSOR_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")  # Suffixes of files of tensors
 SOURCE_KEY, STATE_KEY = "source", "state"
 """The two keys of the state of a converted checkpoint: its origin, and its content."""
 _SEPARATORS = "\0\\:" if os.name == "nt" else "\0"

@@ -17,8 +17,7 @@ from shrinkpoint.codec.codebook_tensor import MAX_CODES, RESERVED_CODES, Codeboo
 Representative = Literal["middle", "mean"]
 """The value of a bucket: the middle of its minimum and maximum (the paper), or the mean (the least squared error)."""
 
-_MIN_EXPONENT = -150
-"""An exponent below that of the smallest float32, as `frexp` counts."""
+_MIN_EXPONENT = -150  # An exponent below that of the smallest float32, as `frexp` counts
 NUM_BUCKETS = 2 * 280
 """Number of buckets: two signs for each exponent from `_MIN_EXPONENT` on; bucket 0 is that of zero."""
 

@@ -15,8 +15,7 @@ from shrinkpoint.codec.lattice import as_matrix, matrix_shape
 from shrinkpoint.errors import PolicyError, StateError
 from shrinkpoint.tensors.dtypes import as_native_float, tensor_bytes
 
-HistogramArray: TypeAlias = Tensor | npt.NDArray[Any]
-"""Values or counts of a histogram's cells: 1-d, on any device."""
+HistogramArray: TypeAlias = Tensor | npt.NDArray[Any]  # Values or counts of a histogram's cells: 1-d, on any device
 
 
 def to_float64(values: HistogramArray) -> Tensor:
@@ -24,8 +23,7 @@ def to_float64(values: HistogramArray) -> Tensor:
     return torch.as_tensor(values).detach().to("cpu", torch.float64)
 
 
-MIN_MAGNITUDE = 1e-30
-"""Smaller nonzero magnitudes are counted as this one."""
+MIN_MAGNITUDE = 1e-30  # Smaller nonzero magnitudes are counted as this one
 _MAX_FLOAT32 = float(torch.finfo(torch.float32).max)
 _MIN_ALPHA, _MAX_ALPHA = 1e-4, 0.5
 # Largest error of log |x| in float32, where its magnitude is at most 88.8: one unit in the last place of the logarithm
@@ -230,8 +228,7 @@ def _bucket_offset(alpha: float) -> int:
     return math.ceil(math.log(MIN_MAGNITUDE) / _log_gamma(alpha)) - 2
 
 
-CODE_LIMIT = 4096
-"""Codes from -4096 to 4095 are counted separately; codes beyond are counted as the nearest of these."""
+CODE_LIMIT = 4096  # Codes from -4096 to 4095 are counted separately; codes beyond are counted as the nearest of these
 
 
 @dataclass(frozen=True)
@@ -292,8 +289,7 @@ def entropy_per_value(counts: Tensor) -> float:
     return max(0.0, -float((shares * shares.log2()).sum()))
 
 
-LOG_UNITS_PER_OCTAVE = 1 << 12
-"""The unit of logarithms is 1/4096 of an octave."""
+LOG_UNITS_PER_OCTAVE = 1 << 12  # The unit of logarithms is 1/4096 of an octave
 _SMALLEST_BITS = (127 - 120) << 23  # of 2^-120, which smaller second moments count as
 _INFINITY_BITS, MAGNITUDE_MASK = 0x7F800000, 0x7FFFFFFF  # of float32
 _LOG2_COEFFICIENTS = (14376, -7833, 2691)  # of log2(1 + f) = f + f (1 - f) (c0 + c1 f + c2 f^2), times 2^15

@@ -15,8 +15,7 @@ from shrinkpoint.report.run import RunReport, seconds_text
 from shrinkpoint.store.loss_increase import LossIncrease
 
 Point = tuple[float, float]
-_SIDE = 1000
-"""Units of a chart's sides: the page stretches it to the width there is, and its texts stand outside of it."""
+_SIDE = 1000  # Units of a chart's sides: the page stretches it to the width there is, and its texts stand outside of it
 
 
 class Trace(NamedTuple):
@@ -285,10 +284,8 @@ def _percent(units: float) -> float:
     return round(100 * units / _SIDE, 2)
 
 
-_MAX_LEAVES = 1500
-"""More tensors than a page shows boxes for: the smallest of each role become one."""
-_MIN_SHARE = 4e-4
-"""Of the map: a smaller box is not drawn; its parent's bytes contain it."""
+_MAX_LEAVES = 1500  # More tensors than a page shows boxes for: the smallest of each role become one
+_MIN_SHARE = 4e-4  # Of the map: a smaller box is not drawn; its parent's bytes contain it
 _WIDTH, _HEIGHT, _LABEL = 1000, 480, 26
 """Of a map and of the label above the boxes in a box, in the units of its layout."""
 _SEPARATOR = re.compile(r"[/.]")

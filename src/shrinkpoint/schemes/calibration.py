@@ -36,14 +36,10 @@ MakeValues = Callable[[], TrialValues]
 ComputeOnAll = Callable[[Callable[[], Any]], list[Any]]
 """What each of several processes computed, on all of them; of one process, what it did."""
 
-REPEAT_INTERVAL = 16
-"""Saves after which an `evaluate` that has always repeated itself is asked twice again."""
-NOISE_WARNING_SHARE = 0.25
-"""Share of what may be lost: for noise above it, a warning is logged."""
-NOISE_ADVICE = "fix its batches and its seed, and call model.eval()"
-"""What to do about noise."""
-_MIN_NOISE_RATIO = 2.0
-"""Times the noise by which an answer for other weights differs at least, where there is noise."""
+REPEAT_INTERVAL = 16  # Saves after which an `evaluate` that has always repeated itself is asked twice again
+NOISE_WARNING_SHARE = 0.25  # Share of what may be lost: for noise above it, a warning is logged
+NOISE_ADVICE = "fix its batches and its seed, and call model.eval()"  # What to do about noise
+_MIN_NOISE_RATIO = 2.0  # Times the noise by which an answer for other weights differs at least, where there is noise
 MAX_INTERVAL_RATIO = 1.25
 """Times what may be lost: an interval that reaches further is that of too few examples. A search goes to the limit, so
 that the interval around what it chooses always reaches a little beyond."""
@@ -59,8 +55,7 @@ _MIN_COMPARED_EXAMPLES, _MIN_CORRELATION = 8, 0.9
 _MIN_MATCHES, _METRIC_ERROR = 2, 1e-6
 """Saves in a row at which a metric was the answer for the unchanged weights, from which it replaces that answer, and by
 how much it may differ, relative to it."""
-_EXTRA_REPEATS = 3
-"""Further answers for the same weights, the first time, where noise deserves a warning."""
+_EXTRA_REPEATS = 3  # Further answers for the same weights, the first time, where noise deserves a warning
 
 
 class UnmeasuredLossNotice:

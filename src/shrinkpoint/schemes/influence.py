@@ -29,8 +29,7 @@ _OVERWRITES = frozenset({"index_put", "index_copy", "scatter", "scatter_reduce",
 _SELECTED = """index index_select gather take masked_select max min amax amin aminmax argmax argmin topk sort
 argsort median kthvalue mode nonzero nll_loss_forward nll_loss2d_forward nll_loss nll_loss_nd
 cross_entropy_loss tril triu"""
-_SELECTIONS = frozenset(_SELECTED.split())
-"""Operations that pass over elements."""
+_SELECTIONS = frozenset(_SELECTED.split())  # Operations that pass over elements
 _MAX_WRITTEN = 4096
 _COMPILED_MODULES = "torch._inductor.runtime.compile_tasks."
 """The prefix of modules that torch.compile has written, which compute unseen, and in memory that was used before."""

@@ -28,8 +28,7 @@ from shrinkpoint.tensors.info import Role
 
 Mode = Literal["exact", "reset", "lossy"]
 """exact: bit-exact moments. reset: moments of zero. lossy: moments on 254 logarithmic levels."""
-PlanMode = Mode | Literal["reset first"]
-"""Also "reset first": first moments of zero, all else as it is."""
+PlanMode = Mode | Literal["reset first"]  # Also "reset first": first moments of zero, all else as it is
 
 _MOMENTS = (Role.MOMENT1, Role.MOMENT2)
 

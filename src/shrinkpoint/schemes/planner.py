@@ -46,8 +46,7 @@ from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON, Role
 
 _log = logging.getLogger("shrinkpoint")
-ChoiceT = TypeVar("ChoiceT")
-"""What a scheme chooses for one state."""
+ChoiceT = TypeVar("ChoiceT")  # What a scheme chooses for one state
 
 
 @dataclass
@@ -104,8 +103,7 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
         seed: of random numbers.
     """
 
-    min_weight_size: ClassVar[tuple[int, int]]
-    """How many values and axes a weight has at least that is quantized."""
+    min_weight_size: ClassVar[tuple[int, int]]  # How many values and axes a weight has at least that is quantized
     learns_from_trials: ClassVar[bool] = False
     """True if the scheme asks `Measurement.find_late_problem` after its trials."""
     counts_terms: ClassVar[bool] = False

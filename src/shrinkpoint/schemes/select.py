@@ -284,8 +284,7 @@ def is_cast(tensor: Tensor, master: Tensor) -> bool:
     return torch.equal(head, master_head.to(tensor.dtype)) and torch.equal(tensor.cpu(), master.to(tensor.dtype).cpu())
 
 
-_HEAD_VALUES = 4096
-"""How many values are compared first: those of a tensor that trains differ there already."""
+_HEAD_VALUES = 4096  # How many values are compared first: those of a tensor that trains differ there already
 
 
 def unchanged_tensors(
@@ -369,8 +368,7 @@ def _relative_to(quantized_tensor: QuantizedTensor | None) -> str:
 _ROLES = {Role.BUFFER: "a buffer", Role.GRADIENT: "a gradient", Role.OTHER: "not known to be a weight"}
 _OPTIMIZER = "of the optimizer"
 _UNKNOWN = "of an optimizer that is not known"
-_MAX_NAMES = 4
-"""How many names are listed for each reason, the largest tensors first."""
+_MAX_NAMES = 4  # How many names are listed for each reason, the largest tensors first
 
 
 def exact_reasons(

@@ -31,17 +31,13 @@ Key = TypeVar("Key", int, str)
 Array: TypeAlias = npt.NDArray[Any]
 AllGather = Callable[[Any], list[Any]]
 """Returns the objects of all ranks, in rank order; an exception in place of an object is raised by all ranks."""
-CELL_BITS = 40
-"""Bits of a cell's index; the bits above are the key of the array that it is in."""
+CELL_BITS = 40  # Bits of a cell's index; the bits above are the key of the array that it is in
 _INDEX_MASK = (1 << CELL_BITS) - 1
-_PICKLE_PROTOCOL = 3
-"""Later protocols frame even the smallest messages."""
+_PICKLE_PROTOCOL = 3  # Later protocols frame even the smallest messages
 _OWNER_STRIDE = 29
-_STRIPE = 64
-"""Consecutive cells of an array that the same rank reduces."""
+_STRIPE = 64  # Consecutive cells of an array that the same rank reduces
 _IDENTITY: dict[np.ufunc, float] = {np.add: 0, np.minimum: np.inf, np.maximum: -np.inf}
-_Packed: TypeAlias = tuple[str, bytes]
-"""The dtype and the bytes of an array."""
+_Packed: TypeAlias = tuple[str, bytes]  # The dtype and the bytes of an array
 _PackedCells: TypeAlias = tuple[_Packed, ...]
 """The starts and the lengths of runs of consecutive cells, and columns of numbers."""
 

@@ -15,8 +15,7 @@ from shrinkpoint.codec.lattice import MAX_SCALE_EXPONENT, Lattice, matrix_shape,
 from shrinkpoint.errors import StateError
 from shrinkpoint.sharding.collectives import Collectives
 
-_INDEX_MULTIPLIER = 0x9E3779B1
-"""The factor of a value's index in `codec.lattice.dither`."""
+_INDEX_MULTIPLIER = 0x9E3779B1  # The factor of a value's index in `codec.lattice.dither`
 
 
 @dataclass(frozen=True)

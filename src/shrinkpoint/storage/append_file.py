@@ -12,8 +12,7 @@ from shrinkpoint.storage.base import Buffer, storage_error
 from shrinkpoint.storage.local import atomic_replace
 from shrinkpoint.storage.paths import open_regular
 
-_MAX_BUFFERS = 512
-"""Buffers of one system call; systems take 1024 and more."""
+_MAX_BUFFERS = 512  # Buffers of one system call; systems take 1024 and more
 
 
 class AppendFile:

@@ -33,10 +33,8 @@ from shrinkpoint.threads import ForkSafeLock
 
 DIRECTORY_VARIABLE, BYTES_VARIABLE = "SHRINKPOINT_CACHE", "SHRINKPOINT_CACHE_BYTES"
 """Environment variables: the directory of the cache, and how much it may take."""
-BLOCK_BYTES = 1 << 20
-"""Bytes that one digest is of."""
-MIN_BYTES = 1 << 18
-"""Up to this size an object comes whole with the request that opens it, and is not cached."""
+BLOCK_BYTES = 1 << 20  # Bytes that one digest is of
+MIN_BYTES = 1 << 18  # Up to this size an object comes whole with the request that opens it, and is not cached
 _WINDOW_BYTES = 1 << 25  # that are moved at a time
 _FOOTER = struct.Struct("<32sQ")  # digest and length of the index before it
 _MAX_INDEX_BYTES = 1 << 28

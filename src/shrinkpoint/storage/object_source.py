@@ -17,8 +17,7 @@ from shrinkpoint.threads import submit_or_run
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-BLOCK_BYTES = 1 << 18
-"""Bytes of a block: what one request brings at least."""
+BLOCK_BYTES = 1 << 18  # Bytes of a block: what one request brings at least
 _MAX_RUN = 16  # blocks that one request brings at most, where they are read one after another
 _MAX_BLOCKS = 128  # that are held
 _MAX_REQUEST_BYTES = 1 << 23  # a slow line still brings them before a request times out

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 
-PART_BYTES = 1 << 23
-"""Bytes of one part of an upload; a slow line still takes them before a request times out."""
+PART_BYTES = 1 << 23  # Bytes of one part of an upload; a slow line still takes them before a request times out
 _MAX_PARTS = 9000  # S3 takes 10,000
 _PARALLEL_PARTS = 4
 _MAX_HELD_BYTES = 2 * PART_BYTES  # that stay in memory, and go in one request

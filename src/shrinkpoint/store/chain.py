@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
 M = TypeVar("M")
 T = TypeVar("T")
-MAX_READS = 100
-"""How often a checkpoint that is written again and again is read, until the error is raised."""
+MAX_READS = 100  # How often a checkpoint that is written again and again is read, until the error is raised
 _DO = "restore another checkpoint; `verify` says which are whole"
 
 

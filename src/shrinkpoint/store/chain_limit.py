@@ -21,8 +21,7 @@ MIN_CHAIN_BYTES = 64 << 20
 """Bytes up to which a chain does not end for the time of a restore: they are read at once, whatever the state's."""
 DISK_TOLERANCE = 1.05
 """A way to write that holds up to this many times the fewest bytes is taken if it writes clearly less."""
-WRITE_GAIN = 0.8
-"""Clearly less is up to this many times the bytes."""
+WRITE_GAIN = 0.8  # Clearly less is up to this many times the bytes
 _MAX_SPACING = 64
 _MAX_WAIT = 16
 

@@ -27,10 +27,8 @@ from shrinkpoint.tensors.flat_state import copy_tensors, unflatten
 from shrinkpoint.tensors.info import JSON, EncodedRecord, Role, TensorInfo
 from shrinkpoint.tensors.memory import available_bytes
 
-MIN_LIMIT = 1 << 30
-"""Bytes of tensors that any file may hold, however small it is and however little memory is free."""
-MAX_EXPANSION = 1000
-"""Bytes of tensors that each stored byte of a chain may decode to, beyond that."""
+MIN_LIMIT = 1 << 30  # Bytes of tensors that any file may hold, however small it is and however little memory is free
+MAX_EXPANSION = 1000  # Bytes of tensors that each stored byte of a chain may decode to, beyond that
 ENV_VARIABLE = validate.MAX_BYTES_VARIABLE
 
 _MANY_TENSORS, _MAX_MEAN_BYTES = 1000, 1024

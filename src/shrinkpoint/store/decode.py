@@ -39,8 +39,7 @@ _MAX_OPEN = 64
 """Files of a chain in a bucket that stay open from the reading of their headers on: each holds a block of its bytes."""
 _MAX_AHEAD_BYTES = 1 << 25
 """Bytes of files in a bucket that are fetched while others are decoded; one file more may begin below."""
-_BATCH = 16
-"""Files of which the headers are read at once."""
+_BATCH = 16  # Files of which the headers are read at once
 
 
 def decode_chain(

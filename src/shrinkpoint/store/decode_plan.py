@@ -45,12 +45,10 @@ from shrinkpoint.store.file_place import AnyPlace, FilePlace, place_file
 from shrinkpoint.tensors.dtypes import tensor_bytes, tensor_from_bytes
 from shrinkpoint.tensors.info import ITEMSIZE, TensorInfo
 
-Node: TypeAlias = tuple[int, int]
-"""Index of a file in the chain, and index of a record in that file."""
+Node: TypeAlias = tuple[int, int]  # Index of a file in the chain, and index of a record in that file
 Ints: TypeAlias = NDArray[np.int64]
 
-WHOLE = -1
-"""Stands for the whole record in place of a chunk's index."""
+WHOLE = -1  # Stands for the whole record in place of a chunk's index
 _DO = "restore another checkpoint; `verify` says which are whole"
 
 

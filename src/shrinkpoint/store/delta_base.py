@@ -30,12 +30,10 @@ from shrinkpoint.tensors.dtypes import as_native_float, tensor_bytes
 from shrinkpoint.tensors.flat_state import copy_tensors
 from shrinkpoint.threads import submit_or_run
 
-MIN_RETENTION = 0.7
-"""A checkpoint with a lower fraction raises a warning."""
+MIN_RETENTION = 0.7  # A checkpoint with a lower fraction raises a warning
 MAX_SAVES_PER_PASS = 8
 """Number of saves within which every byte of a chain has been read again and compared with its digest."""
-MIN_BYTES = 8 << 20
-"""Bytes that are read again at every save, if the chain has as many."""
+MIN_BYTES = 8 << 20  # Bytes that are read again at every save, if the chain has as many
 MISSING = "gone"
 _DO = "the next checkpoint is a keyframe; `shrinkpoint verify --deep` says which others are damaged"
 _log = logging.getLogger("shrinkpoint")

@@ -78,8 +78,7 @@ _log = logging.getLogger("shrinkpoint")
 PlaceT = TypeVar("PlaceT", bound=Path | ObjectUrl)
 
 
-_LINES: defaultdict[str, Line] = defaultdict(Line)
-"""The lines on which this process saves, by the directory of the run."""
+_LINES: defaultdict[str, Line] = defaultdict(Line)  # The lines on which this process saves, by the directory of the run
 _OWN_KEY = re.compile(f"{layout.PAYLOAD.pattern}|{layout.BASE.pattern}")
 
 

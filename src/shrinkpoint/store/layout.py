@@ -32,8 +32,7 @@ ROLLBACK = "rollback"
 BASES = "bases"
 PAYLOAD = re.compile(r"rank-[0-9]{5}(\.[1-9][0-9]{0,8})?\.safetensors")
 _STEP_DIR = re.compile(r"step-([0-9]{9}|[1-9][0-9]{9,14})")
-_DRY_NUMBER = 482910375
-"""Of the first payload in a dry run; digits that compress no better than random ones."""
+_DRY_NUMBER = 482910375  # Of the first payload in a dry run; digits that compress no better than random ones
 BASE = re.compile(r"bases/[0-9a-f]{32}\.safetensors")
 
 

@@ -26,8 +26,7 @@ from shrinkpoint.store.manifest import (
     read_limited,
 )
 
-_MIN_AGE = 2 * 10**9
-"""Nanoseconds after its last change from which on a directory's times are trusted."""
+_MIN_AGE = 2 * 10**9  # Nanoseconds after its last change from which on a directory's times are trusted
 _Stamps = tuple[tuple[int, ...] | None, ...]
 
 

@@ -35,8 +35,7 @@ from shrinkpoint.tensors.info import JSON
 from shrinkpoint.tensors.tree_selection import SelectedLeaves, match_patterns, select_leaves
 
 _log = logging.getLogger("shrinkpoint")
-_MAX_LISTED = 6
-"""Names that an error lists of those that exist."""
+_MAX_LISTED = 6  # Names that an error lists of those that exist
 
 
 def load(

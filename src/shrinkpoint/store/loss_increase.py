@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from shrinkpoint.tensors.info import JSON
 
 NOT_MEASURED = "not measured"
-MIN_SHOWN_REST = 1e-4
-"""The least rise left by restores, relative to the loss, that is worth a word."""
+MIN_SHOWN_REST = 1e-4  # The least rise left by restores, relative to the loss, that is worth a word
 
 
 @dataclass(frozen=True)

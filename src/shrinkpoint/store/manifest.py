@@ -41,20 +41,16 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 FORMAT = 1
 WEIGHTS_ONLY_FORMAT = 2
 """Of a store's manifest with `weights_only`: a reader that does not know it would resume with moments of zero."""
-REVERSE_FORMAT = 3
-"""Of a store's manifest whose chain goes back in steps: earlier releases take that for damage."""
-DIRECTORY_FORMATS = (1, 2)
-"""Of a directory's manifest without and with `weights_only`."""
+REVERSE_FORMAT = 3  # Of a store's manifest whose chain goes back in steps: earlier releases take that for damage
+DIRECTORY_FORMATS = (1, 2)  # Of a directory's manifest without and with `weights_only`
 MAX_MANIFEST_BYTES = 16 << 20
 """A reader refuses a larger manifest of a store before it allocates; each file of the chain takes below 300 bytes."""
 MAX_DIRECTORY_MANIFEST_BYTES = 256 << 20
 """A reader refuses a larger manifest before it allocates; `extra` of a run on thousands of ranks takes megabytes."""
 _OWN_DIGEST = re.compile(rb'\{"created":"[^"\\]*",("digest":"([0-9a-f]{32})",)')
 """The beginning of a directory's manifest: keys are sorted."""
-MAX_LOSSY_RESTORES = (1 << 31) - 1
-"""In a directory's manifest: schemes derive seeds from this number."""
-MAX_NOTE = 1 << 20
-"""Characters of a note; each takes 12 bytes at most, so that a store's manifest can hold it."""
+MAX_LOSSY_RESTORES = (1 << 31) - 1  # In a directory's manifest: schemes derive seeds from this number
+MAX_NOTE = 1 << 20  # Characters of a note; each takes 12 bytes at most, so that a store's manifest can hold it
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.retention import Keep, apply_policy, check_metric, plan_deletion
 
 _log = logging.getLogger("shrinkpoint")
-_MAX_REPLACED = 64
-"""Replaced checkpoints of a step that a mirror remembers."""
+_MAX_REPLACED = 64  # Replaced checkpoints of a step that a mirror remembers
 
 
 class UnreadableError(Exception):

@@ -17,8 +17,7 @@ from shrinkpoint.store.file_place import AnyPlace
 from shrinkpoint.tensors.dtypes import empty, tensor_bytes, torch_dtype
 from shrinkpoint.tensors.info import ITEMSIZE, TensorInfo
 
-CACHE_BYTES = 1 << 27
-"""Default size of the cache of decoded chunks: small tensors share chunks."""
+CACHE_BYTES = 1 << 27  # Default size of the cache of decoded chunks: small tensors share chunks
 
 
 class PartialReader:

@@ -21,8 +21,7 @@ from shrinkpoint.store.manifest import DirectoryManifest, Manifest
 
 M = TypeVar("M", bound=DirectoryManifest)
 PlaceT = TypeVar("PlaceT")
-NO_METRIC = "Keep(metric=)"
-"""The `where` of an error about a metric that no checkpoint has."""
+NO_METRIC = "Keep(metric=)"  # The `where` of an error about a metric that no checkpoint has
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _SPAN = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([smhdw])")
 

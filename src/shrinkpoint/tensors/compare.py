@@ -22,8 +22,7 @@ from shrinkpoint.tensors.info import JSON
 from shrinkpoint.tensors.names import as_tensor, child_items, is_array, named_leaves, tensor_name
 
 _MISSING = object()
-GROUP_BYTES = 1 << 27
-"""Bytes of two states that are compared at a time: what is read of both is in memory meanwhile."""
+GROUP_BYTES = 1 << 27  # Bytes of two states that are compared at a time: what is read of both is in memory meanwhile
 _CHUNK_VALUES = 1 << 20  # values compared at a time: 8 MiB of doubles a side
 
 

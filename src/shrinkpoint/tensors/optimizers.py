@@ -25,26 +25,19 @@ from shrinkpoint.tensors.tree import is_optimizer_state
 class MomentKind(str, Enum):
     """Function of a tensor in an optimizer's step."""
 
-    GRADIENT_MEAN = "gradient mean"
-    """Adam's first moment: divided by the root of a second one."""
-    SQUARE_MEAN = "square mean"
-    """A decaying mean of squares: Adam's second moment, RMSprop's, Adadelta's of gradients."""
+    GRADIENT_MEAN = "gradient mean"  # Adam's first moment: divided by the root of a second one
+    SQUARE_MEAN = "square mean"  # A decaying mean of squares: Adam's second moment, RMSprop's, Adadelta's of gradients
     ACCUMULATOR = "accumulator"
     """Forgets slowly or never, and is never negative: a sum or a maximum of squares, Adamax's largest magnitude."""
-    MOMENTUM = "momentum"
-    """SGD's and RMSprop's: the step is a multiple of it."""
+    MOMENTUM = "momentum"  # SGD's and RMSprop's: the step is a multiple of it
     ORTHOGONALIZED = "orthogonalized momentum"
     """Muon's: all its singular values become 1 in the step, so that noise weighs as much as the least of them."""
-    SIGN = "momentum of a sign"
-    """Lion's: the step is the sign of it, together with a gradient."""
+    SIGN = "momentum of a sign"  # Lion's: the step is the sign of it, together with a gradient
     SCALED = "scaled momentum"
     """A first moment that is divided by something else than the root of a second moment: Adamax's."""
-    HISTORY = "history"
-    """LBFGS's: differences of gradients between steps, into which no error of the weights may come."""
-    EXACT = "exact"
-    """Known, and no grid is made for it."""
-    UNKNOWN = "unknown"
-    """Kept by an optimizer that is not in the catalogue."""
+    HISTORY = "history"  # LBFGS's: differences of gradients between steps, into which no error of the weights may come
+    EXACT = "exact"  # Known, and no grid is made for it
+    UNKNOWN = "unknown"  # Kept by an optimizer that is not in the catalogue
 
     __hash__ = str.__hash__
 
@@ -193,8 +186,7 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
     ),
 )
 
-QUANTIZED_STATE = "__bnb_optimizer_quant_state__"
-"""Key of a dict with bitsandbytes' slots, in a `state_dict` of FSDP."""
+QUANTIZED_STATE = "__bnb_optimizer_quant_state__"  # Key of a dict with bitsandbytes' slots, in a `state_dict` of FSDP
 _SLOTS = [slot for row in OPTIMIZERS for slot in row.slots]
 _KINDS = {name: {slot.kind for slot in _SLOTS if slot.name == name} for name in dict.fromkeys(s.name for s in _SLOTS)}
 

@@ -25,8 +25,7 @@ PlainForm: TypeAlias = tuple[str, Any]
 """The name of a form, perhaps with a parameter behind a colon, and what is stored."""
 _MAX_TEXT_WIDTH = 64
 """Letters of a numpy text that are kept free for longer ones; an array with wider ones is as wide as its longest."""
-_MAX_SAME_HASH = 64
-"""Largest number of keys of one dict with equal hashes; each is compared with all others."""
+_MAX_SAME_HASH = 64  # Largest number of keys of one dict with equal hashes; each is compared with all others
 _FACTORIES: dict[str, type | None] = {"": None, **{kind.__name__: kind for kind in (list, dict, set, int, float, str)}}
 _CALLBACK = ("lightning.pytorch.callbacks.callback", "Callback")
 _CONFIG_TYPES = {

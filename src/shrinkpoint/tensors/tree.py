@@ -43,8 +43,7 @@ MAX_DEPTH = 48
 """Largest nesting depth of dicts, lists and tuples. The JSON of one level has at most five levels, and the container
 allows 248."""
 
-MAX_INLINE_BYTES = 256
-"""Longest bytes value stored in the tree; longer ones become U8 tensors."""
+MAX_INLINE_BYTES = 256  # Longest bytes value stored in the tree; longer ones become U8 tensors
 
 MAX_TREE_CHARS = 100_000_000
 """Largest number of characters of the plain values of a state as JSON, and of the names of its tensors: a file has no

@@ -23,8 +23,7 @@ from shrinkpoint.tensors.plain_forms import form_items, from_form, has_colliding
 from shrinkpoint.tensors.shared_storage import num_reached
 from shrinkpoint.tensors.tree import MAX_DEPTH
 
-MAX_COPY_BYTES = 1 << 30
-"""Default limit of the bytes that copies in a tree may take."""
+MAX_COPY_BYTES = 1 << 30  # Default limit of the bytes that copies in a tree may take
 
 
 class TreeDecoder:

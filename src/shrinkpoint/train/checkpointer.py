@@ -324,8 +324,7 @@ class Checkpointer(BackgroundSaver):
 
 
 _WRITERS_LOCK = ForkSafeLock()
-_WRITERS: WeakSet[Checkpointer] = WeakSet()
-"""The checkpointers of this process that have written something."""
+_WRITERS: WeakSet[Checkpointer] = WeakSet()  # The checkpointers of this process that have written something
 
 
 def wait_for_writes(directory: AnyDirectory) -> None:

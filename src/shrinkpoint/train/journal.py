@@ -28,8 +28,7 @@ from shrinkpoint.train.journal_segments import ChainPlace, JournalDirectory, Seg
 from shrinkpoint.train.journal_state import JournalState
 from shrinkpoint.train.restore_result import RestoreResult
 
-_RECORD_OVERHEAD = 256
-"""Bytes that a record has at most besides blobs, their names and the numbers of messages."""
+_RECORD_OVERHEAD = 256  # Bytes that a record has at most besides blobs, their names and the numbers of messages
 _DO = "resume with the same `update` and objects, or give the steps up: manager.restore, then journal.save of its step"
 T = TypeVar("T")
 

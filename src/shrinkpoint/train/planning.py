@@ -34,8 +34,7 @@ class SavePlan(NamedTuple):
         return self.scheme if self.plan_copy is None else self.plan_copy(copy)
 
 
-_MAX_NESTED = 64
-"""The members of a longer list are not recorded: it holds many values of one kind, such as data."""
+_MAX_NESTED = 64  # The members of a longer list are not recorded: it holds many values of one kind, such as data
 
 
 def require_single_process(scheme: Scheme, caller: str) -> None:

@@ -18,12 +18,9 @@ from shrinkpoint.schemes.evaluate import Reading, iter_modules
 from shrinkpoint.schemes.planner import Planner
 from shrinkpoint.tensors.nest import iter_tensors, map_nested_tensors
 
-LossOfBatch = Callable[[Any, Any], Any]
-"""The loss of a model on a batch: a number, or a tensor of each example's loss."""
-DEFAULT_BATCHES = 8
-"""Batches that one measurement evaluates."""
-MAX_BYTES = 64 << 20
-"""Bytes of batches that are kept."""
+LossOfBatch = Callable[[Any, Any], Any]  # The loss of a model on a batch: a number, or a tensor of each example's loss
+DEFAULT_BATCHES = 8  # Batches that one measurement evaluates
+MAX_BYTES = 64 << 20  # Bytes of batches that are kept
 
 
 class RecentBatches:
@@ -194,13 +191,11 @@ def _fewest_of_ranks(count: int, model: Any) -> int:
     return int(number)
 
 
-IGNORED_LABEL = -100
-"""The label that `torch.nn.functional.cross_entropy` leaves out, by its default."""
+IGNORED_LABEL = -100  # The label that `torch.nn.functional.cross_entropy` leaves out, by its default
 _SHIFTED_KEY = "shift_labels"
 """What some collators of transformers give a causal language model, in place of labels that its loss shifts."""
 _LABEL_KEYS = ("labels", "label_ids", "label", "targets", "target")
-_MAX_STEPS = 16
-"""Optimizer steps over which the number of terms is averaged: batches of text differ in their padding."""
+_MAX_STEPS = 16  # Optimizer steps over which the number of terms is averaged: batches of text differ in their padding
 
 
 def count_terms(batch: Any, *, shift: bool = False) -> Tensor | int:

@@ -20,8 +20,7 @@ from shrinkpoint.tensors.names import StatePath
 from shrinkpoint.tensors.wrappers import match_names, match_state_keys, unwrapped
 
 _log = logging.getLogger("shrinkpoint")
-NAMES_KEY = "parameter_names"
-"""Key of the names in a state, beside its objects."""
+NAMES_KEY = "parameter_names"  # Key of the names in a state, beside its objects
 _OPTIMIZERS, _SCHEDULERS = "optimizers", "schedulers"
 _GROUP_LISTS = ("lrs", "_lr", "_lambdas", "_momentums")
 """How the names end of lists in a scheduler that have a value for each group."""

@@ -28,8 +28,7 @@ NO_DTYPES: Mapping[int, torch.dtype] = MappingProxyType({})
 STRICT_HINT = "or pass strict=False"
 _STRUCTURE_KEYS = frozenset({"_schedulers", "lr_lambdas"})
 """Keys of schedulers that are composed of other schedulers or of functions."""
-_LEGACY_KEYS = frozenset({"verbose"})
-"""Keys that schedulers of older releases of torch saved in addition."""
+_LEGACY_KEYS = frozenset({"verbose"})  # Keys that schedulers of older releases of torch saved in addition
 
 
 # Saving: state dicts, roles

@@ -18,23 +18,16 @@ from shrinkpoint.comm.compressors.layout import fill_tensor, flat_float32
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
-SMALLEST_ROOT = 2.0**-126
-"""The root of a value of which nothing is known. It is 0, or sent in float32."""
-MAX_LEVEL = 8.0
-"""The magnitude that larger codes count as in the mean of a message."""
+SMALLEST_ROOT = 2.0**-126  # The root of a value of which nothing is known. It is 0, or sent in float32.
+MAX_LEVEL = 8.0  # The magnitude that larger codes count as in the mean of a message
 _HEADER = struct.Struct("<IIIIIf")
-_MAGIC = 0x76530000
-"""The upper half of the first field of a header."""
+_MAGIC = 0x76530000  # The upper half of the first field of a header
 _IS_RAW, _IS_NOT_FINITE = 1, 2
 """Bits of the lower half of that field."""
-_ESCAPE = 127
-"""The magnitude of the code of a value that is sent in float32. Codes are from -126 to 126."""
-_OFFSET = 128
-"""Added to a code to make a byte of it."""
-_MIN_NUMEL_PER_ESCAPE = 8
-"""With more escapes than one in this number of values, all values are sent in float32."""
-_BLOCK_NUMEL = 1 << 16
-"""Values that are rounded at a time."""
+_ESCAPE = 127  # The magnitude of the code of a value that is sent in float32. Codes are from -126 to 126.
+_OFFSET = 128  # Added to a code to make a byte of it
+_MIN_NUMEL_PER_ESCAPE = 8  # With more escapes than one in this number of values, all values are sent in float32
+_BLOCK_NUMEL = 1 << 16  # Values that are rounded at a time
 _NO_PLACES = torch.empty(0, dtype=torch.int64)
 _CODER = CoderConfig("codes")
 

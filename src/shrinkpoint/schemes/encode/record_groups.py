@@ -28,12 +28,10 @@ MAX_BUNDLE_NUMEL = 1 << 20
 """Number of values after which a shared record is full: decoding one small tensor decodes its whole record."""
 MAX_DIGEST_BYTES = 1 << 16
 """Bytes up to which whole tensors are hashed to find copies; of larger ones, only the first values."""
-_MAX_KEY_BYTES = 256
-"""Bytes up to which they are compared themselves."""
+_MAX_KEY_BYTES = 256  # Bytes up to which they are compared themselves
 _MOMENT2, _MOMENTS = Role.MOMENT2, (Role.MOMENT1, Role.MOMENT2)
 _ROLE_ORDER = {Role.MOMENT1: 0, Role.MOMENT2: 1, Role.MASTER: 2}  # contexts before the tensors they are context for
-_Key = tuple[object, ...]
-"""Tensors with equal keys share a record."""
+_Key = tuple[object, ...]  # Tensors with equal keys share a record
 
 
 class ContextMap:

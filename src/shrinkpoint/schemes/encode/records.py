@@ -32,8 +32,7 @@ from shrinkpoint.tensors.info import EncodedRecord
 
 MIN_BUNDLE_TENSORS = 1024
 """Number of tensors that share a record even if they cannot be compressed, provided that they are small."""
-MAX_BUNDLE_MEAN_BYTES = 256
-"""Their largest mean size in bytes: a header entry of its own takes as much."""
+MAX_BUNDLE_MEAN_BYTES = 256  # Their largest mean size in bytes: a header entry of its own takes as much
 _Quantized = TypeVar("_Quantized", CodebookTensor, LatticeTensor)
 
 

@@ -20,12 +20,10 @@ from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import EncodedRecord, OptimizerInfo, Role
 
 _Words: TypeAlias = np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]
-_SAMPLE_SIZE = 1 << 15
-"""Number of values in the sample on which configurations are compared."""
+_SAMPLE_SIZE = 1 << 15  # Number of values in the sample on which configurations are compared
 _COARSE_STRIDE = 8  # times that of the sample by which a coder is chosen
 _EXACT_SHARE = 1 / 8  # of the bytes of values: what is predicted bit for bit takes less
-_LEVEL_MARGIN = 8
-"""Levels above the largest of the sample that still have a token of their own."""
+_LEVEL_MARGIN = 8  # Levels above the largest of the sample that still have a token of their own
 
 
 def coder_configs(
@@ -273,8 +271,7 @@ class SaveChoices:
 
 _HEADER_OVERHEAD = 256
 """Bytes that a coded record needs in the header beyond a plain one: coding must save more than that."""
-_MAX_GROWTH = 1.1
-"""A record that is larger by this factor than the choice for it promises is measured by itself."""
+_MAX_GROWTH = 1.1  # A record that is larger by this factor than the choice for it promises is measured by itself
 _T = TypeVar("_T")
 
 

@@ -17,8 +17,7 @@ from shrinkpoint.quantize.statistics import code_entropy, entropy_per_value
 from shrinkpoint.schemes.search.space import Axis, Point, Space
 from shrinkpoint.sharding.global_stats import GlobalStats
 
-SIZE_SAMPLE = 2048
-"""Values of a tensor from which sizes are predicted."""
+SIZE_SAMPLE = 2048  # Values of a tensor from which sizes are predicted
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from typing import Any
 
 from shrinkpoint.errors import PolicyError
 
-METRIC = "metric"
-"""The setting that names a point's variant."""
+METRIC = "metric"  # The setting that names a point's variant
 
 
 @dataclass(frozen=True)

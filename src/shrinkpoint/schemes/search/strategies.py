@@ -14,8 +14,7 @@ from shrinkpoint.schemes.search.space import Point, Space, is_dominated
 from shrinkpoint.schemes.search.trials import Progress, SearchResult, Trial, TrialLog, Trials
 
 Array = np.ndarray[Any, np.dtype[Any]]
-MIN_VARIANT_GAIN = 0.1
-"""The share of the threshold by which another variant must be better."""
+MIN_VARIANT_GAIN = 0.1  # The share of the threshold by which another variant must be better
 
 
 def branch_and_bound(

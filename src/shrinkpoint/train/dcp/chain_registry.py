@@ -31,8 +31,7 @@ MAX_CHAINS = 8
 """Chains whose state a process keeps, each one copy of what this rank writes; the least recently used goes first."""
 _MAX_ORIGINS = 64
 _log = logging.getLogger("shrinkpoint")
-TensorSignature = tuple[str, tuple[int, ...], str]
-"""Name, shape and dtype of a global tensor."""
+TensorSignature = tuple[str, tuple[int, ...], str]  # Name, shape and dtype of a global tensor
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,7 @@ from shrinkpoint.tensors.info import ITEMSIZE, JSON
 from shrinkpoint.tensors.names import tensor_name
 from shrinkpoint.tensors.optimizers import is_master_key
 
-DCP_KEY = "torch.distributed.checkpoint"
-"""The key of this metadata in a manifest's `extra`."""
+DCP_KEY = "torch.distributed.checkpoint"  # The key of this metadata in a manifest's `extra`
 METADATA_FILE = ".metadata"
 _PICKLE_ERROR_TEXT = (
     "shrinkpoint wrote this checkpoint: load it with shrinkpoint.train.dcp.Reader, or have it as torch writes it by "
@@ -358,8 +357,7 @@ def is_overwritten_by_torch(directory: str | Path) -> bool:
         return False
 
 
-Owners: TypeAlias = NDArray[np.int64]
-"""The index of the payload with each chunk of an entry; -1 where no rank wrote it."""
+Owners: TypeAlias = NDArray[np.int64]  # The index of the payload with each chunk of an entry; -1 where no rank wrote it
 _HASH_BYTES = 8
 
 

@@ -34,8 +34,7 @@ _FLAT_NAME = re.compile(r"(?:(?P<head>.+)\.)?(?P<kind>state|param_groups)\.(?P<n
 _HASH_BYTES = 8
 _Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a shard, and the shape of its global tensor."""
-_ItemKey = tuple[int, int]
-"""A rank, and the index of an item in its plan."""
+_ItemKey = tuple[int, int]  # A rank, and the index of an item in its plan
 
 
 @dataclass(frozen=True)

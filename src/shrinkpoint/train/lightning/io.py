@@ -49,10 +49,8 @@ _HINT_BY_KEY = {
 _DEFAULT_HINT = "convert it to plain values or tensors, for a Trainer in on_save_checkpoint"
 _TUNER_PREFIXES = (".lr_find_", ".scale_batch_size_")
 """Prefixes of files that a Tuner saves, restores and removes at once: they are saved lossless and outside the chain."""
-_MAX_REPORTS = 100
-"""Reports of saves that are held for a callback that logs them, and which may not be there."""
-_PREEMPTION_PREFIX = "hpc_ckpt_"
-"""Prefix of checkpoints that are saved because the process is about to be ended."""
+_MAX_REPORTS = 100  # Reports of saves that are held for a callback that logs them, and which may not be there
+_PREEMPTION_PREFIX = "hpc_ckpt_"  # Prefix of checkpoints that are saved because the process is about to be ended
 
 
 class ShrinkIO(CheckpointIO):

@@ -54,11 +54,9 @@ class TitanCheckpointManager(CheckpointManager):
     class Config(CheckpointManager.Config):
         """Options of torchtitan's manager, and three of `Writer`."""
 
-        scheme: str = "lossless"
-        """Text of a scheme, such as "fisher(relative_error=.3)"."""
+        scheme: str = "lossless"  # Text of a scheme, such as "fisher(relative_error=.3)"
 
-        keyframe_every: int = 20
-        """Greatest number of checkpoints in a chain, its keyframe included."""
+        keyframe_every: int = 20  # Greatest number of checkpoints in a chain, its keyframe included
 
         threads: int | None = None
         """Native threads of this rank; None: every core, shared with the other ranks on this machine."""

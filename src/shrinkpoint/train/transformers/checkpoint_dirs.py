@@ -44,8 +44,7 @@ _SPEED_SUFFIXES = ("_runtime", "_per_second", "_preparation_time")
 _STEP_DIR = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 _REQUIRED_PAIR = ("optimizer.pt", "scheduler.pt")
 _RESUME_ADVICE = "resume from another checkpoint"
-_NOT_FOUND_TEXT = "Can't find a valid checkpoint at"
-"""The Trainer's own message, for programs that look for it."""
+_NOT_FOUND_TEXT = "Can't find a valid checkpoint at"  # The Trainer's own message, for programs that look for it
 _DAMAGE_ERRORS = (
     AttributeError,
     EOFError,
