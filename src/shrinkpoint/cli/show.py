@@ -22,7 +22,7 @@ from shrinkpoint.report.checkpoints import CheckpointReport
 from shrinkpoint.report.files import FileReport, TensorRow, read_file_report
 from shrinkpoint.storage import ObjectUrl, directory_storage, is_object_url
 from shrinkpoint.store.directory import read_directory_manifest
-from shrinkpoint.store.loss_increase import LossIncrease
+from shrinkpoint.store.save_report import LossIncrease
 from shrinkpoint.tensors.info import JSON
 
 _MAX_VALUES = 12

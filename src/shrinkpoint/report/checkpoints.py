@@ -13,8 +13,8 @@ from shrinkpoint.store.chain import disk_bytes, file_sizes
 from shrinkpoint.store.directory import own_keys, read_directory_manifest
 from shrinkpoint.store.history import abandoned_steps, is_abandoned, newest_place, place_of
 from shrinkpoint.store.identify import find_checkpoints
-from shrinkpoint.store.loss_increase import LossIncrease
 from shrinkpoint.store.manifest import DirectoryManifest, Manifest
+from shrinkpoint.store.save_report import LossIncrease
 
 _STORE_ONLY = ("id", "chain", "forgotten", "keyframe", "weights_only")
 _DIRECTORY_ONLY = ("folder", "ranks")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from shrinkpoint import humanize
 from shrinkpoint.report.files import TensorRow
 from shrinkpoint.report.run import RunReport, seconds_text
-from shrinkpoint.store.loss_increase import LossIncrease
+from shrinkpoint.store.save_report import LossIncrease
 
 Point = tuple[float, float]
 _SIDE = 1000  # Units of a chart's sides: the page stretches it to the width there is, and its texts stand outside of it

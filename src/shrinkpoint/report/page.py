@@ -14,7 +14,7 @@ from shrinkpoint.report.checkpoints import CheckpointReport
 from shrinkpoint.report.figures import series_charts, tensor_boxes
 from shrinkpoint.report.files import TensorRow
 from shrinkpoint.report.run import RunReport, seconds_text
-from shrinkpoint.store.loss_increase import LossIncrease
+from shrinkpoint.store.save_report import LossIncrease
 
 _SHOWN_ROWS, _MAX_ROWS = 50, 2000
 """Rows of a table that are seen at once, and those that a click adds."""

@@ -10,7 +10,7 @@ from shrinkpoint import humanize
 from shrinkpoint.report.checkpoints import CheckpointReport, StoreReport
 from shrinkpoint.report.files import FileReport
 from shrinkpoint.store.chain import file_sizes
-from shrinkpoint.store.loss_increase import LossIncrease
+from shrinkpoint.store.save_report import LossIncrease
 
 
 @dataclass(frozen=True)
