@@ -101,31 +101,21 @@ _EXACT_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 @dataclass(frozen=True)
 class CodebookInput:
-    """The codebook tensors of one record, to be encoded.
+    """The codebook tensors of one record, to be encoded."""
 
-    Attributes:
-        name: name of the record.
-        infos: its tensors (members).
-        tensors: the values of each member as a reader gets them.
-        quantized: the quantized form of each member; all alike in `bins`, `first_code`, `residual` and dtype of
-            `exact`.
-        context: the members' moments, if a decoder has them; nothing else of it is used.
-        moments: as in `recipe.CodebookRecipe`.
-        reference: the parent, if it has codes of every member or if the members are residual; else None.
-        context_codes: codes of other tensors of the file that are context in place of the parent's, one tensor for
-            each member; or ().
-        context_ordinals: ordinals of those tensors in the file.
-    """
-
-    name: str
+    name: str  # name of the record
     infos: tuple[TensorInfo, ...]
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]  # the values of each member as a reader gets them
+    # The quantized form of each member; all alike in `bins`, `first_code`, `residual` and dtype of `exact`.
     quantized: tuple[CodebookTensor, ...]
+    # The members' moments, if a decoder has them; nothing else of it is used.
     context: CodingContext = field(default_factory=CodingContext)
-    moments: tuple[tuple[int, int], ...] = ()
+    moments: tuple[tuple[int, int], ...] = ()  # as in `recipe.CodebookRecipe`
+    # The parent, if it has codes of every member or if the members are residual; else None.
     reference: Reference | None = None
+    # Codes of other tensors of the file that are context in place of the parent's, one tensor for each member; or ().
     context_codes: tuple[Tensor, ...] = ()
-    context_ordinals: tuple[int, ...] = ()
+    context_ordinals: tuple[int, ...] = ()  # ordinals of those tensors in the file
 
 
 def encode_codebook_record(

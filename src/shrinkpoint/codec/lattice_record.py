@@ -52,25 +52,18 @@ ESCAPE = -128  # The token of a difference that does not fit into a byte; the di
 
 @dataclass(frozen=True)
 class LatticeInput:
-    """The lattice tensors of one record, to be encoded.
+    """The lattice tensors of one record, to be encoded."""
 
-    Attributes:
-        name: name of the record.
-        infos: its tensors (members).
-        tensors: the values of each member as a reader gets them, to be compared; None: whatever its codes stand for.
-        quantized: the quantized form of each member; all of one spacing and step, and all with an origin or none.
-        reference: the parent, if it holds every member; None for a record without base.
-        second_moments: with spacing "relative", the second moment of each member, float32, or its codes; else ().
-        moment_ordinals: ordinals of those second moments in the file.
-    """
-
-    name: str
+    name: str  # name of the record
     infos: tuple[TensorInfo, ...]
+    # The values of each member as a reader gets them, to be compared; None: whatever its codes stand for.
     tensors: tuple[Tensor | None, ...]
+    # The quantized form of each member; all of one spacing and step, and all with an origin or none.
     quantized: tuple[LatticeTensor, ...]
-    reference: Reference | None = None
+    reference: Reference | None = None  # the parent, if it holds every member; None for a record without base
+    # With spacing "relative", the second moment of each member, float32, or its codes; else ().
     second_moments: tuple[Tensor | LatticeTensor, ...] = ()
-    moment_ordinals: tuple[int, ...] = ()
+    moment_ordinals: tuple[int, ...] = ()  # ordinals of those second moments in the file
 
 
 def encode_lattice_record(record: LatticeInput, *, threads: int | None = None) -> EncodedRecord:

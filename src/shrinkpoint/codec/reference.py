@@ -223,20 +223,17 @@ def to_host(tensors: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor
 
 @dataclass(frozen=True)
 class Reference:
-    """The parent checkpoint as a reader decodes it, never the original values.
+    """The parent checkpoint as a reader decodes it, never the original values."""
 
-    Attributes:
-        tensors: decoded tensors by name; contiguous, on the CPU. What is on lattices may be held as codes, and decoded
-            whenever it is asked for: take rows or layouts where these are enough.
-        quantized: codes and codebook or lattice of the tensors that are quantized, by name.
-        originals: the values before quantization, by name, where they are still available: all of them or a sample of
-            the rows; set by writers only.
-        is_base: True if a delta can be made against this checkpoint; otherwise it only describes a reader's values.
-    """
-
+    # Decoded tensors by name; contiguous, on the CPU. What is on lattices may be held as codes, and decoded whenever it
+    # is asked for: take rows or layouts where these are enough.
     tensors: Mapping[str, Tensor] = field(repr=False)
+    # Codes and codebook or lattice of the tensors that are quantized, by name.
     quantized: Mapping[str, QuantizedTensor] = field(default_factory=dict, repr=False)
+    # The values before quantization, by name, where they are still available: all of them or a sample of the rows; set
+    # by writers only.
     originals: Mapping[str, Tensor] | Mapping[str, RowSample] = field(default_factory=dict, repr=False)
+    # True if a delta can be made against this checkpoint; otherwise it only describes a reader's values.
     is_base: bool = True
 
     def shared_names(self, infos: Iterable[TensorInfo]) -> set[str]:

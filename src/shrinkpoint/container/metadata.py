@@ -31,21 +31,13 @@ TensorKind: TypeAlias = tuple[tuple[int, ...], str, Role, tuple[int, ...] | None
 
 @dataclass(frozen=True)
 class Entry:
-    """The location of one part of a record in the file.
+    """The location of one part of a record in the file."""
 
-    Attributes:
-        name: name of the safetensors entry that holds it.
-        offset: bytes from the start of the file.
-        size: stored bytes.
-        digest: xxh3-128 of the stored bytes, in hex.
-        pad: filler bytes directly before it, all zero.
-    """
-
-    name: str
-    offset: int
-    size: int
-    digest: str
-    pad: int = 0
+    name: str  # name of the safetensors entry that holds it
+    offset: int  # bytes from the start of the file
+    size: int  # stored bytes
+    digest: str  # xxh3-128 of the stored bytes, in hex
+    pad: int = 0  # filler bytes directly before it, all zero
 
 
 @dataclass(frozen=True)

@@ -21,17 +21,11 @@ WINDOW_BYTES = 8 << 20  # Bytes that are read at a time where only their digest 
 
 @dataclass(frozen=True)
 class Damage:
-    """A damaged record of a file.
+    """A damaged record of a file."""
 
-    Attributes:
-        record: name of the record.
-        tensors: the names of its tensors.
-        error: what is wrong.
-    """
-
-    record: str
-    tensors: tuple[str, ...]
-    error: FormatError | StorageError
+    record: str  # name of the record
+    tensors: tuple[str, ...]  # the names of its tensors
+    error: FormatError | StorageError  # what is wrong
 
 
 class FileReader:

@@ -20,17 +20,11 @@ _INDEX_MULTIPLIER = 0x9E3779B1  # The factor of a value's index in `codec.lattic
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Offset of a shard in its global tensor; with the shard's sizes, that is a box.
+    """Offset of a shard in its global tensor; with the shard's sizes, that is a box."""
 
-    Attributes:
-        global_name: the name of the global tensor, the same on every rank.
-        global_shape: the shape of the global tensor.
-        offsets: the index of the shard's first value, one number for each axis.
-    """
-
-    global_name: str
-    global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
+    global_name: str  # the name of the global tensor, the same on every rank
+    global_shape: tuple[int, ...]  # the shape of the global tensor
+    offsets: tuple[int, ...]  # the index of the shard's first value, one number for each axis
 
     @property
     def global_numel(self) -> int:
@@ -104,15 +98,11 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Boxes of a rank's tensors in the tensors of all ranks that write a checkpoint together.
+    """Boxes of a rank's tensors in the tensors of all ranks that write a checkpoint together."""
 
-    Attributes:
-        specs: by name of a tensor in the rank's state; a tensor without a spec is a whole one, on this rank alone.
-        collectives: of all these ranks.
-    """
-
+    # By name of a tensor in the rank's state; a tensor without a spec is a whole one, on this rank alone.
     specs: Mapping[str, ShardSpec] = field(repr=False)
-    collectives: Collectives = field(repr=False)
+    collectives: Collectives = field(repr=False)  # of all these ranks
 
 
 _MAX_PAIRWISE = 1 << 10

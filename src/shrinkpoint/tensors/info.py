@@ -137,20 +137,11 @@ class OptimizerInfo:
 
 @dataclass(frozen=True)
 class EncodedRecord:
-    """One record of a file: one large tensor, or several small ones that share their statistics.
+    """One record of a file: one large tensor, or several small ones that share their statistics."""
 
-    Attributes:
-        name: unique in its file; names the entries.
-        infos: the tensors, in the order in which their values stand in the codes.
-        recipe: what was done (`codec.Recipe` as JSON); all a reader needs besides the parts.
-        parts: named byte strings.
-        digest: xxh3-128 of the decoded codes, in hex.
-        base: xxh3-128 of the reference the recipe needs, in hex; None when it stands alone.
-    """
-
-    name: str
-    infos: tuple[TensorInfo, ...]
-    recipe: JSON
-    parts: Mapping[str, bytes | bytearray | memoryview] = field(repr=False)
-    digest: str
-    base: str | None = None
+    name: str  # unique in its file; names the entries
+    infos: tuple[TensorInfo, ...]  # the tensors, in the order in which their values stand in the codes
+    recipe: JSON  # what was done (`codec.Recipe` as JSON); all a reader needs besides the parts
+    parts: Mapping[str, bytes | bytearray | memoryview] = field(repr=False)  # named byte strings
+    digest: str  # xxh3-128 of the decoded codes, in hex
+    base: str | None = None  # xxh3-128 of the reference the recipe needs, in hex; None when it stands alone
