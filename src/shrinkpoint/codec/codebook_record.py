@@ -180,7 +180,6 @@ def _check_readable(record: CodebookInput, parent: ParentCodes | None, digest: s
 
 
 def _codebook_kind(tensor: CodebookTensor) -> tuple[object, ...]:
-    """Return the properties that must be equal for all members of a record."""
     return tensor.bins, tensor.first_code, tensor.residual, tensor.exact.dtype
 
 
@@ -374,7 +373,6 @@ class CodebookDecoder(RecordDecoder):
         return [[pair[side] for pair in self._moments] for side in (0, 1)] if self._moments and uses_moments else []
 
     def _context_ranges(self, lo: int, hi: int) -> list[ByteRange]:
-        """Return the ranges of the codes that are context of a range of the stream."""
         if not recipes.uses_context(self._recipe.codes):
             return []
         if self._context_infos:

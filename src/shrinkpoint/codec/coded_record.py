@@ -163,7 +163,6 @@ class CodedDecoder(RecordDecoder):
         return self.unit
 
     def _read_streams(self, recipe: CodedRecipe) -> list[CodedChunks]:
-        """Locate the coded numbers of every tap."""
         sides, end = self._view.read_array("side"), 0
         out = []
         for index in range(self._taps):

@@ -288,7 +288,6 @@ class RecordDecoder(ABC):
     def _fetch_float32(
         self, moments: Sequence[TensorInfo], lo: int, hi: int, fetch: FetchRange, *, same_file: bool = True
     ) -> Bytes:
-        """Fetch the ranges that `_ranges_of` returns, as float32."""
         dtypes = [moments[index].dtype for index, *_ in self._tensor_ranges(lo, hi)]
         spans = self._ranges_of(moments, lo, hi, same_file=same_file)
         return concat([cast(fetch(span), dtype, "F32") for span, dtype in zip(spans, dtypes, strict=True)])

@@ -422,7 +422,6 @@ class LatticeDecoder(RecordDecoder):
         return tensors
 
     def _origin_differences(self, members: Sequence[MemberDecoder]) -> Sequence[NDArray[np.int32] | None]:
-        """The differences of stored origins to the codes of all members; None where there are none."""
         if not self._recipe.origin:
             return [None] * len(members)
         differences = _decode_differences(self._view.read_array("origin"), self.count)

@@ -221,7 +221,6 @@ class DDPCompression(GradientAveraging[AverageRecord]):
         return future
 
     def _submit(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Start with the segments that a bucket completes."""
         buffer = bucket.buffer()
         if buffer.is_sparse:
             advice = "give the embedding sparse=False"

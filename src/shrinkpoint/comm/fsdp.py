@@ -440,7 +440,6 @@ class _ReplicaAllReduce:
 
 
 def _is_counts(value: JSON) -> TypeGuard[dict[str, dict[str, int]]]:
-    """True if JSON has the form of `FSDPCompression.counts`."""
     layouts = value.values() if isinstance(value, dict) else [None]
     return all(isinstance(x, dict) and all(type(n) is int and n >= 0 for n in x.values()) for x in layouts)
 

@@ -309,7 +309,6 @@ class CompressedPipeline:
 
 
 def _find_stages(schedule_or_stages: Any) -> tuple[list[Any], Any]:
-    """The stages of this rank, and their schedule, or None if only stages are given."""
     stage_or_stages = getattr(schedule_or_stages, "_stages", None) or getattr(schedule_or_stages, "_stage", None)
     schedule = None if stage_or_stages is None else schedule_or_stages
     stage_or_stages = schedule_or_stages if stage_or_stages is None else stage_or_stages

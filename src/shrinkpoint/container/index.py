@@ -413,7 +413,6 @@ def _parse_rows(document: Mapping[str, JSON], infos: list[TensorInfo], digests: 
 
 
 def _place_records(rows: Sequence[_Row], start: int, where: str) -> tuple[tuple[RecordHead, ...], PayloadLayout]:
-    """The records with the places of their parts."""
     layout, records = PayloadLayout(), []
     for row in rows:
         tensor = row.infos[0] if is_standard_entry(row.recipe, row.infos) else None

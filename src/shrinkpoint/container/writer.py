@@ -184,7 +184,6 @@ class FileWriter:
 
 
 def _metadata_json(index: bytes) -> str:
-    """Metadata of the header, besides its entries."""
     fields = {"format": FORMAT_VERSION, "writer": _writer_name(), "index": xxh3_128(index)}
     return json.dumps(fields, separators=(",", ":"))
 

@@ -171,7 +171,6 @@ def _joined(name: str, kind: str) -> str:
 
 
 def _marks(name: str, style: str, run: RunReport, values: Sequence[float | None], number: int, rows: set[int]) -> Trace:
-    """Marks of some checkpoints of a run, by their numbers."""
     points = list(zip(run.steps, values, strict=True))
     known = [(row, step, value) for row, (step, value) in enumerate(points) if row in rows and value is not None]
     return Trace(name, style, [(step, value) for _, step, value in known], [row for row, _, _ in known], number)

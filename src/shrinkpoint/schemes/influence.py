@@ -133,7 +133,6 @@ class InfluenceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return frozenset(name for bit, name in enumerate(self._names) if bits >> bit & 1)
 
     def _origin(self, tensor: Tensor) -> _Origin:
-        """The origin of a tensor; none without elements."""
         storage = _storage(tensor)
         if storage is None or not tensor.numel():
             return _NO_ORIGIN
@@ -150,7 +149,6 @@ class InfluenceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return storage._cdata in self._written or storage.data_ptr() in self._sources
 
     def _origin_of_result(self, rule: _Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Origin:
-        """The origin of what an operation is about to compute."""
         operands = [*args, *(value for name, value in kwargs.items() if name not in rule.outputs)]
         if rule.name == "to" or rule.name.endswith("_as"):
             operands = operands[:1]  # another tensor says which shape or dtype
@@ -287,7 +285,6 @@ def _of_factors(name: str, operands: Sequence[Any], origins: Mapping[int, _Origi
 
 
 def _tensors(nest: Any) -> Iterator[Tensor]:
-    """Tensors of nested lists and tuples."""
     if isinstance(nest, Tensor):
         yield nest
     elif isinstance(nest, list | tuple):
@@ -305,7 +302,6 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 def _covers(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
-    """True if a tensor has all elements of its storage."""
     local = _local(tensor)
     sizes = [size for size, stride in zip(local.shape, local.stride(), strict=True) if stride]
     return bool(math.prod(sizes) * local.element_size() >= storage.nbytes())

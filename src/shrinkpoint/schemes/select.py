@@ -213,7 +213,6 @@ def _find_tied(
 
 
 def _merge_reports(shards: Sequence[_ShardReport]) -> _ShardReport:
-    """Properties that all shards of a candidate share."""
     return _ShardReport(
         is_quantizable=any(shard.is_quantizable for shard in shards),
         is_finite=all(shard.is_finite for shard in shards),

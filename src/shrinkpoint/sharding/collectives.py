@@ -330,7 +330,6 @@ def raise_remote(objects: list[Any]) -> list[Any]:
 
 
 def _to_message(obj: Any) -> bytes:
-    """An object in bytes, None in none."""
     return b"" if obj is None else pickle.dumps(obj, _PICKLE_PROTOCOL)
 
 

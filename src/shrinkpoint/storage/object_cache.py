@@ -158,7 +158,6 @@ class ObjectCache:
         return self.directory / f"{xxh3_128(url.encode())}.object"
 
     def _open_copy(self, version: ObjectVersion) -> CachedFile | None:
-        """The copy of this very version; None if there is none."""
         path = self._path_of(version.url)
         try:
             copy = CachedFile(path, version)

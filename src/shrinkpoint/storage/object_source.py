@@ -101,7 +101,6 @@ class ObjectSource(Source):
             submit_or_run(self._pool, self._fetch, indices, futures)
 
     def _has_blocks(self, begin: int, end: int) -> bool:
-        """True if all blocks of a range are there, or on the way."""
         with self._lock:
             return end - begin <= _MAX_BLOCKS and all(index in self._blocks for index in range(begin, end))
 

@@ -373,7 +373,6 @@ def _single_file(place: FilePlace, header: FileReader, *, is_payload: bool = Fal
 
 
 def _find_base(candidates: Sequence[FilePlace], digest: str, child: FilePlace) -> tuple[FilePlace, FileReader]:
-    """The first candidate with this digest."""
     error: ChainError | None = None
     do = "say where the base is with base=, or load through its store"
     for place in candidates:

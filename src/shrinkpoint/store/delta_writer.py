@@ -198,7 +198,6 @@ class DeltaWriter(ChainWriter[Payload]):
         self._remove_own_base_dir()
 
     def _decode_base(self, payload: Payload) -> Reference:
-        """Decode the files of the reference, wherever they are now."""
         assert self._base_dir is not None
         if isinstance(self._base_dir, Path):
             *_, (own_path, _) = _base_files(self._base_dir, payload)
@@ -229,7 +228,6 @@ class DeltaWriter(ChainWriter[Payload]):
         self._remove_own_base_dir()
 
     def _usable_base(self) -> Payload | None:
-        """The payload that the next delta can be made against; None if there is none."""
         payload = self.references.manifest
         if payload is None or self._base_dir is None:
             return None

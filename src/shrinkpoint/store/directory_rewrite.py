@@ -176,7 +176,6 @@ class RunRewriter:
         decoded: DecodedFile,
         parent: _Parent | None,
     ) -> tuple[Payload, Reference]:
-        """A payload that was written again, and its values."""
         place, bases = DirectoryPlace(directory, index), tuple[tuple[str, int], ...]()
         self._places.setdefault(directory, []).append(place)
         if parent is not None and link_chain(place, parent.directory, parent.payload) is not None:

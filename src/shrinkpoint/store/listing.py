@@ -361,7 +361,6 @@ class Lister:
     def _read_directories(
         self, storage: LocalStorage, read: Callable[[Storage, int], StepDirectory | None]
     ) -> list[StepDirectory]:
-        """The directories of all steps, those that have changed read again."""
         entries, cache = [], {}
         for step in sorted({*list_steps(storage), *_linked_steps(storage)}):
             old = self._cache.get(step)

@@ -192,7 +192,6 @@ _KINDS = {name: {slot.kind for slot in _SLOTS if slot.name == name} for name in 
 
 
 def _names(role: Role | None = None, kind: MomentKind | None = None, shape: str | None = None) -> tuple[str, ...]:
-    """Names of the slots of the catalogue with this role, kind and shape, in its order."""
     fits = (s for s in _SLOTS if role in (None, s.role) and kind in (None, s.kind) and shape in (None, s.shape))
     return tuple(dict.fromkeys(slot.name for slot in fits))
 

@@ -200,7 +200,6 @@ def _find(module: str, qualified_name: str) -> type | None:
 
 
 def _subclasses(cls: type | None) -> Iterator[type]:
-    """A class and all classes that derive from it."""
     if cls is not None:
         yield cls
         subclasses: list[type] = type.__subclasses__(cls)

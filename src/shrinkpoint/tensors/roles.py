@@ -198,12 +198,10 @@ def _slots(path: StatePath, state_dict: dict[Any, Any], leaves_by_path: dict[Sta
 
 
 def _stored_name(leaf: Leaf) -> str:
-    """The name of the stored tensor that contains a leaf."""
     return leaf.name or str(leaf.reference[0])
 
 
 def _optimizer_role(leaf: Leaf) -> Role:
-    """The role of a tensor of an optimizer that has no role of `SLOT_ROLES`."""
     names_master = any(is_master_key(key) for key in leaf.path if isinstance(key, str))
     return Role.MASTER if names_master and _is_weight(leaf) else Role.OTHER
 

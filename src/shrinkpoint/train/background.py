@@ -424,7 +424,6 @@ class BackgroundWorker:
             raise PolicyError(call, found=found, expected=expected, do=do)
 
     def _revoke(self, job: _Job) -> None:
-        """Forget a job, unless it is running."""
         if job.revoke() and self._job is job:
             self._job = None
 

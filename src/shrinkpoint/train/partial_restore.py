@@ -107,7 +107,6 @@ def select_parts(targets: Mapping[str, Any], only: RestoreSelection) -> Selected
 
 
 def _match_names(only: RestoreSelection, live_state: Mapping[str, Any]) -> list[tuple[str, _Part]]:
-    """Every name that a pattern matches, with the part that the pattern selects."""
     expected = 'patterns of names in the model, such as ["layers.3.*"]'
     if not isinstance(only, Mapping) and (isinstance(only, str) or not isinstance(only, Sequence)):
         do = f"write only=[{only!r}]" if isinstance(only, str) else "write a list, or a dict of parts by pattern"

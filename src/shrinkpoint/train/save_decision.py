@@ -349,7 +349,6 @@ class ScheduledSaver:
         return False
 
     def _previous_manifests(self) -> Iterable[DirectoryManifest]:
-        """Those of the checkpoints that an earlier process saved."""
         return ()
 
 

@@ -403,7 +403,6 @@ def label_of(path: StatePath) -> str:
 
 
 def _value_at(state: Any, path: StatePath) -> Any:
-    """The value at a path of a nest; None if there is none."""
     for key in path:
         if isinstance(state, Mapping):
             state = state.get(key)

@@ -204,7 +204,6 @@ class Uniform(_Quantizer):
         return f"q{self.bits}{group}{':dither' if self.dither else ''}"
 
     def _group_size(self, shape: Sequence[int]) -> int:
-        """The number of values of a group, at least 1."""
         if self.group is None or isinstance(self.group, int):
             count = max(1, math.prod(shape))
             return count if self.group is None else min(count, self.group)

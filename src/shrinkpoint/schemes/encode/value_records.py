@@ -357,7 +357,6 @@ class ValueEncoder:
         return encode(record, configs, threads=threads)
 
     def _first_configs(self, record: RecordInput, exact: bool) -> tuple[Bytes, CodingContext, Iterator[CoderConfig]]:
-        """The first tap with its context, and the configurations that can code it."""
         info = record.infos[0]
         values = tap(record.values, 0, record.taps)
         assert values is not None
@@ -407,7 +406,6 @@ def _with_known_bits(attempt: Callable[[bool], _T]) -> _T:
 
 
 def _later_taps(context: CodingContext, first: CoderConfig) -> Iterator[CoderConfig]:
-    """Yield the configurations that can code the taps after the first."""
     max_level = first.top or (first.bias + 126) >> first.fine
     top = min(max(max_level, 0), (1 << 12) - 1)
     yield first

@@ -175,7 +175,6 @@ class Inshrinkerator(SearchScheme):
         return diagonal(self.space, sizes, trials, max_degradation, variants=variants, progress=progress)
 
     def _gradients(self, evaluator: TrialEvaluator) -> dict[str, Tensor]:
-        """Recorded gradients by name in the state."""
         means = self.recordings() if evaluator.recordings is None else evaluator.recordings
         return {} if means is None else evaluator.recorder_values(means)
 

@@ -95,7 +95,6 @@ def plan_signatures(plan: SavePlan) -> set[tuple[str, Offsets, str]]:
 
 
 def _planned_shard(item: WriteItem, data: Any) -> tuple[ShardSpec, str, torch.Tensor]:
-    """A shard, its name in the state, and its tensor."""
     fqn, planned = item.index.fqn, item.tensor_data
     if not isinstance(data, torch.Tensor) or planned is None or data.shape != planned.chunk.sizes:
         shape = tuple(data.shape) if isinstance(data, torch.Tensor) else type(data).__name__

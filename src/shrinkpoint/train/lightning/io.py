@@ -565,7 +565,6 @@ def _global_step(checkpoint: Mapping[str, Any]) -> int | None:
 
 
 def _monitored_metrics(checkpoint: Mapping[str, Any], path: _PATH) -> dict[str, Any]:
-    """The monitored metrics of the ModelCheckpoints that save to this path."""
     callback_states = checkpoint.get("callbacks")
     metrics: dict[str, Any] = {}
     for state in callback_states.values() if isinstance(callback_states, dict) else ():
@@ -576,7 +575,6 @@ def _monitored_metrics(checkpoint: Mapping[str, Any], path: _PATH) -> dict[str, 
 
 
 def _best_paths(checkpoint: Mapping[str, Any]) -> list[Path | ObjectUrl]:
-    """The checkpoints that ModelCheckpoints have as their best."""
     callback_states = checkpoint.get("callbacks")
     states = callback_states.values() if isinstance(callback_states, dict) else ()
     paths = (state.get("best_model_path") for state in states if isinstance(state, dict))

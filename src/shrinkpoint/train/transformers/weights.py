@@ -128,7 +128,6 @@ def _decode_weights(
     threads: int | None,
     max_bytes: int | None,
 ) -> PretrainedWeights:
-    """The weights in the state of one process."""
     name = str(where) if isinstance(where, str | Path) else where.describe()
     search = _WeightSearch(_as_path(key), directories)
     decoded = use_current(
