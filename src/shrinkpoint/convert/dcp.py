@@ -329,16 +329,12 @@ class _MetadataUnpickler(InertUnpickler):
 
 
 class _MappedFiles:
-    """Maps the files of a directory when they are first read.
-
-    Attributes:
-        unchecked: names of files with entries that have no checksum.
-    """
+    """Maps the files of a directory when they are first read."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._maps: dict[str, mmap.mmap] = {}
-        self.unchecked: set[str] = set()
+        self.unchecked: set[str] = set()  # names of files with entries that have no checksum
 
     def close(self) -> None:
         for mapped in self._maps.values():

@@ -272,16 +272,13 @@ class DecodePlan:
         chain: the files, keyframe first.
         cache: shared by successive plans for the same chain.
         threads: native threads.
-
-    Attributes:
-        numbers_decoded: numbers decoded so far, in all files.
     """
 
     def __init__(self, chain: Sequence[PartialFile], cache: Cache, threads: int) -> None:
         self._chain, self._cache, self._threads = chain, cache, threads
         self._nodes: dict[Node, DecodeNode] = {}
         self._heap: list[Node] = []
-        self.numbers_decoded = 0
+        self.numbers_decoded = 0  # numbers decoded so far, in all files
 
     def values(self, name: str, starts: Ints, size: int, *, strict: bool) -> list[tuple[int, Bytes]]:
         """Decode the ranges of `size` bytes of a tensor from each of `starts`, which ascend.

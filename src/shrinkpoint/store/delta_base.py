@@ -84,13 +84,10 @@ class ReferenceCache(Generic[M]):
 
     A tensor that a scheme leaves exact decodes to the value it was given, so that value is held. Of tensors on lattices
     codes are held, and of weights that are quantized a sample of the original values. No caller can reach this memory.
-
-    Attributes:
-        manifest: the checkpoint; None if nothing is held.
     """
 
     def __init__(self) -> None:
-        self.manifest: M | None = None
+        self.manifest: M | None = None  # the checkpoint; None if nothing is held
         self._reference = Reference({})
         self._decode: Callable[[], Reference] | None = None
 

@@ -106,13 +106,10 @@ class BackgroundSaver:
 
     Args:
         settings: of the saves.
-
-    Attributes:
-        stall_seconds: seconds for which the last `save` held up the loop.
     """
 
     def __init__(self, settings: SaveSettings) -> None:
-        self.stall_seconds = 0.0
+        self.stall_seconds = 0.0  # seconds for which the last `save` held up the loop
         self._stalls_since: float | None = None  # when `save` was called, while it has not returned
         self._settings, self._scheme, self._background = settings, get_scheme(settings.scheme), settings.background
         self._worker, self._streams = BackgroundWorker(), SideStreams()

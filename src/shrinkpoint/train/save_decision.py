@@ -361,16 +361,13 @@ class PreemptionWatch:
     The handler that was there before is called, too, and is put back by `close`. In forked processes, such as those of
     a data loader, SIGTERM does what it did before.
 
-    Attributes:
-        is_signalled: the signal has come.
-
     Raises:
         PolicyError: this is not the main thread, which alone may set handlers; or the handler that is there cannot be
             called, as it was not set in Python.
     """
 
     def __init__(self) -> None:
-        self.is_signalled = False
+        self.is_signalled = False  # the signal has come
         self._pid = os.getpid()
         previous = signal.getsignal(_SIGNAL)
         do = "make the manager in the main thread, before other libraries set handlers"

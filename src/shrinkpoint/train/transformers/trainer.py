@@ -354,16 +354,12 @@ class ShrinkTrainer(Trainer):
 
 
 class _ModelCheckpointer:
-    """The checkpointer and the gradient recorder of a Trainer's current model.
-
-    Attributes:
-        checkpointer: None until `for_model` is called.
-    """
+    """The checkpointer and the gradient recorder of a Trainer's current model."""
 
     def __init__(self, trainer: ShrinkTrainer) -> None:
         self._trainer, self._counter = trainer, TermCounter()
         self._training_loss: TrainingLoss | None = None
-        self.checkpointer: Checkpointer | None = None
+        self.checkpointer: Checkpointer | None = None  # None until `for_model` is called
         self._model: nn.Module | None = None
         self._recorder: GradientRecorder | None = None
 

@@ -154,14 +154,10 @@ def _read_small_files(storage: Storage) -> dict[str, bytes]:
 
 
 class _WeightSearch:
-    """Selects the weights in a state's tree, and the small files of a converted directory.
-
-    Attributes:
-        path: where the weights are, once `select` was called.
-    """
+    """Selects the weights in a state's tree, and the small files of a converted directory."""
 
     def __init__(self, path: StatePath | None, directories: Sequence[Path]) -> None:
-        self.path: StatePath = ()
+        self.path: StatePath = ()  # where the weights are, once `select` was called
         self._paths, self._is_free = (_PATHS, True) if path is None else ((path,), False)
         self._directories = directories
 
