@@ -44,8 +44,7 @@ _FORM_OF_SUFFIX = {".safetensors": ExportForm.SAFETENSORS} | dict.fromkeys((".pt
 OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="The file to write; with --hf, the directory.")]
 FormOption = Annotated[ExportForm | None, typer.Option("--to", help="The format; if not given, OUT's suffix says it.")]
 OnlyOption = Annotated[
-    list[str] | None,
-    typer.Option("--only", metavar="GLOB", help='Only these, e.g. "model/*"; may be given again.'),
+    list[str] | None, typer.Option("--only", metavar="GLOB", help='Only these, e.g. "model/*"; may be given again.')
 ]
 HfOption = Annotated[
     bool, typer.Option("--hf", help="Write the model as a directory that from_pretrained of Hugging Face reads.")
@@ -54,8 +53,7 @@ ShardOption = Annotated[
     str | None, typer.Option("--max-shard-size", metavar="SIZE", help="With --hf: size of a file of weights, 5GB.")
 ]
 ConfigOption = Annotated[
-    Path | None,
-    typer.Option("--config", metavar="PATH", help="With --hf: config.json, if it is elsewhere."),
+    Path | None, typer.Option("--config", metavar="PATH", help="With --hf: config.json, if it is elsewhere.")
 ]
 _SCHEME_HELP = 'Write a file of ours that needs no other, compressed so: "fisher(relative_error=.6)".'
 SchemeOption = Annotated[str | None, typer.Option("--scheme", metavar="SCHEME", help=_SCHEME_HELP)]

@@ -99,11 +99,7 @@ class MemberDecoder:
         return self._lattice, self._first, self._codes, parent, squares
 
     def decode_values(
-        self,
-        wide: Bytes | None,
-        differences: NDArray[np.int32] | None,
-        digest: _native.Hasher | None,
-        threads: int,
+        self, wide: Bytes | None, differences: NDArray[np.int32] | None, digest: _native.Hasher | None, threads: int
     ) -> None:
         """Decode the values of all codes, if they are wanted.
 
@@ -476,11 +472,7 @@ def _check_parents(infos: Sequence[TensorInfo], recipe: LatticeRecipe, parents: 
 
 
 def _decode_exponents(
-    data: Bytes,
-    infos: Sequence[TensorInfo],
-    recipe: LatticeRecipe,
-    seeds: Sequence[int],
-    parents: Sequence[Lattice],
+    data: Bytes, infos: Sequence[TensorInfo], recipe: LatticeRecipe, seeds: Sequence[int], parents: Sequence[Lattice]
 ) -> list[Lattice]:
     """Decode exponents: differences to the parent's if the recipe says that these have moved, else to those before."""
     if recipe.moved:

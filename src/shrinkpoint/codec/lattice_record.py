@@ -24,21 +24,8 @@ from torch import Tensor
 
 from shrinkpoint import _native
 from shrinkpoint.codec import recipe as recipes
-from shrinkpoint.codec.coder import (
-    BYTE_FORMAT,
-    Bytes,
-    CoderConfig,
-    CodingContext,
-    default_threads,
-)
-from shrinkpoint.codec.lattice import (
-    MAX_GAIN,
-    MIN_GAIN,
-    Lattice,
-    LatticeTensor,
-    all_exponents,
-    row_counts,
-)
+from shrinkpoint.codec.coder import BYTE_FORMAT, Bytes, CoderConfig, CodingContext, default_threads
+from shrinkpoint.codec.lattice import MAX_GAIN, MIN_GAIN, Lattice, LatticeTensor, all_exponents, row_counts
 from shrinkpoint.codec.recipe import LatticeRecipe
 from shrinkpoint.codec.reference import Reference, lattice_source
 from shrinkpoint.tensors.dtypes import as_native_float, tensor_bytes, torch_dtype

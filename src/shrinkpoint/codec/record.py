@@ -38,13 +38,7 @@ from shrinkpoint.codec.recipe import (
     Recipe,
     SameRecipe,
 )
-from shrinkpoint.codec.reference import (
-    DecodedTensors,
-    LatticeSource,
-    QuantizedTensor,
-    Reference,
-    TensorSource,
-)
+from shrinkpoint.codec.reference import DecodedTensors, LatticeSource, QuantizedTensor, Reference, TensorSource
 from shrinkpoint.tensors.dtypes import tensor_bytes, tensor_from_bytes, torch_dtype
 from shrinkpoint.tensors.info import ITEMSIZE, EncodedRecord, TensorInfo
 

@@ -13,11 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shrinkpoint import validate
 from shrinkpoint.comm.accordion import Accordion
-from shrinkpoint.comm.background_allreduce import (
-    BackgroundAllReduce,
-    HierarchicalAllReduce,
-    NodeGroups,
-)
+from shrinkpoint.comm.background_allreduce import BackgroundAllReduce, HierarchicalAllReduce, NodeGroups
 from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce, check_hops, reduce_numbers
 from shrinkpoint.comm.error_feedback import ErrorFeedback
 from shrinkpoint.comm.gradient_averaging import GradientAveraging, not_replayable

@@ -14,14 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shrinkpoint.comm.compressed_allreduce import CompressedAllGather, share_numel
 from shrinkpoint.comm.compressors.base import Compressor, CompressorContext, Identity
-from shrinkpoint.comm.gradient_layout import (
-    SEGMENT_NUMEL,
-    FilledSegment,
-    GradientLayout,
-    Piece,
-    Segment,
-    is_dense,
-)
+from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL, FilledSegment, GradientLayout, Piece, Segment, is_dense
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.tensors.info import JSON
 

@@ -268,11 +268,7 @@ class _Redistribute(torch.autograd.Function):
 
 
 def _redistribute(
-    tensor: Tensor,
-    mesh: DeviceMesh,
-    source: Placement,
-    target: Placement,
-    exchanges: _Exchanges,
+    tensor: Tensor, mesh: DeviceMesh, source: Placement, target: Placement, exchanges: _Exchanges
 ) -> DTensor:
     """Return a tensor with the target placement on a mesh of one dimension.
 

@@ -151,11 +151,7 @@ def _quantize_native(
 
 
 def _quantize_torch(
-    tensor: Tensor,
-    lattice: Lattice,
-    squares: Tensor | None,
-    previous_codes: Tensor | None,
-    hysteresis: float,
+    tensor: Tensor, lattice: Lattice, squares: Tensor | None, previous_codes: Tensor | None, hysteresis: float
 ) -> Tensor | None:
     positions = lattice_positions(tensor, lattice, squares)
     codes = positions.round()

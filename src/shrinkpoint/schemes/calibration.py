@@ -19,13 +19,7 @@ from torch import Tensor
 from shrinkpoint import humanize
 from shrinkpoint.codec.lattice import dither
 from shrinkpoint.errors import UnmeasuredLossWarning, warn_user
-from shrinkpoint.schemes.evaluate import (
-    MEASURE_ADVICE,
-    DegradationMetric,
-    Reading,
-    TrialValues,
-    scale_of,
-)
+from shrinkpoint.schemes.evaluate import MEASURE_ADVICE, DegradationMetric, Reading, TrialValues, scale_of
 from shrinkpoint.schemes.influence import InfluenceRecorder
 from shrinkpoint.schemes.select import TensorSelection
 from shrinkpoint.sharding.global_tensors import GlobalTensors
@@ -331,10 +325,7 @@ class Calibration:
         self._matches = {name: self._matches.get(name, 0) + 1 for name in matches}
 
     def _repeat_evaluation(
-        self,
-        metric: DegradationMetric,
-        max_rise: Callable[[float], float] | None,
-        is_followed: Callable[[], bool],
+        self, metric: DegradationMetric, max_rise: Callable[[float], float] | None, is_followed: Callable[[], bool]
     ) -> list[Reading]:
         """Answers for the unchanged weights: two, where noise is unknown or matters; more, where these differ.
 

@@ -70,19 +70,10 @@ class LCCheckpoint(ResidualScheme):
 
     @property
     def settings(self) -> dict[str, JSON]:
-        return {
-            "bits": self._bits,
-            "scope": self._scope,
-            "representative": self._representative,
-            "paper": self._paper,
-        }
+        return {"bits": self._bits, "scope": self._scope, "representative": self._representative, "paper": self._paper}
 
     def quantize_weights(
-        self,
-        weights: Mapping[str, Tensor],
-        differences: Mapping[str, Tensor],
-        state: FlatState,
-        stats: GlobalStats,
+        self, weights: Mapping[str, Tensor], differences: Mapping[str, Tensor], state: FlatState, stats: GlobalStats
     ) -> dict[str, CodebookTensor]:
         buckets = stats.exponent_buckets(differences, shared=self._scope == "model")
         return {
@@ -120,11 +111,7 @@ class SparseUpdate(ResidualScheme):
         return distances.topk(stats.count_among_largest(distances, count, counts), sorted=False).indices
 
     def quantize_weights(
-        self,
-        weights: Mapping[str, Tensor],
-        differences: Mapping[str, Tensor],
-        state: FlatState,
-        stats: GlobalStats,
+        self, weights: Mapping[str, Tensor], differences: Mapping[str, Tensor], state: FlatState, stats: GlobalStats
     ) -> dict[str, CodebookTensor]:
         primary = stats.global_tensors.primary
         distances = {name: diff.abs().reshape(-1) for name, diff in differences.items() if name in primary}
@@ -194,11 +181,7 @@ class SCAR(SparseUpdate):
         self._round = turn if type(turn) is int and 0 <= turn < 1 << 31 else 0
 
     def quantize_weights(
-        self,
-        weights: Mapping[str, Tensor],
-        differences: Mapping[str, Tensor],
-        state: FlatState,
-        stats: GlobalStats,
+        self, weights: Mapping[str, Tensor], differences: Mapping[str, Tensor], state: FlatState, stats: GlobalStats
     ) -> dict[str, CodebookTensor]:
         quantized = super().quantize_weights(weights, differences, state, stats)
         is_delta = any(stats.global_tensors.collectives.all_gather(bool(quantized)))

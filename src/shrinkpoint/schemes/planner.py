@@ -30,12 +30,7 @@ from shrinkpoint.schemes.calibration import (
     record_influence,
 )
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
-from shrinkpoint.schemes.evaluate import (
-    DegradationMetric,
-    Evaluate,
-    ShardedModelEvaluator,
-    TrialEvaluator,
-)
+from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, ShardedModelEvaluator, TrialEvaluator
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.schemes.plan import QuantizationPlan, plan_within_memory
 from shrinkpoint.schemes.residual import ResidualScheme

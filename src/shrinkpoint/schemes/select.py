@@ -178,10 +178,7 @@ def _group_by_shard(global_tensors: GlobalTensors, names: Iterable[str]) -> dict
 
 
 def _find_masters(
-    name: str,
-    candidates: Mapping[str, Tensor],
-    colocated: Mapping[_ShardKey, list[str]],
-    global_tensors: GlobalTensors,
+    name: str, candidates: Mapping[str, Tensor], colocated: Mapping[_ShardKey, list[str]], global_tensors: GlobalTensors
 ) -> tuple[str, ...] | None:
     tensor = candidates[name]
     if not tensor.numel():

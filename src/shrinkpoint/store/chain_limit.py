@@ -69,13 +69,7 @@ class Spacing:
 
 
 def choose_spacing(
-    sizes: FileSizes,
-    kept: int,
-    longest: int,
-    *,
-    can_reverse: bool,
-    alone: bool = False,
-    least: int | None = None,
+    sizes: FileSizes, kept: int, longest: int, *, can_reverse: bool, alone: bool = False, least: int | None = None
 ) -> Spacing:
     """The way to write that holds the fewest bytes, or writes less and holds hardly more.
 
@@ -109,8 +103,7 @@ def _forward(sizes: FileSizes, kept: int, every: int) -> Spacing:
     chains = -(-older // every)
     last = min(every, older - (chains - 1) * every) - 1 if older else 0
     most = max(
-        chains * chain + last * sizes.delta,
-        -(-max(0, older - every + 1) // every) * chain + (every - 1) * sizes.delta,
+        chains * chain + last * sizes.delta, -(-max(0, older - every + 1) // every) * chain + (every - 1) * sizes.delta
     )
     mean = older / every * chain + (every - 1) / 2 * sizes.delta
     return Spacing(every, False, sizes.keyframe + mean, sizes.keyframe + most, chain / every)

@@ -15,14 +15,7 @@ from shrinkpoint.container import FileReader
 from shrinkpoint.container.metadata import RecordHead
 from shrinkpoint.errors import NotFoundError, ShrinkpointError
 from shrinkpoint.storage import AnyDirectory, Storage, map_requests
-from shrinkpoint.store.chain import (
-    ChainFile,
-    chain_links,
-    directory_chain,
-    manifest_identity,
-    store_chain,
-    use_current,
-)
+from shrinkpoint.store.chain import ChainFile, chain_links, directory_chain, manifest_identity, store_chain, use_current
 from shrinkpoint.store.checkpoint_file import Allowance, DecodedFile, decode_records
 from shrinkpoint.store.directory import read_directory_manifest
 from shrinkpoint.store.manifest import DirectoryManifest, Manifest, Payload
@@ -193,11 +186,7 @@ def iter_chain(
 
 
 def iter_checkpoints(
-    storage: Storage,
-    manifests: Iterable[Manifest],
-    *,
-    steps: Collection[int] | None = None,
-    threads: int | None = None,
+    storage: Storage, manifests: Iterable[Manifest], *, steps: Collection[int] | None = None, threads: int | None = None
 ) -> Iterator[tuple[Manifest, DecodedFile]]:
     """Decode checkpoints of a store, each chain once from its keyframe on; raises as `decode_chain` does.
 

@@ -14,13 +14,7 @@ from typing import NamedTuple
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import PolicyError, ShrinkpointError
 from shrinkpoint.schemes.base import Scheme
-from shrinkpoint.storage import (
-    AnyDirectory,
-    LocalStorage,
-    ObjectUrl,
-    directory_storage,
-    resolve_directory,
-)
+from shrinkpoint.storage import AnyDirectory, LocalStorage, ObjectUrl, directory_storage, resolve_directory
 from shrinkpoint.storage.local import is_process_alive, link_error
 from shrinkpoint.storage.paths import parse_object_url
 from shrinkpoint.store import layout

@@ -28,15 +28,7 @@ from shrinkpoint.store.checkpoint_file import Device, build_state
 from shrinkpoint.store.decode import decode_chain
 from shrinkpoint.store.delta_base import MISSING, StoredFile, as_delta_base, warn_low_retention
 from shrinkpoint.store.history import Line, Place, place_of
-from shrinkpoint.store.listing import (
-    Lister,
-    Listing,
-    NewestFirst,
-    StoreRestore,
-    forget,
-    iter_newest,
-    read_step,
-)
+from shrinkpoint.store.listing import Lister, Listing, NewestFirst, StoreRestore, forget, iter_newest, read_step
 from shrinkpoint.store.manifest import Manifest, check_lossy_restores, check_note
 from shrinkpoint.store.newest import restore_first
 from shrinkpoint.store.prune import prune

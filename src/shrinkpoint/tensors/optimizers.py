@@ -137,19 +137,11 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
         marks="dampening",
     ),
     Optimizer(  # centered RMSprop: errors would make square_avg - grad_avg^2, whose root it takes, negative
-        (
-            _second("square_avg", _K.EXACT),
-            _first("momentum_buffer", _K.MOMENTUM),
-            _first("grad_avg", _K.EXACT),
-        ),
+        (_second("square_avg", _K.EXACT), _first("momentum_buffer", _K.MOMENTUM), _first("grad_avg", _K.EXACT)),
         beside="square_avg grad_avg",
     ),
     Optimizer(
-        (
-            _second("square_avg", _K.SQUARE_MEAN),
-            _first("momentum_buffer", _K.MOMENTUM),
-            _first("grad_avg", _K.EXACT),
-        ),
+        (_second("square_avg", _K.SQUARE_MEAN), _first("momentum_buffer", _K.MOMENTUM), _first("grad_avg", _K.EXACT)),
         numbers="step",
         torch_classes="RMSprop",
         hyperparameters="alpha eps momentum",

@@ -29,11 +29,7 @@ import numpy as np
 import torch
 
 from shrinkpoint.errors import StateError
-from shrinkpoint.tensors.dtypes import (
-    DTYPE_NAMES,
-    materialize,
-    numpy_to_torch_dtype,
-)
+from shrinkpoint.tensors.dtypes import DTYPE_NAMES, materialize, numpy_to_torch_dtype
 from shrinkpoint.tensors.info import JSON, is_nest_form
 from shrinkpoint.tensors.names import StatePath, format_path
 from shrinkpoint.tensors.plain_forms import PlainForm, nest_form, ordinary_value, plain_form

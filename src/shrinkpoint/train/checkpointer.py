@@ -17,12 +17,7 @@ from shrinkpoint.codec.reference import Reference, is_mostly_codes
 from shrinkpoint.errors import MismatchError, ShrinkpointError, StorageError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.planner import Planner
-from shrinkpoint.storage import (
-    AnyDirectory,
-    ObjectUrl,
-    is_object_url,
-    resolve_directory,
-)
+from shrinkpoint.storage import AnyDirectory, ObjectUrl, is_object_url, resolve_directory
 from shrinkpoint.store import Keep, SaveReport
 from shrinkpoint.store import directory as directories
 from shrinkpoint.store.chain import manifest_identity, use_current

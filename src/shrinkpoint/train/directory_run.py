@@ -25,10 +25,7 @@ class DirectoryRun:
     """
 
     def __init__(
-        self,
-        root: Path,
-        number_of: Callable[[str], int | None],
-        is_complete: Callable[[Path], bool] = is_checkpoint,
+        self, root: Path, number_of: Callable[[str], int | None], is_complete: Callable[[Path], bool] = is_checkpoint
     ) -> None:
         self.root, self._number_of, self._is_complete = root, number_of, is_complete
 

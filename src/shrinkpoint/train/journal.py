@@ -389,10 +389,7 @@ class Journal:
             self._has_stopped = True
             return False
         has_digest = writer.num_records % self._check_every == 0
-        fields = {
-            "counts": self._compression.counts(),
-            "weights": self._state.weight_digest() if has_digest else None,
-        }
+        fields = {"counts": self._compression.counts(), "weights": self._state.weight_digest() if has_digest else None}
         if self._rank == 0 or not self._record.is_shared:
             blobs["gradients"] = [tensor_bytes(message).data for message in messages]
         sync = self._sync_every is not None and (writer.num_records + 1) % self._sync_every == 0

@@ -47,12 +47,7 @@ class RecentBatches:
     """
 
     def __init__(
-        self,
-        loss: LossOfBatch,
-        *,
-        batches: int = DEFAULT_BATCHES,
-        max_bytes: int = MAX_BYTES,
-        accumulate: int = 1,
+        self, loss: LossOfBatch, *, batches: int = DEFAULT_BATCHES, max_bytes: int = MAX_BYTES, accumulate: int = 1
     ) -> None:
         if not callable(loss):
             expected = "a function of a model and a batch"

@@ -150,12 +150,7 @@ def is_checked(obj: Any) -> bool:
 
 
 def load_state_dicts(
-    obj: Any,
-    saved: Any,
-    name: str,
-    *,
-    strict: bool,
-    saved_dtypes: Mapping[int, torch.dtype] = NO_DTYPES,
+    obj: Any, saved: Any, name: str, *, strict: bool, saved_dtypes: Mapping[int, torch.dtype] = NO_DTYPES
 ) -> None:
     """Load what `check_state_dicts` has accepted, with the same arguments.
 

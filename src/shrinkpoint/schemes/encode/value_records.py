@@ -116,12 +116,7 @@ def _delta_configs(
 
 
 def _level_configs(
-    number: NumberFormat,
-    sample: _Words,
-    context: CodingContext,
-    role: Role,
-    sign: bool,
-    shift: int,
+    number: NumberFormat, sample: _Words, context: CodingContext, role: Role, sign: bool, shift: int
 ) -> Iterator[CoderConfig]:
     fine = min(3 if number.width == 16 and role is not Role.PARAMETER else 2, number.mantissa - shift)
     magnitudes = sample & sample.dtype.type((1 << (number.width - 1)) - 1)

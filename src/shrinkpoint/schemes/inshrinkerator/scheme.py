@@ -142,11 +142,7 @@ class Inshrinkerator(SearchScheme):
         return tuple(variant for variant in self.space.variants if variant in usable) or self.space.variants
 
     def candidates(
-        self,
-        weights: Mapping[str, Tensor],
-        previous: PreviousCodes,
-        evaluator: TrialEvaluator,
-        stats: GlobalStats,
+        self, weights: Mapping[str, Tensor], previous: PreviousCodes, evaluator: TrialEvaluator, stats: GlobalStats
     ) -> InshrinkeratorCandidates:
         global_types = stats.layer_types(weights, evaluator.layer_types)
         layer_types = {name: global_types[stats.global_name(name)] for name in weights}

@@ -192,11 +192,7 @@ class SearchScheme(Planner["SearchChoice"]):
 
     @abstractmethod
     def candidates(
-        self,
-        weights: Mapping[str, Tensor],
-        previous: PreviousCodes,
-        evaluator: TrialEvaluator,
-        stats: GlobalStats,
+        self, weights: Mapping[str, Tensor], previous: PreviousCodes, evaluator: TrialEvaluator, stats: GlobalStats
     ) -> CandidateSet:
         """All points of the space for these weights; a collective, as is quantizing at a point.
 

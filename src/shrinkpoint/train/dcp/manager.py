@@ -133,12 +133,7 @@ class Manager(ScheduledSaver):
         state = {name: _state_of(obj, name, names) for name, obj in objects.items()}
         reports: list[SaveReport] = []
         writer = Writer(
-            directory,
-            **self._writer_options,
-            step=step,
-            metrics=metrics,
-            on_save=reports.append,
-            keep=self._keep,
+            directory, **self._writer_options, step=step, metrics=metrics, on_save=reports.append, keep=self._keep
         )
         with _own_errors():
             save(state, storage_writer=writer, process_group=self._group)
@@ -232,11 +227,7 @@ class Manager(ScheduledSaver):
         gather_or_raise(check, self._group)  # only one rank commits, and the others must hear of its error
 
     def restore(
-        self,
-        step: int | Literal["best", "latest"] | None = None,
-        *,
-        max_bytes: int | None = None,
-        **objects: Any,
+        self, step: int | Literal["best", "latest"] | None = None, *, max_bytes: int | None = None, **objects: Any
     ) -> RestoreResult[int] | None:
         """Load a checkpoint into objects, on any number of ranks; modules in place.
 

@@ -112,8 +112,7 @@ def _search_latest(output_dir: str | Path, *, deep: bool, optimizer: bool) -> tu
     for path in run.numbers():
         wait_for_writes(path)
     directory, skipped = newest_valid.latest_valid(
-        run.newest_first(),
-        check=lambda path: validate_checkpoint(path, deep=deep, optimizer=optimizer),
+        run.newest_first(), check=lambda path: validate_checkpoint(path, deep=deep, optimizer=optimizer)
     )
     return None if directory is None else str(directory), [checkpoint.error for checkpoint in skipped]
 
