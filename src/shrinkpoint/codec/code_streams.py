@@ -122,11 +122,7 @@ def _decode_lzma(stored: Bytes, count: int, bits: int) -> Bytes:
 
 
 def _lzma_module() -> Any:
-    """Import the standard library's lzma.
-
-    Raises:
-        PolicyError: Python was built without it.
-    """
+    """Import the standard library's lzma; raises PolicyError if Python was built without it."""
     try:
         return importlib.import_module("lzma")
     except ImportError as error:

@@ -34,11 +34,7 @@ _MOMENTS = (Role.MOMENT1, Role.MOMENT2)
 
 
 def check_mode(mode: str) -> Mode:
-    """Return the mode if it is valid.
-
-    Raises:
-        PolicyError: it is not.
-    """
+    """Return the mode if it is valid; raises PolicyError if it is not."""
     checked: Mode = validate.check_choice("optimizer", mode, get_args(Mode))
     return checked
 

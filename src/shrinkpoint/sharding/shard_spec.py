@@ -82,11 +82,7 @@ class ShardSpec:
         return (global_seed + first * _INDEX_MULTIPLIER) % (1 << 32) or 1
 
     def check(self, name: str, sizes: tuple[int, ...]) -> None:
-        """Check that a shard of these sizes lies within the global tensor.
-
-        Raises:
-            StateError: it does not.
-        """
+        """Check that a shard of these sizes lies within the global tensor; raises StateError if it does not."""
         fits = len(self.global_shape) == len(self.offsets) == len(sizes)
         if not fits or any(
             start < 0 or start + size > global_size

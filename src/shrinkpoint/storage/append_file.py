@@ -78,11 +78,7 @@ class AppendFile:
         self.size = end
 
     def cut(self, size: int) -> None:
-        """Take back what was appended behind a size.
-
-        Raises:
-            StorageError: the system refused it.
-        """
+        """Take back what was appended behind a size; raises StorageError if the system refused it."""
         self._check_own()
         self.size = size
         try:

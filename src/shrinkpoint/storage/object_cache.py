@@ -408,11 +408,7 @@ class CacheWriter:
             return [(end, begin - end) for end, begin in zip(ends, begins, strict=True) if begin > end]
 
     def commit(self) -> None:
-        """Make this the copy, if it is whole.
-
-        Raises:
-            OSError: writing failed.
-        """
+        """Make this the copy, if it is whole; raises OSError if writing failed."""
         if self.gaps():
             return
         with self._lock.lock:

@@ -37,11 +37,7 @@ class FilePlace:
 
     @property
     def exists(self) -> bool:
-        """True if there is such a file or object.
-
-        Raises:
-            StorageError: the bucket cannot be asked.
-        """
+        """True if there is such a file or object; raises StorageError if the bucket cannot be asked."""
         if self.path is None:
             return getattr(self.storage, "version")(self.key) is not None  # noqa: B009
         with suppress(OSError):  # a name too long for this file system, a directory that may not be entered

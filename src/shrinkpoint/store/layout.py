@@ -128,11 +128,7 @@ def check_step(step: SupportsIndex) -> int:
 
 
 def as_step(step: SupportsIndex) -> int:
-    """`step` as an int, for a checkpoint to be looked up.
-
-    Raises:
-        PolicyError: it is not a whole number.
-    """
+    """`step` as an int, for a checkpoint to be looked up; raises PolicyError if it is not a whole number."""
     if isinstance(step, bool):
         raise _step_error(step)
     try:

@@ -485,11 +485,7 @@ def _read_leniently(storage: Storage, step: int) -> StepDirectory | None:
 
 
 def read_names(storage: Storage, step: int) -> frozenset[str]:
-    """The names of the store's files in the directory of one step.
-
-    Raises:
-        StorageError: it cannot be listed.
-    """
+    """The names of the store's files in the directory of one step; raises StorageError if it cannot be listed."""
     keys = storage.list(layout.step_dir(step) + "/")
     return frozenset(layout.files_by_step(dict.fromkeys(keys)).get(step, ()))
 

@@ -273,11 +273,7 @@ def decode_directory_manifest(data: bytes, where: str) -> DirectoryManifest:
 
 
 def check_note(note: object) -> str:
-    """Return a note for people.
-
-    Raises:
-        PolicyError: it is no text, or longer than a manifest bears.
-    """
+    """Return a note for people; raises PolicyError if it is no text, or longer than a manifest bears."""
     text = validate.check_str("note", note, do="leave it out, or write a text")
     if len(text) > MAX_NOTE:
         do = "keep a long text in a file of its own, and its name here"
@@ -286,11 +282,7 @@ def check_note(note: object) -> str:
 
 
 def check_lossy_restores(count: object) -> int:
-    """Return a number of restores.
-
-    Raises:
-        PolicyError: it is no whole number from 0 to `MAX_LOSSY_RESTORES`.
-    """
+    """Return a number of restores; raises PolicyError if it is no whole number from 0 to `MAX_LOSSY_RESTORES`."""
     do = "pass the lossy_restores of what was restored"
     return validate.check_int("lossy_restores", count, minimum=0, maximum=MAX_LOSSY_RESTORES, do=do)
 

@@ -84,11 +84,7 @@ class Mirror:
                 _log.warning(text, self.target.describe(), step)
 
     def missing(self) -> Sequence[Manifest]:
-        """The checkpoints that are to be copied, oldest first.
-
-        Raises:
-            StorageError: the store cannot be listed.
-        """
+        """The checkpoints that are to be copied, oldest first; raises StorageError if the store cannot be listed."""
         now = datetime.now(timezone.utc)
         manifests = select_missing(self._lister.scan(), self._content, self._keep, now)
         return [

@@ -93,11 +93,7 @@ class Keep:
 
 
 def check_keep(keep: object) -> Keep | None:
-    """Return a `Keep` or None.
-
-    Raises:
-        PolicyError: `keep` is something else.
-    """
+    """Return a `Keep` or None; raises PolicyError if `keep` is something else."""
     if keep is None or isinstance(keep, Keep):
         return keep
     do = f"write shrinkpoint.Keep(last={keep})" if type(keep) is int and keep > 0 else "write shrinkpoint.Keep(last=3)"

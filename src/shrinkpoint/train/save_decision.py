@@ -183,11 +183,7 @@ class AnySavePolicy:
 
 
 def check_policy(policy: Any) -> SaveDecisionPolicy:
-    """Return a policy.
-
-    Raises:
-        PolicyError: it is something else.
-    """
+    """Return a policy; raises PolicyError if it is something else."""
     if callable(getattr(policy, "should_save", None)) and not isinstance(policy, type):
         return policy  # type: ignore[no-any-return]
     expected = "an object with should_save(step, previous_steps, *, context)"

@@ -458,11 +458,7 @@ def require_place(path: _PATH) -> Path | ObjectUrl:
 
 
 def require_local_path(path: _PATH) -> Path:
-    """Return the absolute path of a directory.
-
-    Raises:
-        PolicyError: it is not on a file system of this machine.
-    """
+    """Return the absolute path of a directory; raises PolicyError if it is not on a file system of this machine."""
     place = place_or_none(path)
     if not isinstance(place, Path):
         do = "name a checkpoint itself"

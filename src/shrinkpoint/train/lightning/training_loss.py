@@ -116,11 +116,7 @@ class Validation:
 
 
 def loss_of_output(out: Any, step: str, key: str = "loss") -> float:
-    """The loss that a step of a module has returned.
-
-    Raises:
-        PolicyError: it returned none.
-    """
+    """The loss that a step of a module has returned; raises PolicyError if it returned none."""
     loss = out.get(key) if isinstance(out, Mapping) else out
     if not isinstance(loss, Tensor | float | int):
         found, expected = validate.type_name(loss), f"a loss, or a dict with {key!r}"

@@ -214,11 +214,7 @@ def _is_auto(model_class: Any) -> bool:
 
 
 def _config_source(config: Any, weights: PretrainedWeights, directory: Path | None) -> Any:
-    """Source of a configuration.
-
-    Raises:
-        NotFoundError: there is none.
-    """
+    """Source of a configuration; raises NotFoundError if there is none."""
     if config is not None:
         return config
     if directory is None:

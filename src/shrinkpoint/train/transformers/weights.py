@@ -220,11 +220,7 @@ def _as_path(key: str | Sequence[str | int] | None) -> StatePath | None:
 
 
 def _check_tensors(value: Any, where: str, path: StatePath) -> dict[str, Tensor]:
-    """`value` as tensors by name.
-
-    Raises:
-        MismatchError: it is another nest.
-    """
+    """`value` as tensors by name; raises MismatchError if it is another nest."""
     if type(value) is list and len(value) == 1:  # Accelerate saves a list of models
         return _check_tensors(value[0], where, path)
     found = validate.type_name(value)
