@@ -40,11 +40,7 @@ class JournalRecord:
 
 
 def encode_journal_header(fields: Mapping[str, JSON]) -> tuple[bytes, bytes]:
-    """Encode the beginning of a file.
-
-    Returns:
-        The bytes, and the digest that the first record continues.
-    """
+    """Encode the beginning of a file; returns the bytes, and the digest that the first record continues."""
     text = json.dumps({"format": JOURNAL_FORMAT, **fields}, separators=(",", ":")).encode("ascii")
     digest = _start_digest(text)
     return JOURNAL_MAGIC + _START.pack(len(text), digest) + text, digest

@@ -136,11 +136,7 @@ def _with_names(listing: Listing, item: RewrittenCheckpoint) -> Listing:
 
 
 def has_memory_to_reverse(raw_bytes: int) -> bool:
-    """True if there is memory for `write_reversed`, as far as the system says.
-
-    Args:
-        raw_bytes: of the tensors of one state.
-    """
+    """True if there is memory for `write_reversed` of states of so many bytes, as far as the system says."""
     available = available_bytes()
     return available == 0 or available > _REVERSE_STATES * raw_bytes
 

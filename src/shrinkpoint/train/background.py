@@ -197,11 +197,7 @@ class BackgroundSaver:
         write: WriteState,
         after: Callable[[], object] = lambda: None,
     ) -> SaveReport | None:
-        """Write a state, which the caller may change afterwards.
-
-        Args:
-            after: called in the thread that wrote it.
-        """
+        """Write a state, which the caller may change afterwards; the thread that wrote it calls `after`."""
         if not self._background and state.is_on_cpu:
             return self._write_state(lambda: (state, plan.scheme_for(state)), write, after, adopt=False)
         reuse, self._free_copies = self._free_copies, {}

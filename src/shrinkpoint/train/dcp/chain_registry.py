@@ -158,11 +158,7 @@ def acquire_chain(name: str, rank: int, *, keyframe_every: int | None, threads: 
 def record_restore(
     directory: AnyDirectory, manifest: DirectoryManifest, signatures: Iterable[TensorSignature] = ()
 ) -> None:
-    """Remember that a checkpoint was restored.
-
-    Args:
-        signatures: of all global tensors in it.
-    """
+    """Remember that a checkpoint with these signatures of global tensors was restored."""
     lossy_restores = manifest.lossy_restores + manifest.is_lossy
     path = str(resolve_directory(directory))
     note_restored(directory, manifest)
