@@ -22,12 +22,10 @@ SMALLEST_ROOT = 2.0**-126  # The root of a value of which nothing is known. It i
 MAX_LEVEL = 8.0  # The magnitude that larger codes count as in the mean of a message
 _HEADER = struct.Struct("<IIIIIf")
 _MAGIC = 0x76530000  # The upper half of the first field of a header
-_IS_RAW, _IS_NOT_FINITE = 1, 2
-"""Bits of the lower half of that field."""
+_IS_RAW, _IS_NOT_FINITE = 1, 2  # Bits of the lower half of that field
 _ESCAPE = 127  # The magnitude of the code of a value that is sent in float32. Codes are from -126 to 126.
-_OFFSET = 128  # Added to a code to make a byte of it
+_OFFSET = 128  # Added to a code to make a byte of it, by `_native.step_round`
 _MIN_NUMEL_PER_ESCAPE = 8  # With more escapes than one in this number of values, all values are sent in float32
-_BLOCK_NUMEL = 1 << 16  # Values that are rounded at a time
 _NO_PLACES = torch.empty(0, dtype=torch.int64)
 _CODER = CoderConfig("codes")
 
@@ -54,8 +52,11 @@ class StepCodes(Compressor):
     def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
         """Encode a tensor as a message of at most `wire_bytes`; `context` has the steps."""
         steps, values = self._steps(tensor, context), flat_float32(tensor)
-        symbols, total, has_outside = _round(values, steps)
-        outside = _outside(symbols) if has_outside else _NO_PLACES
+        symbols, roots = np.empty(len(values), np.uint8), tensor_bytes(steps.roots)
+        magnitudes, num_outside = _native.step_round(
+            tensor_bytes(values), roots, inverse=1 / steps.factor, codes=symbols
+        )
+        total, outside = float(magnitudes), _outside(symbols) if num_outside else _NO_PLACES
         if len(outside):  # without values of which nothing was known
             total -= MAX_LEVEL * int((steps.roots[outside] == SMALLEST_ROOT).sum())
         level, message = min(max(total / max(1, len(values)), 0.0), MAX_LEVEL), None
@@ -112,29 +113,6 @@ def message_level(wire: Tensor) -> float:
 def is_finite(wire: Tensor) -> bool:
     """True if a message says that all its values are finite."""
     return not _read_header(wire)[0] & _IS_NOT_FINITE
-
-
-def _round(values: Tensor, steps: SharedSteps) -> tuple[Bytes, float, bool]:
-    """Round values to the nearest multiples of their steps.
-
-    Returns:
-        The multiples as bytes, the sum of their magnitudes up to 8, and True if some value is outside.
-    """
-    symbols, inverse, total, has_outside = torch.empty(len(values), dtype=torch.int8), 1 / steps.factor, 0.0, False
-    buffer = torch.empty(min(_BLOCK_NUMEL, len(values)))
-    for begin in range(0, len(values), _BLOCK_NUMEL):  # so small that they stay in the cache
-        block = slice(begin, begin + _BLOCK_NUMEL)
-        part = buffer[: len(values[block])]
-        torch.div(values[block], steps.roots[block], out=part)
-        part.mul_(inverse).round_().clamp_(-_ESCAPE, _ESCAPE)
-        lowest, highest = (float(end) for end in part.aminmax())
-        if not -_ESCAPE < lowest <= highest < _ESCAPE:  # a nan makes both nan
-            part.nan_to_num_(nan=_ESCAPE)
-            has_outside = True
-        symbols[block] = part
-        total += float(part.abs_().clamp_(max=MAX_LEVEL).sum())
-    shifted = symbols.view(torch.uint8).numpy() ^ np.uint8(_OFFSET)
-    return shifted, total, has_outside
 
 
 def _outside(symbols: Bytes) -> Tensor:
@@ -207,11 +185,6 @@ class _Message:
         places = _outside(symbols) if len(self.outside) else _NO_PLACES
         if len(places) != len(self.outside):
             raise _damaged(f"{len(self.outside)} values for {len(places)} places")
-        # The multiples of steps that bytes stand for
-        codes = torch.from_numpy(symbols ^ np.uint8(_OFFSET)).view(torch.int8)
-        for begin in range(0, len(values), _BLOCK_NUMEL):
-            block = slice(begin, begin + _BLOCK_NUMEL)
-            values[block] = codes[block]
-            values[block].mul_(steps.factor).mul_(steps.roots[block])
+        _native.step_multiply(symbols, tensor_bytes(steps.roots), factor=steps.factor, values=tensor_bytes(values))
         if len(places):
             values[places] = self.outside
