@@ -18,21 +18,14 @@ from shrinkpoint.comm.compressors.layout import fill_tensor, flat_float32
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
-SMALLEST_ROOT = 2.0**-126
-"""The root of a value of which nothing is known. It is 0, or sent in float32."""
-MAX_LEVEL = 8.0
-"""The magnitude that larger codes count as in the mean of a message."""
+SMALLEST_ROOT = 2.0**-126  # The root of a value of which nothing is known. It is 0, or sent in float32.
+MAX_LEVEL = 8.0  # The magnitude that larger codes count as in the mean of a message
 _HEADER = struct.Struct("<IIIIIf")
-_MAGIC = 0x76530000
-"""The upper half of the first field of a header."""
-_IS_RAW, _IS_NOT_FINITE = 1, 2
-"""Bits of the lower half of that field."""
-_ESCAPE = 127
-"""The magnitude of the code of a value that is sent in float32. Codes are from -126 to 126."""
-_OFFSET = 128
-"""Added to a code to make a byte of it, by `_native.step_round`."""
-_MIN_NUMEL_PER_ESCAPE = 8
-"""With more escapes than one in this number of values, all values are sent in float32."""
+_MAGIC = 0x76530000  # The upper half of the first field of a header
+_IS_RAW, _IS_NOT_FINITE = 1, 2  # Bits of the lower half of that field
+_ESCAPE = 127  # The magnitude of the code of a value that is sent in float32. Codes are from -126 to 126.
+_OFFSET = 128  # Added to a code to make a byte of it, by `_native.step_round`
+_MIN_NUMEL_PER_ESCAPE = 8  # With more escapes than one in this number of values, all values are sent in float32
 _NO_PLACES = torch.empty(0, dtype=torch.int64)
 _CODER = CoderConfig("codes")
 
@@ -44,12 +37,9 @@ class StepCodes(Compressor):
     A message is a header, the multiples as bytes in rANS, and the values that are more than 126 steps from 0, or not
     finite, in float32. Where many values are, all are in float32. So the size of a message depends on the values;
     `wire_bytes` is the largest one.
-
-    Attributes:
-        step: relative to the root of the second moment; for the spec alone.
     """
 
-    step: float
+    step: float  # relative to the root of the second moment; for the spec alone
 
     @property
     def spec(self) -> str:
@@ -148,18 +138,12 @@ def _damaged(problem: str) -> MismatchError:
 
 @dataclass(frozen=True)
 class _Message:
-    """A message in parts.
+    """A message in parts."""
 
-    Attributes:
-        digest: of the steps.
-        level: the mean magnitude of codes.
-        outside: the values that are sent in float32, in their order.
-        side, coded: the codes; None if all values are sent in float32.
-    """
-
-    digest: int
-    level: float
-    outside: Tensor
+    digest: int  # of the steps
+    level: float  # the mean magnitude of codes
+    outside: Tensor  # the values that are sent in float32, in their order
+    # `side`, `coded`: the codes; None if all values are sent in float32.
     side: Bytes | None = None
     coded: Bytes | None = None
 
