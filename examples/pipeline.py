@@ -21,14 +21,17 @@ STEPS, BATCH, MICRO_BATCHES, CONTEXT, WIDTH, STAGES = 60, 16, 4, 64, 128, 2
 CPU = torch.device("cpu")
 
 
-class Block(nn.TransformerEncoderLayer):
+class Block(nn.Module):
     """A layer that attends to what came before, which also tells it where it is."""
 
     def __init__(self) -> None:
-        super().__init__(WIDTH, 4, 4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x, nn.Transformer.generate_square_subsequent_mask(CONTEXT), is_causal=True)
+        mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT)
+        y: Tensor = self.layer(x, mask, is_causal=True)
+        return y
 
 
 def text() -> Tensor:
