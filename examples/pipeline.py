@@ -72,7 +72,7 @@ def main() -> None:
             print(f"step {step:3}: loss {torch.stack(losses).mean().item():.3f} nats a byte", flush=True)
     dist.barrier()
     for name, stats in wire.link_stats().items() if rank == 0 else ():
-        print(f"link {name:10}: {stats.raw_bytes:,} bytes became {stats.wire_bytes:,}, {stats.ratio:.1f} times fewer")
+        print(f"link {name:10}: {stats.raw_bytes:,} bytes became {stats.wire_bytes:,}, {stats.ratio:.1f}x fewer")
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def test_the_pipeline_learns_and_sends_a_seventh_of_the_bytes(tmp_path: Path):
     printed = _run(tmp_path, _command("pipeline.py", ranks=2))
     losses = [float(found) for found in re.findall(r"loss ([\d.]+)", printed)]
     assert losses[-1] < losses[0] < 5.6
-    ratios = [float(found) for found in re.findall(r"([\d.]+) times fewer", printed)]
+    ratios = [float(found) for found in re.findall(r"([\d.]+)x fewer", printed)]
     assert ratios == [7.1, 7.1], printed
 
 
