@@ -312,7 +312,7 @@ def _print_report(rows: Sequence[ImportRow], options: _Options, seconds: float, 
         ],
         totals=True,
     )
-    gain = f"{before / after:.2f} times smaller" if after else "nothing"
+    gain = f"{before / after:.2f}x smaller" if after else "nothing"
     place = "would take" if out is None else f"take, in {show_place(out)},"
     sizes = f"{humanize.size(before)} {place} {humanize.size(after)}"
     saved = humanize.size(max(0, before - after))

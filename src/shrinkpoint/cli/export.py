@@ -203,7 +203,7 @@ def _export_compressed(
         print_json({**document, **sizes, "scheme": report.scheme})
         return
     size = f"{humanize.count(tensors, 'tensor')}, {humanize.size(report.stored_bytes)}"
-    print_line(f"{show_place(out)}: {size}, {report.ratio:.1f} times smaller ({report.scheme}), from {location}")
+    print_line(f"{show_place(out)}: {size}, {report.ratio:.1f}x smaller ({report.scheme}), from {location}")
 
 
 def _export_plain(

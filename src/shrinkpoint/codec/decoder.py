@@ -381,12 +381,12 @@ class DecodedSources:
         """Raise ChainError unless the parent has these tensors, of the same shapes and dtypes."""
         expected = f"a base with digest {self.digests.base}"
         if self.reference is None:
-            found, do = "a delta without its parent", "load it through its store, or give base="
+            found, do = "a delta without its base", "load it through its store, or give base="
             raise ChainError(self.digests.where, found=found, expected=expected, do=do)
         shared = self.reference.shared_names(infos)
         for info in infos:
             if info.name not in shared:
-                found = f"a parent without tensor {info.name!r} of shape {list(info.shape)} and {info.dtype}"
+                found = f"a base without tensor {info.name!r} of shape {list(info.shape)} and {info.dtype}"
                 do = "give the checkpoint that this one was made against"
                 raise ChainError(self.digests.where, found=found, expected=expected, do=do)
         return self.reference

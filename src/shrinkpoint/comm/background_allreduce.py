@@ -75,7 +75,7 @@ class StreamAllReduce(BackgroundAllReduce):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, all_reduce_for: AllReduceFor) -> None:
         self._group, self._all_reduce_for = group, all_reduce_for
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def begin(self, segments: Sequence[Segment]) -> None:
         return

@@ -442,7 +442,7 @@ def _check_model(model: object) -> None:
         problem, expected = "optimizers in the backward pass, which have a hook of DDP", "optimizers that a loop steps"
         advice = "leave out _apply_optimizer_in_backward, and step an optimizer after the backward pass"
         raise PolicyError("compress_ddp", found=problem, expected=expected, do=advice)
-    data: dict[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    data: dict[str, Any] = model._get_ddp_logging_data()
     hook = data.get("comm_hook")
     if hook == _MIXED_PRECISION_HOOK:
         advice = "leave out mixed_precision= of DistributedDataParallel, and use torch.autocast"

@@ -239,7 +239,7 @@ class ShardRecord(GradientRecord):
         self._messages: list[Tensor] | None = None
         self._hooks: list[Any] = []
         for parameter in self._parameters:
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._note))  # type: ignore[no-untyped-call]
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._note))
 
     @property
     def nbytes(self) -> int:

@@ -191,7 +191,7 @@ class LinkStats:
         """Add the time of a block to "encode" or "decode"."""
         if self.events and device.type == "cuda":
             with torch.cuda.device(device):
-                start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start_event.record()
                 yield
                 end_event.record()

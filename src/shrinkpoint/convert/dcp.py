@@ -122,7 +122,7 @@ def write(directory: Path, content: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that there is no process group
         try:
-            dcp.save(content, checkpoint_id=directory, no_dist=True)  # type: ignore[attr-defined]
+            dcp.save(content, checkpoint_id=directory, no_dist=True)
         except CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
             disk_error = write_error(directory, cause)

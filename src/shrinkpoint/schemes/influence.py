@@ -66,7 +66,7 @@ class _Rule(NamedTuple):
     may_be_view: bool = False  # the result may share memory with an argument
 
 
-class InfluenceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class InfluenceRecorder(TorchDispatchMode):
     """Follows weights through torch's operations, up to the numbers that a program takes out of tensors.
 
     A weight is lost on the way where its elements may be passed over: in a part of joined tensors, or behind a factor
@@ -197,9 +197,9 @@ class InfluenceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, storage: torch.UntypedStorage, origin: _Origin) -> None:
         if len(self._written) >= self._max_written:
             entries = self._written.items()
-            self._written = {key: x for key, x in entries if not x[0].expired()}  # type: ignore[no-untyped-call]
+            self._written = {key: x for key, x in entries if not x[0].expired()}
             self._max_written = max(_MAX_WRITTEN, 2 * len(self._written))
-        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        reference = StorageWeakRef(storage)
         self._written[reference.cdata] = reference, origin
 
 

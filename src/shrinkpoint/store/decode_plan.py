@@ -338,10 +338,10 @@ class DecodePlan:
     def _check_parent(self, file: int, info: TensorInfo, where: str) -> None:
         do = "give the checkpoint this one was made against"
         if file < 0:
-            raise ChainError(where, found="a delta without its parent", do=do)
+            raise ChainError(where, found="a delta without its base", do=do)
         parent = self._chain[file].infos.get(info.name)
         if parent is None or (parent.shape, parent.dtype) != (info.shape, info.dtype):
-            message = f"a parent without tensor {info.name!r} of shape {list(info.shape)} and {info.dtype}"
+            message = f"a base without tensor {info.name!r} of shape {list(info.shape)} and {info.dtype}"
             raise ChainError(where, found=message, do=do)
 
     def _node(self, node: Node) -> DecodeNode:

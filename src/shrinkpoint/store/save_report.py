@@ -173,7 +173,7 @@ class CopyReport:
         )
 
     def __str__(self) -> str:
-        """The increase of the loss.
+        """The rise of the loss.
 
         >>> str(CopyReport(4, 0.2, 0.1, None, 0.002)), str(CopyReport(4, 0.2, 0.1, 0.004, 0.002))
         ('not measured, predicted +0.002 nats', '+0.4%')
@@ -243,7 +243,7 @@ class SaveReport:
 
     @property
     def loss_increase(self) -> float | None:
-        """Relative increase of the loss, or fall of a score, measured for a restore: 0.01 is 1%.
+        """Relative rise of the loss, or fall of a score, measured for a restore: 0.01 is 1%.
 
         0 where no weight lost anything; None: not measured.
         """

@@ -275,7 +275,7 @@ class _Written:
 
 def _memory_of(tensor: Tensor) -> StorageWeakRef:
     """A reference that keeps no memory, and is equal for tensors that share theirs and for no later ones."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _count_changes(local: LocalTensor) -> int:

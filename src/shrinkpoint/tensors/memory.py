@@ -104,7 +104,7 @@ class SideStreams:
         on_devices = [tensor for tensor in tensors if tensor.is_cuda]
         for device in {tensor.device for tensor in on_devices}:
             if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                self._streams[device] = torch.cuda.Stream(device)
             self._streams[device].wait_stream(torch.cuda.current_stream(device))
         for tensor in on_devices:
             tensor.record_stream(self._streams[tensor.device])

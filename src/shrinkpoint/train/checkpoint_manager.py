@@ -162,7 +162,7 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
         """Wait until the last save is durable, and the mirror has all that the store has.
 
         Raises:
-            whatever a save raised in the background, once.
+            Exception: whatever a save raised in the background, once.
             StorageError: the mirror lacks something; it is copied later, by this manager or another one.
         """
         self.wait()
@@ -175,7 +175,7 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
         A mirror is waited for if this manager has saved something.
 
         Raises:
-            whatever a save raised in the background, once.
+            Exception: whatever a save raised in the background, once.
             StorageError: the mirror lacks something; it is copied later, by this manager or another one.
             PolicyError: `on_save` calls this in the background, where the save is not over.
         """
