@@ -133,6 +133,7 @@ class OptimizerInfo:
     # Name of a decaying mean of squared gradients, of decay `beta2`: Adam's second moment or RMSprop's, but not SOAP's,
     # which is of rotated gradients.
     squares: str | None = None
+    peak_lr: float | None = None  # the largest learning rate that the settings name, such as a schedule's first
 
 
 @dataclass(frozen=True)

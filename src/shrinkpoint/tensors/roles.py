@@ -350,8 +350,10 @@ def _group_settings(settings: dict[str, Any]) -> dict[str, Any]:
     betas = settings.get("betas")
     decays = settings.get("momentum"), settings.get("alpha", settings.get("rho"))
     beta1, beta2 = betas if isinstance(betas, tuple | list) and len(betas) == 2 else decays
+    rates = [rate for key in ("lr", "initial_lr", "max_lr") if (rate := _number(settings.get(key))) is not None]
     return {
         "lr": _number(settings.get("lr")),
+        "peak_lr": max(rates, default=None),
         "beta1": _number(beta1),
         "beta2": _number(beta2),
         "eps": _number(settings.get("eps")),

@@ -60,7 +60,7 @@ class Descent:
         return self.optimizer.state[self.weight]["exp_avg"]
 
 
-@pytest.mark.parametrize(("lr", "coarser"), [(1.0, 1.0), (1e-2, 1.85), (1e-4, 185.0)])
+@pytest.mark.parametrize(("lr", "coarser"), [(1.0, 1.0), (1e-2, 1.85), (1e-4, 16.0)])
 def test_first_moments_are_as_coarse_as_what_they_move_beside_their_weights(lr, coarser):
     """A step of the weight is 1: a third of it may be moved, and 18 learning rates are with the finest steps."""
     run = Descent(sp.Fisher(relative_error=1 / math.sqrt(12)), lr=lr, weight_decay=0.0)
@@ -74,6 +74,25 @@ def test_first_moments_are_as_coarse_as_what_they_move_beside_their_weights(lr, 
         errors.append(float(((run.first - before) / second.sqrt()).square().mean().sqrt()))
     fine, coarse = errors  # beside no checkpoint, and beside the first one
     assert 0.5 * coarser < coarse / fine < 1.5 * coarser
+
+
+@pytest.mark.parametrize("is_scheduled", [True, False])
+def test_a_learning_rate_that_has_fallen_may_rise_again(is_scheduled):
+    """The rate of the schedule's begin counts, or the largest one that was seen at a save."""
+    errors = []
+    for falls in (False, True):
+        run = Descent(sp.Fisher(relative_error=0.3), lr=1e-2, weight_decay=0.0)
+        group = run.optimizer.param_groups[0]
+        if is_scheduled:
+            group["initial_lr"], group["lr"] = 1e-2, 5e-3
+        run.train(60).save()
+        if falls:
+            group["lr"] = 0.0 if is_scheduled else 1e-4
+        run.train(60).save()
+        before = run.first.clone()
+        run.restore()
+        errors.append(float((run.first - before).square().mean().sqrt()))
+    assert errors[1] < 1.5 * errors[0]
 
 
 def test_what_first_moments_move_by_their_errors_is_less_than_their_weights_step():

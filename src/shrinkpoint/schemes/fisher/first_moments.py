@@ -13,18 +13,16 @@ from functools import lru_cache
 import numpy as np
 
 from shrinkpoint.codec.lattice import STEPS_PER_OCTAVE, Lattice, LatticeTensor
-from shrinkpoint.codec.reference import Reference
 from shrinkpoint.schemes.fisher.curvature import bias_factor
+from shrinkpoint.schemes.fisher.run_memory import SHARE_OF_WEIGHTS, RunMemory
 from shrinkpoint.schemes.planner import PlannedSave
-from shrinkpoint.tensors.info import OptimizerInfo
 from shrinkpoint.tensors.optimizers import MomentKind
 
 LONG_MEMORY = 9.0
 """The updates that a first moment of beta1 = 0.9 still moves its weight by: beta1 / (1 - beta1)."""
 _MAX_SHORT = 64.0  # how many times larger a step may be because the moment moves its weight less
-SHARE_OF_WEIGHTS = 1 / 3
-"""How far a step of a first moment may move its weight, in steps of the weight; the rise grows by its square."""
-_MAX_COARSER = 256.0
+_MAX_COARSER = 16.0
+"""By how much steps may be larger at most: training may go on with another learning rate than was seen."""
 
 
 @lru_cache(maxsize=256)
@@ -39,32 +37,37 @@ def first_step_factor(beta1: float | None, beta2: float | None, step: int | None
     return unbiased * LONG_MEMORY / max(moves, LONG_MEMORY / _MAX_SHORT)
 
 
-def coarser_steps(save: PlannedSave, first_step: float) -> dict[str, float]:
+def coarser_steps(save: PlannedSave, first_step: float, memory: RunMemory) -> dict[str, float]:
     """How many times larger steps of first moments may be, since their weights are coarse; at least 1. A collective.
+
+    What counts is the largest learning rate of the run so far: a run that has ended at a rate of 0 may go on.
 
     Args:
         first_step: `MomentPrecision.first_step`.
+        memory: remembers that rate.
 
     Returns:
         By local name, the same for all shards of a moment; those that are missing may not be larger.
     """
-    tensors = save.tensors
-    own = {
-        info.moment1: _coarser_step(name, info, save.reference, first_step)
-        for name, info in save.selection.optimizer_info_of_masters(save.state).items()
-        if info.moment1 in tensors.local_shards
-    }
+    tensors, infos = save.tensors, save.selection.optimizer_info_of_masters(save.state)
+    held = {} if save.reference is None else save.reference.quantized
+    rates = [info.peak_lr for info in infos.values() if info.peak_lr is not None]
+    peak = max(tensors.collectives.all_gather(max(rates, default=0.0)))
+    memory.peak_lr = max(memory.peak_lr, peak)
+    decline = memory.peak_lr / peak if peak > 0 else 1.0
+    own: dict[str, float] = {}
+    for name, info in infos.items():
+        if info.moment1 is None or info.moment1 not in tensors.local_shards:
+            continue
+        points, updates = held.get(name), max(_updates_moved(info.beta1), LONG_MEMORY)
+        moves = first_step * (info.peak_lr or 0.0) * decline * updates
+        if isinstance(points, LatticeTensor) and points.lattice.spacing == "linear" and moves > 0:
+            share = SHARE_OF_WEIGHTS * mean_step(points.lattice) / moves
+            own[info.moment1] = min(max(share, 1.0), _MAX_COARSER)
+        else:
+            own[info.moment1] = 1.0
     agreed = tensors.reduce(own, min)
     return {name: agreed[tensors.global_names[name]] for name in own}
-
-
-def _coarser_step(name: str, info: OptimizerInfo, reference: Reference | None, first_step: float) -> float:
-    points = None if reference is None else reference.quantized.get(name)
-    if not isinstance(points, LatticeTensor) or points.lattice.spacing != "linear" or info.lr is None:
-        return 1.0
-    moved = first_step * info.lr * max(_updates_moved(info.beta1), LONG_MEMORY)
-    step = SHARE_OF_WEIGHTS * mean_step(points.lattice)
-    return min(max(step / moved, 1.0), _MAX_COARSER) if moved > 0 else _MAX_COARSER
 
 
 def mean_step(lattice: Lattice) -> float:

@@ -44,6 +44,7 @@ from shrinkpoint.schemes.fisher.moment_statistics import (
     MomentSamples,
     MomentStatistics,
 )
+from shrinkpoint.schemes.fisher.run_memory import RunMemory
 from shrinkpoint.schemes.planner import PlannedSave
 from shrinkpoint.schemes.select import unchanged_tensors
 from shrinkpoint.sharding.global_tensors import GlobalTensors, Marginals
@@ -117,12 +118,14 @@ def quantize_moments(
     precision: MomentPrecision,
     statistics: MomentStatistics,
     samples: MomentSamples | None,
+    memory: RunMemory,
 ) -> dict[str, QuantizedTensor]:
     """Quantize the moments of a save, by name; those that have not changed at all keep their points. A collective.
 
     Args:
         count: tells saves apart where the optimizer counts no updates.
         samples: of the save before; they become those of this save. None: second moments alone are quantized.
+        memory: of the run, which remembers its largest learning rate.
     """
     state, tensors = save.state, save.tensors
     number = count_updates(save)
@@ -135,7 +138,7 @@ def quantize_moments(
     }
     number = count if number is None else number
     resting = None if samples is None else samples.update(state)
-    coarser = {} if samples is None else coarser_steps(save, precision.first_step)
+    coarser = {} if samples is None else coarser_steps(save, precision.first_step, memory)
     coded = moments_to_lattices(
         tensors, state, number, seed, precision, statistics, unchanged, save.base, resting, coarser
     )

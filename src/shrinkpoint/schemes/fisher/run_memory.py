@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from shrinkpoint.schemes.evaluate import Degradation
-from shrinkpoint.schemes.fisher.first_moments import SHARE_OF_WEIGHTS
 from shrinkpoint.schemes.fisher.rounding import MAX_HYSTERESIS
 from shrinkpoint.schemes.fisher.steps import QuantizedWeights
 from shrinkpoint.sharding.collectives import Collectives
 from shrinkpoint.tensors.info import JSON
 
+SHARE_OF_WEIGHTS = 1 / 3
+"""How far a step of a first moment may move its weight, in steps of the weight; the rise grows by its square."""
 UNKNOWN_ERROR = 1.0
 """The deviation of ln N where no pair was measured: of what a framework counted, or one rise taught."""
 MAX_TERMS_ERROR = 0.5
@@ -195,6 +196,7 @@ class RunMemory:
         quiet: how long rises have been far below the budget.
         restored_rise: what earlier restores have left of the budget's rise, in the loss's own unit.
         progress: what training gains between saves.
+        peak_lr: the largest learning rate that was seen.
     """
 
     log_step: int | None = None
@@ -207,6 +209,7 @@ class RunMemory:
     quiet: QuietSaves = field(default_factory=QuietSaves)
     restored_rise: float = 0.0
     progress: Progress = field(default_factory=Progress)
+    peak_lr: float = 0.0
 
     @property
     def needs_pair(self) -> bool:
@@ -227,6 +230,7 @@ class RunMemory:
         self.max_hysteresis = ranks.value_if_equal(self.max_hysteresis) or MAX_HYSTERESIS
         self.restored_rise = ranks.value_if_equal(self.restored_rise) or 0.0
         self.progress = ranks.value_if_equal(self.progress) or Progress()
+        self.peak_lr = max(ranks.all_gather(self.peak_lr))
         learned = ranks.value_if_equal((self.num_terms, self.terms_error, self.held, self.quiet))
         unknown = (None, UNKNOWN_ERROR, HeldRatios(), QuietSaves())
         self.num_terms, self.terms_error, self.held, self.quiet = learned or unknown
@@ -352,6 +356,7 @@ class RunMemory:
             "quiet": [self.quiet.count, self.quiet.patience],
             "restored_rise": self.restored_rise,
             "progress": self.progress.to_json(),
+            "peak_lr": self.peak_lr,
         }
 
     @classmethod
@@ -379,6 +384,8 @@ class RunMemory:
         if isinstance(quiet, list) and len(quiet) == 2:
             count, patience = (min(n, _MAX_PATIENCE) if type(n) is int and n > 0 else 0 for n in quiet)
             memory.quiet = QuietSaves(count, max(MIN_PATIENCE // 2, patience))
+        if isinstance(peak := loss.get("peak_lr"), float) and 0 <= peak < math.inf:
+            memory.peak_lr = peak
         memory.restored_rise, memory.progress = rise_after_restore(loss), Progress.from_json(loss.get("progress"))
         return memory
 

@@ -418,7 +418,7 @@ class Fisher(Planner["FisherChoice"]):
             return {}
         count = self._num_saves + (self._lossy_restores << 20)
         samples = None if mode == "second" else self._moment_samples
-        return quantize_moments(save, count, self._seed, MomentPrecision(), statistics, samples)
+        return quantize_moments(save, count, self._seed, MomentPrecision(), statistics, samples, self._memory)
 
     def _quantize_weights(
         self,
