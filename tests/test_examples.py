@@ -147,6 +147,16 @@ def test_a_generating_process_follows_the_trainer_and_its_reward_rises(tmp_path:
 
 
 @pytest.mark.nightly
+def test_a_tensor_parallel_model_follows_an_fsdp2_trainer(tmp_path: Path):
+    printed = _run(tmp_path, _command("sharded_weight_sync.py", ranks=4), abort=GLOO_ABORT)
+    assert len(re.findall(r"published version \d: (?:keyframe|delta) of", printed)) == 10
+    served = [int(version) for version in re.findall(r"serves version (\d) from", printed)]
+    assert served == sorted({*served}) and served[-1] == 9
+    trainer, server = (re.findall(rf"the {role} has (\[.*\])", printed) for role in ("trainer", "server"))
+    assert len(trainer) == 1 and trainer == server
+
+
+@pytest.mark.nightly
 def test_replicas_that_are_killed_end_like_those_that_are_not(tmp_path: Path):
     (tmp_path / "whole").mkdir()
     whole = _run(tmp_path / "whole", _command("ddp.py", ranks=2)).splitlines()

@@ -25,7 +25,7 @@ from lab.studies.harness.seeded import run_seeds
 from shrinkpoint.schemes.fisher.scheme import MomentsMode
 from shrinkpoint.storage import MemoryStorage
 
-CHOSEN = ("mixture of experts", "ViT", "diffusion with EMA")
+CHOSEN = ("mixture of experts", "ViT", "bf16 decoder")
 COURSES = ("coded", "second")
 AT, AFTER, EVERY = 240, 100, 10
 EXAMPLES = 768

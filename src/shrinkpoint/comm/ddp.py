@@ -13,11 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shrinkpoint import validate
 from shrinkpoint.comm.accordion import Accordion
-from shrinkpoint.comm.background_allreduce import (
-    BackgroundAllReduce,
-    HierarchicalAllReduce,
-    NodeGroups,
-)
+from shrinkpoint.comm.background_allreduce import BackgroundAllReduce, HierarchicalAllReduce, NodeGroups
 from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce, check_hops, reduce_numbers
 from shrinkpoint.comm.error_feedback import ErrorFeedback
 from shrinkpoint.comm.gradient_averaging import GradientAveraging, not_replayable
@@ -199,7 +195,16 @@ class DDPCompression(GradientAveraging[AverageRecord]):
             if self._before is not None:
                 _apply_before(self._before, bucket)
             if not self._buckets:
-                self._begin_step()
+                self._num_handed_over = 0
+                if self._record is not None:
+                    self._record.clear()  # gradients contain those of the backward passes before
+                if self._group.size() > 1:
+                    if self._moments is not None:
+                        self._moments.begin(self._group, self._timeout)
+                    for device in dict.fromkeys(segment.device for segment in self._layout.segments):
+                        if device not in self._background:
+                            self._background[device] = self._make_background(device)
+                        self._background[device].begin([one for one in self._layout.segments if one.device == device])
             future = self._submit(bucket)
             self._num_handed_over += len(bucket.parameters())
             # in the first step of a static graph torch calls no bucket the last
@@ -211,20 +216,7 @@ class DDPCompression(GradientAveraging[AverageRecord]):
             raise
         return future
 
-    def _begin_step(self) -> None:
-        self._num_handed_over = 0
-        if self._record is not None:
-            self._record.clear()  # gradients contain those of the backward passes before
-        if self._group.size() > 1:
-            if self._moments is not None:
-                self._moments.begin(self._group, self._timeout)
-            for device in dict.fromkeys(segment.device for segment in self._layout.segments):
-                if device not in self._background:
-                    self._background[device] = self._make_background(device)
-                self._background[device].begin([one for one in self._layout.segments if one.device == device])
-
     def _submit(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Start with the segments that a bucket completes."""
         buffer = bucket.buffer()
         if buffer.is_sparse:
             advice = "give the embedding sparse=False"

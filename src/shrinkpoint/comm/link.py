@@ -28,8 +28,7 @@ NonfinitePolicy = Literal["pass", "raise"]
 """The treatment of values that are not finite: they are sent as such, or are an error."""
 _KEY_MASK = (1 << 32) - 1
 _ID_BYTES = 8
-FINITE_VALUES = "finite values"
-"""The `expected` part of errors about values that are not finite."""
+FINITE_VALUES = "finite values"  # The `expected` part of errors about values that are not finite
 
 
 def check_nonfinite(where: str, nonfinite: Any) -> NonfinitePolicy:

@@ -17,10 +17,8 @@ from torch import Tensor
 from shrinkpoint import _native
 from shrinkpoint.errors import PolicyError
 
-TENSOR_ALIGN = 64
-"""Tensors start at multiples of this number of bytes, as those that torch allocates."""
-_HEADER = 64
-"""Bytes that the native pool puts before a block; the two together fill whole pages."""
+TENSOR_ALIGN = 64  # Tensors start at multiples of this number of bytes, as those that torch allocates
+_HEADER = 64  # Bytes that the native pool puts before a block; the two together fill whole pages
 _MIN_BLOCK, _MAX_BLOCK = 1 << 20, 1 << 25
 _CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-import torch
+import numpy as np
 
 from shrinkpoint.codec.lattice import STEPS_PER_OCTAVE, Lattice, LatticeTensor
 from shrinkpoint.codec.reference import Reference
@@ -69,8 +69,9 @@ def _coarser_step(name: str, info: OptimizerInfo, reference: Reference | None, f
 
 def mean_step(lattice: Lattice) -> float:
     """The mean step of a weight for errors that count by curvature, of which its steps are the inverse roots."""
-    squares = (torch.exp2(x.double() * (-2 / STEPS_PER_OCTAVE)).mean() for x in (lattice.rows, lattice.columns))
-    return float(math.prod(squares)) ** -0.5
+    by_side = (np.exp2(side.numpy() * (-2 / STEPS_PER_OCTAVE)).mean() for side in (lattice.rows, lattice.columns))
+    mean_square = math.prod(float(side) for side in by_side)
+    return float(mean_square**-0.5)  # numpy: these are short
 
 
 def _updates_moved(beta1: float | None) -> float:
