@@ -68,7 +68,7 @@ def main() -> None:
     is_trainer = mesh.get_local_rank("role") == 0
     model = (train if is_trainer else serve)(mesh["shard"])
     # Whole tensors, only to show here that both models have the same bits.
-    sums = [int(w.full_tensor().bfloat16().view(torch.int16).sum()) for w in model.parameters()]
+    sums = [int(w.full_tensor().bfloat16().view(torch.int16).sum()) for w in model.state_dict().values()]
     if mesh["shard"].get_local_rank() == 0:
         print(f"the {'trainer' if is_trainer else 'server'} has {sums}", flush=True)
     dist.barrier()
