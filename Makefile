@@ -48,9 +48,9 @@ studies: $(VENV)/.bench
 golden: $(VENV)/.installed
 	$(BIN)/python tests/golden/make.py
 
-# A release in dist/: the source distribution and wheels, for the Pythons that are found here (release/build.py --help).
+# A release in dist/: the source distribution, and wheels for both processors of Linux and the Pythons that are found here.
 wheel: $(VENV)/.release
-	$(BIN)/python release/build.py
+	$(BIN)/python release/build.py --machine x86_64 --machine aarch64
 
 # What a machine with a GPU and Python 3.12 or newer needs to measure everything without network: this folder, with a wheel in dist/.
 device: $(VENV)/.release

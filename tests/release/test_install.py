@@ -24,6 +24,9 @@ NUMPY_ONLY = ["checksum", "code_contexts", "cyclic_delta", "damage", "kmeans", "
 """Tests of the native core that need no torch: only for some Pythons has that a build without gigabytes of CUDA."""
 TEST_PACKAGES = ["hypothesis", "pytest", "pytest-timeout", "xxhash"]
 
+EM_AARCH64 = 183
+"""The processor in the header of an ELF file."""
+
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.skipif(sys.platform != "linux", reason="wheels of other systems are built by cibuildwheel"),
@@ -108,6 +111,32 @@ def test_a_wheel_has_the_package_and_neither_tests_nor_sources(dist: Path) -> No
 def package_files() -> list[Path]:
     paths = (ROOT / "src" / "shrinkpoint").rglob("*")
     return [path for path in paths if path.suffix != ".so" and "__pycache__" not in path.parts and path.is_file()]
+
+
+def test_a_wheel_for_aarch64_is_built_on_this_machine(
+    build: ModuleType, stable_python: Path | None, disk: Path
+) -> None:
+    """It cannot be imported here: its module is one for that processor, beside the files of the other wheels."""
+    if stable_python is None or platform.machine() != "x86_64":
+        pytest.skip("needs an x86-64 machine with Python 3.12 or newer")
+    out = disk / "aarch64"
+    asked = ("--python", stable_python, "--machine", "aarch64")
+    run(sys.executable, ROOT / "release" / "build.py", "--out", out, *asked)
+    (wheel,) = wheels(out)
+    check_aarch64(wheel)
+
+
+def record_of(archive: zipfile.ZipFile) -> str:
+    return next(archive.read(name).decode() for name in archive.namelist() if name.endswith(".dist-info/RECORD"))
+
+
+def check_aarch64(wheel: Path) -> None:
+    assert re.search(r"-cp312-abi3-.*manylinux_2_17_aarch64", wheel.name), wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        module, listed = archive.read("shrinkpoint/_native.abi3.so"), record_of(archive)
+        assert module[:4] == b"\x7fELF" and int.from_bytes(module[18:20], "little") == EM_AARCH64
+        assert all(f"{name}," in listed for name in archive.namelist() if not name.endswith("/"))
+        assert {"shrinkpoint/_native.pyi", "shrinkpoint/py.typed"} <= {*archive.namelist()}
 
 
 def test_it_saves_loads_and_has_its_command_in_a_fresh_environment(dist: Path, disk: Path) -> None:
