@@ -28,8 +28,9 @@ from vllm import LLM, SamplingParams
 
 import shrinkpoint.sync.vllm as engine_module
 from shrinkpoint.sync import Publisher
+from shrinkpoint.sync.vllm_layout import plan_layers
 
-KINDS = ("base", "tied", "int8", "whole")
+KINDS = ("base", "tied", "int8", "unstaged", "whole")
 INT8 = {
     "quant_method": "compressed-tensors",
     "format": "int-quantized",
@@ -63,7 +64,7 @@ def published(model, kind):
     tensors = {name: tensor.detach().bfloat16() for name, tensor in model.state_dict().items()}
     if kind == "tied":
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    if kind == "int8":
+    if kind in ("int8", "unstaged"):
         for name in [name for name in tensors if name.endswith("_proj.weight")]:
             values = tensors[name].float()
             scale = values.abs().amax(1, keepdim=True) / 127
@@ -79,7 +80,7 @@ def save(model, kind, folder):
         del tensors["lm_head.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
-    config |= {"quantization_config": INT8} if kind == "int8" else {}
+    config |= {"quantization_config": INT8} if kind in ("int8", "unstaged") else {}
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -107,9 +108,18 @@ def update(llm, version):
     llm.finish_weight_update(str(version))
 
 
+def plan_unstaged(model, tensors):
+    plans = plan_layers(model, tensors)
+    for plan in plans:
+        plan.is_staged = False
+    return plans
+
+
 def follow(kind, folder):
     if kind == "whole":  # as of a model that does more than to copy tensors
         engine_module.plan_layers = lambda model, tensors: None
+    if kind == "unstaged":  # as of layers whose kernels share what they derive
+        engine_module.plan_layers = plan_unstaged
     model = build(kind)
     save(model, kind, folder / f"{kind}-first")
     llm = open_engine(folder / f"{kind}-first")

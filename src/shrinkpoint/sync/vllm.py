@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from vllm.config import VllmConfig
-from vllm.config.weight_transfer import WeightTransferConfig
+from torch import Tensor
 from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -22,7 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.sync.follower import Follower, changed_names, layout_of
-from shrinkpoint.sync.vllm_layout import LayerPlan, StagedLayer, plan_layers, reload_layers
+from shrinkpoint.sync.vllm_layout import LayerPlan, plan_layers, reload_layers
 
 _log = logging.getLogger("shrinkpoint")
 
@@ -50,7 +49,7 @@ class _Prepared(NamedTuple):
     version: int
     tensors: dict[str, Tensor]
     changed: list[str]  # names of the tensors that the model lacks
-    staged: list[StagedLayer]
+    staged: list[Callable[[], None]]
     reloaded: list[LayerPlan] | None  # layers that the model's own loader quantizes; None: the whole model
 
 
@@ -70,10 +69,8 @@ class ShrinkpointEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
-    def __init__(
-        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: nn.Module
-    ) -> None:
-        super().__init__(config, vllm_config, device, model)
+    def __init__(self, *components: Any) -> None:
+        super().__init__(*components)
         self.version: int | None = None
         self.pause = 0.0
         self._follower: Follower | None = None
@@ -84,11 +81,7 @@ class ShrinkpointEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._reading: Future[_Prepared] | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Open the place; nothing is read yet.
-
-        Raises:
-            PolicyError: an invalid argument.
-        """
+        """Open the place; nothing is read yet."""
         self._follower = Follower(init_info.where, threads=init_info.threads, max_bytes=init_info.max_bytes)
         self._written = {}
 
@@ -101,10 +94,9 @@ class ShrinkpointEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         Raises:
             NotFoundError: the version is not published in time.
-            ChainError, FormatError: files are damaged or gone; the model is unchanged.
+            ChainError, FormatError, StorageError: the version cannot be read; the model is unchanged.
             MismatchError: the model does not load such tensors; it is unchanged.
             PolicyError: the server does not know the place.
-            StorageError: the place cannot be read; the model is unchanged.
         """
         prepared = self._agree(update_info)
         if self._layout != (layout := layout_of(prepared.tensors)):
@@ -115,21 +107,20 @@ class ShrinkpointEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._write(prepared)
         self.pause = time.perf_counter() - began
         previous, self.version, self._written = self.version, prepared.version, prepared.tensors
-        changed = len(prepared.changed)
-        _log.info("version %d from %s: %d tensors, %.1f ms", self.version, previous, changed, 1000 * self.pause)
+        _log.info("version %d from %s, written in %.1f ms", self.version, previous, 1000 * self.pause)
 
     def finish_weight_update(self) -> None:
         """Do nothing: `update_weights` has written everything."""
 
     def shutdown(self) -> None:
         """Let the place go."""
-        self._reading = self._follower = None
-        self._written = {}
+        self._reading, self._follower, self._written = None, None, {}
 
     def _write(self, prepared: _Prepared) -> None:
         self._written = {}  # so that an update that fails half-way is written whole by the next one
-        for layer in prepared.staged:
-            layer.commit()
+        with torch.no_grad():
+            for take_over in prepared.staged:
+                take_over()
         if prepared.reloaded is None or prepared.reloaded:
             reload_layers(self.model, prepared.reloaded, prepared.tensors, self.model_config)
 
@@ -156,5 +147,5 @@ class ShrinkpointEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._plans is None or self._layout != layout_of(tensors):
             return _Prepared(version, tensors, changed, [], None)
         affected = [plan for plan in self._plans if not plan.sources.isdisjoint(changed)]
-        staged = [plan.stage(tensors) for plan in affected if plan.is_staged]
+        staged = [plan.stage(tensors, self.model_config.dtype) for plan in affected if plan.is_staged]
         return _Prepared(version, tensors, changed, staged, [plan for plan in affected if not plan.is_staged])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from threading import get_ident
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import ModelConfig
+from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
 from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
@@ -23,43 +26,24 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from shrinkpoint.errors import MismatchError
 
 View: TypeAlias = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset of a part of a tensor
-_STAGED_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, type(None))
-"""Methods that keep what they derive from weights in the layer, so that a copy of the layer can be prepared."""
+_Plans: TypeAlias = "dict[nn.Module, dict[str, ParameterPlan]]"
+_STAGED_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, type(None))  # all they derive is in the layer
 _TENSOR_DICTS = ("_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
 class ParameterPlan(NamedTuple):
-    """A parameter, and its pieces: name of a tensor, part of the tensor, part of the parameter."""
+    """A parameter as it is before it is processed, and its pieces: tensor's name, part of it, part of the parameter."""
 
-    shape: torch.Size
-    dtype: torch.dtype
+    like: Tensor
     pieces: list[tuple[str, View, View]]
 
-    def fill(self, tensors: Mapping[str, Tensor]) -> nn.Parameter:
-        values = torch.zeros(self.shape, dtype=self.dtype, device="cpu")
+    def fill(self, tensors: Mapping[str, Tensor]) -> Any:
+        values = torch.empty_strided(self.like.shape, self.like.stride(), dtype=self.like.dtype, device="cpu").zero_()
         for source, (size, strides, offset), target in self.pieces:
             tensor = tensors[source].contiguous()
-            part = tensor.as_strided(size, strides, int(tensor.storage_offset()) + offset)
-            values.as_strided(*target).copy_(part)
-        return nn.Parameter(values, requires_grad=False)
-
-
-class StagedLayer(NamedTuple):
-    """What a layer takes over at once: new values of its parameters, and attributes derived from them."""
-
-    layer: nn.Module
-    parameters: Mapping[str, Tensor]
-    attributes: Mapping[str, Any]
-
-    def commit(self) -> None:
-        live = dict(_parameters(self.layer))
-        for name, values in self.parameters.items():
-            if values.numel():  # else the kernels read only what was derived from the parameter
-                live[name].data.copy_(values)
-        self.layer.__dict__.update(self.attributes)
-
-
-_Plans: TypeAlias = dict[nn.Module, dict[str, ParameterPlan]]
+            values.as_strided(*target).copy_(tensor.as_strided(size, strides, offset + int(tensor.storage_offset())))
+        values.__class__, values.__dict__ = type(self.like), dict(vars(self.like))
+        return values
 
 
 class LayerPlan:
@@ -73,27 +57,50 @@ class LayerPlan:
     def __init__(self, layer: nn.Module, parameters: dict[str, ParameterPlan]) -> None:
         self.layer, self._parameters = layer, parameters
         self.sources = {source for plan in parameters.values() for source, _, _ in plan.pieces}
-        is_simple = type(getattr(layer, "quant_method", None)) in _STAGED_METHODS and not is_deferred_attention_layer(
-            layer
-        )
+        self._is_packed = type(getattr(getattr(layer, "scheme", None), "kernel", None)) is CPUInt8ScaledMMLinearKernel
+        is_simple = self._is_packed or type(getattr(layer, "quant_method", None)) in _STAGED_METHODS
         self.is_staged = is_simple and all(map(self._is_filled, parameters.values()))
 
     def _is_filled(self, plan: ParameterPlan) -> bool:
         """True if pieces or zeros fill a vector or a matrix: other shapes are stored in their own ways."""
-        if len(plan.shape) > 2 or isinstance(self.layer, VocabParallelEmbedding):
-            return len(plan.shape) <= 2
-        return sum(target[0].numel() for _, _, target in plan.pieces) == plan.shape.numel()
+        if plan.like.dim() > 2 or is_deferred_attention_layer(self.layer):
+            return False
+        num_filled = sum(target[0].numel() for _, _, target in plan.pieces)
+        return num_filled == plan.like.numel() or isinstance(self.layer, VocabParallelEmbedding)
 
-    def stage(self, tensors: Mapping[str, Tensor]) -> StagedLayer:
-        """Prepare the layer's new parameters, in the layout that its kernels read; the live layer stays as it is."""
-        shadow = copy.copy(self.layer)
+    def stage(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Callable[[], None]:
+        """Prepare new parameters in the layout that kernels read; the result lets the live layer take them over."""
+        shadow: Any = copy.copy(self.layer)
         filled = {name: plan.fill(tensors) for name, plan in self._parameters.items()}
         shadow._parameters = {**self.layer._parameters, **filled}
-        before = dict(shadow.__dict__)
+        if self._is_packed:  # its kernel keeps pointers to the parameters
+            shadow.scheme = copy.copy(shadow.scheme)
+            shadow.scheme.kernel = copy.copy(shadow.scheme.kernel)
         if (method := getattr(self.layer, "quant_method", None)) is not None:
-            method.process_weights_after_loading(shadow)
-        attributes = {name: x for name, x in shadow.__dict__.items() if before.get(name) is not x}
-        return StagedLayer(self.layer, {n: x for n, x in _parameters(shadow) if n in filled}, attributes)
+            with _default_dtype(dtype):
+                method.process_weights_after_loading(shadow)
+        attributes = {name: x for name, x in vars(shadow).items() if vars(self.layer).get(name) is not x}
+        new = {} if self._is_packed else attributes.pop("_parameters")
+        copied = [(live, new[name]) for name, live in _parameters(self.layer) if name in new]
+        return partial(_take_over, self.layer, copied, attributes)
+
+
+def _take_over(layer: nn.Module, copied: Sequence[tuple[Tensor, Tensor]], attributes: dict[str, Any]) -> None:
+    for live, values in copied:
+        if values is not live and values.numel():  # else the kernels read only what was derived from the parameter
+            live.data.copy_(values)
+    layer.__dict__.update(attributes)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Show a default dtype to this thread alone: torch's own holds for the model that generates meanwhile, too."""
+    get_default_dtype, thread = torch.get_default_dtype, get_ident()
+    torch.get_default_dtype = lambda: dtype if get_ident() == thread else get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.get_default_dtype = get_default_dtype
 
 
 class _Recorder(TorchDispatchMode):
@@ -136,7 +143,7 @@ def plan_layers(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[LayerPl
             do = "publish the tensors of the checkpoint that the server was started from, by their names there"
             raise MismatchError("model", found=f"{error}", expected="tensors that the model loads", do=do) from error
         plans = _plan_parameters(model, sources, recorder.copies)
-    if plans is None or loaded is None or recorder.is_reading or not _has_all(model, loaded, plans):
+    if plans is None or loaded is None or recorder.is_reading or not _has_all_loaded(model, loaded, plans):
         return None
     if any(is_deferred_attention_layer(layer) and type(layer) is not Attention for layer in model.modules()):
         return None  # attention such as MLA derives matrices from the weights of other layers
@@ -155,13 +162,12 @@ def _plan_parameters(
         if _memory(target) not in owners or _memory(source) not in names:
             return None
         layer, name, parameter = owners[_memory(target)]
-        plan = plans.setdefault(layer, {}).setdefault(name, ParameterPlan(parameter.shape, parameter.dtype, []))
+        plan = plans.setdefault(layer, {}).setdefault(name, ParameterPlan(parameter, []))
         plan.pieces.append((names[_memory(source)], _view(source), _view(target)))
     return plans
 
 
-def _has_all(model: nn.Module, loaded: Iterable[str], plans: _Plans) -> bool:
-    """True if the plans have every parameter that the model says it has loaded."""
+def _has_all_loaded(model: nn.Module, loaded: Iterable[str], plans: _Plans) -> bool:
     layers = dict(model.named_modules(remove_duplicate=False))
     owners = ((layers.get(path), name) for path, _, name in (full.rpartition(".") for full in loaded))
     return all(layer in plans and name in plans[layer] for layer, name in owners)
@@ -197,10 +203,13 @@ def reload_layers(
 
 
 def _begin_anew(layers: nn.Module) -> None:
-    """Give layers new parameters on the CPU, where kernels keep pointers into the memory of the old ones."""
+    """Give layers new parameters on the CPU: values that move back into the old ones do not reach 8-bit kernels."""
     for layer in layers.modules():
-        restore_layer_on_meta(layer, get_layerwise_info(layer))
-        materialize_layer(layer, get_layerwise_info(layer))
+        if _parameters(layer) and not is_deferred_attention_layer(layer):
+            buffers = dict(layer._buffers)  # such as tables of rotary embeddings, which no checkpoint has
+            restore_layer_on_meta(layer, get_layerwise_info(layer))
+            materialize_layer(layer, get_layerwise_info(layer))
+            layer._buffers.update(buffers)
 
 
 @contextmanager
