@@ -59,9 +59,9 @@ device: $(VENV)/.release
 	@echo "  python benchmarks/device_all.py --out results/device-quick --quick"
 	@echo "  python benchmarks/device_all.py --out results/device --seconds 480"
 
-# The site of the documents, in build/site: open build/site/index.html. A warning is an error.
+# The site of the documents, in build/site: open build/site/index.html. A warning is an error; --quiet would hide it and pass.
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # An editable install: the Python sources are used where they stand, and the native core is built again when it changes.
 # torch comes first and pinned: what it would bring along by itself is gigabytes of CUDA.

@@ -43,8 +43,9 @@ def main() -> None:
             optimizer.step()
             if step % SAVE_EVERY == 0 and rank == 0:  # the others wait in the next backward pass
                 report = manager.save(step, model=model, optimizer=optimizer, rng=False)  # the model, not its wrapper
+                assert report is not None  # as it is in processes that do not write
                 start = restored.step if restored else 0
-                print(f"step {step}: loss {loss:.6f}, {report.ratio:.1f} times smaller, from step {start}", flush=True)
+                print(f"step {step}: loss {loss:.6f}, {report.ratio:.1f}x smaller, from step {start}", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ It starts replicas and their lighthouse, and trains again without a kill: a minu
 """
 
 import os
-import subprocess
 import sys
 import time
 from datetime import timedelta
+from subprocess import PIPE, Popen
 
 import torch
 from torch import Tensor, nn
@@ -23,21 +23,19 @@ def batch(size: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def train(name: str, lighthouse: str) -> None:
-    """Train one replica, whether it is there from the start or joins later."""
+    """Train one replica, there from the start or joining later; it recovers from others, if there are any."""
     import torchft
 
     torch.manual_seed(int(name))
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    store = torch.distributed.TCPStore(
-        "localhost", 0, is_master=True, wait_for_workers=False
-    )  # torchrun makes one, too
-    options = {"store_addr": "localhost", "store_port": store.port, "lighthouse_addr": lighthouse, "replica_id": name}
-    options |= {"load_state_dict": None, "state_dict": None, "min_replica_size": 1, "use_async_quorum": False}
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as torchrun's
+    options = {"store_addr": "localhost", "store_port": store.port, "lighthouse_addr": lighthouse}
+    options |= {"replica_id": name, "load_state_dict": None, "state_dict": None, "min_replica_size": 1}
     options |= {"rank": 0, "world_size": 1, "hostname": "localhost", "quorum_timeout": timedelta(minutes=5)}
-    manager = torchft.Manager(pg=torchft.ProcessGroupGloo(), **options)
-    sparse = {"compressor": "ef(top6.25:256:q2:64)", "outer": OuterSGD(lr=1.0, momentum=0.0)}
-    local = LocalSteps(model, optimizer, 10, manager=manager, **sparse)  # recovers from others, if there are any
+    manager = torchft.Manager(pg=torchft.ProcessGroupGloo(), use_async_quorum=False, **options)
+    outer = OuterSGD(lr=1.0, momentum=0.0)
+    local = LocalSteps(model, optimizer, 10, manager=manager, compressor="ef(top6.25:256:q2:64)", outer=outer)
     print(f"replica {name} begins with round {local.round}", flush=True)
     for step in range(10**6):
         x, y = batch(64, seed=1_000_000 * int(name) + step)
@@ -59,10 +57,8 @@ def run(*, is_killed: bool) -> None:
 
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=10_000, heartbeat_timeout_ms=1500)
 
-    def start(name: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, __file__, name, lighthouse.address()], stdout=subprocess.PIPE, text=True
-        )
+    def start(name: str) -> Popen[str]:
+        return Popen([sys.executable, __file__, name, lighthouse.address()], stdout=PIPE, text=True)
 
     first, other, names = start("0"), start("1"), ["1", "2"]
     for line in first.stdout or ():
@@ -77,4 +73,8 @@ def run(*, is_killed: bool) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("RUST_LOG", "warn")  # before torchft is imported, which logs every request
-    train(*sys.argv[1:]) if len(sys.argv) > 1 else (run(is_killed=True), run(is_killed=False))
+    if len(sys.argv) > 1:
+        train(*sys.argv[1:])
+    else:
+        run(is_killed=True)
+        run(is_killed=False)

@@ -36,7 +36,7 @@ def main() -> None:
     config = GPT2Config(
         vocab_size=256, n_positions=CONTEXT, n_embd=128, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
     )
-    # At most 1 % more loss, as the Trainer's own evaluation measures it; without `shrink=`, nothing is lost.
+    # At most 1% more loss, as the Trainer's own evaluation measures it; without `shrink=`, nothing is lost.
     shrink = ShrinkConfig(scheme=partial(sp.Fisher, budget="1%"), evaluate="eval_loss")
     for steps in (20, 40):
         set_seed(0)
@@ -55,9 +55,9 @@ def main() -> None:
 
     # Straight out of the newest compressed checkpoint, without an unpacked copy on the disk.
     model = from_pretrained(AutoModelForCausalLM, FOLDER).eval()
-    pieces = torch.stack([piece["input_ids"] for piece in held_out])
+    batch = torch.stack([piece["input_ids"] for piece in held_out])
     with torch.no_grad():
-        losses = [each.eval()(input_ids=pieces, labels=pieces).loss.item() for each in (trainer.model, model)]
+        losses = [each.eval()(input_ids=batch, labels=batch).loss.item() for each in (trainer.model, model)]
     print(f"loss of the trained model {losses[0]:.3f}, of its checkpoint {losses[1]:.3f}")
 
 

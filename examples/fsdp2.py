@@ -8,6 +8,8 @@ Each run takes 20 more steps. The ranks share every batch, so that it does not m
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -23,16 +25,16 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Training:
-    """What is saved: `dcp` calls both methods."""
+    """The state that is saved: `dcp` calls both methods."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer, self.step = model, optimizer, 0
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         weights, moments = get_state_dict(self.model, self.optimizer)
         return {"model": weights, "optim": moments, "step": self.step}
 
-    def load_state_dict(self, state: dict[str, dict[str, object]]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
         self.step = state["step"]
 
@@ -48,16 +50,14 @@ def main() -> None:
     if DEVICE == "cuda":
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)]
+    layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4))
     model = nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
     training = Training(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 
-    newest = latest_valid(FOLDER)  # the same on all ranks; None at first
-    if newest is not None:
+    if newest := latest_valid(FOLDER):  # the same on all ranks; None at first
         dcp.load({"training": training}, storage_reader=Reader(newest))
     for step in range(training.step + 1, training.step + STEPS + 1):
         x = draw(step)

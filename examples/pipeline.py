@@ -21,14 +21,17 @@ STEPS, BATCH, MICRO_BATCHES, CONTEXT, WIDTH, STAGES = 60, 16, 4, 64, 128, 2
 CPU = torch.device("cpu")
 
 
-class Block(nn.TransformerEncoderLayer):
+class Block(nn.Module):
     """A layer that attends to what came before, which also tells it where it is."""
 
     def __init__(self) -> None:
-        super().__init__(WIDTH, 4, 4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x, nn.Transformer.generate_square_subsequent_mask(CONTEXT), is_causal=True)
+        mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT)
+        y: Tensor = self.layer(x, mask, is_causal=True)
+        return y
 
 
 def text() -> Tensor:
@@ -69,7 +72,7 @@ def main() -> None:
             print(f"step {step:3}: loss {torch.stack(losses).mean().item():.3f} nats a byte", flush=True)
     dist.barrier()
     for name, stats in wire.link_stats().items() if rank == 0 else ():
-        print(f"link {name:10}: {stats.raw_bytes:,} bytes became {stats.wire_bytes:,}, {stats.ratio:.1f} times fewer")
+        print(f"link {name:10}: {stats.raw_bytes:,} bytes became {stats.wire_bytes:,}, {stats.ratio:.1f}x fewer")
 
 
 if __name__ == "__main__":

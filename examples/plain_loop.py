@@ -4,7 +4,7 @@
     shrinkpoint report runs/plain       # ... and look at what was saved
 
 It learns to guess the next byte of Python's own standard library, in some seconds. A checkpoint may raise the loss by
-at most 1 %, which is measured before it is written; without `scheme=` nothing is lost.
+at most 1%, which is measured before it is written; without `scheme=` nothing is lost.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ def main() -> None:
             optimizer.step()
             if manager.should_save(step):
                 report = manager.save(step, model=model, optimizer=optimizer, metrics={"loss": loss.item()})
+                assert report is not None  # as it is in processes that do not write
                 rise = report.loss_increase
-                print(f"step {step}: loss {loss:.3f}, {report.ratio:.0f} times smaller, rise {rise:+.2%}", flush=True)
+                print(f"step {step}: loss {loss:.3f}, {report.ratio:.0f}x smaller, rise {rise:+.2%}", flush=True)
             if manager.reached_preemption:  # SIGTERM: what Slurm, Kubernetes and clouds send before they end a job
                 print(f"told to end, saved step {step}")
                 return

@@ -46,9 +46,9 @@ def start_server() -> subprocess.Popen[bytes]:
     raise RuntimeError("the server ended before it was ready")
 
 
-def complete(count: int, temperature: float) -> list[dict[str, Any]]:
+def complete(count: int, temperature: float) -> Any:
     """Let the server continue the prompt "2"."""
-    body = {"model": FIRST, "prompt": [2], "n": count, "temperature": temperature, "ignore_eos": True}
+    body: Any = {"model": FIRST, "prompt": [2], "n": count, "temperature": temperature, "ignore_eos": True}
     body |= {"max_tokens": LENGTH, "logprobs": 1, "return_token_ids": True}
     answer = requests.post(f"http://127.0.0.1:{PORT}/v1/completions", json=body, timeout=300)
     answer.raise_for_status()

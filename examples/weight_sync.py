@@ -41,7 +41,8 @@ def loss_of(model: GPT2LMHeadModel, tokens: Tensor, rewards: Tensor) -> Tensor:
     """The policy gradient: what was rewarded above the mean becomes likelier."""
     logits = model(tokens[:, :-1]).logits
     chosen = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
-    return -((rewards - rewards.mean()) * chosen).mean()
+    loss: Tensor = -((rewards - rewards.mean()) * chosen).mean()
+    return loss
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from helpers.documents import Block
 from helpers.s3_server import S3Server
 from helpers.timeouts import PATIENCE
 
@@ -20,6 +21,7 @@ import shrinkpoint as sp
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NOTEBOOK = EXAMPLES / "first_checkpoints.ipynb"
+INSTALL = '%pip install --quiet --find-links . "shrinkpoint[cli]"'
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
@@ -96,7 +98,7 @@ def test_the_pipeline_learns_and_sends_a_seventh_of_the_bytes(tmp_path: Path):
     printed = _run(tmp_path, _command("pipeline.py", ranks=2))
     losses = [float(found) for found in re.findall(r"loss ([\d.]+)", printed)]
     assert losses[-1] < losses[0] < 5.6
-    ratios = [float(found) for found in re.findall(r"([\d.]+) times fewer", printed)]
+    ratios = [float(found) for found in re.findall(r"([\d.]+)x fewer", printed)]
     assert ratios == [7.1, 7.1], printed
 
 
@@ -142,6 +144,16 @@ def test_a_generating_process_follows_the_trainer_and_its_reward_rises(tmp_path:
     steps = re.findall(r"step (\d+), with version (\d+): reward ([\d.]+)", printed)
     assert [step for step, _, _ in steps] == [version for _, version, _ in steps] == ["0", "10", "20", "29"]
     assert float(steps[0][2]) < 0.7 and float(steps[-1][2]) > 0.9
+
+
+@pytest.mark.nightly
+def test_a_tensor_parallel_model_follows_an_fsdp2_trainer(tmp_path: Path):
+    printed = _run(tmp_path, _command("sharded_weight_sync.py", ranks=4), abort=GLOO_ABORT)
+    assert len(re.findall(r"published version \d: (?:keyframe|delta) of", printed)) == 10
+    served = [int(version) for version in re.findall(r"serves version (\d) from", printed)]
+    assert served == sorted({*served}) and served[-1] == 9
+    trainer, server = (re.findall(rf"the {role} has (\[.*\])", printed) for role in ("trainer", "server"))
+    assert len(trainer) == 1 and trainer == server
 
 
 @pytest.mark.nightly
@@ -193,16 +205,33 @@ def test_the_notebook_is_stored_without_outputs():
     assert notebook["metadata"].keys() == {"kernelspec", "language_info"}
 
 
+def test_the_notebook_resumes_a_killed_run_and_prints_what_it_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its cells run one after the other, as in a notebook, without Jupyter; only the install is left out."""
+    pytest.importorskip("IPython")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    notebook = json.loads(NOTEBOOK.read_text())
+    sources = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert sources[0] == INSTALL
+    names: dict[str, object] = {}
+    printed = "".join(Block(NOTEBOOK.name, 1, "python", source + "\n").run(names) for source in sources[1:])
+    resumed = _number(printed[printed.index("resumes") :], r"resumes after step (\d+)")
+    saves = re.findall(r"step (\d+): (\d+)x smaller, rise ([+-][\d.]+)%", printed)
+    assert resumed >= 150 and {*range(resumed + 50, 301, 50)} <= {int(step) for step, *_ in saves}
+    assert all(int(ratio) >= 10 and float(rise) <= 1 for _, ratio, rise in saves)
+    assert "<html" in str(names["page"])
+
+
 @pytest.mark.nightly
-def test_the_notebook_shows_its_reports_as_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_notebook_shows_its_store_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook.cells = [cell for cell in notebook.cells if cell.source != INSTALL]
     nbclient.NotebookClient(notebook, timeout=int(PATIENCE), resources={"metadata": {"path": tmp_path}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     pages = [output.data["text/html"] for output in outputs if "text/html" in output.get("data", {})]
-    texts = "".join(output.get("text", "") for output in outputs)
-    assert sum("<table" in page for page in pages) == 4 and sum("<iframe" in page for page in pages) == 1
-    assert "0.weight" in texts and (tmp_path / "first-checkpoints.html").stat().st_size < 1_000_000
+    assert ["<table" in page for page in pages] == [True, False] and "<iframe" in pages[1]
+    assert "0.weight" in pages[1] and (tmp_path / "first.html").stat().st_size < 1_000_000

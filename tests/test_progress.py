@@ -116,7 +116,7 @@ def test_evaluations_of_a_scheme_are_counted(name: str) -> None:
 
 
 def test_an_upload_is_counted_in_bytes(s3: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shrinkpoint.storage.upload._MAX_HELD_BYTES", 1 << 20)
+    monkeypatch.setattr("shrinkpoint.storage.object_storage._MAX_HELD_BYTES", 1 << 20)
     seen: list[TaskProgress] = []
     with watch_progress(seen.append):
         report = sp.save({"w": torch.randn(3_000_000)}, f"s3://checkpoints/progress-{os.getpid()}.safetensors")

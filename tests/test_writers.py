@@ -59,7 +59,7 @@ def named_files(path: Path, data: bytes) -> set[str]:
         bases = {layout.base_name(digest) for payload in payloads for digest, _ in payload.bases}
         names = {payload.name for payload in payloads} | bases
     elif path.name == KEY:
-        names = {file.key for file in Published.from_bytes(data, str(path)).files}
+        names = {key for file in Published.from_bytes(data, str(path)).files for key in file.keys}
     else:
         names = set()
     return {(path.parent / name).as_posix() for name in names}

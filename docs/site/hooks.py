@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+ROOT_PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")
 """Documents that stand where people look for them in a checkout, and are pages of the site, too."""
 EXAMPLES = ROOT / "examples"
 
@@ -41,15 +41,23 @@ def examples_page() -> str:
 def on_page_markdown(markdown: str, /, *, page: Page, **_: Any) -> str:
     """Turn links that leave docs/ into links of the site; examples with prompts are copied without them."""
     if page.is_homepage:
-        page.meta["hide"] = ["navigation"]  # which would be this page alone
+        page.meta["hide"] = ["navigation", "toc"]
+        markdown = markdown.replace("<!-- the table of README.md -->", readme_table())
     depth = page.file.src_uri.count("/")
     for name in ROOT_PAGES:
         markdown = markdown.replace(f"]({'../' * (depth + 1)}{name}", f"]({'../' * depth}{name}")
+    markdown = re.sub(r"\]\(\.\./examples/(\w+)\.py\)", r"](examples/README.md#\1py)", markdown)
     markdown = markdown.replace("[docs/", "[")
     # In tables GitHub wants pipes within code escaped; here, the backslash would be shown.
     markdown = re.sub(r"(?m)^\|.*\|$", lambda row: re.sub(r"`[^`]*`", unescape_pipes, row[0]), markdown)
     markdown = re.sub(r"(?m)^```python\n(?=>>> )", "```pycon\n", markdown)
     return re.sub(r"(?m)^(>>> .*?) *# doctest: .*$", r"\1", markdown)
+
+
+def readme_table() -> str:
+    """The table of schemes in README.md, and what it says below of where and how that was measured."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return link_into_docs(text[text.index("| scheme |") : text.index("## In a loop")])
 
 
 def link_into_docs(markdown: str) -> str:

@@ -249,6 +249,7 @@ NB_MODULE(_native, m) {
     bind_quantizers(m);
     bind_wire_uniform(m);
     bind_wire_blocks(m);
+    bind_wire_steps(m);
     bind_wire_sparse(m);
 
     // For tests only: uses nothing wider than this (0 none, 1 AVX2, 2 AVX-512) from now on. Returns what is used.

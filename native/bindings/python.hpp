@@ -82,9 +82,10 @@ ChunkRange chunk_range_of(uint64_t count, size_t chunk, size_t first, uint64_t h
 
 // Binds cyclic differences, k-means, lattices and statistics.
 void bind_quantizers(nb::module_& m);
-// Bind the messages of the wire: grids, blocks, indices.
+// Bind the messages of the wire: grids, blocks, indices, steps.
 void bind_wire_uniform(nb::module_& m);
 void bind_wire_blocks(nb::module_& m);
 void bind_wire_sparse(nb::module_& m);
+void bind_wire_steps(nb::module_& m);
 
 }  // namespace shrinkpoint

@@ -13,7 +13,7 @@
     ├── StorageError           reading or writing failed (OSError)
     │   └── NoSpaceError       the place is full
     ├── LockedError            another process is saving here
-    ├── MembershipError        torchft has no quorum of the replicas that train together
+    ├── MembershipError        replicas or ranks that work together are gone
     └── MissingExtraError      a package that an extra of this one installs is not there (ModuleNotFoundError)
 
 Those in brackets are bases, too. Every error says where it happened, what was found, what was expected and what to do
@@ -103,7 +103,7 @@ class LockedError(ShrinkpointError):
 
 
 class MembershipError(ShrinkpointError):
-    """torchft formed no quorum of the replicas that train together, or gave up."""
+    """torchft formed no quorum of the replicas that train together, or a rank that publishes or follows has died."""
 
 
 class MissingExtraError(ShrinkpointError, ModuleNotFoundError):

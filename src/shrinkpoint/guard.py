@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from shrinkpoint.errors import CorruptError, ShrinkpointError, StorageError
 
 _DO = "restore another checkpoint, or fetch an intact copy of this file"
-MAX_MESSAGE_CHARS = 200
-"""Characters of another error's message that are repeated."""
+MAX_MESSAGE_CHARS = 200  # Characters of another error's message that are repeated
 
 
 @contextmanager

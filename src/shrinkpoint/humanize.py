@@ -7,8 +7,7 @@ from datetime import datetime, timezone
 
 _UNITS = ("kB", "MB", "GB", "TB", "PB", "EB")
 _AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
-_MAX_NAMES = 6
-"""Names that a message lists of many."""
+_MAX_NAMES = 6  # Names that a message lists of many
 
 
 def size(count: int) -> str:

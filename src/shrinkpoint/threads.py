@@ -11,8 +11,7 @@ from typing import ParamSpec, Protocol, TypeVar
 
 T = TypeVar("T")
 P = ParamSpec("P")
-_JOIN_SECONDS = 2.0
-"""How long the end of an owner waits for its thread, which may wait for a peer that died."""
+_JOIN_SECONDS = 2.0  # How long the end of an owner waits for its thread, which may wait for a peer that died
 
 
 class ForkAware(Protocol):
@@ -45,13 +44,10 @@ class ForkSafeLock:
 
     It is used as `with self._mutex.lock:`. A `with` on a lock of Python itself releases it whenever an interrupt comes;
     in an `__exit__` of ours one could come before the lock is released.
-
-    Attributes:
-        lock: the lock; another one in a child.
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # the lock; another one in a child
         reset_in_children(self)
 
     def reset_after_fork(self) -> None:

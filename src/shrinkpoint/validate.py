@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 from shrinkpoint.errors import PolicyError
 
-MAX_VALUE_CHARS = 80
-"""Characters of a wrong argument that a message repeats."""
+MAX_VALUE_CHARS = 80  # Characters of a wrong argument that a message repeats
 MAX_THREADS = 1 << 16
 _PERCENT = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*%\s*")
 _TEXT = TypeVar("_TEXT", bound=str)
@@ -56,11 +55,7 @@ def check_optional_int(
 
 
 def check_threads(value: Any) -> int | None:
-    """Return a number of native threads: a whole number from 1, or None.
-
-    Raises:
-        PolicyError: it is something else.
-    """
+    """Return a number of native threads: a whole number from 1, or None; raises PolicyError if it is something else."""
     return check_optional_int("threads", value, maximum=MAX_THREADS, none_meaning="for every core")
 
 
@@ -164,22 +159,14 @@ def read_byte_variable(name: str) -> int | None:
 
 
 def check_bool(where: str, value: Any) -> bool:
-    """Return True or False.
-
-    Raises:
-        PolicyError: it is something else.
-    """
+    """Return True or False; raises PolicyError if it is something else."""
     if isinstance(value, bool):
         return value
     raise argument_error(where, value, "True or False", "pass one of them")
 
 
 def check_choice(where: str, value: Any, choices: Collection[_TEXT]) -> _TEXT:
-    """Return `value` if it is one of `choices`.
-
-    Raises:
-        PolicyError: it is none of them.
-    """
+    """Return `value` if it is one of `choices`; raises PolicyError if it is none of them."""
     for choice in choices:
         if isinstance(value, str) and value == choice:
             return choice
@@ -187,22 +174,14 @@ def check_choice(where: str, value: Any, choices: Collection[_TEXT]) -> _TEXT:
 
 
 def check_str(where: str, value: Any, *, do: str = "pass a text") -> str:
-    """Return a text.
-
-    Raises:
-        PolicyError: it is something else.
-    """
+    """Return a text; raises PolicyError if it is something else."""
     if isinstance(value, str):
         return value
     raise argument_error(where, value, "a text", do)
 
 
 def check_optional_callable(where: str, value: Any, *, expected: str = "a function of what is saved") -> Any:
-    """Return something that can be called, or None.
-
-    Raises:
-        PolicyError: it cannot be.
-    """
+    """Return something that can be called, or None; raises PolicyError if it cannot be."""
     if value is None or callable(value):
         return value
     raise argument_error(where, value, expected, "pass the function itself, not what it returned")

@@ -93,6 +93,13 @@ def runs(number: int) -> dict[str, Any]:
     }
 
 
+def home(number: int) -> dict[str, Any]:
+    """A loop, and the Trainer's model and data."""
+    from helpers.huggingface import Text, arguments, gpt2
+
+    return trained() if number == 0 else {"model": gpt2(), "args": arguments(Path("run")), "data": Text()}
+
+
 def journal(number: int) -> dict[str, Any]:
     """A model whose gradients DDP averages, in a group of one rank."""
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
@@ -107,6 +114,7 @@ def journal(number: int) -> dict[str, Any]:
 
 
 SETUPS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "docs/index.md": home,
     "docs/journal.md": journal,
     "docs/runs.md": runs,
     "docs/schemes.md": schemes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from helpers.codebooks import Rounding
 from helpers.fingerprint import fingerprint
+from helpers.processes import run_forked
 from helpers.round_trip import Loop
 from helpers.strategies import difference
 
@@ -155,17 +157,52 @@ def write_shards(place: Path) -> dict[str, dict[str, str]]:
     return expected
 
 
+def published_states() -> dict[int, dict[str, torch.Tensor]]:
+    """States by version."""
+    states, state = {}, {"w": randn(40, 30).bfloat16(), "b": randn(30), "n": torch.tensor(0)}
+    for version in (2, 3, 5, 8):
+        states[version] = state = {"w": state["w"] * 1.01, "b": state["b"] + 0.001, "n": state["n"] + 1}
+    return states
+
+
 def write_published(place: Path) -> dict[str, str]:
     """Versions of published weights: the oldest deltas are gone, and one version has a keyframe besides; by version."""
-    expected, state = {}, {"w": randn(40, 30).bfloat16(), "b": randn(30), "n": torch.tensor(0)}
+    expected = {}
     with Publisher(place, keep=1, threads=1) as publisher:
-        for version in (2, 3, 5, 8):
-            state = {"w": state["w"] * 1.01, "b": state["b"] + 0.001, "n": state["n"] + 1}
+        for version, state in published_states().items():
             publisher.publish(state, version=version, keyframe=version == 5)
             expected[str(version)] = fingerprint(state)
     Publisher(place).close()  # which removes what is dropped
     (place / ".shrinkpoint-lock").unlink(missing_ok=True)
     return {version: expected[version] for version in [*expected][-1:]}
+
+
+PARTS = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from golden.stores import published_states
+from shrinkpoint.sync import Publisher
+
+def of_rank(rank, width, folder, place):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/join", rank=rank, world_size=width)
+    mesh = init_device_mesh("cpu", (width,))
+    with Publisher(place, ranks=dist.group.WORLD, keep=1, threads=1) as publisher:
+        for version, state in published_states().items():
+            sharded = {name: distribute_tensor(x, mesh, [Shard(0)]) if x.dim() else x for name, x in state.items()}
+            publisher.publish(sharded | {"tied": sharded["b"]}, version=version, keyframe=version == 5)
+"""
+
+
+def write_published_parts(place: Path) -> dict[str, str]:
+    """The same versions in parts of two ranks, with a tied tensor."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_forked(PARTS, folder, str(place), width=2)
+    Publisher(place).close()
+    (place / ".shrinkpoint-lock").unlink(missing_ok=True)
+    version, state = [*published_states().items()][-1]
+    return {str(version): fingerprint(state | {"tied": state["b"]})}
 
 
 STORES: dict[str, Callable[[Path], dict[str, str]]] = {
@@ -177,4 +214,7 @@ STORES: dict[str, Callable[[Path], dict[str, str]]] = {
     "returned_store": write_returned_store,
 }
 RUNS: dict[str, Callable[[Path], dict[str, dict[str, str]]]] = {"folders": write_directories, "shards": write_shards}
-PUBLISHED: dict[str, Callable[[Path], dict[str, str]]] = {"weights": write_published}
+PUBLISHED: dict[str, Callable[[Path], dict[str, str]]] = {
+    "weights": write_published,
+    "parts": write_published_parts,
+}

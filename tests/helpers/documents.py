@@ -40,20 +40,24 @@ class Block:
     def has_prompts(self) -> bool:
         return self.text.startswith(">>> ")
 
-    def run(self, names: dict[str, Any]) -> None:
+    def run(self, names: dict[str, Any]) -> str:
         """Run it as a part of a program that has these names; tracebacks name the page and its lines.
 
         What it prints must be what its lines that begin with `# -> ` state, if there are such lines.
+
+        Returns:
+            What it printed if it states something, else nothing.
         """
         code = compile("\n" * (self.line - 1) + self.text, self.page, "exec")
         stated = [line.strip()[5:] + "\n" for line in self.text.splitlines() if line.strip().startswith("# -> ")]
         if not stated:
             exec(code, names)
-            return
+            return ""
         with redirect_stdout(StringIO()) as printed:
             exec(code, names)
         expected, found = "".join(stated), printed.getvalue()
         assert OutputChecker().check_output(expected, found, ELLIPSIS), f"{self.page}:{self.line} printed\n{found}"
+        return found
 
 
 def all_blocks() -> list[Block]:

@@ -31,8 +31,7 @@ import shrinkpoint as sp
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.container import FileReader, RecordHead
 from shrinkpoint.errors import ShrinkpointError
-from shrinkpoint.report.files import file_report
-from shrinkpoint.report.plain_values import list_plain_values
+from shrinkpoint.report.files import file_report, list_plain_values
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.storage.base import MemorySource
 from shrinkpoint.store.checkpoint_file import build_state

@@ -19,11 +19,10 @@ from typer.testing import CliRunner
 import shrinkpoint as sp
 from shrinkpoint.cli.app import app
 from shrinkpoint.report.checkpoints import store_report
-from shrinkpoint.report.figures import Chart, series_charts
+from shrinkpoint.report.figures import Chart, series_charts, tensor_boxes, tensor_tree
 from shrinkpoint.report.files import TensorRow, describe_recipe, read_file_report
 from shrinkpoint.report.page import render_page
 from shrinkpoint.report.run import RunReport, worst_rise
-from shrinkpoint.report.treemap import tensor_boxes, tensor_tree
 from shrinkpoint.store.chain import disk_bytes
 
 HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"

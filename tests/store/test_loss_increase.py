@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from shrinkpoint.store.loss_increase import LossIncrease
+from shrinkpoint.store.save_report import LossIncrease
 
 
 def predicted(rise):

@@ -429,5 +429,5 @@ def test_a_delta_in_the_place_of_a_keyframe_is_refused(tmp_path):
     (tmp_path / "forged").write_bytes(changed(trained()[0][1].read_bytes(), forge))
     with PartialReader([tmp_path / "forged"], threads=1) as boxes:
         for name in (WEIGHT, "frozen"):
-            with pytest.raises(ChainError, match="without its parent"):
+            with pytest.raises(ChainError, match="without its base"):
                 boxes.read(name, (0, 0), (1, 1))

@@ -498,7 +498,7 @@ def test_deep_verification_reads_a_file_after_the_bases_that_its_own_manifest_na
     del document["digest"]
     path.write_bytes(canonical({**document, "digest": xxh3_128(canonical(document))}))
     assert {finding.step for finding in store.verify(deep=True) if not finding.loads} == {1}
-    with pytest.raises(ChainError, match="a delta without its parent"):
+    with pytest.raises(ChainError, match="a delta without its base"):
         store.load(1)
 
 

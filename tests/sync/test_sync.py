@@ -201,7 +201,7 @@ def test_old_versions_go_and_who_is_behind_takes_a_keyframe(tmp_path: Path):
             state = stepped(state, seed)
             publisher.publish(state)
             assert len(storage.list("version-")) <= 9
-        named = {file.key for file in Published.from_bytes(storage.get(KEY), "").files}
+        named = {key for file in Published.from_bytes(storage.get(KEY), "").files for key in file.keys}
         assert named <= set(storage.list("version-"))
     update = subscriber.update(live)
     assert update is not None and update.version == 12

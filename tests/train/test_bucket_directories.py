@@ -17,7 +17,7 @@ from torch import nn
 import shrinkpoint
 from shrinkpoint.errors import NotFoundError, PolicyError, StorageError
 from shrinkpoint.storage import directory_storage
-from shrinkpoint.storage.object_url import parse_object_url
+from shrinkpoint.storage.paths import parse_object_url
 from shrinkpoint.store import Keep
 from shrinkpoint.store.directory import find_checkpoints, is_checkpoint, read_directory_manifest
 from shrinkpoint.store.directory_retention import plan_run

@@ -91,7 +91,7 @@ print(json.dumps(said))
 """
 
 DIRECTORIES = """
-from shrinkpoint.storage.append_file import AppendFile
+from shrinkpoint.train.journal_segments import AppendFile
 from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
 
 state = {"w": torch.randn(64, 64)}

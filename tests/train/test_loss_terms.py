@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shrinkpoint.train.loss_terms import TermCounter, count_terms
+from shrinkpoint.train.recent_batches import TermCounter, count_terms
 
 TOKENS = torch.arange(24).reshape(4, 6)
 PADDED = TOKENS.where(torch.arange(6) < 4, torch.tensor(-100))

@@ -12,7 +12,7 @@ import pytest
 from helpers.processes import run_forked
 
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.train.preemption import PreemptionWatch
+from shrinkpoint.train.save_decision import PreemptionWatch
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +98,7 @@ PROGRAM = """
     import json
     import os
     import signal
-    from shrinkpoint.train.preemption import PreemptionWatch
+    from shrinkpoint.train.save_decision import PreemptionWatch
 
     def outcome(work):
         # how a forked process ends that runs this; 0 if it does not die

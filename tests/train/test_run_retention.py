@@ -34,7 +34,7 @@ from shrinkpoint.cli.app import app
 from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError, StorageError
 from shrinkpoint.store import Keep, directory_rewrite
 from shrinkpoint.store.chain import file_sizes
-from shrinkpoint.store.directory import find_siblings, read_directory_manifest, verify_directory
+from shrinkpoint.store.directory import find_siblings, newest_first, read_directory_manifest, verify_directory
 from shrinkpoint.store.manifest import decode_directory_manifest
 from shrinkpoint.train import (
     AnySavePolicy,
@@ -73,7 +73,7 @@ def save_next(checkpointer: Checkpointer, root: Path, keep: Keep, step: int, sco
 def assert_loads(root: Path) -> list[int]:
     """Everything that is there loads as it was, but for moments that are gone; the steps."""
     steps = []
-    for path in find_siblings(root / "step-0"):
+    for path in newest_first(find_siblings(root / "step-0"))[::-1]:
         assert isinstance(path, Path)
         manifest = verify_directory(path, deep=True)
         assert manifest.step is not None
@@ -109,7 +109,7 @@ def test_what_rules_select_stays_and_loads(
             save_next(checkpointer, root, keep, step, score)
             present = (present | {step}) & selected(keep, scores[: step + 1])
             assert {*assert_loads(root)} == present
-    manifests = [read_directory_manifest(path) for path in find_siblings(root / "step-0")]
+    manifests = [read_directory_manifest(path) for path in newest_first(find_siblings(root / "step-0"))[::-1]]
     # One of the best may have lost its moments while there were more that are newer.
     count = len(manifests) if keep.moments_last is None else 1 if keep.best else keep.moments_last
     assert not any(manifest.weights_only for manifest in manifests[-count:])
@@ -119,7 +119,7 @@ def test_what_is_kept_needs_one_keyframe(tmp_path: Path) -> None:
     with Checkpointer() as checkpointer:
         for step in range(12):
             save_next(checkpointer, tmp_path, Keep(last=3), step)
-            held = [read_directory_manifest(path) for path in find_siblings(tmp_path / "step-0")]
+            held = [read_directory_manifest(path) for path in newest_first(find_siblings(tmp_path / "step-0"))[::-1]]
             assert sum(not manifest.depth for manifest in held) <= 1 + (step == 3)
     depths = [manifest.depth for manifest in held]
     assert assert_loads(tmp_path) == [9, 10, 11]
@@ -130,7 +130,7 @@ def test_moments_go_once_no_checkpoint_of_their_chain_needs_them(tmp_path: Path)
     with Checkpointer(keyframe_every=3) as checkpointer:
         for step in range(7):
             save_next(checkpointer, tmp_path, Keep(last=6, moments_last=1), step)
-    kinds = [read_directory_manifest(path).kind for path in find_siblings(tmp_path / "step-0")]
+    kinds = [read_directory_manifest(path).kind for path in newest_first(find_siblings(tmp_path / "step-0"))[::-1]]
     assert assert_loads(tmp_path) == [1, 2, 3, 4, 5, 6]
     chains = [
         "delta 1",
@@ -203,7 +203,7 @@ def test_a_kill_while_older_ones_are_written_again_leaves_what_loads(tmp_path: P
         for step in range(steps[-1] + 1, steps[-1] + 8):
             save_next(checkpointer, tmp_path, Keep(last=3), step)
     assert assert_loads(tmp_path) == [step - 2, step - 1, step]
-    held = [read_directory_manifest(path) for path in find_siblings(tmp_path / "step-0")]
+    held = [read_directory_manifest(path) for path in newest_first(find_siblings(tmp_path / "step-0"))[::-1]]
     payloads = sum(path.stat().st_size for path in tmp_path.glob("*/rank-*"))
     assert payloads == sum(manifest.stored_bytes for manifest in held)  # nothing is left over
 
@@ -470,5 +470,7 @@ def test_prune_and_compact_know_the_run_of_a_framework(tmp_path: Path) -> None:
     assert after < before and assert_loads(tmp_path) == [0, 5, 6, 7]
     assert "nothing to do" in shrinkpoint("compact", tmp_path)
     shrinkpoint("prune", tmp_path, "--keep-last", 4, "--moments-last", 3, "--apply")
-    kinds = [read_directory_manifest(path).weights_only for path in find_siblings(tmp_path / "step-0")]
+    kinds = [
+        read_directory_manifest(path).weights_only for path in newest_first(find_siblings(tmp_path / "step-0"))[::-1]
+    ]
     assert kinds == [True, False, False, False] and assert_loads(tmp_path) == [0, 5, 6, 7]

@@ -18,7 +18,7 @@ import shrinkpoint as sp
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.tensors import flat_state
 from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.train import state_copy
+from shrinkpoint.train import background
 
 SCHEMES: dict[str, Callable[[Run], Any]] = {
     "fisher, measured": lambda run: sp.Fisher(budget="5%", evaluate=run.evaluate),
@@ -53,7 +53,7 @@ def elsewhere(monkeypatch):
         return flat_state.snapshot(state, reuse=reuse, without=without)
 
     monkeypatch.setattr(FlatState, "is_on_cpu", property(lambda self: False))
-    monkeypatch.setattr(state_copy, "snapshot", snapshot)
+    monkeypatch.setattr(background, "snapshot", snapshot)
     return names
 
 
@@ -114,7 +114,7 @@ def test_a_plan_that_measures_saves_the_copy_of_what_it_has_quantized(monkeypatc
         copies.append(flat_state.snapshot(state, reuse=reuse, without=without))
         return copies[-1]
 
-    monkeypatch.setattr(state_copy, "snapshot", snapshot)
+    monkeypatch.setattr(background, "snapshot", snapshot)
     run = Run(steps=3)
     with sp.CheckpointManager(MemoryStorage(), scheme=SCHEMES["fisher, measured"](run), background=True) as manager:
         for step in range(3):

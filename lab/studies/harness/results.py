@@ -35,6 +35,7 @@ COMMANDS = {
     "lossless": "python -m benchmarks.lossless.run",
     "replicas": "python -m lab.studies.gradients.run",
     "scale": "python benchmarks/scale.py",
+    "sharded_sync": "python -m lab.studies.weight_sync.run",
 }
 """The command that writes a result, where it is not the study of its name up to an underscore or a hyphen."""
 Record = Mapping[str, Any]

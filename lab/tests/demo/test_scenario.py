@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
+import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +24,9 @@ from shrinkpoint_lab.demo.digests import state_digests
 from shrinkpoint_lab.demo.processes import TrainingProcess, kill_during_save
 from shrinkpoint_lab.demo.run import remove_previous_store, run_demo
 from shrinkpoint_lab.demo.scenario import DemoOptions, Scenario, check_store
+
+RICH = "https://www.textualize.io"
+"""An address in a comment of every picture of rich."""
 
 
 def tiny(store: Path, disturb: tuple[str, int] | None = None) -> DemoOptions:
@@ -62,7 +67,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> FinishedDemo:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scenario, "kill_during_save", kill_too_late_once)
         patch.setattr(processes, "subprocess", SimpleNamespace(Popen=start, PIPE=subprocess.PIPE))
-        assert run_demo(options, Console(file=text, width=80)), text.getvalue()
+        picture = options.store.with_name("demo.svg")
+        assert run_demo(options, Console(file=text, width=80), picture), text.getvalue()
     return FinishedDemo(options, text.getvalue(), json.loads(options.record_path.read_text()))
 
 
@@ -82,7 +88,16 @@ def test_killed_in_a_save_and_resumed_is_bit_identical_to_never_killed(demo: Fin
     assert record["losses"]["resumed"].items() <= record["losses"]["never killed"].items()
     assert [check["step"] for check in record["checkpoints"]] == [*range(3, 25, 3)]
     names = sorted(path.name for path in options.store.parent.iterdir())
-    assert names == ["demo", "demo.json"]  # nothing else is left
+    assert names == ["demo", "demo.json", "demo.svg"]  # nothing else is left
+
+
+def test_the_picture_shows_what_was_printed_and_fetches_nothing(demo: FinishedDemo) -> None:
+    picture = demo.options.store.with_name("demo.svg").read_text()
+    assert re.findall(r"https?://[^ \"]+", picture.replace("http://www.w3.org/2000/svg", "")) == [RICH]
+    drawn = html.unescape(" ".join(re.findall(r"<text [^>]*>([^<]*)</text>", picture)))
+    kill, table = demo.record["killed"]["step"], demo.text.partition("The checkpoint of")[2].partition("Fisher eval")[0]
+    for word in (*table.split(), *f"Killed in the save of step {kill} PASS: never killed resumed 24/24".split()):
+        assert word in drawn.split(), word
 
 
 def test_kills_that_come_too_late_begin_again_from_the_start(demo: FinishedDemo) -> None:

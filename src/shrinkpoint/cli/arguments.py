@@ -18,7 +18,7 @@ from shrinkpoint import validate
 from shrinkpoint.cli.console import print_note
 from shrinkpoint.errors import NotFoundError, PolicyError
 from shrinkpoint.storage import LocalStorage, Storage, directory_storage, is_object_url, resolve_storage
-from shrinkpoint.storage.object_url import ObjectUrl, parse_object_url
+from shrinkpoint.storage.paths import ObjectUrl, parse_object_url
 from shrinkpoint.store.directory import find_run, read_directory_manifest, select_step
 from shrinkpoint.store.file_place import FilePlace, place_file
 from shrinkpoint.store.identify import EMPTY_DIRECTORY, Identification, find_checkpoints, identify
@@ -59,11 +59,7 @@ HigherIsBetterOption = Annotated[
 
 
 def parse_share(text: str) -> float:
-    """Reads what `--threshold` says: "1%" and ".01" alike.
-
-    Raises:
-        PolicyError: the text is no share.
-    """
+    """Reads what `--threshold` says: "1%" and ".01" alike; raises PolicyError if the text is no share."""
     try:
         value: float | str = float(text)
     except ValueError:
@@ -108,15 +104,10 @@ LocationArgument = Annotated[str, typer.Argument(metavar="STORE|FOLDER|FILE", he
 
 @dataclass(frozen=True)
 class Location:
-    """A store, one of its checkpoints, a framework's directory or a file, as the command line names it.
+    """A store, one of its checkpoints, a framework's directory or a file, as the command line names it."""
 
-    Attributes:
-        path: path or URL of the store, directory or file.
-        step: the requested step of a store; None: the newest.
-    """
-
-    path: Path | ObjectUrl
-    step: int | None = None
+    path: Path | ObjectUrl  # path or URL of the store, directory or file
+    step: int | None = None  # the requested step of a store; None: the newest
 
     @cached_property
     def file(self) -> FilePlace | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from shrinkpoint.errors import NotFoundError, PolicyError
 from shrinkpoint.progress import track
 from shrinkpoint.storage import LocalStorage, Storage, copy_object, is_object_url, resolve_storage
-from shrinkpoint.storage.object_url import ObjectUrl, parse_object_url
+from shrinkpoint.storage.paths import ObjectUrl, parse_object_url
 from shrinkpoint.store.file_place import find_object, place_file
 
 

@@ -256,21 +256,13 @@ def _run_pager(command: str, text: str) -> bool:
 
 @dataclass(frozen=True)
 class Column:
-    """One column.
+    """One column."""
 
-    Attributes:
-        title: its heading.
-        cells: text of each row.
-        align_right: align cells to the right, as numbers are.
-        drop_order: columns with the largest number are left out first; 0: never.
-        wrap: fold long cells between words into several lines instead of leaving the column out.
-    """
-
-    title: str
-    cells: Sequence[str]
-    align_right: bool = False
-    drop_order: int = 0
-    wrap: bool = False
+    title: str  # its heading
+    cells: Sequence[str]  # text of each row
+    align_right: bool = False  # align cells to the right, as numbers are
+    drop_order: int = 0  # columns with the largest number are left out first; 0: never
+    wrap: bool = False  # fold long cells between words into several lines instead of leaving the column out
 
     @property
     def width(self) -> int:

@@ -28,7 +28,7 @@ from shrinkpoint.cli.console import (
 from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError
 from shrinkpoint.progress import Task, track
 from shrinkpoint.storage import LocalStorage, Storage, is_object_url, resolve_storage
-from shrinkpoint.storage.object_url import parse_object_url
+from shrinkpoint.storage.paths import parse_object_url
 from shrinkpoint.storage.sizing import SizingStorage
 from shrinkpoint.store import layout
 from shrinkpoint.store.listing import list_steps
@@ -49,8 +49,7 @@ class ConvertForm(str, Enum):
     DCP = "dcp"
 
 
-_MAX_LISTED = 3
-"""Number of files without a checksum that are named."""
+_MAX_LISTED = 3  # Number of files without a checksum that are named
 _TO_HELP = "What to write; else a store from what is not ours, and what it was from what is."
 _ONLY_HELP = 'Only checkpoints of a run that are named so, e.g. "*.ckpt"; may be given again.'
 _EVALUATE_HELP = "Gets a converted state, returns a loss; for schemes that search."
@@ -84,16 +83,11 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Replace what is at D
 
 @dataclass(frozen=True)
 class _Options:
-    """Options of the command line.
-
-    Attributes:
-        copy: what is read: of a URL, its copy on this machine.
-        out: None for a dry run.
-    """
+    """Options of the command line."""
 
     source: Path
-    copy: Path
-    out: Path | None
+    copy: Path  # what is read: of a URL, its copy on this machine
+    out: Path | None  # None for a dry run
     scheme: str
     keyframe_every: int
     verify: bool
@@ -318,7 +312,7 @@ def _print_report(rows: Sequence[ImportRow], options: _Options, seconds: float, 
         ],
         totals=True,
     )
-    gain = f"{before / after:.2f} times smaller" if after else "nothing"
+    gain = f"{before / after:.2f}x smaller" if after else "nothing"
     place = "would take" if out is None else f"take, in {show_place(out)},"
     sizes = f"{humanize.size(before)} {place} {humanize.size(after)}"
     saved = humanize.size(max(0, before - after))

@@ -44,8 +44,7 @@ _FORM_OF_SUFFIX = {".safetensors": ExportForm.SAFETENSORS} | dict.fromkeys((".pt
 OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="The file to write; with --hf, the directory.")]
 FormOption = Annotated[ExportForm | None, typer.Option("--to", help="The format; if not given, OUT's suffix says it.")]
 OnlyOption = Annotated[
-    list[str] | None,
-    typer.Option("--only", metavar="GLOB", help='Only these, e.g. "model/*"; may be given again.'),
+    list[str] | None, typer.Option("--only", metavar="GLOB", help='Only these, e.g. "model/*"; may be given again.')
 ]
 HfOption = Annotated[
     bool, typer.Option("--hf", help="Write the model as a directory that from_pretrained of Hugging Face reads.")
@@ -54,8 +53,7 @@ ShardOption = Annotated[
     str | None, typer.Option("--max-shard-size", metavar="SIZE", help="With --hf: size of a file of weights, 5GB.")
 ]
 ConfigOption = Annotated[
-    Path | None,
-    typer.Option("--config", metavar="PATH", help="With --hf: config.json, if it is elsewhere."),
+    Path | None, typer.Option("--config", metavar="PATH", help="With --hf: config.json, if it is elsewhere.")
 ]
 _SCHEME_HELP = 'Write a file of ours that needs no other, compressed so: "fisher(relative_error=.6)".'
 SchemeOption = Annotated[str | None, typer.Option("--scheme", metavar="SCHEME", help=_SCHEME_HELP)]
@@ -111,7 +109,15 @@ def command(
         return
     _check_target(out, force)
     if scheme is not None:
-        made = _scheme_of(scheme, evaluate, calibrate, threshold, higher)
+        from shrinkpoint.schemes.registry import make_scheme
+
+        made = make_scheme(
+            scheme,
+            evaluate=None if evaluate is None else import_function(evaluate, "evaluate"),
+            threshold=parse_share(_DEFAULT_THRESHOLD if threshold is None else threshold),
+            higher_is_better=higher,
+            calibrate=None if calibrate is None else import_function(calibrate, "calibrate"),
+        )
         _export_compressed(location, out, made, only or (), force, json)
         return
     _export_plain(location, out, to or _form_from_suffix(out), only or (), force, json)
@@ -197,20 +203,7 @@ def _export_compressed(
         print_json({**document, **sizes, "scheme": report.scheme})
         return
     size = f"{humanize.count(tensors, 'tensor')}, {humanize.size(report.stored_bytes)}"
-    print_line(f"{show_place(out)}: {size}, {report.ratio:.1f} times smaller ({report.scheme}), from {location}")
-
-
-def _scheme_of(text: str, evaluate: str | None, calibrate: str | None, threshold: str | None, higher: bool) -> Scheme:
-    """The scheme of a text, with the functions that the other options name."""
-    from shrinkpoint.schemes.registry import make_scheme
-
-    return make_scheme(
-        text,
-        evaluate=None if evaluate is None else import_function(evaluate, "evaluate"),
-        threshold=parse_share(_DEFAULT_THRESHOLD if threshold is None else threshold),
-        higher_is_better=higher,
-        calibrate=None if calibrate is None else import_function(calibrate, "calibrate"),
-    )
+    print_line(f"{show_place(out)}: {size}, {report.ratio:.1f}x smaller ({report.scheme}), from {location}")
 
 
 def _export_plain(

@@ -16,11 +16,7 @@ StepsArgument = Annotated[
 ]
 
 
-def command(
-    store: StoreArgument,
-    steps: StepsArgument,
-    json: JsonOption = False,
-) -> None:
+def command(store: StoreArgument, steps: StepsArgument, json: JsonOption = False) -> None:
     """Hide checkpoints from every reader; the next `prune --apply` deletes those that no other checkpoint depends on.
 
     All of them or, where one does not exist, none.

@@ -14,7 +14,7 @@ from shrinkpoint.cli.arguments import JsonOption, RunArgument, open_store, parse
 from shrinkpoint.cli.console import Column, paged, print_json, print_line, print_note, print_table
 from shrinkpoint.report.checkpoints import CheckpointReport, StoreReport, run_report, store_report
 from shrinkpoint.store.chain import payload_bytes
-from shrinkpoint.store.loss_increase import LossIncrease
+from shrinkpoint.store.save_report import LossIncrease
 
 
 def command(

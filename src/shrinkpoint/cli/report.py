@@ -96,7 +96,6 @@ def _short_names(places: Sequence[str]) -> list[str]:
 
 
 def _read(location: Location, name: str, keep: Keep) -> RunReport:
-    """Report of one place; files are read as far as their headers."""
     if location.file is not None:
         file = read_file_report(location.file.storage, location.file.key, str(location.path))
         return RunReport(name, None, None, (file,))

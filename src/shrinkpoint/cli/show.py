@@ -22,7 +22,7 @@ from shrinkpoint.report.checkpoints import CheckpointReport
 from shrinkpoint.report.files import FileReport, TensorRow, read_file_report
 from shrinkpoint.storage import ObjectUrl, directory_storage, is_object_url
 from shrinkpoint.store.directory import read_directory_manifest
-from shrinkpoint.store.loss_increase import LossIncrease
+from shrinkpoint.store.save_report import LossIncrease
 from shrinkpoint.tensors.info import JSON
 
 _MAX_VALUES = 12
@@ -57,7 +57,18 @@ def command(
     with paged():
         _print_header(str(location.path), report, files)
         for file in files:
-            _print_file(file, tensors, values)
+            print_line("")
+            if tensors:
+                print_table(_tensor_columns(file.tensors))
+                print_line("")
+            print_table(_role_columns(file), totals=True)
+            if file.values:
+                print_line("")
+                rows = file.values if values else sorted(file.values, key=lambda pair: pair[0].count("/"))[:_MAX_VALUES]
+                names, texts = zip(*rows, strict=True)
+                print_table([Column("plain value", names, wrap=True), Column("", texts, wrap=True)])
+                if len(rows) < len(file.values):
+                    print_line(f"and {len(file.values) - len(rows)} more (--values)", "dim")
 
 
 def directory_files(directory: Path | ObjectUrl, report: CheckpointReport) -> list[FileReport]:
@@ -168,21 +179,6 @@ def _parent_text(file: FileReport) -> str:
 def _created_text(created: str) -> str:
     age = humanize.age(created)
     return f"{created[:19].replace('T', ' ')} UTC, {'just now' if age == 'now' else f'{age} ago'}"
-
-
-def _print_file(file: FileReport, tensors: bool, values: bool) -> None:
-    print_line("")
-    if tensors:
-        print_table(_tensor_columns(file.tensors))
-        print_line("")
-    print_table(_role_columns(file), totals=True)
-    if file.values:
-        print_line("")
-        rows = file.values if values else sorted(file.values, key=lambda pair: pair[0].count("/"))[:_MAX_VALUES]
-        names, texts = zip(*rows, strict=True)
-        print_table([Column("plain value", names, wrap=True), Column("", texts, wrap=True)])
-        if len(rows) < len(file.values):
-            print_line(f"and {len(file.values) - len(rows)} more (--values)", "dim")
 
 
 def _role_columns(file: FileReport) -> list[Column]:

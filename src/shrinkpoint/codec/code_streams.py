@@ -28,15 +28,13 @@ CODERS = ("context", "alone", "packed", "rearranged", "runs", "huffman")
 "context" codes them under the parent's codes, "alone" without context, "packed" in fixed width. "rearranged", "runs"
 and "huffman" are the delta encoder of arXiv 2306.11800, whole and without its earlier stages. "lzma", fixed width
 followed by LZMA as in arXiv 2406.11257, is slow and therefore used only on request."""
-DELTA_CODERS = ("context", "rearranged", "runs", "huffman")
-"""The coders that use the parent's codes."""
+DELTA_CODERS = ("context", "rearranged", "runs", "huffman")  # The coders that use the parent's codes
 
 BytesLike: TypeAlias = bytes | bytearray | memoryview
 
 _LENGTH = struct.Struct("<Q")
 _MIN_DICTIONARY, _MAX_DICTIONARY = 1 << 12, 1 << 26
-_MAX_LZMA_MEMORY = 1 << 27
-"""Memory limit of the LZMA decoder in bytes; the largest dictionary needs 65 MiB."""
+_MAX_LZMA_MEMORY = 1 << 27  # Memory limit of the LZMA decoder in bytes; the largest dictionary needs 65 MiB
 
 
 def encode_forms(
@@ -67,7 +65,10 @@ def encode_forms(
         else:
             rearranged = coder == "rearranged" and context is not None
             recipe = CyclicDelta(max(num_codes, largest + 1), rearranged, runs=coder != "huffman")
-            yield recipe, b"", _encode_cyclic(codes, context, recipe)
+            coded = _native.cyclic_encode(
+                codes, context, modulus=recipe.modulus, rearranged=recipe.rearranged, runs=recipe.runs
+            )
+            yield recipe, b"", _pad(coded.tobytes(), codes.nbytes)
     if "packed" in coders or (config is None and not stream_coders):
         yield BitPacked(bits), b"", _native.pack_bits(codes.astype(np.uint32), bits).data
 
@@ -89,13 +90,6 @@ def _choose_config(
     arrays = CodingContext(base=context, moment1=moments.moment1, moment2=moments.moment2)
     stride = max(1, codes.nbytes >> 17)
     return min(configs, key=lambda config: config.estimate_bytes(BYTE_FORMAT, codes, arrays, stride, threads))
-
-
-def _encode_cyclic(codes: Bytes, context: Bytes | None, recipe: CyclicDelta) -> bytes:
-    coded = _native.cyclic_encode(
-        codes, context, modulus=recipe.modulus, rearranged=recipe.rearranged, runs=recipe.runs
-    )
-    return _pad(coded.tobytes(), codes.nbytes)
 
 
 def _encode_lzma(codes: Bytes, bits: int) -> bytes:
@@ -128,11 +122,7 @@ def _decode_lzma(stored: Bytes, count: int, bits: int) -> Bytes:
 
 
 def _lzma_module() -> Any:
-    """Import the standard library's lzma.
-
-    Raises:
-        PolicyError: Python was built without it.
-    """
+    """Import the standard library's lzma; raises PolicyError if Python was built without it."""
     try:
         return importlib.import_module("lzma")
     except ImportError as error:

@@ -101,31 +101,21 @@ _EXACT_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 @dataclass(frozen=True)
 class CodebookInput:
-    """The codebook tensors of one record, to be encoded.
+    """The codebook tensors of one record, to be encoded."""
 
-    Attributes:
-        name: name of the record.
-        infos: its tensors (members).
-        tensors: the values of each member as a reader gets them.
-        quantized: the quantized form of each member; all alike in `bins`, `first_code`, `residual` and dtype of
-            `exact`.
-        context: the members' moments, if a decoder has them; nothing else of it is used.
-        moments: as in `recipe.CodebookRecipe`.
-        reference: the parent, if it has codes of every member or if the members are residual; else None.
-        context_codes: codes of other tensors of the file that are context in place of the parent's, one tensor for
-            each member; or ().
-        context_ordinals: ordinals of those tensors in the file.
-    """
-
-    name: str
+    name: str  # name of the record
     infos: tuple[TensorInfo, ...]
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]  # the values of each member as a reader gets them
+    # The quantized form of each member; all alike in `bins`, `first_code`, `residual` and dtype of `exact`.
     quantized: tuple[CodebookTensor, ...]
+    # The members' moments, if a decoder has them; nothing else of it is used.
     context: CodingContext = field(default_factory=CodingContext)
-    moments: tuple[tuple[int, int], ...] = ()
+    moments: tuple[tuple[int, int], ...] = ()  # as in `recipe.CodebookRecipe`
+    # The parent, if it has codes of every member or if the members are residual; else None.
     reference: Reference | None = None
+    # Codes of other tensors of the file that are context in place of the parent's, one tensor for each member; or ().
     context_codes: tuple[Tensor, ...] = ()
-    context_ordinals: tuple[int, ...] = ()
+    context_ordinals: tuple[int, ...] = ()  # ordinals of those tensors in the file
 
 
 def encode_codebook_record(
@@ -167,17 +157,6 @@ def encode_codebook_record(
     return EncodedRecord(record.name, infos, recipes.to_json(recipe), parts, digest, base)
 
 
-def _dequantize_all(
-    infos: Sequence[TensorInfo], quantized: Sequence[CodebookTensor], parent: ParentCodes | None
-) -> list[Tensor]:
-    """Return the values of each quantized tensor."""
-    bases = parent.tensors if parent is not None and parent.codes is None else [None] * len(infos)
-    return [
-        tensor.dequantize(torch_dtype(info.dtype), base)
-        for info, tensor, base in zip(infos, quantized, bases, strict=True)
-    ]
-
-
 def _check_readable(record: CodebookInput, parent: ParentCodes | None, digest: str) -> None:
     """Raise ValueError for what no reader would accept, so that a scheme's mistake never becomes a checkpoint."""
     shapes = [info.shape for info in record.infos]
@@ -191,13 +170,16 @@ def _check_readable(record: CodebookInput, parent: ParentCodes | None, digest: s
         _check_codebook(tensor)
     if record.quantized[0].residual and parent is None:
         raise ValueError("codebook tensors of differences to a parent that is missing")
-    values = _dequantize_all(record.infos, record.quantized, parent)
+    bases = parent.tensors if parent is not None and parent.codes is None else [None] * len(record.infos)
+    values = [
+        tensor.dequantize(torch_dtype(info.dtype), base)
+        for info, tensor, base in zip(record.infos, record.quantized, bases, strict=True)
+    ]
     if digest_arrays(map(tensor_bytes, values)) != digest:
         raise ValueError("codebook tensors that stand for other values than the tensors have")
 
 
 def _codebook_kind(tensor: CodebookTensor) -> tuple[object, ...]:
-    """Return the properties that must be equal for all members of a record."""
     return tensor.bins, tensor.first_code, tensor.residual, tensor.exact.dtype
 
 
@@ -218,16 +200,11 @@ class ParentCodes:
     """The parent's values and codes of a record's tensors.
 
     A residual record needs values alone, so its parent need not be quantized.
-
-    Attributes:
-        quantized: the parent's quantized form of each member; () for a residual record.
-        tensors: the parent's decoded values of each member.
-        codes: uint8, the parent's codes of all members; None for a residual record.
     """
 
-    quantized: tuple[CodebookTensor, ...]
-    tensors: tuple[Tensor, ...]
-    codes: Bytes | None
+    quantized: tuple[CodebookTensor, ...]  # the parent's quantized form of each member; () for a residual record
+    tensors: tuple[Tensor, ...]  # the parent's decoded values of each member
+    codes: Bytes | None  # uint8, the parent's codes of all members; None for a residual record
 
     @classmethod
     def from_reference(
@@ -348,7 +325,14 @@ class CodebookDecoder(RecordDecoder):
             inputs.base_digests.check_base(map(inputs.fetch, parents + self._parent_ranges(lo, hi)))
         if not self._centers:
             self.quantizer_params(inputs.fetch_params)
-        codes = self._decode_codes(lo, hi, inputs)
+        context = [inputs.fetch(span) for span in self._context_ranges(lo, hi)]
+        moments = [self._fetch_float32(moments, lo, hi, inputs.fetch) for moments in self._used_moments()]
+        moment1, moment2 = moments or (None, None)
+        arrays = CodingContext(base=concat(context) if context else None, moment1=moment1, moment2=moment2)
+        stored = self._view.read_array("symbols", *self._codes.byte_range(lo, hi))
+        codes = self._codes.decode(stored, lo, hi, arrays, inputs.threads)
+        if int(codes.max(initial=0)) >= self._recipe.first + self._recipe.bins:
+            raise ValueError("a code beyond the last center")
         shaped = [
             torch.from_numpy(part).reshape(info.shape if part.size == info.numel else -1)
             for part, (_, info, _, _) in zip(_split(codes, ranges), ranges, strict=True)
@@ -364,17 +348,6 @@ class CodebookDecoder(RecordDecoder):
         if inputs.value_digests is not None:
             inputs.value_digests.check_values(part.values for part in out if part.values is not None)
         return out
-
-    def _decode_codes(self, lo: int, hi: int, inputs: DecodeInputs) -> Bytes:
-        context = [inputs.fetch(span) for span in self._context_ranges(lo, hi)]
-        moments = [self._fetch_float32(moments, lo, hi, inputs.fetch) for moments in self._used_moments()]
-        moment1, moment2 = moments or (None, None)
-        arrays = CodingContext(base=concat(context) if context else None, moment1=moment1, moment2=moment2)
-        stored = self._view.read_array("symbols", *self._codes.byte_range(lo, hi))
-        codes = self._codes.decode(stored, lo, hi, arrays, inputs.threads)
-        if int(codes.max(initial=0)) >= self._recipe.first + self._recipe.bins:
-            raise ValueError("a code beyond the last center")
-        return codes
 
     def _decode_exact(self, lo: int, hi: int, codes: Sequence[Tensor], fetch: FetchRange) -> list[Tensor]:
         """Return the exact values of each part; codes that stand for values which are not there are refused."""
@@ -400,7 +373,6 @@ class CodebookDecoder(RecordDecoder):
         return [[pair[side] for pair in self._moments] for side in (0, 1)] if self._moments and uses_moments else []
 
     def _context_ranges(self, lo: int, hi: int) -> list[ByteRange]:
-        """Return the ranges of the codes that are context of a range of the stream."""
         if not recipes.uses_context(self._recipe.codes):
             return []
         if self._context_infos:

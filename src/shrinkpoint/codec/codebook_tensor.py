@@ -7,10 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-RESERVED_CODES = 2
-"""Codes with a fixed meaning that may come before those of the centers: zero and exact values."""
-MAX_CODES = 256
-"""Number of distinct codes: a code is a byte."""
+RESERVED_CODES = 2  # Codes with a fixed meaning that may come before those of the centers: zero and exact values
+MAX_CODES = 256  # Number of distinct codes: a code is a byte
 
 
 @dataclass(frozen=True)
@@ -26,22 +24,16 @@ class CodebookTensor:
     1          the next value of `exact` center 0
     0          center 0                  center 1
     ========== ========================= ==========================
-
-    Attributes:
-        codes: uint8, contiguous, of the tensor's shape.
-        centers: float32, of shape (bins,), ascending and finite; at least one.
-        exact: float32 or bfloat16, 1-d: the values of the codes that stand for exact values, in row-major order.
-        first_code: the code of the first center: 0, 1 or 2.
-        residual: True if centers and zeros are differences to the parent's values; exact values are never differences.
-        context_name: name of another tensor of the state, of the same shape, whose codes are the coding context; or
-            "".
     """
 
-    codes: Tensor = field(repr=False)
-    centers: Tensor = field(repr=False)
+    codes: Tensor = field(repr=False)  # uint8, contiguous, of the tensor's shape
+    centers: Tensor = field(repr=False)  # float32, of shape (bins,), ascending and finite; at least one
+    # float32 or bfloat16, 1-d: the values of the codes that stand for exact values, in row-major order.
     exact: Tensor = field(repr=False)
-    first_code: int = RESERVED_CODES
+    first_code: int = RESERVED_CODES  # the code of the first center: 0, 1 or 2
+    # True if centers and zeros are differences to the parent's values; exact values are never differences.
     residual: bool = False
+    # Name of another tensor of the state, of the same shape, whose codes are the coding context; or "".
     context_name: str = ""
 
     @property

@@ -41,23 +41,14 @@ from shrinkpoint.tensors.info import EncodedRecord, TensorInfo
 
 @dataclass(frozen=True)
 class RecordInput:
-    """The numbers of one record, to be entropy-coded.
+    """The numbers of one record, to be entropy-coded."""
 
-    Attributes:
-        name: name of the record.
-        infos: its tensors (members).
-        taps: as in `recipe.CodedRecipe`.
-        values: their numbers, packed by `pack_tensors`, uint8.
-        context: arrays that a decoder has as well.
-        moments: as in `recipe.CodedRecipe`.
-    """
-
-    name: str
+    name: str  # name of the record
     infos: tuple[TensorInfo, ...]
-    taps: int
-    values: Bytes
-    context: CodingContext
-    moments: tuple[tuple[int, int], ...] = ()
+    taps: int  # as in `recipe.CodedRecipe`
+    values: Bytes  # their numbers, packed by `pack_tensors`, uint8
+    context: CodingContext  # arrays that a decoder has as well
+    moments: tuple[tuple[int, int], ...] = ()  # as in `recipe.CodedRecipe`
 
 
 def encode(record: RecordInput, configs: tuple[CoderConfig, ...], *, threads: int | None = None) -> EncodedRecord:
@@ -172,7 +163,6 @@ class CodedDecoder(RecordDecoder):
         return self.unit
 
     def _read_streams(self, recipe: CodedRecipe) -> list[CodedChunks]:
-        """Locate the coded numbers of every tap."""
         sides, end = self._view.read_array("side"), 0
         out = []
         for index in range(self._taps):

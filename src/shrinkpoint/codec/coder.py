@@ -17,15 +17,10 @@ from shrinkpoint.tensors.info import DTYPES
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """The layout of one coded number: a complex value is two numbers, a pair of 4-bit floats is one.
+    """The layout of one coded number: a complex value is two numbers, a pair of 4-bit floats is one."""
 
-    Attributes:
-        width: bits of a number.
-        mantissa: explicit mantissa bits of a float whose exponent is coded separately; 0 for all other numbers.
-    """
-
-    width: int
-    mantissa: int = 0
+    width: int  # bits of a number
+    mantissa: int = 0  # explicit mantissa bits of a float whose exponent is coded separately; 0 for all other numbers
 
     @cached_property
     def itemsize(self) -> int:
@@ -41,8 +36,7 @@ class NumberFormat:
         return self.width - self.mantissa == 9
 
 
-BYTE_FORMAT = NumberFormat(8)
-"""The numbers of byte streams: codes, tokens, one-byte dtypes."""
+BYTE_FORMAT = NumberFormat(8)  # The numbers of byte streams: codes, tokens, one-byte dtypes
 NUMBER_FORMATS = {name: NumberFormat(dtype.number_width, dtype.mantissa) for name, dtype in DTYPES.items()}
 """The number format of every dtype in `tensors.info.DTYPES`."""
 
@@ -61,59 +55,37 @@ _SIZE_DTYPE = np.dtype("<u4")  # of the bytes of a chunk, in the side data
 
 @dataclass(frozen=True)
 class CodingContext:
-    """Side information that both encoder and decoder hold; arrays are viewed as uint8, with one entry per number.
+    """Side information that both encoder and decoder hold; arrays are viewed as uint8, with one entry per number."""
 
-    Attributes:
-        base: numbers of the same format that the coded ones are close to, such as the parent's; or None.
-        moment1: first moments of the same parameters, float32; or None.
-        moment2: second moments, float32; or None.
-        moment1_base: the parent's first moments, float32; or None.
-        hint: uint8, five bits of context for each number; or None.
-        shapes: (rows, columns) of each matrix among the numbers; needed for factors only.
-        factor_cache: row and column factors fitted by an encoder, by the mantissa bits of their levels.
-    """
-
+    # Numbers of the same format that the coded ones are close to, such as the parent's; or None.
     base: Bytes | None = None
-    moment1: Bytes | None = None
-    moment2: Bytes | None = None
-    moment1_base: Bytes | None = None
-    hint: Bytes | None = None
-    shapes: Shapes | None = None
+    moment1: Bytes | None = None  # first moments of the same parameters, float32; or None
+    moment2: Bytes | None = None  # second moments, float32; or None
+    moment1_base: Bytes | None = None  # the parent's first moments, float32; or None
+    hint: Bytes | None = None  # uint8, five bits of context for each number; or None
+    shapes: Shapes | None = None  # (rows, columns) of each matrix among the numbers; needed for factors only
+    # Row and column factors fitted by an encoder, by the mantissa bits of their levels.
     factor_cache: dict[int, _native.Factors] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
 class CoderConfig:
-    """The configuration of the entropy coder for one array; docs/format.md, "Coded", defines every field.
+    """The configuration of the entropy coder for one array; docs/format.md, "Coded", defines every field."""
 
-    Attributes:
-        tokens: "level", "delta", "planes" or "codes".
-        predictor: "none", "base", "tap", "adam" or "square" (delta only; codes: "none" or "base").
-        companion: "none", "base" or "moment1" (level only).
-        moments: True if contexts of deltas and codes are computed from the moments.
-        factors: True if row and column factors predict the level.
-        fine: mantissa bits in a level.
-        shift: low bits that are zero in every number and are not stored.
-        sign: True if some number has its sign bit set (level only).
-        bias: the level of symbol 128 where no factors predict one.
-        top: the largest exponent that delta contexts distinguish; for codes, the largest code of the base (0: any).
-            Fewer codes leave more contexts to the moments.
-        parameters: four numbers of the predictor "adam" or "square"; else ().
-        chunk: numbers in a chunk.
-    """
-
-    tokens: str
-    predictor: str = "none"
-    companion: str = "none"
-    moments: bool = False
-    factors: bool = False
-    fine: int = 0
-    shift: int = 0
-    sign: bool = True
-    bias: int = 0
+    tokens: str  # "level", "delta", "planes" or "codes"
+    predictor: str = "none"  # "none", "base", "tap", "adam" or "square" (delta only; codes: "none" or "base")
+    companion: str = "none"  # "none", "base" or "moment1" (level only)
+    moments: bool = False  # True if contexts of deltas and codes are computed from the moments
+    factors: bool = False  # True if row and column factors predict the level
+    fine: int = 0  # mantissa bits in a level
+    shift: int = 0  # low bits that are zero in every number and are not stored
+    sign: bool = True  # True if some number has its sign bit set (level only)
+    bias: int = 0  # the level of symbol 128 where no factors predict one
+    # The largest exponent that delta contexts distinguish; for codes, the largest code of the base (0: any). Fewer
+    # codes leave more contexts to the moments.
     top: int = 0
-    parameters: tuple[float, ...] = ()
-    chunk: int = MAX_CHUNK
+    parameters: tuple[float, ...] = ()  # four numbers of the predictor "adam" or "square"; else ()
+    chunk: int = MAX_CHUNK  # numbers in a chunk
 
     @property
     def needs_base(self) -> bool:
@@ -222,21 +194,16 @@ class CoderConfig:
 class CodedChunks:
     """The coded chunks of one array, within a part of a record.
 
-    Attributes:
-        config: how the array was coded.
-        side: side data of the whole array.
-        begin, end: where its codes begin and end in the part.
-        count: numbers in the array.
-
     Raises:
         _native.Truncated: the codes are too short for as many chunks; so no memory is allocated by a wrong `count`.
     """
 
-    config: CoderConfig
-    side: Bytes
+    config: CoderConfig  # how the array was coded
+    side: Bytes  # side data of the whole array
+    # `begin`, `end`: where its codes begin and end in the part.
     begin: int
     end: int
-    count: int
+    count: int  # numbers in the array
 
     def __post_init__(self) -> None:
         if self.end - self.begin < self._num_chunks * MIN_CHUNK_BYTES:

@@ -61,58 +61,39 @@ def decode_errors(where: str) -> Iterator[None]:
 
 
 class ByteRange(NamedTuple):
-    """A range of another tensor that decoding needs.
+    """A range of another tensor that decoding needs."""
 
-    Attributes:
-        same_file: True if the tensor is of an earlier record of the same file; else of the parent.
-        name: name of the tensor.
-        start, stop: bytes of its row-major values, or of its codes.
-        codes: True if the range is one of codes, one byte per value.
-    """
-
-    same_file: bool
+    same_file: bool  # True if the tensor is of an earlier record of the same file; else of the parent
     name: str
+    # `start`, `stop`: bytes of its row-major values, or of its codes.
     start: int
     stop: int
-    codes: bool = False
+    codes: bool = False  # True if the range is one of codes, one byte per value
 
 
 class TensorRange(NamedTuple):
-    """A range of one tensor of the record.
+    """A range of one tensor of the record."""
 
-    Attributes:
-        member: index of the tensor in the record.
-        info: the tensor.
-        begin, end: in units of the decoder, from the first of the tensor.
-    """
-
-    member: int
+    member: int  # index of the tensor in the record
     info: TensorInfo
+    # `begin`, `end`: in units of the decoder, from the first of the tensor.
     begin: int
     end: int
 
 
 @dataclass(frozen=True)
 class RecordView:
-    """A record whose parts can be read in ranges, with the tensors of its file and of the parent.
-
-    Attributes:
-        infos: its tensors (members).
-        recipe: the recipe as JSON.
-        sizes: bytes of each part by its name.
-        read: (part, begin, end) -> verified bytes; raises only errors of `shrinkpoint.errors`.
-        tensor_at: ordinal -> tensor of an earlier record of the file; raises `LookupError`.
-        parent_tensor: name -> tensor of the parent; None if there is no parent or no such tensor.
-        known_recipe: the same recipe, if it has been parsed already.
-    """
+    """A record whose parts can be read in ranges, with the tensors of its file and of the parent."""
 
     infos: tuple[TensorInfo, ...]
     recipe: JSON
-    sizes: Mapping[str, int]
+    sizes: Mapping[str, int]  # bytes of each part by its name
+    # (part, begin, end) -> verified bytes; raises only errors of `shrinkpoint.errors`.
     read: Callable[[str, int, int], memoryview]
-    tensor_at: Callable[[int], TensorInfo]
+    tensor_at: Callable[[int], TensorInfo]  # ordinal -> tensor of an earlier record of the file; raises `LookupError`
+    # Name -> tensor of the parent; None if there is no parent or no such tensor.
     parent_tensor: Callable[[str], TensorInfo | None]
-    known_recipe: Recipe | None = None
+    known_recipe: Recipe | None = None  # the same recipe, if it has been parsed already
 
     def read_array(self, part: str, begin: int = 0, end: int | None = None) -> Bytes:
         """Read a range of a part; by default all of it."""
@@ -137,17 +118,11 @@ class RecordView:
 
 @dataclass(frozen=True)
 class RecordDigests:
-    """The digests of a record, which are compared when all of it is decoded.
+    """The digests of a record, which are compared when all of it is decoded."""
 
-    Attributes:
-        where: the file and record, for messages.
-        values: digest of the values, in the order in which they are coded.
-        base: digest of what the record was encoded against; None without base.
-    """
-
-    where: str
-    values: str
-    base: str | None
+    where: str  # the file and record, for messages
+    values: str  # digest of the values, in the order in which they are coded
+    base: str | None  # digest of what the record was encoded against; None without base
 
     def check_base(self, arrays: Iterable[Bytes]) -> None:
         """Raise ChainError unless these are the parent's numbers that the record was encoded against."""
@@ -177,35 +152,27 @@ FetchParams: TypeAlias = Callable[[str], QuantizerParams]
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """Inputs of a decoder besides the bytes of its record.
+    """Inputs of a decoder besides the bytes of its record."""
 
-    Attributes:
-        fetch: returns the bytes of a required range.
-        fetch_params: returns the quantizer parameters of the parent's tensor of a name.
-        threads: native threads.
-        allocate: returns uninitialized uint8 memory for values.
-        allocate_codes: the same for codes on lattices, which live longer than values.
-        fetch_codes: returns the codes of the float32 tensor that a required range is all of, if it is on a lattice
-            whose steps depend on no other tensor; else None.
-        fetch_lattice_tensor: returns the parent's tensor of a name with its codes; None if it is not on a lattice.
-        with_values: True if values are wanted, and not only what a later file of the chain is decoded from: then of
-            what is on lattices codes alone are decoded, and no digests of values are compared.
-        overwrite_base: nobody else needs the parent's values of this record: they may be overwritten.
-        trust_base: the digest of the parent's values need not be compared: a wrong parent shows in the values'.
-        digests: compared if given, which only the range of all units allows. For a smaller range, the digests of the
-            stored bytes and of the headers of the chain guard the same values unless a writer was wrong.
-    """
-
-    fetch: FetchRange
-    fetch_params: FetchParams
+    fetch: FetchRange  # returns the bytes of a required range
+    fetch_params: FetchParams  # returns the quantizer parameters of the parent's tensor of a name
     threads: int = 1
-    allocate: Callable[[int], Bytes] = _native.empty
+    allocate: Callable[[int], Bytes] = _native.empty  # returns uninitialized uint8 memory for values
+    # Compared if given, which only the range of all units allows. For a smaller range, the digests of the stored bytes
+    # and of the headers of the chain guard the same values unless a writer was wrong.
     digests: RecordDigests | None = None
+    # Returns the codes of the float32 tensor that a required range is all of, if it is on a lattice whose steps depend
+    # on no other tensor; else None.
     fetch_codes: Callable[[ByteRange], LatticeTensor | None] = lambda span: None
+    # True if values are wanted, and not only what a later file of the chain is decoded from: then of what is on
+    # lattices codes alone are decoded, and no digests of values are compared.
     with_values: bool = True
-    overwrite_base: bool = False
+    overwrite_base: bool = False  # nobody else needs the parent's values of this record: they may be overwritten
+    # The same for codes on lattices, which live longer than values.
     allocate_codes: Callable[[int], Bytes] = _native.empty
+    # The digest of the parent's values need not be compared: a wrong parent shows in the values'.
     trust_base: bool = False
+    # Returns the parent's tensor of a name with its codes; None if it is not on a lattice.
     fetch_lattice_tensor: Callable[[str], LatticeTensor | None] = lambda name: None
 
     @property
@@ -231,15 +198,10 @@ class DecodedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodedRange:
-    """A decoded range of a stream.
+    """A decoded range of a stream."""
 
-    Attributes:
-        values: the bytes of its values, uint8.
-        codes: codes of a codebook record, uint8, one per value; else None.
-    """
-
-    values: Bytes
-    codes: Bytes | None = None
+    values: Bytes  # the bytes of its values, uint8
+    codes: Bytes | None = None  # codes of a codebook record, uint8, one per value; else None
 
     @property
     def nbytes(self) -> int:
@@ -326,7 +288,6 @@ class RecordDecoder(ABC):
     def _fetch_float32(
         self, moments: Sequence[TensorInfo], lo: int, hi: int, fetch: FetchRange, *, same_file: bool = True
     ) -> Bytes:
-        """Fetch the ranges that `_ranges_of` returns, as float32."""
         dtypes = [moments[index].dtype for index, *_ in self._tensor_ranges(lo, hi)]
         spans = self._ranges_of(moments, lo, hi, same_file=same_file)
         return concat([cast(fetch(span), dtype, "F32") for span, dtype in zip(spans, dtypes, strict=True)])
@@ -420,12 +381,12 @@ class DecodedSources:
         """Raise ChainError unless the parent has these tensors, of the same shapes and dtypes."""
         expected = f"a base with digest {self.digests.base}"
         if self.reference is None:
-            found, do = "a delta without its parent", "load it through its store, or give base="
+            found, do = "a delta without its base", "load it through its store, or give base="
             raise ChainError(self.digests.where, found=found, expected=expected, do=do)
         shared = self.reference.shared_names(infos)
         for info in infos:
             if info.name not in shared:
-                found = f"a parent without tensor {info.name!r} of shape {list(info.shape)} and {info.dtype}"
+                found = f"a base without tensor {info.name!r} of shape {list(info.shape)} and {info.dtype}"
                 do = "give the checkpoint that this one was made against"
                 raise ChainError(self.digests.where, found=found, expected=expected, do=do)
         return self.reference

@@ -25,16 +25,13 @@ Spacing = Literal["linear", "relative", "log"]
 of two, and zero."""
 SPACINGS: tuple[Spacing, ...] = get_args(Spacing)
 
-STEPS_PER_OCTAVE = 8
-"""Scales are powers of two in steps of 1/8 octave."""
+STEPS_PER_OCTAVE = 8  # Scales are powers of two in steps of 1/8 octave
 MAX_SCALE_EXPONENT = 120 * STEPS_PER_OCTAVE
 """Largest absolute exponent of a row, of a column and of their sum: no scale is denormal or infinite."""
-MAX_LATTICE_CODE = (1 << 15) - 2
-"""Largest absolute code; up to it, adding dither is exact in float32."""
+MAX_LATTICE_CODE = (1 << 15) - 2  # Largest absolute code; up to it, adding dither is exact in float32
 MIN_GAIN, MAX_GAIN = 1 / 16, 16.0
 """The least and the largest gain of a tensor."""
-ZERO_CODE = -127
-"""With spacing "log", the code that stands for zero; the smallest code of a power of two is one above."""
+ZERO_CODE = -127  # With spacing "log", the code that stands for zero; the smallest code of a power of two is one above
 _POWERS = tuple(
     float(torch.tensor(2.0 ** (k / STEPS_PER_OCTAVE), dtype=torch.float32)) for k in range(STEPS_PER_OCTAVE)
 )
@@ -61,20 +58,15 @@ class Lattice:
     u is 0, or with a seed a pseudo-random number in (-1/2, 1/2) that depends on the seed and the index (subtractive
     dither). The rounding error is then uniformly distributed with mean 0, whatever the values are, even if they come
     from another lattice.
-
-    Attributes:
-        spacing: "linear", "relative" or "log".
-        rows, columns: int16, 1-d, on the CPU: exponents in eighths of an octave, as many as the matrix has rows and
-            columns; one column for a single row or spacing "relative".
-        step: with spacing "log", the distance of two codes in eighths of an octave; else 1.
-        seed: seed of the dither, below 2^32; 0: no dither.
     """
 
-    spacing: Spacing
+    spacing: Spacing  # "linear", "relative" or "log"
+    # `rows`, `columns`: int16, 1-d, on the CPU: exponents in eighths of an octave, as many as the matrix has rows and
+    # columns; one column for a single row or spacing "relative".
     rows: Tensor = field(repr=False)
     columns: Tensor = field(repr=False)
-    step: int = 1
-    seed: int = 0
+    step: int = 1  # with spacing "log", the distance of two codes in eighths of an octave; else 1
+    seed: int = 0  # seed of the dither, below 2^32; 0: no dither
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Lattice):
@@ -189,22 +181,17 @@ class Lattice:
 
 @dataclass(frozen=True)
 class LatticeTensor:
-    """A tensor quantized on a lattice.
+    """A tensor quantized on a lattice."""
 
-    Attributes:
-        codes: int8 or int16, contiguous, of the tensor's shape; int8 where all codes fit, wherever many are held.
-        lattice: the lattice that the codes index.
-        relative_to: with spacing "relative", the name of the second moment in the same state; else "".
-        origin: the codes of the checkpoint with which this lattice began in its chain, of the shape of `codes`, int8
-            or int16, on the CPU; None: these codes themselves.
-        gain: how many times as far from the points of `origin` as the points of `codes` the values are; a float32 from
-            `MIN_GAIN` to `MAX_GAIN`. Other than 1 with an origin and spacing "linear" only.
-    """
-
+    # int8 or int16, contiguous, of the tensor's shape; int8 where all codes fit, wherever many are held.
     codes: Tensor = field(repr=False)
-    lattice: Lattice
-    relative_to: str = ""
+    lattice: Lattice  # the lattice that the codes index
+    relative_to: str = ""  # with spacing "relative", the name of the second moment in the same state; else ""
+    # The codes of the checkpoint with which this lattice began in its chain, of the shape of `codes`, int8 or int16, on
+    # the CPU; None: these codes themselves.
     origin: Tensor | None = field(default=None, repr=False)
+    # How many times as far from the points of `origin` as the points of `codes` the values are; a float32 from
+    # `MIN_GAIN` to `MAX_GAIN`. Other than 1 with an origin and spacing "linear" only.
     gain: float = 1.0
 
     @property

@@ -50,8 +50,7 @@ from shrinkpoint.codec.recipe import LatticeRecipe
 from shrinkpoint.tensors.dtypes import tensor_bytes
 from shrinkpoint.tensors.info import TensorInfo
 
-_BLOCK_VALUES = 1 << 19
-"""Values that are decoded before the next ones are looked at."""
+_BLOCK_VALUES = 1 << 19  # Values that are decoded before the next ones are looked at
 
 
 class MemberDecoder:
@@ -100,11 +99,7 @@ class MemberDecoder:
         return self._lattice, self._first, self._codes, parent, squares
 
     def decode_values(
-        self,
-        wide: Bytes | None,
-        differences: NDArray[np.int32] | None,
-        digest: _native.Hasher | None,
-        threads: int,
+        self, wide: Bytes | None, differences: NDArray[np.int32] | None, digest: _native.Hasher | None, threads: int
     ) -> None:
         """Decode the values of all codes, if they are wanted.
 
@@ -423,7 +418,6 @@ class LatticeDecoder(RecordDecoder):
         return tensors
 
     def _origin_differences(self, members: Sequence[MemberDecoder]) -> Sequence[NDArray[np.int32] | None]:
-        """The differences of stored origins to the codes of all members; None where there are none."""
         if not self._recipe.origin:
             return [None] * len(members)
         differences = _decode_differences(self._view.read_array("origin"), self.count)
@@ -478,11 +472,7 @@ def _check_parents(infos: Sequence[TensorInfo], recipe: LatticeRecipe, parents: 
 
 
 def _decode_exponents(
-    data: Bytes,
-    infos: Sequence[TensorInfo],
-    recipe: LatticeRecipe,
-    seeds: Sequence[int],
-    parents: Sequence[Lattice],
+    data: Bytes, infos: Sequence[TensorInfo], recipe: LatticeRecipe, seeds: Sequence[int], parents: Sequence[Lattice]
 ) -> list[Lattice]:
     """Decode exponents: differences to the parent's if the recipe says that these have moved, else to those before."""
     if recipe.moved:

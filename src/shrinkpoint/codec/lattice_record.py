@@ -24,21 +24,8 @@ from torch import Tensor
 
 from shrinkpoint import _native
 from shrinkpoint.codec import recipe as recipes
-from shrinkpoint.codec.coder import (
-    BYTE_FORMAT,
-    Bytes,
-    CoderConfig,
-    CodingContext,
-    default_threads,
-)
-from shrinkpoint.codec.lattice import (
-    MAX_GAIN,
-    MIN_GAIN,
-    Lattice,
-    LatticeTensor,
-    all_exponents,
-    row_counts,
-)
+from shrinkpoint.codec.coder import BYTE_FORMAT, Bytes, CoderConfig, CodingContext, default_threads
+from shrinkpoint.codec.lattice import MAX_GAIN, MIN_GAIN, Lattice, LatticeTensor, all_exponents, row_counts
 from shrinkpoint.codec.recipe import LatticeRecipe
 from shrinkpoint.codec.reference import Reference, lattice_source
 from shrinkpoint.tensors.dtypes import as_native_float, tensor_bytes, torch_dtype
@@ -47,31 +34,23 @@ from shrinkpoint.tensors.info import EncodedRecord, TensorInfo
 PART_SIZES = struct.Struct("<IQII")
 """Bytes of the lattices, of the coded tokens and of their side data, and the number of escapes; they begin the part."""
 SIDE_SIZES = struct.Struct("<II")  # of the exponents: bytes of the side data, and the number of escapes
-ESCAPE = -128
-"""The token of a difference that does not fit into a byte; the difference is the next of the escapes."""
+ESCAPE = -128  # The token of a difference that does not fit into a byte; the difference is the next of the escapes
 
 
 @dataclass(frozen=True)
 class LatticeInput:
-    """The lattice tensors of one record, to be encoded.
+    """The lattice tensors of one record, to be encoded."""
 
-    Attributes:
-        name: name of the record.
-        infos: its tensors (members).
-        tensors: the values of each member as a reader gets them, to be compared; None: whatever its codes stand for.
-        quantized: the quantized form of each member; all of one spacing and step, and all with an origin or none.
-        reference: the parent, if it holds every member; None for a record without base.
-        second_moments: with spacing "relative", the second moment of each member, float32, or its codes; else ().
-        moment_ordinals: ordinals of those second moments in the file.
-    """
-
-    name: str
+    name: str  # name of the record
     infos: tuple[TensorInfo, ...]
+    # The values of each member as a reader gets them, to be compared; None: whatever its codes stand for.
     tensors: tuple[Tensor | None, ...]
+    # The quantized form of each member; all of one spacing and step, and all with an origin or none.
     quantized: tuple[LatticeTensor, ...]
-    reference: Reference | None = None
+    reference: Reference | None = None  # the parent, if it holds every member; None for a record without base
+    # With spacing "relative", the second moment of each member, float32, or its codes; else ().
     second_moments: tuple[Tensor | LatticeTensor, ...] = ()
-    moment_ordinals: tuple[int, ...] = ()
+    moment_ordinals: tuple[int, ...] = ()  # ordinals of those second moments in the file
 
 
 def encode_lattice_record(record: LatticeInput, *, threads: int | None = None) -> EncodedRecord:
@@ -139,15 +118,10 @@ def encode_lattice_record(record: LatticeInput, *, threads: int | None = None) -
 
 
 class _Digests(NamedTuple):
-    """The digests of a record, which go on from member to member.
+    """The digests of a record, which go on from member to member."""
 
-    Attributes:
-        values: of the members' values.
-        base: of the parent's; None without parent.
-    """
-
-    values: _native.Hasher
-    base: _native.Hasher | None
+    values: _native.Hasher  # of the members' values
+    base: _native.Hasher | None  # of the parent's; None without parent
 
 
 def exponents_of(lattices: Iterable[Lattice]) -> list[Bytes]:

@@ -20,8 +20,7 @@ from shrinkpoint.codec.coder import NUMBER_FORMATS, Bytes, CoderConfig, CodingCo
 from shrinkpoint.tensors.dtypes import joined_bytes
 from shrinkpoint.tensors.info import TensorInfo
 
-TAP_SIZES = struct.Struct("<IQ")
-"""Bytes of a tap's side data and of its codes; stored before each tap's side data."""
+TAP_SIZES = struct.Struct("<IQ")  # Bytes of a tap's side data and of its codes; stored before each tap's side data
 _ITEMSIZES = {dtype: number.itemsize for dtype, number in NUMBER_FORMATS.items()}
 
 

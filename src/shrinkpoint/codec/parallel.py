@@ -47,8 +47,7 @@ def thread_pool(workers: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(workers)
 
 
-MIN_PARALLEL_BYTES = 1 << 22
-"""Bytes from which a single record may be coded by several threads."""
+MIN_PARALLEL_BYTES = 1 << 22  # Bytes from which a single record may be coded by several threads
 MIN_SHARED_BYTES = 1 << 19
 """Bytes from which several records are shared out among threads, whose start takes as long as coding some kilobytes."""
 MAX_AHEAD_BYTES = 1 << 25

@@ -15,12 +15,9 @@ from shrinkpoint.codec.lattice import SPACINGS, Spacing
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.tensors.names import short_repr
 
-MAX_MEMBERS = 1 << 20
-"""Largest number of tensors in one record."""
-MAX_LATTICE_STEP = 1 << 10
-"""Largest `LatticeRecipe.step`, in eighths of an octave."""
-MAX_TAPS = 64
-"""Largest number of taps; larger trailing axes are not a convolution kernel."""
+MAX_MEMBERS = 1 << 20  # Largest number of tensors in one record
+MAX_LATTICE_STEP = 1 << 10  # Largest `LatticeRecipe.step`, in eighths of an octave
+MAX_TAPS = 64  # Largest number of taps; larger trailing axes are not a convolution kernel
 
 
 @dataclass(frozen=True)
@@ -35,30 +32,20 @@ class SameRecipe:
 
 @dataclass(frozen=True)
 class CopyRecipe:
-    """Equal to earlier tensors of the same file, cast where the dtypes differ.
+    """Equal to earlier tensors of the same file, cast where the dtypes differ."""
 
-    Attributes:
-        sources: the ordinals of those tensors, one for each member.
-    """
-
-    sources: tuple[int, ...]
+    sources: tuple[int, ...]  # the ordinals of those tensors, one for each member
 
 
 @dataclass(frozen=True)
 class CodedRecipe:
-    """Entropy-coded numbers.
+    """Entropy-coded numbers."""
 
-    Attributes:
-        runs: the coder's configuration for each tap; the last serves all taps that follow.
-        taps: number of positions of the axes after the second that are coded one after the other; 1: row-major.
-        base: True if the parent's tensors of the same names are used.
-        moments: the ordinals, in the file, of each member's (first, second) moment; () for none. A first moment alone,
-            the context of a second one, has the form (first, first).
-    """
-
-    runs: tuple[CoderConfig, ...]
-    taps: int = 1
-    base: bool = False
+    runs: tuple[CoderConfig, ...]  # the coder's configuration for each tap; the last serves all taps that follow
+    taps: int = 1  # number of positions of the axes after the second that are coded one after the other; 1: row-major
+    base: bool = False  # True if the parent's tensors of the same names are used
+    # The ordinals, in the file, of each member's (first, second) moment; () for none. A first moment alone, the context
+    # of a second one, has the form (first, first).
     moments: tuple[tuple[int, int], ...] = field(default=())
 
 
@@ -71,17 +58,11 @@ class BitPacked:
 
 @dataclass(frozen=True)
 class CyclicDelta:
-    """Cyclic differences to the parent's codes, coded as in arXiv 2306.11800.
+    """Cyclic differences to the parent's codes, coded as in arXiv 2306.11800."""
 
-    Attributes:
-        modulus: modulus of the differences, the larger of the two numbers of codes.
-        rearranged: True if they are grouped by the parent's code.
-        runs: True if they are run-length coded.
-    """
-
-    modulus: int
-    rearranged: bool
-    runs: bool
+    modulus: int  # modulus of the differences, the larger of the two numbers of codes
+    rearranged: bool  # True if they are grouped by the parent's code
+    runs: bool  # True if they are run-length coded
 
 
 @dataclass(frozen=True)
@@ -96,61 +77,38 @@ CodesRecipe: TypeAlias = CoderConfig | BitPacked | CyclicDelta | LzmaCodes
 
 @dataclass(frozen=True)
 class CodebookRecipe:
-    """Codebook tensors (`codec.CodebookTensor`).
+    """Codebook tensors (`codec.CodebookTensor`)."""
 
-    Attributes:
-        bins: number of centers of each member.
-        first: the code of the first center.
-        codes: how the codes are coded.
-        centers: how the centers are coded; None: uncompressed.
-        exact: dtype of the exact values, "F32" or "BF16".
-        exacts: how the exact values are coded; None: uncompressed.
-        base: True if the parent's codes and values of the same tensors are used.
-        moments: as in `CodedRecipe`.
-        residual: True if centers and zeros are differences to the parent's values of the same tensors.
-        contexts: the ordinals, in the file, of the tensors whose codes are context in place of the parent's; () for
-            none.
-    """
-
-    bins: int
-    first: int
-    codes: CodesRecipe
-    centers: CoderConfig | None = None
-    exact: str = "BF16"
-    exacts: CoderConfig | None = None
-    base: bool = False
-    moments: tuple[tuple[int, int], ...] = field(default=())
-    residual: bool = False
+    bins: int  # number of centers of each member
+    first: int  # the code of the first center
+    codes: CodesRecipe  # how the codes are coded
+    centers: CoderConfig | None = None  # how the centers are coded; None: uncompressed
+    exact: str = "BF16"  # dtype of the exact values, "F32" or "BF16"
+    exacts: CoderConfig | None = None  # how the exact values are coded; None: uncompressed
+    base: bool = False  # True if the parent's codes and values of the same tensors are used
+    moments: tuple[tuple[int, int], ...] = field(default=())  # as in `CodedRecipe`
+    residual: bool = False  # True if centers and zeros are differences to the parent's values of the same tensors
+    # The ordinals, in the file, of the tensors whose codes are context in place of the parent's; () for none.
     contexts: tuple[int, ...] = field(default=())
 
 
 @dataclass(frozen=True)
 class LatticeRecipe:
-    """Lattice tensors (`codec.LatticeTensor`).
+    """Lattice tensors (`codec.LatticeTensor`)."""
 
-    Attributes:
-        spacing: spacing of the lattices.
-        run: how the differences to the predicted codes are coded.
-        step: step of the spacing "log"; else 1.
-        base: True if the parent's values of the same tensors are used.
-        inherited: True if rows and columns of the lattices are those of the parent.
-        moved: True if they are stored as differences to those of the parent.
-        axes: how many leading axes of each tensor are the rows of its matrix; (): the first one of all, or, of
-            lattices that are inherited or moved, as many as in the parent.
-        relative_to: with spacing "relative", the ordinals, in the file, of the second moments; else ().
-        gains: True if each tensor has a gain and an origin; with spacing "linear" only.
-        origin: True if the origins are stored. If not, they are the parent's, whose codes are on the same lattices.
-    """
-
-    spacing: Spacing
-    run: CoderConfig
-    step: int = 1
-    base: bool = False
-    inherited: bool = False
+    spacing: Spacing  # spacing of the lattices
+    run: CoderConfig  # how the differences to the predicted codes are coded
+    step: int = 1  # step of the spacing "log"; else 1
+    base: bool = False  # True if the parent's values of the same tensors are used
+    inherited: bool = False  # True if rows and columns of the lattices are those of the parent
+    # With spacing "relative", the ordinals, in the file, of the second moments; else ().
     relative_to: tuple[int, ...] = field(default=())
-    gains: bool = False
+    gains: bool = False  # True if each tensor has a gain and an origin; with spacing "linear" only
+    # True if the origins are stored. If not, they are the parent's, whose codes are on the same lattices.
     origin: bool = False
-    moved: bool = False
+    moved: bool = False  # True if they are stored as differences to those of the parent
+    # How many leading axes of each tensor are the rows of its matrix; (): the first one of all, or, of lattices that
+    # are inherited or moved, as many as in the parent.
     axes: tuple[int, ...] = field(default=())
 
 

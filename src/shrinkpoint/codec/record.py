@@ -38,21 +38,14 @@ from shrinkpoint.codec.recipe import (
     Recipe,
     SameRecipe,
 )
-from shrinkpoint.codec.reference import (
-    DecodedTensors,
-    LatticeSource,
-    QuantizedTensor,
-    Reference,
-    TensorSource,
-)
+from shrinkpoint.codec.reference import DecodedTensors, LatticeSource, QuantizedTensor, Reference, TensorSource
 from shrinkpoint.tensors.dtypes import tensor_bytes, tensor_from_bytes, torch_dtype
 from shrinkpoint.tensors.info import ITEMSIZE, EncodedRecord, TensorInfo
 
 _CASTS = {("F32", "BF16"), ("F32", "F16")}  # (dtype of the source, dtype of the copy)
 _MERGE_GAP = 1 << 16
 """Bytes between two ranges of a plain or copied stream up to which one read of both is faster than two."""
-_MAX_SMALL_BYTES = 1 << 14
-"""Bytes of a tensor up to which it is copied together with its neighbours."""
+_MAX_SMALL_BYTES = 1 << 14  # Bytes of a tensor up to which it is copied together with its neighbours
 
 
 def encode_plain(name: str, infos: Sequence[TensorInfo], tensors: Mapping[str, Tensor]) -> EncodedRecord:

@@ -16,29 +16,18 @@ from shrinkpoint.tensors.info import TensorInfo
 
 
 class LatticeSource(NamedTuple):
-    """A tensor on a lattice: a quarter of its values' bytes.
+    """A tensor on a lattice: a quarter of its values' bytes."""
 
-    Attributes:
-        quantized: its codes and lattice.
-        dtype: of its values.
-        values: the values, if they have been decoded already.
-    """
-
-    quantized: LatticeTensor
-    dtype: torch.dtype
-    values: Tensor | None = None
+    quantized: LatticeTensor  # its codes and lattice
+    dtype: torch.dtype  # of its values
+    values: Tensor | None = None  # the values, if they have been decoded already
 
 
 class CastSource(NamedTuple):
-    """A tensor that is another one in a narrower dtype.
+    """A tensor that is another one in a narrower dtype."""
 
-    Attributes:
-        name: of the other tensor.
-        dtype: of its values.
-    """
-
-    name: str
-    dtype: torch.dtype
+    name: str  # of the other tensor
+    dtype: torch.dtype  # of its values
 
 
 TensorSource: TypeAlias = Tensor | LatticeSource | CastSource
@@ -195,22 +184,15 @@ def lattice_sources(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict
 QuantizedTensor: TypeAlias = CodebookTensor | LatticeTensor
 """A quantized tensor: codes with the codebook or lattice that they index."""
 
-MAX_SAMPLED_VALUES = 1 << 16
-"""Values of a weight that are held as they were before quantization, about."""
+MAX_SAMPLED_VALUES = 1 << 16  # Values of a weight that are held as they were before quantization, about
 
 
 class RowSample(NamedTuple):
-    """Some rows of a tensor, viewed as a matrix.
+    """Some rows of a tensor, viewed as a matrix."""
 
-    Attributes:
-        shape: of the whole tensor.
-        rows: which rows.
-        values: of these rows; 2-d.
-    """
-
-    shape: tuple[int, ...]
-    rows: slice
-    values: Tensor
+    shape: tuple[int, ...]  # of the whole tensor
+    rows: slice  # which rows
+    values: Tensor  # of these rows; 2-d
 
     @classmethod
     def from_tensor(cls, tensor: Tensor, rows: slice | None = None) -> RowSample:
@@ -241,20 +223,17 @@ def to_host(tensors: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor
 
 @dataclass(frozen=True)
 class Reference:
-    """The parent checkpoint as a reader decodes it, never the original values.
+    """The parent checkpoint as a reader decodes it, never the original values."""
 
-    Attributes:
-        tensors: decoded tensors by name; contiguous, on the CPU. What is on lattices may be held as codes, and decoded
-            whenever it is asked for: take rows or layouts where these are enough.
-        quantized: codes and codebook or lattice of the tensors that are quantized, by name.
-        originals: the values before quantization, by name, where they are still available: all of them or a sample of
-            the rows; set by writers only.
-        is_base: True if a delta can be made against this checkpoint; otherwise it only describes a reader's values.
-    """
-
+    # Decoded tensors by name; contiguous, on the CPU. What is on lattices may be held as codes, and decoded whenever it
+    # is asked for: take rows or layouts where these are enough.
     tensors: Mapping[str, Tensor] = field(repr=False)
+    # Codes and codebook or lattice of the tensors that are quantized, by name.
     quantized: Mapping[str, QuantizedTensor] = field(default_factory=dict, repr=False)
+    # The values before quantization, by name, where they are still available: all of them or a sample of the rows; set
+    # by writers only.
     originals: Mapping[str, Tensor] | Mapping[str, RowSample] = field(default_factory=dict, repr=False)
+    # True if a delta can be made against this checkpoint; otherwise it only describes a reader's values.
     is_base: bool = True
 
     def shared_names(self, infos: Iterable[TensorInfo]) -> set[str]:

@@ -40,8 +40,7 @@ CacheDtype = Literal["fp16", "bf16", "fp32"]
 _IDENTITY = Identity()
 _DEFAULT_MAX_BYTES = 1 << 30
 _MIN_ROWS = 64
-_DIGEST_ROWS = 64
-"""Rows, about, that the digest of a cache covers."""
+_DIGEST_ROWS = 64  # Rows, about, that the digest of a cache covers
 
 
 @dataclass(frozen=True)
@@ -384,13 +383,10 @@ class SampleCache:
         cache_dir: store rows in an unnamed file in this directory, which is removed when the process ends; None for
             memory.
         warmup: the number of visits of a sample that are sent uncompressed.
-
-    Attributes:
-        restarts: how often all rows were dropped because their shape had changed.
     """
 
     def __init__(self, dtype: torch.dtype, *, max_bytes: int, cache_dir: str | None = None, warmup: int = 1) -> None:
-        self.restarts = 0
+        self.restarts = 0  # how often all rows were dropped because their shape had changed
         self._dtype, self._warmup = dtype, warmup
         self._buffer = _RowBuffer(dtype) if cache_dir is None else _FileRowBuffer(cache_dir, dtype)
         self.index = LRUIndex(dtype.itemsize, max_bytes=max_bytes, warmup=warmup)

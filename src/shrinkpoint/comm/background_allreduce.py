@@ -32,12 +32,10 @@ from shrinkpoint.threads import end_thread_with
 
 MAX_IN_FLIGHT = 8
 """Segments between the first and the last stage at a time: what bounds memory, and covers a link's latency."""
-_FIRST_TAG = 0x5350_0000
-"""The first tag of point-to-point messages of a group; each segment has two, one a hop."""
+_FIRST_TAG = 0x5350_0000  # The first tag of point-to-point messages of a group; each segment has two, one a hop
 _next_tags: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """The first tag that is free, by group: several models of a group may be in their backward passes at a time."""
-AllReduceFor = Callable[[Segment], CompressedAllReduce]
-"""Gives what averages a segment."""
+AllReduceFor = Callable[[Segment], CompressedAllReduce]  # Gives what averages a segment
 
 
 class BackgroundAllReduce(ABC):
@@ -77,7 +75,7 @@ class StreamAllReduce(BackgroundAllReduce):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, all_reduce_for: AllReduceFor) -> None:
         self._group, self._all_reduce_for = group, all_reduce_for
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def begin(self, segments: Sequence[Segment]) -> None:
         return
@@ -158,7 +156,13 @@ class ThreadedAllReduce(BackgroundAllReduce):
         if not self._stages:
             self._first_tag = _next_tags.get(self._group, _FIRST_TAG)
             _next_tags[self._group] = self._first_tag + 2 * (1 + max(self._segments, default=0))
-            self._start_threads()
+            self._stages = [SimpleQueue() for _ in range(3)]
+            for tasks in self._stages:
+                # A thread knows its queue alone, so that the end of this object ends it. A peer that died does not keep
+                # the process alive.
+                thread = threading.Thread(target=_run_tasks, args=(tasks,), name="shrinkpoint gradients", daemon=True)
+                thread.start()
+                self._ends.append(end_thread_with(self, thread, partial(tasks.put, None)))
         self._order = self._submitted if set(self._submitted) == set(self._segments) else list(self._segments)
         self._submitted, self._num_done, self._receives = [], 0, {}
         for index in self._order[:MAX_IN_FLIGHT]:
@@ -253,15 +257,6 @@ class ThreadedAllReduce(BackgroundAllReduce):
         if key not in self._scratch:
             self._scratch[key] = torch.empty(world_size, key[1], dtype=dtype)
         return self._scratch[key]
-
-    def _start_threads(self) -> None:
-        self._stages = [SimpleQueue() for _ in range(3)]
-        for tasks in self._stages:
-            # A thread knows its queue alone, so that the end of this object ends it. A peer that died does not keep
-            # the process alive.
-            thread = threading.Thread(target=_run_tasks, args=(tasks,), name="shrinkpoint gradients", daemon=True)
-            thread.start()
-            self._ends.append(end_thread_with(self, thread, partial(tasks.put, None)))
 
     def _enqueue(self, stage: int, work: Callable[[], None]) -> None:
         def task() -> None:

@@ -24,14 +24,12 @@ from shrinkpoint.errors import PolicyError, warn_user
 
 SHARE_MULTIPLE = 64
 """The size of a rank's share of a tensor is a multiple of this, so that groups of a power of two start with a share."""
-SAMPLE_INTERVAL = 16
-"""The relative error is measured on one of this number of messages."""
+SAMPLE_INTERVAL = 16  # The relative error is measured on one of this number of messages
 MESSAGE_ALIGN = ALIGN
 """Messages start at multiples of this number of bytes, so that compressors may view them as wider values."""
 _MIN_DIRECT_BYTES = 1 << 17
 """Bytes of a message from which point-to-point messages beat gloo's own all-to-all of more than two ranks."""
-_TAG = 0x7370
-"""The tag of point-to-point messages, which tells them from others in the same group."""
+_TAG = 0x7370  # The tag of point-to-point messages, which tells them from others in the same group
 all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -371,13 +369,10 @@ class EncodedRow:
 
 
 class CompressedAllGather(CompressedCollective):
-    """The second hop: every rank receives the rows of all ranks, decoded from the same bytes on each.
+    """The second hop: every rank receives the rows of all ranks, decoded from the same bytes on each."""
 
-    Attributes:
-        on_decode: called with the layout, the number of the collective and the messages of all ranks once these are
-            decoded; it may keep them. None: nothing is called.
-    """
-
+    # Called with the layout, the number of the collective and the messages of all ranks once these are decoded; it may
+    # keep them. None: nothing is called.
     on_decode: Callable[[str, int, Sequence[Tensor]], None] | None = None
 
     def __call__(

@@ -13,11 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shrinkpoint import validate
 from shrinkpoint.comm.accordion import Accordion
-from shrinkpoint.comm.background_allreduce import (
-    BackgroundAllReduce,
-    HierarchicalAllReduce,
-    NodeGroups,
-)
+from shrinkpoint.comm.background_allreduce import BackgroundAllReduce, HierarchicalAllReduce, NodeGroups
 from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce, check_hops, reduce_numbers
 from shrinkpoint.comm.error_feedback import ErrorFeedback
 from shrinkpoint.comm.gradient_averaging import GradientAveraging, not_replayable
@@ -199,7 +195,16 @@ class DDPCompression(GradientAveraging[AverageRecord]):
             if self._before is not None:
                 _apply_before(self._before, bucket)
             if not self._buckets:
-                self._begin_step()
+                self._num_handed_over = 0
+                if self._record is not None:
+                    self._record.clear()  # gradients contain those of the backward passes before
+                if self._group.size() > 1:
+                    if self._moments is not None:
+                        self._moments.begin(self._group, self._timeout)
+                    for device in dict.fromkeys(segment.device for segment in self._layout.segments):
+                        if device not in self._background:
+                            self._background[device] = self._make_background(device)
+                        self._background[device].begin([one for one in self._layout.segments if one.device == device])
             future = self._submit(bucket)
             self._num_handed_over += len(bucket.parameters())
             # in the first step of a static graph torch calls no bucket the last
@@ -211,20 +216,7 @@ class DDPCompression(GradientAveraging[AverageRecord]):
             raise
         return future
 
-    def _begin_step(self) -> None:
-        self._num_handed_over = 0
-        if self._record is not None:
-            self._record.clear()  # gradients contain those of the backward passes before
-        if self._group.size() > 1:
-            if self._moments is not None:
-                self._moments.begin(self._group, self._timeout)
-            for device in dict.fromkeys(segment.device for segment in self._layout.segments):
-                if device not in self._background:
-                    self._background[device] = self._make_background(device)
-                self._background[device].begin([one for one in self._layout.segments if one.device == device])
-
     def _submit(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Start with the segments that a bucket completes."""
         buffer = bucket.buffer()
         if buffer.is_sparse:
             advice = "give the embedding sparse=False"
@@ -450,7 +442,7 @@ def _check_model(model: object) -> None:
         problem, expected = "optimizers in the backward pass, which have a hook of DDP", "optimizers that a loop steps"
         advice = "leave out _apply_optimizer_in_backward, and step an optimizer after the backward pass"
         raise PolicyError("compress_ddp", found=problem, expected=expected, do=advice)
-    data: dict[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    data: dict[str, Any] = model._get_ddp_logging_data()
     hook = data.get("comm_hook")
     if hook == _MIXED_PRECISION_HOOK:
         advice = "leave out mixed_precision= of DistributedDataParallel, and use torch.autocast"

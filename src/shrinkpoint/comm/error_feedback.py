@@ -20,25 +20,19 @@ from shrinkpoint.errors import MismatchError, PolicyError
 
 _RESIDUAL_KEY = 0x5BD1E995
 """Added to the key of a message for its second half in EF-mixed, so that the halves have different keys."""
-_BUFFER_NAME = re.compile(r"[0-9]{1,18}\.[0-9]{1,18}")
-"""The name of a buffer in a state: slot and index."""
+_BUFFER_NAME = re.compile(r"[0-9]{1,18}\.[0-9]{1,18}")  # The name of a buffer in a state: slot and index
 
 
 @dataclass(frozen=True)
 class MessageInfo:
-    """Describes one message of a link to its feedback.
+    """Describes one message of a link to its feedback."""
 
-    Attributes:
-        slot, tensor: the micro-batch, and which of its tensors.
-        index: the number of earlier messages of that slot and tensor.
-        context: that of the compressor.
-        ids: the sample of each row: int64, 1-d; None if unknown.
-    """
-
+    # `slot`, `tensor`: the micro-batch, and which of its tensors.
     slot: int = 0
     tensor: int = 0
-    index: int = 0
-    context: CompressorContext = NO_CONTEXT
+    index: int = 0  # the number of earlier messages of that slot and tensor
+    context: CompressorContext = NO_CONTEXT  # that of the compressor
+    # The sample of each row: int64, 1-d; None if unknown.
     ids: Tensor | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -59,12 +53,9 @@ class FeedbackState:
 
     Buffers are on the tensors' device. Values that are not finite reach the other end and are then forgotten: a buffer
     is 0 where it would not be finite, else one bad batch (a loss scale that was too large) would remain in it for good.
-
-    Attributes:
-        restarts: how often a buffer was replaced by a new one because the shape had changed.
     """
 
-    restarts: int = 0
+    restarts: int = 0  # how often a buffer was replaced by a new one because the shape had changed
 
     def __init__(self, compressor: Compressor) -> None:
         self._compressor = compressor

@@ -415,7 +415,12 @@ class _ReplicaAllReduce:
             problem = "a hook of the user's, or a torch without such hooks"
             where, advice = "compress_fsdp(all_reduce=...)", "remove it, or use torch's own all-reduce"
             raise PolicyError(where, found=problem, expected="no all-reduce hook", do=advice)
-        shard_info = _shard_info(param_group.mesh_info)
+        # FSDP2's description of a mesh of replicas and shards, without the replicas
+        mesh_info = param_group.mesh_info
+        [kind] = [one for one in type(mesh_info).__mro__ if one.__name__ == "FSDPMeshInfo"]
+        known = {field.name: getattr(mesh_info, field.name) for field in dataclasses.fields(kind) if field.init}
+        shard_info = kind(**(known | {"replicate_mesh_dim": None}))
+        shard_info.reduce_scatter_process_group = getattr(mesh_info, "reduce_scatter_process_group", None)
         if param_group.post_forward_mesh_info is param_group.mesh_info:
             param_group.post_forward_mesh_info = shard_info
         param_group.mesh_info, param_group._all_reduce_hook = shard_info, self._average_
@@ -434,17 +439,7 @@ class _ReplicaAllReduce:
             shard.mul_(self.group.size())
 
 
-def _shard_info(mesh_info: Any) -> Any:
-    """FSDP2's description of a mesh of replicas and shards, without the replicas."""
-    [kind] = [one for one in type(mesh_info).__mro__ if one.__name__ == "FSDPMeshInfo"]
-    known = {field.name: getattr(mesh_info, field.name) for field in dataclasses.fields(kind) if field.init}
-    info = kind(**(known | {"replicate_mesh_dim": None}))
-    info.reduce_scatter_process_group = getattr(mesh_info, "reduce_scatter_process_group", None)
-    return info
-
-
 def _is_counts(value: JSON) -> TypeGuard[dict[str, dict[str, int]]]:
-    """True if JSON has the form of `FSDPCompression.counts`."""
     layouts = value.values() if isinstance(value, dict) else [None]
     return all(isinstance(x, dict) and all(type(n) is int and n >= 0 for n in x.values()) for x in layouts)
 

@@ -22,36 +22,22 @@ PARAMETER_ALIGN = 64
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of values of one gradient in a segment.
+    """A run of values of one gradient in a segment."""
 
-    Attributes:
-        start: the position of the first value in the flat gradient.
-        offset: its position in the segment.
-        numel: the number of values.
-    """
-
-    start: int
-    offset: int
-    numel: int
+    start: int  # the position of the first value in the flat gradient
+    offset: int  # its position in the segment
+    numel: int  # the number of values
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of the gradients that is encoded as one tensor.
+    """A part of the gradients that is encoded as one tensor."""
 
-    Attributes:
-        index: its place in the layout.
-        numel: the number of values, with the zeros between gradients.
-        num_pieces: the number of runs of values that it consists of.
-        is_exact: True if it is sent uncompressed.
-        device: of the gradients.
-    """
-
-    index: int
-    numel: int
-    num_pieces: int
-    is_exact: bool
-    device: torch.device
+    index: int  # its place in the layout
+    numel: int  # the number of values, with the zeros between gradients
+    num_pieces: int  # the number of runs of values that it consists of
+    is_exact: bool  # True if it is sent uncompressed
+    device: torch.device  # of the gradients
 
     @property
     def name(self) -> str:
@@ -59,13 +45,9 @@ class Segment:
 
 
 class SegmentValues(ABC):
-    """The values of a segment, which are read before they are averaged and written afterwards.
+    """The values of a segment, which are read before they are averaged and written afterwards."""
 
-    Attributes:
-        segment: the segment that has them.
-    """
-
-    segment: Segment
+    segment: Segment  # the segment that has them
 
     @property
     @abstractmethod

@@ -14,14 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shrinkpoint.comm.compressed_allreduce import CompressedAllGather, share_numel
 from shrinkpoint.comm.compressors.base import Compressor, CompressorContext, Identity
-from shrinkpoint.comm.gradient_layout import (
-    SEGMENT_NUMEL,
-    FilledSegment,
-    GradientLayout,
-    Piece,
-    Segment,
-    is_dense,
-)
+from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL, FilledSegment, GradientLayout, Piece, Segment, is_dense
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.tensors.info import JSON
 
@@ -62,11 +55,9 @@ class GradientRecord(ABC):
     Args:
         parameters: the parameters, whose gradients are kept.
         shards: the tensors that the layout was made of: this rank's shard of each parameter.
-
-    Attributes:
-        is_shared: True if the bytes of the first rank of the group are those of all, so that it alone has to keep them.
     """
 
+    # True if the bytes of the first rank of the group are those of all, so that it alone has to keep them.
     is_shared: ClassVar[bool]
 
     def __init__(self, parameters: Sequence[Tensor], shards: Sequence[Tensor], layout: GradientLayout) -> None:
@@ -248,7 +239,7 @@ class ShardRecord(GradientRecord):
         self._messages: list[Tensor] | None = None
         self._hooks: list[Any] = []
         for parameter in self._parameters:
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._note))  # type: ignore[no-untyped-call]
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._note))
 
     @property
     def nbytes(self) -> int:

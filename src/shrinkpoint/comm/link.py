@@ -28,8 +28,7 @@ NonfinitePolicy = Literal["pass", "raise"]
 """The treatment of values that are not finite: they are sent as such, or are an error."""
 _KEY_MASK = (1 << 32) - 1
 _ID_BYTES = 8
-FINITE_VALUES = "finite values"
-"""The `expected` part of errors about values that are not finite."""
+FINITE_VALUES = "finite values"  # The `expected` part of errors about values that are not finite
 
 
 def check_nonfinite(where: str, nonfinite: Any) -> NonfinitePolicy:
@@ -192,7 +191,7 @@ class LinkStats:
         """Add the time of a block to "encode" or "decode"."""
         if self.events and device.type == "cuda":
             with torch.cuda.device(device):
-                start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start_event.record()
                 yield
                 end_event.record()

@@ -12,14 +12,11 @@ from shrinkpoint.comm.compressors.base import Compressor, Identity, check_compre
 from shrinkpoint.comm.compressors.layout import fill_tensor
 from shrinkpoint.comm.error_feedback import zero_nonfinite_
 
-MAX_RANK = 1024
-"""The largest rank."""
-MIN_SAVING = 2
-"""A matrix is sent as factors if these have at most one in this number of its values."""
+MAX_RANK = 1024  # The largest rank
+MIN_SAVING = 2  # A matrix is sent as factors if these have at most one in this number of its values
 _MAX_DEPENDENT = 1e-10
 """A row whose part that earlier rows do not span is shorter than this share of it depends on them."""
-_BLOCK_NUMEL = 1 << 15
-"""Values of a matrix that are computed at a time on a CPU, so that they stay in the cache."""
+_BLOCK_NUMEL = 1 << 15  # Values of a matrix that are computed at a time on a CPU, so that they stay in the cache
 
 
 @dataclass(frozen=True)

@@ -33,31 +33,23 @@ from shrinkpoint.comm.state_check import check_entries, check_mapping, part_erro
 
 @dataclass(frozen=True)
 class Matrix:
-    """A gradient that is sent as factors.
+    """A gradient that is sent as factors."""
 
-    Attributes:
-        name: of the parameter.
-        rows, columns: its shape as its values lie in memory.
-        left, right: where the first and the second factor are in the segments of factors: transposed, (rank, values).
-    """
-
-    name: str
+    name: str  # of the parameter
+    # `rows`, `columns`: its shape as its values lie in memory.
     rows: int
     columns: int
+    # `left`, `right`: where the first and the second factor are in the segments of factors: transposed, (rank, values).
     left: Piece
     right: Piece
 
 
 @dataclass(frozen=True)
 class MatrixGroup:
-    """Matrices whose factors are sent together.
+    """Matrices whose factors are sent together."""
 
-    Attributes:
-        matrices: by the place of their gradients in the segment.
-        left, right: the segments of first and of second factors.
-    """
-
-    matrices: dict[int, Matrix]
+    matrices: dict[int, Matrix]  # by the place of their gradients in the segment
+    # `left`, `right`: the segments of first and of second factors.
     left: Segment
     right: Segment
 

@@ -6,17 +6,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shrinkpoint import validate
+from shrinkpoint import _native, validate
 from shrinkpoint.comm.compressors.base import Compressor, check_compressor
 from shrinkpoint.comm.compressors.quantizers import Uniform
 from shrinkpoint.comm.compressors.step_codes import SMALLEST_ROOT
 from shrinkpoint.comm.gradient_layout import GradientLayout, Piece, Segment, is_dense
 from shrinkpoint.errors import PolicyError
+from shrinkpoint.tensors.dtypes import tensor_bytes
 from shrinkpoint.tensors.optimizers import OPTIMIZERS, MomentKind, moment_kinds
 
 MAX_STEP = 4.0
@@ -158,10 +158,8 @@ class SegmentRoots:
             assert moment is not None  # of a segment that `begin` has returned
             flat = _flat(moment, self._parameters[index])[piece.start : piece.start + piece.numel]
             roots[piece.offset : piece.offset + piece.numel] = flat
-        array = roots.numpy()
-        with np.errstate(invalid="ignore"):
-            np.sqrt(array, out=array)  # which torch rounds differently on other processors
-        return roots.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).clamp_(min=SMALLEST_ROOT)
+        _native.step_roots(tensor_bytes(roots), least=SMALLEST_ROOT)  # torch rounds roots otherwise elsewhere
+        return roots
 
 
 def _flat(moment: Tensor, parameter: Tensor) -> Tensor:

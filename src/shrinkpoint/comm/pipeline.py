@@ -205,7 +205,18 @@ class CompressedPipeline:
             raise MismatchError("pipeline", found=f"links {found}", expected=f"those of this rank, {expected}", do=do)
         for name, saved_state in saved_states.items():
             _check_link_state(f"link {name}", saved_state)
-        _load_links(links, saved_states)
+        # Load the states of all links, or of none if one of them does not fit
+        before = {name: link.state_dict() for name, link in links.items()}
+        try:
+            for name, link in links.items():
+                link.load_state_dict(saved_states[name])
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            for name, link in links.items():
+                link.load_state_dict(before[name])
+            if isinstance(error, MismatchError):
+                raise
+            found, do = f"what a feedback does not take ({error!r:.80})", "load it as it was saved"
+            raise MismatchError(f"link {name}", found=found, expected="its state", do=do) from error
         self._verified_mode = None
 
     def detach(self) -> None:
@@ -298,7 +309,6 @@ class CompressedPipeline:
 
 
 def _find_stages(schedule_or_stages: Any) -> tuple[list[Any], Any]:
-    """The stages of this rank, and their schedule, or None if only stages are given."""
     stage_or_stages = getattr(schedule_or_stages, "_stages", None) or getattr(schedule_or_stages, "_stage", None)
     schedule = None if stage_or_stages is None else schedule_or_stages
     stage_or_stages = schedule_or_stages if stage_or_stages is None else stage_or_stages
@@ -343,18 +353,3 @@ def _check_link_state(where: str, state: object) -> None:
         if type(count) is not int or count < 0:
             raise part_error(f"{where}, counts, {name}", validate.describe_value(count), "a whole number from 0")
     check_mapping(f"{where}, feedback", entries["feedback"])
-
-
-def _load_links(links: Mapping[str, Link], states: Mapping[str, Any]) -> None:
-    """Load the states of all links, or of none if one of them does not fit."""
-    before = {name: link.state_dict() for name, link in links.items()}
-    try:
-        for name, link in links.items():
-            link.load_state_dict(states[name])
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        for name, link in links.items():
-            link.load_state_dict(before[name])
-        if isinstance(error, MismatchError):
-            raise
-        found, do = f"what a feedback does not take ({error!r:.80})", "load it as it was saved"
-        raise MismatchError(f"link {name}", found=found, expected="its state", do=do) from error

@@ -32,30 +32,23 @@ _REPLACEMENTS = {
 """Methods of torch's stages, and those of `CompressedStage` that replace them."""
 _INFERENCE_CLEANUP = "_post_metadata_inference_cleanup"
 """A method that frees the graph of shape inference; releases of torch without it leave none."""
-_FIRST_TAG = 0x2000_0000
-"""Tags of messages between stages have this bit; those that torch gives its own messages are 0."""
+_FIRST_TAG = 0x2000_0000  # Tags of messages between stages have this bit; those that torch gives its own messages are 0
 _Transfers = Sequence[tuple[int | None, bool]]
 """For each tensor that torch lists: the stage at the other end, and whether it is sent in a message."""
 
 
 @dataclass(frozen=True)
 class Direction:
-    """One direction of a boundary, at one of its ends. Without a link everything is sent uncompressed.
-
-    Attributes:
-        neighbour: the index of the stage at the other end.
-        forward: of a direction of gradients, the link of the activations at the same boundary.
-    """
+    """One direction of a boundary, at one of its ends. Without a link everything is sent uncompressed."""
 
     name: str
-    neighbour: int
+    neighbour: int  # the index of the stage at the other end
     link: Link | None
     stats: LinkStats
-    forward: Link | None = None
+    forward: Link | None = None  # of a direction of gradients, the link of the activations at the same boundary
 
 
-Boundary = tuple[Direction, Direction]
-"""The forward and the backward direction of a boundary, at one of its ends."""
+Boundary = tuple[Direction, Direction]  # The forward and the backward direction of a boundary, at one of its ends
 
 
 @dataclass(frozen=True)
@@ -196,7 +189,13 @@ class CompressedStage:
         return original(slot)
 
     def _infer_shapes(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._save_buffers()
+        # Shape inference runs the module in training mode on uninitialised memory
+        self._module_buffers = [
+            (module._buffers, name, buffer, buffer.detach().clone())
+            for module in self.stage.submod.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
         result = original(*args, **kwargs)
         if _INFERENCE_CLEANUP not in self._original_methods:
             self._restore_buffers()
@@ -313,15 +312,6 @@ class CompressedStage:
                 "before a step whose micro-batches have another shape"
             )
             raise MismatchError(where, found=problem, expected=expected, do=advice)
-
-    def _save_buffers(self) -> None:
-        """Save the module's buffers: shape inference runs it in training mode on uninitialised memory."""
-        self._module_buffers = [
-            (module._buffers, name, buffer, buffer.detach().clone())
-            for module in self.stage.submod.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
 
     def _restore_buffers(self) -> None:
         with torch.no_grad():

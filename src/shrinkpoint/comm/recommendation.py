@@ -24,8 +24,7 @@ from shrinkpoint.comm.low_rank import LowRank
 from shrinkpoint.errors import PolicyError
 
 NO_COMPRESSION = "off"
-TORCH_BF16_HOOK = "torch bf16 hook"
-"""torch's own all-reduce of gradients in bfloat16 (`bf16_compress_hook`)."""
+TORCH_BF16_HOOK = "torch bf16 hook"  # torch's own all-reduce of gradients in bfloat16 (`bf16_compress_hook`)
 MIN_GAIN = 0.05
 """A less accurate candidate is preferred only if it is faster by this share, by which measurements differ, too."""
 _MIN_ROUNDS = 3

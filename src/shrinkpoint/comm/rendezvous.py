@@ -19,8 +19,7 @@ from torch import Tensor
 
 from shrinkpoint.errors import MismatchError, PolicyError
 
-CONFIG_TIMEOUT = 30.0
-"""Seconds to wait for the configuration of another rank, by default."""
+CONFIG_TIMEOUT = 30.0  # Seconds to wait for the configuration of another rank, by default
 _MAX_LAG_STEPS = 64
 """Steps after which sample ids are deleted. No rank lags by as much: the gradients of a step come from all stages."""
 

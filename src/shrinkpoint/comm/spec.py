@@ -20,8 +20,7 @@ from shrinkpoint.errors import PolicyError
 _SPEC_EXAMPLES = """exact | bf16 | fp16 | q4 | q4:64 | q4:row | q4:channel | q4:64:dither | n3:64 | block4:32 | \
 top10 | top10:bf16 | top10:q4:64 | top10:tensor | top1.5625:4096:q2:64 | same | rand10 | h64(q4:64) | \
 ef(..) | efmixed(..) | ef21(..) | aq(..) | lowrank4 | lowrank4(q8:64) | v0.7 | v0.7(q4:64)"""
-_MAX_CHARS = 1 << 13
-"""Characters of a spec: a path, such as folder= has, takes 4096 at most."""
+_MAX_CHARS = 1 << 13  # Characters of a spec: a path, such as folder= has, takes 4096 at most
 _MAX_DIGITS = 400
 """Digits that follow each other. The smallest share takes 326; Python may be set to read no more than 640."""
 _MAX_PARTS = 32

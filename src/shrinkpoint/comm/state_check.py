@@ -26,11 +26,7 @@ def check_entries(where: str, state: object, names: Collection[str]) -> Mapping[
 
 
 def check_mapping(where: str, value: object) -> Mapping[str, Any]:
-    """Return a part of a state that is a mapping.
-
-    Raises:
-        MismatchError: it is something else.
-    """
+    """Return a part of a state that is a mapping; raises MismatchError if it is something else."""
     if isinstance(value, Mapping):
         return value
     raise part_error(where, validate.describe_value(value), "a mapping")

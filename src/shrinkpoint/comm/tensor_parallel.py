@@ -35,8 +35,7 @@ from shrinkpoint.errors import PolicyError
 
 Plan = ParallelStyle | Mapping[str, ParallelStyle]
 _STYLES = (ColwiseParallel, RowwiseParallel, SequenceParallel, PrepareModuleInput, PrepareModuleOutput)
-_INPUT_OUTPUT = "PrepareModuleInputOutput"
-"""A style that newer releases of torch have; it consists of two others."""
+_INPUT_OUTPUT = "PrepareModuleInputOutput"  # A style that newer releases of torch have; it consists of two others
 
 
 def compress_tensor_parallel(
@@ -243,8 +242,7 @@ class _PlacementExchange:
         return rows
 
 
-_Exchanges = tuple[_PlacementExchange, _PlacementExchange]
-"""Forward and backward."""
+_Exchanges = tuple[_PlacementExchange, _PlacementExchange]  # Forward and backward
 
 
 class _Redistribute(torch.autograd.Function):
@@ -270,11 +268,7 @@ class _Redistribute(torch.autograd.Function):
 
 
 def _redistribute(
-    tensor: Tensor,
-    mesh: DeviceMesh,
-    source: Placement,
-    target: Placement,
-    exchanges: _Exchanges,
+    tensor: Tensor, mesh: DeviceMesh, source: Placement, target: Placement, exchanges: _Exchanges
 ) -> DTensor:
     """Return a tensor with the target placement on a mesh of one dimension.
 

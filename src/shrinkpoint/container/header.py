@@ -25,8 +25,7 @@ from shrinkpoint.errors import TruncatedError
 from shrinkpoint.tensors.info import DTYPES, ITEMSIZE, JSON
 
 ALIGN = 8
-MAX_HEADER_BYTES = 100_000_000
-"""Largest header in bytes; safetensors refuses longer ones, too."""
+MAX_HEADER_BYTES = 100_000_000  # Largest header in bytes; safetensors refuses longer ones, too
 
 SAFETENSORS_DTYPES = {name for name, dtype in DTYPES.items() if dtype.in_safetensors}
 """The dtypes that an entry may have; each means the same to safetensors."""
@@ -36,8 +35,7 @@ PREFIX = b'{"__metadata__":{"format":"pt","shrinkpoint.digest":"'
 
 MARKER_ENTRY = "~parts/ of this file are read by shrinkpoint.load() only"
 """Name of the entry at which `safetensors.torch.load_file` and `torch.load` fail. It has no bytes."""
-MARKER_SHAPE = (0, (1 << 64) - 1)
-"""Its shape: valid for safetensors, and more than a dimension of a tensor can be."""
+MARKER_SHAPE = (0, (1 << 64) - 1)  # Its shape: valid for safetensors, and more than a dimension of a tensor can be
 _BLANK_DIGEST = b"0" * 32
 _DIGEST_SLICE = slice(8 + len(PREFIX), 8 + len(PREFIX) + 32)
 
@@ -68,19 +66,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class Header:
-    """A decoded header.
+    """A decoded header."""
 
-    Attributes:
-        digest: digest of the header, in hex.
-        fields: the JSON object in `__metadata__["shrinkpoint"]`.
-        slots: the entries in the order of the payload, which they fill completely.
-        start: offset of the payload in the file.
-    """
-
-    digest: str
-    fields: dict[str, JSON]
-    slots: tuple[Slot, ...]
-    start: int
+    digest: str  # digest of the header, in hex
+    fields: dict[str, JSON]  # the JSON object in `__metadata__["shrinkpoint"]`
+    slots: tuple[Slot, ...]  # the entries in the order of the payload, which they fill completely
+    start: int  # offset of the payload in the file
 
 
 def encode_header(metadata_json: str, slots: Sequence[Slot], length: int = 0) -> tuple[bytes, str]:

@@ -16,16 +16,17 @@ from itertools import islice
 from operator import add, sub
 
 from shrinkpoint._native import xxh3_128
-from shrinkpoint.container.header import Header, Readable, Slot
+from shrinkpoint.container.header import Header, Readable
 from shrinkpoint.container.metadata import (
     INDEX_ENTRY,
-    ROLES,
     Entry,
     FileMetadata,
     PayloadLayout,
     RecordHead,
+    TensorKind,
     is_plain,
     is_standard_entry,
+    parse_kinds,
 )
 from shrinkpoint.container.strict_json import (
     SIZE_LIMIT,
@@ -35,14 +36,11 @@ from shrinkpoint.container.strict_json import (
     expect_type,
     expect_unique,
     load_json,
-    nbytes_of,
 )
-from shrinkpoint.tensors.info import ITEMSIZE, JSON, EncodedRecord, Role, TensorInfo
+from shrinkpoint.tensors.info import JSON, EncodedRecord, TensorInfo
 
-NUMBER_MARK = "\n"
-"""Stands for a number in a pattern."""
-_MAX_DIGITS = 19
-"""Digits of the largest number."""
+NUMBER_MARK = "\n"  # Stands for a number in a pattern
+_MAX_DIGITS = 19  # Digits of the largest number
 _NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,14})(?![0-9])")
 
 
@@ -146,16 +144,11 @@ def _format(pattern: JSON) -> str:
     return str(pattern).replace("%", "%%").replace(NUMBER_MARK, "%d")
 
 
-MAX_INDEX_BYTES = 100_000_000
-"""Largest index, and largest JSON text in it, in bytes: as of a header."""
-MIN_TEXT_LIMIT = 1 << 22
-"""Bytes that the JSON of any index may have."""
-MAX_TEXT_RATIO = 32
-"""Bytes that it may have for each byte of the index, beyond that."""
-MIN_SIZE_LIMIT = 1 << 24
-"""Limit of `description_size` in any file."""
-MAX_SIZE_RATIO = 64
-"""The same for each byte of the index, beyond that."""
+MAX_INDEX_BYTES = 100_000_000  # Largest index, and largest JSON text in it, in bytes: as of a header
+MIN_TEXT_LIMIT = 1 << 22  # Bytes that the JSON of any index may have
+MAX_TEXT_RATIO = 32  # Bytes that it may have for each byte of the index, beyond that
+MIN_SIZE_LIMIT = 1 << 24  # Limit of `description_size` in any file
+MAX_SIZE_RATIO = 64  # The same for each byte of the index, beyond that
 
 _DIGEST_BYTES = 16
 _KEYS = {
@@ -173,8 +166,6 @@ _KEYS = {
 }
 _TENSOR_COLUMNS = ("pattern", "numbers", "kind")
 _RECORD_COLUMNS = ("name", "recipe", "tensors", "parts", "base")
-_Kind = tuple[tuple[int, ...], str, Role, tuple[int, ...] | None]
-"""Shape, dtype, role and offsets of tensors."""
 
 
 class IndexBuilder:
@@ -182,7 +173,7 @@ class IndexBuilder:
 
     def __init__(self) -> None:
         self._names = NameColumns()
-        self._kinds: dict[_Kind, int] = {}
+        self._kinds: dict[TensorKind, int] = {}
         self._kind_column: list[int] = []
         self._recipes: dict[str, int] = {}
         self._part_names: dict[tuple[str, ...], int] = {}
@@ -255,7 +246,7 @@ def _members(columns: Mapping[str, JSON]) -> str:
     return json.dumps(columns, separators=(",", ":"))[1:-1]
 
 
-def _kind_to_json(kind: _Kind) -> list[JSON]:
+def _kind_to_json(kind: TensorKind) -> list[JSON]:
     shape, dtype, role, offsets = kind
     return [dtype, shape, role.value] if offsets is None else [dtype, shape, role.value, offsets]
 
@@ -271,7 +262,7 @@ def max_description_size(index_bytes: int) -> int:
 
 
 def description_size(
-    patterns: Sequence[JSON], indexes: Sequence[int], kinds: Sequence[_Kind], kind_column: Sequence[int]
+    patterns: Sequence[JSON], indexes: Sequence[int], kinds: Sequence[TensorKind], kind_column: Sequence[int]
 ) -> int:
     """Return about how many bytes the descriptions of all tensors take in memory: names, shapes, and 64 for each."""
     dims = [len(shape) + len(offsets or ()) for shape, _, _, offsets in kinds]
@@ -297,7 +288,11 @@ def parse_index(header: Header, fields: Mapping[str, JSON], source: Readable, wh
     rows = _parse_rows(document, infos, digests, where)
     records, layout = _place_records(rows, header.start, where)
     layout.end(len(data), marked=fields["format"] != 2)
-    _check_slots(header.slots, layout.slots, where)
+    for slot, required in zip(header.slots, layout.slots, strict=False):
+        if slot != required:
+            raise corrupt_error(where, f"entry {slot}", f"{required}, as the index says")
+    if len(header.slots) != len(layout.slots):
+        raise corrupt_error(where, f"{len(header.slots)} entries", f"{len(layout.slots)}, as the index says")
     return FileMetadata.from_json(document, fields["writer"], records, where)
 
 
@@ -340,7 +335,8 @@ def _columns(value: JSON, columns: Sequence[str], where: str, what: str) -> list
 
 def _parse_tensors(document: Mapping[str, JSON], limit: int, where: str) -> list[TensorInfo]:
     patterns = check_patterns(document["patterns"], where)
-    kinds = _parse_kinds(expect_type(document["kinds"], list, where, "the kinds"), where)
+    rows = expect_type(document["kinds"], list, where, "the kinds")
+    kinds = parse_kinds(rows, where, "a kind of tensors", "tensors")
     indexes, numbers, kind_column = _columns(document["tensors"], _TENSOR_COLUMNS, where, "the tensors")
     expect_numbers(indexes, 0, len(patterns), where, "the patterns of tensors")
     expect_numbers(numbers, 1 - SIZE_LIMIT, SIZE_LIMIT, where, "the numbers in names")
@@ -352,29 +348,6 @@ def _parse_tensors(document: Mapping[str, JSON], limit: int, where: str) -> list
         raise corrupt_error(where, f"{len(indexes)} tensors, whose names and shapes take {size} bytes", f"{limit}")
     names = join_names(patterns, indexes, numbers, where)
     return [TensorInfo(name, *kinds[kind]) for name, kind in zip(names, kind_column, strict=True)]
-
-
-def _parse_kinds(values: list[JSON], where: str) -> list[_Kind]:
-    kinds, what = list[_Kind](), "a kind of tensors"
-    for value in values:
-        fields = expect_type(value, list, where, what)
-        if len(fields) not in (3, 4):
-            raise corrupt_error(where, f"{what} with {len(fields)} fields", "3 or 4")
-        dtype = expect_type(fields[0], str, where, f"the dtype of {what}")
-        shape = tuple(expect_numbers(fields[1], 0, SIZE_LIMIT, where, f"the shape of {what}"))
-        if dtype not in ITEMSIZE or nbytes_of(shape, ITEMSIZE[dtype]) is None:
-            found = f"tensors of dtype {dtype!r} and shape {list(shape)[:16]}"
-            raise corrupt_error(where, found, "a known dtype and size")
-        role = expect_type(fields[2], str, where, f"the role of {what}")
-        if role not in ROLES:
-            raise corrupt_error(where, f"{what} with the role {role!r}", f"one of {sorted(ROLES)}")
-        offsets = None
-        if len(fields) == 4:
-            offsets = tuple(expect_numbers(fields[3], 0, SIZE_LIMIT, where, f"the offsets of {what}"))
-            if len(offsets) != len(shape):
-                raise corrupt_error(where, f"{what} with {len(offsets)} offsets", f"{len(shape)}")
-        kinds.append((shape, dtype, ROLES[role], offsets))
-    return kinds
 
 
 @dataclass(frozen=True)
@@ -440,7 +413,6 @@ def _parse_rows(document: Mapping[str, JSON], infos: list[TensorInfo], digests: 
 
 
 def _place_records(rows: Sequence[_Row], start: int, where: str) -> tuple[tuple[RecordHead, ...], PayloadLayout]:
-    """The records with the places of their parts."""
     layout, records = PayloadLayout(), []
     for row in rows:
         tensor = row.infos[0] if is_standard_entry(row.recipe, row.infos) else None
@@ -450,12 +422,3 @@ def _place_records(rows: Sequence[_Row], start: int, where: str) -> tuple[tuple[
             parts[part] = Entry(entry, start + layout.size - size, size, digest, pad)
         records.append(RecordHead(row.name, row.infos, row.recipe, row.digest, row.base, parts))
     return tuple(records), layout
-
-
-def _check_slots(slots: Sequence[Slot], expected: Sequence[Slot], where: str) -> None:
-    """Raise CorruptError unless the entries of the header are the ones that the index requires."""
-    for slot, required in zip(slots, expected, strict=False):
-        if slot != required:
-            raise corrupt_error(where, f"entry {slot}", f"{required}, as the index says")
-    if len(slots) != len(expected):
-        raise corrupt_error(where, f"{len(slots)} entries", f"{len(expected)}, as the index says")

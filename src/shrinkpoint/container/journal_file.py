@@ -21,39 +21,26 @@ from shrinkpoint.tensors.info import JSON
 Buffer: TypeAlias = bytes | bytearray | memoryview
 JOURNAL_FORMAT = 1
 JOURNAL_MAGIC = b"shrinkpoint journal\n"
-_START = struct.Struct("<Q16s")
-"""Length of the JSON behind it, and the digest of magic, length and JSON."""
+_START = struct.Struct("<Q16s")  # Length of the JSON behind it, and the digest of magic, length and JSON
 _HEAD = struct.Struct("<QQI8s16s")
 """Step, bytes of all blobs, bytes of the JSON before them; a digest of these, cut to 8 bytes; the record's digest."""
 _NUMBERS = struct.Struct("<QQI")
-MAX_JOURNAL_JSON = 1 << 24
-"""Largest JSON of a header or record in bytes."""
+MAX_JOURNAL_JSON = 1 << 24  # Largest JSON of a header or record in bytes
 _DO = "restore with strict=False, which stops before what is damaged, or begin from the checkpoint alone"
 
 
 @dataclass(frozen=True)
 class JournalRecord:
-    """One step.
+    """One step."""
 
-    Attributes:
-        step: its number.
-        fields: its JSON object, without the sizes of blobs.
-        blobs: bytes by name.
-        end: the offset behind it in the file.
-    """
-
-    step: int
-    fields: dict[str, JSON]
-    blobs: dict[str, memoryview]
-    end: int
+    step: int  # its number
+    fields: dict[str, JSON]  # its JSON object, without the sizes of blobs
+    blobs: dict[str, memoryview]  # bytes by name
+    end: int  # the offset behind it in the file
 
 
 def encode_journal_header(fields: Mapping[str, JSON]) -> tuple[bytes, bytes]:
-    """Encode the beginning of a file.
-
-    Returns:
-        The bytes, and the digest that the first record continues.
-    """
+    """Encode the beginning of a file; returns the bytes, and the digest that the first record continues."""
     text = json.dumps({"format": JOURNAL_FORMAT, **fields}, separators=(",", ":")).encode("ascii")
     digest = _start_digest(text)
     return JOURNAL_MAGIC + _START.pack(len(text), digest) + text, digest

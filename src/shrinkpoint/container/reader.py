@@ -7,32 +7,25 @@ from copy import copy
 from dataclasses import dataclass
 
 from shrinkpoint._native import Hasher, xxh3_128
-from shrinkpoint.container import header, metadata_v1
+from shrinkpoint.container import header
 from shrinkpoint.container.header import Header, Readable
 from shrinkpoint.container.index import parse_index
-from shrinkpoint.container.metadata import FORMAT_VERSION, Entry, FileMetadata, RecordHead
+from shrinkpoint.container.metadata import FORMAT_VERSION, Entry, FileMetadata, RecordHead, parse_metadata_v1
 from shrinkpoint.container.strict_json import corrupt_error, expect_type, shorten
 from shrinkpoint.errors import CorruptError, FormatError, StorageError, VersionError
 from shrinkpoint.guard import no_gc, read_guard
 from shrinkpoint.tensors.info import EncodedRecord
 
-WINDOW_BYTES = 8 << 20
-"""Bytes that are read at a time where only their digest is asked for."""
+WINDOW_BYTES = 8 << 20  # Bytes that are read at a time where only their digest is asked for
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A damaged record of a file.
+    """A damaged record of a file."""
 
-    Attributes:
-        record: name of the record.
-        tensors: the names of its tensors.
-        error: what is wrong.
-    """
-
-    record: str
-    tensors: tuple[str, ...]
-    error: FormatError | StorageError
+    record: str  # name of the record
+    tensors: tuple[str, ...]  # the names of its tensors
+    error: FormatError | StorageError  # what is wrong
 
 
 class FileReader:
@@ -160,5 +153,5 @@ def _parse_metadata(head: Header, source: Readable, where: str) -> FileMetadata:
     if version in (2, FORMAT_VERSION):
         return parse_index(head, fields, source, where)
     if version == 1:
-        return metadata_v1.parse_metadata(head, where)
+        return parse_metadata_v1(head, where)
     raise corrupt_error(where, f"format version {version}", f"1 to {FORMAT_VERSION}")

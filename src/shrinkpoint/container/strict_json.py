@@ -16,13 +16,10 @@ from shrinkpoint.tensors.info import JSON
 MAX_JSON_DEPTH = 256
 """Largest nesting depth of lists and objects in a header; CPython parses it from any reasonable call depth."""
 
-MAX_NESTS = 1 << 20
-"""Number of lists and objects that a text of any length may contain."""
-MIN_NEST_BYTES = 8
-"""Fewest bytes per list or object of a text with more than `MAX_NESTS` of them."""
+MAX_NESTS = 1 << 20  # Number of lists and objects that a text of any length may contain
+MIN_NEST_BYTES = 8  # Fewest bytes per list or object of a text with more than `MAX_NESTS` of them
 
-SIZE_LIMIT = 1 << 63
-"""Exclusive upper bound of every size, dimension and offset of a file."""
+SIZE_LIMIT = 1 << 63  # Exclusive upper bound of every size, dimension and offset of a file
 
 T = TypeVar("T")
 _NAMES: dict[type, str] = {dict: "object", list: "array", str: "string", int: "whole number"}

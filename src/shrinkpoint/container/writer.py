@@ -20,8 +20,7 @@ from shrinkpoint.tensors.info import JSON, EncodedRecord, TensorInfo
 
 _BLOCK = 8 << 20
 _MAX_VALUE_DEPTH = MAX_JSON_DEPTH - 8  # the header nests its values further
-_MIN_ENTRY_BYTES = 1 << 12
-"""Bytes of a tensor for which space in the header is reserved."""
+_MIN_ENTRY_BYTES = 1 << 12  # Bytes of a tensor for which space in the header is reserved
 _ZEROS = bytes(header.ALIGN)
 
 
@@ -159,23 +158,20 @@ class FileWriter:
 
     def _write(self, data: bytes | memoryview) -> None:
         if self._spooled is not None and self._spooled.tell() + len(data) > self.spool:
-            self._start_streaming(self._spooled)
+            # Reserve space for the header, and write the buffered payload
+            header_so_far, _ = header.encode_header(_metadata_json(b""), self._layout.slots)
+            # A tensor that is stored as it is takes two entries. Small ones share records, as a rule.
+            coming = [info for name, info in self._expected.items() if name not in self._tensors]
+            entries = sum(2 * len(info.name) + 240 for info in coming if info.nbytes >= _MIN_ENTRY_BYTES)
+            self._reserved = len(header_so_far) + 4096 + entries
+            self._reserved += -self._reserved % header.ALIGN
+            self._sink.write(b" " * self._reserved)
+            self._sink.write(self._spooled.getbuffer())
+            self._spooled = None
         if self._spooled is not None:
             self._spooled.write(data)
         else:
             self._sink.write(data)
-
-    def _start_streaming(self, spooled: BytesIO) -> None:
-        """Reserve space for the header, and write the buffered payload."""
-        header_so_far, _ = header.encode_header(_metadata_json(b""), self._layout.slots)
-        # A tensor that is stored as it is takes two entries. Small ones share records, as a rule.
-        coming = [info for name, info in self._expected.items() if name not in self._tensors]
-        entries = sum(2 * len(info.name) + 240 for info in coming if info.nbytes >= _MIN_ENTRY_BYTES)
-        self._reserved = len(header_so_far) + 4096 + entries
-        self._reserved += -self._reserved % header.ALIGN
-        self._sink.write(b" " * self._reserved)
-        self._sink.write(spooled.getbuffer())
-        self._spooled = None
 
     def _shift_payload(self, by: int) -> None:
         """Shift the payload towards the end of the file, last block first."""
@@ -188,7 +184,6 @@ class FileWriter:
 
 
 def _metadata_json(index: bytes) -> str:
-    """Metadata of the header, besides its entries."""
     fields = {"format": FORMAT_VERSION, "writer": _writer_name(), "index": xxh3_128(index)}
     return json.dumps(fields, separators=(",", ":"))
 

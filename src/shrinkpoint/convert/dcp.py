@@ -30,14 +30,12 @@ from shrinkpoint.tensors.dtypes import DTYPE_NAMES, empty
 
 METADATA_FILE = ".metadata"
 
-MAX_METADATA_BYTES = 1 << 30
-"""Largest `.metadata` that is read, in bytes."""
+MAX_METADATA_BYTES = 1 << 30  # Largest `.metadata` that is read, in bytes
 
 NestPath = tuple[Any, ...]
 """Keys of dicts (text) and indices of lists (int) that lead from the top of a nest to a value."""
 
-_MAX_PATH_KEYS = 128
-"""Length of the longest path in a nest."""
+_MAX_PATH_KEYS = 128  # Length of the longest path in a nest
 
 
 class StorageEntry(NamedTuple):
@@ -124,7 +122,7 @@ def write(directory: Path, content: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that there is no process group
         try:
-            dcp.save(content, checkpoint_id=directory, no_dist=True)  # type: ignore[attr-defined]
+            dcp.save(content, checkpoint_id=directory, no_dist=True)
         except CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
             disk_error = write_error(directory, cause)
@@ -331,16 +329,12 @@ class _MetadataUnpickler(InertUnpickler):
 
 
 class _MappedFiles:
-    """Maps the files of a directory when they are first read.
-
-    Attributes:
-        unchecked: names of files with entries that have no checksum.
-    """
+    """Maps the files of a directory when they are first read."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._maps: dict[str, mmap.mmap] = {}
-        self.unchecked: set[str] = set()
+        self.unchecked: set[str] = set()  # names of files with entries that have no checksum
 
     def close(self) -> None:
         for mapped in self._maps.values():

@@ -27,19 +27,13 @@ _LOG = logging.getLogger("shrinkpoint")
 
 @dataclass(frozen=True)
 class DirectoryContents:
-    """The files of a directory and their forms, without their content.
+    """The files of a directory and their forms, without their content."""
 
-    Attributes:
-        parts: form of each part by the path of its leading file (of shards the index, of DCP the metadata).
-        files: all files.
-        empty_directories: directories without a file.
-        ignored_links: links to directories, which are not followed, and links to nothing.
-    """
-
+    # Form of each part by the path of its leading file (of shards the index, of DCP the metadata).
     parts: dict[Path, str]
-    files: list[Path]
-    empty_directories: list[Path]
-    ignored_links: list[Path]
+    files: list[Path]  # all files
+    empty_directories: list[Path]  # directories without a file
+    ignored_links: list[Path]  # links to directories, which are not followed, and links to nothing
 
     @property
     def holds_tensors(self) -> bool:

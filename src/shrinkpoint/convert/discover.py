@@ -30,8 +30,7 @@ _STEP_PATTERN = re.compile(
 )
 _EPOCH_LABELS = ("epoch", "ep")
 _SHARD_PATTERN = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
-_CHECKPOINTS_DIR = "checkpoints"
-"""Directory in which Accelerate and Lightning keep the checkpoints of a project."""
+_CHECKPOINTS_DIR = "checkpoints"  # Directory in which Accelerate and Lightning keep the checkpoints of a project
 
 
 def step_from_name(name: str) -> int | None:
@@ -106,13 +105,9 @@ class SourceCheckpoint:
 
 @dataclass(frozen=True)
 class BrokenCheckpoint(SourceCheckpoint):
-    """A checkpoint whose damage shows before it is read; reading it raises `error`, the others of its run can be read.
+    """A checkpoint whose damage shows before it is read. Reading it raises `error`; others of its run can be read."""
 
-    Attributes:
-        error: what is wrong with it.
-    """
-
-    error: ShrinkpointError
+    error: ShrinkpointError  # what is wrong with it
 
     def _read_part(self, opaque: bool) -> Part:
         raise self.error
@@ -217,18 +212,14 @@ def discover(path: Path, *, only: Sequence[str] = (), step: int | None = None) -
         names = ", ".join(f"{checkpoint.name} (step {checkpoint.step})" for checkpoint in series.checkpoints[:8])
         found, expected = f"no checkpoint{of_step}{like}", f"one of {names}"
         raise NotFoundError(str(path), found=found, expected=expected, do="choose among these")
-    return CheckpointSeries(_sort_by_step(matches, path), series.ignored_paths, series.is_run_dir)
-
-
-def _sort_by_step(checkpoints: Sequence[SourceCheckpoint], path: Path) -> Sequence[SourceCheckpoint]:
     steps: dict[int, SourceCheckpoint] = {}
-    for checkpoint in checkpoints:
+    for checkpoint in matches:
         if checkpoint.step in steps:
             found = f"step {checkpoint.step} twice: {steps[checkpoint.step].name} and {checkpoint.name}"
             expected, do = "one checkpoint a step", "choose with --only"
             raise PolicyError(str(path), found=found, expected=expected, do=do)
         steps[checkpoint.step] = checkpoint
-    return [steps[step] for step in sorted(steps)]
+    return CheckpointSeries([steps[step] for step in sorted(steps)], series.ignored_paths, series.is_run_dir)
 
 
 def _discover_at(path: Path) -> CheckpointSeries:

@@ -54,7 +54,10 @@ def write_state(state: Any, out: Path, *, as_torch: bool, patterns: Sequence[str
     leaves = named_leaves(state)
     tensors = {name: as_tensor(leaf) for name, leaf in leaves.items() if is_array(leaf)}
     if not as_torch:
-        _check_dtypes(tensors)
+        for name, tensor in tensors.items():
+            if dtype_name(tensor.dtype) not in SAFETENSORS_DTYPES:
+                found, do = f"dtype {dtype_name(tensor.dtype)}", "export --to torch, or leave it out with --only"
+                raise PolicyError(name, found=found, expected="a dtype that safetensors has", do=do)
     with atomic_replace(out) as temporary:
         if as_torch:
             torch_file.write(temporary, _numpy_to_torch(state))
@@ -100,13 +103,6 @@ def _rebuild(container: Any, pairs: list[tuple[Any, Any]]) -> Any:
         return OrderedDict(pairs) if isinstance(container, OrderedDict) else dict(pairs)
     items = [item for _, item in pairs]
     return tuple(items) if isinstance(container, tuple) else items
-
-
-def _check_dtypes(tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if dtype_name(tensor.dtype) not in SAFETENSORS_DTYPES:
-            found, do = f"dtype {dtype_name(tensor.dtype)}", "export --to torch, or leave it out with --only"
-            raise PolicyError(name, found=found, expected="a dtype that safetensors has", do=do)
 
 
 def target_form(state: Any, requested_form: str, where: str) -> dict[str, Any]:
@@ -163,37 +159,33 @@ def write_checkpoint(out: Path, state: Any, description: Mapping[str, Any]) -> i
         StorageError: writing failed.
     """
     try:
-        return _write_form(out, state, description)
+        form, content, num_omitted = description["form"], _content(state), 0
+        info = dict(description)
+        if form == "safetensors" and (origin_info(state) or {}).get("form") != "safetensors":
+            content, num_omitted = _tensors_by_name(content)
+            info["metadata"] = {"format": "pt"}
+        if out.name in ("", ".."):
+            raise PolicyError(str(out), found="a directory that is in use", expected="a new name", do="name a new one")
+        with atomic_replace(out) as temporary:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            if form in ("folder", "dcp"):
+                temporary.mkdir()
+            if form == "folder":
+                directory.write(temporary, content, info)
+            elif form == "dcp":
+                dcp.write(temporary, content)
+            elif form in ("safetensors", "torch"):
+                directory.write_part(temporary, content, info)
+            else:
+                do = "use a newer release, or say --to torch"
+                raise CorruptError(str(out), found=f"the form {form!r:.40}", expected="a known one", do=do)
+            check_no_loss(out, temporary)
+        return num_omitted
     except (KeyError, TypeError, AttributeError) as error:
         if isinstance(error, ShrinkpointError):
             raise
         found = f"a converted checkpoint that contradicts itself ({type(error).__name__}: {error!s:.80})"
         raise CorruptError(str(out), found=found, expected="as convert writes it", do="say --to torch") from error
-
-
-def _write_form(out: Path, state: Any, description: Mapping[str, Any]) -> int:
-    form, content, num_omitted = description["form"], _content(state), 0
-    info = dict(description)
-    if form == "safetensors" and (origin_info(state) or {}).get("form") != "safetensors":
-        content, num_omitted = _tensors_by_name(content)
-        info["metadata"] = {"format": "pt"}
-    if out.name in ("", ".."):
-        raise PolicyError(str(out), found="a directory that is in use", expected="a new name", do="name a new one")
-    with atomic_replace(out) as temporary:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        if form in ("folder", "dcp"):
-            temporary.mkdir()
-        if form == "folder":
-            directory.write(temporary, content, info)
-        elif form == "dcp":
-            dcp.write(temporary, content)
-        elif form in ("safetensors", "torch"):
-            directory.write_part(temporary, content, info)
-        else:
-            do = "use a newer release, or say --to torch"
-            raise CorruptError(str(out), found=f"the form {form!r:.40}", expected="a known one", do=do)
-        check_no_loss(out, temporary)
-    return num_omitted
 
 
 def describe_written_difference(out: Path, state: Any, description: Mapping[str, Any], *, exact: bool) -> str:

@@ -11,14 +11,10 @@ import pickletools
 from collections import Counter
 from typing import IO, Any, ClassVar
 
-MAX_SAME_HASH = 64
-"""Largest number of keys of one dict or set with equal hashes; each is compared with all others."""
-_MAX_KEY_PARTS = 256
-"""Largest number of values in a tuple that is a key: Python hashes a tuple anew each time."""
-_MAX_EXTRA_BYTES = 64 << 20
-"""Bytes of arguments that calls may copy beyond the size of the pickle."""
-_MAX_PLAIN_INT = (1 << 61) - 1
-"""Whole numbers below this are their own hashes."""
+MAX_SAME_HASH = 64  # Largest number of keys of one dict or set with equal hashes; each is compared with all others
+_MAX_KEY_PARTS = 256  # Largest number of values in a tuple that is a key: Python hashes a tuple anew each time
+_MAX_EXTRA_BYTES = 64 << 20  # Bytes of arguments that calls may copy beyond the size of the pickle
+_MAX_PLAIN_INT = (1 << 61) - 1  # Whole numbers below this are their own hashes
 
 _OPCODE_NAMES = """
     PROTO FRAME STOP MARK POP POP_MARK MEMOIZE NONE NEWTRUE NEWFALSE INT LONG BININT BININT1 BININT2 LONG1
@@ -96,7 +92,15 @@ class InertUnpickler(_PythonUnpickler):  # type: ignore[misc]
     def _count_hash(self, target: Any, key: Any) -> None:
         if type(key) in (str, bytes) or (type(key) is int and -_MAX_PLAIN_INT < key < _MAX_PLAIN_INT):
             return
-        _check_size(key)
+        # A tuple of very many values may be few values in many references
+        pending, count = [key], 0
+        while pending:
+            value = pending.pop()
+            count += 1
+            if count > _MAX_KEY_PARTS:
+                raise HostilePickleError("a pickle with a key of very many values")
+            if type(value) is tuple:
+                pending += value
         _, counts = self._hashes.setdefault(id(target), (target, Counter()))
         counts[hash(key)] += 1
         if counts[hash(key)] > MAX_SAME_HASH:
@@ -155,15 +159,3 @@ class InertUnpickler(_PythonUnpickler):  # type: ignore[misc]
 
 def _length(value: Any) -> int:
     return len(value) if type(value) in (str, bytes) else value.nbytes if isinstance(value, Stub) else 0
-
-
-def _check_size(key: Any) -> None:
-    """Raises `HostilePickleError` for a tuple of very many values, which may be few values in many references."""
-    pending, count = [key], 0
-    while pending:
-        value = pending.pop()
-        count += 1
-        if count > _MAX_KEY_PARTS:
-            raise HostilePickleError("a pickle with a key of very many values")
-        if type(value) is tuple:
-            pending += value

@@ -10,8 +10,7 @@ from typing import Any
 from shrinkpoint.errors import CorruptError, StorageError
 from shrinkpoint.storage import storage_error
 
-TENSOR_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
-"""Suffixes of files of tensors."""
+TENSOR_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")  # Suffixes of files of tensors
 SOURCE_KEY, STATE_KEY = "source", "state"
 """The two keys of the state of a converted checkpoint: its origin, and its content."""
 _SEPARATORS = "\0\\:" if os.name == "nt" else "\0"
@@ -28,18 +27,13 @@ def tensor_suffix(name: str) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """The content of a file or a directory, and what its form needs besides to write it again.
+    """The content of a file or a directory, and what its form needs besides to write it again."""
 
-    Attributes:
-        form: "torch", "safetensors", "sharded", "dcp", "bytes" or "folder"; docs/convert.md explains each.
-        content: any nest that a state may hold.
-        info: plain data that goes with the form, such as the metadata of a safetensors file.
-        unchecked: names of its files whose format has no checksum, so that damage in them is not found.
-    """
-
-    form: str
-    content: Any = field(repr=False)
+    form: str  # "torch", "safetensors", "sharded", "dcp", "bytes" or "folder"; docs/convert.md explains each
+    content: Any = field(repr=False)  # any nest that a state may hold
+    # Plain data that goes with the form, such as the metadata of a safetensors file.
     info: dict[str, Any] = field(default_factory=dict)
+    # Names of its files whose format has no checksum, so that damage in them is not found.
     unchecked: tuple[str, ...] = ()
 
     @property

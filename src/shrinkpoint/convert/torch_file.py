@@ -163,11 +163,7 @@ def _load_plain(file: Path | IO[bytes], where: str) -> Any:
 
 
 def write(path: Path, content: Any) -> None:
-    """Writes a file with `torch.save`.
-
-    Raises:
-        StorageError: writing failed.
-    """
+    """Writes a file with `torch.save`; raises StorageError if writing failed."""
     try:
         with warnings.catch_warnings(), path.open("wb") as file:  # given a path, torch does not report a full disk
             warnings.simplefilter("ignore")

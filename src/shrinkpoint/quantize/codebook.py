@@ -18,14 +18,11 @@ from shrinkpoint.codec.codebook_tensor import MAX_CODES, RESERVED_CODES, Codeboo
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.quantize.statistics import HistogramArray, to_float64
 
-CPU_BLOCK = 1 << 15
-"""Values per block and thread on the CPU, so that temporaries stay in the cache."""
+CPU_BLOCK = 1 << 15  # Values per block and thread on the CPU, so that temporaries stay in the cache
 MAX_LINEAR_CENTERS = 16
 """Up to this many centers, the CPU compares with each in turn; measured twice as fast as a binary search."""
-SIGMA = 0.2
-"""Weight of density against magnitude; the paper's choice for all its experiments."""
-MIN_CENTER_MOVE = 0.01
-"""Previous centers are reused unchanged if none would move by more than this share."""
+SIGMA = 0.2  # Weight of density against magnitude; the paper's choice for all its experiments
+MIN_CENTER_MOVE = 0.01  # Previous centers are reused unchanged if none would move by more than this share
 MAX_REUSED_ERROR = 12.0
 """Previous centers whose mean squared error exceeds this times the variance over `bins**2` are compared with new ones.
 Optimal centers have 2.7 for Gaussian values (Panter and Dite, 1951), and 9 for Laplacian ones."""

@@ -17,24 +17,18 @@ from shrinkpoint.codec.codebook_tensor import MAX_CODES, RESERVED_CODES, Codeboo
 Representative = Literal["middle", "mean"]
 """The value of a bucket: the middle of its minimum and maximum (the paper), or the mean (the least squared error)."""
 
-_MIN_EXPONENT = -150
-"""An exponent below that of the smallest float32, as `frexp` counts."""
+_MIN_EXPONENT = -150  # An exponent below that of the smallest float32, as `frexp` counts
 NUM_BUCKETS = 2 * 280
 """Number of buckets: two signs for each exponent from `_MIN_EXPONENT` on; bucket 0 is that of zero."""
 
 
 @dataclass(frozen=True)
 class ExponentBuckets:
-    """Statistics of the buckets of one or several tensors, each of shape (num_buckets,) on the CPU.
+    """Statistics of the buckets of one or several tensors, each of shape (num_buckets,) on the CPU."""
 
-    Attributes:
-        counts: int64, the number of values.
-        sums: float64, the sum of the values.
-        minimum, maximum: float32, the smallest and largest value; undefined where a count is zero.
-    """
-
-    counts: Tensor = field(repr=False)
-    sums: Tensor = field(repr=False)
+    counts: Tensor = field(repr=False)  # int64, the number of values
+    sums: Tensor = field(repr=False)  # float64, the sum of the values
+    # `minimum`, `maximum`: float32, the smallest and largest value; undefined where a count is zero.
     minimum: Tensor = field(repr=False)
     maximum: Tensor = field(repr=False)
 

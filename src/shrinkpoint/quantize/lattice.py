@@ -31,12 +31,9 @@ from shrinkpoint.tensors.dtypes import as_native_float, tensor_bytes
 
 
 class ErrorWeights(NamedTuple):
-    """Weights of quantization errors and of their squares.
+    """Weights of quantization errors and of their squares."""
 
-    Attributes:
-        slopes, squares: matrices of as many values, float32 or bfloat16; None: zero.
-    """
-
+    # `slopes`, `squares`: matrices of as many values, float32 or bfloat16; None: zero.
     slopes: Tensor | None = None
     squares: Tensor | None = None
 
@@ -154,11 +151,7 @@ def _quantize_native(
 
 
 def _quantize_torch(
-    tensor: Tensor,
-    lattice: Lattice,
-    squares: Tensor | None,
-    previous_codes: Tensor | None,
-    hysteresis: float,
+    tensor: Tensor, lattice: Lattice, squares: Tensor | None, previous_codes: Tensor | None, hysteresis: float
 ) -> Tensor | None:
     positions = lattice_positions(tensor, lattice, squares)
     codes = positions.round()

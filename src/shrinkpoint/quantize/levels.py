@@ -89,12 +89,9 @@ def variable_bins(entropies: Sequence[float], min_bins: int, max_bins: int) -> l
     return [1 << math.floor(min_bits + (max_bits - min_bits) * fraction + 0.5) for fraction in fractions]
 
 
-MIN_LEVEL = 1e-30
-"""The smallest level."""
-MAX_SHARE_BELOW = 1e-3
-"""Largest share of the nonzero values that may lie below the lowest level."""
-CELL_SHIFT = 15
-"""Low bits of a float32 that are dropped when the lowest level is searched; it is exact to 1/256."""
+MIN_LEVEL = 1e-30  # The smallest level
+MAX_SHARE_BELOW = 1e-3  # Largest share of the nonzero values that may lie below the lowest level
+CELL_SHIFT = 15  # Low bits of a float32 that are dropped when the lowest level is searched; it is exact to 1/256
 
 
 def quantize_log(

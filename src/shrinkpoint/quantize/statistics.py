@@ -15,8 +15,7 @@ from shrinkpoint.codec.lattice import as_matrix, matrix_shape
 from shrinkpoint.errors import PolicyError, StateError
 from shrinkpoint.tensors.dtypes import as_native_float, tensor_bytes
 
-HistogramArray: TypeAlias = Tensor | npt.NDArray[Any]
-"""Values or counts of a histogram's cells: 1-d, on any device."""
+HistogramArray: TypeAlias = Tensor | npt.NDArray[Any]  # Values or counts of a histogram's cells: 1-d, on any device
 
 
 def to_float64(values: HistogramArray) -> Tensor:
@@ -24,8 +23,7 @@ def to_float64(values: HistogramArray) -> Tensor:
     return torch.as_tensor(values).detach().to("cpu", torch.float64)
 
 
-MIN_MAGNITUDE = 1e-30
-"""Smaller nonzero magnitudes are counted as this one."""
+MIN_MAGNITUDE = 1e-30  # Smaller nonzero magnitudes are counted as this one
 _MAX_FLOAT32 = float(torch.finfo(torch.float32).max)
 _MIN_ALPHA, _MAX_ALPHA = 1e-4, 0.5
 # Largest error of log |x| in float32, where its magnitude is at most 88.8: one unit in the last place of the logarithm
@@ -43,15 +41,12 @@ class LogHistogram:
     never collapse. Here they range from 1e-30 to the largest float32, so that a sketch is a dense vector of the same
     length for every tensor. The sum of sketches of the same `alpha` is the sketch of all their values, which must be
     finite.
-
-    Attributes:
-        alpha: the largest relative error of a quantile whose magnitude is at least `MIN_MAGNITUDE`.
-        counts: int64, of shape (2 * max_bucket(alpha) + 1,), in the order of the values: negative buckets from the
-            largest magnitude down, zeros, positive buckets from the smallest magnitude up. The index of a value is its
-            bucket id plus `max_bucket(alpha)`.
     """
 
-    alpha: float
+    alpha: float  # the largest relative error of a quantile whose magnitude is at least `MIN_MAGNITUDE`
+    # int64, of shape (2 * max_bucket(alpha) + 1,), in the order of the values: negative buckets from the largest
+    # magnitude down, zeros, positive buckets from the smallest magnitude up. The index of a value is its bucket id plus
+    # `max_bucket(alpha)`.
     counts: Tensor = field(repr=False)
 
     @staticmethod
@@ -100,7 +95,12 @@ class LogHistogram:
             block = flat[start : start + step]
             if tensor.dtype != torch.float64:  # float64 values may be too small for float32
                 block = block.to(torch.float32)
-            _check_finite(block, where)
+            # Both limits are nan if any value is; this is faster than `isfinite`
+            low, high = (float(limit) for limit in torch.aminmax(block))
+            if not -_MAX_FLOAT32 <= low <= high <= _MAX_FLOAT32:
+                found = "nan" if math.isnan(low) else f"{low if low < -_MAX_FLOAT32 else high}"
+                do = "leave this tensor as it is, or look where it diverged"
+                raise StateError(where, found=f"the value {found}", expected="values that are finite in float32", do=do)
             logs = block.abs().clamp_(min=MIN_MAGNITUDE).log_().mul_(1 / _log_gamma(alpha)).ceil_()
             ids.view(-1)[start : start + step] = logs.sub_(_bucket_offset(alpha)).mul_(block.sign())
         return ids
@@ -228,31 +228,17 @@ def _bucket_offset(alpha: float) -> int:
     return math.ceil(math.log(MIN_MAGNITUDE) / _log_gamma(alpha)) - 2
 
 
-def _check_finite(values: Tensor, where: str) -> None:
-    """Raise StateError unless minimum and maximum are finite (both are nan if any value is); faster than `isfinite`."""
-    low, high = (float(limit) for limit in torch.aminmax(values))
-    if not -_MAX_FLOAT32 <= low <= high <= _MAX_FLOAT32:
-        found = "nan" if math.isnan(low) else f"{low if low < -_MAX_FLOAT32 else high}"
-        do = "leave this tensor as it is, or look where it diverged"
-        raise StateError(where, found=f"the value {found}", expected="values that are finite in float32", do=do)
-
-
-CODE_LIMIT = 4096
-"""Codes from -4096 to 4095 are counted separately; codes beyond are counted as the nearest of these."""
+CODE_LIMIT = 4096  # Codes from -4096 to 4095 are counted separately; codes beyond are counted as the nearest of these
 
 
 @dataclass(frozen=True)
 class ValueSums:
-    """The largest magnitude of a tensor (nan if a value is), the mean, and the sum of squared distances from it.
-
-    Attributes:
-        count: of the values.
-    """
+    """The largest magnitude of a tensor (nan if a value is), the mean, and the sum of squared distances from it."""
 
     max_magnitude: float
     mean: float
     squared_deviations: float
-    count: int
+    count: int  # of the values
 
     @property
     def std(self) -> float:
@@ -303,8 +289,7 @@ def entropy_per_value(counts: Tensor) -> float:
     return max(0.0, -float((shares * shares.log2()).sum()))
 
 
-LOG_UNITS_PER_OCTAVE = 1 << 12
-"""The unit of logarithms is 1/4096 of an octave."""
+LOG_UNITS_PER_OCTAVE = 1 << 12  # The unit of logarithms is 1/4096 of an octave
 _SMALLEST_BITS = (127 - 120) << 23  # of 2^-120, which smaller second moments count as
 _INFINITY_BITS, MAGNITUDE_MASK = 0x7F800000, 0x7FFFFFFF  # of float32
 _LOG2_COEFFICIENTS = (14376, -7833, 2691)  # of log2(1 + f) = f + f (1 - f) (c0 + c1 f + c2 f^2), times 2^15
@@ -323,21 +308,13 @@ class MatrixSums:
 
 @dataclass(frozen=True)
 class SecondMomentSums:
-    """Sums over a second moment v, seen as a matrix; a value is present if it, or its first moment, is not zero.
+    """Sums over a second moment v, seen as a matrix; a value is present if it, or its first moment, is not zero."""
 
-    Attributes:
-        is_finite: of all second and first moments.
-        has_negative: some second moment is below zero.
-        logs: of log2 of the values that are present, in 1/4096 of an octave; below 2^-120 they count as that.
-        counts: of the values that are present.
-        values: of v.
-    """
-
-    is_finite: bool
-    has_negative: bool
-    logs: MatrixSums
-    counts: MatrixSums
-    values: MatrixSums
+    is_finite: bool  # of all second and first moments
+    has_negative: bool  # some second moment is below zero
+    logs: MatrixSums  # of log2 of the values that are present, in 1/4096 of an octave; below 2^-120 they count as that
+    counts: MatrixSums  # of the values that are present
+    values: MatrixSums  # of v
 
     def has_absent(self, numel: int) -> bool:
         """True if some of the `numel` values are not present."""

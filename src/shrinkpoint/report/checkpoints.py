@@ -13,8 +13,8 @@ from shrinkpoint.store.chain import disk_bytes, file_sizes
 from shrinkpoint.store.directory import own_keys, read_directory_manifest
 from shrinkpoint.store.history import abandoned_steps, is_abandoned, newest_place, place_of
 from shrinkpoint.store.identify import find_checkpoints
-from shrinkpoint.store.loss_increase import LossIncrease
 from shrinkpoint.store.manifest import DirectoryManifest, Manifest
+from shrinkpoint.store.save_report import LossIncrease
 
 _STORE_ONLY = ("id", "chain", "forgotten", "keyframe", "weights_only")
 _DIRECTORY_ONLY = ("folder", "ranks")
@@ -22,18 +22,12 @@ _DIRECTORY_ONLY = ("folder", "ranks")
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """The manifest of a checkpoint, and its place in the store or the run.
-
-    Attributes:
-        folder: path of its directory, relative to the run; None for a checkpoint of a store.
-        abandoned: the run has gone back to an older step since, and left the checkpoint behind.
-        forgotten: hidden, and deleted by the next `prune` unless a kept checkpoint depends on it.
-    """
+    """The manifest of a checkpoint, and its place in the store or the run."""
 
     manifest: Manifest | DirectoryManifest
-    folder: str | None = None
-    abandoned: bool = False
-    forgotten: bool = False
+    folder: str | None = None  # path of its directory, relative to the run; None for a checkpoint of a store
+    abandoned: bool = False  # the run has gone back to an older step since, and left the checkpoint behind
+    forgotten: bool = False  # hidden, and deleted by the next `prune` unless a kept checkpoint depends on it
 
     @property
     def chain(self) -> tuple[int | None, ...]:
@@ -92,20 +86,14 @@ class CheckpointReport:
 
 @dataclass(frozen=True)
 class StoreReport:
-    """Every checkpoint of a store, or below the directory of a framework's run.
+    """Every checkpoint of a store, or below the directory of a framework's run."""
 
-    Attributes:
-        where: its path or URL.
-        checkpoints: a store's by rising step, a run's in the order of the numbers in their names.
-        broken: (place, reason) of every checkpoint whose manifest cannot be read.
-        is_run: it is the directory of a framework's run.
-        stored_bytes: bytes of all payloads that are there, bases of deltas included, a file with several names once.
-    """
-
-    where: str
+    where: str  # its path or URL
+    # A store's by rising step, a run's in the order of the numbers in their names.
     checkpoints: tuple[CheckpointReport, ...]
-    broken: tuple[tuple[str, str], ...] = ()
-    is_run: bool = False
+    broken: tuple[tuple[str, str], ...] = ()  # (place, reason) of every checkpoint whose manifest cannot be read
+    is_run: bool = False  # it is the directory of a framework's run
+    # Bytes of all payloads that are there, bases of deltas included, a file with several names once.
     stored_bytes: int = 0
 
     @property

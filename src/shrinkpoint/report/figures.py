@@ -1,57 +1,42 @@
-"""The charts of a page: marks and lines of SVG, which the page draws without a library."""
+"""The charts of a page: marks and lines of SVG, which the page draws without a library. `treemap` draws tensors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from shrinkpoint import humanize
+from shrinkpoint.report.files import TensorRow
 from shrinkpoint.report.run import RunReport, seconds_text
-from shrinkpoint.store.loss_increase import LossIncrease
+from shrinkpoint.store.save_report import LossIncrease
 
 Point = tuple[float, float]
-_SIDE = 1000
-"""Units of a chart's sides: the page stretches it to the width there is, and its texts stand outside of it."""
+_SIDE = 1000  # Units of a chart's sides: the page stretches it to the width there is, and its texts stand outside of it
 
 
 class Trace(NamedTuple):
-    """Marks or lines of one kind.
+    """Marks or lines of one kind."""
 
-    Attributes:
-        name: in the legend; "" leaves it out.
-        style: classes of `page.css`: how it is drawn, and its color.
-        points: (step, value); None ends a line.
-        rows: for marks, the number of each one's checkpoint in its run; empty for lines.
-        run: number of the run.
-    """
-
-    name: str
-    style: str
-    points: Sequence[Point | None]
-    rows: Sequence[int] = ()
-    run: int = 0
+    name: str  # in the legend; "" leaves it out
+    style: str  # classes of `page.css`: how it is drawn, and its color
+    points: Sequence[Point | None]  # (step, value); None ends a line
+    rows: Sequence[int] = ()  # for marks, the number of each one's checkpoint in its run; empty for lines
+    run: int = 0  # number of the run
 
 
 @dataclass
 class Chart:
-    """Values over steps.
+    """Values over steps."""
 
-    Attributes:
-        title: its heading.
-        caption: how it is read.
-        label: text of a value on the axis.
-        log: the axis of values is logarithmic; otherwise it begins at zero or below.
-        traces: in the order of drawing.
-    """
-
-    title: str
-    caption: str
-    label: Callable[[float], str]
-    log: bool = False
-    traces: list[Trace] = field(default_factory=list)
+    title: str  # its heading
+    caption: str  # how it is read
+    label: Callable[[float], str]  # text of a value on the axis
+    log: bool = False  # the axis of values is logarithmic; otherwise it begins at zero or below
+    traces: list[Trace] = field(default_factory=list)  # in the order of drawing
 
     def add(self, trace: Trace) -> None:
         """Add a trace unless it is empty."""
@@ -186,7 +171,6 @@ def _joined(name: str, kind: str) -> str:
 
 
 def _marks(name: str, style: str, run: RunReport, values: Sequence[float | None], number: int, rows: set[int]) -> Trace:
-    """Marks of some checkpoints of a run, by their numbers."""
     points = list(zip(run.steps, values, strict=True))
     known = [(row, step, value) for row, (step, value) in enumerate(points) if row in rows and value is not None]
     return Trace(name, style, [(step, value) for _, step, value in known], [row for row, _, _ in known], number)
@@ -297,3 +281,133 @@ def _time_chart(runs: Sequence[RunReport]) -> Chart:
 
 def _percent(units: float) -> float:
     return round(100 * units / _SIDE, 2)
+
+
+_MAX_LEAVES = 1500  # More tensors than a page shows boxes for: the smallest of each role become one
+_MIN_SHARE = 4e-4  # Of the map: a smaller box is not drawn; its parent's bytes contain it
+_WIDTH, _HEIGHT, _LABEL = 1000, 480, 26
+"""Of a map and of the label above the boxes in a box, in the units of its layout."""
+_SEPARATOR = re.compile(r"[/.]")
+ROLE_NAMES = {
+    "parameter": "weights",
+    "moment1": "first moments",
+    "moment2": "second moments",
+    "master": "master weights",
+    "buffer": "buffers",
+    "gradient": "gradients",
+    "activation": "activations",
+    "other": "other",
+}
+
+
+@dataclass
+class Node:
+    """A box of the map; boxes lie within that of their parent."""
+
+    id: str  # the path of names from the role on; "" is the whole file
+    label: str  # the last of them
+    parent: str  # the id of the parent
+    # `raw_bytes`, `stored_bytes`: of all tensors in it.
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+
+
+@dataclass
+class Box:
+    """A box as the page draws it."""
+
+    label: str  # its name
+    tip: str  # its path and its bytes
+    style: str  # its place and size in its parent, in percent, as CSS
+    role: int  # number of its role, which is its color
+    boxes: list[Box] = field(default_factory=list)  # in it
+
+
+def tensor_tree(rows: Sequence[TensorRow]) -> list[Node]:
+    """The boxes of all tensors with any bytes; parents come before their children."""
+    largest = sorted((row for row in rows if row.raw_bytes), key=lambda row: -row.raw_bytes)
+    nodes: dict[str, Node] = {"": Node("", "all", "")}
+    for index, row in enumerate(largest):
+        names = _SEPARATOR.split(row.name) if index < _MAX_LEAVES else ["smaller tensors"]
+        for node in _path(nodes, [ROLE_NAMES.get(row.role, row.role), *filter(None, names)]):
+            node.raw_bytes += row.raw_bytes
+            node.stored_bytes += row.stored_bytes
+    return [*nodes.values()]
+
+
+def _path(nodes: dict[str, Node], names: Iterable[str]) -> Iterable[Node]:
+    """The boxes from the whole file to that of a tensor; those that are missing are added."""
+    yield nodes[""]
+    parent = ""
+    for name in names:
+        id = f"{parent}/{name}"
+        if id not in nodes:
+            nodes[id] = Node(id, name, parent)
+        yield nodes[id]
+        parent = id
+
+
+def tensor_boxes(rows: Sequence[TensorRow]) -> list[Box]:
+    """The boxes of roles, whose areas are stored bytes, with those of layers and tensors in them."""
+    nodes = tensor_tree(rows)
+    children: dict[str, list[Node]] = {}
+    for node in nodes[1:]:
+        children.setdefault(node.parent, []).append(node)
+    return _boxes("", children, _WIDTH, _HEIGHT, nodes[0].stored_bytes * _MIN_SHARE)
+
+
+def _boxes(parent: str, children: dict[str, list[Node]], width: float, height: float, least: float) -> list[Box]:
+    nodes = sorted((node for node in children.get(parent, ()) if node.stored_bytes > least), key=_by_size)
+    boxes = []
+    for node, (x, y, w, h) in zip(nodes, squarify([node.stored_bytes for node in nodes], width, height), strict=True):
+        places = zip(("left", "top", "width", "height"), (x / width, y / height, w / width, h / height), strict=True)
+        style = ";".join(f"{name}:{100 * share:.2f}%" for name, share in places)
+        roles = [*ROLE_NAMES.values()]
+        role = node.id.split("/")[1]
+        label = node.label
+        while len(only := children.get(node.id, [])) == 1:
+            node, label = only[0], f"{label}/{only[0].label}"
+        tip = f"{node.id.strip('/')}\n{humanize.sizes(node.raw_bytes, node.stored_bytes)}"
+        box = Box(label, tip, style, roles.index(role) if role in roles else len(roles) - 1)
+        if h > 2 * _LABEL:
+            box.boxes = _boxes(node.id, children, w, h - _LABEL, least)
+        boxes.append(box)
+    return boxes
+
+
+def _by_size(node: Node) -> tuple[int, str]:
+    return -node.stored_bytes, node.label
+
+
+def squarify(values: Sequence[float], width: float, height: float) -> list[tuple[float, float, float, float]]:
+    """Rectangles (x, y, width, height) of areas in proportion to falling values, which fill one and are nearly squares.
+
+    Bruls, Huizing, van Wijk: Squarified Treemaps (2000).
+
+    >>> squarify([2, 1, 1], 2, 2)
+    [(0.0, 0.0, 1.0, 2.0), (1.0, 0.0, 1.0, 1.0), (1.0, 1.0, 1.0, 1.0)]
+    """
+    rectangles: list[tuple[float, float, float, float]] = []
+    x, y, total = 0.0, 0.0, sum(values)
+    rest = [value * width * height / total for value in values]
+    while rest:
+        side, count = max(min(width, height), 1e-9), 1
+        while count < len(rest) and _worst_aspect(rest[: count + 1], side) <= _worst_aspect(rest[:count], side):
+            count += 1
+        is_column, depth, at = width >= height, sum(rest[:count]) / side, 0.0
+        for area in rest[:count]:
+            length = area / depth
+            rectangles.append((x, y + at, depth, length) if is_column else (x + at, y, length, depth))
+            at += length
+        if is_column:
+            x, width = x + depth, width - depth
+        else:
+            y, height = y + depth, height - depth
+        rest = rest[count:]
+    return rectangles
+
+
+def _worst_aspect(areas: Sequence[float], side: float) -> float:
+    """The longer side by the shorter one, of the longest of some rectangles side by side."""
+    squared = (sum(areas) / side) ** 2
+    return max(max(squared / area, area / squared) for area in areas)

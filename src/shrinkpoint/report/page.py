@@ -11,11 +11,10 @@ from importlib.resources import files
 
 from shrinkpoint import html, humanize
 from shrinkpoint.report.checkpoints import CheckpointReport
-from shrinkpoint.report.figures import series_charts
+from shrinkpoint.report.figures import series_charts, tensor_boxes
 from shrinkpoint.report.files import TensorRow
 from shrinkpoint.report.run import RunReport, seconds_text
-from shrinkpoint.report.treemap import tensor_boxes
-from shrinkpoint.store.loss_increase import LossIncrease
+from shrinkpoint.store.save_report import LossIncrease
 
 _SHOWN_ROWS, _MAX_ROWS = 50, 2000
 """Rows of a table that are seen at once, and those that a click adds."""
@@ -53,17 +52,11 @@ class _Table:
 
 @dataclass(frozen=True)
 class _Details:
-    """Tables of one run below its figures.
+    """Tables of one run below its figures."""
 
-    Attributes:
-        tables: of checkpoints.
-        settings: that the scheme chose for the checkpoint that is shown.
-        tensors: tables of what stayed exact, and of how each tensor is coded.
-    """
-
-    tables: list[_Table]
-    settings: list[tuple[str, str]]
-    tensors: list[_Table]
+    tables: list[_Table]  # of checkpoints
+    settings: list[tuple[str, str]]  # that the scheme chose for the checkpoint that is shown
+    tensors: list[_Table]  # tables of what stayed exact, and of how each tensor is coded
 
 
 def _details(run: RunReport, suffix: str) -> _Details:

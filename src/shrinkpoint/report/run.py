@@ -10,26 +10,18 @@ from shrinkpoint import humanize
 from shrinkpoint.report.checkpoints import CheckpointReport, StoreReport
 from shrinkpoint.report.files import FileReport
 from shrinkpoint.store.chain import file_sizes
-from shrinkpoint.store.loss_increase import LossIncrease
+from shrinkpoint.store.save_report import LossIncrease
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """A store or a run with one of its checkpoints, or one file.
+    """A store or a run with one of its checkpoints, or one file."""
 
-    Attributes:
-        name: how the page calls it, such as its path.
-        store: all checkpoints; None: a single file.
-        shown: the checkpoint whose tensors are shown; None: a single file, or there is none.
-        files: the files of that checkpoint.
-        doomed: why the next prune deletes a checkpoint, by step.
-    """
-
-    name: str
-    store: StoreReport | None
-    shown: CheckpointReport | None
-    files: tuple[FileReport, ...]
-    doomed: Mapping[int, str] = field(default_factory=dict)
+    name: str  # how the page calls it, such as its path
+    store: StoreReport | None  # all checkpoints; None: a single file
+    shown: CheckpointReport | None  # the checkpoint whose tensors are shown; None: a single file, or there is none
+    files: tuple[FileReport, ...]  # the files of that checkpoint
+    doomed: Mapping[int, str] = field(default_factory=dict)  # why the next prune deletes a checkpoint, by step
 
     @property
     def checkpoints(self) -> tuple[CheckpointReport, ...]:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from shrinkpoint.schemes.fisher.activations import Activations as Activations
     from shrinkpoint.schemes.fisher.scheme import Fisher as Fisher
     from shrinkpoint.schemes.inshrinkerator.scheme import Inshrinkerator as Inshrinkerator
-    from shrinkpoint.schemes.lc_checkpoint.scheme import LCCheckpoint as LCCheckpoint
-    from shrinkpoint.schemes.lc_checkpoint.sparse_update import SCAR as SCAR
-    from shrinkpoint.schemes.lc_checkpoint.sparse_update import TOPN as TOPN
+    from shrinkpoint.schemes.lc_checkpoint import SCAR as SCAR
+    from shrinkpoint.schemes.lc_checkpoint import TOPN as TOPN
+    from shrinkpoint.schemes.lc_checkpoint import LCCheckpoint as LCCheckpoint
     from shrinkpoint.schemes.lossless import Lossless as Lossless
     from shrinkpoint.schemes.lossless import Recode as Recode
     from shrinkpoint.schemes.plan import QuantizationPlan as QuantizationPlan
@@ -31,17 +31,17 @@ _MODULES = {
     "Activations": "fisher.activations",
     "Fisher": "fisher.scheme",
     "Inshrinkerator": "inshrinkerator.scheme",
-    "LCCheckpoint": "lc_checkpoint.scheme",
+    "LCCheckpoint": "lc_checkpoint",
     "Lossless": "lossless",
     "ModelEvaluator": "evaluate",
     "Planner": "planner",
     "QuantizationPlan": "plan",
     "QuantizedState": "base",
     "Recode": "lossless",
-    "SCAR": "lc_checkpoint.sparse_update",
+    "SCAR": "lc_checkpoint",
     "Scheme": "base",
     "SearchScheme": "search.scheme",
-    "TOPN": "lc_checkpoint.sparse_update",
+    "TOPN": "lc_checkpoint",
     "get_scheme": "registry",
     "iter_modules": "evaluate",
     "scheme_factory": "registry",

@@ -130,11 +130,7 @@ def finite_or_text(value: Any) -> Any:
 
 
 def check_seed(seed: Any) -> int:
-    """A seed as generators take it.
-
-    Raises:
-        PolicyError: it is none.
-    """
+    """A seed as generators take it; raises PolicyError if it is none."""
     return validate.check_int("seed", seed, minimum=0, maximum=MAX_SEED, do="take 0")
 
 

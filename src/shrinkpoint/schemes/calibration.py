@@ -19,13 +19,7 @@ from torch import Tensor
 from shrinkpoint import humanize
 from shrinkpoint.codec.lattice import dither
 from shrinkpoint.errors import UnmeasuredLossWarning, warn_user
-from shrinkpoint.schemes.evaluate import (
-    MEASURE_ADVICE,
-    DegradationMetric,
-    Reading,
-    TrialValues,
-    scale_of,
-)
+from shrinkpoint.schemes.evaluate import MEASURE_ADVICE, DegradationMetric, Reading, TrialValues, scale_of
 from shrinkpoint.schemes.influence import InfluenceRecorder
 from shrinkpoint.schemes.select import TensorSelection
 from shrinkpoint.sharding.global_tensors import GlobalTensors
@@ -36,14 +30,10 @@ MakeValues = Callable[[], TrialValues]
 ComputeOnAll = Callable[[Callable[[], Any]], list[Any]]
 """What each of several processes computed, on all of them; of one process, what it did."""
 
-REPEAT_INTERVAL = 16
-"""Saves after which an `evaluate` that has always repeated itself is asked twice again."""
-NOISE_WARNING_SHARE = 0.25
-"""Share of what may be lost: for noise above it, a warning is logged."""
-NOISE_ADVICE = "fix its batches and its seed, and call model.eval()"
-"""What to do about noise."""
-_MIN_NOISE_RATIO = 2.0
-"""Times the noise by which an answer for other weights differs at least, where there is noise."""
+REPEAT_INTERVAL = 16  # Saves after which an `evaluate` that has always repeated itself is asked twice again
+NOISE_WARNING_SHARE = 0.25  # Share of what may be lost: for noise above it, a warning is logged
+NOISE_ADVICE = "fix its batches and its seed, and call model.eval()"  # What to do about noise
+_MIN_NOISE_RATIO = 2.0  # Times the noise by which an answer for other weights differs at least, where there is noise
 MAX_INTERVAL_RATIO = 1.25
 """Times what may be lost: an interval that reaches further is that of too few examples. A search goes to the limit, so
 that the interval around what it chooses always reaches a little beyond."""
@@ -59,8 +49,7 @@ _MIN_COMPARED_EXAMPLES, _MIN_CORRELATION = 8, 0.9
 _MIN_MATCHES, _METRIC_ERROR = 2, 1e-6
 """Saves in a row at which a metric was the answer for the unchanged weights, from which it replaces that answer, and by
 how much it may differ, relative to it."""
-_EXTRA_REPEATS = 3
-"""Further answers for the same weights, the first time, where noise deserves a warning."""
+_EXTRA_REPEATS = 3  # Further answers for the same weights, the first time, where noise deserves a warning
 
 
 class UnmeasuredLossNotice:
@@ -185,7 +174,10 @@ class Calibration:
         if broken is not None:
             observation = f"evaluate returned {broken} for the state itself"
             return EvaluateProblem(observation, "see whether training has diverged")
-        metric.baseline = _median_reading(readings, values)
+        # The median of all answers; with examples only if all are equal, since otherwise they are of other examples.
+        first = readings[0]
+        are_equal = all(reading.equals(first) for reading in readings) and all(value == first.value for value in values)
+        metric.baseline = first if are_equal else Reading(statistics.median(values))
         if (examples := metric.baseline.examples) is not None:
             self._sample_text = f"{examples.numel()} {metric.baseline.unit}"
         decay = _NOISE_DECAY if len(readings) > 1 else 1.0
@@ -333,10 +325,7 @@ class Calibration:
         self._matches = {name: self._matches.get(name, 0) + 1 for name in matches}
 
     def _repeat_evaluation(
-        self,
-        metric: DegradationMetric,
-        max_rise: Callable[[float], float] | None,
-        is_followed: Callable[[], bool],
+        self, metric: DegradationMetric, max_rise: Callable[[float], float] | None, is_followed: Callable[[], bool]
     ) -> list[Reading]:
         """Answers for the unchanged weights: two, where noise is unknown or matters; more, where these differ.
 
@@ -475,15 +464,10 @@ def _are_same_examples(reading: Reading, other: Reading) -> bool:
 
 
 class Influence(NamedTuple):
-    """Influence of weights on an answer, as far as it was followed through torch's operations.
+    """Influence of weights on an answer, as far as it was followed through torch's operations."""
 
-    Attributes:
-        read: global names of the weights that an evaluation has read.
-        used: those from which the answer was computed.
-    """
-
-    read: frozenset[str] = frozenset()
-    used: frozenset[str] = frozenset()
+    read: frozenset[str] = frozenset()  # global names of the weights that an evaluation has read
+    used: frozenset[str] = frozenset()  # those from which the answer was computed
 
     @classmethod
     def from_recorder(
@@ -538,10 +522,3 @@ def _add_noise(x: Tensor, seed: int, deviations: float) -> Tensor:
     width = math.sqrt(12.0) * spread if 0 < spread < math.inf else 1.0  # that of uniform noise with this deviation
     noise = dither(seed, (1, x.numel()), x.device).reshape(x.shape)
     return (plain + deviations * width * noise).to(x.dtype)
-
-
-def _median_reading(readings: Sequence[Reading], values: Sequence[float]) -> Reading:
-    """The median of all answers; with examples only if all are equal, since otherwise they are of other examples."""
-    first = readings[0]
-    are_equal = all(reading.equals(first) for reading in readings) and all(value == first.value for value in values)
-    return first if are_equal else Reading(statistics.median(values))

@@ -470,7 +470,16 @@ class ShardedModelEvaluator(TrialEvaluator):
     def evaluate(self, values: Mapping[str, Tensor]) -> Reading:
         """Evaluate the model with these values, as `TrialEvaluator.evaluate`; a collective that averages over ranks."""
         assert self._global_tensors is not None
-        return _mean(self._global_tensors.collectives.all_gather(super().evaluate(values)))
+        # Examples of all ranks are joined if each rank has as many: only then their mean is the mean of the ranks.
+        readings = self._global_tensors.collectives.all_gather(super().evaluate(values))
+        first, *rest = readings
+        if all(reading.equals(first) for reading in rest):
+            return first
+        examples = [reading.examples for reading in readings if reading.examples is not None]
+        are_equal = len(examples) == len(readings) and len({example.numel() for example in examples}) == 1
+        mean = math.fsum(reading.value for reading in readings) / len(readings)
+        failed = next((reading for reading in readings if reading.failure), None)
+        return failed or Reading(mean, torch.cat(examples) if are_equal else None, unit=first.unit)
 
     def _argument(self, values: Mapping[str, Tensor]) -> Any:
         for name, value in values.items():
@@ -524,21 +533,6 @@ class _ShardedModelGuard(ModelStateGuard):
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         super().restore()
-
-
-def _mean(readings: list[Reading]) -> Reading:
-    """The mean of the readings of all ranks; the reading itself if they agree.
-
-    Examples of all ranks are joined if each rank has as many, for only then their mean is the mean of the ranks.
-    """
-    first, *rest = readings
-    if all(reading.equals(first) for reading in rest):
-        return first
-    examples = [reading.examples for reading in readings if reading.examples is not None]
-    are_equal = len(examples) == len(readings) and len({example.numel() for example in examples}) == 1
-    mean = math.fsum(reading.value for reading in readings) / len(readings)
-    failed = next((reading for reading in readings if reading.failure), None)
-    return failed or Reading(mean, torch.cat(examples) if are_equal else None, unit=first.unit)
 
 
 def call_evaluate(evaluate: Evaluate, argument: Any) -> Reading:

@@ -29,25 +29,18 @@ _OVERWRITES = frozenset({"index_put", "index_copy", "scatter", "scatter_reduce",
 _SELECTED = """index index_select gather take masked_select max min amax amin aminmax argmax argmin topk sort
 argsort median kthvalue mode nonzero nll_loss_forward nll_loss2d_forward nll_loss nll_loss_nd
 cross_entropy_loss tril triu"""
-_SELECTIONS = frozenset(_SELECTED.split())
-"""Operations that pass over elements."""
+_SELECTIONS = frozenset(_SELECTED.split())  # Operations that pass over elements
 _MAX_WRITTEN = 4096
 _COMPILED_MODULES = "torch._inductor.runtime.compile_tasks."
 """The prefix of modules that torch.compile has written, which compute unseen, and in memory that was used before."""
 
 
 class _Origin(NamedTuple):
-    """Weights that a tensor is computed from, as bits.
+    """Weights that a tensor is computed from, as bits."""
 
-    Attributes:
-        may: those that elements may depend on.
-        some: those that at least one of its elements depends on.
-        each: those that each of its elements depends on.
-    """
-
-    may: int = 0
-    some: int = 0
-    each: int = 0
+    may: int = 0  # those that elements may depend on
+    some: int = 0  # those that at least one of its elements depends on
+    each: int = 0  # those that each of its elements depends on
 
     @property
     def of_part(self) -> _Origin:
@@ -64,24 +57,16 @@ _NO_ORIGIN = _Origin()
 
 
 class _Rule(NamedTuple):
-    """How an operation passes origins on.
+    """How an operation passes origins on."""
 
-    Attributes:
-        name: without namespace, overload and the "_" of an operation in place.
-        is_known: False for operations of other libraries.
-        written: position and name of each argument that is changed.
-        outputs: names of the arguments that are only written.
-        may_be_view: the result may share memory with an argument.
-    """
-
-    name: str
-    is_known: bool
-    written: tuple[tuple[int, str], ...] = ()
-    outputs: frozenset[str] = frozenset()
-    may_be_view: bool = False
+    name: str  # without namespace, overload and the "_" of an operation in place
+    is_known: bool  # False for operations of other libraries
+    written: tuple[tuple[int, str], ...] = ()  # position and name of each argument that is changed
+    outputs: frozenset[str] = frozenset()  # names of the arguments that are only written
+    may_be_view: bool = False  # the result may share memory with an argument
 
 
-class InfluenceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class InfluenceRecorder(TorchDispatchMode):
     """Follows weights through torch's operations, up to the numbers that a program takes out of tensors.
 
     A weight is lost on the way where its elements may be passed over: in a part of joined tensors, or behind a factor
@@ -148,7 +133,6 @@ class InfluenceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return frozenset(name for bit, name in enumerate(self._names) if bits >> bit & 1)
 
     def _origin(self, tensor: Tensor) -> _Origin:
-        """The origin of a tensor; none without elements."""
         storage = _storage(tensor)
         if storage is None or not tensor.numel():
             return _NO_ORIGIN
@@ -165,7 +149,6 @@ class InfluenceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return storage._cdata in self._written or storage.data_ptr() in self._sources
 
     def _origin_of_result(self, rule: _Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Origin:
-        """The origin of what an operation is about to compute."""
         operands = [*args, *(value for name, value in kwargs.items() if name not in rule.outputs)]
         if rule.name == "to" or rule.name.endswith("_as"):
             operands = operands[:1]  # another tensor says which shape or dtype
@@ -214,9 +197,9 @@ class InfluenceRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, storage: torch.UntypedStorage, origin: _Origin) -> None:
         if len(self._written) >= self._max_written:
             entries = self._written.items()
-            self._written = {key: x for key, x in entries if not x[0].expired()}  # type: ignore[no-untyped-call]
+            self._written = {key: x for key, x in entries if not x[0].expired()}
             self._max_written = max(_MAX_WRITTEN, 2 * len(self._written))
-        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        reference = StorageWeakRef(storage)
         self._written[reference.cdata] = reference, origin
 
 
@@ -302,7 +285,6 @@ def _of_factors(name: str, operands: Sequence[Any], origins: Mapping[int, _Origi
 
 
 def _tensors(nest: Any) -> Iterator[Tensor]:
-    """Tensors of nested lists and tuples."""
     if isinstance(nest, Tensor):
         yield nest
     elif isinstance(nest, list | tuple):
@@ -320,7 +302,6 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 def _covers(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
-    """True if a tensor has all elements of its storage."""
     local = _local(tensor)
     sizes = [size for size, stride in zip(local.shape, local.stride(), strict=True) if stride]
     return bool(math.prod(sizes) * local.element_size() >= storage.nbytes())

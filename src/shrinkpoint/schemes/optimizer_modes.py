@@ -28,18 +28,13 @@ from shrinkpoint.tensors.info import Role
 
 Mode = Literal["exact", "reset", "lossy"]
 """exact: bit-exact moments. reset: moments of zero. lossy: moments on 254 logarithmic levels."""
-PlanMode = Mode | Literal["reset first"]
-"""Also "reset first": first moments of zero, all else as it is."""
+PlanMode = Mode | Literal["reset first"]  # Also "reset first": first moments of zero, all else as it is
 
 _MOMENTS = (Role.MOMENT1, Role.MOMENT2)
 
 
 def check_mode(mode: str) -> Mode:
-    """Return the mode if it is valid.
-
-    Raises:
-        PolicyError: it is not.
-    """
+    """Return the mode if it is valid; raises PolicyError if it is not."""
     checked: Mode = validate.check_choice("optimizer", mode, get_args(Mode))
     return checked
 

@@ -158,11 +158,7 @@ def plan_within_memory(
 
 
 def exact_plan(scheme: Scheme, reason: str) -> QuantizationPlan:
-    """A plan by which a scheme loses nothing.
-
-    Args:
-        reason: why, for the manifest.
-    """
+    """A plan by which a scheme loses nothing, with the reason for the manifest."""
     return QuantizationPlan(scheme.id, {}, loss={"scheme": scheme.id, "chosen": None, "exact": reason})
 
 

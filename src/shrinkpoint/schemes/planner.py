@@ -30,12 +30,7 @@ from shrinkpoint.schemes.calibration import (
     record_influence,
 )
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
-from shrinkpoint.schemes.evaluate import (
-    DegradationMetric,
-    Evaluate,
-    ShardedModelEvaluator,
-    TrialEvaluator,
-)
+from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, ShardedModelEvaluator, TrialEvaluator
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.schemes.plan import QuantizationPlan, plan_within_memory
 from shrinkpoint.schemes.residual import ResidualScheme
@@ -46,40 +41,27 @@ from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON, Role
 
 _log = logging.getLogger("shrinkpoint")
-ChoiceT = TypeVar("ChoiceT")
-"""What a scheme chooses for one state."""
+ChoiceT = TypeVar("ChoiceT")  # What a scheme chooses for one state
 
 
 @dataclass
 class PlannedSave:
-    """A state that is planned, and what the phases have found out about it.
-
-    Attributes:
-        reference: the decoded previous checkpoint; None if there is none.
-        base: the same, if this checkpoint may be a difference to it.
-        evaluator: measures trials; None: on copies of the state.
-        tensors: the tensors of all ranks.
-        is_shared: other ranks take part, which have other shards of the state.
-        unchanged: codes of weights that equal the previous checkpoint bit by bit, by local name.
-        selection: the other weights that may be quantized; a phase that rules some of them out replaces it.
-        selected: global names of all weights that may be quantized, whether they have moved or not.
-        may_have_copies: there are tensors beside these weights with their shapes and no other role.
-        is_idle: no weight has moved.
-        start: when planning began, by `time.perf_counter`.
-    """
+    """A state that is planned, and what the phases have found out about it."""
 
     state: FlatState
-    reference: Reference | None
-    base: Reference | None
-    evaluator: TrialEvaluator | None
-    tensors: GlobalTensors
-    is_shared: bool
+    reference: Reference | None  # the decoded previous checkpoint; None if there is none
+    base: Reference | None  # the same, if this checkpoint may be a difference to it
+    evaluator: TrialEvaluator | None  # measures trials; None: on copies of the state
+    tensors: GlobalTensors  # the tensors of all ranks
+    is_shared: bool  # other ranks take part, which have other shards of the state
+    # Codes of weights that equal the previous checkpoint bit by bit, by local name.
     unchanged: dict[str, QuantizedTensor] = field(repr=False)
+    # The other weights that may be quantized; a phase that rules some of them out replaces it.
     selection: TensorSelection
-    selected: tuple[str, ...]
-    may_have_copies: bool
-    is_idle: bool
-    start: float
+    selected: tuple[str, ...]  # global names of all weights that may be quantized, whether they have moved or not
+    may_have_copies: bool  # there are tensors beside these weights with their shapes and no other role
+    is_idle: bool  # no weight has moved
+    start: float  # when planning began, by `time.perf_counter`
 
     @property
     def seconds(self) -> float:
@@ -116,8 +98,7 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
         seed: of random numbers.
     """
 
-    min_weight_size: ClassVar[tuple[int, int]]
-    """How many values and axes a weight has at least that is quantized."""
+    min_weight_size: ClassVar[tuple[int, int]]  # How many values and axes a weight has at least that is quantized
     learns_from_trials: ClassVar[bool] = False
     """True if the scheme asks `Measurement.find_late_problem` after its trials."""
     counts_terms: ClassVar[bool] = False

@@ -23,13 +23,11 @@ _REGISTRY = {
     "topn": "TOPN",
 }
 """Id -> class in `shrinkpoint.schemes`, which imports a module when a class of it is asked for."""
-_LABORATORY = ("qd", "cnr", "gobo", "excp")
-"""Ids of schemes that the package shrinkpoint-lab adds, if it is installed."""
+_LABORATORY = ("qd", "cnr", "gobo", "excp")  # Ids of schemes that the package shrinkpoint-lab adds, if it is installed
 
 _OBJECT_SETTINGS = ("activations", "calibrate", "evaluate", "gradients", "group", "progress", "space")
 """Settings that cannot be written as text."""
-MAX_TEXT = 4096
-"""Maximum number of characters of a text: deeper nesting could overflow Python's parser."""
+MAX_TEXT = 4096  # Maximum number of characters of a text: deeper nesting could overflow Python's parser
 _FIXED_LOSS_SETTINGS = frozenset({"config", "nats", "ratio", "relative_error"})
 """Settings that decide what a scheme quantizes, so that it needs no `evaluate`."""
 _PATTERN = re.compile(r"\s*([a-z][a-z0-9-]*)\s*(?:\((.*)\))?\s*", re.DOTALL)

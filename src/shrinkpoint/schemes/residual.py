@@ -103,11 +103,7 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
 
     @abstractmethod
     def quantize_weights(
-        self,
-        weights: Mapping[str, Tensor],
-        differences: Mapping[str, Tensor],
-        state: FlatState,
-        stats: GlobalStats,
+        self, weights: Mapping[str, Tensor], differences: Mapping[str, Tensor], state: FlatState, stats: GlobalStats
     ) -> dict[str, CodebookTensor]:
         """Return the residual codes of weights, by name; a collective.
 
@@ -198,11 +194,7 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
         return {**self.settings, "optimizer": self._optimizer}
 
     def _usable_residuals(
-        self,
-        selected: Mapping[str, Tensor],
-        state: FlatState,
-        reference: Reference | None,
-        stats: GlobalStats,
+        self, selected: Mapping[str, Tensor], state: FlatState, reference: Reference | None, stats: GlobalStats
     ) -> tuple[dict[str, CodebookTensor], dict[str, float]]:
         """Residual codes by local name, on the CPU, and errors of diverged weights by global name; a collective."""
         differences = _differences(selected, reference)

@@ -34,20 +34,16 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class TensorSelection:
-    """The weights of a state to be quantized, and the tensors that follow from them.
+    """The weights of a state to be quantized, and the tensors that follow from them."""
 
-    Attributes:
-        tensors: by name; the state's own, on their devices. Of sharded weights, this rank's shards that have values.
-        cast_sources: by the name of a copy (narrower, or tied), the name of the selected tensor that it is a cast of.
-        nonfinite: global names of weights that would have been selected but hold a nan or an infinity.
-        global_names: names of the selected weights of all ranks, in the same order on every rank.
-        sums: of the values of local tensors that could have been selected, by name.
-    """
-
+    # By name; the state's own, on their devices. Of sharded weights, this rank's shards that have values.
     tensors: dict[str, Tensor] = field(repr=False)
+    # By the name of a copy (narrower, or tied), the name of the selected tensor that it is a cast of.
     cast_sources: dict[str, str]
+    # Global names of weights that would have been selected but hold a nan or an infinity.
     nonfinite: tuple[str, ...] = ()
-    global_names: tuple[str, ...] = ()
+    global_names: tuple[str, ...] = ()  # names of the selected weights of all ranks, in the same order on every rank
+    # Of the values of local tensors that could have been selected, by name.
     sums: Mapping[str, ValueSums] = field(default_factory=dict, repr=False)
 
     def warn_nonfinite(self) -> None:
@@ -153,19 +149,15 @@ def select_tensors(
 
 
 class _ShardReport(NamedTuple):
-    """Report of a rank about its shard of a candidate.
+    """Report of a rank about its shard of a candidate."""
 
-    Attributes:
-        is_quantizable: it may be selected even if it is no master copy.
-        masters: global names of float32 tensors that the shard is a cast of; None if the shard has no values.
-        tied: global names of optimized tensors that the shard is a copy of; None if the shard has no values.
-    """
-
-    is_quantizable: bool
+    is_quantizable: bool  # it may be selected even if it is no master copy
     is_finite: bool
     is_float32: bool
     is_optimized: bool
+    # Global names of float32 tensors that the shard is a cast of; None if the shard has no values.
     masters: tuple[str, ...] | None
+    # Global names of optimized tensors that the shard is a copy of; None if the shard has no values.
     tied: tuple[str, ...] | None
 
 
@@ -186,10 +178,7 @@ def _group_by_shard(global_tensors: GlobalTensors, names: Iterable[str]) -> dict
 
 
 def _find_masters(
-    name: str,
-    candidates: Mapping[str, Tensor],
-    colocated: Mapping[_ShardKey, list[str]],
-    global_tensors: GlobalTensors,
+    name: str, candidates: Mapping[str, Tensor], colocated: Mapping[_ShardKey, list[str]], global_tensors: GlobalTensors
 ) -> tuple[str, ...] | None:
     tensor = candidates[name]
     if not tensor.numel():
@@ -221,7 +210,6 @@ def _find_tied(
 
 
 def _merge_reports(shards: Sequence[_ShardReport]) -> _ShardReport:
-    """Properties that all shards of a candidate share."""
     return _ShardReport(
         is_quantizable=any(shard.is_quantizable for shard in shards),
         is_finite=all(shard.is_finite for shard in shards),
@@ -292,8 +280,7 @@ def is_cast(tensor: Tensor, master: Tensor) -> bool:
     return torch.equal(head, master_head.to(tensor.dtype)) and torch.equal(tensor.cpu(), master.to(tensor.dtype).cpu())
 
 
-_HEAD_VALUES = 4096
-"""How many values are compared first: those of a tensor that trains differ there already."""
+_HEAD_VALUES = 4096  # How many values are compared first: those of a tensor that trains differ there already
 
 
 def unchanged_tensors(
@@ -377,8 +364,7 @@ def _relative_to(quantized_tensor: QuantizedTensor | None) -> str:
 _ROLES = {Role.BUFFER: "a buffer", Role.GRADIENT: "a gradient", Role.OTHER: "not known to be a weight"}
 _OPTIMIZER = "of the optimizer"
 _UNKNOWN = "of an optimizer that is not known"
-_MAX_NAMES = 4
-"""How many names are listed for each reason, the largest tensors first."""
+_MAX_NAMES = 4  # How many names are listed for each reason, the largest tensors first
 
 
 def exact_reasons(

@@ -31,17 +31,13 @@ Key = TypeVar("Key", int, str)
 Array: TypeAlias = npt.NDArray[Any]
 AllGather = Callable[[Any], list[Any]]
 """Returns the objects of all ranks, in rank order; an exception in place of an object is raised by all ranks."""
-CELL_BITS = 40
-"""Bits of a cell's index; the bits above are the key of the array that it is in."""
+CELL_BITS = 40  # Bits of a cell's index; the bits above are the key of the array that it is in
 _INDEX_MASK = (1 << CELL_BITS) - 1
-_PICKLE_PROTOCOL = 3
-"""Later protocols frame even the smallest messages."""
+_PICKLE_PROTOCOL = 3  # Later protocols frame even the smallest messages
 _OWNER_STRIDE = 29
-_STRIPE = 64
-"""Consecutive cells of an array that the same rank reduces."""
+_STRIPE = 64  # Consecutive cells of an array that the same rank reduces
 _IDENTITY: dict[np.ufunc, float] = {np.add: 0, np.minimum: np.inf, np.maximum: -np.inf}
-_Packed: TypeAlias = tuple[str, bytes]
-"""The dtype and the bytes of an array."""
+_Packed: TypeAlias = tuple[str, bytes]  # The dtype and the bytes of an array
 _PackedCells: TypeAlias = tuple[_Packed, ...]
 """The starts and the lengths of runs of consecutive cells, and columns of numbers."""
 
@@ -70,12 +66,9 @@ class ArrayReduction(Protocol[R]):
 
 
 class Collectives(ABC):
-    """Collectives of the ranks that write a checkpoint together; all of them call the same ones in the same order.
+    """Collectives of the ranks that write a checkpoint together; all of them call the same ones in the same order."""
 
-    Attributes:
-        rank, world_size: of this process, and of all.
-    """
-
+    # `rank`, `world_size`: of this process, and of all.
     rank: int
     world_size: int
 
@@ -303,13 +296,9 @@ def gather_or_raise(
 
 @dataclass(frozen=True)
 class RemoteError:
-    """An error as text, because not every exception survives pickling.
+    """An error as text, because not every exception survives pickling."""
 
-    Attributes:
-        kind: the name of its class in `errors`.
-    """
-
-    kind: str
+    kind: str  # the name of its class in `errors`
     where: str
     found: str
     expected: str
@@ -341,7 +330,6 @@ def raise_remote(objects: list[Any]) -> list[Any]:
 
 
 def _to_message(obj: Any) -> bytes:
-    """An object in bytes, None in none."""
     return b"" if obj is None else pickle.dumps(obj, _PICKLE_PROTOCOL)
 
 

@@ -28,16 +28,11 @@ X = TypeVar("X")
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A box of a global tensor that this rank has.
+    """A box of a global tensor that this rank has."""
 
-    Attributes:
-        spec: the global tensor, and where in it the box begins.
-        sizes: the shape of the box.
-        is_primary: the box has values, and no rank before has the same box; sums over ranks count only such shards.
-    """
-
-    spec: ShardSpec
-    sizes: tuple[int, ...]
+    spec: ShardSpec  # the global tensor, and where in it the box begins
+    sizes: tuple[int, ...]  # the shape of the box
+    # The box has values, and no rank before has the same box; sums over ranks count only such shards.
     is_primary: bool = True
 
     @property
@@ -48,16 +43,12 @@ class TensorShard:
 
 @dataclass(frozen=True)
 class Marginals:
-    """Sums over a global tensor, seen as a matrix.
+    """Sums over a global tensor, seen as a matrix."""
 
-    Attributes:
-        shape: the shape of the tensor.
-        total: the sum of all values.
-        row_sums, column_sums: of each row and each column, float64; empty for a matrix of one row, or if not requested.
-    """
-
-    shape: tuple[int, ...]
-    total: float
+    shape: tuple[int, ...]  # the shape of the tensor
+    total: float  # the sum of all values
+    # `row_sums`, `column_sums`: of each row and each column, float64; empty for a matrix of one row, or if not
+    # requested.
     row_sums: Tensor = field(repr=False)
     column_sums: Tensor = field(repr=False)
 
@@ -86,22 +77,15 @@ class _ShardReport(NamedTuple):
 
 
 class _TensorSummary(NamedTuple):
-    """Description of a global tensor, equal on all ranks.
+    """Description of a global tensor, equal on all ranks."""
 
-    Attributes:
-        first: rank and position of the shard that was reported first.
-        role: of the shard that was reported last.
-        num_nonempty: number of shards that have values.
-        conflict: another dtype and shape that a rank gives the tensor, as text; "" if there is none.
-    """
-
-    first: tuple[int, int]
+    first: tuple[int, int]  # rank and position of the shard that was reported first
     name: str
     shape: tuple[int, ...]
     dtype: str
-    role: str
-    num_nonempty: int
-    conflict: str
+    role: str  # of the shard that was reported last
+    num_nonempty: int  # number of shards that have values
+    conflict: str  # another dtype and shape that a rank gives the tensor, as text; "" if there is none
 
 
 class GlobalTensors:

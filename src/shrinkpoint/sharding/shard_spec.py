@@ -15,23 +15,16 @@ from shrinkpoint.codec.lattice import MAX_SCALE_EXPONENT, Lattice, matrix_shape,
 from shrinkpoint.errors import StateError
 from shrinkpoint.sharding.collectives import Collectives
 
-_INDEX_MULTIPLIER = 0x9E3779B1
-"""The factor of a value's index in `codec.lattice.dither`."""
+_INDEX_MULTIPLIER = 0x9E3779B1  # The factor of a value's index in `codec.lattice.dither`
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Offset of a shard in its global tensor; with the shard's sizes, that is a box.
+    """Offset of a shard in its global tensor; with the shard's sizes, that is a box."""
 
-    Attributes:
-        global_name: the name of the global tensor, the same on every rank.
-        global_shape: the shape of the global tensor.
-        offsets: the index of the shard's first value, one number for each axis.
-    """
-
-    global_name: str
-    global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
+    global_name: str  # the name of the global tensor, the same on every rank
+    global_shape: tuple[int, ...]  # the shape of the global tensor
+    offsets: tuple[int, ...]  # the index of the shard's first value, one number for each axis
 
     @property
     def global_numel(self) -> int:
@@ -89,11 +82,7 @@ class ShardSpec:
         return (global_seed + first * _INDEX_MULTIPLIER) % (1 << 32) or 1
 
     def check(self, name: str, sizes: tuple[int, ...]) -> None:
-        """Check that a shard of these sizes lies within the global tensor.
-
-        Raises:
-            StateError: it does not.
-        """
+        """Check that a shard of these sizes lies within the global tensor; raises StateError if it does not."""
         fits = len(self.global_shape) == len(self.offsets) == len(sizes)
         if not fits or any(
             start < 0 or start + size > global_size
@@ -105,15 +94,11 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Boxes of a rank's tensors in the tensors of all ranks that write a checkpoint together.
+    """Boxes of a rank's tensors in the tensors of all ranks that write a checkpoint together."""
 
-    Attributes:
-        specs: by name of a tensor in the rank's state; a tensor without a spec is a whole one, on this rank alone.
-        collectives: of all these ranks.
-    """
-
+    # By name of a tensor in the rank's state; a tensor without a spec is a whole one, on this rank alone.
     specs: Mapping[str, ShardSpec] = field(repr=False)
-    collectives: Collectives = field(repr=False)
+    collectives: Collectives = field(repr=False)  # of all these ranks
 
 
 _MAX_PAIRWISE = 1 << 10

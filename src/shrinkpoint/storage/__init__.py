@@ -13,8 +13,15 @@ from shrinkpoint.storage.base import (
 )
 from shrinkpoint.storage.local import LocalStorage, atomic_replace, check_no_loss
 from shrinkpoint.storage.object_cache import ObjectCache
-from shrinkpoint.storage.object_url import ObjectUrl, is_object_url
-from shrinkpoint.storage.paths import hide_credentials, is_url, local_path, natural_key, what_is_at
+from shrinkpoint.storage.paths import (
+    ObjectUrl,
+    hide_credentials,
+    is_object_url,
+    is_url,
+    local_path,
+    natural_key,
+    what_is_at,
+)
 from shrinkpoint.storage.resolve import (
     AnyDirectory,
     directory_storage,

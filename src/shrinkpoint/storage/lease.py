@@ -38,27 +38,19 @@ _MAX_ATTEMPTS = 5  # to take a lease that others take and free at the same time
 
 @dataclass(frozen=True)
 class LockNote:
-    """Contents of the lock object about its holder.
+    """Contents of the lock object about its holder."""
 
-    Attributes:
-        token: random text of one holder; "" where it is free.
-        count: how often the holder has written it: no two versions of the object are equal.
-        seconds: how long the lease lasts after it was written.
-        host, pid: of the holder, for people.
-        machine: identifies the machine since its start, and the set of process ids: whoever has the same can see
-            whether the holder lives. "" where the system does not say.
-        version: the object's ETag and version, for conditional writes.
-        modified: when the service took it.
-    """
-
-    token: str = ""
-    count: int = 0
-    seconds: float = 0.0
+    token: str = ""  # random text of one holder; "" where it is free
+    count: int = 0  # how often the holder has written it: no two versions of the object are equal
+    seconds: float = 0.0  # how long the lease lasts after it was written
+    # `host`, `pid`: of the holder, for people.
     host: str = ""
     pid: int = 0
+    # Identifies the machine since its start, and the set of process ids: whoever has the same can see whether the
+    # holder lives. "" where the system does not say.
     machine: str = ""
-    version: Any = None
-    modified: datetime | None = None
+    version: Any = None  # the object's ETag and version, for conditional writes
+    modified: datetime | None = None  # when the service took it
 
     @property
     def holder(self) -> str:

@@ -135,16 +135,13 @@ class LocalSink(Sink):
             with _os_errors(self._where, "writing"):
                 rest = rest[self._file.write(rest) :]
         if is_large:
-            self._start_writeback()
-
-    def _start_writeback(self) -> None:
-        """Make the kernel begin to write what has been written here, once that is much."""
-        with suppress(OSError, AttributeError):  # not every system has it; `sync` reports any error
-            length = self._file.tell() - self._flushed
-            if length >= _WRITEBACK_BYTES:
-                # Dirty pages are not dropped by this: Linux only begins to write them.
-                os.posix_fadvise(self._file.fileno(), self._flushed, length, os.POSIX_FADV_DONTNEED)
-                self._flushed += length
+            # Make the kernel begin to write what has been written here, once that is much
+            with suppress(OSError, AttributeError):  # not every system has it; `sync` reports any error
+                length = self._file.tell() - self._flushed
+                if length >= _WRITEBACK_BYTES:
+                    # Dirty pages are not dropped by this: Linux only begins to write them.
+                    os.posix_fadvise(self._file.fileno(), self._flushed, length, os.POSIX_FADV_DONTNEED)
+                    self._flushed += length
 
     def seek(self, offset: int) -> None:
         with _os_errors(self._where, "seeking"):

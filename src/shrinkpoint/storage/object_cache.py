@@ -17,7 +17,7 @@ import os
 import secrets
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -33,10 +33,8 @@ from shrinkpoint.threads import ForkSafeLock
 
 DIRECTORY_VARIABLE, BYTES_VARIABLE = "SHRINKPOINT_CACHE", "SHRINKPOINT_CACHE_BYTES"
 """Environment variables: the directory of the cache, and how much it may take."""
-BLOCK_BYTES = 1 << 20
-"""Bytes that one digest is of."""
-MIN_BYTES = 1 << 18
-"""Up to this size an object comes whole with the request that opens it, and is not cached."""
+BLOCK_BYTES = 1 << 20  # Bytes that one digest is of
+MIN_BYTES = 1 << 18  # Up to this size an object comes whole with the request that opens it, and is not cached
 _WINDOW_BYTES = 1 << 25  # that are moved at a time
 _FOOTER = struct.Struct("<32sQ")  # digest and length of the index before it
 _MAX_INDEX_BYTES = 1 << 28
@@ -44,17 +42,11 @@ _log = logging.getLogger("shrinkpoint")
 
 
 class ObjectVersion(NamedTuple):
-    """One object as it is at one time.
+    """One object as it is at one time."""
 
-    Attributes:
-        url: of the object, without credentials.
-        e_tag: what its service says of its content.
-        size: in bytes.
-    """
-
-    url: str
-    e_tag: str
-    size: int
+    url: str  # of the object, without credentials
+    e_tag: str  # what its service says of its content
+    size: int  # in bytes
 
 
 class RemoteSource(Source, Protocol):
@@ -166,7 +158,6 @@ class ObjectCache:
         return self.directory / f"{xxh3_128(url.encode())}.object"
 
     def _open_copy(self, version: ObjectVersion) -> CachedFile | None:
-        """The copy of this very version; None if there is none."""
         path = self._path_of(version.url)
         try:
             copy = CachedFile(path, version)
@@ -236,27 +227,24 @@ class CachedFile(Source):
         self.path, self._version = path, version
         self._file = LocalSource(path, str(path))
         try:
-            self._digests = self._read_digests()
+            length, size = self._file.size, self._version.size
+            digest, index_bytes = _FOOTER.unpack(self._file.read(max(length - _FOOTER.size, 0), _FOOTER.size))
+            if index_bytes > _MAX_INDEX_BYTES or length != size + index_bytes + _FOOTER.size:
+                raise self._damaged()
+            index = bytes(self._file.read(size, index_bytes))
+            if xxh3_128(index).encode() != digest:
+                raise self._damaged()
+            content = json.loads(index)
+            if ObjectVersion(*content["version"]) != self._version:
+                raise self._damaged()
+            digests = [content["digests"][begin : begin + 32] for begin in range(0, len(content["digests"]), 32)]
+            if len(digests) != -(-size // BLOCK_BYTES):
+                raise self._damaged()
+            self._digests = digests
         except BaseException:
             self._file.close()
             raise
         self._verified = bytearray(len(self._digests))
-
-    def _read_digests(self) -> Sequence[str]:
-        length, size = self._file.size, self._version.size
-        digest, index_bytes = _FOOTER.unpack(self._file.read(max(length - _FOOTER.size, 0), _FOOTER.size))
-        if index_bytes > _MAX_INDEX_BYTES or length != size + index_bytes + _FOOTER.size:
-            raise self._damaged()
-        index = bytes(self._file.read(size, index_bytes))
-        if xxh3_128(index).encode() != digest:
-            raise self._damaged()
-        content = json.loads(index)
-        if ObjectVersion(*content["version"]) != self._version:
-            raise self._damaged()
-        digests = [content["digests"][begin : begin + 32] for begin in range(0, len(content["digests"]), 32)]
-        if len(digests) != -(-size // BLOCK_BYTES):
-            raise self._damaged()
-        return digests
 
     @property
     def size(self) -> int:
@@ -420,11 +408,7 @@ class CacheWriter:
             return [(end, begin - end) for end, begin in zip(ends, begins, strict=True) if begin > end]
 
     def commit(self) -> None:
-        """Make this the copy, if it is whole.
-
-        Raises:
-            OSError: writing failed.
-        """
+        """Make this the copy, if it is whole; raises OSError if writing failed."""
         if self.gaps():
             return
         with self._lock.lock:

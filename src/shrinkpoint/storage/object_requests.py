@@ -10,15 +10,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shrinkpoint.errors import NotFoundError, PolicyError, ShrinkpointError, StorageError, missing_extra
-from shrinkpoint.storage.object_url import ObjectUrl
+from shrinkpoint.storage.paths import ObjectUrl
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 T = TypeVar("T")
 # Two layers retry: obstore itself, with its own back-off, and `send_request` where obstore gives up.
-REQUEST_SECONDS = 180.0
-"""Longest time in seconds of one request with all of obstore's retries."""
+REQUEST_SECONDS = 180.0  # Longest time in seconds of one request with all of obstore's retries
 _MAX_RETRIES = 10  # by obstore
 _PAUSES = (0.1, 0.4, 1.6)  # seconds before `send_request` sends a request again whose answer broke off
 _VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}

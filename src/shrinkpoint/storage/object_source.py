@@ -17,8 +17,7 @@ from shrinkpoint.threads import submit_or_run
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-BLOCK_BYTES = 1 << 18
-"""Bytes of a block: what one request brings at least."""
+BLOCK_BYTES = 1 << 18  # Bytes of a block: what one request brings at least
 _MAX_RUN = 16  # blocks that one request brings at most, where they are read one after another
 _MAX_BLOCKS = 128  # that are held
 _MAX_REQUEST_BYTES = 1 << 23  # a slow line still brings them before a request times out
@@ -46,12 +45,7 @@ class ObjectSource(Source):
         self._lock = threading.Lock()
         self._blocks: OrderedDict[int, Future[memoryview]] = OrderedDict()
         self._next_block, self._run = 1, 1  # where the last request ended, and how many blocks it brought
-        first = self._open()
-        self._blocks[0] = Future()
-        self._blocks[0].set_result(first)
-
-    def _open(self) -> memoryview:
-        """Learn size and ETag, and read the first block, in one request."""
+        # Learn size and ETag, and read the first block, in one request
         import obstore
 
         def get() -> tuple[Any, memoryview]:
@@ -63,10 +57,11 @@ class ObjectSource(Source):
                     raise
                 return obstore.head(self._store, self._path), memoryview(b"")
 
-        self._meta, data = send_request(self._where, "opening", get)
-        if data.nbytes != min(self.size, BLOCK_BYTES):
-            raise self._short_error(0, min(self.size, BLOCK_BYTES), data.nbytes)
-        return data
+        self._meta, first = send_request(self._where, "opening", get)
+        if first.nbytes != min(self.size, BLOCK_BYTES):
+            raise self._short_error(0, min(self.size, BLOCK_BYTES), first.nbytes)
+        self._blocks[0] = Future()
+        self._blocks[0].set_result(first)
 
     @property
     def size(self) -> int:
@@ -106,7 +101,6 @@ class ObjectSource(Source):
             submit_or_run(self._pool, self._fetch, indices, futures)
 
     def _has_blocks(self, begin: int, end: int) -> bool:
-        """True if all blocks of a range are there, or on the way."""
         with self._lock:
             return end - begin <= _MAX_BLOCKS and all(index in self._blocks for index in range(begin, end))
 

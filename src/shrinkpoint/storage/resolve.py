@@ -10,11 +10,9 @@ from shrinkpoint.errors import PolicyError
 from shrinkpoint.storage.base import Storage, check_key
 from shrinkpoint.storage.local import LocalStorage
 from shrinkpoint.storage.object_cache import ObjectCache
-from shrinkpoint.storage.object_url import ObjectUrl, is_object_url, parse_object_url
-from shrinkpoint.storage.paths import local_path
+from shrinkpoint.storage.paths import ObjectUrl, is_object_url, local_path, parse_object_url
 
-AnyDirectory: TypeAlias = str | os.PathLike[str] | ObjectUrl
-"""A directory of this machine, or a place in a bucket."""
+AnyDirectory: TypeAlias = str | os.PathLike[str] | ObjectUrl  # A directory of this machine, or a place in a bucket
 
 
 def resolve_directory(where: AnyDirectory, argument: str = "directory") -> Path | ObjectUrl:

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
 M = TypeVar("M")
 T = TypeVar("T")
-MAX_READS = 100
-"""How often a checkpoint that is written again and again is read, until the error is raised."""
+MAX_READS = 100  # How often a checkpoint that is written again and again is read, until the error is raised
 _DO = "restore another checkpoint; `verify` says which are whole"
 
 
@@ -80,32 +79,20 @@ def chain_identity(files: Sequence[ChainFile]) -> object:
 
 @dataclass(frozen=True)
 class ChainFile:
-    """One file of a chain, and where it may be found.
+    """One file of a chain, and where it may be found."""
 
-    Attributes:
-        digest: its header digest, which authenticates every other byte.
-        storage: what holds it.
-        keys: its possible keys, in the order in which to try them.
-        expected: what it is to the checkpoint, for messages: "the base of step 3 from step 2".
-        size: in bytes; None: not compared.
-        is_payload: it is the checkpoint's own file, and not one that it depends on.
-        step, id: the checkpoint of a store that it belongs to; None and "" elsewhere.
-        header: of this very file, if it has been read and verified already.
-        source: this very file, open: `read` uses and closes it.
-        advice: what to do where it is missing.
-    """
-
-    digest: str
-    storage: Storage
-    keys: tuple[str, ...]
-    expected: str
-    size: int | None = None
-    is_payload: bool = False
+    digest: str  # its header digest, which authenticates every other byte
+    storage: Storage  # what holds it
+    keys: tuple[str, ...]  # its possible keys, in the order in which to try them
+    expected: str  # what it is to the checkpoint, for messages: "the base of step 3 from step 2"
+    size: int | None = None  # in bytes; None: not compared
+    is_payload: bool = False  # it is the checkpoint's own file, and not one that it depends on
+    # `step`, `id`: the checkpoint of a store that it belongs to; None and "" elsewhere.
     step: int | None = None
     id: str = ""
-    header: FileReader | None = None
-    source: Source | None = None
-    advice: str = _DO
+    header: FileReader | None = None  # of this very file, if it has been read and verified already
+    source: Source | None = None  # this very file, open: `read` uses and closes it
+    advice: str = _DO  # what to do where it is missing
 
     def open_ahead(self) -> ChainFile:
         """This file, open and with its header; raises as `read`."""
@@ -301,26 +288,23 @@ def directory_chain(directory: AnyDirectory, payload: Payload) -> tuple[ChainFil
     storage, expected = directory_storage(directory), "a file its manifest names"
     own = ChainFile(payload.digest, storage, (payload.name,), expected, payload.size, is_payload=True)
     if payload.bases and not isinstance(storage, LocalStorage):
-        return _bucket_chain(own, payload)
+        # Bases in a bucket are found by the names that the headers have of them
+        where = own.storage.describe(payload.name)
+        try:
+            files = file_chain(where)
+        except ChainError as error:
+            do = "restore another checkpoint; in a bucket a delta needs the directories that it was made against"
+            raise ChainError(error.where, found=error.found, expected=error.expected, do=do) from error
+        sizes = {**dict(payload.bases), payload.digest: payload.size}
+        if [file.digest for file in files] != [*sizes]:
+            found, expected = "a file with other bases than its manifest names", f"the {len(sizes)} files of its chain"
+            raise ChainError(where, found=found, expected=expected, do=_DO)
+        return tuple(replace(file, size=sizes[file.digest]) for file in files)
     do = f"copy the directory with its folder `{layout.BASES}`, or restore another checkpoint"
     bases = (
         ChainFile(base, storage, (layout.base_name(base),), expected, size, advice=do) for base, size in payload.bases
     )
     return (*bases, own)
-
-
-def _bucket_chain(own: ChainFile, payload: Payload) -> tuple[ChainFile, ...]:
-    where = own.storage.describe(payload.name)
-    try:
-        files = file_chain(where)
-    except ChainError as error:
-        do = "restore another checkpoint; in a bucket a delta needs the directories that it was made against"
-        raise ChainError(error.where, found=error.found, expected=error.expected, do=do) from error
-    sizes = {**dict(payload.bases), payload.digest: payload.size}
-    if [file.digest for file in files] != [*sizes]:
-        found, expected = "a file with other bases than its manifest names", f"the {len(sizes)} files of its chain"
-        raise ChainError(where, found=found, expected=expected, do=_DO)
-    return tuple(replace(file, size=sizes[file.digest]) for file in files)
 
 
 def file_chain(where: AnyPlace, base: AnyPlace | None = None) -> tuple[ChainFile, ...]:
@@ -389,7 +373,6 @@ def _single_file(place: FilePlace, header: FileReader, *, is_payload: bool = Fal
 
 
 def _find_base(candidates: Sequence[FilePlace], digest: str, child: FilePlace) -> tuple[FilePlace, FileReader]:
-    """The first candidate with this digest."""
     error: ChainError | None = None
     do = "say where the base is with base=, or load through its store"
     for place in candidates:

@@ -21,25 +21,18 @@ MIN_CHAIN_BYTES = 64 << 20
 """Bytes up to which a chain does not end for the time of a restore: they are read at once, whatever the state's."""
 DISK_TOLERANCE = 1.05
 """A way to write that holds up to this many times the fewest bytes is taken if it writes clearly less."""
-WRITE_GAIN = 0.8
-"""Clearly less is up to this many times the bytes."""
+WRITE_GAIN = 0.8  # Clearly less is up to this many times the bytes
 _MAX_SPACING = 64
 _MAX_WAIT = 16
 
 
 @dataclass(frozen=True)
 class ChainBytes:
-    """The files of a chain.
+    """The files of a chain."""
 
-    Attributes:
-        sizes: bytes of each file, keyframe first.
-        raw_bytes: of the tensors of the state that was saved last.
-        steps: of its checkpoints, as far as they are known.
-    """
-
-    sizes: tuple[int, ...]
-    raw_bytes: int
-    steps: tuple[int, ...] = ()
+    sizes: tuple[int, ...]  # bytes of each file, keyframe first
+    raw_bytes: int  # of the tensors of the state that was saved last
+    steps: tuple[int, ...] = ()  # of its checkpoints, as far as they are known
 
     @classmethod
     def of_manifest(cls, manifest: Manifest) -> ChainBytes:
@@ -50,48 +43,33 @@ class ChainBytes:
 
 @dataclass(frozen=True)
 class FileSizes:
-    """Sizes of the files of a run, in bytes.
+    """Sizes of the files of a run, in bytes."""
 
-    Attributes:
-        keyframe, delta: of a checkpoint, in either form.
-        plain: of a checkpoint of `torch.save`.
-        reverse: of a checkpoint as a delta against a newer one; None: not known yet, and so taken for `delta`, and for
-            twice that where it must not be too large.
-    """
-
+    # `keyframe`, `delta`: of a checkpoint, in either form.
     keyframe: float
     delta: float
-    plain: float
+    plain: float  # of a checkpoint of `torch.save`
+    # Of a checkpoint as a delta against a newer one; None: not known yet, and so taken for `delta`, and for twice that
+    # where it must not be too large.
     reverse: float | None = None
 
 
 @dataclass(frozen=True)
 class Spacing:
-    """A way to write the checkpoints of a run.
+    """A way to write the checkpoints of a run."""
 
-    Attributes:
-        every: number of checkpoints in a chain; 1: keyframes alone.
-        reverse: when a chain has ended, the checkpoints of it that are kept are written again, each as a delta against
-            the next newer one, so that the chain's files can go.
-        disk, most: bytes that retention holds, on the average over a chain and at most.
-        written: bytes that are written for each checkpoint, those that are written again included.
-    """
-
-    every: int
+    every: int  # number of checkpoints in a chain; 1: keyframes alone
+    # When a chain has ended, the checkpoints of it that are kept are written again, each as a delta against the next
+    # newer one, so that the chain's files can go.
     reverse: bool
+    # `disk`, `most`: bytes that retention holds, on the average over a chain and at most.
     disk: float
     most: float
-    written: float
+    written: float  # bytes that are written for each checkpoint, those that are written again included
 
 
 def choose_spacing(
-    sizes: FileSizes,
-    kept: int,
-    longest: int,
-    *,
-    can_reverse: bool,
-    alone: bool = False,
-    least: int | None = None,
+    sizes: FileSizes, kept: int, longest: int, *, can_reverse: bool, alone: bool = False, least: int | None = None
 ) -> Spacing:
     """The way to write that holds the fewest bytes, or writes less and holds hardly more.
 
@@ -125,8 +103,7 @@ def _forward(sizes: FileSizes, kept: int, every: int) -> Spacing:
     chains = -(-older // every)
     last = min(every, older - (chains - 1) * every) - 1 if older else 0
     most = max(
-        chains * chain + last * sizes.delta,
-        -(-max(0, older - every + 1) // every) * chain + (every - 1) * sizes.delta,
+        chains * chain + last * sizes.delta, -(-max(0, older - every + 1) // every) * chain + (every - 1) * sizes.delta
     )
     mean = older / every * chain + (every - 1) / 2 * sizes.delta
     return Spacing(every, False, sizes.keyframe + mean, sizes.keyframe + most, chain / every)

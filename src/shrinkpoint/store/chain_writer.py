@@ -114,17 +114,12 @@ def _quantize(scheme: Scheme, state: FlatState, reference: Reference | None) -> 
 
 
 class WrittenPayload(NamedTuple):
-    """A payload whose checkpoint is not committed yet.
-
-    Attributes:
-        stamp: `StoredFile.stamp` of its file.
-        adopt: its tensors may be held as they are; else they are copied.
-    """
+    """A payload whose checkpoint is not committed yet."""
 
     place: CheckpointPlace
     report: SaveReport
-    stamp: object
-    adopt: bool
+    stamp: object  # `StoredFile.stamp` of its file
+    adopt: bool  # its tensors may be held as they are; else they are copied
 
 
 class ChainWriter(Generic[M]):
@@ -138,20 +133,15 @@ class ChainWriter(Generic[M]):
     Args:
         keyframe_every, threads: see `SaveSettings`.
 
-    Attributes:
-        chain_limit: where chains end; whoever deletes checkpoints sets its `keep`.
-        references: the last checkpoint that was committed or loaded.
-        base_verifier: finds damage in the files of the base.
-
     Raises:
         PolicyError: one of them is out of range.
     """
 
     def __init__(self, *, keyframe_every: int | None = 20, threads: int | None = None) -> None:
         keyframe_every, self.threads = validate.check_keyframe_every(keyframe_every), validate.check_threads(threads)
-        self.chain_limit = ChainLimit(keyframe_every)
-        self.references: ReferenceCache[M] = ReferenceCache()
-        self.base_verifier = BaseVerifier()
+        self.chain_limit = ChainLimit(keyframe_every)  # where chains end; whoever deletes checkpoints sets its `keep`
+        self.references: ReferenceCache[M] = ReferenceCache()  # the last checkpoint that was committed or loaded
+        self.base_verifier = BaseVerifier()  # finds damage in the files of the base
 
     def reset_after_fork(self) -> None:
         """In a forked child: leave files to the parent; the next payload is a keyframe."""

@@ -27,10 +27,8 @@ from shrinkpoint.tensors.flat_state import copy_tensors, unflatten
 from shrinkpoint.tensors.info import JSON, EncodedRecord, Role, TensorInfo
 from shrinkpoint.tensors.memory import available_bytes
 
-MIN_LIMIT = 1 << 30
-"""Bytes of tensors that any file may hold, however small it is and however little memory is free."""
-MAX_EXPANSION = 1000
-"""Bytes of tensors that each stored byte of a chain may decode to, beyond that."""
+MIN_LIMIT = 1 << 30  # Bytes of tensors that any file may hold, however small it is and however little memory is free
+MAX_EXPANSION = 1000  # Bytes of tensors that each stored byte of a chain may decode to, beyond that
 ENV_VARIABLE = validate.MAX_BYTES_VARIABLE
 
 _MANY_TENSORS, _MAX_MEAN_BYTES = 1000, 1024
@@ -52,17 +50,11 @@ class WriteResult(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodedFile:
-    """The decoded content of a file.
+    """The decoded content of a file."""
 
-    Attributes:
-        tree: the state's structure; its leaves name tensors.
-        reference: the decoded tensors.
-        max_copy_bytes: limit on the bytes of copies in the tree; None: no limit was computed.
-    """
-
-    tree: JSON
-    reference: Reference
-    max_copy_bytes: int | None = None
+    tree: JSON  # the state's structure; its leaves name tensors
+    reference: Reference  # the decoded tensors
+    max_copy_bytes: int | None = None  # limit on the bytes of copies in the tree; None: no limit was computed
 
 
 def write_file(
@@ -95,7 +87,11 @@ def write_file(
         writer = FileWriter(sink, scheme=scheme.id, parent=parent, tree=state.tree, expected=list(state.infos.values()))
         for encoded in scheme.encode(state, reference, quantized=quantized.quantized, threads=threads):
             _count_roles(roles, encoded, writer.add(encoded), quantized.copies)
-            codes.update(_record_codes(encoded, quantized, reference))
+            # The quantized tensors that a reader of this record has for the next delta
+            tensors = quantized.quantized
+            if encoded.recipe == {"kind": "same"} and reference is not None:
+                tensors = reference.quantized
+            codes.update({info.name: tensors[info.name] for info in encoded.infos if info.name in tensors})
         summary = writer.finish({name: [r.raw, r.stored, r.tensors] for name, r in roles.items()})
     loss = quantized.loss
     if isinstance(loss, dict) and quantized.exact:
@@ -150,16 +146,6 @@ def _count_roles(
         total = roles.get(role, RoleBytes())
         own = stored if role == own_roles[0] else 0
         roles[role] = RoleBytes(total.raw + raw[role], total.stored + own, total.tensors + count)
-
-
-def _record_codes(
-    encoded: EncodedRecord, quantized: QuantizedState, reference: Reference | None
-) -> Mapping[str, QuantizedTensor]:
-    """The quantized tensors that a reader of this record has for the next delta."""
-    tensors = quantized.quantized
-    if encoded.recipe == {"kind": "same"} and reference is not None:
-        tensors = reference.quantized
-    return {info.name: tensors[info.name] for info in encoded.infos if info.name in tensors}
 
 
 class Allowance:

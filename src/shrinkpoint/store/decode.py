@@ -15,14 +15,7 @@ from shrinkpoint.container import FileReader
 from shrinkpoint.container.metadata import RecordHead
 from shrinkpoint.errors import NotFoundError, ShrinkpointError
 from shrinkpoint.storage import AnyDirectory, Storage, map_requests
-from shrinkpoint.store.chain import (
-    ChainFile,
-    chain_links,
-    directory_chain,
-    manifest_identity,
-    store_chain,
-    use_current,
-)
+from shrinkpoint.store.chain import ChainFile, chain_links, directory_chain, manifest_identity, store_chain, use_current
 from shrinkpoint.store.checkpoint_file import Allowance, DecodedFile, decode_records
 from shrinkpoint.store.directory import read_directory_manifest
 from shrinkpoint.store.manifest import DirectoryManifest, Manifest, Payload
@@ -39,8 +32,7 @@ _MAX_OPEN = 64
 """Files of a chain in a bucket that stay open from the reading of their headers on: each holds a block of its bytes."""
 _MAX_AHEAD_BYTES = 1 << 25
 """Bytes of files in a bucket that are fetched while others are decoded; one file more may begin below."""
-_BATCH = 16
-"""Files of which the headers are read at once."""
+_BATCH = 16  # Files of which the headers are read at once
 
 
 def decode_chain(
@@ -194,11 +186,7 @@ def iter_chain(
 
 
 def iter_checkpoints(
-    storage: Storage,
-    manifests: Iterable[Manifest],
-    *,
-    steps: Collection[int] | None = None,
-    threads: int | None = None,
+    storage: Storage, manifests: Iterable[Manifest], *, steps: Collection[int] | None = None, threads: int | None = None
 ) -> Iterator[tuple[Manifest, DecodedFile]]:
     """Decode checkpoints of a store, each chain once from its keyframe on; raises as `decode_chain` does.
 

@@ -45,12 +45,10 @@ from shrinkpoint.store.file_place import AnyPlace, FilePlace, place_file
 from shrinkpoint.tensors.dtypes import tensor_bytes, tensor_from_bytes
 from shrinkpoint.tensors.info import ITEMSIZE, TensorInfo
 
-Node: TypeAlias = tuple[int, int]
-"""Index of a file in the chain, and index of a record in that file."""
+Node: TypeAlias = tuple[int, int]  # Index of a file in the chain, and index of a record in that file
 Ints: TypeAlias = NDArray[np.int64]
 
-WHOLE = -1
-"""Stands for the whole record in place of a chunk's index."""
+WHOLE = -1  # Stands for the whole record in place of a chunk's index
 _DO = "restore another checkpoint; `verify` says which are whole"
 
 
@@ -199,31 +197,21 @@ def entry_bytes(value: DecodedRange | Reference) -> int:
 
 @dataclass
 class DecodeNode:
-    """The state of one record in a plan.
+    """The state of one record in a plan."""
 
-    Attributes:
-        where: the record, for messages.
-        view: the record.
-        requested: begin and end of the requested bytes of its stream, an array of each per request.
-        strict: check everything, as when the record is decoded as a whole.
-        needs_quantizers: the quantizer parameters of its tensors are requested.
-        decoder: decodes a part of it; None: it is decoded as a whole.
-        undecoded: (begin, end) of the ranges to decode, in units of the decoder.
-        ranges: (first unit, decoded values from there on), by rising unit.
-        full_record: the content of a record that was decoded as a whole.
-        dependencies: the nodes it depends on.
-    """
-
-    where: str
-    view: RecordView
+    where: str  # the record, for messages
+    view: RecordView  # the record
+    # Begin and end of the requested bytes of its stream, an array of each per request.
     requested: list[tuple[Ints, Ints]] = field(default_factory=list)
-    strict: bool = False
-    needs_quantizers: bool = False
-    decoder: RecordDecoder | None = None
+    strict: bool = False  # check everything, as when the record is decoded as a whole
+    needs_quantizers: bool = False  # the quantizer parameters of its tensors are requested
+    decoder: RecordDecoder | None = None  # decodes a part of it; None: it is decoded as a whole
+    # (begin, end) of the ranges to decode, in units of the decoder.
     undecoded: list[tuple[int, int]] = field(default_factory=list)
+    # (first unit, decoded values from there on), by rising unit.
     ranges: list[tuple[int, DecodedRange]] = field(default_factory=list)
-    full_record: Reference | None = None
-    dependencies: set[Node] = field(default_factory=set)
+    full_record: Reference | None = None  # the content of a record that was decoded as a whole
+    dependencies: set[Node] = field(default_factory=set)  # the nodes it depends on
 
     def requested_ranges(self) -> list[tuple[int, int]]:
         """Disjoint ranges of units that consist of whole chunks and cover the requested bytes of the stream."""
@@ -284,16 +272,13 @@ class DecodePlan:
         chain: the files, keyframe first.
         cache: shared by successive plans for the same chain.
         threads: native threads.
-
-    Attributes:
-        numbers_decoded: numbers decoded so far, in all files.
     """
 
     def __init__(self, chain: Sequence[PartialFile], cache: Cache, threads: int) -> None:
         self._chain, self._cache, self._threads = chain, cache, threads
         self._nodes: dict[Node, DecodeNode] = {}
         self._heap: list[Node] = []
-        self.numbers_decoded = 0
+        self.numbers_decoded = 0  # numbers decoded so far, in all files
 
     def values(self, name: str, starts: Ints, size: int, *, strict: bool) -> list[tuple[int, Bytes]]:
         """Decode the ranges of `size` bytes of a tensor from each of `starts`, which ascend.
@@ -353,10 +338,10 @@ class DecodePlan:
     def _check_parent(self, file: int, info: TensorInfo, where: str) -> None:
         do = "give the checkpoint this one was made against"
         if file < 0:
-            raise ChainError(where, found="a delta without its parent", do=do)
+            raise ChainError(where, found="a delta without its base", do=do)
         parent = self._chain[file].infos.get(info.name)
         if parent is None or (parent.shape, parent.dtype) != (info.shape, info.dtype):
-            message = f"a parent without tensor {info.name!r} of shape {list(info.shape)} and {info.dtype}"
+            message = f"a base without tensor {info.name!r} of shape {list(info.shape)} and {info.dtype}"
             raise ChainError(where, found=message, do=do)
 
     def _node(self, node: Node) -> DecodeNode:
@@ -408,15 +393,12 @@ class DecodePlan:
         step.decoder = self._decoder(node, step.view) if copied or not step.strict else None
         if step.decoder is None:
             step.strict = True
-            self._plan_full_record(node, step)
+            for own, name in required_tensors(step.view):
+                infos = self._chain[node[0]].infos
+                span = ByteRange(own, name, 0, infos[name].nbytes)
+                step.dependencies.add(self._require_range(node, span, strict=True))
         else:
             self._plan_ranges(node, step, step.decoder)
-
-    def _plan_full_record(self, node: Node, step: DecodeNode) -> None:
-        for own, name in required_tensors(step.view):
-            infos = self._chain[node[0]].infos
-            span = ByteRange(own, name, 0, infos[name].nbytes)
-            step.dependencies.add(self._require_range(node, span, strict=True))
 
     def _plan_ranges(self, node: Node, step: DecodeNode, decoder: RecordDecoder) -> None:
         for lo, hi in step.requested_ranges():

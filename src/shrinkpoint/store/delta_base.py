@@ -30,12 +30,10 @@ from shrinkpoint.tensors.dtypes import as_native_float, tensor_bytes
 from shrinkpoint.tensors.flat_state import copy_tensors
 from shrinkpoint.threads import submit_or_run
 
-MIN_RETENTION = 0.7
-"""A checkpoint with a lower fraction raises a warning."""
+MIN_RETENTION = 0.7  # A checkpoint with a lower fraction raises a warning
 MAX_SAVES_PER_PASS = 8
 """Number of saves within which every byte of a chain has been read again and compared with its digest."""
-MIN_BYTES = 8 << 20
-"""Bytes that are read again at every save, if the chain has as many."""
+MIN_BYTES = 8 << 20  # Bytes that are read again at every save, if the chain has as many
 MISSING = "gone"
 _DO = "the next checkpoint is a keyframe; `shrinkpoint verify --deep` says which others are damaged"
 _log = logging.getLogger("shrinkpoint")
@@ -86,13 +84,10 @@ class ReferenceCache(Generic[M]):
 
     A tensor that a scheme leaves exact decodes to the value it was given, so that value is held. Of tensors on lattices
     codes are held, and of weights that are quantized a sample of the original values. No caller can reach this memory.
-
-    Attributes:
-        manifest: the checkpoint; None if nothing is held.
     """
 
     def __init__(self) -> None:
-        self.manifest: M | None = None
+        self.manifest: M | None = None  # the checkpoint; None if nothing is held
         self._reference = Reference({})
         self._decode: Callable[[], Reference] | None = None
 
@@ -204,20 +199,14 @@ def warn_low_retention(retention: float | None) -> None:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """One file of a chain under one key.
+    """One file of a chain under one key."""
 
-    Attributes:
-        digest: of its header, which authenticates every other byte.
-        size: in bytes.
-        storage, key: where it is stored.
-        version: as the storage has just listed it; None: `stamp` asks for it.
-    """
-
-    digest: str
-    size: int
+    digest: str  # of its header, which authenticates every other byte
+    size: int  # in bytes
+    # `storage`, `key`: where it is stored.
     storage: Storage
     key: str
-    version: object = None
+    version: object = None  # as the storage has just listed it; None: `stamp` asks for it
 
     @property
     def where(self) -> str:

@@ -14,15 +14,9 @@ from typing import NamedTuple
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import PolicyError, ShrinkpointError
 from shrinkpoint.schemes.base import Scheme
-from shrinkpoint.storage import (
-    AnyDirectory,
-    LocalStorage,
-    ObjectUrl,
-    directory_storage,
-    resolve_directory,
-)
+from shrinkpoint.storage import AnyDirectory, LocalStorage, ObjectUrl, directory_storage, resolve_directory
 from shrinkpoint.storage.local import is_process_alive, link_error
-from shrinkpoint.storage.object_url import parse_object_url
+from shrinkpoint.storage.paths import parse_object_url
 from shrinkpoint.store import layout
 from shrinkpoint.store.chain import directory_chain
 from shrinkpoint.store.chain_limit import ChainBytes
@@ -198,7 +192,6 @@ class DeltaWriter(ChainWriter[Payload]):
         self._remove_own_base_dir()
 
     def _decode_base(self, payload: Payload) -> Reference:
-        """Decode the files of the reference, wherever they are now."""
         assert self._base_dir is not None
         if isinstance(self._base_dir, Path):
             *_, (own_path, _) = _base_files(self._base_dir, payload)
@@ -229,7 +222,6 @@ class DeltaWriter(ChainWriter[Payload]):
         self._remove_own_base_dir()
 
     def _usable_base(self) -> Payload | None:
-        """The payload that the next delta can be made against; None if there is none."""
         payload = self.references.manifest
         if payload is None or self._base_dir is None:
             return None

@@ -78,8 +78,7 @@ _log = logging.getLogger("shrinkpoint")
 PlaceT = TypeVar("PlaceT", bound=Path | ObjectUrl)
 
 
-_LINES: defaultdict[str, Line] = defaultdict(Line)
-"""The lines on which this process saves, by the directory of the run."""
+_LINES: defaultdict[str, Line] = defaultdict(Line)  # The lines on which this process saves, by the directory of the run
 _OWN_KEY = re.compile(f"{layout.PAYLOAD.pattern}|{layout.BASE.pattern}")
 
 
@@ -127,9 +126,18 @@ def select_step(run: Sequence[PlaceT], step: int, where: str) -> PlaceT:
 
 def newest_first(directories: Iterable[PlaceT]) -> list[PlaceT]:
     """Sort the checkpoints of one run, which its present line of history left behind last."""
-    places = {directory: find_place(directory) for directory in directories}
-    rising = sorted(places, key=lambda directory: (natural_key(directory.name), directory.name))
-    return oldest_first(rising, places.__getitem__)[::-1]
+    return sort_by_history({directory: find_place(directory) for directory in directories})[::-1]
+
+
+def sort_by_history(places: Mapping[PlaceT, Place]) -> list[PlaceT]:
+    """Sort directories by their places in the history of a run, oldest first; of equal places, by name."""
+    by_name = sorted(places, key=lambda directory: (natural_key(directory.name), directory.name))
+    return oldest_first(by_name, places.__getitem__)
+
+
+def last_number(name: str) -> int:
+    """The last number in the name of a directory; 0 if there is none."""
+    return int([0, *re.findall("[0-9]{1,18}", name)][-1])
 
 
 def find_place(directory: Path | ObjectUrl) -> Place:
@@ -149,12 +157,12 @@ def _find_step(directory: Path | ObjectUrl) -> tuple[int | None, Place]:
         manifest = read_directory_manifest(directory)
         return manifest.step, place_of(manifest)
     except (ShrinkpointError, OSError):
-        number = int([0, *re.findall("[0-9]{1,18}", directory.name)][-1])
+        number = last_number(directory.name)
         return number, Place(number)
 
 
 def find_siblings(directory: Path | ObjectUrl) -> list[Path | ObjectUrl]:
-    """The checkpoints of ours whose names differ in numbers alone, this one among them, oldest first.
+    """The checkpoints of ours whose names differ in numbers alone, this one among them.
 
     Raises:
         OSError, StorageError: they cannot be listed.
@@ -162,8 +170,7 @@ def find_siblings(directory: Path | ObjectUrl) -> list[Path | ObjectUrl]:
     root, pattern = directory.parent, _without_numbers(directory.name)
     places: Iterable[Path | ObjectUrl] = root.iterdir() if isinstance(root, Path) else find_checkpoints(root)
     like = (place for place in places if place.parent == root and _without_numbers(place.name) == pattern)
-    siblings = [place for place in like if is_checkpoint(place)]
-    return newest_first(siblings)[::-1]
+    return [place for place in like if is_checkpoint(place)]
 
 
 def _without_numbers(name: str) -> str:
@@ -345,7 +352,14 @@ def commit(
     _put_manifest(directory, manifest, files, keep_payloads=keep_payloads, condition=condition)
     line.note_saved(own_place, step, str(place.parent), place.name)
     if isinstance(place, Path):
-        _write_readme(place)
+        # Nothing depends on the README, so it is not flushed
+        path, temporary = place / README, place / f"{RESERVED}tmp-{secrets.token_hex(8)}"
+        with suppress(OSError):
+            if not os.path.lexists(path):
+                temporary.write_text(_README, "ascii")
+                temporary.replace(path)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
     return manifest
 
 
@@ -446,17 +460,6 @@ def _check_file(reader: FileReader, *, deep: bool) -> None:
     """Raise the first damage; the header has been verified already."""
     for damage in reader.check() if deep else ():
         raise damage.error
-
-
-def _write_readme(root: Path) -> None:
-    """Write the README, unless a file of that name exists; nothing depends on it, so it is not flushed."""
-    path, temporary = root / README, root / f"{RESERVED}tmp-{secrets.token_hex(8)}"
-    with suppress(OSError):
-        if not os.path.lexists(path):
-            temporary.write_text(_README, "ascii")
-            temporary.replace(path)
-    with suppress(OSError):
-        temporary.unlink(missing_ok=True)
 
 
 def _is_own_readme(path: Path) -> bool:

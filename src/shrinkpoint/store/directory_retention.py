@@ -6,8 +6,7 @@ its bases. What the rules want to be smaller is written again by `directory_rewr
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -15,32 +14,26 @@ from typing import TypeAlias
 
 from shrinkpoint.errors import CorruptError, NotFoundError, TruncatedError
 from shrinkpoint.storage import ObjectUrl
-from shrinkpoint.store.directory import read_directory_manifest
+from shrinkpoint.store.directory import last_number, read_directory_manifest, sort_by_history
+from shrinkpoint.store.history import Place, place_of
 from shrinkpoint.store.manifest import DirectoryManifest, Manifest
-from shrinkpoint.store.retention import Keep, check_metric, match_rules
+from shrinkpoint.store.retention import Keep, check_metric, match_rules, parents_to_reverse
 
 Directory: TypeAlias = Path | ObjectUrl
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What retention does with the checkpoints of a run.
+    """What retention does with the checkpoints of a run."""
 
-    Attributes:
-        delete: oldest first.
-        keep: the manifests of the others that have one, oldest first.
-        strip: of `keep`, those that lose what the optimizers keep for each parameter, oldest first.
-        reasons: by directory, sentences that say why it is kept or deleted.
-    """
-
-    delete: tuple[Directory, ...]
-    keep: dict[Directory, DirectoryManifest]
-    strip: tuple[Directory, ...]
-    reasons: dict[Directory, tuple[str, ...]]
+    delete: tuple[Directory, ...]  # oldest first
+    keep: dict[Directory, DirectoryManifest]  # the manifests of the others that have one, oldest first
+    strip: tuple[Directory, ...]  # of `keep`, those that lose what the optimizers keep for each parameter, oldest first
+    reasons: dict[Directory, tuple[str, ...]]  # by directory, sentences that say why it is kept or deleted
 
 
 def plan_run(
-    directories: Sequence[Directory], keep: Keep, now: datetime, *, protected: Collection[Directory] = ()
+    directories: Iterable[Directory], keep: Keep, now: datetime, *, protected: Collection[Directory] = ()
 ) -> RunPlan:
     """Decide which checkpoints of a run to delete; nothing is deleted.
 
@@ -48,7 +41,7 @@ def plan_run(
     metrics, and its time is that of its directory.
 
     Args:
-        directories: complete checkpoints, oldest first.
+        directories: complete checkpoints.
         now: with a time zone; `Keep.within` counts back from here.
         protected: never deleted, whatever the rules say.
 
@@ -57,11 +50,16 @@ def plan_run(
         VersionError: a newer release wrote one.
         StorageError: one cannot be read now.
     """
-    manifests = {directory: _manifest_of(directory) for directory in directories}
+    unsorted = {directory: _manifest_of(directory) for directory in directories}
+    places = {
+        directory: place_of(manifest) if manifest.payloads else Place(last_number(directory.name))
+        for directory, manifest in unsorted.items()
+    }
+    manifests = {directory: unsorted[directory] for directory in sort_by_history(places)}
     check_metric(manifests.values(), keep)
     with_steps = {directory: _with_step(manifest, directory.name) for directory, manifest in manifests.items()}
     by_id = {id(manifest): directory for directory, manifest in with_steps.items()}
-    reasons: dict[Directory, list[str]] = {directory: [] for directory in directories}
+    reasons: dict[Directory, list[str]] = {directory: [] for directory in manifests}
     for manifest, reason in match_rules([*with_steps.values()], keep, now):
         reasons[by_id[id(manifest)]].append(reason)
     for directory in protected:
@@ -97,8 +95,7 @@ def _manifest_of(directory: Directory) -> DirectoryManifest:
 
 def _with_step(manifest: DirectoryManifest, name: str) -> DirectoryManifest:
     """A copy of a manifest with its step, or else the last number in the name of its directory."""
-    number = int([0, *re.findall("[0-9]{1,18}", name)][-1])
-    return replace(manifest, step=number if manifest.step is None else manifest.step)
+    return replace(manifest, step=last_number(name)) if manifest.step is None else manifest
 
 
 def _keep_bases(manifests: dict[Directory, DirectoryManifest], reasons: dict[Directory, list[str]]) -> set[Directory]:
@@ -132,21 +129,7 @@ def chains_to_strip(plan: RunPlan) -> list[list[Directory]]:
     return [chain for chain in group_by_chain(plan.keep) if {*chain} <= {*plan.strip}]
 
 
-def parents_to_reverse(plan: RunPlan, keep: Keep) -> dict[Path, Path | None]:
-    """What older chains hold that is kept, newest first, and the newer checkpoint that each becomes a delta against.
-
-    One of the last becomes a delta against the next newer one, since it goes before that. One of the best may stay
-    longer than all others, so it becomes a delta against the newest. One that stays for good becomes a keyframe.
-    """
-    kept = [directory for directory in plan.keep if isinstance(directory, Path)]
-    parents: dict[Path, Path | None] = {}
-    newest = newer = kept[-1] if kept else Path()
-    for place, directory in reversed([*enumerate(kept[:-1], -len(kept))]):
-        manifest = plan.keep[directory]
-        is_permanent = keep.is_permanent(_with_step(manifest, directory.name).step or 0)
-        if manifest.weights_only or len(manifest.payloads) > 1 or (is_permanent and not manifest.depth):
-            continue
-        is_one_of_last = keep.best is None or place >= -(keep.last or 1)
-        parents[directory] = None if is_permanent else newer if is_one_of_last else newest
-        newer = directory if is_one_of_last else newer
-    return parents
+def directories_to_reverse(plan: RunPlan, keep: Keep) -> dict[Path, Path | None]:
+    """What older chains on this machine hold that is kept, as `parents_to_reverse` says it."""
+    kept = {place: _with_step(manifest, place.name) for place, manifest in plan.keep.items() if isinstance(place, Path)}
+    return parents_to_reverse(kept, keep, lambda manifest: not manifest.depth)

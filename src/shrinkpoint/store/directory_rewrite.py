@@ -32,15 +32,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MomentFilter:
-    """Removes what optimizers keep for each parameter, in the form in which a framework saves a state.
+    """Removes what optimizers keep for each parameter, in the form in which a framework saves a state."""
 
-    Attributes:
-        flatten: makes a decoded state, which it may change, and the `extra` of the manifest a state without it.
-        extra: makes the `extra` of the manifest one without it.
-    """
-
+    # Makes a decoded state, which it may change, and the `extra` of the manifest a state without it.
     flatten: Callable[[Any, JSON], FlatState] = lambda state, extra: without_optimizer_state(state)
-    extra: Callable[[JSON], JSON] = lambda extra: extra
+    extra: Callable[[JSON], JSON] = lambda extra: extra  # makes the `extra` of the manifest one without it
 
 
 def map_serially(write: Callable[[int], T], count: int) -> list[T]:
@@ -180,7 +176,6 @@ class RunRewriter:
         decoded: DecodedFile,
         parent: _Parent | None,
     ) -> tuple[Payload, Reference]:
-        """A payload that was written again, and its values."""
         place, bases = DirectoryPlace(directory, index), tuple[tuple[str, int], ...]()
         self._places.setdefault(directory, []).append(place)
         if parent is not None and link_chain(place, parent.directory, parent.payload) is not None:

@@ -26,28 +26,18 @@ from shrinkpoint.storage import (
 
 @dataclass(frozen=True)
 class FilePlace:
-    """A file that exists or not.
+    """A file that exists or not."""
 
-    Attributes:
-        storage: of its directory; of its bucket.
-        key: its name there.
-        path: where it lies on this machine; None in a bucket.
-    """
-
-    storage: Storage
-    key: str
-    path: Path | None = None
+    storage: Storage  # of its directory; of its bucket
+    key: str  # its name there
+    path: Path | None = None  # where it lies on this machine; None in a bucket
 
     def __str__(self) -> str:
         return self.storage.describe(self.key)
 
     @property
     def exists(self) -> bool:
-        """True if there is such a file or object.
-
-        Raises:
-            StorageError: the bucket cannot be asked.
-        """
+        """True if there is such a file or object; raises StorageError if the bucket cannot be asked."""
         if self.path is None:
             return getattr(self.storage, "version")(self.key) is not None  # noqa: B009
         with suppress(OSError):  # a name too long for this file system, a directory that may not be entered

@@ -21,15 +21,10 @@ _log = logging.getLogger("shrinkpoint")
 
 
 class Place(NamedTuple):
-    """The place of a checkpoint in the history of its run.
+    """The place of a checkpoint in the history of its run."""
 
-    Attributes:
-        sequence: higher means saved later.
-        abandoned: first and last number of each range of checkpoints that its line left behind, rising.
-    """
-
-    sequence: int
-    abandoned: Ranges = ()
+    sequence: int  # higher means saved later
+    abandoned: Ranges = ()  # first and last number of each range of checkpoints that its line left behind, rising
 
 
 def place_of(manifest: Manifest[int | None]) -> Place:
@@ -62,15 +57,10 @@ def oldest_first(
 
 @dataclass
 class Line:
-    """The line of history on which this process saves the checkpoints of a run.
+    """The line of history on which this process saves the checkpoints of a run."""
 
-    Attributes:
-        place: of the checkpoint that was saved or restored last; None: not known.
-        step: at which this process saved it; None: it was restored, or others may have saved since.
-    """
-
-    place: Place | None = None
-    step: int | None = None
+    place: Place | None = None  # of the checkpoint that was saved or restored last; None: not known
+    step: int | None = None  # at which this process saved it; None: it was restored, or others may have saved since
     _higher: tuple[str, ...] = ()  # names of checkpoints of the line with higher steps than the next one
     _has_warned: bool = False
 
@@ -118,14 +108,10 @@ class Line:
 
 
 class Others(NamedTuple):
-    """The other checkpoints of a run.
+    """The other checkpoints of a run."""
 
-    Attributes:
-        by_name: step and place of each.
-        hidden: numbers of further ones, which are forgotten, cannot be read, or are about to be replaced.
-    """
-
-    by_name: Mapping[str, tuple[int | None, Place]]
+    by_name: Mapping[str, tuple[int | None, Place]]  # step and place of each
+    # Numbers of further ones, which are forgotten, cannot be read, or are about to be replaced.
     hidden: Sequence[int] = ()
 
 

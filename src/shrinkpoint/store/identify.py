@@ -16,11 +16,9 @@ from shrinkpoint.storage import AnyDirectory, ObjectUrl, directory_storage, loca
 from shrinkpoint.store import layout
 from shrinkpoint.store.file_place import place_file
 
-MANIFEST = layout.DIRECTORY_MANIFEST
-"""Name of the manifest of a framework's directory."""
+MANIFEST = layout.DIRECTORY_MANIFEST  # Name of the manifest of a framework's directory
 EMPTY_DIRECTORY = "an empty directory"
-MAX_ENTRIES = 1000
-"""Number of names of a directory that are looked at."""
+MAX_ENTRIES = 1000  # Number of names of a directory that are looked at
 _HEAD_BYTES = 512
 _MARK = 8 + PREFIX.index(b"shrinkpoint")
 """Offset of the name by which a file is ours; what is before it, other programs write too."""
@@ -92,17 +90,11 @@ def _find_in_bucket(root: ObjectUrl) -> list[ObjectUrl]:
 
 @dataclass(frozen=True)
 class Identification:
-    """Kind of a path, and advice on what reads it.
+    """Kind of a path, and advice on what reads it."""
 
-    Attributes:
-        description: in words, "a file of torch.save".
-        do: what to do with it.
-        is_foreign: another program wrote it; False if that is not certain.
-    """
-
-    description: str
-    do: str
-    is_foreign: bool = True
+    description: str  # in words, "a file of torch.save"
+    do: str  # what to do with it
+    is_foreign: bool = True  # another program wrote it; False if that is not certain
 
 
 def identify(path: Path) -> Identification | None:

@@ -32,8 +32,7 @@ ROLLBACK = "rollback"
 BASES = "bases"
 PAYLOAD = re.compile(r"rank-[0-9]{5}(\.[1-9][0-9]{0,8})?\.safetensors")
 _STEP_DIR = re.compile(r"step-([0-9]{9}|[1-9][0-9]{9,14})")
-_DRY_NUMBER = 482910375
-"""Of the first payload in a dry run; digits that compress no better than random ones."""
+_DRY_NUMBER = 482910375  # Of the first payload in a dry run; digits that compress no better than random ones
 BASE = re.compile(r"bases/[0-9a-f]{32}\.safetensors")
 
 
@@ -129,11 +128,7 @@ def check_step(step: SupportsIndex) -> int:
 
 
 def as_step(step: SupportsIndex) -> int:
-    """`step` as an int, for a checkpoint to be looked up.
-
-    Raises:
-        PolicyError: it is not a whole number.
-    """
+    """`step` as an int, for a checkpoint to be looked up; raises PolicyError if it is not a whole number."""
     if isinstance(step, bool):
         raise _step_error(step)
     try:

@@ -26,8 +26,7 @@ from shrinkpoint.store.manifest import (
     read_limited,
 )
 
-_MIN_AGE = 2 * 10**9
-"""Nanoseconds after its last change from which on a directory's times are trusted."""
+_MIN_AGE = 2 * 10**9  # Nanoseconds after its last change from which on a directory's times are trusted
 _Stamps = tuple[tuple[int, ...] | None, ...]
 
 
@@ -69,21 +68,13 @@ class StoreRestore:
 
 @dataclass(frozen=True)
 class StepDirectory:
-    """The directory of one step.
-
-    Attributes:
-        step: its step.
-        names: of the store's files in it, relative to it.
-        manifest: of its checkpoint; None if there is none, or it cannot be read.
-        error: why a manifest that exists cannot be read.
-        is_forgotten: its checkpoint is hidden until `prune` deletes it.
-    """
+    """The directory of one step."""
 
     step: int
-    names: frozenset[str]
-    manifest: Manifest | None = None
-    error: ShrinkpointError | None = None
-    is_forgotten: bool = False
+    names: frozenset[str]  # of the store's files in it, relative to it
+    manifest: Manifest | None = None  # of its checkpoint; None if there is none, or it cannot be read
+    error: ShrinkpointError | None = None  # why a manifest that exists cannot be read
+    is_forgotten: bool = False  # its checkpoint is hidden until `prune` deletes it
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -370,7 +361,6 @@ class Lister:
     def _read_directories(
         self, storage: LocalStorage, read: Callable[[Storage, int], StepDirectory | None]
     ) -> list[StepDirectory]:
-        """The directories of all steps, those that have changed read again."""
         entries, cache = [], {}
         for step in sorted({*list_steps(storage), *_linked_steps(storage)}):
             old = self._cache.get(step)
@@ -495,11 +485,7 @@ def _read_leniently(storage: Storage, step: int) -> StepDirectory | None:
 
 
 def read_names(storage: Storage, step: int) -> frozenset[str]:
-    """The names of the store's files in the directory of one step.
-
-    Raises:
-        StorageError: it cannot be listed.
-    """
+    """The names of the store's files in the directory of one step; raises StorageError if it cannot be listed."""
     keys = storage.list(layout.step_dir(step) + "/")
     return frozenset(layout.files_by_step(dict.fromkeys(keys)).get(step, ()))
 

@@ -21,7 +21,7 @@ from shrinkpoint.storage import (
     resolve_storage,
     what_is_at,
 )
-from shrinkpoint.storage.object_url import parse_object_url
+from shrinkpoint.storage.paths import parse_object_url
 from shrinkpoint.store import chain as chains
 from shrinkpoint.store import layout
 from shrinkpoint.store.checkpoint_file import Device, build_state
@@ -35,8 +35,7 @@ from shrinkpoint.tensors.info import JSON
 from shrinkpoint.tensors.tree_selection import SelectedLeaves, match_patterns, select_leaves
 
 _log = logging.getLogger("shrinkpoint")
-_MAX_LISTED = 6
-"""Names that an error lists of those that exist."""
+_MAX_LISTED = 6  # Names that an error lists of those that exist
 
 
 def load(

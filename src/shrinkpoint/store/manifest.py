@@ -41,20 +41,16 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 FORMAT = 1
 WEIGHTS_ONLY_FORMAT = 2
 """Of a store's manifest with `weights_only`: a reader that does not know it would resume with moments of zero."""
-REVERSE_FORMAT = 3
-"""Of a store's manifest whose chain goes back in steps: earlier releases take that for damage."""
-DIRECTORY_FORMATS = (1, 2)
-"""Of a directory's manifest without and with `weights_only`."""
+REVERSE_FORMAT = 3  # Of a store's manifest whose chain goes back in steps: earlier releases take that for damage
+DIRECTORY_FORMATS = (1, 2)  # Of a directory's manifest without and with `weights_only`
 MAX_MANIFEST_BYTES = 16 << 20
 """A reader refuses a larger manifest of a store before it allocates; each file of the chain takes below 300 bytes."""
 MAX_DIRECTORY_MANIFEST_BYTES = 256 << 20
 """A reader refuses a larger manifest before it allocates; `extra` of a run on thousands of ranks takes megabytes."""
 _OWN_DIGEST = re.compile(rb'\{"created":"[^"\\]*",("digest":"([0-9a-f]{32})",)')
 """The beginning of a directory's manifest: keys are sorted."""
-MAX_LOSSY_RESTORES = (1 << 31) - 1
-"""In a directory's manifest: schemes derive seeds from this number."""
-MAX_NOTE = 1 << 20
-"""Characters of a note; each takes 12 bytes at most, so that a store's manifest can hold it."""
+MAX_LOSSY_RESTORES = (1 << 31) - 1  # In a directory's manifest: schemes derive seeds from this number
+MAX_NOTE = 1 << 20  # Characters of a note; each takes 12 bytes at most, so that a store's manifest can hold it
 
 
 @dataclass(frozen=True)
@@ -277,11 +273,7 @@ def decode_directory_manifest(data: bytes, where: str) -> DirectoryManifest:
 
 
 def check_note(note: object) -> str:
-    """Return a note for people.
-
-    Raises:
-        PolicyError: it is no text, or longer than a manifest bears.
-    """
+    """Return a note for people; raises PolicyError if it is no text, or longer than a manifest bears."""
     text = validate.check_str("note", note, do="leave it out, or write a text")
     if len(text) > MAX_NOTE:
         do = "keep a long text in a file of its own, and its name here"
@@ -290,11 +282,7 @@ def check_note(note: object) -> str:
 
 
 def check_lossy_restores(count: object) -> int:
-    """Return a number of restores.
-
-    Raises:
-        PolicyError: it is no whole number from 0 to `MAX_LOSSY_RESTORES`.
-    """
+    """Return a number of restores; raises PolicyError if it is no whole number from 0 to `MAX_LOSSY_RESTORES`."""
     do = "pass the lossy_restores of what was restored"
     return validate.check_int("lossy_restores", count, minimum=0, maximum=MAX_LOSSY_RESTORES, do=do)
 

@@ -22,8 +22,7 @@ from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.retention import Keep, apply_policy, check_metric, plan_deletion
 
 _log = logging.getLogger("shrinkpoint")
-_MAX_REPLACED = 64
-"""Replaced checkpoints of a step that a mirror remembers."""
+_MAX_REPLACED = 64  # Replaced checkpoints of a step that a mirror remembers
 
 
 class UnreadableError(Exception):
@@ -85,11 +84,7 @@ class Mirror:
                 _log.warning(text, self.target.describe(), step)
 
     def missing(self) -> Sequence[Manifest]:
-        """The checkpoints that are to be copied, oldest first.
-
-        Raises:
-            StorageError: the store cannot be listed.
-        """
+        """The checkpoints that are to be copied, oldest first; raises StorageError if the store cannot be listed."""
         now = datetime.now(timezone.utc)
         manifests = select_missing(self._lister.scan(), self._content, self._keep, now)
         return [
@@ -115,7 +110,10 @@ class Mirror:
                 self._unreadable.add(manifest.digest)
                 _log.warning("step %d is not copied to %s: %s", manifest.step, self.target.describe(), unreadable.error)
             return False
-        placed = replace(placed, replaced=self._replaced_ids(manifest))
+        # The ids of the checkpoints that a copy replaces
+        copy = self._content.manifests.get(manifest.step)
+        ids = () if copy is None else (*copy.replaced, copy.id)
+        placed = replace(placed, replaced=tuple(id for id in dict.fromkeys(ids) if id != manifest.id)[-_MAX_REPLACED:])
         put_manifest(self.target, placed)
         names = self._content.file_names(manifest.step) | {layout.MANIFEST}
         self._content = self._content.replace(manifest.step, StepDirectory(manifest.step, names, placed))
@@ -153,14 +151,12 @@ class Mirror:
                 with _open_intact(file) as source:
                     copy_object(source, self.target, place.key)
             if place.key not in self._content:
-                self._content = _with_file(self._content, place.key)
+                head, _, name = place.key.partition("/")
+                step = layout.step_of_dir(head)
+                assert step is not None
+                entry = self._content.directories.get(step, StepDirectory(step, frozenset()))
+                self._content = self._content.replace(step, replace(entry, names=entry.names | {name}))
         return placed.manifest
-
-    def _replaced_ids(self, manifest: Manifest) -> tuple[str, ...]:
-        """The ids of the checkpoints that a copy replaces."""
-        copy = self._content.manifests.get(manifest.step)
-        ids = () if copy is None else (*copy.replaced, copy.id)
-        return tuple(id for id in dict.fromkeys(ids) if id != manifest.id)[-_MAX_REPLACED:]
 
     def _holds(self, key: str, digest: str) -> bool:
         """True if an object of the target that no manifest names is the file with this digest."""
@@ -207,15 +203,10 @@ class Place:
 
 @dataclass(frozen=True)
 class PlacedCheckpoint:
-    """A checkpoint with the places of its files in a mirror.
+    """A checkpoint with the places of its files in a mirror."""
 
-    Attributes:
-        manifest: as it is written there.
-        places: of the files of its chain, keyframe first, its own payload last.
-    """
-
-    manifest: Manifest
-    places: tuple[Place, ...]
+    manifest: Manifest  # as it is written there
+    places: tuple[Place, ...]  # of the files of its chain, keyframe first, its own payload last
 
 
 def place_files(
@@ -292,14 +283,6 @@ def _open_intact(file: ChainFile) -> Source:
         return file.try_keys(verify)
     except ShrinkpointError as error:
         raise UnreadableError(error) from error
-
-
-def _with_file(content: Listing, key: str) -> Listing:
-    head, _, name = key.partition("/")
-    step = layout.step_of_dir(head)
-    assert step is not None
-    entry = content.directories.get(step, StepDirectory(step, frozenset()))
-    return content.replace(step, replace(entry, names=entry.names | {name}))
 
 
 def _check_apart(source: Storage, target: Storage) -> None:

@@ -19,8 +19,7 @@ T = TypeVar("T")
 _log = logging.getLogger("shrinkpoint")
 LOAD_ERRORS: tuple[type[Exception], ...] = (ChainError, FormatError, MismatchError, NotFoundError, StorageError)
 """Errors of a checkpoint that does not load, after which an older one is tried."""
-_MAX_REASONS = 5
-"""Number of checkpoints for which an error says why they do not load."""
+_MAX_REASONS = 5  # Number of checkpoints for which an error says why they do not load
 
 
 def newest_that_loads(

@@ -17,8 +17,7 @@ from shrinkpoint.store.file_place import AnyPlace
 from shrinkpoint.tensors.dtypes import empty, tensor_bytes, torch_dtype
 from shrinkpoint.tensors.info import ITEMSIZE, TensorInfo
 
-CACHE_BYTES = 1 << 27
-"""Default size of the cache of decoded chunks: small tensors share chunks."""
+CACHE_BYTES = 1 << 27  # Default size of the cache of decoded chunks: small tensors share chunks
 
 
 class PartialReader:
@@ -87,7 +86,14 @@ class PartialReader:
             where, expected = self._chain[-1].reader.where, f"one of {len(self.infos)}"
             raise NotFoundError(where, found=f"no tensor {name!r}", expected=expected, do="look at `infos`")
         starts, sizes = tuple(starts), tuple(sizes)
-        self._check(info, starts, sizes)
+        fits = len(starts) == len(sizes) == len(info.shape)
+        if not fits or any(
+            not 0 <= start <= start + size <= length
+            for start, size, length in zip(starts, sizes, info.shape, strict=True)
+        ):
+            where = f"{self._chain[-1].reader.where}: tensor {info.name!r}"
+            found, expected = f"a box of {list(sizes)} at {list(starts)}", f"one inside of {list(info.shape)}"
+            raise MismatchError(where, found=found, expected=expected, do="ask for a part of the tensor")
         tensor = empty(sizes, torch_dtype(info.dtype))
         out = tensor_bytes(tensor)
         if out.nbytes:
@@ -117,16 +123,6 @@ class PartialReader:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _check(self, info: TensorInfo, starts: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-        fits = len(starts) == len(sizes) == len(info.shape)
-        if not fits or any(
-            not 0 <= start <= start + size <= length
-            for start, size, length in zip(starts, sizes, info.shape, strict=True)
-        ):
-            where = f"{self._chain[-1].reader.where}: tensor {info.name!r}"
-            found, expected = f"a box of {list(sizes)} at {list(starts)}", f"one inside of {list(info.shape)}"
-            raise MismatchError(where, found=found, expected=expected, do="ask for a part of the tensor")
 
 
 def contiguous_ranges(

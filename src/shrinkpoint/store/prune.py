@@ -21,13 +21,14 @@ from shrinkpoint.storage import Storage
 from shrinkpoint.storage.sizing import DryRunStorage
 from shrinkpoint.store import chain, layout
 from shrinkpoint.store.listing import Listing
-from shrinkpoint.store.manifest import Manifest, encode_store_manifest
+from shrinkpoint.store.manifest import DirectoryManifest, Manifest, encode_store_manifest
 from shrinkpoint.store.retention import (
     FreedBytes,
     Keep,
     PrunePlan,
     RewriteTarget,
     apply_policy,
+    parents_to_reverse,
     plan_deletion,
     reverse_ratio,
 )
@@ -40,17 +41,11 @@ _log = logging.getLogger("shrinkpoint")
 
 @dataclass(frozen=True)
 class RewriteChain:
-    """Checkpoints that rules select, of which some are to be written again.
+    """Checkpoints that rules select, of which some are to be written again."""
 
-    Attributes:
-        manifests: all of them, and what they are to be deltas against.
-        targets: those that are to be written again, each after its parent.
-        reverse: they become deltas against newer checkpoints.
-    """
-
-    manifests: tuple[Manifest, ...]
-    targets: tuple[RewriteTarget, ...]
-    reverse: bool = False
+    manifests: tuple[Manifest, ...]  # all of them, and what they are to be deltas against
+    targets: tuple[RewriteTarget, ...]  # those that are to be written again, each after its parent
+    reverse: bool = False  # they become deltas against newer checkpoints
 
 
 def prune(
@@ -229,27 +224,18 @@ def _plan_rewrites(
 def _plan_reverse(
     listing: Listing, keep: Keep, now: datetime, wants_reverse: Callable[[Manifest], bool]
 ) -> RewriteChain | None:
-    """What older chains hold that a rule selects, as deltas against newer checkpoints; None: all stay as they are.
-
-    One of the last becomes a delta against the next newer one, since it goes before that. One of the best may stay
-    longer than all others, so it becomes a delta against the newest. One that stays for good becomes a keyframe.
-    """
+    """What older chains hold that a rule selects, as deltas against newer checkpoints; None: all stay as they are."""
     selected = apply_policy(listing.manifests.values(), keep, now, forgotten=listing.forgotten).selected
     if not selected or not wants_reverse(listing.manifests[selected[-1]]):
         return None
-    newest = newer = selected[-1]
-    targets = []
-    for place, step in reversed([*enumerate(selected[:-1], -len(selected))]):
-        manifest, is_permanent = listing.manifests[step], keep.is_permanent(step)
-        needs_none = all(chain.is_current(listing.manifests, b) and keep.is_permanent(b.step) for b in manifest.bases)
-        if manifest.weights_only or (is_permanent and needs_none):
-            continue  # as they stay as they are, no other becomes a delta against them: their bases may be targets
-        is_one_of_last = keep.best is None or place >= -(keep.last or 1)
-        parent = newer if is_one_of_last else newest
-        targets.append(RewriteTarget(manifest, False, None if is_permanent else parent))
-        newer = step if is_one_of_last else newer
-    manifests = tuple(listing.manifests[step] for step in selected)
-    return RewriteChain(manifests, tuple(targets), reverse=True) if targets else None
+
+    def needs_none(manifest: DirectoryManifest) -> bool:
+        return all(chain.is_current(listing.manifests, b) and keep.is_permanent(b.step) for b in manifest.bases)
+
+    kept = {step: listing.manifests[step] for step in selected}
+    parents = parents_to_reverse(kept, keep, needs_none)
+    targets = tuple(RewriteTarget(kept[step], False, parent) for step, parent in parents.items())
+    return RewriteChain((*kept.values(),), targets, reverse=True) if targets else None
 
 
 def _with_moments(storage: Storage, manifests: Sequence[Manifest], settled: set[str]) -> frozenset[int]:

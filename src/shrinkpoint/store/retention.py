@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -20,8 +20,8 @@ from shrinkpoint.store.listing import Listing
 from shrinkpoint.store.manifest import DirectoryManifest, Manifest
 
 M = TypeVar("M", bound=DirectoryManifest)
-NO_METRIC = "Keep(metric=)"
-"""The `where` of an error about a metric that no checkpoint has."""
+PlaceT = TypeVar("PlaceT")
+NO_METRIC = "Keep(metric=)"  # The `where` of an error about a metric that no checkpoint has
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _SPAN = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*([smhdw])")
 
@@ -93,11 +93,7 @@ class Keep:
 
 
 def check_keep(keep: object) -> Keep | None:
-    """Return a `Keep` or None.
-
-    Raises:
-        PolicyError: `keep` is something else.
-    """
+    """Return a `Keep` or None; raises PolicyError if `keep` is something else."""
     if keep is None or isinstance(keep, Keep):
         return keep
     do = f"write shrinkpoint.Keep(last={keep})" if type(keep) is int and keep > 0 else "write shrinkpoint.Keep(last=3)"
@@ -106,18 +102,13 @@ def check_keep(keep: object) -> Keep | None:
 
 @dataclass(frozen=True)
 class RetentionDecision:
-    """Checkpoints to keep and to drop.
+    """Checkpoints to keep and to drop."""
 
-    Attributes:
-        keep, drop: steps, rising.
-        selected: of `keep`, those that a rule selects, and not only a delta needs, oldest first.
-        reasons: by step, sentences that say why.
-    """
-
+    # `keep`, `drop`: steps, rising.
     keep: tuple[int, ...]
     drop: tuple[int, ...]
-    selected: tuple[int, ...]
-    reasons: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    selected: tuple[int, ...]  # of `keep`, those that a rule selects, and not only a delta needs, oldest first
+    reasons: dict[int, tuple[str, ...]] = field(default_factory=dict)  # by step, sentences that say why
 
 
 def check_metric(manifests: Iterable[DirectoryManifest], keep: Keep) -> None:
@@ -217,17 +208,11 @@ def best_first(visible: Sequence[M], keep: Keep) -> list[M]:
 
 @dataclass(frozen=True)
 class RewriteTarget:
-    """A checkpoint that is to be written again.
+    """A checkpoint that is to be written again."""
 
-    Attributes:
-        manifest: as it is.
-        weights_only: it has no moments afterwards.
-        parent: step of the checkpoint that it becomes a delta against; None: it becomes a keyframe.
-    """
-
-    manifest: Manifest
-    weights_only: bool
-    parent: int | None
+    manifest: Manifest  # as it is
+    weights_only: bool  # it has no moments afterwards
+    parent: int | None  # step of the checkpoint that it becomes a delta against; None: it becomes a keyframe
 
 
 @dataclass(frozen=True)
@@ -276,6 +261,32 @@ def reverse_ratio(rewritten: Iterable[tuple[DirectoryManifest, DirectoryManifest
     """
     pairs = [(before.stored_bytes, after.stored_bytes) for before, after in rewritten if before.depth and after.depth]
     return sum(after for _, after in pairs) / sum(before for before, _ in pairs) if pairs else None
+
+
+def parents_to_reverse(
+    kept: Mapping[PlaceT, DirectoryManifest], keep: Keep, needs_none: Callable[[DirectoryManifest], bool]
+) -> dict[PlaceT, PlaceT | None]:
+    """Checkpoints to write again, newest first, each with the newer one that it becomes a delta against.
+
+    One of the last becomes a delta against the next newer one, since it goes before that. One of the best may stay
+    longer than all others, so it becomes a delta against the newest. One that stays for good becomes a keyframe.
+
+    Args:
+        kept: manifests with steps, by place, oldest first.
+        needs_none: True if a checkpoint that stays for good depends on none that goes.
+    """
+    places = [*kept]
+    parents: dict[PlaceT, PlaceT | None] = {}
+    newest = newer = places[-1] if places else None
+    for index, place in reversed([*enumerate(places[:-1], -len(places))]):
+        manifest = kept[place]
+        is_permanent = keep.is_permanent(manifest.step or 0)
+        if manifest.weights_only or len(manifest.payloads) > 1 or (is_permanent and needs_none(manifest)):
+            continue  # as they stay as they are, no other becomes a delta against them: their bases may be targets
+        is_one_of_last = keep.best is None or index >= -(keep.last or 1)
+        parents[place] = None if is_permanent else newer if is_one_of_last else newest
+        newer = place if is_one_of_last else newer
+    return parents
 
 
 def plan_prune(storage: Storage, listing: Listing, keep: Keep, now: datetime) -> PrunePlan:

@@ -33,19 +33,12 @@ _REVERSE_STATES = 6
 
 @dataclass(frozen=True)
 class _EncodedCheckpoint:
-    """A checkpoint whose records wait for their place, as the scheme that writes them.
+    """A checkpoint whose records wait for their place, as the scheme that writes them."""
 
-    Attributes:
-        id: of the scheme that first wrote it.
-        state: its structure; the tensors are not held.
-        records: as a reader of its new parent decodes them.
-        loss: the `loss` of the original manifest.
-    """
-
-    id: str
-    state: FlatState
-    records: Sequence[EncodedRecord]
-    loss: JSON
+    id: str  # of the scheme that first wrote it
+    state: FlatState  # its structure; the tensors are not held
+    records: Sequence[EncodedRecord]  # as a reader of its new parent decodes them
+    loss: JSON  # the `loss` of the original manifest
 
     def quantize(self, state: FlatState, reference: Reference | None) -> QuantizedState:
         return QuantizedState(state, loss=self.loss)
@@ -55,18 +48,13 @@ class _EncodedCheckpoint:
 
 
 class RewrittenCheckpoint(NamedTuple):
-    """A checkpoint whose payload was written again; `transaction.commit_manifest(after)` commits it.
+    """A checkpoint whose payload was written again; `transaction.commit_manifest(after)` commits it."""
 
-    Attributes:
-        before, after: its manifests.
-        report: of the new payload.
-        names: of the files and links that were written, relative to the step's directory.
-    """
-
+    # `before`, `after`: its manifests.
     before: Manifest
     after: Manifest
-    report: SaveReport
-    names: frozenset[str]
+    report: SaveReport  # of the new payload
+    names: frozenset[str]  # of the files and links that were written, relative to the step's directory
     transaction: CheckpointTransaction
 
 
@@ -148,11 +136,7 @@ def _with_names(listing: Listing, item: RewrittenCheckpoint) -> Listing:
 
 
 def has_memory_to_reverse(raw_bytes: int) -> bool:
-    """True if there is memory for `write_reversed`, as far as the system says.
-
-    Args:
-        raw_bytes: of the tensors of one state.
-    """
+    """True if there is memory for `write_reversed` of states of so many bytes, as far as the system says."""
     available = available_bytes()
     return available == 0 or available > _REVERSE_STATES * raw_bytes
 

@@ -11,8 +11,7 @@ from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.store.save_report import SaveReport
 
-OnSave: TypeAlias = Callable[[SaveReport], object]
-"""Called with the report of a checkpoint that is committed."""
+OnSave: TypeAlias = Callable[[SaveReport], object]  # Called with the report of a checkpoint that is committed
 
 
 @dataclass(frozen=True)

@@ -28,23 +28,14 @@ from shrinkpoint.store.checkpoint_file import Device, build_state
 from shrinkpoint.store.decode import decode_chain
 from shrinkpoint.store.delta_base import MISSING, StoredFile, as_delta_base, warn_low_retention
 from shrinkpoint.store.history import Line, Place, place_of
-from shrinkpoint.store.listing import (
-    Lister,
-    Listing,
-    NewestFirst,
-    StoreRestore,
-    forget,
-    iter_newest,
-    read_step,
-)
+from shrinkpoint.store.listing import Lister, Listing, NewestFirst, StoreRestore, forget, iter_newest, read_step
 from shrinkpoint.store.manifest import Manifest, check_lossy_restores, check_note
 from shrinkpoint.store.newest import restore_first
 from shrinkpoint.store.prune import prune
 from shrinkpoint.store.retention import Keep, PrunePlan, check_keep
 from shrinkpoint.store.rewrite import has_memory_to_reverse, merge_orphaned_deltas, rewrite_as_keyframe
-from shrinkpoint.store.save_report import SaveReport
+from shrinkpoint.store.save_report import SaveReport, store_html
 from shrinkpoint.store.step_storage import find_store
-from shrinkpoint.store.store_html import store_html
 from shrinkpoint.store.transaction import CheckpointTransaction, StoreLock
 from shrinkpoint.store.verify import Finding, verify
 from shrinkpoint.tensors.flat_state import FlatState, flatten

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +12,10 @@ from torch import Tensor
 from shrinkpoint import validate
 from shrinkpoint.errors import ChainError, FormatError, NotFoundError
 from shrinkpoint.storage import Storage, resolve_storage
+from shrinkpoint.sync.live_writes import VersionTensor
 from shrinkpoint.sync.published import Published
 from shrinkpoint.sync.reader import HeldVersion, VersionReader
 from shrinkpoint.tensors.dtypes import as_bits
-from shrinkpoint.tensors.flat_state import unflatten
 
 
 class Follower:
@@ -81,7 +80,7 @@ class Follower:
             time.sleep(self._poll)
         held = self._decode(published)
         if held is not self._held:
-            tensors: dict[str, Any] = unflatten(held.tree, held.reference.tensors, where=self._where)
+            tensors = {name: _whole(tensor) for name, tensor in held.tensors(self._where).items()}
             self._held, self.tensors = held, tensors
         return held.version
 
@@ -97,6 +96,17 @@ class Follower:
                 if newer is None or newer == published:
                     raise
                 published = newer
+
+
+def _whole(tensor: VersionTensor) -> Tensor:
+    """The tensor in one piece: a view of a piece that is whole, else a copy of all pieces."""
+    if len(tensor.pieces) == 1 and tensor.pieces[0].sizes == tensor.shape:
+        return tensor.pieces[0].tensor
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for piece in tensor.pieces:
+        box = zip(piece.offsets, piece.sizes, strict=True)
+        whole[tuple(slice(begin, begin + size) for begin, size in box)] = piece.tensor
+    return whole
 
 
 def changed_names(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> list[str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.storage import MemoryStorage, Storage, resolve_storage
 from shrinkpoint.sync.published import KEY, Published
+from shrinkpoint.sync.ranks import check_group
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
 _PUBLISHER, _CLOSED, _NOTHING = -2, -3, -1
@@ -42,12 +43,7 @@ class GroupLink:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
-            expected, do = (
-                "a process group that this process belongs to",
-                "pass what torch.distributed.new_group returned",
-            )
-            raise PolicyError("group", found=f"{type(group).__name__}", expected=expected, do=do)
+        check_group("group", group)
         self._group = group
         self._device = torch.device("cpu")
         if "gloo" not in dist.get_backend(group) and torch.cuda.is_available():
@@ -67,7 +63,7 @@ class GroupLink:
 
     def send(self, published: Published, storage: Storage) -> None:
         """The publisher's half of the second exchange: the list of versions, and the files of the newest."""
-        data = [published.to_bytes(), *(storage.get(file.key) for file in published.files)]
+        data = [published.to_bytes(), *(storage.get(key) for file in published.files for key in file.keys)]
         self._broadcast(b"".join(data), dist.get_rank(self._group), [len(part) for part in data])
 
     def close(self) -> None:
@@ -93,8 +89,8 @@ class GroupLink:
         storage = MemoryStorage()
         storage.put(KEY, data[: sizes[0]])
         published, begin = Published.from_bytes(storage.get(KEY), self.describe()), sizes[0]
-        for file, size in zip(published.files, sizes[1:], strict=False):
-            storage.put(file.key, data[begin : begin + size])
+        for key, size in zip((key for file in published.files for key in file.keys), sizes[1:], strict=False):
+            storage.put(key, data[begin : begin + size])
             begin += size
         return storage
 
@@ -130,13 +126,16 @@ class GroupLink:
 
 
 def open_place(
-    where: str | os.PathLike[str] | Storage | None, group: dist.ProcessGroup | None
+    where: str | os.PathLike[str] | Storage | None, group: dist.ProcessGroup | None, ranks: dist.ProcessGroup | None
 ) -> tuple[Storage, GroupLink | None]:
     """The storage that is published in, and the link to a group: memory is published in then, and sent.
 
     Raises:
-        PolicyError: neither a place nor a group, or both.
+        PolicyError: neither a place nor a group, or both; a group for ranks of a sharded model.
     """
+    if group is not None and ranks is not None:
+        do = "publish sharded models in a place"
+        raise PolicyError("group, ranks", found="both of them", expected="group= or ranks=", do=do)
     if (where is None) == (group is None):
         found = "neither" if where is None else "both of them"
         raise PolicyError("where, group", found=found, expected="one of them", do="name a place, or pass group=")

@@ -2,13 +2,14 @@
 
 A version exists when `published.json` names it: its files are written before. Each file is whole (a keyframe) or a
 delta against the version before, and a version may have both: who follows takes the delta, who joins the keyframe.
+Ranks that publish together write a part each in place of a file.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ KEY = "published.json"
 FORMAT = 1
 _TOKEN_FORMAT = 2
 """The format of a list in which a file has a token: a reader of format 1 would look for other names."""
+_PARTS_FORMAT = 3
+"""The format of a list in which a file is a set of parts."""
 _TOKEN = re.compile("[0-9a-f]{16}")
 MAX_VERSION = 10**12
 """Versions are below this number: names of files have twelve digits."""
@@ -32,16 +35,29 @@ _PREFIX = "version-"
 _DO = "publish again, or let the trainer begin another place"
 
 
+class StoredPart(NamedTuple):
+    """One object in the storage.
+
+    Attributes:
+        size: in bytes.
+        digest: of its header, which authenticates every other byte.
+        token: random hex in its name, in a bucket; "" elsewhere.
+    """
+
+    size: int
+    digest: str
+    token: str = ""
+
+
 @dataclass(frozen=True, order=True)
 class VersionFile:
-    """One file of a version.
+    """A keyframe or a delta of a version: one file, or a part of each rank that published it.
 
     Attributes:
         version: that it decodes to.
         base: the version that it is a delta against; -1 for a keyframe.
-        size: in bytes.
-        digest: of its header, which authenticates every other byte.
-        token: random hex in its name, in a bucket; "" elsewhere.
+        size, digest, token: of the file; of parts, their size together, "" and "".
+        parts: by rank; () for one file.
     """
 
     version: int
@@ -49,20 +65,32 @@ class VersionFile:
     size: int
     digest: str
     token: str = ""
+    parts: tuple[StoredPart, ...] = ()
+
+    @classmethod
+    def from_parts(cls, version: int, base: int, parts: Sequence[StoredPart]) -> VersionFile:
+        return cls(version, base, sum(part.size for part in parts), "", parts=tuple(parts))
 
     @property
-    def key(self) -> str:
-        """The key of the file in the storage."""
-        return file_key(self.version, self.base, self.token)
+    def stored(self) -> tuple[tuple[str, StoredPart], ...]:
+        """Every object with its key in the storage."""
+        if not self.parts:
+            return ((file_key(self.version, self.base, self.token), StoredPart(self.size, self.digest, self.token)),)
+        keys = (file_key(self.version, self.base, part.token, rank) for rank, part in enumerate(self.parts))
+        return tuple(zip(keys, self.parts, strict=True))
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(key for key, _ in self.stored)
 
     @property
     def is_keyframe(self) -> bool:
         return self.base < 0
 
 
-def file_key(version: int, base: int = -1, token: str = "") -> str:
-    """The key of a version's keyframe, or of its delta against `base`."""
-    suffix = "" if base < 0 else f"-from-{base:012d}"
+def file_key(version: int, base: int = -1, token: str = "", rank: int | None = None) -> str:
+    """The key of a version's keyframe, or of its delta against `base`; with a rank, of that rank's part."""
+    suffix = ("" if base < 0 else f"-from-{base:012d}") + ("" if rank is None else f"-part-{rank:05d}")
     return f"{_PREFIX}{version:012d}{suffix}{'-' if token else ''}{token}.safetensors"
 
 
@@ -91,11 +119,9 @@ class Published:
     files: tuple[VersionFile, ...]
 
     def to_bytes(self) -> bytes:
-        files = [
-            [file.version, file.base, file.size, file.digest, *([file.token] if file.token else [])]
-            for file in self.files
-        ]
+        files = [[file.version, file.base, *_content_to_json(file)] for file in self.files]
         number = _TOKEN_FORMAT if any(file.token for file in self.files) else FORMAT
+        number = _PARTS_FORMAT if any(file.parts for file in self.files) else number
         return dump_with_digest({"format": number, "id": self.id, "version": self.version, "files": files})
 
     @classmethod
@@ -109,8 +135,8 @@ class Published:
             document = load_with_digest(data, where)
         except (CorruptError, TruncatedError) as error:
             raise type(error)(where, found=error.found, expected=error.expected, do=_DO) from error
-        if document.get("format") not in (FORMAT, _TOKEN_FORMAT):
-            found, expected = f"format {document.get('format')!a:.20}", f"{FORMAT} or {_TOKEN_FORMAT}"
+        if document.get("format") not in (FORMAT, _TOKEN_FORMAT, _PARTS_FORMAT):
+            found, expected = f"format {document.get('format')!a:.20}", f"{FORMAT} to {_PARTS_FORMAT}"
             raise VersionError(where, found=found, expected=expected, do="install a newer release of shrinkpoint")
         with read_guard(where):
             files = tuple(_file_from_json(row, where) for row in expect_type(document["files"], list, where, "files"))
@@ -119,8 +145,9 @@ class Published:
                 raise ValueError("no file of the newest version")
             if any(file.version > published.version or file.base >= file.version for file in files):
                 raise ValueError("versions that do not rise")
-            if len({file.key for file in files}) < len(files):
+            if len({(file.version, file.base) for file in files}) < len(files):
                 raise ValueError("a file that is named twice")
+            _check_parts(files)
         return published
 
     def routes(self, held: int | None) -> Iterator[tuple[VersionFile, ...]]:
@@ -189,15 +216,46 @@ class _Route(NamedTuple):
     keyframe: tuple[VersionFile, ...] = ()
 
 
+def _check_parts(files: Sequence[VersionFile]) -> None:
+    """Raise ValueError unless the files of a version, and their bases, have as many parts."""
+    counts: dict[int, int] = {}
+    for file in files:
+        if counts.setdefault(file.version, len(file.parts)) != len(file.parts):
+            raise ValueError("files of one version in different parts")
+    if any(counts.get(file.base, len(file.parts)) != len(file.parts) for file in files):
+        raise ValueError("a delta in other parts than its base")
+
+
+def _content_to_json(file: VersionFile) -> list[JSON]:
+    if file.parts:
+        return [[_part_to_json(part) for part in file.parts]]
+    return _part_to_json(StoredPart(file.size, file.digest, file.token))
+
+
+def _part_to_json(part: StoredPart) -> list[JSON]:
+    return [part.size, part.digest, *([part.token] if part.token else [])]
+
+
 def _file_from_json(row: JSON, where: str) -> VersionFile:
-    version, base, size, digest, *tokens = expect_type(row, list, where, "a file")
+    version, base, *content = expect_type(row, list, where, "a file")
     if type(base) is not int or base < -1:
         raise ValueError(f"a base {base!a:.20}")
+    version = _count(version, where)
+    if len(content) == 1:
+        rows = expect_type(content[0], list, where, "the parts")
+        if not rows:
+            raise ValueError("no parts")
+        return VersionFile.from_parts(version, base, [_part_from_json(part, where) for part in rows])
+    return VersionFile(version, base, *_part_from_json(content, where))
+
+
+def _part_from_json(row: JSON, where: str) -> StoredPart:
+    size, digest, *tokens = expect_type(row, list, where, "a part")
     if not (type(digest) is str and len(digest) == 32 and set(digest) <= set("0123456789abcdef")):
         raise ValueError(f"a digest {digest!a:.40}")
     if len(tokens) > 1 or not all(type(token) is str and _TOKEN.fullmatch(token) for token in tokens):
         raise ValueError(f"tokens {tokens!a:.40}")
-    return VersionFile(_count(version, where), base, _count(size, where), digest, *tokens)
+    return StoredPart(_count(size, where), digest, *tokens)
 
 
 def _count(value: JSON, where: str) -> int:

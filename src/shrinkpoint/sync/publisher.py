@@ -6,9 +6,10 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,16 +17,29 @@ from torch import Tensor
 
 from shrinkpoint import humanize, validate
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.errors import PolicyError, ShrinkpointError
+from shrinkpoint.errors import NotFoundError, PolicyError, ShrinkpointError, StorageError
 from shrinkpoint.schemes.base import QuantizedState
 from shrinkpoint.schemes.lossless import Lossless
-from shrinkpoint.storage import Storage
+from shrinkpoint.storage import Storage, object_size
 from shrinkpoint.store.checkpoint_file import write_file
+from shrinkpoint.sync.capture import capture, published_dtype
 from shrinkpoint.sync.group import open_place
-from shrinkpoint.sync.model_tensors import AnyModel, capture, model_tensors
-from shrinkpoint.sync.published import KEY, MAX_VERSION, Published, VersionFile, file_key, is_own_key, new_token
-from shrinkpoint.sync.reader import VersionReader
-from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.sync.local_tensors import AnyModel, LocalTensor, local_tensors
+from shrinkpoint.sync.part_plan import PartPlanner, Row, describe
+from shrinkpoint.sync.published import (
+    KEY,
+    MAX_VERSION,
+    Published,
+    StoredPart,
+    VersionFile,
+    file_key,
+    is_own_key,
+    new_token,
+)
+from shrinkpoint.sync.ranks import Ranks
+from shrinkpoint.sync.reader import HeldPart, VersionReader
+from shrinkpoint.tensors.flat_state import FlatState, flatten
+from shrinkpoint.tensors.info import JSON
 
 _log = logging.getLogger("shrinkpoint")
 
@@ -36,7 +50,7 @@ class PublishReport:
 
     Attributes:
         version: its number.
-        raw_bytes: bytes of its tensors.
+        raw_bytes: bytes of its tensors, on all ranks together, as all sizes are.
         delta_bytes: bytes of its delta against the version before; None if it has none.
         keyframe_bytes: bytes of its keyframe; None if it has none.
         seconds: of the whole call.
@@ -61,13 +75,19 @@ class Publisher:
     is replaced atomically. One process publishes in one place; it holds the storage's lock until `close`. Killed and
     started again, it goes on behind the last version.
 
-    Memory: two copies of the published weights on the CPU.
+    Ranks that shard a model publish together, with `ranks=`: each codes its own shards, and writes them as its part of
+    the version. The first rank commits the version when every part is written. An error on one rank is raised by all.
+
+    Memory: two copies of the published weights on the CPU, on each rank of its own part.
 
     Args:
         where: a directory (in /dev/shm: shared memory), a URL such as "s3://bucket/weights", or a storage.
         group: a torch.distributed group, in place of `where`: `publish` and `close` are collective operations then, in
             which every other rank takes part with `Subscriber.update`. What is sent is a delta, or a keyframe where a
             rank lacks the version before; `keyframe_every` and `keep` do not matter.
+        ranks: the process group of all ranks that shard the model, which may have DTensors then. Each rank makes a
+            `Publisher` of the same place, which all of them reach, and calls `publish` as the others do. What several
+            ranks have is written by one of them.
         dtype: what floating-point tensors of 16 bits and more are cast to, such as `torch.bfloat16`; None: none is.
         keyframe_every: a keyframe is written beside the delta at least every so many versions, and whenever the deltas
             behind the last one have more bytes than it: so joining reads at most two keyframes' worth, and a delta.
@@ -90,6 +110,7 @@ class Publisher:
         where: str | os.PathLike[str] | Storage | None = None,
         *,
         group: dist.ProcessGroup | None = None,
+        ranks: dist.ProcessGroup | None = None,
         dtype: torch.dtype | None = None,
         keyframe_every: int = 32,
         keep: int = 32,
@@ -103,17 +124,22 @@ class Publisher:
         self._keyframe_every = validate.check_int("keyframe_every", keyframe_every)
         self._keep = validate.check_int("keep", keep)
         self._threads = validate.check_threads(threads)
-        self._storage, self._link = open_place(where, group)
+        self._ranks = Ranks(ranks)
+        self._storage, self._link = self._ranks.run(lambda: open_place(where, group, ranks))
+        self._planner = PartPlanner(self._ranks)
         self._keyframe_scheme, self._delta_scheme = Lossless(), Lossless()  # each remembers what codes best
         self._published: Published | None = None
-        self._reference: dict[str, Tensor] | None = None
+        self._reference: dict[str, Tensor] | None = None  # of this rank's part
+        self._tree: JSON = None  # of the reference
         self._spare: dict[str, Tensor] = {}
+        self._next = 0
         self._keys: set[str] = set()
+        self._own_keys: list[str] = []  # of the version that is being written, of this rank
         self._dropped: list[str] = []  # keys that `published.json` has just ceased to name: somebody may read them
         self._is_closed = False
         self._stack = ExitStack()
-        self._stack.enter_context(self._storage.lock())
         try:
+            self._ranks.from_first(self._lock)
             self._resume()
         except BaseException:
             self._stack.close()
@@ -148,21 +174,20 @@ class Publisher:
             keyframe: write a keyframe besides.
 
         Raises:
-            StateError: a tensor is sharded, or otherwise no plain one.
-            PolicyError: a version that is not above the last; or the publisher is closed.
+            StateError: a tensor is no plain one, such as a DTensor without `ranks=`.
+            MismatchError: the ranks' tensors do not make up one model.
+            PolicyError: a version that is not above the last; ranks with different arguments; a closed publisher.
             StorageError: writing failed; the last version is still the newest.
+            MembershipError: a rank has died.
         """
         began = time.perf_counter()
-        if self._is_closed:
-            raise PolicyError(repr(self), found="a closed publisher", expected="an open one", do="make another one")
-        number, do = self._next if version is None else version, "count versions upwards, or leave the version out"
-        number = validate.check_int("version", number, minimum=self._next, maximum=MAX_VERSION - 1, do=do)
-        validate.check_bool("keyframe", keyframe)
-        state = capture(model_tensors(model), self._dtype, self._spare)
-        self._spare, last = {}, self._published
+        state = self._capture(model, version, keyframe)
+        number, self._spare, last = self._next if version is None else version, {}, self._published
+        is_base = self._reference is not None and (not self._ranks.is_sharded or state.tree == self._tree)
+        nbytes, has_base = zip(*self._ranks.gather(lambda: (state.nbytes, is_base)), strict=True)
         written: list[VersionFile] = []
         try:
-            if self._reference is not None:
+            if all(has_base):
                 written.append(self._write(state, number, self._reference))
             is_lacking = self._link is not None and self._link.ask_versions(self._published)
             if keyframe or is_lacking or self._needs_keyframe(written):
@@ -172,17 +197,44 @@ class Publisher:
             published = self._publish(files)
         except BaseException:
             if self._published is last:  # else they may be named
-                self._delete(file.key for file in written)
+                self._delete(self._own_keys)
+            self._own_keys.clear()
             raise
         if self._link is not None:
             self._link.send(published, self._storage)
-        self._delete(file.key for file in written if file not in files)
-        self._forget_old(published)
-        self._spare, self._reference = self._reference or {}, dict(state.tensors)
+        self._forget_old(published, written)
+        self._spare, self._reference, self._tree = self._reference or {}, dict(state.tensors), state.tree
         sizes = {file.is_keyframe: file.size for file in files}
-        report = PublishReport(number, state.nbytes, sizes.get(False), sizes.get(True), time.perf_counter() - began)
+        report = PublishReport(number, sum(nbytes), sizes.get(False), sizes.get(True), time.perf_counter() - began)
         _log.info("published %s, in %.2f s", report, report.seconds)
         return report
+
+    def _capture(self, model: AnyModel, version: int | None, keyframe: bool) -> FlatState:
+        """Check what all ranks pass, and copy the state of this rank's part."""
+        arguments, *others = self._ranks.gather(lambda: self._check(version, keyframe))
+        if any(other != arguments for other in others):
+            found, do = f"{sorted({str(arguments), *map(str, others)})}", "pass the same arguments on all ranks"
+            raise PolicyError("publish", found=found, expected="the same version and settings", do=do)
+        if not self._ranks.is_sharded:
+            tensors = {name: local.tensor for name, local in local_tensors(model).items()}
+            return capture(flatten(tensors), self._dtype, self._spare)
+        local, rows = self._ranks.run(lambda: self._describe(model))
+        plan = self._planner.plan(rows)
+        return self._ranks.run(lambda: capture(plan.state(local), self._dtype, self._spare))
+
+    def _check(self, version: int | None, keyframe: bool) -> tuple[object, ...]:
+        """Everything on which ranks must agree."""
+        if self._is_closed:
+            raise PolicyError(repr(self), found="a closed publisher", expected="an open one", do="make another one")
+        if version is not None:
+            do = "count versions upwards, or leave the version out"
+            validate.check_int("version", version, minimum=self._next, maximum=MAX_VERSION - 1, do=do)
+        validate.check_bool("keyframe", keyframe)
+        return version, keyframe, str(self._dtype), self._keyframe_every, self._keep
+
+    def _describe(self, model: AnyModel) -> tuple[dict[str, LocalTensor], list[Row]]:
+        local = local_tensors(model, is_sharded=True)
+        return local, describe(local, {name: published_dtype(x.tensor.dtype, self._dtype) for name, x in local.items()})
 
     def _needs_keyframe(self, written: list[VersionFile]) -> bool:
         if self._published is None or not written:
@@ -196,33 +248,47 @@ class Publisher:
         return sum(file.size for file in deltas) > keyframe.size
 
     def _write(self, state: FlatState, version: int, reference: dict[str, Tensor] | None = None) -> VersionFile:
-        """Write a keyframe, or a delta against the reference, which is the newest version."""
+        """Write a keyframe, or a delta against the reference, which is the newest version: each rank its part."""
         base, parent = -1, None
         if reference is not None:
             assert self._published is not None
             base = self._published.version
             file = min(file for file in self._published.files if file.version == base)  # its keyframe, if there is one
-            parent = {"name": file.key, "digest": file.digest}
-        token = new_token(self._storage)
-        written = write_file(
-            self._storage,
-            file_key(version, base, token),
-            QuantizedState(state),
-            scheme=self._keyframe_scheme if reference is None else self._delta_scheme,
-            reference=None if reference is None else Reference(reference),
-            parent=parent,
-            threads=self._threads,
+            key, stored = file.stored[self._ranks.rank]
+            parent = {"name": key, "digest": stored.digest}
+        # A rank of a job that was given up may still write: no two parts have one name.
+        token = secrets.token_hex(8) if self._ranks.is_sharded else new_token(self._storage)
+        key = file_key(version, base, token, self._ranks.rank if self._ranks.is_sharded else None)
+        self._own_keys.append(key)
+
+        def write() -> StoredPart:
+            written = write_file(
+                self._storage,
+                key,
+                QuantizedState(state),
+                scheme=self._keyframe_scheme if reference is None else self._delta_scheme,
+                reference=None if reference is None else Reference(reference),
+                parent=parent,
+                threads=self._threads,
+            )
+            return StoredPart(written.report.stored_bytes, written.report.digest, token)
+
+        parts = self._ranks.gather(write)
+        return (
+            VersionFile.from_parts(version, base, parts)
+            if self._ranks.is_sharded
+            else VersionFile(version, base, *parts[0])
         )
-        return VersionFile(version, base, written.report.stored_bytes, written.report.digest, token)
 
     def _publish(self, files: list[VersionFile]) -> Published:
         """Name the files of a version in `published.json`: from then on it exists."""
-        last = self._published or Published(secrets.token_hex(8), -1, ())
+        last = self._published or Published(self._ranks.from_first(lambda: secrets.token_hex(8)), -1, ())
         published = last.with_files(*files).without_old(self._keep)
         if self._link is not None:  # nobody reads an older one
             published = replace(published, files=tuple(files))
+        self._ranks.from_first(lambda: self._check_parts(files))
         try:
-            self._storage.put(KEY, published.to_bytes())
+            self._ranks.from_first(lambda: self._storage.put(KEY, published.to_bytes()))
         except BaseException:
             # It may be there nevertheless: so this number is used up, and what follows is another series.
             self._published, self._reference, self._next = None, None, published.version + 1
@@ -230,10 +296,27 @@ class Publisher:
         self._published, self._next = published, published.version + 1
         return published
 
-    def _forget_old(self, published: Published) -> None:
+    def _check_parts(self, files: list[VersionFile]) -> None:
+        """Raise a StorageError unless the first rank sees the parts of all others."""
+        for key, part in (stored for file in files if file.parts for stored in file.stored[1:]):
+            try:
+                size = object_size(self._storage, key)
+            except NotFoundError:
+                size = -1
+            if size != part.size:
+                where, found = self._storage.describe(key), f"{max(size, 0)} bytes on the first rank"
+                expected, do = f"the {part.size} that another rank wrote", "publish in a place that all ranks share"
+                raise StorageError(where, found=found, expected=expected, do=do)
+
+    def _forget_old(self, published: Published, written: Sequence[VersionFile]) -> None:
         """Delete the files that have not been named for a version; those that are no longer named, next time."""
-        named = {file.key for file in published.files}
-        self._delete(key for key in self._dropped if key not in named)
+        self._own_keys.clear()
+        if self._ranks.rank > 0:
+            return
+        named = {key for file in published.files for key in file.keys}
+        self._delete(
+            key for key in (*self._dropped, *(key for file in written for key in file.keys)) if key not in named
+        )
         self._dropped = sorted(self._keys - named)
         self._keys = named
 
@@ -242,17 +325,33 @@ class Publisher:
             with suppress(ShrinkpointError):  # it is in nobody's way; the next process removes it
                 self._storage.delete(key)
 
+    def _lock(self) -> None:
+        self._stack.enter_context(self._storage.lock())
+
     def _resume(self) -> None:
         """Go on behind what is published here already, and remove what a process that died has left."""
         reader = VersionReader(self._storage, threads=self._threads)
-        self._published = reader.published()
-        self._next = 0 if self._published is None else self._published.version + 1
-        self._storage.remove_stale()
-        self._keys = {file.key for file in self._published.files} if self._published is not None else set()
-        self._delete(key for key in self._storage.list() if is_own_key(key) and key not in self._keys)
-        if self._published is None:
+        published = self._published = self._ranks.from_first(partial(self._clean_up, reader))
+        if published is None:
             return
+        self._next = published.version + 1
+        file = min(file for file in published.files if file.version == published.version)
+        if len(file.parts) != (self._ranks.count if self._ranks.is_sharded else 0):
+            return  # a keyframe comes next
+        part = self._ranks.run(lambda: self._load_last(reader, published))
+        if part is not None:
+            self._reference, self._tree = dict(part.reference.tensors), part.tree
+
+    def _load_last(self, reader: VersionReader, published: Published) -> HeldPart | None:
         try:
-            self._reference = dict(reader.read(self._published, None).reference.tensors)
+            return reader.read_part(published, self._ranks.rank)
         except ShrinkpointError as error:
             _log.warning("the next version is a keyframe, the last one does not load: %s", error)
+            return None
+
+    def _clean_up(self, reader: VersionReader) -> Published | None:
+        published = reader.published()
+        self._storage.remove_stale()
+        self._keys = set() if published is None else {key for file in published.files for key in file.keys}
+        self._delete(key for key in self._storage.list() if is_own_key(key) and key not in self._keys)
+        return published

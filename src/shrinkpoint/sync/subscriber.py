@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,10 +16,13 @@ from shrinkpoint import humanize, validate
 from shrinkpoint.errors import ChainError, FormatError, NotFoundError
 from shrinkpoint.storage import Storage
 from shrinkpoint.sync.group import open_place
-from shrinkpoint.sync.model_tensors import AnyModel, check_own_memory, model_tensors, plan_writes, write_all
+from shrinkpoint.sync.live_writes import VersionTensor, plan_writes, write_all
+from shrinkpoint.sync.local_tensors import AnyModel, LocalTensor, check_own_memory, local_tensors
+from shrinkpoint.sync.part_tree import VersionLayout
 from shrinkpoint.sync.published import Published
-from shrinkpoint.sync.reader import HeldVersion, VersionReader
-from shrinkpoint.tensors.flat_state import unflatten
+from shrinkpoint.sync.ranks import Ranks
+from shrinkpoint.sync.reader import HeldVersion, Selection, VersionReader
+from shrinkpoint.tensors.wrappers import match_names, match_state_keys
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,8 @@ class Update:
     Attributes:
         version: that the model has now.
         previous: the version that it had; None: none of this place.
-        nbytes: bytes that were read.
-        changed: number of values that were written.
+        nbytes: bytes that were read, on this rank.
+        changed: number of values that were written, on this rank.
         seconds: of the whole update, without waiting.
         pause: seconds for which the model was neither the one version nor the other.
     """
@@ -53,12 +56,16 @@ class Subscriber:
     What a version decodes to is verified completely before the model is touched; then only what changed is written, in
     place. An update that is interrupted gives the model its old values back.
 
-    Memory: a copy of the published weights on the CPU, and another one while an update decodes.
+    Memory: a copy of the published weights on the CPU, and another one while an update decodes. A rank of a sharded
+    model holds the pieces that overlap its shards.
 
     Args:
         where: as the publisher's.
         group: as the publisher's, in place of `where`: every rank but the publisher's calls `update` as often as that
             one calls `publish`, and waits for it.
+        ranks: the process group of the ranks that hold the model, which may have DTensors then; they need not be those
+            of the publisher. Every rank makes a `Subscriber` and calls `update` as often as the others: all of them
+            get the same version, or none does.
         poll: seconds between two looks while `update` and `follow` wait.
         threads: native threads for decoding; None: every core.
         max_bytes: limit on the bytes of a version's tensors; None: as of `shrinkpoint.load`, or twice what is
@@ -77,6 +84,7 @@ class Subscriber:
         where: str | os.PathLike[str] | Storage | None = None,
         *,
         group: dist.ProcessGroup | None = None,
+        ranks: dist.ProcessGroup | None = None,
         poll: float = 0.1,
         threads: int | None = None,
         max_bytes: int | None = None,
@@ -84,13 +92,16 @@ class Subscriber:
         self._poll = validate.check_float("poll", poll)
         threads = validate.check_threads(threads)
         max_bytes = validate.check_optional_int("max_bytes", max_bytes, none_meaning="for the default")
-        storage, self._link = open_place(where, group)
+        storage, self._link = open_place(where, group, ranks)
+        self._ranks = Ranks(ranks)
         self._where = (self._link or storage).describe()
         self._open_reader = partial(VersionReader, threads=threads, max_bytes=max_bytes)
         self._reader = self._open_reader(storage)
         self._held: HeldVersion | None = None
         self._applied: tuple[str, int] | None = None  # id of the series and version
-        self._written: list[_Written] = []  # the tensors that have it
+        self._written: dict[str, _Written] = {}  # the tensors that have it
+        self._boxes: object = None  # of the model that was updated last
+        self._names: set[str] = set()  # of its tensors on all ranks
 
     def __repr__(self) -> str:
         return f"Subscriber({self._where!r}, version={self.version})"
@@ -123,25 +134,28 @@ class Subscriber:
             what was done; None if the model has the newest version, in a group: if the publisher is closed.
 
         Raises:
-            MismatchError: the model has other tensors than are published, or sharded ones; it is unchanged.
+            MismatchError: the model has other tensors than are published; it is unchanged.
+            StateError: a tensor is no plain one, such as a DTensor without `ranks=`; it is unchanged.
+            MembershipError: a rank has died.
             ChainError, FormatError: files are damaged or gone, and no others lead to the version; it is unchanged.
             StorageError: the place cannot be read; it is unchanged.
         """
         wait = validate.check_float("wait", wait, exclusive=False)
-        live = model_tensors(model)
-        check_own_memory(model, live)
+        live = self._ranks.run(lambda: self._local_tensors(model))
+        self._names = {name for names in self._ranks.gather(lambda: [*live]) for name in names}
         published = self._wait_for_newer(live, wait) if self._link is None else self._receive()
         if published is None:
             return None
         began = time.perf_counter()
         held = self._held
-        new = self._decode(published)
-        tensors = unflatten(new.tree, new.reference.tensors, where=self._where)
-        writes = plan_writes(live, tensors, self._where)
+        known = self._known_values(live)
+        new = self._decode(published, live)
+        writes = self._ranks.run(lambda: plan_writes(live, new.tensors(self._where), self._where, known, self._names))
         previous = self.version
-        self._written = []
-        pause = write_all(live, writes)
-        self._applied, self._written = (new.id, new.version), [_Written(tensor) for tensor in live.values()]
+        self._written = {}
+        pause = write_all(live, writes, self._ranks.run)
+        self._applied = new.id, new.version
+        self._written = {name: _Written(local) for name, local in live.items()}
         nbytes = 0 if new is held else new.nbytes
         changed = sum(write.num_changed for write in writes)
         return Update(new.version, previous, nbytes, changed, time.perf_counter() - began, pause)
@@ -168,56 +182,104 @@ class Subscriber:
         self._reader = self._open_reader(storage)
         return self._reader.published()
 
-    def _wait_for_newer(self, live: dict[str, Tensor], wait: float) -> Published | None:
-        """Wait for a version that the model does not have; None if that takes too long."""
+    def _local_tensors(self, model: AnyModel) -> dict[str, LocalTensor]:
+        live = local_tensors(model, is_sharded=self._ranks.is_sharded)
+        check_own_memory(model, live)
+        boxes = {name: [(piece.offsets, piece.sizes) for piece in local.pieces] for name, local in live.items()}
+        if self._ranks.is_sharded and boxes != self._boxes:
+            self._held, self._boxes = None, boxes  # other pieces than those that are held may be needed
+        return live
+
+    def _wait_for_newer(self, live: Mapping[str, LocalTensor], wait: float) -> Published | None:
+        """Wait for a version that the model does not have, on all ranks; None if that takes too long."""
         deadline = time.monotonic() + wait
         while True:
-            published = self._reader.published()
-            if published is not None and not self._has(published, live):
+            published, is_late = self._ranks.from_first(
+                lambda: (self._reader.published(), time.monotonic() >= deadline)
+            )
+            if published is not None and not all(self._ranks.gather(partial(self._has, published, live))):
                 return published
-            if (rest := deadline - time.monotonic()) <= 0:
+            if is_late:
                 return None
-            time.sleep(min(self._poll, rest))
+            time.sleep(min(self._poll, max(0, deadline - time.monotonic())))
 
-    def _has(self, published: Published, live: dict[str, Tensor]) -> bool:
+    def _has(self, published: Published, live: Mapping[str, LocalTensor]) -> bool:
         """True if the tensors have this version, and nobody has written into them since."""
-        if self._applied != (published.id, published.version) or len(live) != len(self._written):
+        if self._applied != (published.id, published.version) or live.keys() != self._written.keys():
             return False
-        return all(written.is_as_left(tensor) for written, tensor in zip(self._written, live.values(), strict=True))
+        return all(written.is_as_left(live[name]) for name, written in self._written.items())
 
-    def _decode(self, published: Published) -> HeldVersion:
-        """The newest version, decoded; files may be pruned meanwhile, and then a newer one is there."""
+    def _known_values(self, live: Mapping[str, LocalTensor]) -> Mapping[str, VersionTensor]:
+        """The values of the model's tensors, by their names there, but those that somebody else may have changed."""
         held = self._held
+        if held is None or self._applied != (held.id, held.version):
+            return {}
+        values = match_state_keys(held.tensors(self._where), dict.fromkeys(self._names))
+        return {
+            name: values[name]
+            for name, written in self._written.items()
+            if name in live and written.is_tracked and written.is_as_left(live[name])
+        }
+
+    def _decode(self, published: Published, live: Mapping[str, LocalTensor]) -> HeldVersion:
+        """The newest version, decoded; files may be pruned meanwhile, and then a newer one is there."""
+        select = partial(_overlapping, live, self._names) if self._ranks.is_sharded else None
         while True:
-            if held is not None and (held.id, held.version) == (published.id, published.version):
-                return held
             try:
-                self._held = self._reader.read(published, held)
+                self._held = self._ranks.run(partial(self._read, published, select))
                 return self._held
             except (ChainError, FormatError, NotFoundError):
-                newer = self._reader.published()
+                newer = self._ranks.from_first(self._reader.published)
                 if newer is None or newer == published:
                     raise
                 published = newer
+
+    def _read(self, published: Published, select: Selection | None) -> HeldVersion:
+        held = self._held
+        if held is not None and (held.id, held.version) == (published.id, published.version):
+            return held
+        return self._reader.read(published, held, select)
+
+
+def _overlapping(live: Mapping[str, LocalTensor], all_names: Collection[str], layout: VersionLayout) -> list[set[str]]:
+    """The names of the stored tensors that overlap this process's share of the model, of each part."""
+    names = match_names(layout.tensors, all_names)
+    wanted: list[set[str]] = [set() for _ in layout.trees]
+    for name, local in live.items():
+        published_name = names.get(name, name)
+        if published_name not in layout.tensors or layout.tensors[published_name].shape != local.shape:
+            continue  # an error, which the plan of the writes explains
+        for piece in layout.pieces_of(published_name):
+            if any(mine.overlap(piece.offsets, piece.sizes) for mine in local.pieces):
+                wanted[piece.part].add(piece.stored_name)
+    return wanted
 
 
 class _Written:
     """A tensor that an update has written, known again by its memory, which another one may get once it is freed."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._storage, self._address = _memory_of(tensor), tensor.data_ptr()
-        self._changes = _count_changes(tensor)
+    def __init__(self, local: LocalTensor) -> None:
+        self._storage, self._address = _memory_of(local.tensor), local.tensor.data_ptr()
+        self._changes = _count_changes(local)
 
-    def is_as_left(self, tensor: Tensor) -> bool:
+    @property
+    def is_tracked(self) -> bool:
+        """True if torch counts the changes of the tensor, which it does not in inference mode."""
+        return self._changes >= 0
+
+    def is_as_left(self, local: LocalTensor) -> bool:
         """True if a tensor is this one, unchanged, as far as torch counts changes (not those through `.data`)."""
-        is_same = tensor.data_ptr() == self._address and _memory_of(tensor) == self._storage
-        return is_same and _count_changes(tensor) == self._changes
+        is_same = local.tensor.data_ptr() == self._address and _memory_of(local.tensor) == self._storage
+        return is_same and _count_changes(local) == self._changes
 
 
 def _memory_of(tensor: Tensor) -> StorageWeakRef:
     """A reference that keeps no memory, and is equal for tensors that share theirs and for no later ones."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return StorageWeakRef(tensor.untyped_storage())
 
 
-def _count_changes(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+def _count_changes(local: LocalTensor) -> int:
+    """The number of changes that torch has counted: those of a DTensor, and those of its shard, apart."""
+    if local.tensor.is_inference():
+        return -1
+    return local.tensor._version + (0 if local.owner is None else local.owner._version)

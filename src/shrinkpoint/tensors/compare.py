@@ -22,8 +22,7 @@ from shrinkpoint.tensors.info import JSON
 from shrinkpoint.tensors.names import as_tensor, child_items, is_array, named_leaves, tensor_name
 
 _MISSING = object()
-GROUP_BYTES = 1 << 27
-"""Bytes of two states that are compared at a time: what is read of both is in memory meanwhile."""
+GROUP_BYTES = 1 << 27  # Bytes of two states that are compared at a time: what is read of both is in memory meanwhile
 _CHUNK_VALUES = 1 << 20  # values compared at a time: 8 MiB of doubles a side
 
 
@@ -56,20 +55,14 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class SectionComparison:
-    """The comparison of one section, a top-level key, of two states.
+    """The comparison of one section, a top-level key, of two states."""
 
-    Attributes:
-        name: the key.
-        tensors, values: numbers of compared tensors and plain values.
-        nbytes: bytes of the tensors.
-        differences: paths at which they differ; empty when every bit is equal.
-    """
-
-    name: str
+    name: str  # the key
+    # `tensors`, `values`: numbers of compared tensors and plain values.
     tensors: int
     values: int
-    nbytes: int
-    differences: tuple[str, ...]
+    nbytes: int  # bytes of the tensors
+    differences: tuple[str, ...]  # paths at which they differ; empty when every bit is equal
 
 
 def compare_sections(left: dict[str, Any], right: dict[str, Any]) -> list[SectionComparison]:
@@ -136,43 +129,28 @@ def _equal_leaves(left: Any, right: Any) -> bool:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """The comparison of two tensors of one name.
-
-    Attributes:
-        name: the name.
-        equal: True if dtype, shape and all bits are equal.
-        change: description of different dtypes or shapes; "" if they agree.
-        different: number of values that are not bit-identical; None if dtype or shape differ.
-        max_abs: largest |a - b|; nan if a nan or an infinity meets a number; None if undefined.
-        relative: L2 norm of a - b over that of a; None if undefined.
-        share: share of the values that are not bit-identical; None if dtype or shape differ.
-    """
+    """The comparison of two tensors of one name."""
 
     name: str
-    equal: bool
-    change: str = ""
-    different: int | None = 0
-    max_abs: float | None = 0.0
-    relative: float | None = 0.0
-    share: float | None = 0.0
+    equal: bool  # True if dtype, shape and all bits are equal
+    change: str = ""  # description of different dtypes or shapes; "" if they agree
+    different: int | None = 0  # number of values that are not bit-identical; None if dtype or shape differ
+    max_abs: float | None = 0.0  # largest |a - b|; nan if a nan or an infinity meets a number; None if undefined
+    relative: float | None = 0.0  # L2 norm of a - b over that of a; None if undefined
+    share: float | None = 0.0  # share of the values that are not bit-identical; None if dtype or shape differ
 
 
 @dataclass(frozen=True)
 class CheckpointDifference:
-    """The comparison of two checkpoints.
+    """The comparison of two checkpoints."""
 
-    Attributes:
-        tensors: comparisons of the tensors that both have, in the order of the first.
-        added, missing: names of tensors that only the second or only the first has.
-        values: (first, second) text of plain values that differ, by path; None for a missing one.
-        structure: True if the nests differ otherwise (shared memory, parameters, types of containers).
-    """
-
-    tensors: tuple[TensorDifference, ...]
+    tensors: tuple[TensorDifference, ...]  # comparisons of the tensors that both have, in the order of the first
+    # `added`, `missing`: names of tensors that only the second or only the first has.
     added: tuple[str, ...]
     missing: tuple[str, ...]
+    # (first, second) text of plain values that differ, by path; None for a missing one.
     values: Mapping[str, tuple[str | None, str | None]]
-    structure: bool
+    structure: bool  # True if the nests differ otherwise (shared memory, parameters, types of containers)
 
     @property
     def equal(self) -> bool:
@@ -181,15 +159,10 @@ class CheckpointDifference:
 
 
 class LeafInfo(NamedTuple):
-    """Description of a leaf before it is read.
+    """Description of a leaf before it is read."""
 
-    Attributes:
-        nbytes: memory that reading it takes.
-        is_array: it is a tensor or an array, and no plain value.
-    """
-
-    nbytes: int
-    is_array: bool
+    nbytes: int  # memory that reading it takes
+    is_array: bool  # it is a tensor or an array, and no plain value
 
 
 class LeafSource(Protocol):

@@ -43,11 +43,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a name.
-
-    Raises:
-        CorruptError: no release writes that name, or this torch lacks the dtype.
-    """
+    """The torch dtype of a name; raises CorruptError if no release writes that name, or this torch lacks the dtype."""
     if name not in TORCH_DTYPES:
         do = "install a newer torch" if name in DTYPES else "restore another checkpoint"
         raise CorruptError("dtype", found=repr(name), expected="a dtype this torch has", do=do)

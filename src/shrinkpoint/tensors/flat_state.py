@@ -28,20 +28,16 @@ _MIN_STREAMED_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class FlatState:
-    """A state as a JSON tree without tensors, and the tensors by name, every storage once.
+    """A state as a JSON tree without tensors, and the tensors by name, every storage once."""
 
-    Attributes:
-        tree: the nest as JSON, tensors replaced by references (`docs/format.md`).
-        tensors: by name, detached views of the caller's memory (after `snapshot`, copies); any device and strides.
-        infos: name, shape, dtype and role of each tensor; the same keys in the same order.
-        optimizer_info: by name of a parameter; empty if the state has no optimizer.
-        moment_kinds: by name of a tensor that an optimizer keeps for a parameter.
-    """
-
-    tree: JSON
+    tree: JSON  # the nest as JSON, tensors replaced by references (`docs/format.md`)
+    # By name, detached views of the caller's memory (after `snapshot`, copies); any device and strides.
     tensors: Mapping[str, torch.Tensor] = field(repr=False)
+    # Name, shape, dtype and role of each tensor; the same keys in the same order.
     infos: dict[str, TensorInfo] = field(repr=False)
+    # By name of a parameter; empty if the state has no optimizer.
     optimizer_info: dict[str, OptimizerInfo] = field(repr=False)
+    # By name of a tensor that an optimizer keeps for a parameter.
     moment_kinds: dict[str, MomentKind] = field(default_factory=dict, repr=False)
 
     @property

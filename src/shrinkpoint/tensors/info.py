@@ -15,23 +15,15 @@ JSON: TypeAlias = Any
 
 @dataclass(frozen=True)
 class Dtype:
-    """A dtype that a checkpoint may hold.
+    """A dtype that a checkpoint may hold."""
 
-    Attributes:
-        name: in our files; safetensors' own name where safetensors has the dtype.
-        torch_name: attribute of torch, which an older torch may lack.
-        itemsize: bytes of an element.
-        kind: "bool", "int", "float", "complex", or "packed": two 4-bit floats in a byte.
-        mantissa: explicit mantissa bits of a number whose exponent is coded separately; 0 for all other numbers.
-        in_safetensors: True if safetensors has the dtype; an entry of a file has no other.
-    """
-
-    name: str
-    torch_name: str
-    itemsize: int
+    name: str  # in our files; safetensors' own name where safetensors has the dtype
+    torch_name: str  # attribute of torch, which an older torch may lack
+    itemsize: int  # bytes of an element
+    # "bool", "int", "float", "complex", or "packed": two 4-bit floats in a byte.
     kind: Literal["bool", "int", "float", "complex", "packed"]
-    mantissa: int = 0
-    in_safetensors: bool = True
+    mantissa: int = 0  # explicit mantissa bits of a number whose exponent is coded separately; 0 for all other numbers
+    in_safetensors: bool = True  # True if safetensors has the dtype; an entry of a file has no other
 
     @property
     def number_width(self) -> int:
@@ -123,54 +115,33 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class OptimizerInfo:
-    """Optimizer settings and moments of one parameter; a hint for coders, never needed to decode.
+    """Optimizer settings and moments of one parameter; a hint for coders, never needed to decode."""
 
-    Attributes:
-        moment1: name of the first moment (Adam's exp_avg, SGD's momentum_buffer) in the same `FlatState`.
-        moment2: name of the second moment (exp_avg_sq).
-        step: number of updates so far.
-        lr: learning rate at the moment of the save.
-        beta1: decay of the first moment per step.
-        beta2: decay of the second moment per step.
-        eps: the optimizer's epsilon.
-        weight_decay: the coefficient; per step and lr if decoupled.
-        decoupled: True if weight decay acts on the weights (AdamW) or through the gradient (Adam).
-        factors: names of the row and column means of squared gradients, over the last two axes (Adafactor).
-        blocks: names of the 8-bit second moment: codes, codebook, and the maximum of each block (bitsandbytes).
-        squares: name of a decaying mean of squared gradients, of decay `beta2`: Adam's second moment or RMSprop's, but
-            not SOAP's, which is of rotated gradients.
-    """
-
-    moment1: str | None
-    moment2: str | None
-    step: int | None
-    lr: float | None
-    beta1: float | None
-    beta2: float | None
-    eps: float | None
-    weight_decay: float | None
-    decoupled: bool
+    moment1: str | None  # name of the first moment (Adam's exp_avg, SGD's momentum_buffer) in the same `FlatState`
+    moment2: str | None  # name of the second moment (exp_avg_sq)
+    step: int | None  # number of updates so far
+    lr: float | None  # learning rate at the moment of the save
+    beta1: float | None  # decay of the first moment per step
+    beta2: float | None  # decay of the second moment per step
+    eps: float | None  # the optimizer's epsilon
+    weight_decay: float | None  # the coefficient; per step and lr if decoupled
+    decoupled: bool  # True if weight decay acts on the weights (AdamW) or through the gradient (Adam)
+    # Names of the row and column means of squared gradients, over the last two axes (Adafactor).
     factors: tuple[str, str] | None = None
+    # Names of the 8-bit second moment: codes, codebook, and the maximum of each block (bitsandbytes).
     blocks: tuple[str, str, str] | None = None
+    # Name of a decaying mean of squared gradients, of decay `beta2`: Adam's second moment or RMSprop's, but not SOAP's,
+    # which is of rotated gradients.
     squares: str | None = None
 
 
 @dataclass(frozen=True)
 class EncodedRecord:
-    """One record of a file: one large tensor, or several small ones that share their statistics.
+    """One record of a file: one large tensor, or several small ones that share their statistics."""
 
-    Attributes:
-        name: unique in its file; names the entries.
-        infos: the tensors, in the order in which their values stand in the codes.
-        recipe: what was done (`codec.Recipe` as JSON); all a reader needs besides the parts.
-        parts: named byte strings.
-        digest: xxh3-128 of the decoded codes, in hex.
-        base: xxh3-128 of the reference the recipe needs, in hex; None when it stands alone.
-    """
-
-    name: str
-    infos: tuple[TensorInfo, ...]
-    recipe: JSON
-    parts: Mapping[str, bytes | bytearray | memoryview] = field(repr=False)
-    digest: str
-    base: str | None = None
+    name: str  # unique in its file; names the entries
+    infos: tuple[TensorInfo, ...]  # the tensors, in the order in which their values stand in the codes
+    recipe: JSON  # what was done (`codec.Recipe` as JSON); all a reader needs besides the parts
+    parts: Mapping[str, bytes | bytearray | memoryview] = field(repr=False)  # named byte strings
+    digest: str  # xxh3-128 of the decoded codes, in hex
+    base: str | None = None  # xxh3-128 of the reference the recipe needs, in hex; None when it stands alone

@@ -17,10 +17,8 @@ from torch import Tensor
 from shrinkpoint import _native
 from shrinkpoint.errors import PolicyError
 
-TENSOR_ALIGN = 64
-"""Tensors start at multiples of this number of bytes, as those that torch allocates."""
-_HEADER = 64
-"""Bytes that the native pool puts before a block; the two together fill whole pages."""
+TENSOR_ALIGN = 64  # Tensors start at multiples of this number of bytes, as those that torch allocates
+_HEADER = 64  # Bytes that the native pool puts before a block; the two together fill whole pages
 _MIN_BLOCK, _MAX_BLOCK = 1 << 20, 1 << 25
 _CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -106,7 +104,7 @@ class SideStreams:
         on_devices = [tensor for tensor in tensors if tensor.is_cuda]
         for device in {tensor.device for tensor in on_devices}:
             if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                self._streams[device] = torch.cuda.Stream(device)
             self._streams[device].wait_stream(torch.cuda.current_stream(device))
         for tensor in on_devices:
             tensor.record_stream(self._streams[tensor.device])

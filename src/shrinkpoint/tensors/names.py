@@ -13,15 +13,11 @@ from torch import Tensor
 
 from shrinkpoint.tensors.plain_forms import form_items
 
-StatePath: TypeAlias = tuple[Any, ...]
-"""Keys of dicts and indices of lists, outermost first."""
+StatePath: TypeAlias = tuple[Any, ...]  # Keys of dicts and indices of lists, outermost first
 
-_DECIMAL = 10**4300
-"""Smallest whole number that is not written in decimal."""
-_DIGITS = 600
-"""Digits per block; Python always converts at least 640, whatever its settings."""
-_MAX_KEY_CHARS = 120
-"""Characters of a key in a message."""
+_DECIMAL = 10**4300  # Smallest whole number that is not written in decimal
+_DIGITS = 600  # Digits per block; Python always converts at least 640, whatever its settings
+_MAX_KEY_CHARS = 120  # Characters of a key in a message
 _ESCAPED = re.compile("[%\x00-\x1f\x7f\ud800-\udfff]")
 _UNSAFE = re.compile("[/%\x00-\x1f\x7f\ud800-\udfff]")
 

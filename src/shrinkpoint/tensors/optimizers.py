@@ -25,26 +25,19 @@ from shrinkpoint.tensors.tree import is_optimizer_state
 class MomentKind(str, Enum):
     """Function of a tensor in an optimizer's step."""
 
-    GRADIENT_MEAN = "gradient mean"
-    """Adam's first moment: divided by the root of a second one."""
-    SQUARE_MEAN = "square mean"
-    """A decaying mean of squares: Adam's second moment, RMSprop's, Adadelta's of gradients."""
+    GRADIENT_MEAN = "gradient mean"  # Adam's first moment: divided by the root of a second one
+    SQUARE_MEAN = "square mean"  # A decaying mean of squares: Adam's second moment, RMSprop's, Adadelta's of gradients
     ACCUMULATOR = "accumulator"
     """Forgets slowly or never, and is never negative: a sum or a maximum of squares, Adamax's largest magnitude."""
-    MOMENTUM = "momentum"
-    """SGD's and RMSprop's: the step is a multiple of it."""
+    MOMENTUM = "momentum"  # SGD's and RMSprop's: the step is a multiple of it
     ORTHOGONALIZED = "orthogonalized momentum"
     """Muon's: all its singular values become 1 in the step, so that noise weighs as much as the least of them."""
-    SIGN = "momentum of a sign"
-    """Lion's: the step is the sign of it, together with a gradient."""
+    SIGN = "momentum of a sign"  # Lion's: the step is the sign of it, together with a gradient
     SCALED = "scaled momentum"
     """A first moment that is divided by something else than the root of a second moment: Adamax's."""
-    HISTORY = "history"
-    """LBFGS's: differences of gradients between steps, into which no error of the weights may come."""
-    EXACT = "exact"
-    """Known, and no grid is made for it."""
-    UNKNOWN = "unknown"
-    """Kept by an optimizer that is not in the catalogue."""
+    HISTORY = "history"  # LBFGS's: differences of gradients between steps, into which no error of the weights may come
+    EXACT = "exact"  # Known, and no grid is made for it
+    UNKNOWN = "unknown"  # Kept by an optimizer that is not in the catalogue
 
     __hash__ = str.__hash__
 
@@ -53,43 +46,29 @@ Shape: TypeAlias = Literal["parameter", "rows", "columns", "codes", "codebook", 
 
 
 class Slot(NamedTuple):
-    """A tensor, or nest of tensors, that an optimizer keeps for a parameter.
-
-    Attributes:
-        role: decides how its values are coded; one role for each name.
-        shape: "parameter" (the parameter's), "rows" and "columns" (means over the last or the last but one axis),
-            "codes", "codebook" and "maxima" (8-bit codes, their values, the maximum of each block), or "other".
-    """
+    """A tensor, or nest of tensors, that an optimizer keeps for a parameter."""
 
     name: str
     kind: MomentKind
-    role: Role = Role.OTHER
+    role: Role = Role.OTHER  # decides how its values are coded; one role for each name
+    # "parameter" (the parameter's), "rows" and "columns" (means over the last or the last but one axis), "codes",
+    # "codebook" and "maxima" (8-bit codes, their values, the maximum of each block), or "other".
     shape: Shape = "parameter"
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A row of the catalogue.
+    """A row of the catalogue."""
 
-    Attributes:
-        slots: tensors with axes; some may be missing.
-        numbers: names of single numbers beside them.
-        torch_classes: classes of `torch.optim` that keep exactly these slots and numbers.
-        hyperparameters: settings of a group that tell these classes from torch's others, and that no scheduler adds.
-        beside: slots that must be there.
-        not_beside: a slot that must not be there.
-        marks: settings of which a group must have one.
-        no_mark: a setting that a group must not have.
-    """
-
-    slots: tuple[Slot, ...]
-    numbers: str = ""
-    torch_classes: str = ""
+    slots: tuple[Slot, ...]  # tensors with axes; some may be missing
+    numbers: str = ""  # names of single numbers beside them
+    torch_classes: str = ""  # classes of `torch.optim` that keep exactly these slots and numbers
+    # Settings of a group that tell these classes from torch's others, and that no scheduler adds.
     hyperparameters: str = ""
-    beside: str = ""
-    not_beside: str = ""
-    marks: str = ""
-    no_mark: str = ""
+    beside: str = ""  # slots that must be there
+    not_beside: str = ""  # a slot that must not be there
+    marks: str = ""  # settings of which a group must have one
+    no_mark: str = ""  # a setting that a group must not have
 
     def keeps(self, names: tuple[str, ...], settings: tuple[str, ...]) -> bool:
         """True if slots of these names, in a group with settings of these names, can be this optimizer's."""
@@ -158,19 +137,11 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
         marks="dampening",
     ),
     Optimizer(  # centered RMSprop: errors would make square_avg - grad_avg^2, whose root it takes, negative
-        (
-            _second("square_avg", _K.EXACT),
-            _first("momentum_buffer", _K.MOMENTUM),
-            _first("grad_avg", _K.EXACT),
-        ),
+        (_second("square_avg", _K.EXACT), _first("momentum_buffer", _K.MOMENTUM), _first("grad_avg", _K.EXACT)),
         beside="square_avg grad_avg",
     ),
     Optimizer(
-        (
-            _second("square_avg", _K.SQUARE_MEAN),
-            _first("momentum_buffer", _K.MOMENTUM),
-            _first("grad_avg", _K.EXACT),
-        ),
+        (_second("square_avg", _K.SQUARE_MEAN), _first("momentum_buffer", _K.MOMENTUM), _first("grad_avg", _K.EXACT)),
         numbers="step",
         torch_classes="RMSprop",
         hyperparameters="alpha eps momentum",
@@ -207,14 +178,12 @@ OPTIMIZERS: tuple[Optimizer, ...] = (
     ),
 )
 
-QUANTIZED_STATE = "__bnb_optimizer_quant_state__"
-"""Key of a dict with bitsandbytes' slots, in a `state_dict` of FSDP."""
+QUANTIZED_STATE = "__bnb_optimizer_quant_state__"  # Key of a dict with bitsandbytes' slots, in a `state_dict` of FSDP
 _SLOTS = [slot for row in OPTIMIZERS for slot in row.slots]
 _KINDS = {name: {slot.kind for slot in _SLOTS if slot.name == name} for name in dict.fromkeys(s.name for s in _SLOTS)}
 
 
 def _names(role: Role | None = None, kind: MomentKind | None = None, shape: str | None = None) -> tuple[str, ...]:
-    """Names of the slots of the catalogue with this role, kind and shape, in its order."""
     fits = (s for s in _SLOTS if role in (None, s.role) and kind in (None, s.kind) and shape in (None, s.shape))
     return tuple(dict.fromkeys(slot.name for slot in fits))
 

@@ -25,8 +25,7 @@ PlainForm: TypeAlias = tuple[str, Any]
 """The name of a form, perhaps with a parameter behind a colon, and what is stored."""
 _MAX_TEXT_WIDTH = 64
 """Letters of a numpy text that are kept free for longer ones; an array with wider ones is as wide as its longest."""
-_MAX_SAME_HASH = 64
-"""Largest number of keys of one dict with equal hashes; each is compared with all others."""
+_MAX_SAME_HASH = 64  # Largest number of keys of one dict with equal hashes; each is compared with all others
 _FACTORIES: dict[str, type | None] = {"": None, **{kind.__name__: kind for kind in (list, dict, set, int, float, str)}}
 _CALLBACK = ("lightning.pytorch.callbacks.callback", "Callback")
 _CONFIG_TYPES = {
@@ -71,7 +70,7 @@ def plain_form(value: Any) -> PlainForm | None:
     name = _NAMES.get(type(value))
     if name is not None:
         return name, _FORMS[name].to_plain(value)
-    if isinstance(value, Enum) and _find_member(path := _enum_path(value)) is value:
+    if isinstance(value, Enum) and _find_member(path := [*_class_path(type(value)), str(value.name)]) is value:
         stored = value.value if type(value.value) in (str, int, float, bool) else None
         return "enum", [*path, stored]
     if isinstance(value, type) and (names := [key for key in _CONFIG_TYPES if value is _find(*_CONFIG_TYPES[key])]):
@@ -135,7 +134,13 @@ def from_form(name: str, plain: Any, spend: Callable[[int], None]) -> Any:
     """
     kind, _, parameter = name.partition(":")
     if name == "texts":
-        return _texts(plain, spend)
+        kind, width, shape, texts = _typed(plain, (str, int, list, list))
+        item_type, item_bytes = {"U": (str, 4), "S": (bytes, 1)}[kind]
+        longest = max((len(_expect(item_type, text)) for text in texts), default=0)
+        if not 0 <= width <= max(_MAX_TEXT_WIDTH, longest) or any(_expect(int, size) < 0 for size in shape):
+            raise ValueError("a width that no text has, or a negative size")
+        spend(len(texts) * width * item_bytes)
+        return np.array(texts, f"{kind}{width}").reshape(shape)
     if name in _READERS:
         return _READERS[name](plain)
     if kind == "deque":
@@ -186,16 +191,6 @@ def form_items(value: Any) -> Iterator[tuple[Any, Any]] | None:
     return enumerate((value.tell(), value.getvalue())) if type(value) is BytesIO else None
 
 
-def _texts(plain: Any, spend: Callable[[int], None]) -> np.ndarray[Any, Any]:
-    kind, width, shape, texts = _typed(plain, (str, int, list, list))
-    item_type, item_bytes = {"U": (str, 4), "S": (bytes, 1)}[kind]
-    longest = max((len(_expect(item_type, text)) for text in texts), default=0)
-    if not 0 <= width <= max(_MAX_TEXT_WIDTH, longest) or any(_expect(int, size) < 0 for size in shape):
-        raise ValueError("a width that no text has, or a negative size")
-    spend(len(texts) * width * item_bytes)
-    return np.array(texts, f"{kind}{width}").reshape(shape)
-
-
 def _find(module: str, qualified_name: str) -> type | None:
     """A class in a module that is imported; None if there is none. No code runs: only `__dict__` is looked at."""
     found: Any = sys.modules.get(module)
@@ -205,7 +200,6 @@ def _find(module: str, qualified_name: str) -> type | None:
 
 
 def _subclasses(cls: type | None) -> Iterator[type]:
-    """A class and all classes that derive from it."""
     if cls is not None:
         yield cls
         subclasses: list[type] = type.__subclasses__(cls)
@@ -215,10 +209,6 @@ def _subclasses(cls: type | None) -> Iterator[type]:
 
 def _class_path(cls: type) -> tuple[str, str]:
     return cls.__module__, cls.__qualname__
-
-
-def _enum_path(value: Enum) -> list[str]:
-    return [*_class_path(type(value)), str(value.name)]
 
 
 def _find_member(path: list[str]) -> Enum | None:

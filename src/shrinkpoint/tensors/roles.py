@@ -43,17 +43,11 @@ Optimizers = Sequence[tuple[StatePath, dict[Any, Any]]]
 
 
 class InferredRoles(NamedTuple):
-    """Roles that are inferred from a state's tensors.
+    """Roles that are inferred from a state's tensors."""
 
-    Attributes:
-        roles: by name of a stored tensor.
-        optimizer_info: by name of a parameter.
-        moment_kinds: by name of a tensor that an optimizer keeps for a parameter.
-    """
-
-    roles: dict[str, Role]
-    optimizer_info: dict[str, OptimizerInfo]
-    moment_kinds: dict[str, MomentKind]
+    roles: dict[str, Role]  # by name of a stored tensor
+    optimizer_info: dict[str, OptimizerInfo]  # by name of a parameter
+    moment_kinds: dict[str, MomentKind]  # by name of a tensor that an optimizer keeps for a parameter
 
 
 def infer_roles(leaves: Sequence[Leaf], optimizers: Optimizers) -> InferredRoles:
@@ -204,12 +198,10 @@ def _slots(path: StatePath, state_dict: dict[Any, Any], leaves_by_path: dict[Sta
 
 
 def _stored_name(leaf: Leaf) -> str:
-    """The name of the stored tensor that contains a leaf."""
     return leaf.name or str(leaf.reference[0])
 
 
 def _optimizer_role(leaf: Leaf) -> Role:
-    """The role of a tensor of an optimizer that has no role of `SLOT_ROLES`."""
     names_master = any(is_master_key(key) for key in leaf.path if isinstance(key, str))
     return Role.MASTER if names_master and _is_weight(leaf) else Role.OTHER
 

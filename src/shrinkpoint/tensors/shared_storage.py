@@ -21,8 +21,7 @@ from shrinkpoint.tensors.dtypes import dtype_name
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.tensors.names import StatePath, format_path, tensor_name, unique_name
 
-MAX_SHARING_OVERHEAD = 1024
-"""Bytes that a shared range may take beyond its members stored one by one."""
+MAX_SHARING_OVERHEAD = 1024  # Bytes that a shared range may take beyond its members stored one by one
 
 
 @dataclass

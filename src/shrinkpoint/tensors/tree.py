@@ -29,11 +29,7 @@ import numpy as np
 import torch
 
 from shrinkpoint.errors import StateError
-from shrinkpoint.tensors.dtypes import (
-    DTYPE_NAMES,
-    materialize,
-    numpy_to_torch_dtype,
-)
+from shrinkpoint.tensors.dtypes import DTYPE_NAMES, materialize, numpy_to_torch_dtype
 from shrinkpoint.tensors.info import JSON, is_nest_form
 from shrinkpoint.tensors.names import StatePath, format_path
 from shrinkpoint.tensors.plain_forms import PlainForm, nest_form, ordinary_value, plain_form
@@ -43,8 +39,7 @@ MAX_DEPTH = 48
 """Largest nesting depth of dicts, lists and tuples. The JSON of one level has at most five levels, and the container
 allows 248."""
 
-MAX_INLINE_BYTES = 256
-"""Longest bytes value stored in the tree; longer ones become U8 tensors."""
+MAX_INLINE_BYTES = 256  # Longest bytes value stored in the tree; longer ones become U8 tensors
 
 MAX_TREE_CHARS = 100_000_000
 """Largest number of characters of the plain values of a state as JSON, and of the names of its tensors: a file has no
@@ -107,7 +102,9 @@ class TreeEncoder:
             return tree
         if isinstance(value, np.generic) and value.dtype.kind not in "US":
             self._num_chars += 2 * value.itemsize
-            return _numpy_scalar(value, path)
+            _check_numpy_dtype("scalar", value.dtype, path)
+            little = value.dtype.newbyteorder("<")
+            return {"$g": [little.str, np.asarray(value).astype(little).tobytes().hex()]}
         if type(value) not in self._nest_encoders:
             return self._other(value, path)
         if id(value) in self._open_ids:
@@ -267,12 +264,6 @@ def _text(value: str, path: StatePath) -> JSON:
 
 def _is_unicode(value: str) -> bool:
     return value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value)
-
-
-def _numpy_scalar(value: np.generic, path: StatePath) -> JSON:
-    _check_numpy_dtype("scalar", value.dtype, path)
-    little = value.dtype.newbyteorder("<")
-    return {"$g": [little.str, np.asarray(value).astype(little).tobytes().hex()]}
 
 
 def _plain_tensor(value: torch.Tensor, path: StatePath) -> torch.Tensor:

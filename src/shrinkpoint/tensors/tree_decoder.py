@@ -23,8 +23,7 @@ from shrinkpoint.tensors.plain_forms import form_items, from_form, has_colliding
 from shrinkpoint.tensors.shared_storage import num_reached
 from shrinkpoint.tensors.tree import MAX_DEPTH
 
-MAX_COPY_BYTES = 1 << 30
-"""Default limit of the bytes that copies in a tree may take."""
+MAX_COPY_BYTES = 1 << 30  # Default limit of the bytes that copies in a tree may take
 
 
 class TreeDecoder:
@@ -59,16 +58,13 @@ class TreeDecoder:
         if type(tree) is list:
             return self._items(tree, path)
         if type(tree) is dict:
-            return self._object(tree, path)
+            tag = next(iter(tree), "")
+            if len(tree) != 1 or not tag.startswith("$"):
+                return self._dict(tree, path)
+            if tag not in _DECODERS:
+                self._raise_corrupt(path, f"the tag {short_repr(tag)}", "one of " + " ".join(_DECODERS))
+            return _DECODERS[tag](self, tree[tag], path)
         return self._raise_corrupt(path, f"{type(tree).__name__} {short_repr(tree)}", "plain JSON")
-
-    def _object(self, tree: dict[str, JSON], path: StatePath) -> Any:
-        tag = next(iter(tree), "")
-        if len(tree) != 1 or not tag.startswith("$"):
-            return self._dict(tree, path)
-        if tag not in _DECODERS:
-            self._raise_corrupt(path, f"the tag {short_repr(tag)}", "one of " + " ".join(_DECODERS))
-        return _DECODERS[tag](self, tree[tag], path)
 
     def _items(self, body: JSON, path: StatePath) -> list[Any]:
         if type(body) is not list:

@@ -20,19 +20,12 @@ _ABSENT: Any = object()
 
 
 class SelectedLeaves(NamedTuple):
-    """The leaves of a tree that were selected.
+    """The leaves of a tree that were selected."""
 
-    Attributes:
-        tree: the tree without all others. Containers that lose all their leaves are gone; items of lists move up.
-        tensors: names of the stored tensors that the leaves refer to.
-        names: of every leaf of the whole tree, selected or not, as `tensor_name` gives them.
-        is_empty: nothing was selected.
-    """
-
-    tree: JSON
-    tensors: frozenset[str]
-    names: tuple[str, ...]
-    is_empty: bool
+    tree: JSON  # the tree without all others. Containers that lose all their leaves are gone; items of lists move up.
+    tensors: frozenset[str]  # names of the stored tensors that the leaves refer to
+    names: tuple[str, ...]  # of every leaf of the whole tree, selected or not, as `tensor_name` gives them
+    is_empty: bool  # nothing was selected
 
 
 def match_patterns(patterns: Sequence[str]) -> MatchPath:
@@ -74,17 +67,11 @@ def select_leaves(tree: JSON, matches: MatchPath, where: str) -> SelectedLeaves:
 
 
 class TreeLeaf(NamedTuple):
-    """One leaf of a tree.
+    """One leaf of a tree."""
 
-    Attributes:
-        tree: of the leaf alone; a reference in it has the name of its tensor.
-        tensor: the name of the stored tensor that it refers to; "" for a plain value.
-        is_array: it is a tensor or an array, and no plain value.
-    """
-
-    tree: JSON
-    tensor: str
-    is_array: bool
+    tree: JSON  # of the leaf alone; a reference in it has the name of its tensor
+    tensor: str  # the name of the stored tensor that it refers to; "" for a plain value
+    is_array: bool  # it is a tensor or an array, and no plain value
 
 
 def list_leaves(tree: JSON, where: str) -> dict[str, TreeLeaf]:

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-_PARALLEL = "module"
-"""The name that data-parallel wrappers give to what they wrap; modules of users have it, too."""
+_PARALLEL = "module"  # The name that data-parallel wrappers give to what they wrap; modules of users have it, too
 _WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 """The names that only frameworks give to what they wrap."""
 _Plain = Callable[[str], str]

@@ -1,16 +1,20 @@
-"""Saves beside a training loop: one at a time, each of the state at the moment of its call, no error lost."""
+"""Saves beside a training loop: one at a time, each of the state at the moment of its call, no error lost.
+
+`StateCopy` brings the state to the host while the loop goes on.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
+from torch import Tensor
 
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import PolicyError, StorageError, find_user_line, warn_at, warn_user
@@ -20,14 +24,73 @@ from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.store.save_settings import OnSave, SaveSettings
-from shrinkpoint.tensors.flat_state import FlatState, allocate_like
+from shrinkpoint.tensors.flat_state import FlatState, allocate_like, copy_on_devices, snapshot
 from shrinkpoint.tensors.memory import SideStreams, is_out_of_memory
 from shrinkpoint.threads import reset_in_children
 from shrinkpoint.train.planning import SavePlan
-from shrinkpoint.train.state_copy import StateCopy
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+class StateCopy:
+    """Begins to copy a state; the loop may change it as soon as this returns.
+
+    On a CUDA device with memory for it, the copy is made there, which takes a thousandth of a second for each few
+    gigabytes, and is planned for and brought to the host by `finish`. Otherwise what is not planned yet comes to the
+    host at once. Nothing waits for that here: on the devices, what the loop enqueues next waits until the state was
+    read, and codes cross while it runs.
+
+    Args:
+        state: on any device.
+        plan: how it is written.
+        reuse: tensors of earlier copies, for `snapshot`.
+        streams: on which it is read; they must be those of `finish`.
+        background: `finish` is called beside the loop.
+    """
+
+    def __init__(
+        self, state: FlatState, plan: SavePlan, reuse: Mapping[str, Tensor], streams: SideStreams, *, background: bool
+    ) -> None:
+        self._streams, self._plan, self._reuse = streams, plan, reuse
+        self._copy: FlatState | None = None
+        names = _replaced_names(plan.scheme)
+        self._device_copy = None if state.is_on_cpu or names or not background else copy_on_devices(state)
+        if self._device_copy is not None:
+            streams.fork(self._device_copy.tensors.values())
+            return
+        streams.fork(state.tensors.values())
+        with streams.use():
+            self._copy = snapshot(state, reuse=reuse, without=names, wait=False)
+        streams.join()
+        with streams.use():
+            self._plan = plan._replace(scheme=_to_host(plan.scheme))
+        self._reuse = {}
+
+    def finish(self) -> tuple[FlatState, Scheme]:
+        """Wait until the copy is in host memory; return it with the scheme that writes it. Called once."""
+        device_copy, self._device_copy = self._device_copy, None
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            self._streams.synchronize()
+            return copy, self._plan.scheme_for(copy)
+        assert device_copy is not None
+        with self._streams.use():
+            scheme = self._plan.scheme_for(device_copy)
+            copy = snapshot(device_copy, reuse=self._reuse, without=_replaced_names(scheme), wait=False)
+            scheme, self._reuse = _to_host(scheme), {}
+        self._streams.synchronize()
+        return copy, scheme
+
+
+def _replaced_names(scheme: Scheme) -> frozenset[str]:
+    """Names of tensors whose values a scheme has quantized already, and which a copy need not have."""
+    return scheme.replaced_names if isinstance(scheme, QuantizationPlan) else frozenset()
+
+
+def _to_host(scheme: Scheme) -> Scheme:
+    return scheme.to_host() if isinstance(scheme, QuantizationPlan) else scheme
+
 
 _log = logging.getLogger("shrinkpoint")
 WriteState: TypeAlias = Callable[[FlatState, Scheme, bool], SaveReport]
@@ -43,13 +106,10 @@ class BackgroundSaver:
 
     Args:
         settings: of the saves.
-
-    Attributes:
-        stall_seconds: seconds for which the last `save` held up the loop.
     """
 
     def __init__(self, settings: SaveSettings) -> None:
-        self.stall_seconds = 0.0
+        self.stall_seconds = 0.0  # seconds for which the last `save` held up the loop
         self._stalls_since: float | None = None  # when `save` was called, while it has not returned
         self._settings, self._scheme, self._background = settings, get_scheme(settings.scheme), settings.background
         self._worker, self._streams = BackgroundWorker(), SideStreams()
@@ -137,11 +197,7 @@ class BackgroundSaver:
         write: WriteState,
         after: Callable[[], object] = lambda: None,
     ) -> SaveReport | None:
-        """Write a state, which the caller may change afterwards.
-
-        Args:
-            after: called in the thread that wrote it.
-        """
+        """Write a state, which the caller may change afterwards; the thread that wrote it calls `after`."""
         if not self._background and state.is_on_cpu:
             return self._write_state(lambda: (state, plan.scheme_for(state)), write, after, adopt=False)
         reuse, self._free_copies = self._free_copies, {}
@@ -333,7 +389,13 @@ class BackgroundWorker:
             self._revoke(job)  # `start` was interrupted, and so was its error handling
         if self._job is job:
             job.done.wait()  # `Thread.join` would take the thread for ended after an interrupt
-            self._collect_error(job)
+            # Keep the error of a finished job, once: several threads may have waited for it
+            with job.lock:
+                error, job.error = job.error, None
+            if error is not None:
+                self._error = error
+            if self._job is job:
+                self._job = None
 
     def wait(self) -> None:
         """Wait for the job that runs, if any.
@@ -355,17 +417,7 @@ class BackgroundWorker:
             raise PolicyError(call, found=found, expected=expected, do=do)
 
     def _revoke(self, job: _Job) -> None:
-        """Forget a job, unless it is running."""
         if job.revoke() and self._job is job:
-            self._job = None
-
-    def _collect_error(self, job: _Job) -> None:
-        """Keep the error of a finished job, once: several threads may have waited for it."""
-        with job.lock:
-            error, job.error = job.error, None
-        if error is not None:
-            self._error = error
-        if self._job is job:
             self._job = None
 
 

@@ -162,7 +162,7 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
         """Wait until the last save is durable, and the mirror has all that the store has.
 
         Raises:
-            whatever a save raised in the background, once.
+            Exception: whatever a save raised in the background, once.
             StorageError: the mirror lacks something; it is copied later, by this manager or another one.
         """
         self.wait()
@@ -175,7 +175,7 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
         A mirror is waited for if this manager has saved something.
 
         Raises:
-            whatever a save raised in the background, once.
+            Exception: whatever a save raised in the background, once.
             StorageError: the mirror lacks something; it is copied later, by this manager or another one.
             PolicyError: `on_save` calls this in the background, where the save is not over.
         """
@@ -396,7 +396,16 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
             weights_only: one without moments will do.
         """
         if step is not None:
-            return self._load_step(step, weights_only, max_bytes)
+            # Where the store has no checkpoint of the step that loads, the mirror may have one
+            try:
+                return self._load_from(self.store, step, weights_only, max_bytes)
+            except (NotFoundError, FormatError, ChainError, StorageError, MismatchError) as error:
+                if self.mirror is None or step in self.store.scan().forgotten:
+                    raise
+                try:
+                    return self._load_from(self.mirror, step, weights_only, max_bytes)
+                except (NotFoundError, MismatchError):
+                    raise error from None
         stores, exists = [self.store], self.store.has_checkpoint()
         if self.mirror is not None:
             try:
@@ -409,18 +418,6 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
         if not exists:
             return None
         return restore_newest(stores, keep=self.store, weights_only=weights_only, max_bytes=max_bytes)
-
-    def _load_step(self, step: int, weights_only: bool, max_bytes: int | None) -> StoreRestore:
-        """The checkpoint of a step; where the store has none that loads, that in the mirror."""
-        try:
-            return self._load_from(self.store, step, weights_only, max_bytes)
-        except (NotFoundError, FormatError, ChainError, StorageError, MismatchError) as error:
-            if self.mirror is None or step in self.store.scan().forgotten:
-                raise
-            try:
-                return self._load_from(self.mirror, step, weights_only, max_bytes)
-            except (NotFoundError, MismatchError):
-                raise error from None
 
     def _load_from(self, store: Store, step: int, weights_only: bool, max_bytes: int | None) -> StoreRestore:
         def load(manifest: Manifest) -> StoreRestore:

@@ -17,19 +17,14 @@ from shrinkpoint.codec.reference import Reference, is_mostly_codes
 from shrinkpoint.errors import MismatchError, ShrinkpointError, StorageError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.planner import Planner
-from shrinkpoint.storage import (
-    AnyDirectory,
-    ObjectUrl,
-    is_object_url,
-    resolve_directory,
-)
+from shrinkpoint.storage import AnyDirectory, ObjectUrl, is_object_url, resolve_directory
 from shrinkpoint.store import Keep, SaveReport
 from shrinkpoint.store import directory as directories
 from shrinkpoint.store.chain import manifest_identity, use_current
 from shrinkpoint.store.checkpoint_file import DecodedFile, Device, build_state
 from shrinkpoint.store.decode import decode_payload
 from shrinkpoint.store.delta_writer import DeltaWriter
-from shrinkpoint.store.directory_retention import chains_to_strip, parents_to_reverse, plan_run
+from shrinkpoint.store.directory_retention import chains_to_strip, directories_to_reverse, plan_run
 from shrinkpoint.store.directory_rewrite import MomentFilter, RunRewriter
 from shrinkpoint.store.manifest import DirectoryManifest, check_note
 from shrinkpoint.store.retention import check_keep
@@ -48,21 +43,13 @@ _log = logging.getLogger("shrinkpoint")
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """Arguments of one save into a directory.
+    """Arguments of one save into a directory."""
 
-    Attributes:
-        step: number of the training step; None if not given.
-        metrics: numbers by name, for people.
-        note: free text, for people.
-        keyframe: write a keyframe even where a delta is possible.
-        extra: JSON for the framework's own reader.
-    """
-
-    step: int | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    note: str = ""
-    keyframe: bool = False
-    extra: JSON = None
+    step: int | None = None  # number of the training step; None if not given
+    metrics: Mapping[str, float] = field(default_factory=dict)  # numbers by name, for people
+    note: str = ""  # free text, for people
+    keyframe: bool = False  # write a keyframe even where a delta is possible
+    extra: JSON = None  # JSON for the framework's own reader
 
     def manifest_fields(self) -> dict[str, Any]:
         """The fields of the manifest that these options fill."""
@@ -326,14 +313,13 @@ class Checkpointer(BackgroundSaver):
             digests = {plan.keep[member].digest for member in chain}
             if not digests <= self._settled and not rewriter.rewrite(chain, MomentFilter()):
                 self._settled |= digests
-        parents = parents_to_reverse(plan, keep) if wants_reverse else {}
+        parents = directories_to_reverse(plan, keep) if wants_reverse else {}
         if parents:
             limit.note_reversed(rewriter.reverse(parents))
 
 
 _WRITERS_LOCK = ForkSafeLock()
-_WRITERS: WeakSet[Checkpointer] = WeakSet()
-"""The checkpointers of this process that have written something."""
+_WRITERS: WeakSet[Checkpointer] = WeakSet()  # The checkpointers of this process that have written something
 
 
 def wait_for_writes(directory: AnyDirectory) -> None:

@@ -12,15 +12,10 @@ from shrinkpoint.schemes.registry import lacks_evaluation, scheme_factory
 
 
 class LossSource(NamedTuple):
-    """One way to measure a model's loss.
+    """One way to measure a model's loss."""
 
-    Attributes:
-        reading: measures a model.
-        describe: says what is measured, in words.
-    """
-
-    reading: Callable[[Any], Reading]
-    describe: Callable[[], str]
+    reading: Callable[[Any], Reading]  # measures a model
+    describe: Callable[[], str]  # says what is measured, in words
 
 
 class DefaultEvaluation:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
 from shrinkpoint.store import Keep
 from shrinkpoint.store.directory import newest_first
-from shrinkpoint.store.directory_retention import plan_run
+from shrinkpoint.store.directory_retention import RunPlan, plan_run
 from shrinkpoint.store.identify import is_checkpoint
 
 
@@ -24,10 +25,7 @@ class DirectoryRun:
     """
 
     def __init__(
-        self,
-        root: Path,
-        number_of: Callable[[str], int | None],
-        is_complete: Callable[[Path], bool] = is_checkpoint,
+        self, root: Path, number_of: Callable[[str], int | None], is_complete: Callable[[Path], bool] = is_checkpoint
     ) -> None:
         self.root, self._number_of, self._is_complete = root, number_of, is_complete
 
@@ -45,22 +43,17 @@ class DirectoryRun:
         """The number after the highest one of a checkpoint."""
         return max((number for path, number in self.numbers().items() if self._is_complete(path)), default=-1) + 1
 
-    def expired(self, keep: Keep | None) -> list[Path]:
-        """Directories that `keep` does not keep, oldest first.
+    def plan(self, keep: Keep) -> RunPlan:
+        """Decide what `keep` does with the checkpoints.
 
-        A directory without a checkpoint does not count. It has expired if its number is lower than those of all
+        A directory without a checkpoint does not count. It is deleted, too, if its number is lower than those of all
         checkpoints that are kept.
-
-        Args:
-            keep: None: all are kept.
 
         Raises: as `plan_run`.
         """
         numbers = self.numbers()
-        complete = newest_first(filter(self._is_complete, numbers))[::-1]
-        if keep is None or not complete:
-            return []
-        expired = plan_run(complete, keep, datetime.now(timezone.utc)).delete
-        lowest = min(numbers[path] for path in complete if path not in expired)
-        unfinished = [path for path, number in numbers.items() if path not in complete and number < lowest]
-        return [*unfinished, *(path for path in expired if isinstance(path, Path))]
+        complete = [path for path in numbers if self._is_complete(path)]
+        plan = plan_run(complete, keep, datetime.now(timezone.utc))
+        lowest = min((numbers[path] for path in complete if path not in plan.delete), default=0)
+        unfinished = (path for path, number in numbers.items() if path not in complete and number < lowest)
+        return replace(plan, delete=(*unfinished, *plan.delete))

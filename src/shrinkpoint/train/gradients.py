@@ -251,7 +251,7 @@ class _AsyncHostCopies:
         device = tensor.device
         with torch.cuda.device(device):
             if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                self._streams[device] = torch.cuda.Stream(device)
             stream, buffer = self._streams[device], self._buffer(name, tensor)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):

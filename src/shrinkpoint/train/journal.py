@@ -24,13 +24,11 @@ from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store import SaveReport, layout
 from shrinkpoint.tensors.dtypes import tensor_bytes
 from shrinkpoint.threads import reset_in_children
-from shrinkpoint.train.journal_segments import ChainPlace, JournalDirectory
+from shrinkpoint.train.journal_segments import ChainPlace, JournalDirectory, SegmentWriter
 from shrinkpoint.train.journal_state import JournalState
-from shrinkpoint.train.journal_writer import SegmentWriter
 from shrinkpoint.train.restore_result import RestoreResult
 
-_RECORD_OVERHEAD = 256
-"""Bytes that a record has at most besides blobs, their names and the numbers of messages."""
+_RECORD_OVERHEAD = 256  # Bytes that a record has at most besides blobs, their names and the numbers of messages
 _DO = "resume with the same `update` and objects, or give the steps up: manager.restore, then journal.save of its step"
 T = TypeVar("T")
 
@@ -391,10 +389,7 @@ class Journal:
             self._has_stopped = True
             return False
         has_digest = writer.num_records % self._check_every == 0
-        fields = {
-            "counts": self._compression.counts(),
-            "weights": self._state.weight_digest() if has_digest else None,
-        }
+        fields = {"counts": self._compression.counts(), "weights": self._state.weight_digest() if has_digest else None}
         if self._rank == 0 or not self._record.is_shared:
             blobs["gradients"] = [tensor_bytes(message).data for message in messages]
         sync = self._sync_every is not None and (writer.num_records + 1) % self._sync_every == 0

@@ -1,40 +1,135 @@
-"""The files of a journal in a directory: a segment for each checkpoint that was begun, one file a rank."""
+"""The files of a journal in a directory: a segment for each checkpoint that was begun, one file a rank.
+
+An `AppendFile` only grows: its records must outlive the process without an fsync each.
+"""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from shrinkpoint.container.journal_file import JournalFile, JournalRecord
+from shrinkpoint.container.journal_file import JournalFile, JournalRecord, encode_journal_header, encode_journal_record
 from shrinkpoint.container.strict_json import corrupt_error
-from shrinkpoint.errors import CorruptError, TruncatedError, warn_user
+from shrinkpoint.errors import CorruptError, StorageError, TruncatedError, warn_user
 from shrinkpoint.guard import read_guard
 from shrinkpoint.storage import LocalStorage, storage_error
-from shrinkpoint.storage.local import LOCK, hold_lock
+from shrinkpoint.storage.base import Buffer
+from shrinkpoint.storage.local import LOCK, atomic_replace, hold_lock
+from shrinkpoint.storage.paths import open_regular
+from shrinkpoint.tensors.info import JSON
+
+_MAX_BUFFERS = 512  # Buffers of one system call; systems take 1024 and more
+
+
+class AppendFile:
+    """A file open for appending.
+
+    What `append` has written is the kernel's: it survives the end of the process, in whatever way, and a power cut from
+    the next `sync` on.
+
+    Args:
+        path: of a file that exists.
+        size: it is cut to this many bytes first.
+
+    Attributes:
+        size: in bytes.
+
+    Raises:
+        StorageError: the file cannot be opened or cut; a forked child appends to its parent's file.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._path, self.size, self._fd, self._pid = path, size, -1, os.getpid()
+        try:
+            self._fd = open_regular(path, os.O_WRONLY | os.O_NOFOLLOW)
+            os.ftruncate(self._fd, size)
+        except OSError as error:
+            self.close()
+            raise storage_error(str(path), "opening for appending", error) from error
+
+    @classmethod
+    def create(cls, path: Path, data: bytes) -> AppendFile:
+        """Create or replace a file with these first bytes, atomically and durably."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise storage_error(str(path.parent), "creating the directory", error) from error
+        with atomic_replace(path) as temporary:
+            temporary.write_bytes(data)
+        return cls(path, len(data))
+
+    def append(self, buffers: Sequence[Buffer]) -> None:
+        """Append bytes; on an error the file has the size that it had.
+
+        Raises:
+            NoSpaceError: the disk is full. StorageError: writing failed.
+        """
+        rest = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+        end = self.size
+        self._check_own()
+        try:
+            while rest:
+                written = os.pwritev(self._fd, rest[:_MAX_BUFFERS], end)
+                end += written
+                while rest and written >= rest[0].nbytes:
+                    written -= rest.pop(0).nbytes
+                if written:
+                    rest[0] = rest[0][written:]
+        except BaseException as error:
+            with suppress(OSError):
+                os.ftruncate(self._fd, self.size)
+            if isinstance(error, OSError):
+                raise storage_error(str(self._path), "appending", error) from error
+            raise
+        self.size = end
+
+    def cut(self, size: int) -> None:
+        """Take back what was appended behind a size; raises StorageError if the system refused it."""
+        self._check_own()
+        self.size = size
+        try:
+            os.ftruncate(self._fd, size)
+        except OSError as error:
+            raise storage_error(str(self._path), "cutting", error) from error
+
+    def sync(self) -> None:
+        """Return when every byte is on the disk."""
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise storage_error(str(self._path), "flushing to the disk", error) from error
+
+    def close(self) -> None:
+        """Close the file; what was appended stays the kernel's to write."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                os.close(fd)
+
+    def _check_own(self) -> None:
+        """Raise in a forked child, whose parent appends to the same file."""
+        if os.getpid() != self._pid:
+            found, do = f"a file that process {self._pid} appends to", "write it in the process that opened it"
+            raise StorageError(str(self._path), found=found, expected="one writer at a time", do=do)
+
 
 _NAME = re.compile(r"([0-9]{12}|[1-9][0-9]{12,14})-([0-9]{5})\.journal")
 
 
 @dataclass(frozen=True)
 class ChainPlace:
-    """A record in a chain of segments, and where the file goes on behind it.
+    """A record in a chain of segments, and where the file goes on behind it."""
 
-    Attributes:
-        where: the file.
-        start: the step after which the segment begins.
-        record: the record; the first one of a segment is the state at `start`, without gradients.
-        digest: of the record.
-        fields: of the file's header.
-    """
-
-    where: str
-    start: int
-    record: JournalRecord
-    digest: bytes
-    fields: dict[str, object]
+    where: str  # the file
+    start: int  # the step after which the segment begins
+    record: JournalRecord  # the record; the first one of a segment is the state at `start`, without gradients
+    digest: bytes  # of the record
+    fields: dict[str, object]  # of the file's header
 
     @property
     def begins_segment(self) -> bool:
@@ -120,3 +215,73 @@ class JournalDirectory:
         paths = list(self.path.iterdir()) if self.path.is_dir() else []
         matches = [(path, _NAME.fullmatch(path.name)) for path in paths]
         return [(path, int(match[1]), int(match[2])) for path, match in matches if match]
+
+
+class SegmentWriter:
+    """The open segment of a rank.
+
+    Args:
+        file: its file.
+        start: the step after which it begins.
+        digest: of its last record.
+        num_records: of steps.
+
+    Attributes:
+        start, num_records: as passed, and with what was appended since.
+    """
+
+    def __init__(self, file: AppendFile, start: int, digest: bytes, num_records: int) -> None:
+        self._file, self.start, self._digest, self.num_records = file, start, digest, num_records
+        self._before: tuple[int, bytes] | None = None  # the size and the digest before the last record
+
+    @classmethod
+    def create(
+        cls, path: Path, start: int, header: Mapping[str, JSON], fields: Mapping[str, JSON], blobs: Mapping[str, Any]
+    ) -> SegmentWriter:
+        """Create or replace a file with a header and the record of the state at its start, durably."""
+        head, digest = encode_journal_header(header)
+        record, digest = encode_journal_record(start, fields, blobs, digest)
+        file = AppendFile.create(path, b"".join(bytes(part) for part in (head, *record)))
+        return cls(file, start, digest, 0)
+
+    @classmethod
+    def reopen(cls, path: Path, place: ChainPlace) -> SegmentWriter:
+        """Go on behind a record; what follows it is cut off."""
+        file = AppendFile(path, place.record.end)
+        return cls(file, place.start, place.digest, place.record.step - place.start)
+
+    def append(self, step: int, fields: Mapping[str, JSON], blobs: Mapping[str, Sequence[Any]], *, sync: bool) -> None:
+        """Append a record; on an error the file is as it was.
+
+        Args:
+            sync: True if it is on the disk when this returns.
+
+        Raises:
+            NoSpaceError: the disk is full. StorageError: writing failed.
+        """
+        before = self._file.size, self._digest
+        data, digest = encode_journal_record(step, fields, blobs, self._digest)
+        self._file.append(data)
+        self._before, self._digest = before, digest
+        self.num_records += 1
+        if sync:
+            try:
+                self._file.sync()
+            except BaseException:
+                self.undo()
+                raise
+
+    def undo(self) -> None:
+        """Take back the record that was appended last."""
+        if self._before is not None:
+            size, self._digest = self._before
+            self._before = None
+            self.num_records -= 1
+            self._file.cut(size)
+
+    def sync(self) -> None:
+        """Return when every record is on the disk."""
+        self._file.sync()
+
+    def close(self) -> None:
+        self._file.close()

@@ -18,8 +18,7 @@ from shrinkpoint.tensors.dtypes import tensor_bytes
 from shrinkpoint.tensors.rng import rng_from_bytes, rng_to_bytes
 
 _BUFFER = "buffer/"
-_SIZE_DIGITS = 24
-"""Characters at most of a blob's size in JSON, with what stands around it and its name."""
+_SIZE_DIGITS = 24  # Characters at most of a blob's size in JSON, with what stands around it and its name
 
 
 class JournalState:

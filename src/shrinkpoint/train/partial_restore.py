@@ -66,17 +66,11 @@ class RankShard:
 
 @dataclass(frozen=True)
 class SelectedParts:
-    """The parts of a model that are to be restored, checked against the live model.
+    """The parts of a model that are to be restored, checked against the live model."""
 
-    Attributes:
-        live_state: the model's state dict.
-        indices: by name, an index of the part that is restored; `...` is all of the tensor.
-        parameters: the parameters among these tensors, by name.
-    """
-
-    live_state: Mapping[str, Any]
-    indices: Mapping[str, _TorchIndex]
-    parameters: Mapping[str, Tensor]
+    live_state: Mapping[str, Any]  # the model's state dict
+    indices: Mapping[str, _TorchIndex]  # by name, an index of the part that is restored; `...` is all of the tensor
+    parameters: Mapping[str, Tensor]  # the parameters among these tensors, by name
 
 
 def select_parts(targets: Mapping[str, Any], only: RestoreSelection) -> SelectedParts:
@@ -89,7 +83,13 @@ def select_parts(targets: Mapping[str, Any], only: RestoreSelection) -> Selected
         PolicyError: other objects than a model and its optimizer; a pattern without a match; a part that the tensor
             does not have.
     """
-    _check_targets(targets)
+    if not {"model"} <= set(targets) <= {"model", "optimizer"} or not hasattr(targets["model"], "state_dict"):
+        found, expected = ", ".join(targets) or "nothing", "model= alone, or with its optimizer=; a module"
+        raise PolicyError("only", found=found, expected=expected, do="restore the rest in a call of its own")
+    optimizer = targets.get("optimizer")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        found = f"{validate.type_name(optimizer)} as optimizer"
+        raise PolicyError("only", found=found, expected="one optimizer of the model", do="leave it out")
     model = targets["model"]
     live_state: dict[str, Any] = dict(model.state_dict())
     named_parameters = getattr(model, "named_parameters", None)
@@ -106,18 +106,7 @@ def select_parts(targets: Mapping[str, Any], only: RestoreSelection) -> Selected
     return SelectedParts(live_state, indices, selected)
 
 
-def _check_targets(targets: Mapping[str, Any]) -> None:
-    if not {"model"} <= set(targets) <= {"model", "optimizer"} or not hasattr(targets["model"], "state_dict"):
-        found, expected = ", ".join(targets) or "nothing", "model= alone, or with its optimizer=; a module"
-        raise PolicyError("only", found=found, expected=expected, do="restore the rest in a call of its own")
-    optimizer = targets.get("optimizer")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        found = f"{validate.type_name(optimizer)} as optimizer"
-        raise PolicyError("only", found=found, expected="one optimizer of the model", do="leave it out")
-
-
 def _match_names(only: RestoreSelection, live_state: Mapping[str, Any]) -> list[tuple[str, _Part]]:
-    """Every name that a pattern matches, with the part that the pattern selects."""
     expected = 'patterns of names in the model, such as ["layers.3.*"]'
     if not isinstance(only, Mapping) and (isinstance(only, str) or not isinstance(only, Sequence)):
         do = f"write only=[{only!r}]" if isinstance(only, str) else "write a list, or a dict of parts by pattern"
@@ -186,15 +175,10 @@ def _merge_model_state(
 
 @dataclass(frozen=True)
 class _SlotUpdate:
-    """New values of an optimizer's slots for one parameter.
+    """New values of an optimizer's slots for one parameter."""
 
-    Attributes:
-        current: the slots in the optimizer, by name, which `apply` changes.
-        values: the new slots, by name.
-    """
-
-    current: dict[Any, Any]
-    values: Mapping[Any, Any]
+    current: dict[Any, Any]  # the slots in the optimizer, by name, which `apply` changes
+    values: Mapping[Any, Any]  # the new slots, by name
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -268,11 +252,7 @@ def _index_of_part(name: str, tensor: Any, part: _Part) -> _TorchIndex | None:
         return (_check_slice(part, tensor.shape[0], where),)
     if isinstance(part, tuple) and part and all(isinstance(side, slice | tuple | list) for side in part):
         return _box_slices(part, tensor, where)
-    return _mask_or_rows(part, tensor, where)
-
-
-def _mask_or_rows(part: Sequence[Any] | Tensor, tensor: Tensor, where: str) -> Tensor:
-    """The index of a bool tensor, or of row indices."""
+    # The index of a bool tensor, or of row indices
     try:
         indices = torch.as_tensor(part)
     except (TypeError, ValueError, RuntimeError, IndexError) as error:

@@ -23,14 +23,10 @@ _CONTAINER_TYPES = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
 
 
 class SavePlan(NamedTuple):
-    """Plan for writing one state.
+    """Plan for writing one state."""
 
-    Attributes:
-        scheme: writes the state, or a copy of it, unless there is `plan_copy`.
-        plan_copy: plans for a copy of the state, beside the loop, where the copy is.
-    """
-
-    scheme: Scheme
+    scheme: Scheme  # writes the state, or a copy of it, unless there is `plan_copy`
+    # Plans for a copy of the state, beside the loop, where the copy is.
     plan_copy: Callable[[FlatState], Scheme] | None = None
 
     def scheme_for(self, copy: FlatState) -> Scheme:
@@ -38,8 +34,7 @@ class SavePlan(NamedTuple):
         return self.scheme if self.plan_copy is None else self.plan_copy(copy)
 
 
-_MAX_NESTED = 64
-"""The members of a longer list are not recorded: it holds many values of one kind, such as data."""
+_MAX_NESTED = 64  # The members of a longer list are not recorded: it holds many values of one kind, such as data
 
 
 def require_single_process(scheme: Scheme, caller: str) -> None:
@@ -141,7 +136,8 @@ class AttributeSnapshot:
         for live, recorded in self._attributes:
             live.update({name: value for name, value in recorded.items() if live.get(name, self) is not value})
         for container, copy in self._containers.values():
-            if not _has_same_items(container, copy):
+            pairs = zip(_iter_items(container), _iter_items(copy), strict=True)
+            if not (len(container) == len(copy) and all(item is recorded for item, recorded in pairs)):
                 container.clear()
                 (container.extend if isinstance(container, list | deque) else container.update)(copy)
 
@@ -153,11 +149,6 @@ class AttributeSnapshot:
         if isinstance(obj, dict) or len(obj) <= _MAX_NESTED:
             for member in obj.values() if isinstance(obj, dict) else obj:
                 self._record_containers(member)
-
-
-def _has_same_items(container: Any, copy: Any) -> bool:
-    pairs = zip(_iter_items(container), _iter_items(copy), strict=True)
-    return len(container) == len(copy) and all(item is recorded for item, recorded in pairs)
 
 
 def _iter_items(container: Any) -> Iterator[Any]:

@@ -20,8 +20,7 @@ from shrinkpoint.tensors.names import StatePath
 from shrinkpoint.tensors.wrappers import match_names, match_state_keys, unwrapped
 
 _log = logging.getLogger("shrinkpoint")
-NAMES_KEY = "parameter_names"
-"""Key of the names in a state, beside its objects."""
+NAMES_KEY = "parameter_names"  # Key of the names in a state, beside its objects
 _OPTIMIZERS, _SCHEDULERS = "optimizers", "schedulers"
 _GROUP_LISTS = ("lrs", "_lr", "_lambdas", "_momentums")
 """How the names end of lists in a scheduler that have a value for each group."""
@@ -33,39 +32,26 @@ _Keys: TypeAlias = list[list[Hashable]]
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A saved state of an optimizer in the order of the live one.
+    """A saved state of an optimizer in the order of the live one."""
 
-    Attributes:
-        state: the state, numbered as the live optimizer numbers its parameters.
-        groups: the saved group of each live one; None for a group that was not saved.
-        missing: keys of live parameters that were not saved.
-        unexpected: keys of saved parameters that the optimizer lacks.
-    """
-
-    state: Any
-    groups: list[int | None]
-    missing: tuple[Hashable, ...] = ()
-    unexpected: tuple[Hashable, ...] = ()
+    state: Any  # the state, numbered as the live optimizer numbers its parameters
+    groups: list[int | None]  # the saved group of each live one; None for a group that was not saved
+    missing: tuple[Hashable, ...] = ()  # keys of live parameters that were not saved
+    unexpected: tuple[Hashable, ...] = ()  # keys of saved parameters that the optimizer lacks
 
 
 @dataclass(frozen=True)
 class AlignedState:
-    """A state whose optimizers and schedulers are in the order of the live ones.
-
-    Attributes:
-        state: the state.
-        saved_dtypes: the dtype that was saved of each live parameter, by its `id`; of those that are known.
-        missing_keys: keys of models that were not saved, and parameters of optimizers. Keys of `model` are as torch
-            names them; others follow the name of their object.
-        unexpected_keys: what was saved in addition.
-        unmatched: names of models of which no key was saved.
-    """
+    """A state whose optimizers and schedulers are in the order of the live ones."""
 
     state: Any
+    # The dtype that was saved of each live parameter, by its `id`; of those that are known.
     saved_dtypes: Mapping[int, torch.dtype]
+    # Keys of models that were not saved, and parameters of optimizers. Keys of `model` are as torch names them; others
+    # follow the name of their object.
     missing_keys: tuple[str, ...] = ()
-    unexpected_keys: tuple[str, ...] = ()
-    unmatched: tuple[str, ...] = ()
+    unexpected_keys: tuple[str, ...] = ()  # what was saved in addition
+    unmatched: tuple[str, ...] = ()  # names of models of which no key was saved
 
     def report(self, where: str) -> None:
         """Log what is missing and unexpected; warn of a model that nothing was saved of."""
@@ -417,7 +403,6 @@ def label_of(path: StatePath) -> str:
 
 
 def _value_at(state: Any, path: StatePath) -> Any:
-    """The value at a path of a nest; None if there is none."""
     for key in path:
         if isinstance(state, Mapping):
             state = state.get(key)

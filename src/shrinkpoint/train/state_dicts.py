@@ -28,8 +28,7 @@ NO_DTYPES: Mapping[int, torch.dtype] = MappingProxyType({})
 STRICT_HINT = "or pass strict=False"
 _STRUCTURE_KEYS = frozenset({"_schedulers", "lr_lambdas"})
 """Keys of schedulers that are composed of other schedulers or of functions."""
-_LEGACY_KEYS = frozenset({"verbose"})
-"""Keys that schedulers of older releases of torch saved in addition."""
+_LEGACY_KEYS = frozenset({"verbose"})  # Keys that schedulers of older releases of torch saved in addition
 
 
 # Saving: state dicts, roles
@@ -129,7 +128,14 @@ def check_state_dicts(
             _check_optimizer_layout(target, state, where)
             if strict:
                 _check_optimizer_kind(target, state, where, alternative)
-                _check_slot_dtypes(target, state, where, alternative, saved_dtypes)
+                # A slot that gets the dtype of its parameter must not be rounded
+                for index, (parameter, slots) in enumerate(iter_slot_states(target, state)):
+                    for slot, value in slots.items():
+                        is_cast = isinstance(value, Tensor) and parameter.is_floating_point()
+                        if is_cast and _follows_parameter(value, parameter, target, saved_dtypes):
+                            _check_dtype_fits(
+                                value.dtype, parameter.dtype, f"{where}, parameter {index}, {slot}", alternative
+                            )
         elif isinstance(target, torch.optim.lr_scheduler.LRScheduler) and strict:
             _check_scheduler_kind(target, state, where, alternative)
         elif isinstance(target, torch.amp.GradScaler):
@@ -144,12 +150,7 @@ def is_checked(obj: Any) -> bool:
 
 
 def load_state_dicts(
-    obj: Any,
-    saved: Any,
-    name: str,
-    *,
-    strict: bool,
-    saved_dtypes: Mapping[int, torch.dtype] = NO_DTYPES,
+    obj: Any, saved: Any, name: str, *, strict: bool, saved_dtypes: Mapping[int, torch.dtype] = NO_DTYPES
 ) -> None:
     """Load what `check_state_dicts` has accepted, with the same arguments.
 
@@ -235,7 +236,13 @@ def _check_module_state(
     missing = [key for key in live if key not in saved]
     extra = [key for key in saved if key not in live]
     if strict and (missing or extra):
-        _raise_key_mismatch(where, missing, extra)
+        found = "; ".join(
+            f"{len(keys)} keys {what}, such as {keys[0]!r}"
+            for keys, what in ((missing, "missing from the checkpoint"), (extra, "that the model lacks"))
+            if keys
+        )
+        do = "build the model as it was saved, or pass strict=False"
+        raise MismatchError(where, found=found, expected="the same keys", do=do)
     if strict:
         _check_tied_tensors(live, saved, where)
 
@@ -294,16 +301,6 @@ def can_represent(wide: torch.dtype, narrow: torch.dtype) -> bool:
         return torch.promote_types(wide, narrow) == wide
     except (RuntimeError, TypeError):  # an 8-bit float, a quantized dtype
         return False
-
-
-def _raise_key_mismatch(where: str, missing: list[str], extra: list[str]) -> None:
-    found = "; ".join(
-        f"{len(keys)} keys {what}, such as {keys[0]!r}"
-        for keys, what in ((missing, "missing from the checkpoint"), (extra, "that the model lacks"))
-        if keys
-    )
-    do = "build the model as it was saved, or pass strict=False"
-    raise MismatchError(where, found=found, expected="the same keys", do=do)
 
 
 # Optimizers
@@ -382,21 +379,6 @@ def _check_optimizer_kind(optimizer: Optimizer, saved: Mapping[str, Any], where:
         parts += [f"no {', '.join(sorted(not_saved))}"] if not_saved else []
         do = f"build the optimizer that was saved, {alternative}"
         raise MismatchError(where, found="; ".join(parts), expected=_describe_optimizer(optimizer), do=do)
-
-
-def _check_slot_dtypes(
-    optimizer: Optimizer,
-    saved: Mapping[str, Any],
-    where: str,
-    alternative: str,
-    saved_dtypes: Mapping[int, torch.dtype],
-) -> None:
-    """Raise if a slot that gets the dtype of its parameter would be rounded."""
-    for index, (parameter, slots) in enumerate(iter_slot_states(optimizer, saved)):
-        for slot, value in slots.items():
-            is_cast = isinstance(value, Tensor) and parameter.is_floating_point()
-            if is_cast and _follows_parameter(value, parameter, optimizer, saved_dtypes):
-                _check_dtype_fits(value.dtype, parameter.dtype, f"{where}, parameter {index}, {slot}", alternative)
 
 
 def _follows_parameter(

@@ -156,4 +156,4 @@ def test_two_saves_of_one_step_have_other_dither_where_moments_differ():
             report = run.manager.save(number, model=run.model, optimizer=run.optimizer)
         sizes.append(report.roles["moment1"].stored)
         run.optimizer.state[run.weight]["exp_avg"].mul_(-1)
-    assert max(sizes) < 1.2 * min(sizes)
+    assert sizes[2] < 1.2 * sizes[1] < 1.2 * 1.2 * sizes[0]  # the first one has finer steps, beside no weights

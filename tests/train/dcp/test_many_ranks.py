@@ -43,10 +43,11 @@ from shrinkpoint.train.dcp.checkpoint_metadata import (
     CheckpointMetadata,
     ChunkMetadata,
     EntryMetadata,
+    find_owners,
+    report_entries,
     share_chunks,
 )
 from shrinkpoint.train.dcp.save_plan import colocate_moments, rank_slots
-from shrinkpoint.train.dcp.written_entries import find_owners, report_entries
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 WIDTH = 6

@@ -24,7 +24,7 @@ from shrinkpoint.store import directory as directories
 from shrinkpoint.store.delta_writer import DeltaWriter
 from shrinkpoint.train.dcp import Reader, Writer, chain_registry, latest_valid, load, reset_chains
 from shrinkpoint.train.dcp.chain_registry import ChainState
-from shrinkpoint.train.dcp.written_entries import report_entries
+from shrinkpoint.train.dcp.checkpoint_metadata import report_entries
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

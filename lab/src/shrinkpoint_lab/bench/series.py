@@ -16,7 +16,7 @@ from shrinkpoint.errors import NotFoundError
 from shrinkpoint.progress import track
 from shrinkpoint.schemes.evaluate import call_evaluate, relative_degradation
 from shrinkpoint.storage import is_object_url
-from shrinkpoint.storage.object_url import parse_object_url
+from shrinkpoint.storage.paths import parse_object_url
 from shrinkpoint.store import Store
 from shrinkpoint.store.file_place import find_object
 from shrinkpoint.store.load import load

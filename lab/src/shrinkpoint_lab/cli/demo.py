@@ -20,6 +20,9 @@ def command(
         str | None,
         typer.Option("--disturb", metavar="RUN:STEP", help="Change one bit of a weight of that run after that step."),
     ] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", metavar="PATH.svg", help="Also draw what the terminal shows.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Train a small GPT, kill it with SIGKILL in the middle of a save, resume, compare bit for bit.
@@ -33,7 +36,7 @@ def command(
 
     disturbance = None if disturb is None else parse_disturbance(disturb)
     options = DemoOptions(store=store, steps=steps, every=every, disturb=disturbance)
-    passed = run_demo(options, Console(stderr=json))
+    passed = run_demo(options, Console(stderr=json), picture)
     if json:
         print_json(jsonlib.loads(options.record_path.read_text()))
     if not passed:

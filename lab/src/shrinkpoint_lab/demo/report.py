@@ -23,6 +23,7 @@ def print_introduction(console: Console, options: DemoOptions) -> None:
 def print_result(console: Console, result: DemoResult) -> None:
     """Prints bytes, seconds and rises, the kill, and the verdict."""
     if result.measurements is not None:
+        console.print()
         console.print(_table(result, result.measurements))
         seconds = f"{result.measurements.evaluation:.2f} s"
         console.print(f"Fisher evaluates the loss two or three times in a save, {seconds} each.", style="dim")
@@ -44,7 +45,9 @@ def format_mb(count: float) -> str:
 
 def _table(result: DemoResult, measurements: Measurements) -> Table:
     """The last checkpoint, saved in three ways."""
-    table = Table(title=f"The checkpoint of step {result.options.steps}", title_style="bold", box=None, pad_edge=False)
+    last, before = result.checks[-1].step, result.checks[-2].step
+    title = f"The checkpoint of step {last}: torch.save, and deltas against step {before}"
+    table = Table(title=title, title_style="bold", box=None, pad_edge=False)
     table.add_column("")
     for name in ("bytes", "smaller", "save", "load", "loss after a restore"):
         table.add_column(name, justify="right")

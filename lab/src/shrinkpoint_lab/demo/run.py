@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from shrinkpoint.errors import PolicyError
 from shrinkpoint_lab.demo import scenario
-from shrinkpoint_lab.demo.report import print_introduction, print_result
+from shrinkpoint_lab.demo.report import WIDTH, print_introduction, print_result
 from shrinkpoint_lab.demo.scenario import DemoOptions, DemoResult, ProgressCallback
 from shrinkpoint_lab.demo.verdict import Cause
 
 
-def run_demo(options: DemoOptions, console: Console | None = None) -> bool:
+def run_demo(options: DemoOptions, console: Console | None = None, picture: Path | None = None) -> bool:
     """Runs the scenario, prints the result, and writes it as JSON to `options.record_path`.
+
+    Args:
+        options: what is run.
+        console: where text goes; None: standard output.
+        picture: an SVG file that gets the same text, as a terminal shows it.
 
     Returns:
         True if the resumed run ended bit-identical to the one that was never killed.
@@ -31,10 +37,12 @@ def run_demo(options: DemoOptions, console: Console | None = None) -> bool:
     console = console or Console()
     remove_previous_store(options)
     print_introduction(console, options)
-    with progress_bars(options, console) as progress:
-        result = scenario.run_scenario(options, progress)
+    with progress_bars(console) as progress:
+        result = scenario.run_scenario(options, progress_callback(options, progress))
     options.record_path.write_text(json.dumps(result_to_json(result), indent=1))
     print_result(console, result)
+    if picture is not None:
+        draw_terminal(picture, options, result, progress)
     return result.verdict.passed
 
 
@@ -52,22 +60,40 @@ def remove_previous_store(options: DemoOptions) -> None:
     options.record_path.write_text(json.dumps({"passed": None}))
 
 
-@contextmanager
-def progress_bars(options: DemoOptions, console: Console) -> Iterator[ProgressCallback]:
-    """Shows one progress bar for each training process; that of the killed one stops where it was killed."""
+def progress_bars(console: Console) -> Progress:
+    """Progress bars for training processes."""
     names = TextColumn("{task.description:14}"), BarColumn(bar_width=30), MofNCompleteColumn()
     losses = TextColumn("loss {task.fields[loss]:.4f}"), TimeElapsedColumn()
-    with Progress(*names, *losses, console=console) as progress:
-        tasks: dict[str, TaskID] = {}
+    return Progress(*names, *losses, console=console)
 
-        def show(name: str, step: int, loss: float) -> None:
-            if name not in tasks:
-                for task in tasks.values():
-                    progress.stop_task(task)
-                tasks[name] = progress.add_task(name, total=options.steps, loss=loss)
-            progress.update(tasks[name], completed=step, loss=loss)
 
-        yield show
+def progress_callback(options: DemoOptions, progress: Progress) -> ProgressCallback:
+    """Shows one progress bar for each training process; that of the killed one stops where it was killed."""
+    tasks: dict[str, TaskID] = {}
+
+    def show(name: str, step: int, loss: float) -> None:
+        if name not in tasks:
+            for task in tasks.values():
+                progress.stop_task(task)
+            tasks[name] = progress.add_task(name, total=options.steps, loss=loss)
+        progress.update(tasks[name], completed=step, loss=loss)
+
+    return show
+
+
+FONT_FACE = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
+"""A font that rich's pictures load from the network; without it the reader's monospace font is used."""
+
+
+def draw_terminal(path: Path, options: DemoOptions, result: DemoResult, progress: Progress) -> None:
+    """Writes what the demo printed as an SVG picture of a terminal."""
+    console = Console(record=True, file=io.StringIO(), width=WIDTH, force_terminal=True, color_system="truecolor")
+    print_introduction(console, options)
+    console.print(progress.make_tasks_table(progress.tasks))
+    print_result(console, result)
+    picture = FONT_FACE.sub("", console.export_svg(title="make demo", unique_id="demo"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(line.rstrip() for line in picture.splitlines()) + "\n", encoding="utf-8")
 
 
 def result_to_json(result: DemoResult) -> dict[str, object]:

@@ -21,17 +21,11 @@ from shrinkpoint.errors import MismatchError
 
 @dataclass(frozen=True)
 class SharedSteps:
-    """Steps that both ends compute for the values of a message: `factor` times `roots`.
+    """Steps that both ends compute for the values of a message: `factor` times `roots`."""
 
-    Attributes:
-        roots: one for each value: float32, 1-d, contiguous, on the CPU, finite and positive.
-        factor: of all roots; positive.
-        digest: 32 bits of a digest of roots and factor. Both ends compare the digests.
-    """
-
-    roots: Tensor = field(repr=False)
-    factor: float
-    digest: int
+    roots: Tensor = field(repr=False)  # one for each value: float32, 1-d, contiguous, on the CPU, finite and positive
+    factor: float  # of all roots; positive
+    digest: int  # 32 bits of a digest of roots and factor. Both ends compare the digests.
 
 
 @dataclass(frozen=True)

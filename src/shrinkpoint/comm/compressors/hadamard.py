@@ -29,8 +29,7 @@ from shrinkpoint.device.rows import Rows, encode_rows, fill_rows
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
-BLOCK_SIZES = (16, 64, 256)
-"""Block lengths n for which 1 / sqrt(n) is a power of two, so that scaling is exact."""
+BLOCK_SIZES = (16, 64, 256)  # Block lengths n for which 1 / sqrt(n) is a power of two, so that scaling is exact
 
 
 @dataclass(frozen=True)

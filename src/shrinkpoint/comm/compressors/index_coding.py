@@ -112,7 +112,6 @@ class IndexCode:
 
     @property
     def _bitmap_start(self) -> int:
-        """The first byte of the bitmap."""
         return _bytes_for(self.k * self.width) if self.form == "split" else 0
 
     def _encode_kernel(self, indices: Tensor) -> Tensor | None:

@@ -14,12 +14,9 @@ from shrinkpoint.tensors.dtypes import tensor_bytes
 DTYPE_BY_NAME = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _EXPONENT_MASKS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 """The bits that are all set in a value that is not finite."""
-MIN_PARALLEL_NUMEL = 1 << 18
-"""The number of values from which native code uses several threads."""
-BF16_NAN = 0x7FC0
-"""Bits of the bfloat16 scale of a group that is not finite or too large to scale."""
-TILE = 64
-"""Codes are packed in tiles of this number."""
+MIN_PARALLEL_NUMEL = 1 << 18  # The number of values from which native code uses several threads
+BF16_NAN = 0x7FC0  # Bits of the bfloat16 scale of a group that is not finite or too large to scale
+TILE = 64  # Codes are packed in tiles of this number
 
 
 def flat_float32(tensor: Tensor) -> Tensor:

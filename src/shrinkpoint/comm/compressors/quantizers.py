@@ -37,11 +37,9 @@ from shrinkpoint.device.rows import Rows, encode_rows, fill_rows, flat_rows
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
-MIN_STEP = 2.0**-120
-"""A smaller step becomes 0: its reciprocal would exceed float32."""
+MIN_STEP = 2.0**-120  # A smaller step becomes 0: its reciprocal would exceed float32
 _LOW_HALF = 0xFFFF
-NAN_EXPONENT = 255
-"""The exponent of a block with a value that is not finite."""
+NAN_EXPONENT = 255  # The exponent of a block with a value that is not finite
 MIN_EXPONENT = 16
 """A smaller exponent (a largest magnitude below 2^-111) is stored as 0, which decodes to a block of zeros."""
 ROUND_MAGIC = 1.5 * 2**23
@@ -55,8 +53,7 @@ CENTERS: dict[int, tuple[float, ...]] = {
     4: (0.12839504, 0.3880483, 0.65675914, 0.94234043, 1.2562312, 1.6180464, 2.0690172, 2.7325895),
 }
 """Magnitudes that codes decode to, by the bits of a code; the sign is one of these bits."""
-MIN_SCALE = 2.0**-120
-"""A smaller scale is 0: its reciprocal would leave float32."""
+MIN_SCALE = 2.0**-120  # A smaller scale is 0: its reciprocal would leave float32
 SCALE_FRACTIONS = (0.25, 0.5)
 """Scales that are tried, as fractions of the way from the scale of the mean magnitude to that of the largest."""
 
@@ -207,7 +204,6 @@ class Uniform(_Quantizer):
         return f"q{self.bits}{group}{':dither' if self.dither else ''}"
 
     def _group_size(self, shape: Sequence[int]) -> int:
-        """The number of values of a group, at least 1."""
         if self.group is None or isinstance(self.group, int):
             count = max(1, math.prod(shape))
             return count if self.group is None else min(count, self.group)

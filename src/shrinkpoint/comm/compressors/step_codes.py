@@ -18,23 +18,14 @@ from shrinkpoint.comm.compressors.layout import fill_tensor, flat_float32
 from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
-SMALLEST_ROOT = 2.0**-126
-"""The root of a value of which nothing is known. It is 0, or sent in float32."""
-MAX_LEVEL = 8.0
-"""The magnitude that larger codes count as in the mean of a message."""
+SMALLEST_ROOT = 2.0**-126  # The root of a value of which nothing is known. It is 0, or sent in float32.
+MAX_LEVEL = 8.0  # The magnitude that larger codes count as in the mean of a message
 _HEADER = struct.Struct("<IIIIIf")
-_MAGIC = 0x76530000
-"""The upper half of the first field of a header."""
-_IS_RAW, _IS_NOT_FINITE = 1, 2
-"""Bits of the lower half of that field."""
-_ESCAPE = 127
-"""The magnitude of the code of a value that is sent in float32. Codes are from -126 to 126."""
-_OFFSET = 128
-"""Added to a code to make a byte of it."""
-_MIN_NUMEL_PER_ESCAPE = 8
-"""With more escapes than one in this number of values, all values are sent in float32."""
-_BLOCK_NUMEL = 1 << 16
-"""Values that are rounded at a time."""
+_MAGIC = 0x76530000  # The upper half of the first field of a header
+_IS_RAW, _IS_NOT_FINITE = 1, 2  # Bits of the lower half of that field
+_ESCAPE = 127  # The magnitude of the code of a value that is sent in float32. Codes are from -126 to 126.
+_OFFSET = 128  # Added to a code to make a byte of it, by `_native.step_round`
+_MIN_NUMEL_PER_ESCAPE = 8  # With more escapes than one in this number of values, all values are sent in float32
 _NO_PLACES = torch.empty(0, dtype=torch.int64)
 _CODER = CoderConfig("codes")
 
@@ -46,12 +37,9 @@ class StepCodes(Compressor):
     A message is a header, the multiples as bytes in rANS, and the values that are more than 126 steps from 0, or not
     finite, in float32. Where many values are, all are in float32. So the size of a message depends on the values;
     `wire_bytes` is the largest one.
-
-    Attributes:
-        step: relative to the root of the second moment; for the spec alone.
     """
 
-    step: float
+    step: float  # relative to the root of the second moment; for the spec alone
 
     @property
     def spec(self) -> str:
@@ -64,8 +52,11 @@ class StepCodes(Compressor):
     def encode(self, tensor: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
         """Encode a tensor as a message of at most `wire_bytes`; `context` has the steps."""
         steps, values = self._steps(tensor, context), flat_float32(tensor)
-        symbols, total, has_outside = _round(values, steps)
-        outside = _outside(symbols) if has_outside else _NO_PLACES
+        symbols, roots = np.empty(len(values), np.uint8), tensor_bytes(steps.roots)
+        magnitudes, num_outside = _native.step_round(
+            tensor_bytes(values), roots, inverse=1 / steps.factor, codes=symbols
+        )
+        total, outside = float(magnitudes), _outside(symbols) if num_outside else _NO_PLACES
         if len(outside):  # without values of which nothing was known
             total -= MAX_LEVEL * int((steps.roots[outside] == SMALLEST_ROOT).sum())
         level, message = min(max(total / max(1, len(values)), 0.0), MAX_LEVEL), None
@@ -124,41 +115,9 @@ def is_finite(wire: Tensor) -> bool:
     return not _read_header(wire)[0] & _IS_NOT_FINITE
 
 
-def _round(values: Tensor, steps: SharedSteps) -> tuple[Bytes, float, bool]:
-    """Round values to the nearest multiples of their steps.
-
-    Returns:
-        The multiples as bytes, the sum of their magnitudes up to 8, and True if some value is outside.
-    """
-    symbols, inverse, total, has_outside = torch.empty(len(values), dtype=torch.int8), 1 / steps.factor, 0.0, False
-    buffer = torch.empty(min(_BLOCK_NUMEL, len(values)))
-    for begin in range(0, len(values), _BLOCK_NUMEL):  # so small that they stay in the cache
-        block = slice(begin, begin + _BLOCK_NUMEL)
-        part = buffer[: len(values[block])]
-        torch.div(values[block], steps.roots[block], out=part)
-        part.mul_(inverse).round_().clamp_(-_ESCAPE, _ESCAPE)
-        lowest, highest = (float(end) for end in part.aminmax())
-        if not -_ESCAPE < lowest <= highest < _ESCAPE:  # a nan makes both nan
-            part.nan_to_num_(nan=_ESCAPE)
-            has_outside = True
-        symbols[block] = part
-        total += float(part.abs_().clamp_(max=MAX_LEVEL).sum())
-    shifted = symbols.view(torch.uint8).numpy() ^ np.uint8(_OFFSET)
-    return shifted, total, has_outside
-
-
 def _outside(symbols: Bytes) -> Tensor:
     """The places of the values that are sent in float32."""
     return torch.from_numpy(np.flatnonzero((symbols == _OFFSET - _ESCAPE) | (symbols == _OFFSET + _ESCAPE)))
-
-
-def _multiply(symbols: Bytes, steps: SharedSteps, values: Tensor) -> None:
-    """Fill a tensor with the multiples of steps that bytes stand for."""
-    codes = torch.from_numpy(symbols ^ np.uint8(_OFFSET)).view(torch.int8)
-    for begin in range(0, len(values), _BLOCK_NUMEL):
-        block = slice(begin, begin + _BLOCK_NUMEL)
-        values[block] = codes[block]
-        values[block].mul_(steps.factor).mul_(steps.roots[block])
 
 
 def _read_header(wire: Tensor) -> tuple[int, int, int, int, int, float]:
@@ -179,18 +138,12 @@ def _damaged(problem: str) -> MismatchError:
 
 @dataclass(frozen=True)
 class _Message:
-    """A message in parts.
+    """A message in parts."""
 
-    Attributes:
-        digest: of the steps.
-        level: the mean magnitude of codes.
-        outside: the values that are sent in float32, in their order.
-        side, coded: the codes; None if all values are sent in float32.
-    """
-
-    digest: int
-    level: float
-    outside: Tensor
+    digest: int  # of the steps
+    level: float  # the mean magnitude of codes
+    outside: Tensor  # the values that are sent in float32, in their order
+    # `side`, `coded`: the codes; None if all values are sent in float32.
     side: Bytes | None = None
     coded: Bytes | None = None
 
@@ -232,6 +185,6 @@ class _Message:
         places = _outside(symbols) if len(self.outside) else _NO_PLACES
         if len(places) != len(self.outside):
             raise _damaged(f"{len(self.outside)} values for {len(places)} places")
-        _multiply(symbols, steps, values)
+        _native.step_multiply(symbols, tensor_bytes(steps.roots), factor=steps.factor, values=tensor_bytes(values))
         if len(places):
             values[places] = self.outside

@@ -28,12 +28,10 @@ MAX_BUNDLE_NUMEL = 1 << 20
 """Number of values after which a shared record is full: decoding one small tensor decodes its whole record."""
 MAX_DIGEST_BYTES = 1 << 16
 """Bytes up to which whole tensors are hashed to find copies; of larger ones, only the first values."""
-_MAX_KEY_BYTES = 256
-"""Bytes up to which they are compared themselves."""
+_MAX_KEY_BYTES = 256  # Bytes up to which they are compared themselves
 _MOMENT2, _MOMENTS = Role.MOMENT2, (Role.MOMENT1, Role.MOMENT2)
 _ROLE_ORDER = {Role.MOMENT1: 0, Role.MOMENT2: 1, Role.MASTER: 2}  # contexts before the tensors they are context for
-_Key = tuple[object, ...]
-"""Tensors with equal keys share a record."""
+_Key = tuple[object, ...]  # Tensors with equal keys share a record
 
 
 class ContextMap:
@@ -90,42 +88,30 @@ class ContextMap:
 
 @dataclass(frozen=True)
 class RecordGroup:
-    """Tensors that are coded together in one record.
+    """Tensors that are coded together in one record."""
 
-    Attributes:
-        infos: of one dtype and role.
-        taps: number of positions of the trailing axes that are coded one after another.
-        has_reference: True if the parent holds all of them. "codes" then have the parent's codes as context, or are
-            residuals to its values; "points" have its values as context.
-        moments: (first, second) moment of each tensor; () if a tensor has none.
-        kind: what is coded: "values", "codes" (of a codebook) or "points" (codes on a lattice).
-        context_names: for each tensor, the name of the tensor whose codes are context for its codes, or that its points
-            are relative to; () if there is none.
-    """
-
-    infos: tuple[TensorInfo, ...]
-    taps: int
+    infos: tuple[TensorInfo, ...]  # of one dtype and role
+    taps: int  # number of positions of the trailing axes that are coded one after another
+    # True if the parent holds all of them. "codes" then have the parent's codes as context, or are residuals to its
+    # values; "points" have its values as context.
     has_reference: bool
-    moments: tuple[tuple[str, str], ...]
+    moments: tuple[tuple[str, str], ...]  # (first, second) moment of each tensor; () if a tensor has none
+    # What is coded: "values", "codes" (of a codebook) or "points" (codes on a lattice).
     kind: Literal["values", "codes", "points"] = "values"
+    # For each tensor, the name of the tensor whose codes are context for its codes, or that its points are relative to;
+    # () if there is none.
     context_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class RecordPlan:
-    """A partition of the tensors of a state by how they are encoded.
+    """A partition of the tensors of a state by how they are encoded."""
 
-    Attributes:
-        unchanged: tensors that equal the parent's.
-        groups: tensors to be coded, contexts first.
-        copies: tensors with the name of another tensor that they equal, perhaps after a cast.
-        contexts: the moments of the tensors to be coded.
-    """
-
-    unchanged: list[TensorInfo]
-    groups: list[RecordGroup]
+    unchanged: list[TensorInfo]  # tensors that equal the parent's
+    groups: list[RecordGroup]  # tensors to be coded, contexts first
+    # Tensors with the name of another tensor that they equal, perhaps after a cast.
     copies: list[tuple[TensorInfo, str]]
-    contexts: ContextMap
+    contexts: ContextMap  # the moments of the tensors to be coded
 
 
 @no_gc()  # which would visit the many objects that are created here

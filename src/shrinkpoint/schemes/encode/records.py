@@ -32,8 +32,7 @@ from shrinkpoint.tensors.info import EncodedRecord
 
 MIN_BUNDLE_TENSORS = 1024
 """Number of tensors that share a record even if they cannot be compressed, provided that they are small."""
-MAX_BUNDLE_MEAN_BYTES = 256
-"""Their largest mean size in bytes: a header entry of its own takes as much."""
+MAX_BUNDLE_MEAN_BYTES = 256  # Their largest mean size in bytes: a header entry of its own takes as much
 _Quantized = TypeVar("_Quantized", CodebookTensor, LatticeTensor)
 
 
@@ -83,17 +82,11 @@ def encode_records(
 
 
 class RecordEncodingMixin:
-    """Implements `encode`, the second step of every scheme, which is the same for all of them.
+    """Implements `encode`, the second step of every scheme, which is the same for all of them."""
 
-    Attributes:
-        coders: allowed coders of codes.
-        chunk: number of values that are coded together.
-        copies: names of tensors that share no record with others.
-    """
-
-    coders: Sequence[str] = CODERS
-    chunk: int = MAX_CHUNK
-    copies: frozenset[str] = frozenset()
+    coders: Sequence[str] = CODERS  # allowed coders of codes
+    chunk: int = MAX_CHUNK  # number of values that are coded together
+    copies: frozenset[str] = frozenset()  # names of tensors that share no record with others
 
     def encode(
         self,
@@ -124,17 +117,13 @@ class RecordEncodingMixin:
 
 @dataclass(frozen=True)
 class _RecordEncoder:
-    """Encodes the record groups of one state.
-
-    Attributes:
-        ordinals: name -> ordinal in the file, of all tensors but copies.
-    """
+    """Encodes the record groups of one state."""
 
     state: FlatState
     reference: Reference | None
     quantized: Mapping[str, QuantizedTensor]
     values: ValueEncoder
-    ordinals: dict[str, int]
+    ordinals: dict[str, int]  # name -> ordinal in the file, of all tensors but copies
     coders: Sequence[str]
 
     def encode(self, index: int, group: RecordGroup, threads: int) -> list[EncodedRecord]:
@@ -159,7 +148,7 @@ class _RecordEncoder:
             tuple(self.state.tensors[info.name] for info in infos),
             quantized,
             coding_context(infos, 1, None, group.moments, self.state.tensors),
-            self._moment_ordinals(group),
+            tuple((self.ordinals[first], self.ordinals[second]) for first, second in group.moments),
             self.reference if group.has_reference and uses_parent else None,
             tuple(self.quantized[context].codes for context in group.context_names),
             tuple(self.ordinals[context] for context in group.context_names),
@@ -194,6 +183,3 @@ class _RecordEncoder:
     def _quantized_tensors(self, group: RecordGroup, kind: type[_Quantized]) -> tuple[_Quantized, ...]:
         tensors = (self.quantized[info.name] for info in group.infos)
         return tuple(tensor for tensor in tensors if isinstance(tensor, kind))
-
-    def _moment_ordinals(self, group: RecordGroup) -> tuple[tuple[int, int], ...]:
-        return tuple((self.ordinals[first], self.ordinals[second]) for first, second in group.moments)

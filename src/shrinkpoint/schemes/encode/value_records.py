@@ -20,12 +20,10 @@ from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import EncodedRecord, OptimizerInfo, Role
 
 _Words: TypeAlias = np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]
-_SAMPLE_SIZE = 1 << 15
-"""Number of values in the sample on which configurations are compared."""
+_SAMPLE_SIZE = 1 << 15  # Number of values in the sample on which configurations are compared
 _COARSE_STRIDE = 8  # times that of the sample by which a coder is chosen
 _EXACT_SHARE = 1 / 8  # of the bytes of values: what is predicted bit for bit takes less
-_LEVEL_MARGIN = 8
-"""Levels above the largest of the sample that still have a token of their own."""
+_LEVEL_MARGIN = 8  # Levels above the largest of the sample that still have a token of their own
 
 
 def coder_configs(
@@ -42,7 +40,11 @@ def coder_configs(
     """
     number, role = NUMBER_FORMATS[record.infos[0].dtype], record.infos[0].role
     if not number.is_float:
-        yield from _integer_configs(number, context)
+        if context.base is not None:
+            yield CoderConfig("delta", predictor="base")
+        if number.width > 8:
+            yield CoderConfig("delta")
+        yield CoderConfig("planes")
         return
     words = record.values.view(f"u{number.itemsize}")
     sample = _sample(words)
@@ -93,14 +95,6 @@ def sample_stride(count: int) -> int:
     return max(1, count // _SAMPLE_SIZE)
 
 
-def _integer_configs(number: NumberFormat, context: CodingContext) -> Iterator[CoderConfig]:
-    if context.base is not None:
-        yield CoderConfig("delta", predictor="base")
-    if number.width > 8:
-        yield CoderConfig("delta")
-    yield CoderConfig("planes")
-
-
 def _delta_configs(
     number: NumberFormat, context: CodingContext, role: Role, info: OptimizerInfo | None, shift: int
 ) -> Iterator[CoderConfig]:
@@ -122,12 +116,7 @@ def _delta_configs(
 
 
 def _level_configs(
-    number: NumberFormat,
-    sample: _Words,
-    context: CodingContext,
-    role: Role,
-    sign: bool,
-    shift: int,
+    number: NumberFormat, sample: _Words, context: CodingContext, role: Role, sign: bool, shift: int
 ) -> Iterator[CoderConfig]:
     fine = min(3 if number.width == 16 and role is not Role.PARAMETER else 2, number.mantissa - shift)
     magnitudes = sample & sample.dtype.type((1 << (number.width - 1)) - 1)
@@ -194,17 +183,11 @@ ConfigKind: TypeAlias = tuple[object, ...]
 
 @dataclass(frozen=True)
 class CoderChoice:
-    """The smallest coding of a record.
+    """The smallest coding of a record."""
 
-    Attributes:
-        taps: as in `recipe.CodedRecipe`.
-        configs: the kind of the configuration of each tap; the last one serves all later taps.
-        ratio: coded bytes by bytes of the numbers where this was chosen.
-    """
-
-    taps: int
-    configs: tuple[ConfigKind, ...]
-    ratio: float
+    taps: int  # as in `recipe.CodedRecipe`
+    configs: tuple[ConfigKind, ...]  # the kind of the configuration of each tap; the last one serves all later taps
+    ratio: float  # coded bytes by bytes of the numbers where this was chosen
 
 
 def config_kind(config: CoderConfig) -> ConfigKind:
@@ -283,30 +266,20 @@ class SaveChoices:
 
 _HEADER_OVERHEAD = 256
 """Bytes that a coded record needs in the header beyond a plain one: coding must save more than that."""
-_MAX_GROWTH = 1.1
-"""A record that is larger by this factor than the choice for it promises is measured by itself."""
+_MAX_GROWTH = 1.1  # A record that is larger by this factor than the choice for it promises is measured by itself
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class ValueEncoder:
-    """Encodes the groups of values of one state.
+    """Encodes the groups of values of one state."""
 
-    Attributes:
-        state: the tensors.
-        reference: the parent's decoded tensors; None: no record depends on a parent.
-        contexts: the moments of each tensor.
-        ordinals: name -> ordinal in the file, of all tensors but copies.
-        choices: what codes each kind of group.
-        chunk: number of values that are coded together.
-    """
-
-    state: FlatState
-    reference: Reference | None
-    contexts: ContextMap
-    ordinals: Mapping[str, int]
-    choices: SaveChoices
-    chunk: int
+    state: FlatState  # the tensors
+    reference: Reference | None  # the parent's decoded tensors; None: no record depends on a parent
+    contexts: ContextMap  # the moments of each tensor
+    ordinals: Mapping[str, int]  # name -> ordinal in the file, of all tensors but copies
+    choices: SaveChoices  # what codes each kind of group
+    chunk: int  # number of values that are coded together
 
     def encode(self, name: str, group: RecordGroup, threads: int) -> EncodedRecord | None:
         """Return the coded record of a group, or None if plain records are not larger. Groups begin in their order."""
@@ -379,7 +352,6 @@ class ValueEncoder:
         return encode(record, configs, threads=threads)
 
     def _first_configs(self, record: RecordInput, exact: bool) -> tuple[Bytes, CodingContext, Iterator[CoderConfig]]:
-        """The first tap with its context, and the configurations that can code it."""
         info = record.infos[0]
         values = tap(record.values, 0, record.taps)
         assert values is not None
@@ -429,7 +401,6 @@ def _with_known_bits(attempt: Callable[[bool], _T]) -> _T:
 
 
 def _later_taps(context: CodingContext, first: CoderConfig) -> Iterator[CoderConfig]:
-    """Yield the configurations that can code the taps after the first."""
     max_level = first.top or (first.bias + 126) >> first.fine
     top = min(max(max_level, 0), (1 << 12) - 1)
     yield first

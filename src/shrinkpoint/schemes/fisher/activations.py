@@ -105,7 +105,7 @@ class _LayerRecorder:
                 squares = gradient.detach().to(torch.float32).square()
                 gradients.add(squares.sum(other_axes) if other_axes else squares, self._decay)
 
-            output.register_hook(add_gradient)  # type: ignore[no-untyped-call]
+            output.register_hook(add_gradient)
 
     def _positions(self, layer: nn.Module, inputs: Tensor) -> Tensor | None:
         """Inputs of a sample of positions, float32 [positions, columns of the weight]; None for too wide a layer."""
@@ -241,7 +241,7 @@ def record_calibration(
         try:
             for item in _items(calibrate(argument)):
                 if isinstance(item, Tensor) and item.numel() == 1 and item.requires_grad:
-                    item.backward()  # type: ignore[no-untyped-call]
+                    item.backward()
         except Exception as error:
             found, expected = f"{type(error).__name__}: {error}", "a function that runs the model on some batches"
             do = "make it take what is saved (a model, or a state) and run the model, as evaluate= does"

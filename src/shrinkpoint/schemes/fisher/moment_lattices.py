@@ -12,7 +12,6 @@ import math
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -38,7 +37,7 @@ from shrinkpoint.quantize.statistics import (
     relative_squares,
     square_sums,
 )
-from shrinkpoint.schemes.fisher.curvature import bias_factor
+from shrinkpoint.schemes.fisher.first_moments import coarser_steps, first_step_factor
 from shrinkpoint.schemes.fisher.moment_statistics import (
     FIRST_KINDS,
     MIN_LATTICE_NUMEL,
@@ -80,9 +79,6 @@ _TOLERANCE = 1
 """Eighths of an octave by which exponents may differ from those that a moment would get now."""
 _RESTING_TOLERANCE = 4
 """The same of a moment most of which has not changed since the parent checkpoint."""
-_LONG_MEMORY = 9.0
-"""The updates that a first moment of beta1 = 0.9 still moves its weight by: beta1 / (1 - beta1)."""
-_MAX_SHORT = 64.0  # how many times larger a step may be because the moment moves its weight less
 
 Exponents = tuple[Tensor, Tensor]
 """Exponents of a lattice's rows and columns, int16, in eighths of an octave."""
@@ -129,8 +125,7 @@ def quantize_moments(
         samples: of the save before; they become those of this save. None: second moments alone are quantized.
     """
     state, tensors = save.state, save.tensors
-    updates = [info.step for info in state.optimizer_info.values() if info.step is not None]
-    number = tensors.collectives.max_over_ranks(max(updates, default=None))
+    number = count_updates(save)
     roles = (Role.MOMENT2,) if samples is None else MOMENT_ROLES
     names = [name for name, info in state.infos.items() if info.role in roles]
     unchanged = {
@@ -140,14 +135,17 @@ def quantize_moments(
     }
     number = count if number is None else number
     resting = None if samples is None else samples.update(state)
-    coded = moments_to_lattices(tensors, state, number, seed, precision, statistics, unchanged, save.base, resting)
+    coarser = {} if samples is None else coarser_steps(save, precision.first_step)
+    coded = moments_to_lattices(
+        tensors, state, number, seed, precision, statistics, unchanged, save.base, resting, coarser
+    )
     return {**unchanged, **coded}
 
 
-def steps_of_first_moments(state: FlatState) -> float:
-    """The steps of training that the first moments of a state still stand for: the most of all parameters."""
-    decays = (info.beta1 for info in state.optimizer_info.values() if info.moment1 is not None)
-    return round(max((beta / (1 - beta) for beta in decays if beta is not None and 0 <= beta < 1), default=0.0), 1)
+def count_updates(save: PlannedSave) -> int | None:
+    """The updates that the optimizer has made, the most of all parameters; None if none are counted. A collective."""
+    counts = (info.step for info in save.state.optimizer_info.values() if info.step is not None)
+    return save.tensors.collectives.max_over_ranks(max(counts, default=None))
 
 
 def moments_to_lattices(
@@ -160,6 +158,7 @@ def moments_to_lattices(
     unchanged: Mapping[str, LatticeTensor] | None = None,
     base: Reference | None = None,
     resting: Collection[str] | None = (),
+    coarser: Mapping[str, float] | None = None,
 ) -> dict[str, LatticeTensor]:
     """Quantize every moment of a kind that has a grid, if it is large enough and finite; the others stay exact.
 
@@ -173,12 +172,15 @@ def moments_to_lattices(
         base: the parent that these moments may be a difference to; None: there is none.
         resting: first moments most values of which have not changed since `base`, by name; `MomentSamples`. None: first
             moments are not quantized.
+        coarser: how many times larger steps of first moments may be, by name; missing: 1.
 
     Returns:
         Points by name, second moments first.
     """
     statistics = MomentStatistics(state) if statistics is None else statistics
-    quantizer = _MomentQuantizer(tensors, state, precision, statistics, unchanged or {}, base, resting or ())
+    quantizer = _MomentQuantizer(
+        tensors, state, precision, statistics, unchanged or {}, base, resting or (), coarser or {}
+    )
     seconds = quantizer.quantize_seconds()
     if resting is None:
         return seconds
@@ -206,6 +208,7 @@ class _MomentQuantizer:
         unchanged: Mapping[str, LatticeTensor],
         base: Reference | None,
         resting: Collection[str],
+        coarser: Mapping[str, float],
     ) -> None:
         self._tensors, self._state, self._precision = tensors, state, precision
         self._statistics, self._unchanged = statistics, unchanged
@@ -230,9 +233,10 @@ class _MomentQuantizer:
         self._parents = self._find_parents(base)
         self._resting = tensors.tensors_where_all({name: name in resting for name in self._parents})
         infos = {info.moment1: info for info in state.optimizer_info.values()}
+        self._coarser = {first: coarser.get(first, 1.0) for first in self._pairs}
         self._first_steps = {
-            first: precision.first_step * first_step_factor(info.beta1, info.beta2, info.step)
-            for first, info in ((first, infos[first]) for first in self._pairs)
+            first: precision.first_step * first_step_factor(info.beta1, info.beta2, info.step) * larger
+            for first, larger, info in ((first, larger, infos[first]) for first, larger in self._coarser.items())
         }
 
     def _are_paired(self, first: str, second: str) -> bool:
@@ -384,7 +388,10 @@ class _MomentQuantizer:
     def _row_exponents(self, names: Iterable[str]) -> dict[str, Tensor]:
         """The exponents of the rows of first moments that this rank has all of; together, as most have few rows."""
         sums = {name: self._row_sums(name) for name in names}
-        means = {name: rows / (self._usable[name].numel() // len(rows)) for name, rows in sums.items()}
+        means = {
+            name: rows * (self._coarser[name] ** 2 / (self._usable[name].numel() // len(rows)))
+            for name, rows in sums.items()
+        }
         if not means:
             return {}
         # In pieces, for which torch does not wake its threads: they would take longer than the logarithms.
@@ -396,7 +403,7 @@ class _MomentQuantizer:
 
     def _split_row_exponents(self, name: str, sums: Marginals) -> Tensor:
         """The exponents of the rows of a shard of a first moment, from the sums of all shards."""
-        means = sums.mean_along(1)
+        means = sums.mean_along(1) * self._coarser[name] ** 2
         rows = first_row_exponents(means, torch.full_like(means, self._first_steps[name]), self._precision)
         return self._slice(name, Lattice("relative", rows, torch.zeros(1, dtype=torch.int16)))[0]
 
@@ -422,19 +429,6 @@ class _MomentQuantizer:
         shard = self._tensors.local_shards[name]
         part = shard.spec.slice_lattice(lattice, shard.sizes)
         return part.rows, part.columns
-
-
-@lru_cache(maxsize=256)
-def first_step_factor(beta1: float | None, beta2: float | None, step: int | None) -> float:
-    """The largest step of a first moment, in square roots of its second moment and in `MomentPrecision.first_step`.
-
-    What an error e of the moment moves its weight by is `lr e beta1 / (1 - beta1)` in roots of the second moment
-    without its bias. This is what is bounded, for every age and every decay.
-    """
-    beta1 = beta1 if beta1 is not None and 0 <= beta1 < 1 else 0.9
-    moves = min(beta1 / (1 - beta1), _LONG_MEMORY)
-    unbiased = math.sqrt(bias_factor(beta2, step))
-    return unbiased * _LONG_MEMORY / max(moves, _LONG_MEMORY / _MAX_SHORT)
 
 
 def first_row_exponents(means: Tensor, largest: Tensor, precision: MomentPrecision) -> Tensor:

@@ -21,7 +21,7 @@ from shrinkpoint.schemes.fisher.steps import (
 )
 from shrinkpoint.tensors.info import JSON
 
-MAX_LOG_STEP, MIN_LOG_STEP = to_log_step(4.0), to_log_step(1 / 64)
+MAX_LOG_STEP, MIN_LOG_STEP = to_log_step(4.0), to_log_step(1 / 1024)
 """The largest and the smallest step size. Below, the codes of most values of a keyframe do not fit into a byte, and
 cost as much as the weights themselves."""
 DEFAULT_LOG_STEP = to_log_step(1.0)

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from shrinkpoint.schemes.evaluate import Degradation
+from shrinkpoint.schemes.fisher.first_moments import SHARE_OF_WEIGHTS
 from shrinkpoint.schemes.fisher.rounding import MAX_HYSTERESIS
 from shrinkpoint.schemes.fisher.steps import QuantizedWeights
+from shrinkpoint.sharding.collectives import Collectives
 from shrinkpoint.tensors.info import JSON
 
 UNKNOWN_ERROR = 1.0
@@ -36,6 +38,8 @@ MIN_PATIENCE = 4
 """Saves in a row whose rises are far below the budget, before larger steps are tried the first time."""
 _MAX_PATIENCE = 256
 _QUIET_SHARE = 0.1
+_MIN_INTERVALS = 4.0
+"""How many times as many updates lie between two saves as a restore may lose."""
 _HELD_DECAY = 0.8
 """The weight of what earlier saves have shown, relative to that of the next one."""
 
@@ -97,6 +101,73 @@ class QuietSaves:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """What training gains between saves, from which follows what it would lose with its first moments.
+
+    Attributes:
+        updates: of the optimizer at the last save; None if unknown.
+        interval: updates between the last two saves; None if unknown.
+        quality: the loss that was measured last, or minus the score; None if none was.
+        measured_at: updates when it was.
+        gain: the fall of the loss in an update, between the last two measurements; None if unknown.
+    """
+
+    updates: int | None = None
+    interval: int | None = None
+    quality: float | None = None
+    measured_at: int | None = None
+    gain: float | None = None
+
+    def after(self, updates: int | None, quality: float | None) -> Progress:
+        """The progress at the next save.
+
+        Args:
+            updates: of the optimizer; None if it counts none.
+            quality: the loss, or minus the score, in its own unit; None if it was not measured.
+        """
+        if updates is None:
+            return Progress()
+        if updates == self.updates:  # nothing was trained
+            return self
+        known = self.updates is not None and updates > self.updates
+        interval = updates - self.updates if known and self.updates is not None else None
+        if quality is None or not math.isfinite(quality):
+            return replace(self, updates=updates, interval=interval)
+        gain = None
+        if self.quality is not None and self.measured_at is not None and updates > self.measured_at:
+            gain = (self.quality - quality) / (updates - self.measured_at)
+        return Progress(updates, interval, quality, updates, gain)
+
+    def affords(self, steps: float, restores: int, budget: float) -> bool:
+        """True if every restore may lose so many steps of training.
+
+        That is so where a run that is killed at any moment loses more by the steps since its last save, and where all
+        restores together raise the loss by no more than half the budget.
+
+        Args:
+            steps: that a restore loses.
+            restores: that have lost them already.
+            budget: in the loss's own unit.
+        """
+        if self.interval is None or self.gain is None or self.interval <= _MIN_INTERVALS * steps:
+            return False
+        return self.gain * steps * (restores + 1) <= budget / 2
+
+    def to_json(self) -> list[JSON]:
+        """The fields in their order."""
+        return [self.updates, self.interval, self.quality, self.measured_at, self.gain]
+
+    @classmethod
+    def from_json(cls, value: JSON) -> Progress:
+        """The progress that a manifest records; none where it is of no use."""
+        if not isinstance(value, list) or len(value) != 5:
+            return cls()
+        counts = [x if type(x) is int and 0 <= x < 1 << 62 else None for x in value]
+        numbers = [x if isinstance(x, float) and math.isfinite(x) else None for x in value]
+        return cls(counts[0], counts[1], numbers[2], counts[3], numbers[4])
+
+
+@dataclass(frozen=True)
 class Prediction:
     """Forecast of the next measurement of a rise.
 
@@ -123,6 +194,7 @@ class RunMemory:
         slope: what the slope of the loss added to a rise, in roots of the curvature term; 0 if unknown.
         quiet: how long rises have been far below the budget.
         restored_rise: what earlier restores have left of the budget's rise, in the loss's own unit.
+        progress: what training gains between saves.
     """
 
     log_step: int | None = None
@@ -134,6 +206,7 @@ class RunMemory:
     slope: float = 0.0
     quiet: QuietSaves = field(default_factory=QuietSaves)
     restored_rise: float = 0.0
+    progress: Progress = field(default_factory=Progress)
 
     @property
     def needs_pair(self) -> bool:
@@ -143,6 +216,21 @@ class RunMemory:
     def begin_save(self) -> None:
         """Trust N a little less: the curvature of the loss changes during training."""
         self.terms_error = min(math.hypot(self.terms_error, _DRIFT), UNKNOWN_ERROR)
+
+    def synchronize(self, ranks: Collectives, num_terms: float | None) -> None:
+        """Forget what ranks remember differently. A collective.
+
+        Args:
+            num_terms: N where none is known.
+        """
+        self.log_step = ranks.value_if_equal(self.log_step)
+        self.max_hysteresis = ranks.value_if_equal(self.max_hysteresis) or MAX_HYSTERESIS
+        self.restored_rise = ranks.value_if_equal(self.restored_rise) or 0.0
+        self.progress = ranks.value_if_equal(self.progress) or Progress()
+        learned = ranks.value_if_equal((self.num_terms, self.terms_error, self.held, self.quiet))
+        unknown = (None, UNKNOWN_ERROR, HeldRatios(), QuietSaves())
+        self.num_terms, self.terms_error, self.held, self.quiet = learned or unknown
+        self.num_terms = self.num_terms or num_terms
 
     def set_terms(self, num_terms: float) -> None:
         """Take an N that was measured by other means than those of this class, unless one is known."""
@@ -263,6 +351,7 @@ class RunMemory:
             "slope_scale": self.slope,
             "quiet": [self.quiet.count, self.quiet.patience],
             "restored_rise": self.restored_rise,
+            "progress": self.progress.to_json(),
         }
 
     @classmethod
@@ -290,7 +379,7 @@ class RunMemory:
         if isinstance(quiet, list) and len(quiet) == 2:
             count, patience = (min(n, _MAX_PATIENCE) if type(n) is int and n > 0 else 0 for n in quiet)
             memory.quiet = QuietSaves(count, max(MIN_PATIENCE // 2, patience))
-        memory.restored_rise = rise_after_restore(loss)
+        memory.restored_rise, memory.progress = rise_after_restore(loss), Progress.from_json(loss.get("progress"))
         return memory
 
 
@@ -299,13 +388,15 @@ def rise_after_restore(loss: dict[str, JSON]) -> float:
 
     Args:
         loss: of the manifest that is restored, in which any entry may be missing or of no use. Where the rise was not
-            measured, the predicted one counts.
+            measured, the predicted one counts. What coarse first moments add after the restore counts as well.
     """
-    own = None
-    if loss.get("chosen") is not None:
+    own, chosen = None, loss.get("chosen")
+    if chosen is not None:
         trials = loss.get("tried")
         last = trials[-1] if isinstance(trials, list) and trials else None
         own = last.get("predicted") if loss.get("rise") is None and isinstance(last, dict) else loss.get("rise")
+    if isinstance(own, float) and isinstance(chosen, dict) and chosen.get("moments") == "coded":
+        own *= 1 + SHARE_OF_WEIGHTS**2
     known = [x for x in (loss.get("restored_rise"), own) if isinstance(x, float) and math.isfinite(x)]
     return max(0.0, sum(known))
 

@@ -28,11 +28,12 @@ from shrinkpoint.schemes.fisher.curvature import (
     estimate_curvatures,
 )
 from shrinkpoint.schemes.fisher.feedback import FeedbackFactors, find_layers, layer_curvatures
+from shrinkpoint.schemes.fisher.first_moments import steps_of_first_moments
 from shrinkpoint.schemes.fisher.moment_lattices import (
     DROPPED_ROLES,
     MomentPrecision,
+    count_updates,
     quantize_moments,
-    steps_of_first_moments,
 )
 from shrinkpoint.schemes.fisher.moment_statistics import MIN_LATTICE_NUMEL, MomentSamples, MomentStatistics
 from shrinkpoint.schemes.fisher.objective import (
@@ -47,8 +48,7 @@ from shrinkpoint.schemes.fisher.objective import (
 )
 from shrinkpoint.schemes.fisher.probe import curvatures_from_probe, probe
 from shrinkpoint.schemes.fisher.restored_rise import remaining_share
-from shrinkpoint.schemes.fisher.rounding import MAX_HYSTERESIS
-from shrinkpoint.schemes.fisher.run_memory import UNKNOWN_ERROR, HeldRatios, QuietSaves, RunMemory
+from shrinkpoint.schemes.fisher.run_memory import RunMemory
 from shrinkpoint.schemes.fisher.state_bits import StateBits, count_state_bits
 from shrinkpoint.schemes.fisher.steps import (
     QuantizedWeights,
@@ -66,7 +66,7 @@ from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.tensors.optimizers import MomentKind
 
-MomentsMode = Literal["coded", "exact", "second", "drop"]
+MomentsMode = Literal["auto", "coded", "exact", "second", "drop"]
 _PLAN_MODES: Mapping[str, PlanMode] = {"drop": "reset", "second": "reset first"}
 CopiesMode = Literal["coded", "exact"]
 
@@ -79,12 +79,14 @@ class FisherChoice(NamedTuple):
         moments: quantized, by name.
         problem: why the weights and moments stay exact after all; None: they need not.
         copies: of the weights beside the model that track it, by name.
+        mode: of the moments, never "auto".
     """
 
     steps: StepChoice
     moments: dict[str, QuantizedTensor]
     problem: EvaluateProblem | None
     copies: Mapping[str, CopyChoice]
+    mode: MomentsMode
 
 
 class Fisher(Planner["FisherChoice"]):
@@ -117,7 +119,8 @@ class Fisher(Planner["FisherChoice"]):
             all of these, steps are one standard deviation.
         gradients: a recorder of squared gradients, for optimizers that keep none.
         moments: of the optimizer: "coded" on grids, "exact" bit for bit, "second": first moments are zero after a
-            restore, which costs it `beta1 / (1 - beta1)` steps, or "drop": all are zero.
+            restore, which costs it `beta1 / (1 - beta1)` steps, or "drop": all are zero. "auto": "second" where these
+            steps are less than a quarter of those between saves and half the budget pays for them, else "coded".
         copies: weights beside the model that track it (averages, target networks, teachers): "coded" as a model of
             their own, each at the cost of two evaluations, or "exact" bit for bit.
         seed: of the dither.
@@ -199,20 +202,13 @@ class Fisher(Planner["FisherChoice"]):
 
     def synchronize(self, tensors: GlobalTensors) -> None:
         """Forgets what ranks remember differently, and counts restores and saves by the highest count."""
-        memory, ranks = self._memory, tensors.collectives
+        ranks = tensors.collectives
         self._lossy_restores = ranks.max_over_ranks(self._lossy_restores) or 0
         self._num_saves = ranks.max_over_ranks(self._num_saves) or 0
-        memory.log_step = ranks.value_if_equal(memory.log_step)
-        memory.max_hysteresis = ranks.value_if_equal(memory.max_hysteresis) or MAX_HYSTERESIS
         terms = getattr(self._evaluate, "terms", None) if self._counted_terms is None else self._counted_terms
         counted = ranks.max_over_ranks(round(terms) if isinstance(terms, int | float) and 1 <= terms < 1e18 else None)
-        given = self._terms if counted is None or self._terms is not None else float(counted)
-        memory.restored_rise = ranks.value_if_equal(memory.restored_rise) or 0.0
-        learned = ranks.value_if_equal((memory.num_terms, memory.terms_error, memory.held, memory.quiet))
-        unknown = (None, UNKNOWN_ERROR, HeldRatios(), QuietSaves())
-        memory.num_terms, memory.terms_error, memory.held, memory.quiet = learned or unknown
-        memory.num_terms = memory.num_terms or given
-        memory.begin_save()
+        self._memory.synchronize(ranks, float(counted) if counted and self._terms is None else self._terms)
+        self._memory.begin_save()
         self._measured_loss = ranks.value_if_equal(self._measured_loss)
         self._unmeasured_saves = ranks.max_over_ranks(self._unmeasured_saves) or 0
         self._group_curvatures = ranks.value_if_equal(self._group_curvatures) or {}
@@ -237,13 +233,14 @@ class Fisher(Planner["FisherChoice"]):
         parents = {} if save.reference is None else save.reference.quantized
         statistics, steps = MomentStatistics(save.state, foldable, parents), StepChoice(None)
         memory, group_curvatures = copy.deepcopy(self._memory), self._group_curvatures
-        moments = {} if problem is not None else self._quantize_moments(save, statistics)
+        mode = self._choose_moments_mode(save, metric)
+        moments = {} if problem is not None else self._quantize_moments(save, statistics, mode)
         if self._evaluate is not None:
             save.selection = self._calibration.measured_part(save.selection, save.tensors)
         is_exact = problem is not None or self._copies_mode == "exact" or not save.may_have_copies
         tracked = [] if is_exact else self._find_copies(save)
         if problem is None and save.selection.global_names:
-            steps = self._quantize_weights(save, moments, metric, statistics, tracked)
+            steps = self._quantize_weights(save, moments, metric, statistics, tracked, mode)
             if (problem := measurement.find_late_problem()) is not None:
                 steps = StepChoice(None, steps.trials)
         if problem is not None:  # failed trials have taught nothing, and the next save measures again
@@ -252,17 +249,18 @@ class Fisher(Planner["FisherChoice"]):
         copies: Mapping[str, CopyChoice] = {}
         if tracked and problem is None and (steps.weights is not None or save.is_idle):
             copies = self._quantize_copies(save, metric, statistics, tracked)
-        return FisherChoice(steps, moments, problem, copies)
+        return FisherChoice(steps, moments, problem, copies, mode)
 
     def record(self, save: PlannedSave, measurement: Measurement, choice: FisherChoice) -> QuantizationPlan:
-        steps, moments, problem, copies = choice
+        steps, moments, problem, copies, moments_mode = choice
         if all_left_out := [*steps.left_out, *(name for copy in copies.values() for name in copy.left_out)]:
             constants = near_constants(save.state, save.tensors, all_left_out)
             if far := [name for name in all_left_out if name not in constants]:
                 text = f"weights that no points of these steps reach are kept as they are: {humanize.names(far)}"
                 warn_user(f"{text}. See whether training has diverged")
         self._num_saves += 1
-        loss, tensors, points = self._loss_record(save, measurement.metric, steps), save.tensors, save.unchanged
+        loss = self._loss_record(save, measurement.metric, steps, moments_mode)
+        tensors, points = save.tensors, save.unchanged
         tracked = {name: x for copy in copies.values() for name, x in copy.points.items()}
         if copies:
             loss["copies"] = {name: copy.record for name, copy in copies.items()}
@@ -273,16 +271,16 @@ class Fisher(Planner["FisherChoice"]):
             loss["exact"] = problem.observation
         else:
             points = {**(steps.weights.points if steps.weights else {}), **points, **moments, **tracked}
-            casts, mode = save.selection.cast_sources, _PLAN_MODES.get(self._moments, "exact")
+            casts, mode = save.selection.cast_sources, _PLAN_MODES.get(moments_mode, "exact")
             if measurement.metric is not None:
                 self._measured_loss, self._unmeasured_saves = measurement.metric.baseline.value, 0
             elif not save.is_idle:
                 self._unmeasured_saves += 1
-            if any(tensors.collectives.sum_over_ranks(len(points))) or self._moments in _PLAN_MODES:
+            if any(tensors.collectives.sum_over_ranks(len(points))) or moments_mode in _PLAN_MODES:
                 step = None if self._memory.log_step is None else round(from_log_step(self._memory.log_step), 4)
-                loss["chosen"] = {"step_in_deviations": step, "moments": self._moments}
-                if self._moments == "second":
-                    loss["chosen"]["steps_lost_by_a_restore"] = steps_of_first_moments(save.state)
+                loss["chosen"] = {"step_in_deviations": step, "moments": moments_mode}
+                if moments_mode == "second":
+                    loss["chosen"]["steps_lost_by_a_restore"] = steps_of_first_moments(save)
                 if self._evaluate is None:
                     self._unmeasured_notice.warn_once(self, quiet=tensors.rank > 0)
         return QuantizationPlan(
@@ -297,13 +295,15 @@ class Fisher(Planner["FisherChoice"]):
             copies=frozenset(tracked),
         )
 
-    def _loss_record(self, save: PlannedSave, metric: DegradationMetric | None, steps: StepChoice) -> dict[str, Any]:
+    def _loss_record(
+        self, save: PlannedSave, metric: DegradationMetric | None, steps: StepChoice, moments_mode: MomentsMode
+    ) -> dict[str, Any]:
         """Fields of the manifest's `loss`, but for "chosen"."""
         is_measured_idle = save.is_idle and self._evaluate is not None  # there was nothing to measure
         record: dict[str, Any] = {
             "scheme": self.id,
             **self._objective.settings,
-            "optimizer": self._moments,
+            "optimizer": moments_mode,
             "tried": steps.trials,
             **self._memory.to_json(),
             "probed": self._group_curvatures or None,
@@ -395,12 +395,29 @@ class Fisher(Planner["FisherChoice"]):
 
     # steps of `choose`
 
-    def _quantize_moments(self, save: PlannedSave, statistics: MomentStatistics) -> dict[str, QuantizedTensor]:
+    def _choose_moments_mode(self, save: PlannedSave, metric: DegradationMetric | None) -> MomentsMode:
+        """How this save keeps the moments: with "auto" without the first where a restore can do without them."""
+        memory, quality = self._memory, None if metric is None else metric.baseline.value
+        if quality is not None and self._higher_is_better:
+            quality = -quality
+        memory.progress = memory.progress.after(count_updates(save), quality)
+        if self._moments != "auto":
+            return self._moments
+        steps, scale = steps_of_first_moments(save), self._measured_loss if metric is None else metric.scale
+        if steps is None or scale is None or not isinstance(self._objective, LossBudget):
+            return "coded"
+        budget = self._objective.in_loss_unit(scale_of(scale)).budget
+        affords = memory.progress.affords(steps, self._lossy_restores, budget)
+        return "second" if all(save.tensors.collectives.all_gather(affords)) else "coded"
+
+    def _quantize_moments(
+        self, save: PlannedSave, statistics: MomentStatistics, mode: MomentsMode
+    ) -> dict[str, QuantizedTensor]:
         """Quantizes the optimizer's moments, by name."""
-        if self._moments not in ("coded", "second"):
+        if mode not in ("coded", "second"):
             return {}
         count = self._num_saves + (self._lossy_restores << 20)
-        samples = None if self._moments == "second" else self._moment_samples
+        samples = None if mode == "second" else self._moment_samples
         return quantize_moments(save, count, self._seed, MomentPrecision(), statistics, samples)
 
     def _quantize_weights(
@@ -410,6 +427,7 @@ class Fisher(Planner["FisherChoice"]):
         metric: DegradationMetric | None,
         statistics: MomentStatistics,
         copies: Sequence[WeightCopy],
+        mode: MomentsMode,
     ) -> StepChoice:
         """Chooses a step size for the weights, and quantizes them with it.
 
@@ -417,6 +435,7 @@ class Fisher(Planner["FisherChoice"]):
             metric: None if nothing is measured.
             statistics: of the moments of the state.
             copies: of the weights, which get steps of their own.
+            mode: of the moments.
         """
         selection, state = save.selection, save.state
         weights = GlobalWeights(save.tensors, selection.tensors, selection.global_names, selection.sums)
@@ -449,7 +468,7 @@ class Fisher(Planner["FisherChoice"]):
         coded = {*candidates.weights, *selection.cast_sources}
         bits = StateBits(math.inf, 0.0, is_first=self._num_saves == 0 and self._layers is None)
         if isinstance(self._objective, RatioTarget):
-            dropped = DROPPED_ROLES.get(self._moments, ())
+            dropped = DROPPED_ROLES.get(mode, ())
             bits = count_state_bits(save, coded, moments, copies, dropped, is_first=self._num_saves == 0)
         if self._memory.restored_rise > 0:
             self._memory.restored_rise *= remaining_share(weights, candidates.curvatures, save.reference)

@@ -34,27 +34,21 @@ def sensitivity(weights: Tensor, gradients: Tensor) -> Tensor:
     return signed.mul(weights.detach().to(torch.float32)).abs_()
 
 
-SKETCH_ALPHA = 0.01
-"""The relative error of quantiles; "a strict 1 %" in the paper."""
+SKETCH_ALPHA = 0.01  # The relative error of quantiles; "a strict 1 %" in the paper
 MAGNITUDE, SENSITIVITY = "magnitude", "sensitivity"
 
 
 @dataclass(frozen=True)
 class ScoredWeight:
-    """One weight with the scores by which its values are ranked.
+    """One weight with the scores by which its values are ranked."""
 
-    Attributes:
-        values: 1-d, of the weight's dtype.
-        layer_type: the type of its layer.
-        bucket_ids: the histogram bucket of every value, 1-d, so that many masks can be counted without logarithms.
-        scores: sketches of the scores by metric; of sensitivity only if a gradient was recorded.
-        sensitivity: |g w| of every value, float32, 1-d; None without a gradient.
-    """
-
-    values: Tensor = field(repr=False)
-    layer_type: str
+    values: Tensor = field(repr=False)  # 1-d, of the weight's dtype
+    layer_type: str  # the type of its layer
+    # The histogram bucket of every value, 1-d, so that many masks can be counted without logarithms.
     bucket_ids: Tensor = field(repr=False)
+    # Sketches of the scores by metric; of sensitivity only if a gradient was recorded.
     scores: dict[str, LogHistogram] = field(repr=False)
+    # |g w| of every value, float32, 1-d; None without a gradient.
     sensitivity: Tensor | None = field(default=None, repr=False)
 
     @classmethod
@@ -99,14 +93,11 @@ class PrunePartition:
     lower half of the bucket.
 
     A weight without a recorded gradient (frozen, or not reached) is ranked by magnitude whatever the metric.
-
-    Attributes:
-        weights: the scores of all global weights, by name.
-        paper: as the paper, which includes the quantile's bucket: its values are pruned, or protected, too, so that
-            no share falls short of what was asked, and one may be exceeded.
     """
 
-    weights: Mapping[str, ScoredWeight]
+    weights: Mapping[str, ScoredWeight]  # the scores of all global weights, by name
+    # As the paper, which includes the quantile's bucket: its values are pruned, or protected, too, so that no share
+    # falls short of what was asked, and one may be exceeded.
     paper: bool = False
     _prune_thresholds: dict[tuple[str, float], dict[tuple[str, str], float]] = field(default_factory=dict)
     _protect_thresholds: dict[float, dict[str, float]] = field(default_factory=dict)

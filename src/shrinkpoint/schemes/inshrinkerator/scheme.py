@@ -142,11 +142,7 @@ class Inshrinkerator(SearchScheme):
         return tuple(variant for variant in self.space.variants if variant in usable) or self.space.variants
 
     def candidates(
-        self,
-        weights: Mapping[str, Tensor],
-        previous: PreviousCodes,
-        evaluator: TrialEvaluator,
-        stats: GlobalStats,
+        self, weights: Mapping[str, Tensor], previous: PreviousCodes, evaluator: TrialEvaluator, stats: GlobalStats
     ) -> InshrinkeratorCandidates:
         global_types = stats.layer_types(weights, evaluator.layer_types)
         layer_types = {name: global_types[stats.global_name(name)] for name in weights}
@@ -175,7 +171,6 @@ class Inshrinkerator(SearchScheme):
         return diagonal(self.space, sizes, trials, max_degradation, variants=variants, progress=progress)
 
     def _gradients(self, evaluator: TrialEvaluator) -> dict[str, Tensor]:
-        """Recorded gradients by name in the state."""
         means = self.recordings() if evaluator.recordings is None else evaluator.recordings
         return {} if means is None else evaluator.recorder_values(means)
 
@@ -185,18 +180,15 @@ class Inshrinkerator(SearchScheme):
 
 @dataclass(frozen=True)
 class Clustering:
-    """Method by which centers are found and values assigned to them.
+    """Method by which centers are found and values assigned to them."""
 
-    Attributes:
-        sigma, seed, paper: as of `Inshrinkerator`.
-        noise_generation: selects the noise by which values are rounded; 0: none, to the nearest. It is the same from
-            one restore to the next, so that a value changes its code only where it moves, and another one after a
-            restore, because what was rounded by it lies on levels then.
-    """
-
+    # `sigma`, `seed`, `paper`: as of `Inshrinkerator`.
     sigma: float
     seed: int
     paper: bool = False
+    # Selects the noise by which values are rounded; 0: none, to the nearest. It is the same from one restore to the
+    # next, so that a value changes its code only where it moves, and another one after a restore, because what was
+    # rounded by it lies on levels then.
     noise_generation: int = 0
 
 

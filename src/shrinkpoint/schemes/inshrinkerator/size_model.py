@@ -19,8 +19,7 @@ from shrinkpoint.schemes.search.candidates import SIZE_SAMPLE, PreviousCodes, su
 
 _QUANTIZED = RESERVED_CODES
 _ITERATIONS = 8
-_RECORD_OVERHEAD = 300
-"""Bytes of a tensor apart from its codes: its entry in the header, its tables, its centers."""
+_RECORD_OVERHEAD = 300  # Bytes of a tensor apart from its codes: its entry in the header, its tables, its centers
 
 
 @dataclass

@@ -17,25 +17,18 @@ from shrinkpoint.quantize.statistics import code_entropy, entropy_per_value
 from shrinkpoint.schemes.search.space import Axis, Point, Space
 from shrinkpoint.sharding.global_stats import GlobalStats
 
-SIZE_SAMPLE = 2048
-"""Values of a tensor from which sizes are predicted."""
+SIZE_SAMPLE = 2048  # Values of a tensor from which sizes are predicted
 
 
 @dataclass(frozen=True)
 class PreviousCodes:
-    """Summary of the previous checkpoint, small enough to be sent to all ranks of a group.
+    """Summary of the previous checkpoint, small enough to be sent to all ranks of a group."""
 
-    Attributes:
-        centers: by name of a tensor.
-        codes: the previous codes at the places of `sample`, by name.
-        num_codes: how many codes there were, by name.
-        lossy_restores: lossy restores behind the weights; 0: they have never been on a quantizer's levels.
-    """
-
-    centers: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    centers: dict[str, Tensor] = field(default_factory=dict, repr=False)  # by name of a tensor
+    # The previous codes at the places of `sample`, by name.
     codes: dict[str, Tensor] = field(default_factory=dict, repr=False)
-    num_codes: dict[str, int] = field(default_factory=dict, repr=False)
-    lossy_restores: int = 0
+    num_codes: dict[str, int] = field(default_factory=dict, repr=False)  # how many codes there were, by name
+    lossy_restores: int = 0  # lossy restores behind the weights; 0: they have never been on a quantizer's levels
 
     @classmethod
     def from_codebooks(

@@ -30,7 +30,6 @@ from shrinkpoint.schemes.search.strategies import branch_and_bound, neighbourhoo
 from shrinkpoint.schemes.search.trials import Progress, SearchResult, Trial, Trials
 from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL
 from shrinkpoint.sharding.global_stats import GlobalStats
-from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.info import JSON
 
 
@@ -193,11 +192,7 @@ class SearchScheme(Planner["SearchChoice"]):
 
     @abstractmethod
     def candidates(
-        self,
-        weights: Mapping[str, Tensor],
-        previous: PreviousCodes,
-        evaluator: TrialEvaluator,
-        stats: GlobalStats,
+        self, weights: Mapping[str, Tensor], previous: PreviousCodes, evaluator: TrialEvaluator, stats: GlobalStats
     ) -> CandidateSet:
         """All points of the space for these weights; a collective, as is quantizing at a point.
 
@@ -225,7 +220,11 @@ class SearchScheme(Planner["SearchChoice"]):
     def measure(self, save: PlannedSave) -> Iterator[Measurement]:
         self._is_quiet = save.tensors.rank > 0
         if not save.is_idle:  # only what has moved is searched, and needs agreement
-            self._agree(save.tensors)
+            # Forget what ranks remember differently: replicas take what their first rank has; a collective
+            self._calibration.set_state(self._value_of_leader(self._calibration.state))
+            self._last_choice = save.tensors.collectives.value_if_equal(self._last_choice)
+            self._calibration.forget_differences(save.tensors)
+            self._lossy_restores = save.tensors.collectives.value_if_equal(self._lossy_restores) or 0
         save.evaluator = save.evaluator or TrialEvaluator(save.state, self._evaluate or never_called)
         with super().measure(save) as measurement:
             yield measurement
@@ -440,13 +439,6 @@ class SearchScheme(Planner["SearchChoice"]):
 
         return report
 
-    def _agree(self, tensors: GlobalTensors) -> None:
-        """Forget what ranks remember differently: replicas take what their first rank has; a collective."""
-        self._calibration.set_state(self._value_of_leader(self._calibration.state))
-        self._last_choice = tensors.collectives.value_if_equal(self._last_choice)
-        self._calibration.forget_differences(tensors)
-        self._lossy_restores = tensors.collectives.value_if_equal(self._lossy_restores) or 0
-
     def _value_of_leader(self, value: T) -> T:
         """The value that the first of the replicas has; without replicas, the value itself."""
         if self._group is None:
@@ -466,19 +458,12 @@ class SearchScheme(Planner["SearchChoice"]):
 
 @dataclass(frozen=True)
 class SearchChoice:
-    """Choice for one state.
+    """Choice for one state."""
 
-    Attributes:
-        quantized: the weights, by local name.
-        record: for the manifest.
-        lossless: the moments stay exact, too.
-        interval: the confidence interval of the degradation; None if unknown.
-    """
-
-    quantized: Mapping[str, CodebookTensor] = field(default_factory=dict)
-    record: dict[str, Any] = field(default_factory=dict)
-    lossless: bool = False
-    interval: tuple[float, float] | None = None
+    quantized: Mapping[str, CodebookTensor] = field(default_factory=dict)  # the weights, by local name
+    record: dict[str, Any] = field(default_factory=dict)  # for the manifest
+    lossless: bool = False  # the moments stay exact, too
+    interval: tuple[float, float] | None = None  # the confidence interval of the degradation; None if unknown
 
 
 def _lossless_choice(problem: EvaluateProblem, record: dict[str, Any]) -> SearchChoice:

@@ -14,23 +14,19 @@ from typing import Any
 
 from shrinkpoint.errors import PolicyError
 
-METRIC = "metric"
-"""The setting that names a point's variant."""
+METRIC = "metric"  # The setting that names a point's variant
 
 
 @dataclass(frozen=True)
 class Axis:
     """The values of one setting, ordered by quality.
 
-    Attributes:
-        name: of the setting.
-        values: from the most aggressive to the safest: with everything else equal, quality never falls with the index.
-
     Raises:
         PolicyError: no values, a duplicate value, or the reserved name "metric".
     """
 
-    name: str
+    name: str  # of the setting
+    # From the most aggressive to the safest: with everything else equal, quality never falls with the index.
     values: tuple[float | int, ...]
 
     def __post_init__(self) -> None:
@@ -55,30 +51,22 @@ class Axis:
 
 @dataclass(frozen=True, order=True)
 class Point:
-    """One choice on every axis, for one variant.
+    """One choice on every axis, for one variant."""
 
-    Attributes:
-        variant: one of the space's variants.
-        index: the index of a value for each of the space's axes, in their order.
-    """
-
-    variant: str
-    index: tuple[int, ...]
+    variant: str  # one of the space's variants
+    index: tuple[int, ...]  # the index of a value for each of the space's axes, in their order
 
 
 @dataclass(frozen=True)
 class Space:
     """A grid of points for each variant.
 
-    Attributes:
-        axes: the settings that are ordered by quality.
-        variants: the values of a setting without such an order, as the pruning metric; ("",) if there is none.
-
     Raises:
         PolicyError: a duplicate axis or variant, or no variant.
     """
 
-    axes: tuple[Axis, ...]
+    axes: tuple[Axis, ...]  # the settings that are ordered by quality
+    # The values of a setting without such an order, as the pruning metric; ("",) if there is none.
     variants: tuple[str, ...] = ("",)
 
     def __post_init__(self) -> None:

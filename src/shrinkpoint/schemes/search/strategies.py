@@ -14,8 +14,7 @@ from shrinkpoint.schemes.search.space import Point, Space, is_dominated
 from shrinkpoint.schemes.search.trials import Progress, SearchResult, Trial, TrialLog, Trials
 
 Array = np.ndarray[Any, np.dtype[Any]]
-MIN_VARIANT_GAIN = 0.1
-"""The share of the threshold by which another variant must be better."""
+MIN_VARIANT_GAIN = 0.1  # The share of the threshold by which another variant must be better
 
 
 def branch_and_bound(
@@ -55,17 +54,11 @@ def branch_and_bound(
 
 @dataclass(frozen=True)
 class _OpenPoints:
-    """The points that may still be the answer, smallest first.
+    """The points that may still be the answer, smallest first."""
 
-    Attributes:
-        points: n of them.
-        sizes: float64 [n], ascending.
-        fails_with: bool [n, n]; [i, j]: point j is at least as aggressive as point i, and so fails if i does.
-    """
-
-    points: list[Point]
-    sizes: Array
-    fails_with: Array
+    points: list[Point]  # n of them
+    sizes: Array  # float64 [n], ascending
+    fails_with: Array  # bool [n, n]; [i, j]: point j is at least as aggressive as point i, and so fails if i does
 
     @classmethod
     def from_predictions(cls, predicted: Mapping[Point, float]) -> _OpenPoints:
@@ -307,16 +300,11 @@ class _SubGrid:
 
 @dataclass(frozen=True, order=True)
 class _DiagonalSearch:
-    """A box whose diagonal is being searched.
-
-    Attributes:
-        last_failure: the last position on the diagonal known to fail; -1 if none is.
-        first_success: the first position known to hold; the diagonal's length if none is.
-    """
+    """A box whose diagonal is being searched."""
 
     grid: _SubGrid
-    last_failure: int
-    first_success: int
+    last_failure: int  # the last position on the diagonal known to fail; -1 if none is
+    first_success: int  # the first position known to hold; the diagonal's length if none is
 
     @property
     def num_open(self) -> int:

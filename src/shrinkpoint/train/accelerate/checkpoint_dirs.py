@@ -122,11 +122,11 @@ class CheckpointDirs:
 
         Raises: as `plan_run`.
         """
-        if self.root is not None:
-            return self.run(self.root).expired(self.keep)
-        if self.keep is None or last is None:
+        if self.keep is None:
             return []
-        return plan_run(find_siblings(last), self.keep, datetime.now(timezone.utc)).delete
+        if self.root is not None:
+            return self.run(self.root).plan(self.keep).delete
+        return () if last is None else plan_run(find_siblings(last), self.keep, datetime.now(timezone.utc)).delete
 
 
 def _resolve(directory: AnyDirectory, argument: str) -> Path | ObjectUrl:

@@ -56,17 +56,11 @@ def has_sharded_model(accelerator: Accelerator) -> bool:
 
 @dataclass(frozen=True)
 class PreparedState:
-    """The state that one process has to save.
+    """The state that one process has to save."""
 
-    Attributes:
-        state: the part that is equal on all processes; without models and optimizers, if they are sharded.
-        objects: the live objects behind `state`, by its keys.
-        per_rank: random generators and dataloaders of this process.
-    """
-
-    state: dict[str, Any]
-    objects: dict[str, Any]
-    per_rank: dict[str, Any]
+    state: dict[str, Any]  # the part that is equal on all processes; without models and optimizers, if they are sharded
+    objects: dict[str, Any]  # the live objects behind `state`, by its keys
+    per_rank: dict[str, Any]  # random generators and dataloaders of this process
 
 
 def collect_prepared(accelerator: Accelerator, directory: Path | ObjectUrl, *, models: bool) -> PreparedState:
@@ -96,7 +90,12 @@ def collect_prepared(accelerator: Accelerator, directory: Path | ObjectUrl, *, m
     state |= _auxiliary_state(accelerator) | {"sharded": not models}
     if models and (names := collect_names(_live_objects(accelerator))):
         state[NAMES_KEY] = names
-    return PreparedState(state, objects, _per_rank_state(accelerator))
+    # Random generators and positions of dataloaders of this process
+    loader_states = [
+        _check_storable(get_loader_state(loader), f"dataloader {index}")
+        for index, loader in enumerate(accelerator._dataloaders)
+    ]
+    return PreparedState(state, objects, {"rng": get_rng_state(), "loaders": loader_states})
 
 
 def align_prepared(accelerator: Accelerator, state: Any, where: str, *, strict: bool) -> AlignedState:
@@ -229,15 +228,6 @@ def _check_storable(state: Any, name: str) -> Any:
     return state
 
 
-def _per_rank_state(accelerator: Accelerator) -> dict[str, Any]:
-    """Random generators and positions of dataloaders of this process."""
-    loader_states = [
-        _check_storable(get_loader_state(loader), f"dataloader {index}")
-        for index, loader in enumerate(accelerator._dataloaders)
-    ]
-    return {"rng": get_rng_state(), "loaders": loader_states}
-
-
 def _restore_per_rank(accelerator: Accelerator, rank_states: list[Any], where: str) -> None:
     """Restore generators and dataloaders of this process, if a process of its rank has saved them."""
     rank, world_size = accelerator.process_index, accelerator.num_processes
@@ -267,13 +257,7 @@ def _pair_models_and_optimizers(
     """Each model and optimizer to be loaded, with its saved state and a name for errors."""
     saved = _as_list(state.get("optimizer"))
     optimizers = zip(accelerator._optimizers, saved, strict=not state.get("sharded"))
-    return [*_pair_models(accelerator, state, models), *((*pair, "optimizer") for pair in optimizers)]
-
-
-def _pair_models(
-    accelerator: Accelerator, state: dict[str, Any], models: Sequence[nn.Module]
-) -> list[tuple[Any, Any, str]]:
-    """Each model to be loaded, with its saved state; hooks may have removed models from either side."""
+    # Each model to be loaded, with its saved state; hooks may have removed models from either side
     saved_models = _as_list(state.get("model"))
     count = f"{len(saved_models)} models in the checkpoint"
     if len(saved_models) > len(accelerator._models):
@@ -284,7 +268,10 @@ def _pair_models(
     if len(saved_models) == len(accelerator._models):
         index_by_id = {id(model): index for index, model in enumerate(accelerator._models)}
         indices = [index_by_id.get(id(model), index) for index, model in enumerate(models)]
-    return [(unwrap_model(model), saved_models[index], "model") for model, index in zip(models, indices, strict=True)]
+    return [
+        *[(unwrap_model(model), saved_models[index], "model") for model, index in zip(models, indices, strict=True)],
+        *((*pair, "optimizer") for pair in optimizers),
+    ]
 
 
 def _unwrap_single(items: list[Any]) -> Any:

@@ -13,8 +13,14 @@ from shrinkpoint.schemes.evaluate import Reading
 from shrinkpoint.tensors.nest import iter_tensors
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.train.default_evaluation import DefaultEvaluation, LossSource
-from shrinkpoint.train.loss_terms import count_terms
-from shrinkpoint.train.recent_batches import DEFAULT_BATCHES, MAX_BYTES, LossOfBatch, copy_batch, measure_batches
+from shrinkpoint.train.recent_batches import (
+    DEFAULT_BATCHES,
+    MAX_BYTES,
+    LossOfBatch,
+    copy_batch,
+    count_terms,
+    measure_batches,
+)
 
 _ADVICE = "pass scheme=Fisher(evaluate=RecentBatches(loss))"
 

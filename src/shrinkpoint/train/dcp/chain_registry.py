@@ -31,52 +31,35 @@ MAX_CHAINS = 8
 """Chains whose state a process keeps, each one copy of what this rank writes; the least recently used goes first."""
 _MAX_ORIGINS = 64
 _log = logging.getLogger("shrinkpoint")
-TensorSignature = tuple[str, tuple[int, ...], str]
-"""Name, shape and dtype of a global tensor."""
+TensorSignature = tuple[str, tuple[int, ...], str]  # Name, shape and dtype of a global tensor
 
 
 @dataclass(frozen=True)
 class RestoreOrigin:
-    """A checkpoint that was restored, and from which training may resume.
+    """A checkpoint that was restored, and from which training may resume."""
 
-    Attributes:
-        directory: absolute path or URL of the checkpoint.
-        id: of its manifest.
-        lossy_restores: number of restores from lossy checkpoints behind the restored state, this one included.
-        loss: of its manifest.
-        signatures: of every global tensor in it.
-    """
-
-    directory: str
-    id: str
-    lossy_restores: int
-    loss: JSON = None
+    directory: str  # absolute path or URL of the checkpoint
+    id: str  # of its manifest
+    lossy_restores: int  # number of restores from lossy checkpoints behind the restored state, this one included
+    loss: JSON = None  # of its manifest
+    # Of every global tensor in it.
     signatures: frozenset[TensorSignature] = field(default=frozenset(), compare=False, repr=False)
 
 
 @dataclass
 class ChainState:
-    """The state of one chain on one rank.
+    """The state of one chain on one rank."""
 
-    Attributes:
-        delta_writer: holds the tensors of the last write. They become the reference as soon as they are written,
-            before the rank can know whether the save was committed: `confirm_last_write` finds out at the next save.
-        writer_options: keyframe_every and threads of the delta writer.
-        scheme: the scheme of the last save.
-        scheme_config: what it was made with.
-        mutex: held by the thread that saves.
-        unconfirmed: directory and payload of the last write, until it is confirmed.
-        origin: the checkpoint that was restored last.
-        superseded_origin: the same, once a later save is committed: it is not the parent of the next save any more.
-    """
-
+    # Holds the tensors of the last write. They become the reference as soon as they are written, before the rank can
+    # know whether the save was committed: `confirm_last_write` finds out at the next save.
     delta_writer: DeltaWriter
-    writer_options: tuple[int | None, int | None]
-    scheme: Scheme | None = None
-    scheme_config: Mapping[str, object] = field(default_factory=dict)
-    mutex: ForkSafeLock = field(default_factory=ForkSafeLock)
-    unconfirmed: tuple[str, Payload] | None = None
-    origin: RestoreOrigin | None = None
+    writer_options: tuple[int | None, int | None]  # keyframe_every and threads of the delta writer
+    scheme: Scheme | None = None  # the scheme of the last save
+    scheme_config: Mapping[str, object] = field(default_factory=dict)  # what it was made with
+    mutex: ForkSafeLock = field(default_factory=ForkSafeLock)  # held by the thread that saves
+    unconfirmed: tuple[str, Payload] | None = None  # directory and payload of the last write, until it is confirmed
+    origin: RestoreOrigin | None = None  # the checkpoint that was restored last
+    # The same, once a later save is committed: it is not the parent of the next save any more.
     superseded_origin: RestoreOrigin | None = None
 
     @property
@@ -108,7 +91,8 @@ class ChainState:
             origin: the checkpoint from which training resumed; None if there is none.
         """
         if scheme is not self.scheme:
-            config = _scheme_config(scheme)
+            arguments = scheme.arguments if isinstance(scheme, SpecMixin) else {}
+            config = {**arguments, "": (type(scheme), repr(scheme))}
             if self.scheme is None or not _are_equal(config, self.scheme_config):
                 self.scheme, self.scheme_config = scheme, config
         if origin is not None and origin != self.origin:
@@ -174,11 +158,7 @@ def acquire_chain(name: str, rank: int, *, keyframe_every: int | None, threads: 
 def record_restore(
     directory: AnyDirectory, manifest: DirectoryManifest, signatures: Iterable[TensorSignature] = ()
 ) -> None:
-    """Remember that a checkpoint was restored.
-
-    Args:
-        signatures: of all global tensors in it.
-    """
+    """Remember that a checkpoint with these signatures of global tensors was restored."""
     lossy_restores = manifest.lossy_restores + manifest.is_lossy
     path = str(resolve_directory(directory))
     note_restored(directory, manifest)
@@ -223,11 +203,6 @@ def payload_index(manifest: DirectoryManifest, rank: int) -> int | None:
     """The index of the payload that a rank wrote; None if it wrote none."""
     prefix = f"rank-{rank:05d}."
     return next((index for index, payload in enumerate(manifest.payloads) if payload.name.startswith(prefix)), None)
-
-
-def _scheme_config(scheme: Scheme) -> dict[str, object]:
-    arguments = scheme.arguments if isinstance(scheme, SpecMixin) else {}
-    return {**arguments, "": (type(scheme), repr(scheme))}
 
 
 def _are_equal(config: Mapping[str, object], other: Mapping[str, object]) -> bool:

@@ -22,12 +22,11 @@ from shrinkpoint.storage import (
     directory_storage,
     is_object_url,
     is_url,
-    natural_key,
     resolve_directory,
 )
-from shrinkpoint.storage.object_url import parse_object_url
-from shrinkpoint.store.directory import find_place
-from shrinkpoint.store.history import Place, oldest_first
+from shrinkpoint.storage.paths import parse_object_url
+from shrinkpoint.store.directory import find_place, sort_by_history
+from shrinkpoint.store.history import Place
 from shrinkpoint.store.identify import MANIFEST, is_checkpoint
 from shrinkpoint.train import newest_valid
 
@@ -116,16 +115,14 @@ def latest_valid(
     path = resolve_directory(root, "root")
     collectives = make_collectives(group)
     found: list[Any] = collectives.all_gather(_own_candidate_names(path, collectives.rank))  # an error is raised by all
-    # The name itself decides between step-1 and step-01: all ranks must have one order.
-    rising = sorted(set[str]().union(*found), key=lambda name: (natural_key(name), name))
     # The first rank that sees a checkpoint reads its manifest.
-    mine = [
-        name for name in rising if next(rank for rank, names in enumerate(found) if name in names) == collectives.rank
-    ]
+    first_ranks = {name: rank for rank, names in reversed([*enumerate(found)]) for name in names}
+    mine = [name for name, rank in first_ranks.items() if rank == collectives.rank]
     gathered: list[Any] = collectives.all_gather({name: find_place(path / name) for name in mine})
     places: dict[str, Place] = {name: place for rank in gathered for name, place in rank.items()}
-    newest_first = oldest_first(rising, places.__getitem__)[::-1]
-    candidates, share = [path / name for name in newest_first], partial(file_share, collectives=collectives)
+    # All ranks have one order: the name itself decides between step-1 and step-01.
+    candidates = sort_by_history({path / name: place for name, place in places.items()})[::-1]
+    share = partial(file_share, collectives=collectives)
     return newest_valid.latest_valid(candidates, deep=deep, gather=collectives.all_gather, share=share)[0]
 
 

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -26,7 +25,7 @@ from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store import Keep, SaveReport, layout
 from shrinkpoint.store.directory import delete_expired, read_directory_manifest
-from shrinkpoint.store.directory_retention import Directory, RunPlan, chains_to_strip, plan_run
+from shrinkpoint.store.directory_retention import Directory, RunPlan, chains_to_strip
 from shrinkpoint.store.directory_rewrite import RunRewriter
 from shrinkpoint.store.identify import is_checkpoint
 from shrinkpoint.store.manifest import DirectoryManifest, Payload
@@ -134,12 +133,7 @@ class Manager(ScheduledSaver):
         state = {name: _state_of(obj, name, names) for name, obj in objects.items()}
         reports: list[SaveReport] = []
         writer = Writer(
-            directory,
-            **self._writer_options,
-            step=step,
-            metrics=metrics,
-            on_save=reports.append,
-            keep=self._keep,
+            directory, **self._writer_options, step=step, metrics=metrics, on_save=reports.append, keep=self._keep
         )
         with _own_errors():
             save(state, storage_writer=writer, process_group=self._group)
@@ -192,9 +186,9 @@ class Manager(ScheduledSaver):
         def prune() -> RunPlan | None:
             if not is_coordinator:
                 return None
-            delete_expired(run.expired(keep))
-            complete = [path for path in run.newest_first()[::-1] if is_checkpoint(path)]
-            return plan_run(complete, keep, datetime.now(timezone.utc))
+            plan = run.plan(keep)
+            delete_expired(plan.delete)
+            return plan
 
         try:
             plan = next(plan for plan in gather_or_raise(prune, self._group) if plan is not None)
@@ -233,11 +227,7 @@ class Manager(ScheduledSaver):
         gather_or_raise(check, self._group)  # only one rank commits, and the others must hear of its error
 
     def restore(
-        self,
-        step: int | Literal["best", "latest"] | None = None,
-        *,
-        max_bytes: int | None = None,
-        **objects: Any,
+        self, step: int | Literal["best", "latest"] | None = None, *, max_bytes: int | None = None, **objects: Any
     ) -> RestoreResult[int] | None:
         """Load a checkpoint into objects, on any number of ranks; modules in place.
 

@@ -34,23 +34,16 @@ _FLAT_NAME = re.compile(r"(?:(?P<head>.+)\.)?(?P<kind>state|param_groups)\.(?P<n
 _HASH_BYTES = 8
 _Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a shard, and the shape of its global tensor."""
-_ItemKey = tuple[int, int]
-"""A rank, and the index of an item in its plan."""
+_ItemKey = tuple[int, int]  # A rank, and the index of an item in its plan
 
 
 @dataclass(frozen=True)
 class CollectedState:
-    """Items that this rank writes.
+    """Items that this rank writes."""
 
-    Attributes:
-        state: a tensor for each shard, named after its entry and its offsets; objects are in the tree.
-        shards: by name in the state; without the tensors inside of objects.
-        indices: of every item.
-    """
-
-    state: FlatState
-    shards: Mapping[str, ShardSpec] = field(repr=False)
-    indices: Sequence[MetadataIndex] = field(repr=False)
+    state: FlatState  # a tensor for each shard, named after its entry and its offsets; objects are in the tree
+    shards: Mapping[str, ShardSpec] = field(repr=False)  # by name in the state; without the tensors inside of objects
+    indices: Sequence[MetadataIndex] = field(repr=False)  # of every item
 
 
 def collect_plan_items(plan: SavePlan, planner: SavePlanner) -> CollectedState:
@@ -102,7 +95,6 @@ def plan_signatures(plan: SavePlan) -> set[tuple[str, Offsets, str]]:
 
 
 def _planned_shard(item: WriteItem, data: Any) -> tuple[ShardSpec, str, torch.Tensor]:
-    """A shard, its name in the state, and its tensor."""
     fqn, planned = item.index.fqn, item.tensor_data
     if not isinstance(data, torch.Tensor) or planned is None or data.shape != planned.chunk.sizes:
         shape = tuple(data.shape) if isinstance(data, torch.Tensor) else type(data).__name__
@@ -144,7 +136,15 @@ def _infer_shard_roles(
     mappings = _paths(getattr(planner, "mappings", None))
     paths = {fqn: nest_path(fqn, mappings) for fqn in tensors}
     leaves = [Leaf(paths[fqn], shards[0][1], name=shards[0][0]) for fqn, shards in tensors.items()]
-    inferred = infer_roles(leaves, _collect_optimizers(paths, tensors, planner, mappings))
+    optimizers: dict[StatePath, _OptimizerState] = {}
+    for fqn, path in paths.items():
+        if _is_slot(path):
+            slots = optimizers.setdefault(path[:-3], _OptimizerState()).state.setdefault(str(path[-2]), {})
+            slots[str(path[-1])] = tensors[fqn][0][1]
+    state_dict = getattr(planner, "state_dict", None)
+    for fqn, value in state_dict.items() if isinstance(state_dict, Mapping) else ():
+        _add_hyperparameter(optimizers, nest_path(fqn, mappings), value)
+    inferred = infer_roles(leaves, [(path, optimizer.state_dict()) for path, optimizer in optimizers.items()])
     for shards in tensors.values():  # several shards of one tensor on one rank are rare; moments go with the first
         first = shards[0][0]
         for name, _ in shards[1:]:
@@ -166,16 +166,12 @@ def nest_path(fqn: str, mappings: Mapping[str, Any]) -> StatePath:
 
 @dataclass
 class _OptimizerState:
-    """The `state_dict` of one optimizer, as far as this rank knows it.
+    """The `state_dict` of one optimizer, as far as this rank knows it."""
 
-    Attributes:
-        state: slots by parameter and name.
-        groups: settings by index of the group, as the optimizer has them.
-        parameter_settings: settings by parameter, as `get_state_dict` flattens them.
-    """
-
-    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    state: dict[str, dict[str, Any]] = field(default_factory=dict)  # slots by parameter and name
+    # Settings by index of the group, as the optimizer has them.
     groups: dict[int, dict[str, Any]] = field(default_factory=dict)
+    # Settings by parameter, as `get_state_dict` flattens them.
     parameter_settings: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
@@ -185,23 +181,6 @@ class _OptimizerState:
             settings = named[0] if len(named) == 1 else {}
             named = [{**settings, **self.parameter_settings.get(name, {}), "params": [name]} for name in self.state]
         return {"state": self.state, "param_groups": named}
-
-
-def _collect_optimizers(
-    paths: Mapping[str, StatePath],
-    tensors: Mapping[str, Sequence[tuple[str, torch.Tensor]]],
-    planner: SavePlanner,
-    mappings: Mapping[str, Any],
-) -> list[tuple[StatePath, dict[Any, Any]]]:
-    optimizers: dict[StatePath, _OptimizerState] = {}
-    for fqn, path in paths.items():
-        if _is_slot(path):
-            slots = optimizers.setdefault(path[:-3], _OptimizerState()).state.setdefault(str(path[-2]), {})
-            slots[str(path[-1])] = tensors[fqn][0][1]
-    state_dict = getattr(planner, "state_dict", None)
-    for fqn, value in state_dict.items() if isinstance(state_dict, Mapping) else ():
-        _add_hyperparameter(optimizers, nest_path(fqn, mappings), value)
-    return [(path, optimizer.state_dict()) for path, optimizer in optimizers.items()]
 
 
 def _add_hyperparameter(optimizers: Mapping[StatePath, _OptimizerState], path: StatePath, value: Any) -> None:
@@ -233,15 +212,10 @@ def _add_hyperparameter(optimizers: Mapping[StatePath, _OptimizerState], path: S
 
 @dataclass(frozen=True)
 class RankSlots:
-    """Report of a rank before torch divides replicated entries among the ranks.
+    """Report of a rank before torch divides replicated entries among the ranks."""
 
-    Attributes:
-        slot_hashes: a hash of `_HASH_BYTES` bytes for each moment that the rank has, sorted and joined.
-        scheme: the class name of the writer's scheme.
-    """
-
-    slot_hashes: bytes
-    scheme: str
+    slot_hashes: bytes  # a hash of `_HASH_BYTES` bytes for each moment that the rank has, sorted and joined
+    scheme: str  # the class name of the writer's scheme
 
 
 def rank_slots(plan: SavePlan, scheme: str = "") -> RankSlots:
@@ -408,15 +382,12 @@ class _WeightOwners:
         ranks = self._ranks.get(fqn)
         if ranks is None:
             ranks = self._ranks[fqn] = {}
-            self._add_name(fqn)
+            parts = fqn.split(".")
+            for first in range(len(parts)):  # `first.weight` finds `model.first.weight`; of several, the shortest name
+                suffix = ".".join(parts[first:])
+                names = [fqn, *([self._names[suffix]] if suffix in self._names else [])]
+                self._names[suffix] = min(names, key=lambda name: (len(name), name))
         ranks[box] = rank
-
-    def _add_name(self, fqn: str) -> None:
-        parts = fqn.split(".")
-        for first in range(len(parts)):  # `first.weight` finds `model.first.weight`; of several, the shortest name
-            suffix = ".".join(parts[first:])
-            names = [fqn, *([self._names[suffix]] if suffix in self._names else [])]
-            self._names[suffix] = min(names, key=lambda name: (len(name), name))
 
     def find_rank(self, name: str, box: _Box) -> int | None:
         """The rank of a shard of the weight whose name ends so; None if there is none."""

@@ -42,7 +42,10 @@ from shrinkpoint.train.dcp.chain_registry import ChainState, RestoreOrigin
 from shrinkpoint.train.dcp.checkpoint_metadata import (
     DCP_KEY,
     METADATA_FILE,
+    WrittenEntries,
+    find_owners,
     metadata_to_json,
+    report_entries,
     share_chunks,
 )
 from shrinkpoint.train.dcp.directory import CheckpointDirectory
@@ -53,7 +56,6 @@ from shrinkpoint.train.dcp.save_plan import (
     plan_signatures,
     rank_slots,
 )
-from shrinkpoint.train.dcp.written_entries import WrittenEntries, find_owners, report_entries
 
 _log = logging.getLogger("shrinkpoint")
 

@@ -37,8 +37,8 @@ from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.default_evaluation import add_evaluation
 from shrinkpoint.train.lightning.slot_tensors import keep_slot_dtypes
 from shrinkpoint.train.lightning.training_loss import TrainingLoss
-from shrinkpoint.train.loss_terms import TermCounter, counts_terms, note_terms
 from shrinkpoint.train.planning import require_single_process
+from shrinkpoint.train.recent_batches import TermCounter, counts_terms, note_terms
 
 _log = logging.getLogger("shrinkpoint")
 _HINT_BY_KEY = {
@@ -49,10 +49,8 @@ _HINT_BY_KEY = {
 _DEFAULT_HINT = "convert it to plain values or tensors, for a Trainer in on_save_checkpoint"
 _TUNER_PREFIXES = (".lr_find_", ".scale_batch_size_")
 """Prefixes of files that a Tuner saves, restores and removes at once: they are saved lossless and outside the chain."""
-_MAX_REPORTS = 100
-"""Reports of saves that are held for a callback that logs them, and which may not be there."""
-_PREEMPTION_PREFIX = "hpc_ckpt_"
-"""Prefix of checkpoints that are saved because the process is about to be ended."""
+_MAX_REPORTS = 100  # Reports of saves that are held for a callback that logs them, and which may not be there
+_PREEMPTION_PREFIX = "hpc_ckpt_"  # Prefix of checkpoints that are saved because the process is about to be ended
 
 
 class ShrinkIO(CheckpointIO):
@@ -460,11 +458,7 @@ def require_place(path: _PATH) -> Path | ObjectUrl:
 
 
 def require_local_path(path: _PATH) -> Path:
-    """Return the absolute path of a directory.
-
-    Raises:
-        PolicyError: it is not on a file system of this machine.
-    """
+    """Return the absolute path of a directory; raises PolicyError if it is not on a file system of this machine."""
     place = place_or_none(path)
     if not isinstance(place, Path):
         do = "name a checkpoint itself"
@@ -567,7 +561,6 @@ def _global_step(checkpoint: Mapping[str, Any]) -> int | None:
 
 
 def _monitored_metrics(checkpoint: Mapping[str, Any], path: _PATH) -> dict[str, Any]:
-    """The monitored metrics of the ModelCheckpoints that save to this path."""
     callback_states = checkpoint.get("callbacks")
     metrics: dict[str, Any] = {}
     for state in callback_states.values() if isinstance(callback_states, dict) else ():
@@ -578,7 +571,6 @@ def _monitored_metrics(checkpoint: Mapping[str, Any], path: _PATH) -> dict[str, 
 
 
 def _best_paths(checkpoint: Mapping[str, Any]) -> list[Path | ObjectUrl]:
-    """The checkpoints that ModelCheckpoints have as their best."""
     callback_states = checkpoint.get("callbacks")
     states = callback_states.values() if isinstance(callback_states, dict) else ()
     paths = (state.get("best_model_path") for state in states if isinstance(state, dict))

@@ -21,12 +21,7 @@ from shrinkpoint.store.identify import is_checkpoint
 from shrinkpoint.tensors.wrappers import match_state_keys
 from shrinkpoint.train import newest_valid
 from shrinkpoint.train.checkpointer import Checkpointer
-from shrinkpoint.train.lightning.io import (
-    is_own_directory,
-    load_checkpoint_dict,
-    place_or_none,
-    require_local_path,
-)
+from shrinkpoint.train.lightning.io import is_own_directory, load_checkpoint_dict, place_or_none, require_local_path
 
 LightningT = TypeVar("LightningT", pl.LightningModule, pl.LightningDataModule)
 

@@ -54,11 +54,9 @@ class TitanCheckpointManager(CheckpointManager):
     class Config(CheckpointManager.Config):
         """Options of torchtitan's manager, and three of `Writer`."""
 
-        scheme: str = "lossless"
-        """Text of a scheme, such as "fisher(relative_error=.3)"."""
+        scheme: str = "lossless"  # Text of a scheme, such as "fisher(relative_error=.3)"
 
-        keyframe_every: int = 20
-        """Greatest number of checkpoints in a chain, its keyframe included."""
+        keyframe_every: int = 20  # Greatest number of checkpoints in a chain, its keyframe included
 
         threads: int | None = None
         """Native threads of this rank; None: every core, shared with the other ranks on this machine."""
@@ -198,7 +196,7 @@ class TitanCheckpointManager(CheckpointManager):
         if self.save_future is None and self._should_purge():
             root = Path(self.folder).absolute()
             run = DirectoryRun(root, lambda name: _step_of(name) if _is_own(root / name) else None)
-            delete_expired(run.expired(Keep(last=self.keep_latest_k)))
+            delete_expired(run.plan(Keep(last=self.keep_latest_k)).delete)
 
 
 def _step_of(name: str) -> int | None:

@@ -311,11 +311,7 @@ def _check_arguments(args: Any, state: Any) -> None:
     for name, is_unsupported, advice in (
         ("enable_jit_checkpoint", args.enable_jit_checkpoint, "use ShrinkTrainer: callbacks are not called for those"),
         ("hyperparameter_search", state.is_hyper_param_search, "use ShrinkTrainer: each trial has its own directory"),
-        (
-            "fsdp or deepspeed",
-            bool(args.fsdp or args.deepspeed),
-            "save shards with shrinkpoint.train.dcp.Manager",
-        ),
+        ("fsdp or deepspeed", bool(args.fsdp or args.deepspeed), "save shards with shrinkpoint.train.dcp.Manager"),
     ):
         if is_unsupported:
             found = "a setting that ShrinkCallback does not support"

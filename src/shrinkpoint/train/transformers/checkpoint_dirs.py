@@ -44,8 +44,7 @@ _SPEED_SUFFIXES = ("_runtime", "_per_second", "_preparation_time")
 _STEP_DIR = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 _REQUIRED_PAIR = ("optimizer.pt", "scheduler.pt")
 _RESUME_ADVICE = "resume from another checkpoint"
-_NOT_FOUND_TEXT = "Can't find a valid checkpoint at"
-"""The Trainer's own message, for programs that look for it."""
+_NOT_FOUND_TEXT = "Can't find a valid checkpoint at"  # The Trainer's own message, for programs that look for it
 _DAMAGE_ERRORS = (
     AttributeError,
     EOFError,
@@ -113,8 +112,7 @@ def _search_latest(output_dir: str | Path, *, deep: bool, optimizer: bool) -> tu
     for path in run.numbers():
         wait_for_writes(path)
     directory, skipped = newest_valid.latest_valid(
-        run.newest_first(),
-        check=lambda path: validate_checkpoint(path, deep=deep, optimizer=optimizer),
+        run.newest_first(), check=lambda path: validate_checkpoint(path, deep=deep, optimizer=optimizer)
     )
     return None if directory is None else str(directory), [checkpoint.error for checkpoint in skipped]
 
@@ -369,7 +367,14 @@ def save_auxiliary_files(trainer: Any, model: Any, output_dir: str) -> None:
     """Write configuration, tokenizer and training arguments, as `Trainer._save` does next to the weights."""
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     if isinstance(model, PreTrainedModel):
-        _save_config(model, output_dir)
+        # Write what `save_pretrained` writes without the weights
+        model.config.dtype = str(model.dtype).removeprefix("torch.")
+        model.config.architectures = [type(model).__name__]
+        if model.is_remote_code():
+            custom_object_save(model, output_dir, config=model.config)
+        model.config.save_pretrained(output_dir)
+        if model.can_generate():
+            model.generation_config.save_pretrained(output_dir)
     processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
     if processing is not None:
         processing.save_pretrained(output_dir)
@@ -385,14 +390,3 @@ def has_adapters(model: Any) -> bool:
     from peft import PeftModel  # type: ignore[import-not-found,unused-ignore]
 
     return isinstance(model, PeftModel)
-
-
-def _save_config(model: Any, output_dir: str) -> None:
-    """Write what `save_pretrained` writes without the weights."""
-    model.config.dtype = str(model.dtype).removeprefix("torch.")
-    model.config.architectures = [type(model).__name__]
-    if model.is_remote_code():
-        custom_object_save(model, output_dir, config=model.config)
-    model.config.save_pretrained(output_dir)
-    if model.can_generate():
-        model.generation_config.save_pretrained(output_dir)

@@ -146,11 +146,7 @@ class ShrinkConfig:
 
 
 def check_config(shrink: Any) -> ShrinkConfig:
-    """Return `shrink` if it is a `ShrinkConfig`.
-
-    Raises:
-        PolicyError: it is something else.
-    """
+    """Return `shrink` if it is a `ShrinkConfig`; raises PolicyError if it is something else."""
     config: ShrinkConfig = check_instance(
         "shrink",
         shrink,

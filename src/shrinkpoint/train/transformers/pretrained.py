@@ -68,7 +68,17 @@ def from_pretrained(
         ChainError, FormatError, StorageError: the checkpoint does not load.
         PolicyError: an argument that means nothing here.
     """
-    _check_arguments(model_class, kwargs)
+    if not hasattr(model_class, "from_pretrained"):
+        found, do = repr(model_class)[:80], "pass e.g. AutoModelForCausalLM"
+        raise PolicyError("from_pretrained", found=found, expected="a class of a model, or an Auto class", do=do)
+    for name in ("state_dict", "gguf_file", "subfolder", "variant"):
+        if kwargs.get(name) is not None:
+            found, do = f"{name}=", f"leave it out, or call {model_class.__name__}.from_pretrained"
+            raise PolicyError("from_pretrained", found=found, expected="weights of a compressed checkpoint", do=do)
+    device_map = kwargs.get("device_map")
+    if isinstance(device_map, Mapping) and "disk" in device_map.values():
+        found, do = "a part of the model on the disk", "export it first, with export_pretrained"
+        raise PolicyError("device_map", found=found, expected="devices, or the CPU", do=do)
     weights = load_weights(where, step, key, threads=threads, max_bytes=max_bytes)
     with weights.small_files() as directory:
         return _build_model(model_class, weights, directory, model_args, config=config, strict=strict, kwargs=kwargs)
@@ -199,30 +209,12 @@ def _build_model(
     return (model, info) if returns_info else model
 
 
-def _check_arguments(model_class: Any, kwargs: Mapping[str, Any]) -> None:
-    if not hasattr(model_class, "from_pretrained"):
-        found, do = repr(model_class)[:80], "pass e.g. AutoModelForCausalLM"
-        raise PolicyError("from_pretrained", found=found, expected="a class of a model, or an Auto class", do=do)
-    for name in ("state_dict", "gguf_file", "subfolder", "variant"):
-        if kwargs.get(name) is not None:
-            found, do = f"{name}=", f"leave it out, or call {model_class.__name__}.from_pretrained"
-            raise PolicyError("from_pretrained", found=found, expected="weights of a compressed checkpoint", do=do)
-    device_map = kwargs.get("device_map")
-    if isinstance(device_map, Mapping) and "disk" in device_map.values():
-        found, do = "a part of the model on the disk", "export it first, with export_pretrained"
-        raise PolicyError("device_map", found=found, expected="devices, or the CPU", do=do)
-
-
 def _is_auto(model_class: Any) -> bool:
     return hasattr(model_class, "from_config")
 
 
 def _config_source(config: Any, weights: PretrainedWeights, directory: Path | None) -> Any:
-    """Source of a configuration.
-
-    Raises:
-        NotFoundError: there is none.
-    """
+    """Source of a configuration; raises NotFoundError if there is none."""
     if config is not None:
         return config
     if directory is None:

@@ -25,7 +25,7 @@ from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.tensors.wrappers import match_state_keys
 from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
 from shrinkpoint.train.gradients import GradientRecorder
-from shrinkpoint.train.loss_terms import TermCounter, counts_terms, note_terms
+from shrinkpoint.train.recent_batches import TermCounter, counts_terms, note_terms
 from shrinkpoint.train.state_alignment import NAMES_KEY, collect_names
 from shrinkpoint.train.state_dicts import check_storable, check_tensor_fits, load_aligned
 from shrinkpoint.train.transformers import checkpoint_dirs
@@ -49,19 +49,12 @@ _CONSUMED = object()
 
 @dataclass
 class _PendingCheckpoint:
-    """Collects what the Trainer's save methods hand over for one checkpoint.
+    """Collects what the Trainer's save methods hand over for one checkpoint."""
 
-    Attributes:
-        directory: of the checkpoint.
-        limit: the user's `save_total_limit`.
-        state: name of a part -> its state.
-        objects: name of a part -> the live object.
-    """
-
-    directory: Path
-    limit: int | None
-    state: dict[str, Any] = field(default_factory=dict)
-    objects: dict[str, Any] = field(default_factory=dict)
+    directory: Path  # of the checkpoint
+    limit: int | None  # the user's `save_total_limit`
+    state: dict[str, Any] = field(default_factory=dict)  # name of a part -> its state
+    objects: dict[str, Any] = field(default_factory=dict)  # name of a part -> the live object
 
     def add(self, name: str, state: Any, obj: Any = None) -> None:
         """Add a part, and the live object behind it, if a scheme may evaluate it."""
@@ -361,16 +354,12 @@ class ShrinkTrainer(Trainer):
 
 
 class _ModelCheckpointer:
-    """The checkpointer and the gradient recorder of a Trainer's current model.
-
-    Attributes:
-        checkpointer: None until `for_model` is called.
-    """
+    """The checkpointer and the gradient recorder of a Trainer's current model."""
 
     def __init__(self, trainer: ShrinkTrainer) -> None:
         self._trainer, self._counter = trainer, TermCounter()
         self._training_loss: TrainingLoss | None = None
-        self.checkpointer: Checkpointer | None = None
+        self.checkpointer: Checkpointer | None = None  # None until `for_model` is called
         self._model: nn.Module | None = None
         self._recorder: GradientRecorder | None = None
 
@@ -385,7 +374,9 @@ class _ModelCheckpointer:
                 evaluation = Evaluation(trainer, shrink.evaluate, shrink.batches)
             elif shrink.measures_by_default:
                 evaluation = self._training_loss = TrainingLoss(trainer, shrink.batches)
-            self._recorder = shrink.make_recorder(model, _save_interval(trainer.args))
+            # Number of optimizer steps between two saves, where that is fixed
+            steps = trainer.args.save_steps if trainer.args.save_strategy == SaveStrategy.STEPS else 0
+            self._recorder = shrink.make_recorder(model, int(steps) if steps >= 1 else None)
             higher_is_better = isinstance(evaluation, Evaluation) and evaluation.higher_is_better
             self.checkpointer = shrink.make_checkpointer(evaluation, higher_is_better, self._recorder)
             self._model = model
@@ -527,9 +518,3 @@ def _find_newest(args: Any) -> str | None:
                 return checkpoint_dirs.find_resume_checkpoint(args.output_dir, optimizer=False)
             raise
     return checkpoint_dirs.find_resume_checkpoint(args.output_dir, optimizer=False)
-
-
-def _save_interval(args: Any) -> int | None:
-    """Number of optimizer steps between two saves; None if it is not fixed."""
-    steps = args.save_steps if args.save_strategy == SaveStrategy.STEPS else 0
-    return int(steps) if steps >= 1 else None

@@ -128,7 +128,6 @@ def _decode_weights(
     threads: int | None,
     max_bytes: int | None,
 ) -> PretrainedWeights:
-    """The weights in the state of one process."""
     name = str(where) if isinstance(where, str | Path) else where.describe()
     search = _WeightSearch(_as_path(key), directories)
     decoded = use_current(
@@ -155,14 +154,10 @@ def _read_small_files(storage: Storage) -> dict[str, bytes]:
 
 
 class _WeightSearch:
-    """Selects the weights in a state's tree, and the small files of a converted directory.
-
-    Attributes:
-        path: where the weights are, once `select` was called.
-    """
+    """Selects the weights in a state's tree, and the small files of a converted directory."""
 
     def __init__(self, path: StatePath | None, directories: Sequence[Path]) -> None:
-        self.path: StatePath = ()
+        self.path: StatePath = ()  # where the weights are, once `select` was called
         self._paths, self._is_free = (_PATHS, True) if path is None else ((path,), False)
         self._directories = directories
 
@@ -225,11 +220,7 @@ def _as_path(key: str | Sequence[str | int] | None) -> StatePath | None:
 
 
 def _check_tensors(value: Any, where: str, path: StatePath) -> dict[str, Tensor]:
-    """`value` as tensors by name.
-
-    Raises:
-        MismatchError: it is another nest.
-    """
+    """`value` as tensors by name; raises MismatchError if it is another nest."""
     if type(value) is list and len(value) == 1:  # Accelerate saves a list of models
         return _check_tensors(value[0], where, path)
     found = validate.type_name(value)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shrinkpoint.errors import StorageError
-from shrinkpoint.storage.append_file import AppendFile
+from shrinkpoint.train.journal_segments import AppendFile
 
 
 def test_file_that_cannot_be_cut_is_closed_again(tmp_path):
