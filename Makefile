@@ -22,7 +22,7 @@ test: $(VENV)/.installed
 	$(PYTEST)
 
 # What takes too long for every change: long matrices of ranks, real kills in the middle of saves, sanitizers, installs of a release.
-nightly: $(VENV)/.release
+nightly: $(VENV)/.release $(VENV)/.rollouts
 	$(PYTEST) -m nightly --durations 15
 
 check: $(VENV)/.installed
@@ -82,6 +82,19 @@ $(VENV)/.installed: pyproject.toml lab/pyproject.toml release/build-requirements
 $(VENV)/.release: $(VENV)/.installed release/requirements.txt
 	$(BIN)/pip install --quiet --requirement release/requirements.txt
 	touch $@
+
+# vLLM and verl, in an environment behind which .venv lies: what they pin is theirs, all else and this package is shared.
+# torchvision and its like are builds for CUDA, which torch for the CPU cannot load; transformers does without them.
+ROLLOUTS := $(VENV)/rollouts
+$(VENV)/.rollouts: $(VENV)/.installed release/rollouts-requirements.txt
+	@$(PYTHON) -m venv $(ROLLOUTS)
+	@$(BIN)/python -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})')" \
+		> $$($(ROLLOUTS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/zz_shared.pth
+	@($(ROLLOUTS)/bin/pip install --quiet --requirement release/rollouts-requirements.txt && \
+		$(ROLLOUTS)/bin/pip install --quiet --no-deps verl==0.9.1 && \
+		$(ROLLOUTS)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec) || \
+		(rm -rf $(ROLLOUTS) && echo "vLLM cannot be installed: its tests will be skipped")
+	@touch $@
 
 $(VENV)/.docs: $(VENV)/.installed
 	$(BIN)/pip install --quiet --no-build-isolation --editable ".[dev,docs]"

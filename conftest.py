@@ -14,8 +14,9 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.load_profile("patient")
 
 
-# The helper changes torch where it is imported: in the processes of a training alone.
-collect_ignore_glob = ["tests/helpers/torchtitan_training.py"]
+# Helpers that change torch or the environment where they are imported: in programs of their own.
+collect_ignore_glob = ["tests/helpers/torchtitan_training.py", "tests/helpers/v*_program.py"]
+collect_ignore_glob += ["src/shrinkpoint/sync/v*.py"]  # vLLM and verl are in another environment
 if find_spec("torchtitan") is None:  # it needs Python 3.11 or newer
     collect_ignore_glob += ["src/shrinkpoint/train/torchtitan/*"]
 

@@ -33,7 +33,7 @@ PLAIN_PAGES = sorted({block.page for block in BLOCKS if block.language == "pytho
 WIRE_PAGES = {"docs/wire.md", "docs/wire_design.md", "docs/elastic.md"}
 PAGES_OF_COMMANDS = {"docs/moving.md"}
 """Pages whose commands work on what their Python blocks have saved."""
-FRAMEWORK_PAGES = {"README.md", "docs/accelerate.md", "docs/lightning.md", "docs/torchtitan.md"}
+FRAMEWORK_PAGES = {"README.md", "docs/accelerate.md", "docs/lightning.md", "docs/torchtitan.md", "docs/vllm.md"}
 
 
 class Tiny(nn.Module):
@@ -239,6 +239,20 @@ def test_the_configuration_for_torchtitan_is_one(monkeypatch):
     for name in ("datasets", "datasets.distributed", "torch.utils.tensorboard"):  # which torchtitan imports
         monkeypatch.setitem(sys.modules, name, MagicMock())
     run_plain_blocks("docs/torchtitan.md")
+
+
+def test_trainer_makes_one_call_to_a_vllm_server_for_each_version(tmp_path, monkeypatch):
+    """vLLM's client is recorded here: tests/sync/test_vllm.py has a real server."""
+    monkeypatch.chdir(tmp_path)
+    client = MagicMock()
+    vllm = SimpleNamespace(HTTPVLLMWeightSyncClient=lambda url: client)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.distributed", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer", vllm)
+    run_plain_blocks("docs/vllm.md", lambda number: {"model": Tiny(), "train": lambda: None})
+    assert client.init_weight_transfer_engine.call_args.args == ({"where": str(tmp_path / "weights")},)
+    assert [call.args[0] for call in client.update_weights.call_args_list] == [{"version": n} for n in range(3)]
+    assert [call.args[0] for call in client.finish_weight_update.call_args_list] == ["0", "1", "2"]
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
