@@ -76,6 +76,18 @@ def test_first_moments_are_as_coarse_as_what_they_move_beside_their_weights(lr, 
     assert 0.5 * coarser < coarse / fine < 1.5 * coarser
 
 
+def test_the_more_often_a_run_was_restored_the_finer_its_first_moments_are():
+    run = Descent(sp.Fisher(relative_error=0.3), lr=5e-3, weight_decay=0.0)
+    run.train(60).save()
+    errors = []
+    for _ in range(4):
+        run.train(60).save()
+        before, second = run.first.clone(), run.optimizer.state[run.weight]["exp_avg_sq"] / (1 - 0.999**run.steps)
+        run.restore()
+        errors.append(float(((run.first - before) / second.sqrt()).square().mean().sqrt()))
+    assert errors[0] > 1.5 * errors[1] > 1.5 * errors[3]
+
+
 @pytest.mark.parametrize("is_scheduled", [True, False])
 def test_a_learning_rate_that_has_fallen_may_rise_again(is_scheduled):
     """The rate of the schedule's begin counts, or the largest one that was seen at a save."""

@@ -14,13 +14,15 @@ import numpy as np
 
 from shrinkpoint.codec.lattice import STEPS_PER_OCTAVE, Lattice, LatticeTensor
 from shrinkpoint.schemes.fisher.curvature import bias_factor
-from shrinkpoint.schemes.fisher.run_memory import SHARE_OF_WEIGHTS, RunMemory
+from shrinkpoint.schemes.fisher.run_memory import RunMemory
 from shrinkpoint.schemes.planner import PlannedSave
 from shrinkpoint.tensors.optimizers import MomentKind
 
 LONG_MEMORY = 9.0
 """The updates that a first moment of beta1 = 0.9 still moves its weight by: beta1 / (1 - beta1)."""
 _MAX_SHORT = 64.0  # how many times larger a step may be because the moment moves its weight less
+SHARE_OF_WEIGHTS = 1 / 3
+"""How far a step of a first moment may move its weight, in steps of the weight; the rise grows by its square."""
 _MAX_COARSER = 16.0
 """By how much steps may be larger at most: training may go on with another learning rate than was seen."""
 
@@ -37,14 +39,17 @@ def first_step_factor(beta1: float | None, beta2: float | None, step: int | None
     return unbiased * LONG_MEMORY / max(moves, LONG_MEMORY / _MAX_SHORT)
 
 
-def coarser_steps(save: PlannedSave, first_step: float, memory: RunMemory) -> dict[str, float]:
+def coarser_steps(save: PlannedSave, first_step: float, memory: RunMemory, restores: int) -> dict[str, float]:
     """How many times larger steps of first moments may be, since their weights are coarse; at least 1. A collective.
 
-    What counts is the largest learning rate of the run so far: a run that has ended at a rate of 0 may go on.
+    What counts is the largest learning rate of the run so far: a run that has ended at a rate of 0 may go on. The share
+    of the weights' steps falls with every restore, so that all of them together add less than twice what the first one
+    adds: what errors of first moments do to rarely trained rows, training does not make good.
 
     Args:
         first_step: `MomentPrecision.first_step`.
         memory: remembers that rate.
+        restores: from lossy checkpoints, so far.
 
     Returns:
         By local name, the same for all shards of a moment; those that are missing may not be larger.
@@ -62,8 +67,8 @@ def coarser_steps(save: PlannedSave, first_step: float, memory: RunMemory) -> di
         points, updates = held.get(name), max(_updates_moved(info.beta1), LONG_MEMORY)
         moves = first_step * (info.peak_lr or 0.0) * decline * updates
         if isinstance(points, LatticeTensor) and points.lattice.spacing == "linear" and moves > 0:
-            share = SHARE_OF_WEIGHTS * mean_step(points.lattice) / moves
-            own[info.moment1] = min(max(share, 1.0), _MAX_COARSER)
+            allowed = SHARE_OF_WEIGHTS / (restores + 1) * mean_step(points.lattice)
+            own[info.moment1] = min(max(allowed / moves, 1.0), _MAX_COARSER)
         else:
             own[info.moment1] = 1.0
     agreed = tensors.reduce(own, min)

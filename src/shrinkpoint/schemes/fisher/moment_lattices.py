@@ -119,6 +119,7 @@ def quantize_moments(
     statistics: MomentStatistics,
     samples: MomentSamples | None,
     memory: RunMemory,
+    restores: int,
 ) -> dict[str, QuantizedTensor]:
     """Quantize the moments of a save, by name; those that have not changed at all keep their points. A collective.
 
@@ -126,6 +127,7 @@ def quantize_moments(
         count: tells saves apart where the optimizer counts no updates.
         samples: of the save before; they become those of this save. None: second moments alone are quantized.
         memory: of the run, which remembers its largest learning rate.
+        restores: from lossy checkpoints, so far.
     """
     state, tensors = save.state, save.tensors
     number = count_updates(save)
@@ -138,7 +140,7 @@ def quantize_moments(
     }
     number = count if number is None else number
     resting = None if samples is None else samples.update(state)
-    coarser = {} if samples is None else coarser_steps(save, precision.first_step, memory)
+    coarser = {} if samples is None else coarser_steps(save, precision.first_step, memory, restores)
     coded = moments_to_lattices(
         tensors, state, number, seed, precision, statistics, unchanged, save.base, resting, coarser
     )

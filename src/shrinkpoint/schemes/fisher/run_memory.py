@@ -13,8 +13,6 @@ from shrinkpoint.schemes.fisher.steps import QuantizedWeights
 from shrinkpoint.sharding.collectives import Collectives
 from shrinkpoint.tensors.info import JSON
 
-SHARE_OF_WEIGHTS = 1 / 3
-"""How far a step of a first moment may move its weight, in steps of the weight; the rise grows by its square."""
 UNKNOWN_ERROR = 1.0
 """The deviation of ln N where no pair was measured: of what a framework counted, or one rise taught."""
 MAX_TERMS_ERROR = 0.5
@@ -395,15 +393,13 @@ def rise_after_restore(loss: dict[str, JSON]) -> float:
 
     Args:
         loss: of the manifest that is restored, in which any entry may be missing or of no use. Where the rise was not
-            measured, the predicted one counts. What coarse first moments add after the restore counts as well.
+            measured, the predicted one counts.
     """
-    own, chosen = None, loss.get("chosen")
-    if chosen is not None:
+    own = None
+    if loss.get("chosen") is not None:
         trials = loss.get("tried")
         last = trials[-1] if isinstance(trials, list) and trials else None
         own = last.get("predicted") if loss.get("rise") is None and isinstance(last, dict) else loss.get("rise")
-    if isinstance(own, float) and isinstance(chosen, dict) and chosen.get("moments") == "coded":
-        own *= 1 + SHARE_OF_WEIGHTS**2
     known = [x for x in (loss.get("restored_rise"), own) if isinstance(x, float) and math.isfinite(x)]
     return max(0.0, sum(known))
 

@@ -418,7 +418,8 @@ class Fisher(Planner["FisherChoice"]):
             return {}
         count = self._num_saves + (self._lossy_restores << 20)
         samples = None if mode == "second" else self._moment_samples
-        return quantize_moments(save, count, self._seed, MomentPrecision(), statistics, samples, self._memory)
+        known = statistics, samples, self._memory, self._lossy_restores
+        return quantize_moments(save, count, self._seed, MomentPrecision(), *known)
 
     def _quantize_weights(
         self,
