@@ -7,19 +7,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed.parallel_state import get_world_group
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from shrinkpoint.errors import PolicyError
+from shrinkpoint.errors import PolicyError, StorageError
 from shrinkpoint.sync.follower import Follower, changed_names, layout_of
 from shrinkpoint.sync.vllm_layout import LayerPlan, plan_layers, reload_layers
 
@@ -59,10 +56,6 @@ class ShrinkpointEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     `start_weight_update` begins to read, decode and prepare in a thread, while the server generates. `update_weights`
     waits for the thread and writes the layers that changed. Every worker reads the place by itself, and all workers
     write the same version.
-
-    Attributes:
-        version: version that the model has; None before the first update.
-        pause: seconds that the last update took to write.
     """
 
     init_info_cls = InitInfo
@@ -71,8 +64,8 @@ class ShrinkpointEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, *components: Any) -> None:
         super().__init__(*components)
-        self.version: int | None = None
-        self.pause = 0.0
+        self.version: int | None = None  # that the model has
+        self.pause = 0.0  # seconds that the last update took to write
         self._follower: Follower | None = None
         self._written: dict[str, Tensor] = {}  # tensors that the model has
         self._plans: list[LayerPlan] | None = None
@@ -125,23 +118,32 @@ class ShrinkpointEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             reload_layers(self.model, prepared.reloaded, prepared.tensors, self.model_config)
 
     def _agree(self, update_info: UpdateInfo) -> _Prepared:
-        """Prepare the same version on all workers: the newest that any of them has read."""
-        prepared = self._prepare(0, update_info.wait) if self._reading is None else self._reading.result()
-        self._reading, highest = None, update_info.version or 0
+        """Prepare the same version on all workers: the newest that any of them has read. All raise if one fails."""
+        reading, self._reading, highest = self._reading, None, update_info.version or 0
+        prepare = partial(self._prepare, 0, update_info.wait) if reading is None else reading.result
         while True:
-            versions = torch.tensor([-prepared.version, max(prepared.version, highest)])
+            try:
+                prepared, error = prepare(), None
+            except Exception as caught:  # the other workers wait for this one
+                prepared, error = None, caught
+            version = -1 if prepared is None else prepared.version
+            versions = torch.tensor([-version, max(version, highest)])
             dist.all_reduce(versions, dist.ReduceOp.MAX, group=get_world_group().cpu_group)
             lowest, highest = -int(versions[0]), int(versions[1])
-            if lowest == highest:
+            if error is not None:
+                raise error
+            if lowest < 0:
+                do = "see its log, and update again"
+                raise StorageError("weight transfer", found="another worker that cannot read the version", do=do)
+            if prepared is not None and lowest == highest:
                 return prepared
-            if prepared.version < highest:
-                prepared = self._prepare(highest, update_info.wait)
+            prepare = partial(self._prepare, highest, update_info.wait)
 
     def _prepare(self, minimum: int = 0, wait: float = 60.0) -> _Prepared:
         """Read the newest version, and stage the layers that it changes."""
         if self._follower is None:
-            do = 'call init_weight_transfer_engine({"where": ...}) first'
-            raise PolicyError("weight transfer", found="no place to read", expected="a place", do=do)
+            do = 'call init_weight_transfer_engine({"where": ...})'
+            raise PolicyError("weight transfer", found="no place", do=do)
         version, tensors = self._follower.read(minimum, wait=wait), self._follower.tensors
         changed = changed_names(tensors, self._written)
         if self._plans is None or self._layout != layout_of(tensors):

@@ -47,19 +47,14 @@ class ParameterPlan(NamedTuple):
 
 
 class LayerPlan:
-    """The plans of a layer's parameters.
-
-    Attributes:
-        sources: names of the tensors that the layer needs.
-        is_staged: True if new values can be prepared in a copy of the layer while the model generates.
-    """
+    """The plans of a layer's parameters."""
 
     def __init__(self, layer: nn.Module, parameters: dict[str, ParameterPlan]) -> None:
         self.layer, self._parameters = layer, parameters
-        self.sources = {source for plan in parameters.values() for source, _, _ in plan.pieces}
+        self.sources = {source for plan in parameters.values() for source, _, _ in plan.pieces}  # tensors it needs
         self._is_packed = type(getattr(getattr(layer, "scheme", None), "kernel", None)) is CPUInt8ScaledMMLinearKernel
         is_simple = self._is_packed or type(getattr(layer, "quant_method", None)) in _STAGED_METHODS
-        self.is_staged = is_simple and all(map(self._is_filled, parameters.values()))
+        self.is_staged = is_simple and all(map(self._is_filled, parameters.values()))  # in a copy, while others run
 
     def _is_filled(self, plan: ParameterPlan) -> bool:
         """True if pieces or zeros fill a vector or a matrix: other shapes are stored in their own ways."""
