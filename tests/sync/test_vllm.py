@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 PYTHON = ROOT / ".venv" / "rollouts" / "bin" / "python"  # `make .venv/.rollouts`
 PROGRAM = ROOT / "tests" / "helpers" / "vllm_program.py"
+WORKERS = ROOT / "tests" / "helpers" / "vllm_workers.py"
 KINDS = ("base", "tied", "int8", "unstaged", "whole")
 
 pytestmark = [pytest.mark.nightly, pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed")]
@@ -39,6 +40,10 @@ def test_server_over_http_answers_as_an_engine_that_loaded_the_last_weights(tmp_
     logarithms = [dict(map(tuple, row))[token] for token, row in zip(tokens, rows, strict=True)]
     assert served["logprobs"]["token_logprobs"] == logarithms
     assert sum("step" in line and "delta of" in line for line in printed) >= 2
+
+
+def test_workers_write_one_version_and_all_raise_where_one_cannot_read(tmp_path):
+    assert run(WORKERS, tmp_path, cwd=tmp_path).splitlines() == ["1 StorageError", "1 NotFoundError"]
 
 
 def answers(folder, name):
