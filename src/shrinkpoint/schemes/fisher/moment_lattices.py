@@ -37,14 +37,13 @@ from shrinkpoint.quantize.statistics import (
     relative_squares,
     square_sums,
 )
-from shrinkpoint.schemes.fisher.first_moments import coarser_steps, first_step_factor
+from shrinkpoint.schemes.fisher.first_moments import first_step_factor
 from shrinkpoint.schemes.fisher.moment_statistics import (
     FIRST_KINDS,
     MIN_LATTICE_NUMEL,
     MomentSamples,
     MomentStatistics,
 )
-from shrinkpoint.schemes.fisher.run_memory import RunMemory
 from shrinkpoint.schemes.planner import PlannedSave
 from shrinkpoint.schemes.select import unchanged_tensors
 from shrinkpoint.sharding.global_tensors import GlobalTensors, Marginals
@@ -113,24 +112,21 @@ class MomentPrecision:
 
 def quantize_moments(
     save: PlannedSave,
-    count: int,
+    number: int,
     seed: int,
     precision: MomentPrecision,
     statistics: MomentStatistics,
     samples: MomentSamples | None,
-    memory: RunMemory,
-    restores: int,
+    coarser: Mapping[str, float],
 ) -> dict[str, QuantizedTensor]:
     """Quantize the moments of a save, by name; those that have not changed at all keep their points. A collective.
 
     Args:
-        count: tells saves apart where the optimizer counts no updates.
+        number: that no other save of this run has, for the dither.
         samples: of the save before; they become those of this save. None: second moments alone are quantized.
-        memory: of the run, which remembers its largest learning rate.
-        restores: from lossy checkpoints, so far.
+        coarser: how many times larger steps of first moments may be, by name.
     """
     state, tensors = save.state, save.tensors
-    number = count_updates(save)
     roles = (Role.MOMENT2,) if samples is None else MOMENT_ROLES
     names = [name for name, info in state.infos.items() if info.role in roles]
     unchanged = {
@@ -138,9 +134,7 @@ def quantize_moments(
         for name, points in unchanged_tensors(names, state, save.reference, tensors).items()
         if isinstance(points, LatticeTensor)
     }
-    number = count if number is None else number
     resting = None if samples is None else samples.update(state)
-    coarser = {} if samples is None else coarser_steps(save, precision.first_step, memory, restores)
     coded = moments_to_lattices(
         tensors, state, number, seed, precision, statistics, unchanged, save.base, resting, coarser
     )

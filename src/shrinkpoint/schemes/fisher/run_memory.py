@@ -224,14 +224,14 @@ class RunMemory:
         Args:
             num_terms: N where none is known.
         """
-        self.log_step = ranks.value_if_equal(self.log_step)
-        self.max_hysteresis = ranks.value_if_equal(self.max_hysteresis) or MAX_HYSTERESIS
-        self.restored_rise = ranks.value_if_equal(self.restored_rise) or 0.0
-        self.progress = ranks.value_if_equal(self.progress) or Progress()
-        self.peak_lr = max(ranks.all_gather(self.peak_lr))
-        learned = ranks.value_if_equal((self.num_terms, self.terms_error, self.held, self.quiet))
-        unknown = (None, UNKNOWN_ERROR, HeldRatios(), QuietSaves())
-        self.num_terms, self.terms_error, self.held, self.quiet = learned or unknown
+        learned = self.num_terms, self.terms_error, self.held, self.quiet
+        own = self.log_step, self.max_hysteresis, self.restored_rise, self.progress, learned, self.peak_lr
+        *by_field, rates = zip(*ranks.all_gather(own), strict=True)
+        log_step, hysteresis, rise, progress, agreed = (x[0] if x.count(x[0]) == len(x) else None for x in by_field)
+        self.log_step, self.max_hysteresis = log_step, hysteresis or MAX_HYSTERESIS
+        self.restored_rise, self.progress, self.peak_lr = rise or 0.0, progress or Progress(), max(rates)
+        unknown = None, UNKNOWN_ERROR, HeldRatios(), QuietSaves()
+        self.num_terms, self.terms_error, self.held, self.quiet = agreed or unknown
         self.num_terms = self.num_terms or num_terms
 
     def set_terms(self, num_terms: float) -> None:

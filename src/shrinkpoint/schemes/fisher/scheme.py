@@ -28,7 +28,7 @@ from shrinkpoint.schemes.fisher.curvature import (
     estimate_curvatures,
 )
 from shrinkpoint.schemes.fisher.feedback import FeedbackFactors, find_layers, layer_curvatures
-from shrinkpoint.schemes.fisher.first_moments import steps_of_first_moments
+from shrinkpoint.schemes.fisher.first_moments import coarser_steps, steps_of_first_moments
 from shrinkpoint.schemes.fisher.moment_lattices import (
     DROPPED_ROLES,
     MomentPrecision,
@@ -233,8 +233,9 @@ class Fisher(Planner["FisherChoice"]):
         parents = {} if save.reference is None else save.reference.quantized
         statistics, steps = MomentStatistics(save.state, foldable, parents), StepChoice(None)
         memory, group_curvatures = copy.deepcopy(self._memory), self._group_curvatures
-        mode = self._choose_moments_mode(save, metric)
-        moments = {} if problem is not None else self._quantize_moments(save, statistics, mode)
+        updates = count_updates(save)
+        mode = self._choose_moments_mode(save, metric, updates)
+        moments = {} if problem is not None else self._quantize_moments(save, statistics, mode, updates)
         if self._evaluate is not None:
             save.selection = self._calibration.measured_part(save.selection, save.tensors)
         is_exact = problem is not None or self._copies_mode == "exact" or not save.may_have_copies
@@ -395,12 +396,12 @@ class Fisher(Planner["FisherChoice"]):
 
     # steps of `choose`
 
-    def _choose_moments_mode(self, save: PlannedSave, metric: DegradationMetric | None) -> MomentsMode:
+    def _choose_moments_mode(
+        self, save: PlannedSave, metric: DegradationMetric | None, updates: int | None
+    ) -> MomentsMode:
         """How this save keeps the moments: with "auto" without the first where a restore can do without them."""
-        memory, quality = self._memory, None if metric is None else metric.baseline.value
-        if quality is not None and self._higher_is_better:
-            quality = -quality
-        memory.progress = memory.progress.after(count_updates(save), quality)
+        memory, sign = self._memory, -1 if self._higher_is_better else 1
+        memory.progress = memory.progress.after(updates, None if metric is None else sign * metric.baseline.value)
         if self._moments != "auto":
             return self._moments
         steps, scale = steps_of_first_moments(save), self._measured_loss if metric is None else metric.scale
@@ -411,15 +412,15 @@ class Fisher(Planner["FisherChoice"]):
         return "second" if all(save.tensors.collectives.all_gather(affords)) else "coded"
 
     def _quantize_moments(
-        self, save: PlannedSave, statistics: MomentStatistics, mode: MomentsMode
+        self, save: PlannedSave, statistics: MomentStatistics, mode: MomentsMode, updates: int | None
     ) -> dict[str, QuantizedTensor]:
         """Quantizes the optimizer's moments, by name."""
         if mode not in ("coded", "second"):
             return {}
-        count = self._num_saves + (self._lossy_restores << 20)
-        samples = None if mode == "second" else self._moment_samples
-        known = statistics, samples, self._memory, self._lossy_restores
-        return quantize_moments(save, count, self._seed, MomentPrecision(), *known)
+        number = self._num_saves + (self._lossy_restores << 20) if updates is None else updates
+        precision, samples = MomentPrecision(), self._moment_samples if mode == "coded" else None
+        coarser = coarser_steps(save, precision.first_step, self._memory, self._lossy_restores)
+        return quantize_moments(save, number, self._seed, precision, statistics, samples, coarser)
 
     def _quantize_weights(
         self,
