@@ -29,7 +29,7 @@ from shrinkpoint.storage import MemoryStorage
 
 RESTORES = 10
 COURSES = ("exact", "counted", "not counted", "weights", "moments")
-CHOSEN = ("hashed embeddings", "mixture of experts", "Muon", "bf16 decoder")
+CHOSEN = ("hashed embeddings", "mixture of experts", "Muon", "bf16 decoder", "LoRA")
 BUDGET = "1%"
 
 
