@@ -68,9 +68,8 @@ def main() -> None:
     mesh = init_device_mesh(DEVICE, (2, dist.get_world_size() // 2), mesh_dim_names=("role", "shard"))
     is_trainer = mesh.get_local_rank("role") == 0
     model = (train if is_trainer else serve)(mesh["shard"])
-    # Whole tensors, only to show here that both models have the same bits.
-    shards = [w for w in model.parameters() if isinstance(w, DTensor)]
-    sums = [int(w.full_tensor().bfloat16().view(torch.int16).sum()) for w in shards]
+    whole = [w.full_tensor() for w in model.parameters() if isinstance(w, DTensor)]  # to show that all bits agree
+    sums = [int(w.bfloat16().view(torch.int16).sum()) for w in whole]
     if mesh["shard"].get_local_rank() == 0:
         print(f"the {'trainer' if is_trainer else 'server'} has {sums}", flush=True)
     dist.barrier()

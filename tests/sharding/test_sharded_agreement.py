@@ -133,7 +133,7 @@ def test_squares_that_were_recorded_are_those_of_the_boxes(by_box):
         given = squares
         if by_box:
             given = {name: box_of(x, *rows(tuple(x.shape), 3, rank)) if x.dim() else x for name, x in squares.items()}
-        scheme = sp.Fisher(terms=64, gradients=Recorder(given))
+        scheme = sp.Fisher(relative_error=0.05, gradients=Recorder(given))
         return plan_shards(scheme, mine.flat, None, ShardLayout(mine.places, collectives)).quantize(mine.flat, None)
 
     found = Ranks(3).all(settled)

@@ -11,8 +11,7 @@ from helpers.small_training import Silent
 from torch import Tensor, nn
 
 import shrinkpoint as sp
-from shrinkpoint.codec.lattice import Lattice, LatticeTensor
-from shrinkpoint.schemes.fisher.first_moments import SHARE_OF_WEIGHTS, mean_step
+from shrinkpoint.schemes.fisher.first_moments import SHARE_OF_WEIGHTS
 from shrinkpoint.schemes.fisher.run_memory import Progress
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store.save_report import SaveReport
@@ -128,16 +127,6 @@ def test_first_moments_keep_their_mean_however_coarse_they_are():
     error = run.first - before
     assert float(error.std()) > 3 * float(before.abs().mean())
     assert abs(float(error.mean())) < 5 * float(error.std()) / math.sqrt(error.numel())
-
-
-def test_the_mean_step_counts_fine_rows_and_columns_most():
-    rows, columns = torch.tensor([0, 8], dtype=torch.int16), torch.tensor([0, -8, 8], dtype=torch.int16)
-    steps = Lattice("linear", rows, columns).scales().double()
-    expected = float((1 / steps.square()).mean()) ** -0.5
-    assert mean_step(Lattice("linear", rows, columns)) == pytest.approx(expected)
-    assert isinstance(
-        LatticeTensor(torch.zeros(2, 3, dtype=torch.int8), Lattice("linear", rows, columns)).lattice, Lattice
-    )
 
 
 @pytest.mark.parametrize(

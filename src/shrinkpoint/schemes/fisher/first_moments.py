@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from shrinkpoint.codec.lattice import STEPS_PER_OCTAVE, Lattice, LatticeTensor
+from shrinkpoint.codec.lattice import STEPS_PER_OCTAVE, LatticeTensor
 from shrinkpoint.schemes.fisher.curvature import bias_factor
 from shrinkpoint.schemes.fisher.run_memory import RunMemory
 from shrinkpoint.schemes.planner import PlannedSave
@@ -60,26 +60,31 @@ def coarser_steps(save: PlannedSave, first_step: float, memory: RunMemory, resto
     peak = max(tensors.collectives.all_gather(max(rates, default=0.0)))
     memory.peak_lr = max(memory.peak_lr, peak)
     decline = memory.peak_lr / peak if peak > 0 else 1.0
-    own: dict[str, float] = {}
+    squares = {name: _inverse_squares(held.get(name)) for name in infos if name in tensors.local_shards}
+    steps = tensors.reduce_primary(squares, _mean_step)
+    larger: dict[str, float] = {}
     for name, info in infos.items():
-        if info.moment1 is None or info.moment1 not in tensors.local_shards:
-            continue
-        points, updates = held.get(name), max(_updates_moved(info.beta1), LONG_MEMORY)
-        moves = first_step * (info.peak_lr or 0.0) * decline * updates
-        if isinstance(points, LatticeTensor) and points.lattice.spacing == "linear" and moves > 0:
-            allowed = SHARE_OF_WEIGHTS / (restores + 1) * mean_step(points.lattice)
-            own[info.moment1] = min(max(allowed / moves, 1.0), _MAX_COARSER)
-        else:
-            own[info.moment1] = 1.0
-    agreed = tensors.reduce(own, min)
-    return {name: agreed[tensors.global_names[name]] for name in own}
+        step = steps.get(tensors.global_names.get(name, ""))
+        moves = first_step * (info.peak_lr or 0.0) * decline * max(_updates_moved(info.beta1), LONG_MEMORY)
+        if info.moment1 is not None and step is not None and moves > 0:
+            larger[info.moment1] = min(max(SHARE_OF_WEIGHTS / (restores + 1) * step / moves, 1.0), _MAX_COARSER)
+    return larger
 
 
-def mean_step(lattice: Lattice) -> float:
+def _inverse_squares(points: object) -> tuple[float, int] | None:
+    """The sum of the inverse squares of the steps of a shard of a weight, and their number; None if it has no grid."""
+    if not isinstance(points, LatticeTensor) or points.lattice.spacing != "linear":
+        return None
+    sides = points.lattice.rows.numpy(), points.lattice.columns.numpy()  # numpy: these are short
+    sums = (float(np.exp2(side * (-2 / STEPS_PER_OCTAVE)).sum()) for side in sides)
+    return math.prod(sums), math.prod(len(side) for side in sides)
+
+
+def _mean_step(shards: list[tuple[float, int] | None]) -> float | None:
     """The mean step of a weight for errors that count by curvature, of which its steps are the inverse roots."""
-    by_side = (np.exp2(side.numpy() * (-2 / STEPS_PER_OCTAVE)).mean() for side in (lattice.rows, lattice.columns))
-    mean_square = math.prod(float(side) for side in by_side)
-    return float(mean_square**-0.5)  # numpy: these are short
+    known = [shard for shard in shards if shard is not None]
+    total, count = math.fsum(part for part, _ in known), sum(number for _, number in known)
+    return math.sqrt(count / total) if len(known) == len(shards) and total > 0 else None
 
 
 def _updates_moved(beta1: float | None) -> float:

@@ -21,9 +21,11 @@ from shrinkpoint.schemes.fisher.steps import (
 )
 from shrinkpoint.tensors.info import JSON
 
-MAX_LOG_STEP, MIN_LOG_STEP = to_log_step(4.0), to_log_step(1 / 1024)
-"""The largest and the smallest step size. Below, the codes of most values of a keyframe do not fit into a byte, and
-cost as much as the weights themselves."""
+MAX_LOG_STEP, MIN_LOG_STEP = to_log_step(4.0), to_log_step(1 / 256)
+"""The largest and the smallest step size of a budget."""
+FINE_LOG_STEP = to_log_step(1 / 64)
+"""The smallest step size of a ratio. Below it, the codes of most values of a keyframe do not fit into a byte, and cost
+nearly as much as the weights themselves; some weights may be out of reach."""
 DEFAULT_LOG_STEP = to_log_step(1.0)
 """The step size if nothing is known of the loss: one standard deviation."""
 TARGET_SHARE = 0.5
@@ -166,7 +168,7 @@ class RatioTarget(Objective):
     def choose(
         self, candidates: StepCandidates, memory: RunMemory, measure: Measure | None, state_bits: StateBits
     ) -> StepChoice:
-        low, high, target = MIN_LOG_STEP, MAX_LOG_STEP, state_bits.weight_bits(self.ratio)
+        low, high, target = FINE_LOG_STEP, MAX_LOG_STEP, state_bits.weight_bits(self.ratio)
         if memory.log_step is not None and abs(candidates.bits(memory.log_step) - target) < 0.1 * target:
             low = high = memory.log_step
         while low < high:

@@ -38,6 +38,7 @@ from shrinkpoint.schemes.fisher.moment_lattices import (
 from shrinkpoint.schemes.fisher.moment_statistics import MIN_LATTICE_NUMEL, MomentSamples, MomentStatistics
 from shrinkpoint.schemes.fisher.objective import (
     DEFAULT_LOG_STEP,
+    FINE_LOG_STEP,
     MAX_TRIALS,
     ErrorTarget,
     LossBudget,
@@ -234,7 +235,7 @@ class Fisher(Planner["FisherChoice"]):
         statistics, steps = MomentStatistics(save.state, foldable, parents), StepChoice(None)
         memory, group_curvatures = copy.deepcopy(self._memory), self._group_curvatures
         updates = count_updates(save)
-        mode = self._choose_moments_mode(save, metric, updates)
+        mode = self._moments_mode(save, metric, updates)
         moments = {} if problem is not None else self._quantize_moments(save, statistics, mode, updates)
         if self._evaluate is not None:
             save.selection = self._calibration.measured_part(save.selection, save.tensors)
@@ -256,7 +257,8 @@ class Fisher(Planner["FisherChoice"]):
         steps, moments, problem, copies, moments_mode = choice
         if all_left_out := [*steps.left_out, *(name for copy in copies.values() for name in copy.left_out)]:
             constants = near_constants(save.state, save.tensors, all_left_out)
-            if far := [name for name in all_left_out if name not in constants]:
+            is_fine = isinstance(self._objective, LossBudget) and (self._memory.log_step or 0) < FINE_LOG_STEP
+            if not is_fine and (far := [name for name in all_left_out if name not in constants]):
                 text = f"weights that no points of these steps reach are kept as they are: {humanize.names(far)}"
                 warn_user(f"{text}. See whether training has diverged")
         self._num_saves += 1
@@ -396,9 +398,7 @@ class Fisher(Planner["FisherChoice"]):
 
     # steps of `choose`
 
-    def _choose_moments_mode(
-        self, save: PlannedSave, metric: DegradationMetric | None, updates: int | None
-    ) -> MomentsMode:
+    def _moments_mode(self, save: PlannedSave, metric: DegradationMetric | None, updates: int | None) -> MomentsMode:
         """How this save keeps the moments: with "auto" without the first where a restore can do without them."""
         memory, sign = self._memory, -1 if self._higher_is_better else 1
         memory.progress = memory.progress.after(updates, None if metric is None else sign * metric.baseline.value)
@@ -407,8 +407,8 @@ class Fisher(Planner["FisherChoice"]):
         steps, scale = steps_of_first_moments(save), self._measured_loss if metric is None else metric.scale
         if steps is None or scale is None or not isinstance(self._objective, LossBudget):
             return "coded"
-        budget = self._objective.in_loss_unit(scale_of(scale)).budget
-        affords = memory.progress.affords(steps, self._lossy_restores, budget)
+        budget = self._objective.in_loss_unit(scale_of(scale))
+        affords = memory.progress.affords(steps, self._lossy_restores, budget.budget)
         return "second" if all(save.tensors.collectives.all_gather(affords)) else "coded"
 
     def _quantize_moments(

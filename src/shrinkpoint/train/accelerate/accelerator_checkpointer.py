@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -48,9 +48,6 @@ from shrinkpoint.train.restore_result import RestoreReport, RestoreResult
 from shrinkpoint.train.save_decision import SaveDecisionPolicy, ScheduledSaver
 from shrinkpoint.train.state_alignment import AlignedState
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 T = TypeVar("T")
 _log = logging.getLogger("shrinkpoint")
 _SKIPPABLE = (ChainError, FormatError, NotFoundError, StorageError)
@@ -59,17 +56,8 @@ _SKIPPABLE = (ChainError, FormatError, NotFoundError, StorageError)
 _ATTRIBUTE = "_shrinkpoint"
 
 
-class _Settings(TypedDict, total=False):
-    """Arguments of `AcceleratorCheckpointer` that a call may set."""
-
-    scheme: str | Scheme
-    keyframe_every: int | None
-    background: bool
-    threads: int | None
-    max_bytes: int | None
-    on_save: OnSave | None
-    loss: LossOfBatch | None
-    keep: Keep | None
+UNSET: Any = type("Unset", (), {"__repr__": lambda self: "..."})()
+"""Default of settings that a call does not change."""
 
 
 class AcceleratorCheckpointer(ScheduledSaver):
@@ -461,7 +449,14 @@ def save_state(
     metrics: Mapping[str, Any] | None = None,
     note: str = "",
     keyframe: bool = False,
-    **settings: Unpack[_Settings],
+    scheme: str | Scheme = UNSET,
+    keyframe_every: int | None = UNSET,
+    background: bool = UNSET,
+    threads: int | None = UNSET,
+    max_bytes: int | None = UNSET,
+    on_save: OnSave | None = UNSET,
+    loss: LossOfBatch | None = UNSET,
+    keep: Keep | None = UNSET,
 ) -> SaveReport | None:
     """Save as `AcceleratorCheckpointer.save_state` does.
 
@@ -474,6 +469,16 @@ def save_state(
         PolicyError: the settings differ from those of an earlier call, or one is out of range.
         StateError, StorageError: as `AcceleratorCheckpointer.save_state`.
     """
+    settings = _set_options(
+        scheme=scheme,
+        keyframe_every=keyframe_every,
+        background=background,
+        threads=threads,
+        max_bytes=max_bytes,
+        on_save=on_save,
+        loss=loss,
+        keep=keep,
+    )
     return _checkpointer_of(accelerator, settings).save_state(
         output_dir, step=step, metrics=metrics, note=note, keyframe=keyframe
     )
@@ -484,7 +489,14 @@ def load_state(
     input_dir: AnyDirectory | None = None,
     *,
     strict: bool = True,
-    **settings: Unpack[_Settings],
+    scheme: str | Scheme = UNSET,
+    keyframe_every: int | None = UNSET,
+    background: bool = UNSET,
+    threads: int | None = UNSET,
+    max_bytes: int | None = UNSET,
+    on_save: OnSave | None = UNSET,
+    loss: LossOfBatch | None = UNSET,
+    keep: Keep | None = UNSET,
 ) -> RestoreResult[int | None]:
     """Load as `AcceleratorCheckpointer.load_state` does.
 
@@ -496,6 +508,16 @@ def load_state(
         PolicyError: the settings differ from those of an earlier call, or one is out of range.
         NotFoundError, MismatchError, ChainError, FormatError, StorageError: as `AcceleratorCheckpointer.load_state`.
     """
+    settings = _set_options(
+        scheme=scheme,
+        keyframe_every=keyframe_every,
+        background=background,
+        threads=threads,
+        max_bytes=max_bytes,
+        on_save=on_save,
+        loss=loss,
+        keep=keep,
+    )
     return _checkpointer_of(accelerator, settings).load_state(input_dir, strict=strict)
 
 
@@ -504,7 +526,11 @@ def wait(accelerator: Accelerator) -> SaveReport | None:
     return _checkpointer_of(accelerator, {}).wait()
 
 
-def _checkpointer_of(accelerator: Accelerator, settings: _Settings) -> AcceleratorCheckpointer:
+def _set_options(**settings: object) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not UNSET}
+
+
+def _checkpointer_of(accelerator: Accelerator, settings: dict[str, Any]) -> AcceleratorCheckpointer:
     """The checkpointer that is attached to an accelerator; settings may be given until the first save."""
     attached, attached_settings = vars(accelerator).get(_ATTRIBUTE, (None, {}))
     if attached is not None and (not settings or settings == attached_settings):
