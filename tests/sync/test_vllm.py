@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 PYTHON = ROOT / ".venv" / "rollouts" / "bin" / "python"  # `make .venv/.rollouts`
 PROGRAM = ROOT / "tests" / "helpers" / "vllm_program.py"
-WORKERS = ROOT / "tests" / "helpers" / "vllm_workers.py"
+WORKERS = ROOT / "tests" / "helpers" / "vllm_workers_program.py"
 KINDS = ("base", "tied", "int8", "unstaged", "whole")
 
 pytestmark = [pytest.mark.nightly, pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed")]

@@ -1,6 +1,6 @@
 """Two workers of a vLLM engine that choose the version to write: one of them may be unable to read it.
 
-    python tests/helpers/vllm_workers.py FOLDER
+    python tests/helpers/vllm_workers_program.py FOLDER
 
 prints for each worker what it has chosen at first, and its error where the second one cannot read.
 """
