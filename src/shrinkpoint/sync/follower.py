@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from shrinkpoint import validate
-from shrinkpoint.errors import ChainError, FormatError, NotFoundError
+from shrinkpoint.errors import NotFoundError
 from shrinkpoint.storage import Storage, resolve_storage
 from shrinkpoint.sync.live_writes import VersionTensor
-from shrinkpoint.sync.published import Published
 from shrinkpoint.sync.reader import HeldVersion, VersionReader
 from shrinkpoint.tensors.dtypes import as_bits
 
@@ -44,8 +43,6 @@ class Follower:
         max_bytes: int | None = None,
     ) -> None:
         self._poll = validate.check_float("poll", poll)
-        threads = validate.check_threads(threads)
-        max_bytes = validate.check_optional_int("max_bytes", max_bytes, none_meaning="for the default")
         storage = resolve_storage(where, "where")
         self._where = storage.describe()
         self._reader = VersionReader(storage, threads=threads, max_bytes=max_bytes)
@@ -78,24 +75,11 @@ class Follower:
                 do = "publish first, or pass the version that Publisher.publish returned"
                 raise NotFoundError(self._where, found=found, expected=f"version {minimum} or a newer one", do=do)
             time.sleep(self._poll)
-        held = self._decode(published)
+        held = self._reader.read_newest(published, self._held)
         if held is not self._held:
             tensors = {name: _whole(tensor) for name, tensor in held.tensors(self._where).items()}
             self._held, self.tensors = held, tensors
         return held.version
-
-    def _decode(self, published: Published) -> HeldVersion:
-        while True:
-            held = self._held
-            if held is not None and (held.id, held.version) == (published.id, published.version):
-                return held
-            try:
-                return self._reader.read(published, held)
-            except (ChainError, FormatError, NotFoundError):
-                newer = self._reader.published()  # files that were pruned meanwhile are no damage
-                if newer is None or newer == published:
-                    raise
-                published = newer
 
 
 def _whole(tensor: VersionTensor) -> Tensor:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from functools import partial
+from typing import TypeAlias, TypeVar
 
 from torch import Tensor
 
+from shrinkpoint import validate
 from shrinkpoint.codec.reference import Reference, as_decoded
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import ChainError, CorruptError, FormatError, MismatchError, NotFoundError, ShrinkpointError
@@ -20,10 +22,13 @@ from shrinkpoint.sync.live_writes import VersionTensor
 from shrinkpoint.sync.local_tensors import LocalTensor, Piece
 from shrinkpoint.sync.part_tree import VersionLayout, read_layout
 from shrinkpoint.sync.published import KEY, MAX_BYTES, Published, StoredPart, VersionFile
+from shrinkpoint.sync.ranks import Ranks
 from shrinkpoint.tensors.dtypes import torch_dtype
 from shrinkpoint.tensors.flat_state import unflatten
 from shrinkpoint.tensors.info import JSON
 
+T = TypeVar("T")
+_UNREADABLE = (ChainError, FormatError, NotFoundError)
 _DO = "nothing was changed; wait for the next keyframe, or publish with keyframe=True"
 _MIN_LONE_NUMEL = 1 << 16
 """Values of a piece that is alone in its record; of a part that is read, all smaller ones are."""
@@ -125,11 +130,15 @@ class VersionReader:
         threads: native threads for decoding; None: every core.
         max_bytes: limit on the bytes of the tensors of one version; None: as of `shrinkpoint.load`, and at least twice
             what is held.
+
+    Raises:
+        PolicyError: an invalid argument.
     """
 
     def __init__(self, storage: Storage, *, threads: int | None = None, max_bytes: int | None = None) -> None:
         self.storage = storage
-        self._threads, self._max_bytes = threads, max_bytes
+        self._threads = validate.check_threads(threads)
+        self._max_bytes = validate.check_optional_int("max_bytes", max_bytes, none_meaning="for the default")
         self._data, self._published = b"", None  # type: tuple[bytes, Published | None]
         self._whole: set[int] = set()  # parts of which every tensor is needed, as the needed ones depend on others
 
@@ -167,28 +176,61 @@ class VersionReader:
             StorageError: reading failed.
         """
         num_whole = len(self._whole)
+        try:
+            return self._follow_routes(published, held, lambda route: self._decode(published, route, held, select))
+        except _UNREADABLE:
+            if len(self._whole) > num_whole:
+                return self.read(published, None, select)
+            raise
+
+    def read_newest(
+        self,
+        published: Published,
+        held: HeldVersion | None,
+        select: Selection | None = None,
+        ranks: Ranks | None = None,
+    ) -> HeldVersion:
+        """`read` unless the version is held; where its files are pruned meanwhile, the version that is newest then.
+
+        Args:
+            ranks: that read the same version together; None: this process alone.
+        """
+        ranks = Ranks(None) if ranks is None else ranks
+
+        def read(published: Published) -> HeldVersion:
+            if held is not None and (held.id, held.version) == (published.id, published.version):
+                return held
+            return self.read(published, held, select)
+
+        while True:
+            try:
+                return ranks.run(partial(read, published))
+            except _UNREADABLE:
+                newer = ranks.from_first(self.published)
+                if newer is None or newer == published:
+                    raise
+                published = newer
+
+    def read_part(self, published: Published, index: int) -> HeldPart:
+        """Decode one part of the newest version, or its one file; raises as `read` does."""
+        return self._follow_routes(
+            published, None, lambda route: self._decode_part(route, index, None, None, Allowance(self._max_bytes))
+        )
+
+    def _follow_routes(
+        self, published: Published, held: HeldVersion | None, decode: Callable[[Sequence[VersionFile]], T]
+    ) -> T:
+        """Decode by the first route that can be read; else raise the error of the first of all."""
         first: ShrinkpointError | None = None
         for route in self._routes(published, held):
             try:
-                return self._decode(published, route, held, select)
-            except (ChainError, FormatError, NotFoundError) as error:
+                return decode(route)
+            except _UNREADABLE as error:
                 first = first or error
-        if len(self._whole) > num_whole:
-            return self.read(published, None, select)
         if first is not None:
             raise first
         where, found = self.storage.describe(), f"no keyframe that leads to version {published.version}"
         raise ChainError(where, found=found, expected="one, and the deltas behind it", do=_DO)
-
-    def read_part(self, published: Published, index: int) -> HeldPart:
-        """Decode one part of the newest version, or its one file; raises as `read` does."""
-        first: ShrinkpointError | None = None
-        for route in self._routes(published, None):
-            try:
-                return self._decode_part(route, index, None, None, Allowance(self._max_bytes))
-            except (ChainError, FormatError, NotFoundError) as error:
-                first = first or error
-        raise first or ChainError(self.storage.describe(), found="no keyframe", expected="one", do=_DO)
 
     def _routes(self, published: Published, held: HeldVersion | None) -> Iterator[Sequence[VersionFile]]:
         is_base = held is not None and held.id == published.id

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shrinkpoint import humanize, validate
-from shrinkpoint.errors import ChainError, FormatError, NotFoundError
 from shrinkpoint.storage import Storage
 from shrinkpoint.sync.group import open_place
 from shrinkpoint.sync.live_writes import VersionTensor, plan_writes, write_all
@@ -21,7 +20,7 @@ from shrinkpoint.sync.local_tensors import AnyModel, LocalTensor, check_own_memo
 from shrinkpoint.sync.part_tree import VersionLayout
 from shrinkpoint.sync.published import Published
 from shrinkpoint.sync.ranks import Ranks
-from shrinkpoint.sync.reader import HeldVersion, Selection, VersionReader
+from shrinkpoint.sync.reader import HeldVersion, VersionReader
 from shrinkpoint.tensors.wrappers import match_names, match_state_keys
 
 
@@ -90,8 +89,6 @@ class Subscriber:
         max_bytes: int | None = None,
     ) -> None:
         self._poll = validate.check_float("poll", poll)
-        threads = validate.check_threads(threads)
-        max_bytes = validate.check_optional_int("max_bytes", max_bytes, none_meaning="for the default")
         storage, self._link = open_place(where, group, ranks)
         self._ranks = Ranks(ranks)
         self._where = (self._link or storage).describe()
@@ -149,7 +146,8 @@ class Subscriber:
         began = time.perf_counter()
         held = self._held
         known = self._known_values(live)
-        new = self._decode(published, live)
+        select = partial(_overlapping, live, self._names) if self._ranks.is_sharded else None
+        new = self._held = self._reader.read_newest(published, held, select, self._ranks)
         writes = self._ranks.run(lambda: plan_writes(live, new.tensors(self._where), self._where, known, self._names))
         previous = self.version
         self._written = {}
@@ -220,25 +218,6 @@ class Subscriber:
             for name, written in self._written.items()
             if name in live and written.is_tracked and written.is_as_left(live[name])
         }
-
-    def _decode(self, published: Published, live: Mapping[str, LocalTensor]) -> HeldVersion:
-        """The newest version, decoded; files may be pruned meanwhile, and then a newer one is there."""
-        select = partial(_overlapping, live, self._names) if self._ranks.is_sharded else None
-        while True:
-            try:
-                self._held = self._ranks.run(partial(self._read, published, select))
-                return self._held
-            except (ChainError, FormatError, NotFoundError):
-                newer = self._ranks.from_first(self._reader.published)
-                if newer is None or newer == published:
-                    raise
-                published = newer
-
-    def _read(self, published: Published, select: Selection | None) -> HeldVersion:
-        held = self._held
-        if held is not None and (held.id, held.version) == (published.id, published.version):
-            return held
-        return self._reader.read(published, held, select)
 
 
 def _overlapping(live: Mapping[str, LocalTensor], all_names: Collection[str], layout: VersionLayout) -> list[set[str]]:

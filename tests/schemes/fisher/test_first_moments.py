@@ -49,6 +49,12 @@ class Descent:
     def restore(self) -> None:
         self.manager.restore(model=self.model, optimizer=self.optimizer)
 
+    def restored_error(self) -> float:
+        """The root mean square error of first moments after a restore, in roots of unbiased second moments."""
+        before, second = self.first.clone(), self.optimizer.state[self.weight]["exp_avg_sq"] / (1 - 0.999**self.steps)
+        self.restore()
+        return float(((self.first - before) / second.sqrt()).square().mean().sqrt())
+
     @property
     def mode(self) -> object:
         """How the newest checkpoint has moments."""
@@ -68,9 +74,7 @@ def test_first_moments_are_as_coarse_as_what_they_move_beside_their_weights(lr, 
     errors = []
     for _ in range(2):
         run.train(60).save()
-        before, second = run.first.clone(), run.optimizer.state[run.weight]["exp_avg_sq"] / (1 - 0.999**run.steps)
-        run.restore()
-        errors.append(float(((run.first - before) / second.sqrt()).square().mean().sqrt()))
+        errors.append(run.restored_error())
     fine, coarse = errors  # beside no checkpoint, and beside the first one
     assert 0.5 * coarser < coarse / fine < 1.5 * coarser
 
@@ -81,9 +85,7 @@ def test_the_more_often_a_run_was_restored_the_finer_its_first_moments_are():
     errors = []
     for _ in range(4):
         run.train(60).save()
-        before, second = run.first.clone(), run.optimizer.state[run.weight]["exp_avg_sq"] / (1 - 0.999**run.steps)
-        run.restore()
-        errors.append(float(((run.first - before) / second.sqrt()).square().mean().sqrt()))
+        errors.append(run.restored_error())
     assert errors[0] > 1.5 * errors[1] > 1.5 * errors[3]
 
 
