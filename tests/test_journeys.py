@@ -2,7 +2,7 @@
 
 The limits may fall, and rise only by what a capability of its own adds. Moments that rest, exponents that move and
 matrices that are chosen added 13 functions to a save and 5 to a restore, kernels of devices 3 to a gradient, first
-moments that are coarse where the budget allows that 9 functions and a file to a save.
+moments that are coarse where their weights are 6 functions and a file to a save.
 """
 
 from __future__ import annotations
