@@ -299,7 +299,7 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
     ),
     "comm.LowRank": (comm.LowRank, {"rank": [1025, *NO_COUNT], "compressor": ["q8:64", None, comm.Uniform]}),
     "comm.MomentSteps": (comm.MomentSteps, {"step": [0, 4.1, *NO_NUMBER], "compressor": ["q4:64", None, comm.Uniform]}),
-    "comm.OuterSGD": (comm.OuterSGD, {"lr": [0, *NO_NUMBER], "momentum": [-0.1, 1.1, *NO_NUMBER], "nesterov": NO_FLAG}),
+    "comm.OuterSGD": (comm.OuterSGD, {"lr": [0, *NO_NUMBER], "momentum": [-0.1, 1.1, "x", True], "nesterov": NO_FLAG}),
     "comm.compress_pipeline": (
         lambda **wrong: comm.compress_pipeline([], **wrong),
         {**SIZES, "timeout": NO_NUMBER},

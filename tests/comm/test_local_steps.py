@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from helpers.processes import ranks
 
@@ -84,11 +86,16 @@ LONG = """
             reports[name] = [run.bits, run.global_bits, before, run.held_out(), ended.count(True), ended[4::5]]
             run.steps(60)
             reports["alone " + name] = run.bits
+            reports["momentum " + name] = run.local.outer.param_groups[0].get("momentum")
         ends = dist.new_group([0, 3])
         if rank in (0, 3):
             run = Run(rank, 2, group=ends, **SPARSE)
             run.steps(*range(4))
             reports["ends"] = run.bits
+            for every in (1, 30):
+                run = Run(rank, every, group=ends)
+                run.steps(*range(every))
+                reports[f"momentum of {every} steps"] = run.local.outer.param_groups[0]["momentum"]
         leave(reports, rank, folder)
 """
 
@@ -118,7 +125,8 @@ SHORT = """
         reports["ledger"] = {name: [hop.messages, hop.raw_bytes, hop.wire_bytes] for name, hop in hops}
 
         # two rounds by hand: what each rank sends, the mean of what is decoded, and Nesterov's momentum
-        spec, run = "top12.5:512:q2:64", Run(rank, 3, compressor="ef(top12.5:512:q2:64, decay=0.5)")
+        spec, diloco = "top12.5:512:q2:64", OuterSGD(lr=0.7, momentum=0.9)
+        run = Run(rank, 3, compressor="ef(top12.5:512:q2:64, decay=0.5)", outer=diloco)
         compressor, sizes = parse(spec), [p.numel() for p in run.model.parameters()]
         weights = torch.cat([p.detach().reshape(-1) for p in run.model.parameters()])
         # the layout of a segment: from the last parameter to the first, each at a multiple of 64 values
@@ -367,6 +375,14 @@ def test_four_ranks_have_the_same_bits_after_each_round_and_their_own_within_one
 def test_ranks_that_train_alone_learn_together(long, name):
     _, _, before, after, *_ = long[0][name]
     assert after < 0.7 * before, (before, after)
+
+
+def test_outer_momentum_grows_with_the_ranks_unless_it_is_given(long):
+    momenta = [long[0][f"momentum {name}"] for name in ("exact", "dense", "sparse", "momentum", "adam")]
+    four = pytest.approx(1 - 4 ** (-0.6 * math.log(5, 30)))  # rounds of five steps
+    assert momenta == [four, four, 0.0, 0.9, None]
+    assert long[0]["momentum of 1 steps"] == 0
+    assert long[0]["momentum of 30 steps"] == 1 - 2**-0.6
 
 
 def test_a_group_may_be_some_of_the_ranks(long):

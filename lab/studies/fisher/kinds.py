@@ -315,8 +315,9 @@ KINDS: dict[str, Callable[[], Kind]] = {
 
 
 @torch.no_grad()
-def measured(kind: Kind, model: nn.Module, batch: Batch) -> float:
-    return float(kind.loss(model.eval(), batch).double().mean())
+def measured(kind: Kind, model: nn.Module, batch: Batch) -> Tensor:
+    """The loss of each example."""
+    return kind.loss(model.eval(), batch).double()
 
 
 def run(name: str, seed: int, budgets: list[str]) -> dict[str, list[dict[str, Any]]]:
@@ -347,15 +348,19 @@ def run(name: str, seed: int, budgets: list[str]) -> dict[str, list[dict[str, An
             other = copy.deepcopy(kind.model)
             other.load_state_dict(sp.Store(storages[budget]).load(number)["model"])
             stored = [measured(kind, other, batch) for batch in (seen, unseen)]
-            rises = [100 * (after / before - 1) for after, before in zip(stored, live, strict=True)]
+            rises = [100 * float(after.mean() / before.mean() - 1) for after, before in zip(stored, live, strict=True)]
+            error = 100 * float((stored[1] - live[1]).std() / len(live[1]) ** 0.5 / live[1].mean())
             roles = {role: part for role, part in report.roles.items() if part.raw}
             bits = {role: round(kind.width * part.stored / part.raw, 3) for role, part in roles.items()}
-            rows[budget].append({"ratio": report.ratio, "rises": rises, "bits": bits, "exact": report.keyframe})
+            row = {"ratio": report.ratio, "rises": rises, "unseen error": error, "bits": bits}
+            rows[budget].append(row | {"exact": report.keyframe})
     return rows
 
 
 def report(document: dict[str, Any]) -> None:
-    print("| training | budget | first save x | delta x, median | bits W, m, v | rise %: seen, unseen, worst | kept |")
+    print(
+        "| training | budget | first save x | delta x, median | bits W, m, v | rise %: seen, unseen, worst | kept: seen, unseen, unseen beyond two standard errors |"
+    )
     print("|---" * 7 + "|")
     for name, seeds in document["kinds"].items():
         for budget in next(iter(seeds.values())):
@@ -372,10 +377,12 @@ def report(document: dict[str, Any]) -> None:
             seen, unseen = (statistics.mean(rises[i] for rises in every) for i in (0, 1))
             allowed = float(budget.rstrip("%"))
             kept = [sum(rises[i] <= allowed for rises in every) for i in (0, 1)]
+            errors = [row["unseen error"] for rows in runs for row in rows]
+            kept.append(sum(rises[1] - 2 * error <= allowed for rises, error in zip(every, errors, strict=True)))
             cells = (
                 name, budget, f"{first:.1f}", f"{ratio:.1f}", ", ".join(f"{x:.2f}" for x in bits),
                 f"{seen:+.3f}, {unseen:+.3f}, {max(rises[1] for rises in every):+.3f}",
-                f"{kept[0]}, {kept[1]} of {len(every)}",
+                f"{kept[0]}, {kept[1]}, {kept[2]} of {len(every)}",
             )  # fmt: skip
             print("| " + " | ".join(cells) + " |")
 

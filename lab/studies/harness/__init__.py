@@ -35,10 +35,15 @@ def environment(**settings: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **settings}
 
 
-def fork_ranks(count: int, work: Callable[[int, str], None]) -> bool:
+def fork_ranks(
+    count: int, work: Callable[[int, str], None], *, collect: Callable[[str], None] = lambda folder: None
+) -> bool:
     """Run `work` with each rank and a folder that all share, in forked processes; return True if one failed.
 
     Forked, since importing torch takes longer than a short run.
+
+    Args:
+        collect: reads the folder at the end, if no process failed.
     """
     children = []
     with tempfile.TemporaryDirectory() as folder:
@@ -51,7 +56,10 @@ def fork_ranks(count: int, work: Callable[[int, str], None]) -> bool:
                 except BaseException:
                     traceback.print_exc()
                     os._exit(1)
-        return max(os.waitpid(child, 0)[1] for child in children) > 0
+        has_failed = max(os.waitpid(child, 0)[1] for child in children) > 0
+        if not has_failed:
+            collect(folder)
+        return has_failed
 
 
 def machine() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,37 +36,51 @@ Problem = tuple[str, str, str, str]
 """The `where`, `found`, `expected` and `do` of an error."""
 OuterOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 """Makes the optimizer of the global weights, whose `grad` is the mean pseudo-gradient."""
+_REACH, _FULL_ROUND = 0.6, 30
+"""The mean movement is followed `ranks ** _REACH` times as far after rounds of `_FULL_ROUND` steps, less in shorter
+ones. Both are the best of some in trainings of eight ranks (docs/wire_studies.md, "Local steps")."""
 
 
 @dataclass(frozen=True)
 class OuterSGD:
     """SGD on the global weights, with Nesterov's momentum (arXiv 2311.08105, algorithm 1).
 
-    The defaults are those of DiLoCo. SparseLoCo (arXiv 2508.15706) has no outer momentum, since error feedback takes
-    its place: `OuterSGD(lr=1.0, momentum=0.0)`, whose step is the mean of what all ranks sent.
+    The mean of more ranks has less noise, so it can be followed further: `lr / (1 - momentum)` times as far in the
+    long run. By default that is `ranks ** 0.6`, of the ranks that average the round: 1.5 of two, 3.5 of eight. Rounds
+    below 30 steps take less, and rounds of one step the mean itself. DiLoCo has `OuterSGD(lr=0.7, momentum=0.9)`, for
+    hundreds of rounds. SparseLoCo (arXiv 2508.15706) has no outer momentum, since error feedback takes its place:
+    `OuterSGD(momentum=0.0)`, whose step is the mean of what all ranks sent.
 
     Attributes:
         lr: the learning rate; with 1 and no momentum the global weights become the mean of all ranks' weights.
-        momentum: from 0, without a memory, to 1.
+        momentum: from 0, without a memory, to 1; None for one by the ranks and the steps of a round.
         nesterov: True if the momentum is Nesterov's.
 
     Raises:
         PolicyError: a number out of range.
     """
 
-    lr: float = 0.7
-    momentum: float = 0.9
+    lr: float = 1.0
+    momentum: float | None = None
     nesterov: bool = True
 
     def __post_init__(self) -> None:
         validate.check_float("OuterSGD, lr", self.lr)
-        validate.check_float("OuterSGD, momentum", self.momentum, maximum=1.0, exclusive=False)
+        if self.momentum is not None:
+            validate.check_float("OuterSGD, momentum", self.momentum, maximum=1.0, exclusive=False)
         validate.check_bool("OuterSGD, nesterov", self.nesterov)
 
     def __call__(self, weights: list[torch.Tensor]) -> torch.optim.Optimizer:
-        """Make the optimizer of global weights."""
-        nesterov = self.nesterov and self.momentum > 0
-        return torch.optim.SGD(weights, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
+        """Make the optimizer of global weights; a momentum by the ranks is set by `adapt`."""
+        momentum = 0.5 if self.momentum is None else self.momentum
+        return torch.optim.SGD(weights, lr=self.lr, momentum=momentum, nesterov=self.nesterov and momentum > 0)
+
+    def adapt(self, optimizer: torch.optim.Optimizer, *, ranks: int, every: int) -> None:
+        """Set the momentum of an optimizer that this made, unless it is fixed, for a round's ranks and steps."""
+        if self.momentum is None:
+            share = min(1.0, math.log(every) / math.log(_FULL_ROUND))
+            for group in optimizer.param_groups:
+                group["momentum"] = 1 - ranks ** (-_REACH * share)
 
 
 class LocalSteps:
@@ -94,9 +109,9 @@ class LocalSteps:
         model: what requires a gradient is averaged; not sharded. Frozen parameters are taken from rank 0 once.
         optimizer: the inner one, or several; of parameters of the model.
         every: the number of steps in a round.
-        outer: makes the outer optimizer; None for `OuterSGD()`, DiLoCo's own.
+        outer: makes the outer optimizer; None for `OuterSGD()`, whose steps grow with the number of ranks.
         compressor: for pseudo-gradients; None for no compression. SparseLoCo (arXiv 2508.15706) takes
-            "ef(top1.5625:4096:q2:64, decay=0.95)", and `OuterSGD(lr=1.0, momentum=0.0)`.
+            "ef(top1.5625:4096:q2:64, decay=0.95)", and `OuterSGD(momentum=0.0)`.
         group: of the ranks that train together; None for the default group.
         manager: forms groups of the replicas that are alive, instead of `group`; with `use_async_quorum=False`. This
             call waits for the quorum. `shutdown` of the manager is the program's.
@@ -133,9 +148,9 @@ class LocalSteps:
         self._optimizers = _check_optimizers(optimizer)
         self._every = validate.check_int("LocalSteps, every", every, do="take 30")
         validate.check_float("LocalSteps, timeout", timeout)
-        make_outer = OuterSGD() if outer is None else outer
+        self._make_outer = make_outer = OuterSGD() if outer is None else outer
         if isinstance(make_outer, type) or not callable(make_outer):
-            expected, advice = "a function that makes an optimizer of tensors", "pass OuterSGD(lr=0.7, momentum=0.9)"
+            expected, advice = "a function that makes an optimizer of tensors", "pass OuterSGD()"
             raise validate.argument_error("LocalSteps, outer", make_outer, expected, advice)
         if manager is not None and group is not None:
             advice = "leave out the group: the manager forms it"
@@ -270,9 +285,11 @@ class LocalSteps:
             self._average.end(is_done)
             if not is_done:
                 self._weights.clear_gradients()
-        self._step_outer()
+        self._step_outer(self._group.size())
 
-    def _step_outer(self) -> None:
+    def _step_outer(self, ranks: int) -> None:
+        if isinstance(self._make_outer, OuterSGD):
+            self._make_outer.adapt(self.outer, ranks=ranks, every=self._every)
         try:
             self.outer.step()
         finally:
@@ -298,7 +315,7 @@ class LocalSteps:
             else:
                 is_committed = manager.should_commit()
         if num_trained:
-            self._step_outer()
+            self._step_outer(num_trained)
 
     def _average_replicas(self, manager: CompressedManager) -> int:
         """Average the pseudo-gradients of the replicas that have trained a round, and return how many have.
