@@ -64,6 +64,22 @@ def test_optimizer_with_a_mean_of_squares_is_known(name):
     assert all(bool((moment > 0).all()) for moment in found if moment is not None)
 
 
+def test_centered_rmsprop_has_one_too():
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.RMSprop(model.parameters(), centered=True, momentum=0.9)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    found = SecondMoments(optimizer).find(model.parameters())
+    assert all(moment is optimizer.state[x]["square_avg"] for moment, x in zip(found, model.parameters(), strict=True))
+
+
+def test_optimizer_of_another_model_is_refused():
+    model = nn.Linear(8, 8)
+    other = SecondMoments(torch.optim.Adam(nn.Linear(8, 8).parameters()))
+    with pytest.raises(PolicyError, match="Adam of other parameters; expected the optimizer that trains this model"):
+        SegmentRoots(GradientLayout(named(model), 0, 1 << 20), model.parameters(), other)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_optimizer_without_one_is_refused(name):
     model = nn.Linear(5, 3)

@@ -104,10 +104,42 @@ def test_training_that_is_rounded_away_after_a_restore_is_said():
         store.save(3, restored, scheme=scheme)
 
 
+def test_a_movement_far_below_the_rounding_errors_is_not_judged_by_chance():
+    """Other centers at every save, whose errors are a thousand times the movement and have no direction."""
+    store = Store(MemoryStorage())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LossWarning)
+        for step in range(6):
+            weight = randn(40, 30) * 0.1 + step * 1e-5 * randn(40, 30, seed=1)
+            report = store.save(step, {"model": {"w": weight}}, scheme=Rounding(bins=20 + step))
+            assert report.retention is None
+
+
+def test_movement_at_the_resolution_of_float32_is_not_judged_after_a_restore():
+    """A learning rate that has fallen to nearly 0: restored weights lie on the centers, and stay there."""
+    store, scheme = Store(MemoryStorage()), Rounding(bins=20)
+    store.save(1, {"model": {"w": torch.linspace(0.05, 0.25, 1200).view(40, 30)}}, scheme=scheme)
+    restored = store.restore().state
+    restored["model"]["w"] *= 1 + 2**-23
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LossWarning)
+        assert store.save(2, restored, scheme=scheme).retention is None
+
+
+def test_codes_that_stay_where_hardly_anything_moves_are_no_loss():
+    """Not one of 1200 weights is expected to reach another center, so that none does tells nothing."""
+    store = Store(MemoryStorage())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LossWarning)
+        for step in range(3):
+            weight = randn(40, 30) * 0.1 + step * 1e-8 * randn(40, 30, seed=1)
+            assert store.save(step, {"model": {"w": weight}}, scheme=Rounding(bins=20)).retention is None
+
+
 def test_the_originals_are_compared_and_not_what_was_kept_of_them():
     """Two half steps: the first is rounded away, the second catches up with both."""
     store, scheme = Store(MemoryStorage()), Rounding(bins=2, width=1.0)
-    half = [torch.full((20, 30), x) for x in (-0.04, -0.02, 0.02)]
+    half = [torch.full((200, 300), x) for x in (-0.04, -0.02, 0.02)]
     store.save(1, {"model": {"w": half[0]}}, scheme=scheme)
     with pytest.warns(LossWarning):
         assert store.save(2, {"model": {"w": half[1]}}, scheme=scheme).retention == 0.0

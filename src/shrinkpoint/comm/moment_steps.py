@@ -17,7 +17,7 @@ from shrinkpoint.comm.compressors.step_codes import SMALLEST_ROOT
 from shrinkpoint.comm.gradient_layout import GradientLayout, Piece, Segment, is_dense
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.tensors.dtypes import tensor_bytes
-from shrinkpoint.tensors.optimizers import OPTIMIZERS, MomentKind, moment_kinds
+from shrinkpoint.tensors.optimizers import OPTIMIZERS, SQUARE_MEANS, MomentKind, moment_kinds
 
 MAX_STEP = 4.0
 """The coarsest steps: with coarser ones almost all of a gradient is rounded to 0."""
@@ -74,6 +74,12 @@ class SecondMoments:
             raise _refused(f"{name}, which keeps no mean of squares", "an optimizer such as Adam, AdamW or RMSprop")
         self._optimizer, self._names = optimizer, dict[int, str]()
 
+    def check_parameters(self, parameters: Iterable[Tensor]) -> None:
+        """Raise a PolicyError unless the optimizer has at least one of these parameters."""
+        if self._settings().keys().isdisjoint(map(id, parameters)):
+            found = f"{type(self._optimizer).__name__} of other parameters"
+            raise PolicyError(_WHERE, found=found, expected="the optimizer that trains this model", do="pass that one")
+
     def find(self, parameters: Iterable[Tensor]) -> list[Tensor | None]:
         """The second moment of each parameter; None if there is none yet.
 
@@ -115,9 +121,13 @@ def _is_square_mean(slot: Any) -> bool:
 
 
 def _square_mean(slot: Mapping[Any, Any], settings: Mapping[str, Any]) -> str:
-    """The name of the second moment among what an optimizer keeps for a parameter; "" if there is none."""
+    """The name of the second moment among what an optimizer keeps for a parameter; "" if there is none.
+
+    That of centered RMSprop is one, too, although checkpoints keep it exact.
+    """
     kinds = moment_kinds(slot, settings)
-    return next((name for name, kind in kinds.items() if kind is MomentKind.SQUARE_MEAN), "")
+    is_known = MomentKind.UNKNOWN not in kinds.values()
+    return next((name for name in kinds if is_known and name in SQUARE_MEANS), "")
 
 
 def _usable(moment: object, parameter: Tensor) -> Tensor | None:
@@ -133,10 +143,14 @@ class SegmentRoots:
 
     Args:
         parameters: those of the layout.
+
+    Raises:
+        PolicyError: the optimizer has none of them.
     """
 
     def __init__(self, layout: GradientLayout, parameters: Iterable[Tensor], moments: SecondMoments) -> None:
         self._parameters, self._second_moments = list(parameters), moments
+        moments.check_parameters(self._parameters)
         self._members: dict[int, list[tuple[int, Piece]]] = {}
         for index, parameter in enumerate(self._parameters):
             for segment, piece in layout.pieces(parameter):

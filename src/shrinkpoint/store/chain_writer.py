@@ -120,6 +120,7 @@ class WrittenPayload(NamedTuple):
     report: SaveReport
     stamp: object  # `StoredFile.stamp` of its file
     adopt: bool  # its tensors may be held as they are; else they are copied
+    is_progress_lost: bool  # too little of the weights' progress is in it, of which a warning tells
 
 
 class ChainWriter(Generic[M]):
@@ -169,9 +170,10 @@ class ChainWriter(Generic[M]):
             place.remove()
             return None
         assert place.reference is not None
-        report = replace(report, retention=self.references.retained_progress(place.reference))
+        progress = self.references.retained_progress(place.reference)
+        report = replace(report, retention=progress.fraction)
         own = StoredFile(report.digest, report.stored_bytes, place.storage, place.payload_key)
-        return WrittenPayload(place, report, own.stamp(), adopt)
+        return WrittenPayload(place, report, own.stamp(), adopt, progress.is_lost)
 
     def commit_payload(self, manifest: M, written: WrittenPayload) -> None:
         """Make the checkpoint of a payload, which is committed, the reference for the next delta."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
@@ -31,6 +31,9 @@ from shrinkpoint.tensors.flat_state import copy_tensors
 from shrinkpoint.threads import submit_or_run
 
 MIN_RETENTION = 0.7  # A checkpoint with a lower fraction raises a warning
+MAX_CHANCE = 3.0  # Standard errors that a fraction may be away from 1 by chance, without a warning
+MIN_MOVEMENT = 2.0**-20  # Movement, relative to the weights, from which a fraction is judged
+MAX_ERROR = 1.0  # The standard error from which a fraction says nothing
 MAX_SAVES_PER_PASS = 8
 """Number of saves within which every byte of a chain has been read again and compared with its digest."""
 MIN_BYTES = 8 << 20  # Bytes that are read again at every save, if the chain has as many
@@ -147,14 +150,14 @@ class ReferenceCache(Generic[M]):
             return
         self.adopt(manifest, replace(reference, tensors=tensors.replace_tensors(copies)))
 
-    def retained_progress(self, stored: Reference) -> float | None:
+    def retained_progress(self, stored: Reference) -> RetainedProgress:
         """The `retained_fraction` of the weights' progress since the checkpoint that is held, from a sample of them.
 
         Args:
             stored: the state as a reader decodes it, with a sample of the originals.
         """
         if self.manifest is None or self._decode is not None:  # what is decoded when needed has no originals
-            return None
+            return RetainedProgress()
         parent, weights = self._reference, dict[str, _SampledWeight]()
         for name, sample in stored.originals.items():
             if not isinstance(sample, RowSample) or name not in parent.tensors:
@@ -170,7 +173,24 @@ class ReferenceCache(Generic[M]):
                     original, parent_stored, sample.values, tensor_rows(stored.tensors, name, sample.rows)
                 )
         columns = [dict(zip(weights, column, strict=True)) for column in zip(*weights.values(), strict=True)]
-        return retained_fraction(*columns) if weights else None
+        fraction = retained_fraction(*columns) if weights else None
+        if fraction is None or abs(fraction - 1) <= 1 - MIN_RETENTION:
+            return RetainedProgress(fraction)
+        error = _standard_error(weights.values())
+        is_lost = fraction < min(MIN_RETENTION, 1 - MAX_CHANCE * error)
+        return RetainedProgress(fraction, is_lost) if error <= MAX_ERROR else RetainedProgress()
+
+
+class RetainedProgress(NamedTuple):
+    """The share of the weights' progress that a checkpoint holds.
+
+    Attributes:
+        fraction: None if there is nothing to compare, or weights have moved by too little to tell.
+        is_lost: too much is missing, and not by chance.
+    """
+
+    fraction: float | None = None
+    is_lost: bool = False
 
 
 class _SampledWeight(NamedTuple):
@@ -182,19 +202,38 @@ class _SampledWeight(NamedTuple):
     stored: Tensor
 
 
+@torch.no_grad()
+def _standard_error(weights: Iterable[_SampledWeight]) -> float:
+    """Standard error of a `retained_fraction` of 1, if rounding errors are independent of the movement.
+
+    It is large where weights have moved by much less than they were rounded: after one step of a small learning rate
+    the fraction may be 0 or -4 without anything being lost. It is infinite where the movement is about as small as the
+    resolution of float32: by chance, no weight at all is rounded up then.
+    """
+    noise = progress = squares = 0.0
+    for sample in weights:
+        before, stored_before, now, stored = (tensor.double() for tensor in sample)
+        movement = now - before
+        if movement.square().sum() > 100 * now.square().sum() > 0:  # as in `retained_fraction`
+            movement = now
+        errors = (stored_before - before).square() + (stored - now).square()
+        noise += float((movement.square() * errors).sum())
+        progress += float(movement.square().sum())
+        squares += float(now.square().sum())
+    return math.sqrt(noise) / progress if progress > MIN_MOVEMENT**2 * squares else math.inf
+
+
 def as_delta_base(reference: Reference | None, *, base: bool) -> Reference | None:
     """A copy that is marked as the base of a delta, or else as values to compare with only."""
     return None if reference is None else replace(reference, is_base=base)
 
 
-def warn_low_retention(retention: float | None) -> None:
-    """Warn if a checkpoint holds too little of the progress since the previous one."""
-    if retention is not None and retention < MIN_RETENTION:
-        text = (
-            f"this checkpoint holds {retention:.0%} of the progress since the one before: the rest was rounded away, "
-            "and is lost if training is restored from it. Save less often, or lose less"
-        )
-        warn_user(text)
+def warn_lost_progress(retention: float | None) -> None:
+    """Warn that a checkpoint holds too little of the progress since the previous one."""
+    warn_user(
+        f"this checkpoint holds {retention or 0:.0%} of the progress since the one before: the rest was rounded away, "
+        "and is lost if training is restored from it. Save less often, or lose less"
+    )
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from shrinkpoint.store.chain_limit import ChainBytes
 from shrinkpoint.store.chain_writer import ChainWriter, CheckpointPlace, WrittenPayload
 from shrinkpoint.store.checkpoint_file import DecodedFile
 from shrinkpoint.store.decode import decode_chain
-from shrinkpoint.store.delta_base import StoredFile, as_delta_base, warn_low_retention
+from shrinkpoint.store.delta_base import StoredFile, as_delta_base, warn_lost_progress
 from shrinkpoint.store.directory import free_payload_name
 from shrinkpoint.store.manifest import Payload
 from shrinkpoint.store.save_report import SaveReport
@@ -145,7 +145,8 @@ class DeltaWriter(ChainWriter[Payload]):
             if place.base is None:
                 self.chain_limit.note_keyframe()
             report = written.report
-            warn_low_retention(report.retention)
+            if written.is_progress_lost:
+                warn_lost_progress(report.retention)
         except BaseException:
             place.remove()
             raise

@@ -196,8 +196,8 @@ class SaveReport:
         roles: bytes by role name; "copy" is that of weights beside the model that track it and are lossy as it is.
         digest: the file's header digest, which authenticates every other byte.
         retention: fraction of the weights' progress since the previous checkpoint that this one holds, estimated from
-            about 2^16 values of each weight (see `store.delta_base`); None: nothing was lost, or there is no previous
-            one.
+            about 2^16 values of each weight (see `store.delta_base`); None: nothing was lost, there is no previous one,
+            or weights have moved by too little to tell it from 1.
         loss_report: what a searched scheme tried, measured and chose; None: nothing was searched.
         exact: why floating-point tensors stayed exact under a lossy scheme, by name; empty for sharded tensors.
         step: of the training; None: a single file, or not given.

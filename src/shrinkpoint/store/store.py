@@ -26,7 +26,7 @@ from shrinkpoint.store.chain_limit import ChainBytes
 from shrinkpoint.store.chain_writer import ChainWriter, WrittenPayload
 from shrinkpoint.store.checkpoint_file import Device, build_state
 from shrinkpoint.store.decode import decode_chain
-from shrinkpoint.store.delta_base import MISSING, StoredFile, as_delta_base, warn_low_retention
+from shrinkpoint.store.delta_base import MISSING, StoredFile, as_delta_base, warn_lost_progress
 from shrinkpoint.store.history import Line, Place, place_of
 from shrinkpoint.store.listing import Lister, Listing, NewestFirst, StoreRestore, forget, iter_newest, read_step
 from shrinkpoint.store.manifest import Manifest, check_lossy_restores, check_note
@@ -278,7 +278,8 @@ class Store:
             self._writer.commit_payload(manifest, written)
             if transaction.replaces:
                 self._store_lock.remove_orphans()
-            warn_low_retention(report.retention)
+            if written.is_progress_lost:
+                warn_lost_progress(report.retention)
             _log.info("saved %s, in %.2f s", report, report.seconds)
             if not fill_in:
                 self.line.note_saved(place_of(manifest), step, self.storage.describe(), f"step {step}")
