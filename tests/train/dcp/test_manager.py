@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.processes import ranks
 
-from shrinkpoint.errors import PolicyError
+import shrinkpoint as sp
+from shrinkpoint.errors import NotFoundError, PolicyError
 from shrinkpoint.train.dcp import Manager
 
 RANKS = """
@@ -197,3 +199,18 @@ def test_arguments_that_are_wrong_are_refused(tmp_path: Path):
             Manager(tmp_path, **wrong)
     with pytest.raises(PolicyError):
         Manager("s3://bucket/run")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_load_reads_the_newest_checkpoint_of_a_run_and_that_of_a_step(tmp_path: Path):
+    """The directories have the names of a store's, which has no checkpoint there."""
+    model = torch.nn.Linear(8, 8)
+    manager, weights = Manager(tmp_path), {}
+    for step in (1, 2):
+        torch.nn.init.normal_(model.weight)
+        manager.save(step, model=model)
+        weights[step] = model.weight.detach().clone()
+    assert torch.equal(sp.load(tmp_path)["model.weight"], weights[2])
+    assert torch.equal(sp.load(tmp_path, step=1)["model.weight"], weights[1])
+    with pytest.raises(NotFoundError, match="no checkpoint of step 3; expected one of 1, 2"):
+        sp.load(tmp_path, step=3)
