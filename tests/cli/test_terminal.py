@@ -112,3 +112,15 @@ def test_bars_are_on_a_terminal_alone(store, child, tmp_path):
     assert code == 0 and "\x1b[" in shown
     done = child("verify", store, FORCE_COLOR="1", TERM="xterm")
     assert done.code == 0 and done.stderr == ""
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_closed_output_is_no_error(store, closed):
+    """`shrinkpoint list RUN >&-`, as some schedulers start their jobs."""
+    descriptor = {"stdout": 1, "stderr": 2}[closed]
+    command = [sys.executable, "-m", "shrinkpoint", "list", str(store)]
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {descriptor}>&-', "sh", *command], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("40" in done.stdout) == (closed == "stderr")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 from shrinkpoint import __version__
 
@@ -19,5 +21,9 @@ def main() -> None:
         sys.stderr.write(f'error: the command line needs {missing.name}: pip install "shrinkpoint[cli]"\n')
         raise SystemExit(2) from None
     from shrinkpoint.cli.app import app
+
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the caller has closed it: `>&-`
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
 
     app(prog_name="shrinkpoint")
