@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -331,6 +332,12 @@ def test_wrong_arguments_are_refused_and_named(title):
 def test_a_metric_that_python_itself_does_not_print_is_refused():
     with pytest.raises(PolicyError, match="metrics: 'loss': inf; expected a number for each name"):
         validate.as_floats({"loss": 10**5000})
+
+
+def test_a_loss_that_requires_grad_is_a_metric_without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert validate.as_floats({"loss": torch.tensor([0.5], requires_grad=True)}) == {"loss": 0.5}
 
 
 @pytest.mark.parametrize("name", ["scheme", "threads", "base", "path"])

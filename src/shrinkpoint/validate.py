@@ -132,7 +132,9 @@ def as_floats(metrics: Mapping[str, Any] | None) -> dict[str, float]:
         PolicyError: a metric is not a number, or is larger than a float can be.
     """
     try:
-        return {str(name): float(value) for name, value in (metrics or {}).items()}
+        items = (metrics or {}).items()
+        # torch warns where float() takes a loss that requires grad
+        return {str(name): float(value.detach() if hasattr(value, "detach") else value) for name, value in items}
     except (TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
         found = describe_value(metrics)
         if isinstance(metrics, Mapping):
