@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from helpers.small_training import Silent
 from torch import Tensor, nn
 
 import shrinkpoint as sp
+from shrinkpoint.errors import LossWarning
 from shrinkpoint.schemes.fisher.first_moments import SHARE_OF_WEIGHTS
 from shrinkpoint.schemes.fisher.run_memory import Progress
 from shrinkpoint.storage import MemoryStorage
@@ -199,3 +201,19 @@ def test_any_record_of_progress_can_be_read(value):
 def test_progress_is_what_it_was_when_it_is_read_again():
     progress = Progress().after(100, 2.0).after(150, 1.5)
     assert Progress.from_json(json.loads(json.dumps(progress.to_json()))) == progress
+
+
+def test_complex_momentum_is_exact_without_a_warning():
+    weight = nn.Parameter(torch.randn(64, 64, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    model = nn.ParameterList([weight])
+    store = MemoryStorage()
+    with Silent(), sp.CheckpointManager(store, scheme=sp.Fisher(relative_error=0.3)) as manager:
+        warnings.simplefilter("error", UserWarning)  # torch's, of an imaginary part that is discarded
+        warnings.simplefilter("ignore", LossWarning)
+        for step in range(2):
+            weight.grad = torch.randn_like(weight)
+            optimizer.step()
+            manager.save(step, model=model, optimizer=optimizer)
+        state = sp.load(store)["optimizer"]["state"][0]
+    assert torch.equal(state["momentum_buffer"], optimizer.state[weight]["momentum_buffer"])

@@ -174,7 +174,8 @@ class MomentSamples:
         names, parts = [], []
         for name, kind in state.moment_kinds.items():
             moment = state.tensors[name]
-            if kind in FIRST_KINDS and moment.is_contiguous() and moment.numel() >= MIN_LATTICE_NUMEL:
+            is_coded = kind in FIRST_KINDS and not moment.is_complex()
+            if is_coded and moment.is_contiguous() and moment.numel() >= MIN_LATTICE_NUMEL:
                 names.append(name)
                 parts.append(moment.detach().view(-1)[:: -(-moment.numel() // _SAMPLE_VALUES)])
         before, self._values = self._values, dict(zip(names, _copy_together(parts), strict=True))
