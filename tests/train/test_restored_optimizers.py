@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,23 @@ def test_slots_come_back_in_the_dtypes_that_were_saved(tmp_path: Path, integrati
     integration(tmp_path).save(run)
     integration(tmp_path).restore(other)
     assert plain_values(slots_by_name(*run[:2])) == plain_values(slots_by_name(*other[:2]))
+
+
+@pytest.mark.parametrize("integration", [Managed, Sharded])
+def test_texts_and_bounded_deques_come_back(tmp_path: Path, integration: Any) -> None:
+    """torch's own part makes them anew of their items, so that a text becomes that of a generator.
+
+    Accelerate calls that part before a save, too.
+    """
+    run, other = build(LAYERS, "masters"), build(LAYERS, "masters")
+    loop(run)
+    for state in run[1].state.values():
+        state |= {"mode": "fp8", "nest": [{"text": "a"}], "recent": deque([1.0, 2.0], maxlen=2)}
+    integration(tmp_path).save(run)
+    integration(tmp_path).restore(other)
+    for state in other[1].state.values():
+        assert (state["mode"], state["nest"]) == ("fp8", [{"text": "a"}])
+        assert state["recent"] == deque([1.0, 2.0]) and state["recent"].maxlen == 2
 
 
 @pytest.mark.parametrize("integration", BY_NAME)

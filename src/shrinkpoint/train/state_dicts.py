@@ -5,6 +5,7 @@ Also marks which tensors of a state are parameters.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -437,10 +438,17 @@ def _load_optimizer(optimizer: Any, saved: Mapping[str, Any], saved_dtypes: Mapp
 
 
 def _with_saved_dtypes(live: Any, saved: Any, follows: Callable[[Tensor], bool]) -> Any:
-    """The live value, in which tensors of another dtype than the saved ones are replaced by these, on their devices."""
+    """The live value, in which tensors of another dtype than the saved ones are replaced by these, on their devices.
+
+    So are texts and bounded deques, which torch makes anew of their items: "fp8" becomes "<generator object ...>".
+    """
     if isinstance(live, Tensor) and isinstance(saved, Tensor):
         is_cast = live.dtype != saved.dtype and live.shape == saved.shape and not follows(saved)
         return saved.to(live.device) if is_cast else live
+    if isinstance(live, str) and isinstance(saved, str):
+        return saved if live.startswith("<generator object ") else live
+    if isinstance(live, deque) and isinstance(saved, deque):
+        return deque(live, saved.maxlen)
     if isinstance(live, dict) and isinstance(saved, Mapping):
         live.update({key: _with_saved_dtypes(live[key], saved[key], follows) for key in live.keys() & saved.keys()})
     elif isinstance(live, list | tuple) and isinstance(saved, list | tuple) and len(live) == len(saved):
