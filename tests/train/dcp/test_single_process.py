@@ -314,6 +314,17 @@ def test_a_directory_without_a_checkpoint_says_so(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_a_checkpoint_of_torch_is_named_as_such(tmp_path: Path) -> None:
+    """By the reader, whose errors torch wraps, and by `load`."""
+    state = {"w": torch.ones(3)}
+    dcp.save(state, checkpoint_id=str(tmp_path))
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        dcp.load(state, storage_reader=Reader(tmp_path))
+    assert "a checkpoint of torch.distributed.checkpoint; expected" in str(caught.value.failures)
+    with pytest.raises(errors.NotFoundError, match=r"a checkpoint of torch\.distributed.*shrinkpoint convert"):
+        load(tmp_path)
+
+
 def test_a_flipped_bit_is_an_error(tmp_path: Path) -> None:
     save({"x": torch.randn(4000, generator=torch.Generator().manual_seed(1))}, tmp_path)
     path = tmp_path / "rank-00000.safetensors"

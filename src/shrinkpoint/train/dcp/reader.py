@@ -30,7 +30,7 @@ from shrinkpoint.errors import (
 from shrinkpoint.storage import AnyDirectory, ObjectUrl, resolve_directory
 from shrinkpoint.store.chain import manifest_identity, use_current
 from shrinkpoint.store.directory import read_directory_manifest
-from shrinkpoint.store.identify import MANIFEST
+from shrinkpoint.store.identify import MANIFEST, identify
 from shrinkpoint.store.load import check_patterns, no_match_error
 from shrinkpoint.store.manifest import DirectoryManifest
 from shrinkpoint.tensors.dtypes import as_bits, empty, torch_dtype
@@ -202,7 +202,14 @@ def open_checkpoint(directory: Path | ObjectUrl) -> tuple[DirectoryManifest, Che
         MismatchError: another framework wrote it.
         FormatError: its manifest is damaged.
     """
-    manifest = read_directory_manifest(directory)
+    try:
+        manifest = read_directory_manifest(directory)
+    except NotFoundError:
+        identity = identify(directory) if isinstance(directory, Path) else None
+        if identity is None:
+            raise
+        expected = f"the directory of one checkpoint, with {MANIFEST}"
+        raise NotFoundError(str(directory), found=identity.description, expected=expected, do=identity.do) from None
     if not isinstance(manifest.extra, dict) or DCP_KEY not in manifest.extra:
         found, do = "a checkpoint that `dcp.save` did not write", "read it with what wrote it"
         raise MismatchError(str(directory), found=found, expected="one of torch.distributed.checkpoint", do=do)
