@@ -76,6 +76,11 @@ def test_a_run_goes_on_from_the_older_whole_checkpoint(run, damage):
     assert same(ended(made(ShrinkTrainer, run), True), whole()) and latest_valid(run) == str(run / "checkpoint-8")
 
 
+def test_resuming_from_the_directory_of_a_run_names_a_checkpoint_in_it(run):
+    with pytest.raises(FormatError, match="no checkpoint, but checkpoint-8 in it"):
+        made(ShrinkTrainer, run).train(resume_from_checkpoint=str(run))
+
+
 def test_where_none_is_whole_nothing_is_resumed(run):
     for folder in run.glob("checkpoint-*"):
         DAMAGES["half a payload"](folder)

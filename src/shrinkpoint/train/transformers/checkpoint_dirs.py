@@ -25,7 +25,7 @@ from shrinkpoint.storage import local_path
 from shrinkpoint.storage.zip_records import check_zip_records
 from shrinkpoint.store import Keep
 from shrinkpoint.store.directory import verify_directory
-from shrinkpoint.store.identify import is_checkpoint
+from shrinkpoint.store.identify import find_checkpoints, is_checkpoint
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.train import newest_valid
 from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
@@ -299,8 +299,10 @@ def _validate_stock(root: Path, deep: bool) -> bool:
     weight_files = [*_iter_weight_files(root)]
     is_sharded = any(path.is_dir() and path.name.startswith("pytorch_model_fsdp") for path in root.iterdir())
     if not weight_files and not is_sharded:
-        found = f"neither a manifest nor weights. {_NOT_FOUND_TEXT} {root}"
-        raise _error(UnfinishedError, root, found, "a checkpoint whose writing ended")
+        run = find_checkpoints(root)
+        found = f"no checkpoint, but {run[-1].name} in it" if run else "neither a manifest nor weights"
+        found, expected = f"{found}. {_NOT_FOUND_TEXT} {root}", "a checkpoint whose writing ended"
+        raise _error(UnfinishedError, root, found, expected)
     _validate_trainer_state(root)
     present = [name for name in _REQUIRED_PAIR if (root / name).is_file()]
     missing = sorted({*_REQUIRED_PAIR} - {*present})
