@@ -18,7 +18,7 @@ START = """
     from pathlib import Path
     import torch, torch._dynamo, torchft
     from helpers.elastic_training import ElasticRun, exit_codes, host_lighthouse, kill, lines, make_manager, start
-    from helpers.elastic_training import wait_until
+    from helpers.elastic_training import make_run, wait_until
     from helpers.replica_search import batch, digest, plain_net
     from torch.nn.functional import mse_loss
 
@@ -30,7 +30,7 @@ START = """
     def trainer(name, setup, **changes):
         "Start a process that trains, by its name, which is a number."
         def work():
-            run = ElasticRun(int(name), make_manager(folder, name), setup, **changes)
+            run = make_run(name, setup, folder, **changes)
             run.train(log_of(name), folder / "end")
             run.manager.shutdown(wait=False)
         return start(work, log_of(name))
@@ -73,15 +73,15 @@ def kills(folder, setup, number, seed=0):
     return json.loads(run_forked(START + KILLS, str(folder), setup, str(number), str(seed)).splitlines()[-1])
 
 
-def check_equal_rounds(report):
-    """All processes ended well, and had the same bits after each round and at the end."""
+def check_equal_rounds(report, *, at_end=True):
+    """All processes ended well, and had the same bits after each round, and at the end if they ended together."""
     assert set(report["codes"].values()) == {0}, report["logs"]
     rounds: dict[int, set[tuple[str, ...]]] = {}
     for log in report["logs"].values():
         for line in log:
             rounds.setdefault(line["round"], set()).add(tuple(line["bits"]))
     assert all(len(bits) == 1 for bits in rounds.values()), report["logs"]
-    assert len({(log[-1]["round"], *log[-1]["bits"]) for log in report["logs"].values()}) == 1
+    assert not at_end or len({(log[-1]["round"], *log[-1]["bits"]) for log in report["logs"].values()}) == 1
 
 
 def test_a_replica_dies_and_another_one_recovers(tmp_path):
@@ -199,49 +199,45 @@ def test_replicas_go_on_without_one_that_differs_and_take_back_one_that_was_stop
     assert kind == "MismatchError" and "ef(q4:64)" in text and "ef(q2:64)" in text
 
 
-DILOCO = """
-    from shrinkpoint.comm import CompressedManager
-    from torchft.local_sgd import DiLoCo
+TORCHFT = """
+    SETUP, CHANGES, WIDTH = sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4])
 
-    def work(name):
-        torch.set_num_threads(1)
-        model = plain_net(0)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        outer = torch.optim.SGD(model.parameters(), lr=1.0)
-        plain = make_manager(folder, name)
-        plain.register_state_dict_fn("model", model.load_state_dict, model.state_dict)
-        manager = CompressedManager(plain, "ef(q2:64)", fragments=2)
-        parts = [model[:2], model[2:]]
-        outer = [torch.optim.SGD(part.parameters(), lr=1.0) for part in parts]
-        step, x = 0, batch(10**6, 0, size=256)
-        with DiLoCo(manager, parts, optimizer, outer, sync_every=6), log_of(name).open("a", buffering=1) as file:
-            while manager.current_step() < 12:
-                inputs, targets = batch(step, int(name))
-                step += 1
-                optimizer.zero_grad()
-                mse_loss(model(inputs), targets).backward()
-                optimizer.step()
-                if step % 3 == 0:
-                    bits = digest(*(model[2:] if manager.current_step() % 2 == 0 else model[:2]).parameters())
-                    loss = float(mse_loss(model(x[0]), x[1]))
-                    said = {"round": manager.current_step(), "bits": [bits], "width": manager.num_participants()}
-                    hop = manager.link_stats["first hop"]
-                    file.write(json.dumps({**said, "loss": loss, "bytes": [hop.raw_bytes, hop.wire_bytes]}) + "\\n")
-                time.sleep(0.01)
-            time.sleep(1.0)  # the other one may still read
+    def wait_for_rounds(number):
+        begin = max(newest(name) for name in alive)
+        wait_until(lambda: min(newest(name) for name in alive) >= begin + number)
 
-    first = start(lambda: work("0"), log_of("0"))
-    finish({"0": first, "1": start(lambda: work("1"), log_of("1"))})
+    alive = {str(place): trainer(str(place), SETUP, **CHANGES) for place in range(WIDTH)}
+    wait_until(lambda: all(newest(name) >= 0 for name in alive))
+    wait_for_rounds(4)
+    time.sleep(0.02)  # into a round
+    kill(alive.pop("1"))
+    wait_for_rounds(2)
+    alive["9"] = trainer("9", SETUP, **CHANGES)
+    wait_until(lambda: newest("9") >= 0)
+    wait_for_rounds(8)
+    finish(alive)
 """
 
 
-def test_torchfts_diloco_sends_compressed_messages(tmp_path):
-    report = json.loads(run_forked(START + DILOCO, str(tmp_path)).splitlines()[-1])
-    check_equal_rounds(report)
-    end = report["logs"]["0"][-1]
-    assert end["width"] == 2 and end["loss"] < report["logs"]["0"][0]["loss"]
-    raw_bytes, wire_bytes = end["bytes"]
-    assert 0 < wire_bytes < raw_bytes / 8
+@pytest.mark.parametrize(
+    ("setup", "changes", "width"),
+    [
+        ("diloco ef(q2:64)", {"delay": 1}, 2),
+        ("ddp ef(q4:64)", {}, 2),
+        pytest.param("diloco ef(top6.25:256:q2:64, decay=0.95)", {"delay": 2}, 4, marks=pytest.mark.nightly),
+        pytest.param("diloco ef21(top10:4096)", {}, 3, marks=pytest.mark.nightly),
+        pytest.param("ddp ef21(top10:4096)", {}, 4, marks=pytest.mark.nightly),
+    ],
+)
+def test_torchfts_own_loops_send_compressed_messages_and_states(setup, changes, width, tmp_path):
+    program = START + TORCHFT
+    report = json.loads(run_forked(program, str(tmp_path), setup, json.dumps(changes), str(width)).splitlines()[-1])
+    check_equal_rounds(report, at_end=False)
+    log, new = report["logs"]["0"], report["logs"]["9"]
+    assert {line["width"] for line in log} >= {width - 1, width} and new[0]["round"] > 6
+    assert log[-1]["loss"] < 0.95 * log[0]["loss"]
+    raw_bytes, wire_bytes = log[-1]["bytes"]
+    assert 0 < wire_bytes < raw_bytes / 6
 
 
 WRONG = """

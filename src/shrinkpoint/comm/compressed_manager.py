@@ -110,6 +110,7 @@ class CompressedManager:
 
     def allreduce(self, tensor: Tensor, should_quantize: bool = False, reduce_op: Any = dist.ReduceOp.AVG) -> dist.Work:
         """Average a tensor over the replicas in place, before it returns. An error is left to `should_commit`."""
+        from torchft.manager import _ManagedWork
         from torchft.work import _DummyWork
 
         if reduce_op != dist.ReduceOp.AVG:
@@ -127,7 +128,8 @@ class CompressedManager:
                 self._manager.report_error(error)
                 if not is_lost(error):
                     raise
-        work: dist.Work = _DummyWork(tensor)
+        # torchft's DDP takes the future of its own kind of work
+        work: dist.Work = _ManagedWork(self._manager, _DummyWork(tensor), tensor)
         return work
 
     def gather(self, message: Mapping[str, Any], device: torch.device) -> list[Any]:

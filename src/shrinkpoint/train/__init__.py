@@ -1,7 +1,7 @@
 """Saving and restoring training loops: checkpoint managers, when to save, gradient recorders, partial restores.
 
 Each framework has a subpackage, imported at its first use: `dcp`, `transformers`, `accelerate`, `lightning`,
-`torchtitan`.
+`torchft`, `torchtitan`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ if TYPE_CHECKING:
     from shrinkpoint.train import accelerate as accelerate
     from shrinkpoint.train import dcp as dcp
     from shrinkpoint.train import lightning as lightning
+    from shrinkpoint.train import torchft as torchft
     from shrinkpoint.train import torchtitan as torchtitan
     from shrinkpoint.train import transformers as transformers
     from shrinkpoint.train.journal import Journal, JournalRestore
 
 _MODULES = {"Journal": "journal", "JournalRestore": "journal"}
 """The modules of names that few need: a journal brings `comm` and torch's distributed tensors, a second of imports."""
-_SUBPACKAGES = ("accelerate", "dcp", "lightning", "torchtitan", "transformers")
+_SUBPACKAGES = ("accelerate", "dcp", "lightning", "torchft", "torchtitan", "transformers")
 
 __all__ = [
     "AnySavePolicy",
