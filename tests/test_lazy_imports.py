@@ -45,13 +45,13 @@ print(json.dumps([one.__name__ for one in found]))"""
 import sys, shrinkpoint
 listed = dir(shrinkpoint), dir(shrinkpoint.comm)
 print(json.dumps([*listed, [name for name in ("torch", "numpy", "transformers") if name in sys.modules]]))
-listed, frameworks = dir(shrinkpoint.train), ("transformers", "lightning", "accelerate", "torchtitan")
+listed, frameworks = dir(shrinkpoint.train), ("transformers", "lightning", "accelerate", "torchft", "torchtitan")
 print(json.dumps([listed, [name for name in frameworks if name in sys.modules]]))"""
     done = child(f"import json\n{before}{code}")
     assert done.returncode == 0, done.stderr
     (face, comm, heavy), (train, frameworks), names = map(json.loads, done.stdout.splitlines())
     assert {"comm", "train", "schemes"} <= {*face} and "compress_ddp" in comm and heavy == []
-    assert {"dcp", "transformers", "accelerate", "lightning", "torchtitan", "CheckpointManager"} <= {*train}
+    assert {"dcp", "transformers", "accelerate", "lightning", "torchft", "torchtitan", "CheckpointManager"} <= {*train}
     assert frameworks == []
     assert names == ["SearchScheme", "recommend", "compress_pipeline", "CheckpointManager", "Writer"]
 
@@ -82,7 +82,7 @@ def test_the_names_that_documents_use_after_a_plain_import_are_there():
     }
     assert "train.dcp.load" in names
     for name in sorted(names):
-        if not any(extra in name for extra in ("transformers", "lightning", "accelerate", "torchtitan")):
+        if not any(extra in name for extra in ("transformers", "lightning", "accelerate", "torchft", "torchtitan")):
             found: Any = sp
             for part in name.split("."):
                 found = getattr(found, part)
@@ -98,6 +98,7 @@ def test_the_names_that_documents_use_after_a_plain_import_are_there():
         ("transformers", "accelerate"),
         ("accelerate", "accelerate"),
         ("lightning", "lightning"),
+        ("torchft", "torchft"),
         ("torchtitan", "torchtitan"),
     ],
 )
@@ -114,12 +115,13 @@ for way in {ways}:
     except ImportError as error:
         told.append([type(error) is MissingExtraError, str(error), error.name])
 print(json.dumps(told))"""
+    extra = "elastic" if room == "torchft" else room
     if package != room:
         pytest.importorskip(room)
     told = answer_forked(code)
     assert len(told) == len(ways)
     for typed, text, name in told:
-        assert typed and f'pip install "shrinkpoint[{room}]"' in text and name.partition(".")[0] == package
+        assert typed and f'pip install "shrinkpoint[{extra}]"' in text and name.partition(".")[0] == package
 
 
 def test_another_missing_module_is_no_missing_extra():
