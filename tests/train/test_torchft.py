@@ -194,7 +194,7 @@ def test_more_than_max_bytes_is_refused_before_memory_is_taken(transports):
 def test_a_replica_that_is_gone_or_serves_another_step_is_a_membership_error(transports):
     receiver, sender = transports(), transports()
     sender.send_checkpoint([1], 4, {"x": 1}, SECONDS)
-    with pytest.raises(MembershipError, match="404 step 4 is served"):
+    with pytest.raises(MembershipError, match="404 /checkpoint/4 is served"):
         receiver.recv_checkpoint(0, sender.metadata(), 3, SECONDS)
     with serving(b"x") as address:
         pass
@@ -218,7 +218,15 @@ def test_nothing_is_served_after_a_step(transports):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"timeout": 60}, {"timeout": timedelta(0)}, {"own_moments": "inner"}, {"threads": 0}, {"max_bytes": 0}]
+    "wrong",
+    [
+        {"timeout": 60},
+        {"timeout": timedelta(0)},
+        {"own_moments": "inner"},
+        {"own_moments": 3},
+        {"threads": 0},
+        {"max_bytes": 0},
+    ],
 )
 def test_wrong_arguments_are_errors(wrong):
     with pytest.raises(PolicyError):

@@ -78,13 +78,13 @@ class CompressedTransport(HTTPTransport):  # its server, its address, and its lo
         do = "pass datetime.timedelta(seconds=60)"
         validate.check_instance(f"{_WHERE}, timeout", timeout, timedelta, expected="a timedelta", do=do)
         validate.check_float(f"{_WHERE}, timeout", timeout.total_seconds(), do=do)
-        if isinstance(own_moments, str) or not all(isinstance(key, str) for key in own_moments):
+        if not isinstance(own_moments, list | tuple) or not all(isinstance(key, str) for key in own_moments):
             do = 'pass e.g. ["inner"]'
             raise validate.argument_error(f"{_WHERE}, own_moments", own_moments, "a list of keys", do)
         self._own_moments = tuple(own_moments)
         self._threads = validate.check_threads(threads)
         self._max_bytes = validate.check_optional_int("max_bytes", max_bytes, none_meaning="for the free memory")
-        self._file: bytes | None = None
+        self._files: dict[str, bytes] = {}  # by path
         super().__init__(timeout, num_chunks=0)
         self._server.RequestHandlerClass = _make_handler(self, timeout.total_seconds())
 
@@ -96,13 +96,13 @@ class CompressedTransport(HTTPTransport):  # its server, its address, and its lo
         storage, scheme = MemoryStorage(), _OwnMoments(self._own_moments) if self._own_moments else Lossless()
         quantized = scheme.quantize(flatten(state_dict), None)
         write_file(storage, "state", quantized, scheme=scheme, reference=None, parent=None, threads=self._threads)
-        self._file = storage.get("state")
+        self._files = {f"/checkpoint/{step}": storage.get("state")}
         self.allow_checkpoint(step)
 
     def disallow_checkpoint(self) -> None:
         """Serve the state no longer. A replica that is receiving it goes on: it is a copy."""
         super().disallow_checkpoint()
-        self._file = None
+        self._files = {}
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         """Receive and decode the state of a step from the replica whose `metadata` this is."""
@@ -117,9 +117,9 @@ class CompressedTransport(HTTPTransport):  # its server, its address, and its lo
     def find_file(self, path: str) -> bytes:
         """The encoded state that a request asks for, once there is one; a LookupError if it asks for another one."""
         with self._checkpoint_lock.r_lock():
-            if self._file is None or path != f"/checkpoint/{self._step}":
-                raise LookupError(f"step {self._step} is served")
-            return self._file
+            if path not in self._files:
+                raise LookupError(f"{' '.join(self._files)} is served")
+            return self._files[path]
 
 
 class _OwnMoments(Fisher):
