@@ -358,9 +358,11 @@ def run(name: str, seed: int, budgets: list[str]) -> dict[str, list[dict[str, An
 
 
 def report(document: dict[str, Any]) -> None:
+    kept_titles = "kept: seen, unseen, unseen beyond two standard errors"
     print(
-        "| training | budget | first save x | delta x, median | bits W, m, v | rise %: seen, unseen, worst | kept: seen, unseen, unseen beyond two standard errors |"
+        "| training | budget | first save x | delta x, median | bits W, m, v | rise %: seen, unseen, worst", end=" | "
     )
+    print(f"{kept_titles} |")
     print("|---" * 7 + "|")
     for name, seeds in document["kinds"].items():
         for budget in next(iter(seeds.values())):
