@@ -15,6 +15,7 @@ namespace {
 
 constexpr uint32_t kSlotMask = kProbabilityScale - 1;
 constexpr uint32_t kFewSlots = kProbabilityScale - kProbabilityScale / 32;
+constexpr uint32_t kRareSlots = kProbabilityScale - kProbabilityScale / 256;
 
 }  // namespace
 
@@ -53,10 +54,13 @@ void decoder_table(const Frequencies& frequencies, uint32_t* entries) {
 DecoderTables::DecoderTables(const std::vector<Frequencies>& tables)
     : entries(tables.size() * kProbabilityScale), count(tables.size()) {
     for (size_t t = 0; t < count; ++t) decoder_table(tables[t], entries.data() + t * kProbabilityScale);
+    const auto is_first = [](const Frequencies& table) { return table[0] == kProbabilityScale; };
+    all_first = std::all_of(tables.begin(), tables.end(), is_first);
     for (size_t t = 0; t < count && count <= kMaxTables; ++t) {
         uint32_t end = 0;
         for (unsigned s = 0; s < kFirst; ++s) ends[s][t] = end += tables[t][s];
         few = few || end >= kFewSlots;
+        rare = rare || ends[0][t] >= kRareSlots;
     }
 }
 
@@ -191,9 +195,9 @@ namespace {
 
 // Decodes rounds of one stream or of two by this processor's vectors, of which it has some.
 template <typename... Runs>
-size_t decode_rounds(size_t count, const DecoderTables& tables, unsigned& turns_by_slot, Runs&... runs) {
-    if (simd() == Simd::Avx512) return decode_rounds_avx512(runs..., count, tables, turns_by_slot);
-    return decode_rounds_avx2(runs..., count, tables, turns_by_slot);
+size_t decode_rounds(size_t count, const DecoderTables& tables, Pauses& pauses, Runs&... runs) {
+    if (simd() == Simd::Avx512) return decode_rounds_avx512(runs..., count, tables, pauses);
+    return decode_rounds_avx2(runs..., count, tables, pauses);
 }
 
 }  // namespace
@@ -215,7 +219,7 @@ void RansDecoder::decode_lanes(const uint8_t* tables, size_t count, uint8_t* sym
 #if defined(SHRINKPOINT_X86)
         if (Lanes == kMaxLanes && simd() != Simd::None) {
             DecodeRun run{tables != nullptr ? tables + i : nullptr, symbols + i, next, limit_, states};
-            i += decode_rounds(count - i, all_, turns_by_slot_, run);
+            i += decode_rounds(count - i, all_, pauses_, run);
             next = run.next;
         }
 #endif
@@ -248,6 +252,7 @@ void RansDecoder::decode_lanes(const uint8_t* tables, size_t count, uint8_t* sym
 }
 
 void RansDecoder::decode(const uint8_t* tables, size_t count, uint8_t* symbols) {
+    if (all_.all_first) return void(std::memset(symbols, 0, count));  // no state changes
     if (lanes_ == kMaxLanes)
         decode_lanes<kMaxLanes>(tables, count, symbols);
     else
@@ -259,11 +264,11 @@ void RansDecoder::decode_two(RansDecoder& a, const uint8_t* tables_a, uint8_t* s
     const auto from = [](const uint8_t* tables, size_t i) { return tables != nullptr ? tables + i : nullptr; };
     size_t done = 0;
 #if defined(SHRINKPOINT_X86)
-    if (a.lanes_ == kMaxLanes && b.lanes_ == kMaxLanes && simd() != Simd::None) {
+    if (a.lanes_ == kMaxLanes && b.lanes_ == kMaxLanes && simd() != Simd::None && !a.all_.all_first) {
         do {
             DecodeRun run_a{from(tables_a, done), symbols_a + done, a.next_, a.limit_, a.states_};
             DecodeRun run_b{from(tables_b, done), symbols_b + done, b.next_, b.limit_, b.states_};
-            done += decode_rounds(count - done, a.all_, a.turns_by_slot_, run_a, run_b);
+            done += decode_rounds(count - done, a.all_, a.pauses_, run_a, run_b);
             a.next_ = run_a.next, b.next_ = run_b.next;
         } while (done + kMaxLanes <= count && (a.enter_tail() | b.enter_tail()));
         a.check_end(), b.check_end();

@@ -84,9 +84,14 @@ class DecoderTables {
     std::vector<uint32_t> entries;  // kProbabilityScale a table
     size_t count;
     // The slot behind symbol 0, behind 1 and behind 2, for each table. `few` is true if these three own nearly all
-    // slots of some table.
+    // slots of some table, `rare` if symbol 0 alone does. `all_first` is true if it owns every slot of every table.
     uint32_t ends[kFirst][kMaxTables] = {};
-    bool few = false;
+    bool few = false, rare = false, all_first = false;
+};
+
+// Pieces of a stream until a look-up that met too many other symbols is tried again.
+struct Pauses {
+    unsigned by_first = 0, by_ends = 0;
 };
 
 // Decodes a stream in pieces. Never reads outside [data, data + size).
@@ -112,7 +117,7 @@ class RansDecoder {
     void check_end() const;
 
     const DecoderTables& all_;
-    [[maybe_unused]] unsigned turns_by_slot_ = 0;  // of vectors: pieces until few symbols are tried again
+    [[maybe_unused]] Pauses pauses_;  // of vectors
     const uint8_t* next_;
     const uint8_t* end_;    // end of the stream
     const uint8_t* limit_;  // rounds may read up to here: beyond `end_` in the tail

@@ -83,6 +83,8 @@ SHRINKPOINT_INLINE256 __m256i advanced(__m256i states, const Step& step, const u
 // Looks every slot up.
 class BySlot {
    public:
+    static constexpr bool kTriesFirst = false;
+
     SHRINKPOINT_INLINE256 explicit BySlot(const DecoderTables& tables) : entries_(tables.entries.data()) {}
 
     template <bool ContextTables>
@@ -109,6 +111,8 @@ class BySlot {
 // Compares slots with the ends of the first symbols' slots. Looks all eight up if one of them is of another symbol.
 class ByEnds {
    public:
+    static constexpr bool kTriesFirst = false;
+
     SHRINKPOINT_INLINE256 explicit ByEnds(const DecoderTables& tables) : by_slot_(tables), ends_(tables.ends) {}
 
     template <bool ContextTables>
@@ -131,7 +135,7 @@ class ByEnds {
 
     size_t misses() const { return misses_; }
 
-   private:
+   protected:
     static SHRINKPOINT_INLINE256 __m256i chosen(__m256i mask, __m256i a, __m256i b) {
         return _mm256_blendv_epi8(b, a, mask);
     }
@@ -153,6 +157,38 @@ class ByEnds {
     size_t misses_ = 0;
 };
 
+// Decodes rounds of nothing but first symbols, after which no lane needs a word, and others as `ByEnds` does.
+class ByFirst : public ByEnds {
+   public:
+    static constexpr bool kTriesFirst = true;
+
+    SHRINKPOINT_INLINE256 explicit ByFirst(const DecoderTables& tables) : ByEnds(tables) {}
+
+    // The states after the first symbol. `is_right` becomes false in lanes with another symbol, or that need a word.
+    template <bool ContextTables>
+    SHRINKPOINT_INLINE256 __m256i advanced(__m256i states, const uint8_t* tables, __m256i& is_right) const {
+        const __m256i slots = _mm256_and_si256(states, _mm256_set1_epi32(kProbabilityScale - 1));
+        const __m256i table = ContextTables ? _mm256_cvtepu8_epi32(load8(tables)) : _mm256_setzero_si256();
+        const __m256i frequency = end<ContextTables>(0, table);
+        const __m256i high = _mm256_srli_epi32(states, kProbabilityBits);
+        const __m256i x = _mm256_add_epi32(_mm256_mullo_epi32(frequency, high), slots);
+        const __m256i needs_word = _mm256_cmpeq_epi32(_mm256_srli_epi32(x, 16), _mm256_setzero_si256());
+        const __m256i is_first = _mm256_cmpgt_epi32(frequency, slots);
+        is_right = _mm256_and_si256(is_right, _mm256_andnot_si256(needs_word, is_first));
+        return x;
+    }
+
+    void miss() { ++missed_rounds_; }
+    size_t misses() const { return missed_rounds_; }
+
+   private:
+    size_t missed_rounds_ = 0;
+};
+
+template <LookUp Kind>
+using TablesOf = std::conditional_t<Kind == LookUp::First, ByFirst,
+                                    std::conditional_t<Kind == LookUp::Ends, ByEnds, BySlot>>;
+
 // The states of a stream's lanes, and where it reads.
 template <bool ContextTables>
 class Lanes {
@@ -163,6 +199,32 @@ class Lanes {
     }
 
     SHRINKPOINT_INLINE256 bool can_read() const { return end_ - next_ >= static_cast<ptrdiff_t>(kRoundReach); }
+
+    // Decodes the round of symbols from i on if all of them are first ones.
+    SHRINKPOINT_INLINE256 bool decode_first(size_t i, ByFirst& all) {
+        __m256i is_right = _mm256_set1_epi32(-1), next[kRegisters];
+#pragma GCC unroll 4
+        for (unsigned k = 0; k < kRegisters; ++k)
+            next[k] = all.template advanced<ContextTables>(states_[k], from<ContextTables>(tables_, i + kLanes * k),
+                                                           is_right);
+        if (__builtin_expect(_mm256_movemask_epi8(is_right) != -1, 0)) {
+            all.miss();
+            return false;
+        }
+#pragma GCC unroll 4
+        for (unsigned k = 0; k < kRegisters; ++k) states_[k] = next[k];
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(symbols_ + i), _mm256_setzero_si256());
+        return true;
+    }
+
+    // Decodes the round of symbols from i on.
+    template <typename Tables>
+    SHRINKPOINT_INLINE256 void decode_round(size_t i, Tables& all) {
+        if constexpr (Tables::kTriesFirst)
+            if (decode_first(i, all)) return;
+#pragma GCC unroll 4
+        for (unsigned k = 0; k < kRegisters; ++k) decode(k, i, all);
+    }
 
     // Decodes symbol i of the k-th eight lanes.
     template <typename Tables>
@@ -192,9 +254,7 @@ SHRINKPOINT_AVX2 size_t decode_one(DecodeRun& run, size_t count, const DecoderTa
     Tables all(tables);
     Lanes<ContextTables> lanes(run);
     size_t i = 0;
-    for (; i + kMaxLanes <= count && lanes.can_read(); i += kMaxLanes)
-#pragma GCC unroll 4
-        for (unsigned k = 0; k < kRegisters; ++k) lanes.decode(k, i, all);
+    for (; i + kMaxLanes <= count && lanes.can_read(); i += kMaxLanes) lanes.decode_round(i, all);
     lanes.store(run);
     misses = all.misses();
     return i;
@@ -206,9 +266,14 @@ SHRINKPOINT_AVX2 size_t decode_two(DecodeRun& a, DecodeRun& b, size_t count, con
     Tables all(tables);
     Lanes<ContextTables> a_lanes(a), b_lanes(b);
     size_t i = 0;
-    for (; i + kMaxLanes <= count && a_lanes.can_read() && b_lanes.can_read(); i += kMaxLanes)
+    for (; i + kMaxLanes <= count && a_lanes.can_read() && b_lanes.can_read(); i += kMaxLanes) {
+        if constexpr (Tables::kTriesFirst) {
+            a_lanes.decode_round(i, all), b_lanes.decode_round(i, all);
+        } else {
 #pragma GCC unroll 4
-        for (unsigned k = 0; k < kRegisters; ++k) a_lanes.decode(k, i, all), b_lanes.decode(k, i, all);
+            for (unsigned k = 0; k < kRegisters; ++k) a_lanes.decode(k, i, all), b_lanes.decode(k, i, all);
+        }
+    }
     a_lanes.store(a), b_lanes.store(b);
     misses = all.misses();
     return i;
@@ -287,18 +352,17 @@ SHRINKPOINT_AVX2 void encode_all(const uint8_t* symbols, const uint8_t* tables, 
 
 }  // namespace
 
-size_t decode_rounds_avx2(DecodeRun& run, size_t count, const DecoderTables& tables, unsigned& turns_by_slot) {
-    return by_ends_or_slots(1, kLanes, tables, turns_by_slot, [&](auto by_ends, size_t& misses) {
-        using Tables = std::conditional_t<by_ends, ByEnds, BySlot>;
+size_t decode_rounds_avx2(DecodeRun& run, size_t count, const DecoderTables& tables, Pauses& pauses) {
+    return by_likely_symbols(1, kLanes, tables, pauses, [&](auto kind, size_t& misses) {
+        using Tables = TablesOf<decltype(kind)::value>;
         return run.tables != nullptr ? decode_one<true, Tables>(run, count, tables, misses)
                                      : decode_one<false, Tables>(run, count, tables, misses);
     });
 }
 
-size_t decode_rounds_avx2(DecodeRun& a, DecodeRun& b, size_t count, const DecoderTables& tables,
-                          unsigned& turns_by_slot) {
-    return by_ends_or_slots(2, kLanes, tables, turns_by_slot, [&](auto by_ends, size_t& misses) {
-        using Tables = std::conditional_t<by_ends, ByEnds, BySlot>;
+size_t decode_rounds_avx2(DecodeRun& a, DecodeRun& b, size_t count, const DecoderTables& tables, Pauses& pauses) {
+    return by_likely_symbols(2, kLanes, tables, pauses, [&](auto kind, size_t& misses) {
+        using Tables = TablesOf<decltype(kind)::value>;
         return a.tables != nullptr ? decode_two<true, Tables>(a, b, count, tables, misses)
                                    : decode_two<false, Tables>(a, b, count, tables, misses);
     });

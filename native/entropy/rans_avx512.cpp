@@ -38,6 +38,8 @@ SHRINKPOINT_INLINE512 __m512i advanced(__m512i states, const Step& step, const u
 // Looks every slot up.
 class BySlot {
    public:
+    static constexpr bool kTriesFirst = false;
+
     SHRINKPOINT_INLINE512 explicit BySlot(const DecoderTables& tables) : entries_(tables.entries.data()) {}
 
     template <bool ContextTables>
@@ -59,6 +61,8 @@ class BySlot {
 // Compares slots with the ends of the first symbols' slots. Looks all sixteen up if one of them is of another symbol.
 class ByEnds {
    public:
+    static constexpr bool kTriesFirst = false;
+
     SHRINKPOINT_INLINE512 explicit ByEnds(const DecoderTables& tables) : by_slot_(tables) {
         for (unsigned s = 0; s < DecoderTables::kFirst; ++s) ends_[s] = _mm512_loadu_si512(tables.ends[s]);
     }
@@ -85,11 +89,55 @@ class ByEnds {
 
     size_t misses() const { return misses_; }
 
-   private:
+   protected:
     BySlot by_slot_;
     __m512i ends_[DecoderTables::kFirst];
     size_t misses_ = 0;
 };
+
+// Decodes rounds of nothing but first symbols, after which no lane needs a word, and others as `ByEnds` does.
+class ByFirst : public ByEnds {
+   public:
+    static constexpr bool kTriesFirst = true;
+
+    SHRINKPOINT_INLINE512 explicit ByFirst(const DecoderTables& tables) : ByEnds(tables) {}
+
+    // Decodes a round of 32 lanes and returns true, or changes nothing and returns false.
+    template <bool ContextTables>
+    SHRINKPOINT_INLINE512 bool decode_first(__m512i& low, __m512i& high, const uint8_t* tables, uint8_t* symbols) {
+        __mmask16 others = 0;
+        const __m512i next_low = advanced<ContextTables>(low, tables, others);
+        const __m512i next_high = advanced<ContextTables>(high, from<ContextTables>(tables, 16), others);
+        if (__builtin_expect(others != 0, 0)) {
+            ++missed_rounds_;
+            return false;
+        }
+        low = next_low, high = next_high;
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(symbols), _mm256_setzero_si256());
+        return true;
+    }
+
+    size_t misses() const { return missed_rounds_; }
+
+   private:
+    // The states after the first symbol. Lanes with another symbol, or that need a word, are added to `others`.
+    template <bool ContextTables>
+    SHRINKPOINT_INLINE512 __m512i advanced(__m512i states, const uint8_t* tables, __mmask16& others) const {
+        const __m512i slots = _mm512_and_si512(states, _mm512_set1_epi32(kProbabilityScale - 1));
+        const __m512i table = ContextTables ? bytes16(tables) : _mm512_setzero_si512();
+        const __m512i frequency = _mm512_permutexvar_epi32(table, ends_[0]);
+        const __m512i high = _mm512_srli_epi32(states, kProbabilityBits);
+        const __m512i x = _mm512_add_epi32(_mm512_mullo_epi32(frequency, high), slots);
+        others |= _mm512_cmpge_epu32_mask(slots, frequency) | _mm512_cmplt_epu32_mask(x, _mm512_set1_epi32(kRansLow));
+        return x;
+    }
+
+    size_t missed_rounds_ = 0;
+};
+
+template <LookUp Kind>
+using TablesOf = std::conditional_t<Kind == LookUp::First, ByFirst,
+                                    std::conditional_t<Kind == LookUp::Ends, ByEnds, BySlot>>;
 
 // Decodes one symbol of each of sixteen lanes.
 template <bool ContextTables, typename Tables>
@@ -99,21 +147,60 @@ SHRINKPOINT_INLINE512 __m512i get16(__m512i states, Tables& all, const uint8_t* 
     return advanced(states, all.template get<ContextTables>(slots, tables, symbols), next);
 }
 
-constexpr ptrdiff_t kReach = kRoundReach;
+// The states of a stream's lanes, and where it reads.
+template <bool ContextTables>
+class Lanes {
+   public:
+    SHRINKPOINT_INLINE512 explicit Lanes(const DecodeRun& run)
+        : tables_(run.tables),
+          symbols_(run.symbols),
+          next_(run.next),
+          end_(run.end),
+          low_(_mm512_loadu_si512(run.states)),
+          high_(_mm512_loadu_si512(run.states + 16)) {}
+
+    SHRINKPOINT_INLINE512 bool can_read() const { return end_ - next_ >= static_cast<ptrdiff_t>(kRoundReach); }
+
+    // Decodes the round of symbols from i on if all of them are first ones.
+    SHRINKPOINT_INLINE512 bool decode_first(size_t i, ByFirst& all) {
+        return all.template decode_first<ContextTables>(low_, high_, from<ContextTables>(tables_, i), symbols_ + i);
+    }
+
+    template <typename Tables>
+    SHRINKPOINT_INLINE512 void decode_low(size_t i, Tables& all) {
+        low_ = get16<ContextTables>(low_, all, from<ContextTables>(tables_, i), symbols_ + i, next_);
+    }
+
+    template <typename Tables>
+    SHRINKPOINT_INLINE512 void decode_high(size_t i, Tables& all) {
+        high_ = get16<ContextTables>(high_, all, from<ContextTables>(tables_, i + 16), symbols_ + i + 16, next_);
+    }
+
+    SHRINKPOINT_INLINE512 void store(DecodeRun& run) const {
+        run.next = next_;
+        _mm512_storeu_si512(run.states, low_);
+        _mm512_storeu_si512(run.states + 16, high_);
+    }
+
+   private:
+    const uint8_t* const tables_;  // pointers of its own: a byte that is stored might change those of a run
+    uint8_t* const symbols_;
+    const uint8_t* next_;
+    const uint8_t* const end_;
+    __m512i low_, high_;
+};
 
 template <bool ContextTables, typename Tables>
 SHRINKPOINT_AVX512 size_t decode_one(DecodeRun& run, size_t count, const DecoderTables& tables, size_t& misses) {
     Tables all(tables);
-    __m512i first = _mm512_loadu_si512(run.states), second = _mm512_loadu_si512(run.states + 16);
-    const uint8_t* at = run.next;
+    Lanes<ContextTables> lanes(run);
     size_t i = 0;
-    for (; i + kMaxLanes <= count && run.end - at >= kReach; i += kMaxLanes) {
-        first = get16<ContextTables>(first, all, from<ContextTables>(run.tables, i), run.symbols + i, at);
-        second = get16<ContextTables>(second, all, from<ContextTables>(run.tables, i + 16), run.symbols + i + 16, at);
+    for (; i + kMaxLanes <= count && lanes.can_read(); i += kMaxLanes) {
+        if constexpr (Tables::kTriesFirst)
+            if (lanes.decode_first(i, all)) continue;
+        lanes.decode_low(i, all), lanes.decode_high(i, all);
     }
-    run.next = at;
-    _mm512_storeu_si512(run.states, first);
-    _mm512_storeu_si512(run.states + 16, second);
+    lanes.store(run);
     misses = all.misses();
     return i;
 }
@@ -122,21 +209,19 @@ template <bool ContextTables, typename Tables>
 SHRINKPOINT_AVX512 size_t decode_two(DecodeRun& a, DecodeRun& b, size_t count, const DecoderTables& tables,
                                      size_t& misses) {
     Tables all(tables);
-    __m512i a1 = _mm512_loadu_si512(a.states), a2 = _mm512_loadu_si512(a.states + 16);
-    __m512i b1 = _mm512_loadu_si512(b.states), b2 = _mm512_loadu_si512(b.states + 16);
-    const uint8_t *at = a.next, *bt = b.next;
+    Lanes<ContextTables> a_lanes(a), b_lanes(b);
     size_t i = 0;
-    for (; i + kMaxLanes <= count && a.end - at >= kReach && b.end - bt >= kReach; i += kMaxLanes) {
-        a1 = get16<ContextTables>(a1, all, from<ContextTables>(a.tables, i), a.symbols + i, at);
-        b1 = get16<ContextTables>(b1, all, from<ContextTables>(b.tables, i), b.symbols + i, bt);
-        a2 = get16<ContextTables>(a2, all, from<ContextTables>(a.tables, i + 16), a.symbols + i + 16, at);
-        b2 = get16<ContextTables>(b2, all, from<ContextTables>(b.tables, i + 16), b.symbols + i + 16, bt);
+    for (; i + kMaxLanes <= count && a_lanes.can_read() && b_lanes.can_read(); i += kMaxLanes) {
+        if constexpr (Tables::kTriesFirst) {
+            const bool is_a_done = a_lanes.decode_first(i, all), is_b_done = b_lanes.decode_first(i, all);
+            if (__builtin_expect(!is_a_done, 0)) a_lanes.decode_low(i, all), a_lanes.decode_high(i, all);
+            if (__builtin_expect(!is_b_done, 0)) b_lanes.decode_low(i, all), b_lanes.decode_high(i, all);
+        } else {
+            a_lanes.decode_low(i, all), b_lanes.decode_low(i, all);
+            a_lanes.decode_high(i, all), b_lanes.decode_high(i, all);
+        }
     }
-    a.next = at, b.next = bt;
-    _mm512_storeu_si512(a.states, a1);
-    _mm512_storeu_si512(a.states + 16, a2);
-    _mm512_storeu_si512(b.states, b1);
-    _mm512_storeu_si512(b.states + 16, b2);
+    a_lanes.store(a), b_lanes.store(b);
     misses = all.misses();
     return i;
 }
@@ -258,18 +343,17 @@ void encode_with(const uint8_t* symbols, const uint8_t* tables, size_t count, co
 
 }  // namespace
 
-size_t decode_rounds_avx512(DecodeRun& run, size_t count, const DecoderTables& tables, unsigned& turns_by_slot) {
-    return by_ends_or_slots(1, 16, tables, turns_by_slot, [&](auto by_ends, size_t& misses) {
-        using Tables = std::conditional_t<by_ends, ByEnds, BySlot>;
+size_t decode_rounds_avx512(DecodeRun& run, size_t count, const DecoderTables& tables, Pauses& pauses) {
+    return by_likely_symbols(1, 16, tables, pauses, [&](auto kind, size_t& misses) {
+        using Tables = TablesOf<decltype(kind)::value>;
         return run.tables != nullptr ? decode_one<true, Tables>(run, count, tables, misses)
                                      : decode_one<false, Tables>(run, count, tables, misses);
     });
 }
 
-size_t decode_rounds_avx512(DecodeRun& a, DecodeRun& b, size_t count, const DecoderTables& tables,
-                            unsigned& turns_by_slot) {
-    return by_ends_or_slots(2, 16, tables, turns_by_slot, [&](auto by_ends, size_t& misses) {
-        using Tables = std::conditional_t<by_ends, ByEnds, BySlot>;
+size_t decode_rounds_avx512(DecodeRun& a, DecodeRun& b, size_t count, const DecoderTables& tables, Pauses& pauses) {
+    return by_likely_symbols(2, 16, tables, pauses, [&](auto kind, size_t& misses) {
+        using Tables = TablesOf<decltype(kind)::value>;
         return a.tables != nullptr ? decode_two<true, Tables>(a, b, count, tables, misses)
                                    : decode_two<false, Tables>(a, b, count, tables, misses);
     });

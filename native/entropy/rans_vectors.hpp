@@ -42,32 +42,38 @@ struct DecodeRun {
 };
 
 // Decodes as many whole rounds as can be read without looking past `end`. Returns the symbols done and moves `next`.
-// `turns_by_slot` is 0 at first and kept between the calls of one stream. If the first symbols of the tables prove
-// rare, it counts the calls that look all symbols up by their slots.
-size_t decode_rounds_avx2(DecodeRun& run, size_t count, const DecoderTables& tables, unsigned& turns_by_slot);
-size_t decode_rounds_avx512(DecodeRun& run, size_t count, const DecoderTables& tables, unsigned& turns_by_slot);
+// `pauses` is kept between the calls of one stream.
+size_t decode_rounds_avx2(DecodeRun& run, size_t count, const DecoderTables& tables, Pauses& pauses);
+size_t decode_rounds_avx512(DecodeRun& run, size_t count, const DecoderTables& tables, Pauses& pauses);
 
 // Decodes rounds of two streams in turn: a round waits only for the round before it in its own stream. Both streams
 // have tables or neither has.
-size_t decode_rounds_avx2(DecodeRun& a, DecodeRun& b, size_t count, const DecoderTables& tables,
-                          unsigned& turns_by_slot);
-size_t decode_rounds_avx512(DecodeRun& a, DecodeRun& b, size_t count, const DecoderTables& tables,
-                            unsigned& turns_by_slot);
+size_t decode_rounds_avx2(DecodeRun& a, DecodeRun& b, size_t count, const DecoderTables& tables, Pauses& pauses);
+size_t decode_rounds_avx512(DecodeRun& a, DecodeRun& b, size_t count, const DecoderTables& tables, Pauses& pauses);
 
-// Calls decode(by_ends, misses) by the ends of the first symbols if most steps have these symbols, otherwise by slots.
-// A step decodes `lanes` symbols.
+// How symbols are looked up: whole rounds of the first symbol, the ends of the first symbols' slots, or every slot.
+enum class LookUp { First, Ends, Slots };
+template <LookUp Kind>
+using LookUpKind = std::integral_constant<LookUp, Kind>;
+
+// Calls decode(kind, misses) with the fastest look-up of which the streams have not shown that it mostly misses. A step
+// of `Ends` decodes `lanes` symbols.
 template <typename Decode>
-size_t by_ends_or_slots(size_t streams, size_t lanes, const DecoderTables& tables, unsigned& turns_by_slot,
-                        Decode decode) {
-    constexpr unsigned kTurnsBySlot = 63;
+size_t by_likely_symbols(size_t streams, size_t lanes, const DecoderTables& tables, Pauses& pauses, Decode decode) {
+    constexpr unsigned kPause = 63;
+    const auto attempt = [&](auto kind, unsigned& pause, size_t symbols_per_miss) {
+        size_t misses = 0;
+        const size_t done = decode(kind, misses);
+        if (misses > streams * done / symbols_per_miss) pause = kPause;
+        return done;
+    };
+    if (tables.rare && pauses.by_first == 0)
+        return attempt(LookUpKind<LookUp::First>(), pauses.by_first, 4 * kMaxLanes);
+    pauses.by_first -= pauses.by_first > 0;
+    if (tables.few && pauses.by_ends == 0) return attempt(LookUpKind<LookUp::Ends>(), pauses.by_ends, 2 * lanes);
+    pauses.by_ends -= pauses.by_ends > 0;
     size_t misses = 0;
-    if (!tables.few || turns_by_slot > 0) {
-        turns_by_slot -= turns_by_slot > 0;
-        return decode(std::false_type(), misses);
-    }
-    const size_t done = decode(std::true_type(), misses);
-    if (misses > streams * done / (2 * lanes)) turns_by_slot = kTurnsBySlot;
-    return done;
+    return decode(LookUpKind<LookUp::Slots>(), misses);
 }
 
 // Tables of an encoder in the layouts that the vector look-ups of this processor need.

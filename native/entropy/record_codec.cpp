@@ -233,6 +233,9 @@ class ChunkDecoder {
         const bool several = decoder_tables_.count > 1;
         if (several && tables_buffer_.size() < count) tables_buffer_.resize(count);
         table_of_ = several ? tables_buffer_.data() : nullptr;
+        symbols_ = tile_.symbols;
+        if (tiles_ != nullptr)
+            return tiles_->predict(span_.start + done_, count, tables_.map, several ? tables_buffer_.data() : nullptr);
         if (!planes()) {
             const uint8_t* const bytes = fill_contexts(span_.start + done_, count);
             if (several && bytes != nullptr)
@@ -240,7 +243,6 @@ class ChunkDecoder {
             else if (several)
                 look_up(tables_.map.data(), tables_.map.size(), tile_.contexts, count, tables_buffer_.data());
             if (in_place_) hold_prediction(count);
-            symbols_ = tile_.symbols;
             return;
         }
         if (symbols_buffer_.size() < count) symbols_buffer_.resize(count);
@@ -252,10 +254,6 @@ class ChunkDecoder {
     // Finds the prediction and the contexts. Contexts of a byte each are returned; others are in the tile, and null is
     // returned.
     const uint8_t* fill_contexts(uint64_t start, size_t count) {
-        if (tiles_ != nullptr) {
-            tiles_->fill_contexts(start, count, code_contexts_);
-            return code_contexts_;
-        }
         if (parent_ == nullptr) {
             contexts_.fill(start, count, tile_);
             return nullptr;
@@ -296,7 +294,7 @@ class ChunkDecoder {
     const ContextTables& tables_;
     const DecoderTables& decoder_tables_;
     uint8_t* values_;
-    const std::unique_ptr<CodeTiles> tiles_;  // contexts of codes without arrays
+    const std::unique_ptr<CodeTiles> tiles_;  // for codes without arrays
     const uint8_t* const parent_;  // codes whose only context is the parent's code
     const bool in_place_;
     std::optional<RansDecoder> stream_;
@@ -307,7 +305,6 @@ class ChunkDecoder {
     const uint8_t* table_of_ = nullptr;
     uint8_t* symbols_ = nullptr;
     Buffer symbols_buffer_, tables_buffer_;
-    uint8_t code_contexts_[kTile];
     Tile tile_;
 };
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <vector>
 
 #include "base/buffer.hpp"
 #include "entropy/model.hpp"
@@ -39,12 +40,13 @@ void decode_chunks(const Model& model, Arrays arrays, Factors* factors, const ui
                     const uint8_t* codes, size_t codes_size, uint8_t* values, const ChunkRange& range,
                     unsigned threads);
 
-// Supplies the contexts of a chunk's bytes and takes their symbols, tile by tile in the order of the chunk.
+// Supplies the tables of a chunk's bytes and takes their symbols, tile by tile in the order of the chunk.
 class CodeTiles {
    public:
     virtual ~CodeTiles() = default;
-    // Fills the contexts of `count` positions of the range from `start` on, at most kTile.
-    virtual void fill_contexts(uint64_t start, size_t count, uint8_t* contexts) = 0;
+    // Predicts `count` positions of the range from `start` on, at most kTile, and fills in the table of each. `map` has
+    // the table of each context; the last one is that of all further contexts. `tables` is null if there is one alone.
+    virtual void predict(uint64_t start, size_t count, const std::vector<uint8_t>& map, uint8_t* tables) = 0;
     // Takes the differences of the same positions, as the symbols that fold_codes makes.
     virtual void take(uint64_t start, size_t count, const uint8_t* symbols) = 0;
 };

@@ -102,15 +102,17 @@ void look_up(const uint8_t* map, size_t size, const uint16_t* contexts, size_t c
 
 void look_up_bytes(const uint8_t* map, size_t size, const uint8_t* contexts, size_t count, uint8_t* tables) {
     uint8_t whole[256];
+    const size_t rows = (size + 15) / 16, filled = rows == 1 ? 16 : 256;
     std::memcpy(whole, map, size);
-    std::fill(whole + size, whole + 256, map[size - 1]);
+    std::fill(whole + size, whole + filled, map[size - 1]);
     size_t i = 0;
 #if defined(SHRINKPOINT_X86)
-    if (simd() == Simd::Avx512)
+    if (simd() == Simd::Avx2 || (simd() == Simd::Avx512 && rows == 1))
+        i = look_up_bytes_avx2(whole, rows, static_cast<uint8_t>(size - 1), contexts, count, tables);
+    else if (simd() == Simd::Avx512)
         i = look_up_bytes_avx512(whole, contexts, count, tables);
-    else if (simd() == Simd::Avx2)
-        i = look_up_bytes_avx2(whole, (size + 15) / 16, static_cast<uint8_t>(size - 1), contexts, count, tables);
 #endif
+    for (; i < count && rows == 1; ++i) tables[i] = whole[std::min<size_t>(contexts[i], size - 1)];
     for (; i < count; ++i) tables[i] = whole[contexts[i]];
 }
 

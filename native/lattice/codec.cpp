@@ -12,6 +12,7 @@
 #include "base/buffer.hpp"
 #include "base/simd.hpp"
 #include "base/turns.hpp"
+#include "entropy/table_map.hpp"
 #include "entropy/tiles.hpp"
 #include "lattice/cells.hpp"
 #include "lattice/guesses.hpp"
@@ -126,6 +127,44 @@ SHRINKPOINT_KERNEL(Sums, add_folded, (const uint8_t* symbols, size_t count, int1
     return sums.all();
 }
 
+// Adds a folded difference to the guess of a code that has one byte; flags as `add_to_bytes` returns them.
+SHRINKPOINT_INLINE uint8_t add_to_byte(uint8_t symbol, int8_t code, int8_t& out) {
+    const auto guess = static_cast<uint8_t>(code), difference = static_cast<uint8_t>(symbol >> 1 ^ (0 - (symbol & 1)));
+    const auto sum = static_cast<uint8_t>(guess + difference);
+    out = static_cast<int8_t>(sum);
+    return static_cast<uint8_t>((((sum ^ guess) & (sum ^ difference)) & 0x80) | (symbol == kEscapeSymbol));
+}
+
+// Adds folded differences to codes of one byte, which may be `out`. Bit 7 of the result says that some sum does not fit
+// into a byte, in which case `out` holds its low byte; bit 0 that there is an escape.
+SHRINKPOINT_KERNEL(uint8_t, add_to_bytes, (const uint8_t* symbols, const int8_t* codes, size_t count, int8_t* out),
+                   (symbols, codes, count, out)) {
+    uint8_t flags = 0;
+    for (size_t i = 0; i < count; ++i) flags = static_cast<uint8_t>(flags | add_to_byte(symbols[i], codes[i], out[i]));
+    return flags;
+}
+
+// Same for powers, whose guess is zero if the parent is zero, and otherwise the point 0.
+SHRINKPOINT_KERNEL(uint8_t, add_to_powers, (const uint8_t* symbols, const int8_t* parent, size_t count, int8_t* out),
+                   (symbols, parent, count, out)) {
+    uint8_t flags = 0;
+    for (size_t i = 0; i < count; ++i) {
+        const auto guess = static_cast<int8_t>(parent[i] == kZeroCode ? kZeroCode : 0);
+        flags = static_cast<uint8_t>(flags | add_to_byte(symbols[i], guess, out[i]));
+    }
+    return flags;
+}
+
+// Recovers guesses of one byte from sums modulo 256 and their folded differences.
+SHRINKPOINT_KERNEL(void, subtract_from_bytes,
+                   (const uint8_t* symbols, const int8_t* sums, size_t count, int16_t* guesses),
+                   (symbols, sums, count, guesses)) {
+    for (size_t i = 0; i < count; ++i) {
+        const auto difference = static_cast<uint8_t>(symbols[i] >> 1 ^ (0 - (symbols[i] & 1)));
+        guesses[i] = static_cast<int8_t>(static_cast<uint8_t>(sums[i]) - difference);
+    }
+}
+
 SHRINKPOINT_KERNEL(size_t, count_escapes, (const uint8_t* tokens, const uint8_t* contexts, size_t count),
                    (tokens, contexts, count)) {
     uint32_t escapes = 0;
@@ -235,6 +274,15 @@ class PointPredictor {
     // True if `predict` reads the steps of the cells. Otherwise their dithers or exponents are enough.
     bool needs_steps(bool all) const { return is_same_ ? all : !known_.parent.none(); }
 
+    // True if a guess depends on nothing but the parent's code, and that has one byte.
+    bool is_of_byte() const {
+        if (known_.parent.lattice == nullptr || known_.parent.codes.bytes != 1) return false;
+        return is_same_ || (lattice_.powers && known_.parent.lattice->powers);
+    }
+
+    // True if the guess is the parent's code.
+    bool is_same() const { return is_same_; }
+
     // `values` has room for the parent's values, which are computed if they are needed or if `all` of them are asked
     // for.
     void predict(uint64_t first, uint64_t start, size_t count, bool all, Scratch& scratch, float* values,
@@ -317,23 +365,21 @@ class LatticeTiles : public CodeTiles {
  public:
     LatticeTiles(const std::vector<PartDecoder>& parts, WideList& wide) : parts_(parts), wide_(wide), memory_(1) {}
 
-    void fill_contexts(uint64_t start, size_t count, uint8_t* contexts) override {
+    void predict(uint64_t start, size_t count, const std::vector<uint8_t>& map, uint8_t* tables) override {
         by_parts(start, count, [&](const PartDecoder& decoder, uint64_t first, size_t run, size_t place) {
-            const CodedPart& part = decoder.part;
-            Scratch& scratch = memory_.front();
-            const uint64_t place_in_tensor = part.positions.first + first;
-            if (decoder.predictor.needs_cells() && decoder.predictor.needs_steps(false))
-                fill_cells(*part.lattice, read_roots(part.known.squares, part.positions.first, first, run, scratch),
-                           place_in_tensor, run, scratch.cells);
-            else if (decoder.predictor.needs_cells())
-                fill_offsets(*part.lattice, place_in_tensor, run, scratch.cells);
-            decoder.predictor.predict(part.positions.first, first, run, false, scratch, scratch.parent, codes_ + place,
-                                      contexts + place);
+            const PointPredictor& predictor = decoder.predictor;
+            if (predictor.is_of_byte() && tables == nullptr) return;
+            if (predictor.is_of_byte() && predictor.is_same())
+                return fill_same_tables(*decoder.part.lattice, decoder.part.positions.first + first, run, map,
+                                        tables + place);
+            predict_run(decoder, first, run, codes_ + place);
+            if (tables != nullptr) look_up_bytes(map.data(), map.size(), contexts_, run, tables + place);
         });
     }
 
     void take(uint64_t start, size_t count, const uint8_t* symbols) override {
         by_parts(start, count, [&](const PartDecoder& decoder, uint64_t first, size_t run, size_t place) {
+            if (decoder.predictor.is_of_byte() && take_bytes(decoder, first, run, symbols + place, codes_ + place)) return;
             const Sums sums = add_folded(symbols + place, run, codes_ + place, decoder.part.codes + first);
             if (sums.escapes != 0) throw std::invalid_argument("more large differences than escapes");
             if (!sums.in_range) throw std::invalid_argument("a point that is too far out");
@@ -344,6 +390,40 @@ class LatticeTiles : public CodeTiles {
     }
 
  private:
+    // Fills in guesses and `contexts_`.
+    void predict_run(const PartDecoder& decoder, uint64_t first, size_t run, int16_t* guesses) {
+        const CodedPart& part = decoder.part;
+        Scratch& scratch = memory_.front();
+        const uint64_t place = part.positions.first + first;
+        if (decoder.predictor.needs_cells() && decoder.predictor.needs_steps(false))
+            fill_cells(*part.lattice, read_roots(part.known.squares, part.positions.first, first, run, scratch), place,
+                       run, scratch.cells);
+        else if (decoder.predictor.needs_cells())
+            fill_offsets(*part.lattice, place, run, scratch.cells);
+        decoder.predictor.predict(part.positions.first, first, run, false, scratch, scratch.parent, guesses, contexts_);
+    }
+
+    // The tables of the contexts of `guess_same`.
+    static void fill_same_tables(const Lattice& lattice, uint64_t start, size_t run, const std::vector<uint8_t>& map,
+                                 uint8_t* tables) {
+        uint8_t of_class[kStepClasses];
+        for (size_t k = 0; k < kStepClasses; ++k)
+            of_class[k] = map[std::min(map.size() - 1, k + kSameContexts)];
+        fill_step_classes(lattice, start, run, tables);
+        look_up_bytes(of_class, kStepClasses, tables, run, tables);
+    }
+
+    // Takes codes that fit into bytes, from guesses that do. Otherwise returns false, with the guesses filled in.
+    static bool take_bytes(const PartDecoder& decoder, uint64_t first, size_t run, const uint8_t* symbols,
+                           int16_t* guesses) {
+        const auto* const parent = reinterpret_cast<const int8_t*>(decoder.part.known.parent.codes.data) + first;
+        int8_t* const codes = decoder.part.codes + first;
+        const auto add = decoder.predictor.is_same() ? add_to_bytes : add_to_powers;
+        if (add(symbols, parent, run, codes) == 0) return true;
+        subtract_from_bytes(symbols, codes, run, guesses);
+        return false;
+    }
+
     // work(part, start in the part, count, place among those asked for)
     template <typename Work>
     void by_parts(uint64_t start, size_t count, Work work) const {
@@ -362,6 +442,7 @@ class LatticeTiles : public CodeTiles {
     WideList& wide_;
     std::vector<Scratch, UninitializedAllocator<Scratch>> memory_;  // from the pool: its pages have been touched
     int16_t codes_[kTile];  // predicted, and then decoded
+    uint8_t contexts_[kBlock];
 };
 
 // The first escape of every piece, and their number.

@@ -64,7 +64,7 @@ SHRINKPOINT_KERNEL(void, guess_same,
     for (size_t i = 0; i < count; ++i) {
         const int32_t code = parent[i];
         guesses[i] = static_cast<int16_t>(std::min(std::max(code, -kMaxCode), kMaxCode));
-        contexts[i] = static_cast<uint8_t>(kOffsets * kStepClasses + classes[i]);
+        contexts[i] = static_cast<uint8_t>(kSameContexts + classes[i]);
     }
 }
 

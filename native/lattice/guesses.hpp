@@ -3,6 +3,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "lattice/grid.hpp"
+
 namespace shrinkpoint {
 
 // Guesses the point nearest to the parent's value. The context is the remaining distance and the size of the step.
@@ -16,7 +18,9 @@ void guess_multiples(const float* parent, const float* steps, const float* dithe
 // Same without a parent: the point nearest to 0 has code 0, and its distance is the dither.
 void guess_zeros(const float* dithers, const uint8_t* classes, size_t count, int16_t* guesses, uint8_t* contexts);
 
-// Same for a parent on this very lattice: its codes are the guesses, and their distances are rounding.
+// Same for a parent on this very lattice: its codes are the guesses, and their distances are rounding. The contexts are
+// those from kSameContexts on, one a class.
+constexpr int32_t kSameContexts = 16 * kStepClasses;
 void guess_same(const int16_t* parent, const uint8_t* classes, size_t count, int16_t* guesses, uint8_t* contexts);
 
 // Most values are where their row and column say, whatever the parent's values were. So that is the guess, and the
