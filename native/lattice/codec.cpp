@@ -368,6 +368,7 @@ class LatticeTiles : public CodeTiles {
     void predict(uint64_t start, size_t count, const std::vector<uint8_t>& map, uint8_t* tables) override {
         by_parts(start, count, [&](const PartDecoder& decoder, uint64_t first, size_t run, size_t place) {
             const PointPredictor& predictor = decoder.predictor;
+            if (predictor.is_of_byte()) prefetch(decoder.part.known.parent.codes.data + first, run);
             if (predictor.is_of_byte() && tables == nullptr) return;
             if (predictor.is_of_byte() && predictor.is_same())
                 return fill_same_tables(*decoder.part.lattice, decoder.part.positions.first + first, run, map,
@@ -390,6 +391,11 @@ class LatticeTiles : public CodeTiles {
     }
 
  private:
+    // Codes of many megabytes are read as they are taken: without this, each line of them would be waited for.
+    static void prefetch(const uint8_t* codes, size_t count) {
+        for (size_t i = 0; i < count; i += 64) __builtin_prefetch(codes + i);
+    }
+
     // Fills in guesses and `contexts_`.
     void predict_run(const PartDecoder& decoder, uint64_t first, size_t run, int16_t* guesses) {
         const CodedPart& part = decoder.part;

@@ -21,14 +21,16 @@ std::vector<float> steps_of(const std::vector<int16_t>& exponents) {
     return out;
 }
 
-std::vector<int32_t> classes_of(const std::vector<int16_t>& exponents) {
+std::vector<int16_t> classes_of(const std::vector<int16_t>& exponents) {
+    constexpr int64_t kMost = (1 << 14) - 1;
     int64_t sum = 0;
     for (const int16_t exponent : exponents) sum += exponent;
     const auto count = static_cast<int64_t>(std::max<size_t>(1, exponents.size()));
     const int64_t mean = sum / count - (sum % count < 0);
-    std::vector<int32_t> out;
+    std::vector<int16_t> out;
     out.reserve(exponents.size());
-    for (const int16_t exponent : exponents) out.push_back(static_cast<int32_t>(exponent - mean));
+    for (const int16_t exponent : exponents)
+        out.push_back(static_cast<int16_t>(std::min(std::max(exponent - mean, -kMost), kMost)));
     return out;
 }
 
@@ -107,9 +109,11 @@ SHRINKPOINT_KERNEL(void, fill_steps, (const Lattice& lattice, uint64_t start, si
 
 SHRINKPOINT_KERNEL(void, fill_step_classes, (const Lattice& lattice, uint64_t start, size_t count, uint8_t* out),
                    (lattice, start, count, out)) {
-    spread(lattice, lattice.row_classes, lattice.column_classes, start, count, out, [](int32_t row, int32_t column) {
-        const int32_t step_class = (row + column) >> 2;
-        return static_cast<uint8_t>(std::min(std::max(step_class + kStepClasses / 2, 0), kStepClasses - 1));
+    static constexpr int16_t kFirst = 0, kLast = kStepClasses - 1, kMiddle = kStepClasses / 2;
+    spread(lattice, lattice.row_classes, lattice.column_classes, start, count, out, [](int16_t row, int16_t column) {
+        const auto sum = static_cast<int16_t>(row + column);
+        const auto step_class = static_cast<int16_t>((sum >> 2) + kMiddle);
+        return static_cast<uint8_t>(std::min(std::max(step_class, kFirst), kLast));
     });
 }
 

@@ -76,7 +76,7 @@ class Lattice {
     uint32_t seed;
     std::vector<int16_t> row_exponents, column_exponents;
     std::vector<float> row_steps, column_steps;
-    std::vector<int32_t> row_classes, column_classes;  // exponents minus their mean
+    std::vector<int16_t> row_classes, column_classes;  // exponents minus their mean, within half of 16 bits
     Codes origin;              // codes that a gain is relative to; none without a gain
     float excess_gain = 0.0f;  // gain - 1
 };
