@@ -206,7 +206,7 @@ class LatticeTensor:
 
     def points(self) -> LatticeTensor:
         """Return the same codes without a gain: the values are the lattice's points."""
-        return self if self.origin is None else replace(self, origin=None, gain=1.0)
+        return self if self.origin is None else LatticeTensor(self.codes, self.lattice, self.relative_to)
 
     def has_origin_of(self, parent: object) -> bool:
         """True if this tensor has an origin, and another one is on the same lattice and has the same origin."""

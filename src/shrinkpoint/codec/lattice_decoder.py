@@ -51,6 +51,7 @@ from shrinkpoint.tensors.dtypes import tensor_bytes
 from shrinkpoint.tensors.info import TensorInfo
 
 _BLOCK_VALUES = 1 << 19  # Values that are decoded before the next ones are looked at
+_NO_BYTES: Bytes = np.empty(0, np.uint8)
 
 
 class MemberDecoder:
@@ -79,7 +80,7 @@ class MemberDecoder:
     ) -> None:
         self._info, self._first, self.count, self._params = span.info, span.begin, span.end - span.begin, lattice
         self._lattice = lattice.to_native(span.info.shape)
-        self._codes, self._code_bytes = np.empty(0, np.uint8), 1
+        self._codes, self._code_bytes = _NO_BYTES, 1
         self._origin, self._gain = None if continued is None else continued.first_codes, gain
         self._parent = None if parent is None else _FetchedValues(parent, span.info.dtype, inputs, continued)
         self._squares = None if squares is None else _FetchedValues(squares, squares_dtype, inputs, widen=True)
@@ -221,7 +222,7 @@ class _FetchedValues:
         if source is None and dtype == "F32":
             source = inputs.fetch_codes(span)
         self.name, self.values = span.name, None
-        self.stored: Bytes = np.empty(0, np.uint8)
+        self.stored = _NO_BYTES
         if source is not None:
             self._lattice, self._codes = source.native_values()
             self._code_bytes = source.codes.element_size()
@@ -487,8 +488,7 @@ def _decode_exponents(
         exponents = np.cumsum(differences, dtype=np.int64)
     if bool((np.abs(exponents) > MAX_SCALE_EXPONENT).any()):
         raise ValueError("scales out of range")
-    parts = np.split(exponents.astype(np.int16), np.cumsum([n for pair in counts for n in pair])[:-1])
-    sides = [torch.from_numpy(part) for part in parts]
+    sides = torch.from_numpy(exponents.astype(np.int16)).split([n for pair in counts for n in pair])
     lattices = [
         Lattice(recipe.spacing, rows, columns, recipe.step, seed)
         for rows, columns, seed in zip(sides[::2], sides[1::2], seeds, strict=True)
