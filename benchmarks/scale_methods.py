@@ -30,6 +30,7 @@ from shrinkpoint_lab.bench.systems import resident_bytes
 
 RELATIVE_ERROR = 0.3
 """Of Fisher's weights: the steps that the documents' tables are for."""
+_CHAIN_LOADS = 5  # of the first and the last checkpoint of a chain, in turn
 
 
 class Meter:
@@ -237,17 +238,25 @@ def background(meter: Meter, live: LiveState, folder: Path, threads: int) -> Non
 
 def chain(meter: Meter, live: LiveState, folder: Path, threads: int) -> None:
     """Loads of the end of a chain of 20 beside its keyframe's, lossless and Fisher; its size does not end it."""
-    count = _count_states(folder)
-    for name, scheme in (("lossless", "lossless"), ("fisher", sp.Fisher(relative_error=RELATIVE_ERROR))):
-        where = folder / name
-        with sp.CheckpointManager(where, scheme=scheme, threads=threads, keyframe_every=None) as manager:
-            for step in range(20):
-                live.load(step % count)
-                manager.save(step, **live.objects, rng=False)
-        for step in (0, 19):
-            with sp.Store(where, threads=threads) as store:
-                meter.run(f"{name}, load {step + 1} of 20", partial(store.load, step))
-        shutil.rmtree(where)
+    _load_chain(meter, live, folder, threads, "lossless", "lossless")
+    fisher_chain(meter, live, folder, threads)
+
+
+def fisher_chain(meter: Meter, live: LiveState, folder: Path, threads: int) -> None:
+    """The same of Fisher alone."""
+    _load_chain(meter, live, folder, threads, "fisher", sp.Fisher(relative_error=RELATIVE_ERROR))
+
+
+def _load_chain(meter: Meter, live: LiveState, folder: Path, threads: int, name: str, scheme: Any) -> None:
+    count, where = _count_states(folder), folder / name
+    with sp.CheckpointManager(where, scheme=scheme, threads=threads, keyframe_every=None) as manager:
+        for step in range(20):
+            live.load(step % count)
+            manager.save(step, **live.objects, rng=False)
+    for step in [0, 19] * (1 if meter.of_memory else _CHAIN_LOADS):
+        with sp.Store(where, threads=threads) as store:
+            meter.run(f"{name}, load {step + 1} of 20", partial(store.load, step))
+    shutil.rmtree(where)
 
 
 METHODS = {
@@ -262,6 +271,8 @@ METHODS = {
     "fisher, AVX2": avx2(fisher),
     "background": background,
     "chain": chain,
+    "fisher chain": fisher_chain,
+    "fisher chain, AVX2": avx2(fisher_chain),
 }
 
 

@@ -183,12 +183,13 @@ def _memory_figures(summary: _Summary, model: str, threads: int) -> Iterator[Fig
 
 
 def _chain_figures(summary: _Summary, model: str, threads: int) -> Iterator[Figure]:
-    for method in MEMORY:
-        first, last = (summary.times(model, threads, "chain", f"{method}, load {number} of 20") for number in (1, 20))
+    of_fisher = [(f"fisher chain{width}", "fisher", f"fisher{width}") for width in WIDTHS]
+    for method, scheme, name in (*(("chain", scheme, scheme) for scheme in MEMORY), *of_fisher):
+        first, last = (summary.times(model, threads, method, f"{scheme}, load {number} of 20") for number in (1, 20))
         if first and last:
-            yield Figure(f"{method} load of 20 in a chain / of its keyframe", _ratios(last, first), 2.0)
-            states = summary.size(model, threads, "chain", f"{method}, load 20 of 20", "peak_states")
-            yield Figure(f"{method} load of 20 in a chain, states", [states], 1.3)
+            yield Figure(f"{name} load of 20 in a chain / of its keyframe", _ratios(last, first), 2.0)
+            states = summary.size(model, threads, method, f"{scheme}, load 20 of 20", "peak_states")
+            yield Figure(f"{name} load of 20 in a chain, states", [states], 1.3)
 
 
 def _thread_figures(summary: _Summary) -> Iterator[Figure]:

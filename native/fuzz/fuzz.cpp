@@ -226,12 +226,26 @@ struct Stream {
     Bytes data, tables, symbols;
 };
 
+// Gives most slots to symbol 0 in some tables, up to all of them.
+void make_first_frequent(Choices& choose, std::vector<Frequencies>& tables) {
+    for (Frequencies& table : tables) {
+        if (choose.one_in(4)) continue;
+        const auto others = static_cast<uint16_t>(choose.below(4));
+        table.fill(0);
+        table[0] = static_cast<uint16_t>(kProbabilityScale - others);
+        for (unsigned i = 0; i < others; ++i) ++table[1 + choose.below(255)];
+    }
+}
+
+// In most streams symbol 0 is as frequent as it may be.
 Stream make_stream(Choices& choose, const std::vector<Frequencies>& frequencies, size_t count, bool several) {
     Stream out;
+    const unsigned rarity = choose.one_in(3) ? 1 : choose.one_in(2) ? 50 : 2000;
     for (size_t i = 0; i < count; ++i) {
         const unsigned table = several ? choose.below(static_cast<unsigned>(frequencies.size())) : 0;
-        uint8_t symbol = static_cast<uint8_t>(choose.below(256));
-        while (frequencies[table][symbol] == 0) ++symbol;
+        const bool is_first = frequencies[table][0] != 0 && !choose.one_in(rarity);
+        uint8_t symbol = is_first ? 0 : static_cast<uint8_t>(choose.below(256));
+        while (frequencies[table][symbol] == 0) ++symbol;  // behind 255 comes 0
         if (several) out.tables.push_back(static_cast<uint8_t>(table));
         out.symbols.push_back(symbol);
     }
@@ -267,7 +281,8 @@ bool decode_streams(Choices& choose, const Stream& a, const Stream* b, const Dec
 }  // namespace
 
 void fuzz_rans(Choices& choose) {
-    const ContextTables tables = make_tables(choose, 1 + choose.below(16));
+    ContextTables tables = make_tables(choose, 1 + choose.below(16));
+    if (choose.one_in(2)) make_first_frequent(choose, tables.frequencies);
     const bool several = choose.one_in(2);
     const size_t count = choose.one_in(4) ? kFewSymbols + choose.below(3000) : 1 + choose.below(3000);
     const DecoderTables decoder_tables(tables.frequencies);

@@ -191,6 +191,25 @@ def test_the_largest_codes_of_the_same_lattice_are_their_own_guesses() -> None:
         Pair(replace(pair.tensor, lattice=grid), replace(pair.parent, lattice=grid), None).agree(2)
 
 
+@pytest.mark.parametrize("law", ["linear", "log"])
+@pytest.mark.parametrize("share", [0.0, 0.0003, 0.05])
+@pytest.mark.parametrize("most", [3, 127])
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_few_codes_move_from_a_parent_of_one_byte(law: str, share: float, most: int, level: int) -> None:
+    """Some of them move beyond a byte, where the parent has the largest codes."""
+    _native._use_simd(level)
+    shape, random = (90, 3001), np.random.default_rng(11)
+    pair = make(law, shape, 7, same=True, most=most)
+    before = torch.from_numpy(random.integers(-most, most + 1, shape).astype(np.int16))
+    moves = random.choice([-2, -1, 1, 2], shape) * (random.random(shape) < share)
+    guess = before if law == "linear" else torch.where(before == ZERO_CODE, ZERO_CODE, 0)
+    codes = (guess + torch.from_numpy(moves)).to(torch.int16)
+    parent = LatticeTensor(before, pair.parent.lattice).narrow()
+    assert parent.codes.dtype == torch.int8
+    for threads in (1, 3):
+        Pair(LatticeTensor(codes, pair.tensor.lattice).narrow(), parent, None).agree(threads)
+
+
 def refusal(pair: Pair, parent: Any, squares: Any) -> str:
     """The message of the error; the error itself would keep native objects alive."""
     try:
