@@ -380,7 +380,8 @@ class LatticeTiles : public CodeTiles {
 
     void take(uint64_t start, size_t count, const uint8_t* symbols) override {
         by_parts(start, count, [&](const PartDecoder& decoder, uint64_t first, size_t run, size_t place) {
-            if (decoder.predictor.is_of_byte() && take_bytes(decoder, first, run, symbols + place, codes_ + place)) return;
+            const bool is_of_byte = decoder.predictor.is_of_byte();
+            if (is_of_byte && take_bytes(decoder, first, run, symbols + place, codes_ + place)) return;
             const Sums sums = add_folded(symbols + place, run, codes_ + place, decoder.part.codes + first);
             if (sums.escapes != 0) throw std::invalid_argument("more large differences than escapes");
             if (!sums.in_range) throw std::invalid_argument("a point that is too far out");
