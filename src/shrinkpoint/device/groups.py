@@ -13,21 +13,13 @@ from shrinkpoint.device.rows import Rows
 
 @dataclass(frozen=True)
 class GroupWire:
-    """The layout of a message: heads of groups, then bit planes of codes.
+    """The layout of a message: heads of groups, then bit planes of codes."""
 
-    Attributes:
-        numel: the number of values.
-        group: the number of values of a group: a power of two, 16 to 4096.
-        bits: of a code.
-        head_bytes: of a group.
-        centers: magnitudes that codes of `NormalFloat` decode to, exact in float32.
-    """
-
-    numel: int
-    group: int
-    bits: int
-    head_bytes: int
-    centers: tuple[float, ...] = ()
+    numel: int  # The number of values
+    group: int  # The number of values of a group: a power of two, 16 to 4096
+    bits: int  # Of a code
+    head_bytes: int  # Of a group
+    centers: tuple[float, ...] = ()  # Magnitudes that codes of `NormalFloat` decode to, exact in float32
 
     @property
     def groups(self) -> int:

@@ -20,21 +20,13 @@ ALIGN = 16
 
 @dataclass(frozen=True)
 class Rows:
-    """Tensors of one length at even distances in memory; one place between two of them may be left out.
+    """Tensors of one length at even distances in memory; one place between two of them may be left out."""
 
-    Attributes:
-        first: the first row: 1-d, contiguous.
-        count: the number of rows.
-        stride: the distance between rows, in values.
-        hole: rows from this one on lie one stride further; `count` if no place is left out.
-        tensors: all rows, which may be copies that nothing else keeps in memory.
-    """
-
-    first: Tensor
-    count: int
-    stride: int
-    hole: int
-    tensors: Sequence[Tensor] = ()
+    first: Tensor  # The first row: 1-d, contiguous
+    count: int  # The number of rows
+    stride: int  # The distance between rows, in values
+    hole: int  # Rows from this one on lie one stride further; `count` if no place is left out
+    tensors: Sequence[Tensor] = ()  # All rows, which may be copies that nothing else keeps in memory
 
     @property
     def numel(self) -> int:

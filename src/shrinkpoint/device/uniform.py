@@ -41,21 +41,13 @@ _LARGEST_KEY, _SMALLEST_KEY = tl.constexpr(0x7FFFFFFF), tl.constexpr(-0x80000000
 
 @dataclass(frozen=True)
 class UniformWire:
-    """The layout of a message.
+    """The layout of a message."""
 
-    Attributes:
-        numel: the number of values.
-        group: the number of values of a group, at least 1.
-        bits: of a code.
-        brief: ranges are bfloat16, else float32.
-        seeds: of the dither, one for each message; empty without dither.
-    """
-
-    numel: int
-    group: int
-    bits: int
-    brief: bool
-    seeds: Sequence[int] = ()
+    numel: int  # The number of values
+    group: int  # The number of values of a group, at least 1
+    bits: int  # Of a code
+    brief: bool  # Ranges are bfloat16, else float32
+    seeds: Sequence[int] = ()  # Of the dither, one for each message; empty without dither
 
     @property
     def groups(self) -> int:

@@ -182,15 +182,10 @@ class ReferenceCache(Generic[M]):
 
 
 class RetainedProgress(NamedTuple):
-    """The share of the weights' progress that a checkpoint holds.
+    """The share of the weights' progress that a checkpoint holds."""
 
-    Attributes:
-        fraction: None if there is nothing to compare, or weights have moved by too little to tell.
-        is_lost: too much is missing, and not by chance.
-    """
-
-    fraction: float | None = None
-    is_lost: bool = False
+    fraction: float | None = None  # None if there is nothing to compare, or weights have moved by too little to tell
+    is_lost: bool = False  # Too much is missing, and not by chance
 
 
 class _SampledWeight(NamedTuple):

@@ -21,15 +21,10 @@ _MAX_MESSAGE = 1 << 30  # bytes
 
 
 class _Rank(NamedTuple):
-    """The message of a rank before files are sent.
+    """The message of a rank before files are sent."""
 
-    Attributes:
-        version: that it holds; or `_PUBLISHER`, `_CLOSED`, `_NOTHING`.
-        id: of the series, as a number; 0 without one.
-    """
-
-    version: int
-    id: int = 0
+    version: int  # That it holds; or `_PUBLISHER`, `_CLOSED`, `_NOTHING`
+    id: int = 0  # Of the series, as a number; 0 without one
 
 
 class GroupLink:

@@ -24,15 +24,10 @@ Sizes: TypeAlias = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """A box of a global tensor.
+    """A box of a global tensor."""
 
-    Attributes:
-        offsets: index of its first value in the global tensor, for each axis.
-        tensor: its values.
-    """
-
-    offsets: Sizes
-    tensor: Tensor
+    offsets: Sizes  # Index of its first value in the global tensor, for each axis
+    tensor: Tensor  # Its values
 
     @property
     def sizes(self) -> Sizes:
@@ -52,19 +47,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """This process's share of one tensor of a model.
+    """This process's share of one tensor of a model."""
 
-    Attributes:
-        shape: of the global tensor.
-        tensor: the memory of this process.
-        pieces: views of it, which are boxes of the global tensor; nearly always one.
-        owner: the DTensor that it is the shard of; None of a plain tensor.
-    """
-
-    shape: Sizes
-    tensor: Tensor
-    pieces: tuple[Piece, ...]
-    owner: Tensor | None = None
+    shape: Sizes  # Of the global tensor
+    tensor: Tensor  # The memory of this process
+    pieces: tuple[Piece, ...]  # Views of it, which are boxes of the global tensor; nearly always one
+    owner: Tensor | None = None  # The DTensor that it is the shard of; None of a plain tensor
 
     @classmethod
     def whole(cls, tensor: Tensor) -> LocalTensor:

@@ -36,17 +36,11 @@ _DO = "publish again, or let the trainer begin another place"
 
 
 class StoredPart(NamedTuple):
-    """One object in the storage.
+    """One object in the storage."""
 
-    Attributes:
-        size: in bytes.
-        digest: of its header, which authenticates every other byte.
-        token: random hex in its name, in a bucket; "" elsewhere.
-    """
-
-    size: int
-    digest: str
-    token: str = ""
+    size: int  # In bytes
+    digest: str  # Of its header, which authenticates every other byte
+    token: str = ""  # Random hex in its name, in a bucket; "" elsewhere
 
 
 @dataclass(frozen=True, order=True)
@@ -203,17 +197,11 @@ class Published:
 
 
 class _Route(NamedTuple):
-    """A route to the newest version.
+    """A route to the newest version."""
 
-    Attributes:
-        nbytes: of all its files.
-        num_deltas: so many of the newest deltas.
-        keyframe: that they begin with; none where they begin with the version that is held.
-    """
-
-    nbytes: int
-    num_deltas: int
-    keyframe: tuple[VersionFile, ...] = ()
+    nbytes: int  # Of all its files
+    num_deltas: int  # So many of the newest deltas
+    keyframe: tuple[VersionFile, ...] = ()  # That they begin with; none where they begin with the version that is held
 
 
 def _check_parts(files: Sequence[VersionFile]) -> None:

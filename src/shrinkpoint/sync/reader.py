@@ -38,19 +38,12 @@ Selection: TypeAlias = Callable[[VersionLayout], Sequence[Collection[str]]]
 
 @dataclass(frozen=True)
 class HeldPart:
-    """A file of a version, decoded.
+    """A file of a version, decoded."""
 
-    Attributes:
-        tree: structure of the state; its leaves name tensors.
-        reference: the tensors, on the CPU, by name.
-        wanted: names of the tensors that are held; None: all of the file.
-        nbytes: bytes that were read for it.
-    """
-
-    tree: JSON = field(repr=False)
-    reference: Reference = field(repr=False)
-    wanted: frozenset[str] | None = None
-    nbytes: int = 0
+    tree: JSON = field(repr=False)  # Structure of the state; its leaves name tensors
+    reference: Reference = field(repr=False)  # The tensors, on the CPU, by name
+    wanted: frozenset[str] | None = None  # Names of the tensors that are held; None: all of the file
+    nbytes: int = 0  # Bytes that were read for it
 
     @property
     def num_held_bytes(self) -> int:
@@ -59,19 +52,12 @@ class HeldPart:
 
 @dataclass(frozen=True)
 class HeldVersion:
-    """A version, decoded.
+    """A version, decoded."""
 
-    Attributes:
-        id: of the series.
-        version: its number.
-        parts: its file, or its parts by rank.
-        layout: of its parts; None of one file.
-    """
-
-    id: str
-    version: int
-    parts: Sequence[HeldPart] = field(repr=False)
-    layout: VersionLayout | None = field(default=None, repr=False)
+    id: str  # Of the series
+    version: int  # Its number
+    parts: Sequence[HeldPart] = field(repr=False)  # Its file, or its parts by rank
+    layout: VersionLayout | None = field(default=None, repr=False)  # Of its parts; None of one file
 
     @property
     def nbytes(self) -> int:

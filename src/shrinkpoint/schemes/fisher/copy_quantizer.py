@@ -30,17 +30,11 @@ from shrinkpoint.tensors.info import JSON
 
 @dataclass(frozen=True)
 class CopyChoice:
-    """A copy as it is quantized.
+    """A copy as it is quantized."""
 
-    Attributes:
-        points: this rank's points, by local name.
-        record: for the manifest.
-        left_out: global names of weights that no points of the chosen steps reach.
-    """
-
-    points: Mapping[str, QuantizedTensor]
-    record: dict[str, JSON] = field(repr=False)
-    left_out: tuple[str, ...] = ()
+    points: Mapping[str, QuantizedTensor]  # This rank's points, by local name
+    record: dict[str, JSON] = field(repr=False)  # For the manifest
+    left_out: tuple[str, ...] = ()  # Global names of weights that no points of the chosen steps reach
 
 
 @dataclass

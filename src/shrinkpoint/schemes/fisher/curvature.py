@@ -292,21 +292,13 @@ class Curvature:
 
 @dataclass(frozen=True)
 class _Summary:
-    """Curvature of one global tensor, known on every rank.
+    """Curvature of one global tensor, known on every rank."""
 
-    Attributes:
-        mean: of the squares; 0 if unknown, and nan or infinite in a run that diverges.
-        is_known: all shards have squares of the same kind.
-        relative_only: see `Curvature`.
-        marginals: sums of the squares; None where a rank has all of the tensor.
-        is_remote: the squares are on another rank than the weight.
-    """
-
-    mean: float = 0.0
-    is_known: bool = False
-    relative_only: bool = False
-    marginals: Marginals | None = None
-    is_remote: bool = False
+    mean: float = 0.0  # Of the squares; 0 if unknown, and nan or infinite in a run that diverges
+    is_known: bool = False  # All shards have squares of the same kind
+    relative_only: bool = False  # See `Curvature`
+    marginals: Marginals | None = None  # Sums of the squares; None where a rank has all of the tensor
+    is_remote: bool = False  # The squares are on another rank than the weight
 
 
 def estimate_curvatures(

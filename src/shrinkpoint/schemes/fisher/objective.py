@@ -88,16 +88,11 @@ class Measure(Protocol):
 
 
 class _Trial(NamedTuple):
-    """Weights that were measured.
-
-    Attributes:
-        rise: to be compared with the budget: nan, or at least that of `change`.
-        record: as a manifest has it.
-    """
+    """Weights that were measured."""
 
     change: Degradation
-    rise: float
-    record: dict[str, JSON]
+    rise: float  # To be compared with the budget: nan, or at least that of `change`
+    record: dict[str, JSON]  # As a manifest has it
 
 
 class Objective(ABC):
@@ -132,13 +127,9 @@ class Objective(ABC):
 
 @dataclass(frozen=True)
 class ErrorTarget(Objective):
-    """A relative error.
+    """A relative error."""
 
-    Attributes:
-        error: the root mean square of the error in standard deviations, in the geometric mean over all weights.
-    """
-
-    error: float
+    error: float  # The root mean square of the error in standard deviations, in the geometric mean over all weights
 
     @property
     def settings(self) -> dict[str, JSON]:
@@ -153,13 +144,9 @@ class ErrorTarget(Objective):
 
 @dataclass(frozen=True)
 class RatioTarget(Objective):
-    """A compression ratio.
+    """A compression ratio."""
 
-    Attributes:
-        ratio: how many times smaller the whole state becomes.
-    """
-
-    ratio: float
+    ratio: float  # How many times smaller the whole state becomes
 
     @property
     def settings(self) -> dict[str, JSON]:
@@ -189,19 +176,12 @@ class RatioTarget(Objective):
 
 @dataclass(frozen=True)
 class LossBudget(Objective):
-    """The rise of the loss that a checkpoint may cause.
+    """The rise of the loss that a checkpoint may cause."""
 
-    Attributes:
-        budget: in the loss's own unit; unused if `share` is given.
-        share: in per cent of the loss itself; `in_loss_unit` converts it to a budget.
-        noise: of a measurement, which is subtracted from the budget.
-        scale: the loss; None if unknown.
-    """
-
-    budget: float
-    share: float | None = None
-    noise: float = 0.0
-    scale: float | None = None
+    budget: float  # In the loss's own unit; unused if `share` is given
+    share: float | None = None  # In per cent of the loss itself; `in_loss_unit` converts it to a budget
+    noise: float = 0.0  # Of a measurement, which is subtracted from the budget
+    scale: float | None = None  # The loss; None if unknown
 
     @property
     def settings(self) -> dict[str, JSON]:

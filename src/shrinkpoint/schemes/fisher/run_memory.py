@@ -76,14 +76,10 @@ class QuietSaves:
 
     Steps that were made smaller in a bad moment would otherwise stay for the rest of the chain: of weights with
     hysteresis, N is not learned.
-
-    Attributes:
-        count: saves in a row.
-        patience: saves after which larger steps are tried; twice as many after each trial that failed.
     """
 
-    count: int = 0
-    patience: int = MIN_PATIENCE
+    count: int = 0  # Saves in a row
+    patience: int = MIN_PATIENCE  # Saves after which larger steps are tried; twice as many after each trial that failed
 
     @property
     def are_over(self) -> bool:
@@ -101,21 +97,13 @@ class QuietSaves:
 
 @dataclass(frozen=True)
 class Progress:
-    """What training gains between saves, from which follows what it would lose with its first moments.
+    """What training gains between saves, from which follows what it would lose with its first moments."""
 
-    Attributes:
-        updates: of the optimizer at the last save; None if unknown.
-        interval: updates between the last two saves; None if unknown.
-        quality: the loss that was measured last, or minus the score; None if none was.
-        measured_at: updates when it was.
-        gain: the fall of the loss in an update, between the last two measurements; None if unknown.
-    """
-
-    updates: int | None = None
-    interval: int | None = None
-    quality: float | None = None
-    measured_at: int | None = None
-    gain: float | None = None
+    updates: int | None = None  # Of the optimizer at the last save; None if unknown
+    interval: int | None = None  # Updates between the last two saves; None if unknown
+    quality: float | None = None  # The loss that was measured last, or minus the score; None if none was
+    measured_at: int | None = None  # Updates when it was
+    gain: float | None = None  # The fall of the loss in an update, between the last two measurements; None if unknown
 
     def after(self, updates: int | None, quality: float | None) -> Progress:
         """The progress at the next save.
@@ -168,15 +156,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Forecast of the next measurement of a rise.
+    """Forecast of the next measurement of a rise."""
 
-    Attributes:
-        rise: in the loss's unit.
-        interval: in which it lies in nine of ten cases, as far as is known.
-    """
-
-    rise: float
-    interval: tuple[float, float]
+    rise: float  # In the loss's unit
+    interval: tuple[float, float]  # In which it lies in nine of ten cases, as far as is known
 
 
 @dataclass

@@ -73,21 +73,13 @@ CopiesMode = Literal["coded", "exact"]
 
 
 class FisherChoice(NamedTuple):
-    """Choice for one state.
+    """Choice for one state."""
 
-    Attributes:
-        steps: the step size of the weights, and the weights quantized with it.
-        moments: quantized, by name.
-        problem: why the weights and moments stay exact after all; None: they need not.
-        copies: of the weights beside the model that track it, by name.
-        mode: of the moments, never "auto".
-    """
-
-    steps: StepChoice
-    moments: dict[str, QuantizedTensor]
-    problem: EvaluateProblem | None
-    copies: Mapping[str, CopyChoice]
-    mode: MomentsMode
+    steps: StepChoice  # The step size of the weights, and the weights quantized with it
+    moments: dict[str, QuantizedTensor]  # Quantized, by name
+    problem: EvaluateProblem | None  # Why the weights and moments stay exact after all; None: they need not
+    copies: Mapping[str, CopyChoice]  # Of the weights beside the model that track it, by name
+    mode: MomentsMode  # Of the moments, never "auto"
 
 
 class Fisher(Planner["FisherChoice"]):

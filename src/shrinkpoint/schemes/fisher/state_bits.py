@@ -22,17 +22,11 @@ _DITHER_PLACES = 16  # of a cell, that the context of a code tells apart
 
 @dataclass(frozen=True)
 class StateBits:
-    """The size of a whole state in bits.
+    """The size of a whole state in bits."""
 
-    Attributes:
-        raw: without compression.
-        other: what is stored besides the weights.
-        is_first: True if this is the first checkpoint of a run, and no file alone.
-    """
-
-    raw: float
-    other: float
-    is_first: bool
+    raw: float  # Without compression
+    other: float  # What is stored besides the weights
+    is_first: bool  # True if this is the first checkpoint of a run, and no file alone
 
     def weight_bits(self, ratio: float) -> float:
         """The bits that remain for the weights if the whole state is to be `ratio` times smaller."""

@@ -66,19 +66,12 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The end of a search.
+    """The end of a search."""
 
-    Attributes:
-        chosen: one of `trials`; None where nothing that was tried meets the threshold.
-        trials: in the order in which they were measured; each point once.
-        method: the name of the search.
-        rounds: how often all ranks measured together; without a group, as many as there are trials.
-    """
-
-    chosen: Trial | None
-    trials: tuple[Trial, ...]
-    method: str
-    rounds: int
+    chosen: Trial | None  # One of `trials`; None where nothing that was tried meets the threshold
+    trials: tuple[Trial, ...]  # In the order in which they were measured; each point once
+    method: str  # The name of the search
+    rounds: int  # How often all ranks measured together; without a group, as many as there are trials
 
     def to_json(self, space: Space) -> dict[str, Any]:
         """Plain data for a manifest."""
