@@ -255,10 +255,6 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
         lambda **wrong: comm.AQSGD(**{"compressor": comm.Uniform(4), **wrong}),
         {"compressor": ["q4", None], "warmup": NO_COUNT_FROM_0, "dtype": ["fp8", None, []], "most_bytes": NO_COUNT},
     ),
-    "comm.Accordion": (
-        lambda **wrong: comm.Accordion("q2", "q8", **wrong),
-        {"threshold": [0, *NO_NUMBER], "interval": NO_COUNT},
-    ),
     "comm.insert_compression": (
         lambda **wrong: comm.insert_compression(**{"model": MODEL, "after": ["0"], "forward": "q4:64", **wrong}),
         {**SIZES, "model": [None, "gpt"], "after": ["0", None, 3, ["none"]], "micro_batches": NO_COUNT},
@@ -274,7 +270,6 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
             "min_numel": NO_COUNT_FROM_0,
             "nonfinite": NO_CHOICE,
             "timeout": NO_NUMBER,
-            "accordion": ["q4", comm.Accordion],
         },
     ),
     "comm.compress_tensor_parallel": (

@@ -160,7 +160,7 @@ WAYS = """
     import torch.distributed as dist
     from contracts.compressor import mean_errors
     from helpers.replica_search import drawn, join, leave
-    from shrinkpoint.comm import Accordion, LocalSteps, OuterSGD, background_allreduce, compress_ddp, compress_fsdp
+    from shrinkpoint.comm import LocalSteps, OuterSGD, background_allreduce, compress_ddp, compress_fsdp
     from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce
     from shrinkpoint.comm.round_average import SparseAllReduce
     from torch.distributed.device_mesh import init_device_mesh
@@ -237,7 +237,6 @@ WAYS = """
             "ddp, inline": inline,
             "ddp, nodes": lambda spec: ddp(spec, ranks_per_node=2),
             "ddp, bfloat16": lambda spec: ddp(spec, torch.bfloat16),
-            "ddp, accordion": lambda spec: ddp(spec, accordion=Accordion(spec, spec)),
             "fsdp": lambda spec: fsdp(meshes[0], spec, None),
             "fsdp, replicas": lambda spec: fsdp(meshes[1], None, spec),
             "fsdp, both levels": lambda spec: fsdp(meshes[1], spec, spec),

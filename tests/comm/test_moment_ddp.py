@@ -15,7 +15,7 @@ START = '''
     from torch.nn.functional import cross_entropy, mse_loss
     from torch.nn.parallel import DistributedDataParallel as DDP
     from helpers.replica_search import Net, batch, bits, caught, digest, images, join, leave, plain_net
-    from shrinkpoint.comm import Accordion, LocalSteps, compress_ddp, compress_fsdp, moment_allreduce
+    from shrinkpoint.comm import LocalSteps, compress_ddp, compress_fsdp, moment_allreduce
 
     moment_allreduce.WARMUP_STEPS = 4
 
@@ -160,8 +160,6 @@ TWO = """
             "average": {"optimizer": adam, "average_compressor": "q4:64"},
         }.items():
             reports["refused " + name] = caught(lambda: compress_ddp(DDP(plain_net()), "v0.7", **options))
-        reports["refused accordion"] = caught(
-            lambda: compress_ddp(DDP(plain_net()), accordion=Accordion("v0.7", "q4:64"), optimizer=adam))
         reports["refused fsdp"] = caught(lambda: compress_fsdp(fully_shard(plain_net()), "q8:64", "v0.7"))
         reports["refused local"] = caught(lambda: LocalSteps(plain_net(), sgd, compressor="v0.7"))
         model = DDP(plain_net())
@@ -197,7 +195,6 @@ REFUSALS = {
     "zero": "a ZeroRedundancyOptimizer",
     "list": "a torch.optim.Optimizer",
     "average": "steps on both hops",
-    "accordion": "moment steps",
     "fsdp": "moment steps",
     "local": "moment steps",
     "journal": "whose steps are not on the wire",

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import shrinkpoint as sp
-from shrinkpoint.comm import Accordion, compress_ddp
+from shrinkpoint.comm import compress_ddp
 from shrinkpoint.errors import CorruptError, LockedError, MismatchError, PolicyError, StorageError
 from shrinkpoint.storage import LocalStorage, MemoryStorage
 from shrinkpoint.train import Journal
@@ -495,8 +495,6 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(tmp_path: Path):
         Journal(manager, compress_ddp(ddp(net()), "ef21(top10)"), print, feedback="restart")
     with pytest.raises(PolicyError, match="factors each rank remembers"):
         Journal(manager, compress_ddp(ddp(net()), "lowrank2"), print)
-    with pytest.raises(PolicyError, match="Accordion"):
-        Journal(manager, compress_ddp(ddp(net()), accordion=Accordion("q2:64", "q8:64")), print)
     with pytest.raises(PolicyError, match="find_unused_parameters"):
         Journal(manager, compress_ddp(ddp(net(), find_unused_parameters=True)), print)
     ignoring = net()

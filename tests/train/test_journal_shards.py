@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import shrinkpoint as sp
-from shrinkpoint.comm import Accordion, compress_ddp, compress_fsdp
+from shrinkpoint.comm import compress_ddp, compress_fsdp
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.train import Journal
 from shrinkpoint.train.dcp import Manager
@@ -127,8 +127,6 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(tmp_path: Path):
         manager, model = Manager(tmp_path), lambda: fully_shard(nn.Linear(4, 4))
         with pytest.raises(PolicyError, match=r'error feedback.*feedback="restart"'):
             Journal(manager, compress_fsdp(model(), reduce_scatter="ef(q4:64)"), print)
-        with pytest.raises(PolicyError, match="Accordion"):
-            Journal(manager, compress_fsdp(model(), accordion=Accordion("q2:64", "q8:64")), print)
         with pytest.raises(PolicyError, match="Leave out the feedback"):
             Journal(manager, compress_fsdp(model()), print, shard_compressor="ef(q4:64)")
         with pytest.raises(PolicyError, match=r"dcp\.Manager, for shards"):

@@ -15,7 +15,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shrinkpoint.comm.accordion import Accordion as Accordion
     from shrinkpoint.comm.aqsgd import AQSGD as AQSGD
     from shrinkpoint.comm.compressed_manager import CompressedManager as CompressedManager
     from shrinkpoint.comm.compressors.base import Cast as Cast
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
     from shrinkpoint.comm.tensor_parallel import compress_tensor_parallel as compress_tensor_parallel
 
 _NAMES = {
-    "accordion": "Accordion",
     "aqsgd": "AQSGD",
     "compressed_manager": "CompressedManager",
     "compressors.base": "Cast Compressor CompressorContext Identity",

@@ -125,16 +125,6 @@ class _LayoutState:
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count, "out": self.sender.state_dict(), "into": self.receiver.state_dict()}
 
-    def switched(self, feedback: ErrorFeedback) -> _LayoutState:
-        """The state for another feedback; memories are kept if it is of the same type."""
-        if feedback == self.feedback:
-            return self
-        new = _LayoutState(feedback, self.count)
-        if type(feedback) is type(self.feedback):
-            new.sender.load_state_dict(self.sender.state_dict())
-            new.receiver.load_state_dict(self.receiver.state_dict())
-        return new
-
 
 class CompressedCollective:
     """Messages of one kind among the ranks of a group, with a feedback state for each layout.
@@ -146,11 +136,6 @@ class CompressedCollective:
     def __init__(self, feedback: ErrorFeedback, stats: LinkStats, *, name: str) -> None:
         self.feedback, self.stats, self.name = feedback, stats, name
         self._layouts: dict[str, _LayoutState] = {}
-
-    def switch(self, feedback: ErrorFeedback) -> None:
-        """Change the feedback of messages; on all ranks between the same two messages."""
-        self.feedback = feedback
-        self._layouts = {layout: state.switched(feedback) for layout, state in self._layouts.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The feedback state of this rank, by layout."""
@@ -477,12 +462,6 @@ class CompressedAllReduce:
     def hops(self) -> tuple[CompressedReduceScatter, CompressedAllGather]:
         """Both hops, in their order."""
         return self.reduce_scatter, self.all_gather
-
-    def switch(self, compressor: CompressorLike, average_compressor: CompressorLike = None) -> None:
-        """Change the compressors, on all ranks at the same step."""
-        first, last = _feedback_pair(compressor, average_compressor)
-        self.reduce_scatter.switch(first)
-        self.all_gather.switch(last)
 
     def average_(self, tensor: Tensor, group: dist.ProcessGroup, layout: str = "") -> Tensor:
         """Average a tensor over ranks in place, and return it.

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shrinkpoint import validate
-from shrinkpoint.comm.accordion import Accordion
 from shrinkpoint.comm.background_allreduce import BackgroundAllReduce, HierarchicalAllReduce, NodeGroups
-from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce, check_hops, reduce_numbers
+from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce, check_hops
 from shrinkpoint.comm.error_feedback import ErrorFeedback
 from shrinkpoint.comm.gradient_averaging import GradientAveraging, not_replayable
 from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL, GradientCollector, GradientLayout, Segment
@@ -41,7 +40,6 @@ def compress_ddp(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     average_compressor: CompressorLike = None,
-    accordion: Accordion[CompressorLike] | None = None,
     before: BucketFunction | None = None,
     ranks_per_node: int = 1,
     min_numel: int = 0,
@@ -72,7 +70,6 @@ def compress_ddp(
         average_compressor: for their average; None for `compressor`, with feedback of its own if that has one: what
             either hop loses is sent later. With `LowRank` for the average of factors, and of what is not sent as
             factors. Not with `MomentSteps`.
-        accordion: switches between two compressors; then `compressor` is not used.
         before: called with each bucket of this rank before its gradients are taken, since DDP has one hook a model: it
             changes `bucket.buffer()` in place, or returns its values or a future of them, which is waited for. A hook
             of torch is `functools.partial(hook, state)`.
@@ -95,7 +92,7 @@ def compress_ddp(
             different second moments.
     """
     options = min_numel, segment_numel, nonfinite, timeout, optimizer
-    replicas = DDPCompression(model, compressor, average_compressor, accordion, before, ranks_per_node, *options)
+    replicas = DDPCompression(model, compressor, average_compressor, before, ranks_per_node, *options)
     model.register_comm_hook(replicas, _comm_hook)
     return replicas
 
@@ -123,7 +120,6 @@ class DDPCompression(GradientAveraging[AverageRecord]):
         model: DistributedDataParallel,
         compressor: CompressorLike | LowRank | MomentSteps,
         average_compressor: CompressorLike = None,
-        accordion: Accordion[CompressorLike] | None = None,
         before: BucketFunction | None = None,
         ranks_per_node: int = 1,
         min_numel: int = 0,
@@ -136,7 +132,7 @@ class DDPCompression(GradientAveraging[AverageRecord]):
         if before is not None and not callable(before):
             advice = "write before=lambda bucket: bucket.buffer().mul_(.5), or partial(hook, state) of a hook of torch"
             raise validate.argument_error("compress_ddp, before", before, "a function of a bucket", advice)
-        super().__init__("compress_ddp", accordion, min_numel, nonfinite, timeout)
+        super().__init__("compress_ddp", min_numel, nonfinite, timeout)
         validate.check_int("compress_ddp, segment_numel", segment_numel)
         self._group: dist.ProcessGroup = model.process_group
         validate.check_int("compress_ddp, ranks_per_node", ranks_per_node)
@@ -145,8 +141,7 @@ class DDPCompression(GradientAveraging[AverageRecord]):
             advice = "give every node as many ranks, or leave it out"
             raise PolicyError("compress_ddp, ranks_per_node", found=problem, expected=expected, do=advice)
         self._ranks_per_node, self._average_compressor, self._before = ranks_per_node, average_compressor, before
-        given = compressor if accordion is None else accordion.compressor
-        given = parse(given) if isinstance(given, str) else given
+        given = parse(compressor) if isinstance(compressor, str) else compressor
         low_rank = given if isinstance(given, LowRank) else None
         plain = given.compressor if isinstance(given, LowRank | MomentSteps) else given
         self._all_reduce = CompressedAllReduce(plain, average_compressor, name="ddp")
@@ -248,16 +243,11 @@ class DDPCompression(GradientAveraging[AverageRecord]):
         for background in self._background.values():
             background.wait()
         buckets, self._buckets = self._buckets, []
-        accordion, device = self._accordion, buckets[0][0].device
         for index, (buffer, future) in enumerate(buckets):
             if self._nonfinite == "raise" and not bool(buffer.isfinite().all()):
                 advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
                 raise PolicyError(f"gradients, bucket {index}", found="values that are not finite", do=advice)
-            if accordion is not None:
-                accordion.add_gradient(buffer)
             future.set_result(buffer)
-        if accordion is not None and accordion.end_step(lambda numbers: reduce_numbers(numbers, self._group, device)):
-            self._all_reduce.switch(accordion.compressor, self._average_compressor)
 
     def _make_background(self, device: torch.device) -> BackgroundAllReduce:
         is_one_node = self._group.size() == self._ranks_per_node > 1
@@ -276,13 +266,13 @@ class DDPCompression(GradientAveraging[AverageRecord]):
         return LowRankAllReduce(self._group, device, all_reduce_for, self._low_rank)
 
     def state_dict(self) -> dict[str, Any]:
-        """The feedback and Accordion state of this rank; each rank has its own. Tensors are not copied."""
+        """The feedback state of this rank; each rank has its own. Tensors are not copied."""
         state: dict[str, Any] = {"words": self.config(), "hops": self._all_reduce.state_dict(), **self._rank_state()}
         if self._low_rank is not None:
             state["low_rank"] = self._low_rank.state_dict()
         if self._moments is not None:
             state["moment_steps"] = self._moments.state_dict()
-        return state if self._accordion is None else {**state, "accordion": self._accordion.state_dict()}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` of this rank returned; on all ranks, or on none.
@@ -293,9 +283,6 @@ class DDPCompression(GradientAveraging[AverageRecord]):
         """
         self._check_common_state(state, self.state_dict())
         check_hops("compress_ddp", state["hops"])
-        if self._accordion is not None:
-            self._accordion.load_state_dict(state["accordion"])
-            self._all_reduce.switch(self._accordion.compressor, self._average_compressor)
         if self._low_rank is not None:
             self._low_rank.load_state_dict(state["low_rank"])
         if self._moments is not None:
@@ -379,8 +366,6 @@ class DDPCompression(GradientAveraging[AverageRecord]):
             problem, advice = f"{self._moments.spec}, whose steps are not on the wire", 'use "q4:64"'
         elif self._ranks_per_node > 1:
             problem, advice = "averages of which each rank decodes a share", "leave out ranks_per_node"
-        elif self._accordion is not None:
-            problem, advice = "an Accordion, whose choice is not on the wire", "use one compressor"
         elif not (last := self._all_reduce.all_gather.feedback).has_stateless_receiver:
             problem = f"{last} on the second hop, where each rank remembers what it has received"
             advice = f'compress with "ef({last.compressor})", or set average_compressor="{last.compressor}"'
@@ -398,8 +383,7 @@ class DDPCompression(GradientAveraging[AverageRecord]):
 
     def config(self) -> dict[str, Any]:
         """The configuration that all ranks, and a state to load, must have in common."""
-        accordion, feedback = self._accordion, self._all_reduce.reduce_scatter.feedback
-        spec = feedback.shared_spec if accordion is None else accordion.describe()
+        spec = self._all_reduce.reduce_scatter.feedback.shared_spec
         spec = spec if self._low_rank is None else self._low_rank.spec
         spec = spec if self._moments is None else self._moments.spec
         average_spec = None if self._average_compressor is None else str(self._average_compressor)
@@ -413,8 +397,6 @@ class DDPCompression(GradientAveraging[AverageRecord]):
             config["right counts"] = self._low_rank.all_reduce.reduce_scatter.counts()
         if self._moments is not None:
             config |= self._moments.counts()
-        if self._accordion is not None:
-            config |= self._accordion.progress()
         return replica_check(self._group, "compress_ddp", config, self._timeout)
 
 

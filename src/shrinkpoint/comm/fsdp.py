@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard
 
 from shrinkpoint import validate
-from shrinkpoint.comm.accordion import Accordion
 from shrinkpoint.comm.compressed_allreduce import (
     CompressedAllGather,
     CompressedAllReduce,
@@ -43,7 +42,6 @@ def compress_fsdp(
     reduce_scatter: CompressorLike = "q4:64",
     *,
     all_reduce: CompressorLike = None,
-    accordion: Accordion[CompressorLike] | None = None,
     min_numel: int = 0,
     nonfinite: NonfinitePolicy = "pass",
     timeout: float = CONFIG_TIMEOUT,
@@ -61,7 +59,6 @@ def compress_fsdp(
         all_gather: the compressor of weights, without feedback; None for torch's own all-gather.
         reduce_scatter: the compressor of gradients, or a feedback; None for torch's own reduce-scatter.
         all_reduce: the compressor of gradients between replicas, or a feedback; None for torch's own all-reduce.
-        accordion: switches between two compressors; then `reduce_scatter` is not used.
         min_numel: smaller shards are sent uncompressed.
         nonfinite: "pass": a value that is not finite stays so, with the values encoded together with it. "raise": it is
             an error on every rank, for which the ranks exchange a number per module.
@@ -75,7 +72,7 @@ def compress_fsdp(
         MismatchError: in the first forward pass: ranks are configured differently. On every rank that called this; one
             that did not gets torch's error once another has ended.
     """
-    return FSDPCompression(root, all_gather, reduce_scatter, all_reduce, accordion, min_numel, nonfinite, timeout)
+    return FSDPCompression(root, all_gather, reduce_scatter, all_reduce, min_numel, nonfinite, timeout)
 
 
 class FSDPCompression(GradientAveraging[ShardRecord]):
@@ -92,21 +89,19 @@ class FSDPCompression(GradientAveraging[ShardRecord]):
         weights: CompressorLike,
         gradients: CompressorLike,
         replicas: CompressorLike,
-        accordion: Accordion[CompressorLike] | None,
         min_numel: int,
         nonfinite: NonfinitePolicy,
         timeout: float,
     ) -> None:
-        super().__init__("compress_fsdp", accordion, min_numel, nonfinite, timeout)
+        super().__init__("compress_fsdp", min_numel, nonfinite, timeout)
         expected, advice = "a module that fully_shard was applied to", "apply it first"
         validate.check_instance("compress_fsdp, root", root, nn.Module, expected=expected, do=advice)
         self.link_stats = {"all-gather": LinkStats(), "reduce-scatter": LinkStats()}
-        gradients = gradients if accordion is None else accordion.compressor
         # without feedback: weights are sent again in the backward pass, unchanged
         weight_feedback = None if weights is None else as_stateless("all-gather", weights)
         gradient_feedback = None if gradients is None else as_feedback(gradients)
         weight_spec = weight_feedback and weight_feedback.shared_spec
-        gradient_spec = accordion.describe() if accordion else gradient_feedback and gradient_feedback.shared_spec
+        gradient_spec = gradient_feedback and gradient_feedback.shared_spec
         specs = {"all_gather": weight_spec, "reduce_scatter": gradient_spec}
         if replicas is not None:
             specs["all_reduce"] = as_feedback(replicas).shared_spec
@@ -119,7 +114,6 @@ class FSDPCompression(GradientAveraging[ShardRecord]):
         self._replicate_groups: dict[str, dist.ProcessGroup] = {}
         self._all_reduces: dict[str, _ReplicaAllReduce] = {}
         self._reduce_scatters: dict[str, _ReduceScatter] = {}
-        self._reduced_modules: set[str] = set()
         for name, param_group in _param_groups(root):
             _check_param_group(name, param_group, is_lossy)
             self._attach(name, param_group, weight_feedback, gradient_feedback, replicas)
@@ -164,7 +158,7 @@ class FSDPCompression(GradientAveraging[ShardRecord]):
         self._original_comms, self._config_checks = [], {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The feedback and Accordion state of this rank; each rank has its own. Tensors are not copied."""
+        """The feedback state of this rank; each rank has its own. Tensors are not copied."""
         state: dict[str, Any] = {
             "words": self._config,
             "all_gather": {name: gather.state_dict() for name, gather in self._gathers.items()},
@@ -173,9 +167,6 @@ class FSDPCompression(GradientAveraging[ShardRecord]):
         }
         if self._all_reduces:
             state["all_reduce"] = {name: one.all_reduce.state_dict() for name, one in self._all_reduces.items()}
-        if self._accordion is not None:
-            state["accordion"] = self._accordion.state_dict()
-            state["step"] = {"seen": sorted(self._reduced_modules), "square": float(self._accordion.step_square)}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -186,11 +177,6 @@ class FSDPCompression(GradientAveraging[ShardRecord]):
                 or, at the next message, ranks loaded different steps.
         """
         self._check_state(state)
-        if self._accordion is not None:
-            self._accordion.load_state_dict(state["accordion"])
-            self._accordion.step_square = float(state["step"]["square"])
-            self._reduced_modules = set(state["step"]["seen"])
-            self._switch(self._accordion.compressor)
         for name, saved_state in state["all_gather"].items():
             self._gathers[name].load_state_dict(saved_state)
         for name, saved_state in state["reduce_scatter"].items():
@@ -255,10 +241,8 @@ class FSDPCompression(GradientAveraging[ShardRecord]):
             compressor: rounds them, in place, when they are asked for; None: they are kept as they are.
 
         Raises:
-            PolicyError: an Accordion; a compressor with feedback; they are kept for another journal.
+            PolicyError: a compressor with feedback; they are kept for another journal.
         """
-        if self._accordion is not None:
-            raise not_replayable("an Accordion, whose choice is not in a record", "use one compressor")
         self._check_not_recorded()
         feedback = as_feedback(compressor)
         if not isinstance(feedback, NoFeedback):
@@ -273,20 +257,8 @@ class FSDPCompression(GradientAveraging[ShardRecord]):
         if id(group) in self._config_checks:
             self._config_checks.pop(id(group)).check()
 
-    def begin_reduction(self, name: str, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Called before the gradients of a module are summed; a module that was summed already starts the next step."""
-        if self._accordion is None:
-            return
-        if name in self._reduced_modules:
-            self._reduced_modules.clear()
-            if self._accordion.end_step(lambda numbers: reduce_numbers(numbers, group, device)):
-                self._switch(self._accordion.compressor)
-        self._reduced_modules.add(name)
-
     def end_reduction(self, name: str, shard: Tensor, group: dist.ProcessGroup) -> None:
         """Called after the gradients of a module were summed; a PolicyError if they must be finite and are not."""
-        if self._accordion is not None:
-            self._accordion.add_gradient(shard)
         if self._nonfinite != "raise":
             return
         count = reduce_numbers([float(shard.isfinite().logical_not().sum())], group, shard.device)
@@ -310,18 +282,12 @@ class FSDPCompression(GradientAveraging[ShardRecord]):
             result |= {f"hop {index} {name}": hop for index, hop in enumerate(replicas.all_reduce.hops)}
         return result
 
-    def _switch(self, compressor: CompressorLike) -> None:
-        for hook in self._reduce_scatters.values():
-            hook.scatter.switch(as_feedback(compressor))
-
     def _make_config_checks(self) -> dict[int, ConfigCheck]:
         counts: dict[str, Any] = {name: hook.scatter.counts() for name, hook in self._reduce_scatters.items()}
         counts |= {f"{name}, all-gather": gather.counts() for name, gather in self._gathers.items()}
         for name, one in self._all_reduces.items():
             counts[f"{name}, all-reduce"] = [hop.counts() for hop in one.all_reduce.hops]
         config = {**self._config, "counts": counts}
-        if self._accordion is not None:
-            config |= self._accordion.progress()
         groups: list[dist.ProcessGroup] = []
         for param_group, _, _ in self._original_comms:
             groups += param_group._all_gather_process_group, param_group._reduce_scatter_process_group
@@ -373,7 +339,6 @@ class _ReduceScatter(_CommAllocator):
     ) -> None:
         """Reduce synchronously, whatever `async_op` is."""
         self._compression.check_config(group)
-        self._compression.begin_reduction(self._name, group, output_tensor.device)
         rows = input_tensor.view(group.size(), -1)
         # Complex gradients cannot be rounded.
         is_exact = not input_tensor.is_floating_point() or rows.shape[1] < max(self._min_numel, 1)

@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shrinkpoint import validate
-from shrinkpoint.comm.accordion import Accordion
-from shrinkpoint.comm.compressed_allreduce import as_feedback
 from shrinkpoint.comm.error_feedback import ErrorFeedback
 from shrinkpoint.comm.gradient_record import GradientRecord
 from shrinkpoint.comm.link import CompressorLike, NonfinitePolicy, check_nonfinite
@@ -28,26 +26,14 @@ class GradientAveraging(ABC, Generic[RecordT]):
         where: the function that returns the handle, for messages.
 
     Raises:
-        PolicyError: an option is out of range, or a compressor of the Accordion is unusable: now, not at the switch.
+        PolicyError: an option is out of range.
     """
 
-    def __init__(
-        self,
-        where: str,
-        accordion: Accordion[CompressorLike] | None,
-        min_numel: int,
-        nonfinite: NonfinitePolicy,
-        timeout: float,
-    ) -> None:
+    def __init__(self, where: str, min_numel: int, nonfinite: NonfinitePolicy, timeout: float) -> None:
         self._nonfinite = check_nonfinite(where, nonfinite)
         self._min_numel = validate.check_int(f"{where}, min_numel", min_numel, minimum=0)
         self._timeout = validate.check_float(f"{where}, timeout", timeout)
-        if accordion is not None:
-            expected, advice = "an Accordion, or None", "make one: Accordion(strong, mild)"
-            validate.check_instance(f"{where}, accordion", accordion, Accordion, expected=expected, do=advice)
-            for compressor in (accordion.strong, accordion.mild):
-                as_feedback(compressor)
-        self._where, self._accordion = where, accordion
+        self._where = where
         self._record: RecordT | None = None
 
     @property
@@ -103,11 +89,8 @@ class GradientAveraging(ABC, Generic[RecordT]):
         self._record = None
 
     def _rank_state(self) -> dict[str, str]:
-        """The rank that a state belongs to, if ranks remember what they lost: now, or after the Accordion's switch."""
-        choices = () if self._accordion is None else (self._accordion.strong, self._accordion.mild)
-        if not self.has_feedback and all(as_feedback(choice).is_stateless for choice in choices):
-            return {}
-        return {"rank": f"rank {self.group.rank()} of {self.group.size()}"}
+        """The rank that a state belongs to, if ranks remember what they lost."""
+        return {"rank": f"rank {self.group.rank()} of {self.group.size()}"} if self.has_feedback else {}
 
     def _check_common_state(self, state: object, own: Mapping[str, Any]) -> None:
         """Check the parts of a state that the handles of replicas and of shards have in common.

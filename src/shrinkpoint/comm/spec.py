@@ -75,7 +75,7 @@ def as_compressor(compressor: Compressor | ErrorFeedback | LowRank | MomentSteps
     if isinstance(compressor, str):
         compressor = parse(compressor)
     if isinstance(compressor, LowRank | MomentSteps):
-        advice = "give it to compress_ddp, without an Accordion, or take a compressor here"
+        advice = "give it to compress_ddp, or take a compressor here"
         found = "a low rank" if isinstance(compressor, LowRank) else "moment steps"
         raise PolicyError(f"compressor {compressor}", found=found, expected="a compressor or feedback", do=advice)
     expected = 'a compressor, a feedback, or the spec of one, such as "q4:64"'
