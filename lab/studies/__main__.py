@@ -68,6 +68,7 @@ STUDIES = (
     Study("wire", 1400, suffix=".jsonl"),
     Study("retention", 12),
     Study("gradients", 7, ("--steps", "20", "--seeds", "1", "--only", "none", "q4:64", "lowrank4"), 1),
+    Study("gradients.local_steps", 120, ("--quick", "--seeds", "0", "--ranks", "2", "--tasks", "gpt"), 1),
     Study("gradients.moments", 20, ("--quick", "--seeds", "0", "--tasks", "gpt"), 1),
     Study("weight_sync", 15),
     Study("link", 15, ("--smoke",), 2, root=True),

@@ -70,7 +70,7 @@ class Task:
     clip: float | None = None
 
 
-def gpt(data: Path) -> Task:
+def gpt(data: Path, first_steps: int) -> Task:
     """A GPT of 0.12 M parameters: 4 windows of 64 bytes a rank; AdamW at 3e-3."""
     _, whole = text(data)
     shape = GPTConfig(layers=2, width=64, heads=4, context=64, dropout=0.0)
@@ -89,14 +89,14 @@ def gpt(data: Path) -> Task:
         return out
 
     def first_state() -> dict[str, Tensor]:
-        kept = Path(tempfile.gettempdir(), f"shrinkpoint-local-steps-{FIRST_STEPS}.pt")
+        kept = Path(tempfile.gettempdir(), f"shrinkpoint-local-steps-{first_steps}.pt")
         if kept.exists():
             state: dict[str, Tensor] = torch.load(kept, weights_only=True)
             return state
         torch.manual_seed(1000)
         model, optimizer = build()
         generator = torch.Generator().manual_seed(1000)
-        for step in range(FIRST_STEPS):
+        for step in range(first_steps):
             optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 3e-3 * min(1.0, (step + 1) / WARMUP)
             optimizer.zero_grad()
             loss(model, draw(generator, FIRST_BATCH)).backward()
@@ -115,7 +115,7 @@ def gpt(data: Path) -> Task:
     return Task(continued, draw, loss, lambda model: loss_of(model, held), floor=0.1, clip=1.0)
 
 
-def images(data: Path) -> Task:
+def images(data: Path, _: int) -> Task:
     """A ResNet-8 of 75,290 parameters from scratch: 32 crops of CIFAR-10 a rank; SGD at 0.05, momentum 0.9."""
     pixels, classes = cifar(data, "train")
     held, labels = cifar(data, "test")
@@ -136,7 +136,7 @@ def images(data: Path) -> Task:
     return Task(build, draw, classify, test, floor=0.0)
 
 
-TASKS: dict[str, Callable[[Path], Task]] = {"gpt": gpt, "images": images}
+TASKS: dict[str, Callable[[Path, int], Task]] = {"gpt": gpt, "images": images}
 
 
 def train(task: Task, row: str, seed: int, steps: int) -> dict[str, Any]:
@@ -231,8 +231,8 @@ def main() -> None:
     document: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {"tasks": {}}
     if not args.report:
         torch.set_num_threads(1)
-        steps = 60 if args.quick else STEPS
-        tasks = {name: TASKS[name](args.data) for name in args.tasks}
+        steps, first_steps = (60, 10) if args.quick else (STEPS, FIRST_STEPS)
+        tasks = {name: TASKS[name](args.data, first_steps) for name in args.tasks}
         for seed, ranks, name, row in product(args.seeds, args.ranks, tasks, args.only):
             runs = document["tasks"].setdefault(name, {}).setdefault(str(ranks), {}).setdefault(row, {})
             if str(seed) in runs and runs[str(seed)]["steps"] == steps:
