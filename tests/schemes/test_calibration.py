@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.parameters import each_value
@@ -414,10 +415,18 @@ def test_ranks_that_have_parts_agree_that_nothing_is_lost(name, answer):
 
 
 def test_a_number_of_each_example_may_be_returned_and_nothing_else():
-    for answer in (torch.rand(7), 3.0, torch.tensor(2), torch.rand(1)):
-        assert Reading.from_answer(answer).value == pytest.approx(float(torch.as_tensor(answer).double().mean()))
+    losses = torch.rand(7)
+    array = losses.numpy()
+    array.flags.writeable = False
+    for answer in (losses, array, array[::-1], array.tolist(), [*losses]):
+        reading = Reading.from_answer(answer)
+        assert reading.examples is not None and reading.examples.sort().values.tolist() == sorted(array.tolist())
+        assert reading.value == pytest.approx(float(losses.double().mean()))
+    for answer in (3.0, torch.tensor(2), torch.rand(1), np.float16(0.5), np.array(0.5), np.ones(1), [0.5]):
+        reading = Reading.from_answer(answer)
+        assert reading.examples is None and reading.value == float(torch.as_tensor(answer))
     run = Run(steps=2)
-    for answer in (torch.rand(2, 2), torch.rand(0), None, [1.0, 2.0]):
+    for answer in (torch.rand(2, 2), torch.rand(0), None, [], [losses], np.ones((2, 2)), (1.0, 2.0)):
         with (
             sp.CheckpointManager(
                 MemoryStorage(), scheme=sp.Fisher(evaluate=lambda model, answer=answer: answer)

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -102,7 +103,10 @@ class Reading:
 
     @classmethod
     def from_answer(cls, answer: Any) -> Reading:
-        """Convert what a user's function returned: a number, or a 1-D tensor of each example's loss or score.
+        """Convert what a user's function returned: a number, or the losses or scores of examples.
+
+        Args:
+            answer: a number of Python, numpy or torch; or a 1-D tensor, a 1-D numpy array or a list of numbers.
 
         Raises:
             TypeError, ValueError, RuntimeError: it is neither.
@@ -111,6 +115,10 @@ class Reading:
             return answer
         if answer is None:
             raise TypeError("evaluate returned None")
+        if isinstance(answer, list):  # no tuple: that may be a loss with something else
+            answer = torch.tensor([float(number) for number in answer], dtype=torch.float64)
+        elif isinstance(answer, np.ndarray):
+            answer = torch.from_numpy(np.array(answer, dtype=np.float64, order="C"))
         if isinstance(answer, Tensor) and answer.dim() == 1 and answer.numel() > 1:
             examples = answer.detach().to("cpu", torch.float64)
             return cls(float(examples.mean()), examples)
@@ -545,7 +553,7 @@ def call_evaluate(evaluate: Evaluate, argument: Any) -> Reading:
         return Reading.from_answer(getattr(evaluate, "reading", evaluate)(argument))
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
-        expected = "a number, or a 1-D tensor of the examples' losses"
+        expected = "a number, or a 1-D tensor, array or list of the examples' losses"
         do = "make evaluate take what is saved (a model, or a state) and return a loss or a score"
         do = MEMORY_ADVICE if is_out_of_memory(error) else do
         raise PolicyError("evaluate", found=found, expected=expected, do=do) from error

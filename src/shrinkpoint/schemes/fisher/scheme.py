@@ -101,9 +101,10 @@ class Fisher(Planner["FisherChoice"]):
             in the geometric mean over all weights of a keyframe; hysteresis may add a half. Nothing need be known of
             the loss; what is known distributes the error.
         evaluate: called with what is being saved (a manager's `model`; else the state); returns a loss or a score, or a
-            1-D tensor with that of each example. Then the measured rise decides, and the prediction saves trials. It
-            must measure what it is given, and return the same for the same weights. Its attribute `terms`, if it has
-            one, is taken where `terms=` is not given, and `description` is recorded, as `RecentBatches` has them.
+            1-D tensor, a 1-D numpy array or a list with that of each example. Then the measured rise decides, and the
+            prediction saves trials. It must measure what it is given, and return the same for the same weights. Its
+            attribute `terms`, if it has one, is taken where `terms=` is not given, and `description` is recorded, as
+            `RecentBatches` has them.
         evaluate_every: 1: the loss is measured at every save. n: at every n-th; None: at a run's first alone. At the
             others the prediction decides, which measured rises have calibrated.
         higher_is_better: `evaluate` returns a score, to which `budget` and `nats` refer.

@@ -120,9 +120,9 @@ class SearchScheme(Planner["SearchChoice"]):
     Args:
         threshold: how much worse `evaluate` may become, relative to the state before: "1%", or 0.01; at most "100%".
         evaluate: called with what is being saved (a manager's `model`; else the state) with a candidate's values in it;
-            returns a loss or a score, or a 1-D tensor of each example's, which tells how far it can be trusted. It must
-            look at what it is given, and give the same answer for the same weights: fix its batches and its seed, and
-            call `model.eval()`. Whatever it changes in the model is put back.
+            returns a loss or a score, or a 1-D tensor, a 1-D numpy array or a list of each example's, which tells how
+            far it can be trusted. It must look at what it is given, and give the same answer for the same weights: fix
+            its batches and its seed, and call `model.eval()`. Whatever it changes in the model is put back.
         higher_is_better: `evaluate` returns a score (accuracy) and no loss.
         config: a setting, by name of the knobs; then nothing is searched and `evaluate` is not needed.
         optimizer: "exact" keeps the optimizer's moments bit for bit; "reset" and "lossy" do not (see `moments`).
