@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 import shrinkpoint as sp
 from shrinkpoint.container import FileReader as ContainerReader
 from shrinkpoint.schemes.base import Scheme
-from shrinkpoint.storage import LocalStorage
+from shrinkpoint.storage import LocalStorage, MemoryStorage
 from shrinkpoint.train.checkpointer import Checkpointer
 
 BINS = {"bins": 16, "embedding_bins": 16, "prune": 0.1, "protect": 0.005}
@@ -219,3 +221,25 @@ def test_a_weight_that_is_trained_again_after_a_restore_is_coded_again(tmp_path)
     for name, x in run.model.state_dict().items():
         if name.startswith("backbone") and x.dim() > 1:
             assert (x - now[name]).norm() < 0.4 * (before[name] - now[name]).norm()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_only_an_infinity_that_no_training_keeps_constant_warns_of_divergence(background: bool) -> None:
+    run = Run(steps=2)
+    run.model.mask = nn.Parameter(torch.full((80, 80), -math.inf).triu(1), requires_grad=False)
+    diverged = "weights with values that are not finite are kept as they are: model/mask"
+
+    def warned(step: int) -> bool:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            manager.save(step, **run.parts)
+            manager.wait()
+        return any(str(warning.message).startswith(diverged) for warning in caught)
+
+    scheme = sp.Fisher(relative_error=0.1)
+    with sp.CheckpointManager(MemoryStorage(), scheme=scheme, background=background) as manager:
+        assert [warned(step) for step in (1, 2)] == [False, False]
+        run.model.mask.data[3, 3] = math.nan
+        assert [warned(step) for step in (3, 4)] == [True, False]
+        run.model.mask.requires_grad_()
+        assert warned(5)

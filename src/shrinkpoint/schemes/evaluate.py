@@ -246,6 +246,7 @@ class TrialEvaluator:
     Attributes:
         layer_types: types of layers by name of a tensor, if they are known from a module.
         quantizable: names of the tensors that trial values reach; None for all of the state.
+        frozen: names of the model's parameters that take no gradients.
         recordings: what a gradient recorder had when the state was saved, by name in the model; None: plan at once,
             with what it has then.
         influence: records which weights `evaluate` reads and uses; None: nothing does.
@@ -256,6 +257,7 @@ class TrialEvaluator:
         self.influence: InfluenceRecorder | None = None
         self.layer_types: dict[str, str] = {}
         self.quantizable: frozenset[str] | None = None
+        self.frozen: frozenset[str] = frozenset()
         self._state, self._evaluate = state, evaluate
         self._guard: ModelStateGuard | None = None
 
@@ -358,6 +360,8 @@ class ModelEvaluator(TrialEvaluator):
         saved = [(name, stored, layer_type) for name, stored, layer_type in parameters if stored is not None]
         counts = Counter(name for name, *_ in parameters)
         self.quantizable = frozenset(stored for _, stored, _ in saved)
+        frozen = (names_by_address.get(x.data_ptr()) for _, x, _ in self._parameters() if not x.requires_grad)
+        self.frozen = self.quantizable.intersection(frozen)
         self.layer_types = {stored: layer_type for _, stored, layer_type in saved if layer_type is not None}
         self.state_names = {name: stored for name, stored, _ in saved if counts[name] == 1}
         stored_buffers = (names_by_address.get(x.data_ptr()) for m in self._modules for x in m.buffers() if x.numel())
@@ -429,12 +433,13 @@ class ShardedModelEvaluator(TrialEvaluator):
         for name, tensor in state.tensors.items():
             if tensor.numel():
                 self._names_by_address.setdefault(tensor.data_ptr(), []).append(name)  # tied tensors share an address
-        quantizable = set()
+        quantizable, frozen = set[str](), set[str]()
         for parameter, layer_type in self._parameters():
             names = self._names_by_address.get(local_shard(parameter).data_ptr(), [])
             quantizable.update(names)
+            frozen.update(() if parameter.requires_grad else names)
             self.layer_types |= {} if layer_type is None else dict.fromkeys(names, layer_type)
-        self.quantizable = frozenset(quantizable)
+        self.quantizable, self.frozen = frozenset(quantizable), frozenset(frozen)
 
     def join(self, global_tensors: GlobalTensors) -> None:
         """Connect the evaluators of all ranks; a collective, to be called before anything is evaluated.

@@ -46,10 +46,22 @@ class TensorSelection:
     # Of the values of local tensors that could have been selected, by name.
     sums: Mapping[str, ValueSums] = field(default_factory=dict, repr=False)
 
-    def warn_nonfinite(self) -> None:
-        """Warn of weights that stay exact since they are not finite."""
-        if self.nonfinite:
-            names = humanize.names(self.nonfinite)
+    def warn_nonfinite(
+        self, state: FlatState, reference: Reference | None, frozen: Collection[str], global_tensors: GlobalTensors
+    ) -> None:
+        """Warn of weights that stay exact since they are not finite, but for constants; a collective.
+
+        Args:
+            reference: the decoded parent checkpoint; None if there is none.
+            frozen: local names of parameters that take no gradients: a constant, unless the parent has other values.
+        """
+        if not self.nonfinite:
+            return
+        nonfinite = {name for name, global_name in global_tensors.global_names.items() if global_name in self.nonfinite}
+        flags = {name: name in frozen and not _has_moved(name, state, reference) for name in nonfinite}
+        constant = global_tensors.tensors_where_all(flags)
+        if moving := [name for name in self.nonfinite if name not in constant]:
+            names = humanize.names(moving)
             warn_user(
                 f"weights with values that are not finite are kept as they are: {names}. See whether training "
                 "has diverged"
@@ -334,6 +346,13 @@ def _equals_parent(tensor: Tensor, name: str, reference: Reference) -> bool:
         ):
             return False
     return is_bitwise_equal(tensor, reference.tensors[name])
+
+
+def _has_moved(name: str, state: FlatState, reference: Reference | None) -> bool:
+    """True if the parent checkpoint has other bits of a tensor."""
+    if reference is None or name not in reference.shared_names([state.infos[name]]):
+        return False
+    return not is_bitwise_equal(state.tensors[name], reference.tensors[name])
 
 
 def is_bitwise_equal(tensor: Tensor, parent: Tensor) -> bool:
