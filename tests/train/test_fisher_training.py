@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import pairwise
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -27,6 +28,7 @@ from shrinkpoint.storage import MemoryStorage, Storage
 from shrinkpoint.store import SaveReport
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.train import GradientRecorder
+from shrinkpoint.train.checkpointer import Checkpointer
 
 WARM = 60
 """Steps before the first save."""
@@ -358,3 +360,34 @@ def test_a_bias_before_a_normalization_becomes_finer_with_all_other_weights():
             manager.restore(0, **other.parts)
         worst.append(float((other.model.body[0].bias.detach() - bias).abs().max() / bias.std()))
     assert worst[1] < 0.02 < worst[0] <= 0.5
+
+
+@pytest.mark.parametrize("kind", ["manager", "store", "checkpointer"])
+def test_one_instance_in_two_runs_remembers_each_by_itself(kind: str, tmp_path: Path) -> None:
+    def stored_bytes(shared: bool, root: Path) -> list[list[int]]:
+        schemes = [sp.Fisher(relative_error=0.1, moments="exact") for _ in range(2)]
+        runs = [Run(steps=5, lr=lr) for lr in (3e-3, 3e-5)]
+        savers = [saver(root / str(index), schemes[0 if shared else index]) for index in range(2)]
+        reports = [[save(step, run.steps(5)) for save, run in zip(savers, runs, strict=True)] for step in (1, 2, 3)]
+        return [[report.stored_bytes for report in pair] for pair in reports]
+
+    def saver(where: Path, scheme: sp.Fisher) -> Callable[[int, Run], Any]:
+        if kind == "manager":
+            manager = sp.CheckpointManager(where, scheme=scheme)
+            return lambda step, run: manager.save(step, **run.parts)
+        if kind == "checkpointer":
+            checkpointer = Checkpointer(scheme=scheme)
+            return lambda step, run: checkpointer.save(
+                where / f"step-{step}", {"model": run.model.state_dict()}, objects={"model": run.model}
+            )
+
+        def save(step: int, run: Run) -> Any:  # a store that is made anew goes on with what the last one has learned
+            store = sp.Store(where)
+            report = store.save(step, {"model": run.model.state_dict()}, scheme=scheme)
+            store.close()
+            return report
+
+        return save
+
+    with Silent():
+        assert stored_bytes(True, tmp_path / "shared") == stored_bytes(False, tmp_path / "apart")

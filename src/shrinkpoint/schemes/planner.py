@@ -9,9 +9,11 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -39,6 +41,9 @@ from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.sharding.shard_spec import ShardLayout
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON, Role
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _log = logging.getLogger("shrinkpoint")
 ChoiceT = TypeVar("ChoiceT")  # What a scheme chooses for one state
@@ -90,7 +95,7 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
     """A scheme that decides while the model is the caller's. What it decides can be written beside the training loop.
 
     `plan` calls the phases in order: `synchronize`, `select`, `measure`, `choose` (which quantizes), `record`. Every
-    phase is a collective of all ranks. One instance serves one training run: it remembers what it has learned.
+    phase is a collective of all ranks. It remembers what it has learned of its run; `of_run` gives others a copy.
 
     Args:
         evaluate: measures a model or a state; None: nothing is measured.
@@ -110,6 +115,31 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
         self._seed, self._lossy_restores = check_seed(seed), 0
         self._calibration, self._unmeasured_notice = Calibration(), UnmeasuredLossNotice()
         self._metrics, self._old_metrics = dict[str, float](), set[tuple[str, float]]()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its state for pickle and copy: a copy serves no run yet, and remembers no coders."""
+        return {name: value for name, value in vars(self).items() if name not in ("_runs", "_choices")}
+
+    def of_run(self, owner: object, place: object) -> Self:
+        """The scheme of a run: this one for the first run, and for each other one a copy with a memory of its own.
+
+        Args:
+            owner: what saves the run; its run is forgotten with it.
+            place: where it saves; owners with equal places save one run.
+        """
+        runs: WeakKeyDictionary[object, tuple[object, Self | None]] = vars(self).setdefault("_runs", WeakKeyDictionary())
+        known = [scheme for other, scheme in runs.values() if other == place]
+        is_taken = any(scheme is None for _, scheme in runs.values())
+        scheme = known[0] if known else self._without_memory() if is_taken else None
+        runs[owner] = place, scheme  # None: this one
+        return self if scheme is None else scheme
+
+    def _without_memory(self) -> Self:
+        """A copy that has learned nothing yet."""
+        twin = copy(self)
+        twin._unmeasured_notice, twin._metrics, twin._old_metrics = UnmeasuredLossNotice(), {}, set()
+        twin.resume(None)
+        return twin
 
     # phases
 

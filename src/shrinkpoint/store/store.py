@@ -291,8 +291,15 @@ class Store:
         """Write the payload of a checkpoint; None for a delta that would hold more than it saves."""
         if isinstance(scheme, Planner):  # a plan for a keyframe uses the previous checkpoint, too
             base = as_delta_base(self.reference, base=transaction.parent is not None)
+            scheme = scheme.of_run(self, self.place)
             scheme = plan_within_memory(partial(scheme.plan, reference=base), state, scheme)
         return self._writer.write_payload(transaction, state, scheme=scheme, adopt=adopt)
+
+    @property
+    def place(self) -> object:
+        """Equal for stores of one directory or URL."""
+        storage = self.storage
+        return storage.path.absolute() if isinstance(storage, LocalStorage) else getattr(storage, "url", id(storage))
 
     @property
     def reference(self) -> Reference | None:

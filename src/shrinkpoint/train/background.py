@@ -20,6 +20,7 @@ from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import PolicyError, StorageError, find_user_line, warn_at, warn_user
 from shrinkpoint.schemes.base import Scheme, resume_scheme
 from shrinkpoint.schemes.plan import QuantizationPlan, exact_plan
+from shrinkpoint.schemes.planner import Planner
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.save_report import SaveReport
@@ -118,6 +119,11 @@ class BackgroundSaver:
         self._held_copies: dict[str, torch.Tensor] = {}  # which the writer holds as its reference
         self._free_copies: dict[str, torch.Tensor] = {}  # whose memory is free
         reset_in_children(self)
+
+    def _take_scheme(self, place: object) -> None:
+        """Take a copy of the scheme if that saves another run, elsewhere."""
+        if isinstance(self._scheme, Planner):
+            self._scheme = self._scheme.of_run(self, place)
 
     def reset_after_fork(self) -> None:
         """In a forked child: a save that was running is the parent's, and so are its copies."""

@@ -104,6 +104,7 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
         self._keep = check_keep(keep)
         self.store = Store(where, keyframe_every=keyframe_every, threads=threads, cache=cache)
         self.store.chain_limit.keep = self._keep
+        self._take_scheme(self.store.place)
         self.mirror: Store | None = None
         self._uploader: MirrorUploader | None = None
         if mirror is not None:

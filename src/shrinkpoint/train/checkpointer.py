@@ -86,6 +86,7 @@ class Checkpointer(BackgroundSaver):
         on_save: OnSave | None = None,
     ) -> None:
         super().__init__(SaveSettings(scheme, keyframe_every, background, threads, max_bytes, on_save))
+        self._take_scheme(id(self))
         self._model = validate.check_str("model", model)
         self._delta_writer = DeltaWriter(keyframe_every=keyframe_every, threads=threads)
         self._restored: tuple[Path | ObjectUrl, DirectoryManifest] | None = None  # which the next save goes on from

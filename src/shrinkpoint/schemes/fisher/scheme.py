@@ -89,7 +89,7 @@ class Fisher(Planner["FisherChoice"]):
     loss: Adam's second moment is, up to a factor, its curvature. Codes are coded given the parent checkpoint's points.
     After a restore, dither preserves what training has done since. Moments have grids of their own. docs/fisher.md.
 
-    One instance serves one training run: it remembers its steps and what it has learned.
+    It remembers its steps and what it has learned of a run. Of each further run, saved elsewhere, a copy does.
 
     Args:
         budget: by how much a checkpoint may raise the loss that `evaluate` measures, in per cent of it: "1%"; at most
@@ -101,10 +101,9 @@ class Fisher(Planner["FisherChoice"]):
             in the geometric mean over all weights of a keyframe; hysteresis may add a half. Nothing need be known of
             the loss; what is known distributes the error.
         evaluate: called with what is being saved (a manager's `model`; else the state); returns a loss or a score, or a
-            1-D tensor, a 1-D numpy array or a list with that of each example. Then the measured rise decides, and the
-            prediction saves trials. It must measure what it is given, and return the same for the same weights. Its
-            attribute `terms`, if it has one, is taken where `terms=` is not given, and `description` is recorded, as
-            `RecentBatches` has them.
+            1-D tensor, array or list of each example's. Then the measured rise decides, and the prediction saves
+            trials. It must measure what it is given, and return the same for the same weights. Its attribute `terms`,
+            if it has one, is taken where `terms=` is not given, and `description` is recorded, as of `RecentBatches`.
         evaluate_every: 1: the loss is measured at every save. n: at every n-th; None: at a run's first alone. At the
             others the prediction decides, which measured rises have calibrated.
         higher_is_better: `evaluate` returns a score, to which `budget` and `nats` refer.
@@ -363,10 +362,10 @@ class Fisher(Planner["FisherChoice"]):
         unmeasured = loss.get("unmeasured") if isinstance(loss, dict) else None
         names = [name for name in unmeasured if isinstance(name, str)] if isinstance(unmeasured, list) else []
         self._calibration = Calibration(names)
-        self._memory, self._group_curvatures = RunMemory(num_terms=self._terms), {}
-        self._moment_samples = MomentSamples()
-        self._measured_loss, self._unmeasured_saves, self._copies = None, 0, {}
+        self._memory, self._moment_samples = RunMemory(num_terms=self._terms), MomentSamples()
+        self._measured_loss, self._unmeasured_saves, self._copies, self._group_curvatures = None, 0, {}, {}
         if not isinstance(loss, dict) or loss.get("scheme") != self.id:
+            self._num_saves, self._lattice_starts = 0, {}
             return
         self._copies = CopyMemory.from_loss(loss) if "copies" in loss else {}
         self._memory, probed = RunMemory.from_json(loss, self._terms), loss.get("probed")

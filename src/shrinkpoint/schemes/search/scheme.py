@@ -115,7 +115,7 @@ class SearchScheme(Planner["SearchChoice"]):
     baselines the same one).
 
     The first time, the whole space is searched; then, only the neighbourhood of what was chosen last, and the whole
-    space again where no neighbour holds. One instance serves one training run: it remembers what it chose.
+    space again where no neighbour holds. It remembers what it chose in a run; of each further run, a copy does.
 
     Args:
         threshold: how much worse `evaluate` may become, relative to the state before: "1%", or 0.01; at most "100%".
