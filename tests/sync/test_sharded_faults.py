@@ -45,6 +45,7 @@ def of_rank(rank, width, folder):
             assert_version(live, version)
         partial = DTensor.from_local(torch.ones(3), line, [Partial()], run_check=False)
         other = state(4) | ({"even": torch.zeros(3)} if rank == 1 else {})
+        differs = state(4) | ({"steps": torch.tensor(5)} if rank == 2 else {})
         lacks = {name: x for name, x in state(4).items() if name != "large" or rank != 1}
         for kind, call in {
             "partial": lambda: publisher.publish({"w": partial}),
@@ -52,6 +53,7 @@ def of_rank(rank, width, folder):
             "keyframe": lambda: publisher.publish(state(4), keyframe=rank == 1),
             "shapes": lambda: publisher.publish(other),
             "lacks": lambda: publisher.publish(lacks),
+            "differs": lambda: publisher.publish(differs),
             "no model": lambda: publisher.publish([1] if rank == 1 else state(4)),
             "without ranks": lambda: Publisher(MemoryStorage()).publish(state(4)),
             "follows without ranks": lambda: Subscriber(f"{folder}/w").update(state(4)),
@@ -74,12 +76,13 @@ def test_error_of_one_rank_is_raised_by_all_and_the_next_version_works(tmp_path:
     for kind, (name, text) in reports[0].items():
         expected = {
             "partial": "StateError", "shapes": "MismatchError", "lacks": "MismatchError", "no model": "PolicyError",
-            "numbers": "PolicyError", "keyframe": "PolicyError", "settings": "PolicyError",
+            "differs": "MismatchError", "numbers": "PolicyError", "keyframe": "PolicyError", "settings": "PolicyError",
             "with a group": "PolicyError", "closed": "PolicyError",
             "without ranks": "StateError", "follows without ranks": "StateError",
         }  # fmt: skip
         assert name == expected.get(kind, "StorageError"), (kind, text)
         assert {report[kind][0] for report in reports} == {name}, kind
+    assert all("'steps'" in report["differs"][1] and "rank 2 than on rank 0" in report["differs"][1] for report in reports)
     assert "rank 2" in reports[0]["disk of 2"][1] and "all ranks share" in reports[1]["memory"][1]
     assert "ranks=" in reports[0]["without ranks"][1] and "Partial" in reports[3]["partial"][1]
 

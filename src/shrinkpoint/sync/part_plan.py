@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 import torch
 
+from shrinkpoint._native import xxh3_128
 from shrinkpoint.errors import MismatchError
 from shrinkpoint.sharding.shard_spec import check_disjoint
 from shrinkpoint.sync.local_tensors import LocalTensor, Piece, Sizes
 from shrinkpoint.sync.part_tree import TensorSpec, part_state
 from shrinkpoint.sync.ranks import Ranks
-from shrinkpoint.tensors.dtypes import dtype_name
+from shrinkpoint.tensors.dtypes import dtype_name, tensor_bytes, torch_dtype
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import ITEMSIZE
 
@@ -50,11 +51,13 @@ class PartPlan:
         tensors: by name, of all ranks.
         ties: names of tied tensors, each with the name whose pieces are written.
         own: boxes by name.
+        replicated: names of tensors of which several ranks have the same box.
     """
 
     tensors: Mapping[str, TensorSpec] = field(repr=False)
     ties: Mapping[str, str] = field(repr=False)
     own: Mapping[str, Sequence[_Box]] = field(repr=False)
+    replicated: frozenset[str] = field(repr=False)
 
     def state(self, local: Mapping[str, LocalTensor]) -> FlatState:
         """The state of this rank's part; its tensors are views of the model's memory."""
@@ -82,6 +85,35 @@ class PartPlanner:
             plan = make_plan(self._ranks.gather(lambda: rows), self._ranks.rank)
             self._plan = plan
         return self._plan
+
+    def check_equal(self, plan: PartPlan, local: Mapping[str, LocalTensor]) -> None:
+        """Compare the plain tensors that several ranks have, by digests; a collective operation.
+
+        Raises:
+            MismatchError: ranks have different values of one of them.
+        """
+        if not plan.replicated:
+            return
+        by_rank = self._ranks.gather(lambda: _digests(plan, local))
+        first: dict[str, tuple[int, str]] = {}
+        for rank, digests in enumerate(by_rank):
+            for name, digest in digests.items():
+                other, expected = first.setdefault(name, (rank, digest))
+                if digest != expected:
+                    found, do = f"other values on rank {rank} than on rank {other}", "give all ranks the same values"
+                    raise MismatchError(
+                        f"model[{name!r}]", found=found, expected="plain tensors that are equal on all ranks", do=do
+                    )
+
+
+def _digests(plan: PartPlan, local: Mapping[str, LocalTensor]) -> dict[str, str]:
+    """Digests of the values that are published of plain tensors, by name."""
+    digests: dict[str, str] = {}
+    for name in plan.replicated & local.keys():
+        if local[name].owner is None:
+            values = local[name].tensor.to(torch_dtype(plan.tensors[name].dtype))
+            digests[name] = xxh3_128(tensor_bytes(values))
+    return digests
 
 
 def describe(local: Mapping[str, LocalTensor], dtypes: Mapping[str, torch.dtype]) -> list[Row]:
@@ -116,7 +148,8 @@ def make_plan(rows_by_rank: Sequence[Sequence[Row]], rank: int) -> PartPlan:
         _check_boxes(name, spec, list(holders.get(name, {})))
     ties = {name: first for name, first in map(_common_tie, tied.items()) if first is not None}
     own = _assign({name: boxes for name, boxes in holders.items() if name not in ties}, tensors, len(rows_by_rank))
-    return PartPlan(tensors, ties, own[rank])
+    replicated = frozenset(name for name, boxes in holders.items() if any(len(ranks) > 1 for ranks in boxes.values()))
+    return PartPlan(tensors, ties, own[rank], replicated)
 
 
 def _common_tie(item: tuple[str, set[str | None]]) -> tuple[str, str | None]:

@@ -175,7 +175,7 @@ class Publisher:
 
         Raises:
             StateError: a tensor is no plain one, such as a DTensor without `ranks=`.
-            MismatchError: the ranks' tensors do not make up one model.
+            MismatchError: the ranks' tensors do not make up one model, or plain ones of one name differ.
             PolicyError: a version that is not above the last; ranks with different arguments; a closed publisher.
             StorageError: writing failed; the last version is still the newest.
             MembershipError: a rank has died.
@@ -220,6 +220,7 @@ class Publisher:
             return capture(flatten(tensors), self._dtype, self._spare)
         local, rows = self._ranks.run(lambda: self._describe(model))
         plan = self._planner.plan(rows)
+        self._planner.check_equal(plan, local)
         return self._ranks.run(lambda: capture(plan.state(local), self._dtype, self._spare))
 
     def _check(self, version: int | None, keyframe: bool) -> tuple[object, ...]:
