@@ -50,6 +50,11 @@ def has_file(directory: AnyDirectory, name: str) -> bool:
     return place_file(str(resolve_directory(directory) / name)).exists
 
 
+def is_stock_dcp(directory: Path) -> bool:
+    """True if a directory holds tensors that torch.distributed.checkpoint's own writer has written."""
+    return any(directory.glob("*.distcp"))
+
+
 @overload
 def find_checkpoints(root: str | Path) -> list[Path]: ...
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from helpers.processes import ranks
 
 import shrinkpoint as sp
-from shrinkpoint.errors import NotFoundError, PolicyError
+from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
 from shrinkpoint.train.dcp import Manager
 
 RANKS = """
@@ -214,3 +215,22 @@ def test_load_reads_the_newest_checkpoint_of_a_run_and_that_of_a_step(tmp_path: 
     assert torch.equal(sp.load(tmp_path, step=1)["model.weight"], weights[1])
     with pytest.raises(NotFoundError, match="no checkpoint of step 3; expected one of 1, 2"):
         sp.load(tmp_path, step=3)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_directory_of_torchs_own_checkpoints_is_neither_overwritten_nor_taken_for_an_empty_one(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "step-000000001", no_dist=True)
+    stock = {path.name: path.read_bytes() for path in (tmp_path / "step-000000001").iterdir()}
+    manager = Manager(tmp_path, keep=1)
+    for call in (
+        lambda: manager.restore(model=model),
+        lambda: manager.restore(1, model=model),
+        lambda: manager.save(1, model=model),
+    ):
+        with pytest.raises(MismatchError, match="step-000000001: .*torch.distributed.checkpoint's own writer"):
+            call()
+    for step in (2, 3):
+        manager.save(step, model=model)
+    assert manager.restore(model=model).step == 3 and manager.steps() == [3]
+    assert {path.name: path.read_bytes() for path in (tmp_path / "step-000000001").iterdir()} == stock
