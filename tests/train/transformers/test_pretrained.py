@@ -29,7 +29,7 @@ from typer.testing import CliRunner
 
 import shrinkpoint as sp
 from shrinkpoint.cli.app import app
-from shrinkpoint.errors import CorruptError, MismatchError, NotFoundError, PolicyError
+from shrinkpoint.errors import CorruptError, MismatchError, MissingExtraError, NotFoundError, PolicyError
 from shrinkpoint.storage import LocalStorage, MemoryStorage
 from shrinkpoint.store import decode
 from shrinkpoint.store.chain import read_header
@@ -94,6 +94,18 @@ def test_a_model_comes_from_a_store_and_from_a_file(store, tmp_path):
         key = ("nets", 0, "ema") if "nets" in state else None
         model = from_pretrained(GPT2LMHeadModel, tmp_path / "file.safetensors", key=key, config=gpt2().config)
         assert difference(weights(model), dict(states[0])) is None
+
+
+def test_a_fine_tune_takes_the_configuration_beside_its_base(tmp_path):
+    base, tuned = gpt2(), moved(gpt2())
+    (tmp_path / "tuned").mkdir()
+    base.config.save_pretrained(tmp_path / "base")
+    sp.save(base.state_dict(), tmp_path / "base" / "base.safetensors")
+    place = tmp_path / "tuned" / "tuned.safetensors"
+    sp.save(tuned.state_dict(), place, base=tmp_path / "base" / "base.safetensors")
+    assert not difference(weights(from_pretrained(AutoModelForCausalLM, place)), weights(tuned))
+    assert (export_pretrained(place, tmp_path / "out", model_class=GPT2LMHeadModel).path / "config.json").is_file()
+    assert not difference(weights(GPT2LMHeadModel.from_pretrained(tmp_path / "out")), weights(tuned))
 
 
 def test_a_model_that_was_saved_in_wrappers_is_loaded_without_them(store, tmp_path):
@@ -361,3 +373,48 @@ def test_a_model_comes_from_a_storage_that_is_no_directory(tmp_path):
     export_pretrained(storage, tmp_path / "out")
     stock, out = (tmp_path / name / "model.safetensors" for name in ("stock", "out"))
     assert out.read_bytes() == stock.read_bytes()
+
+
+of_peft = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+"""PEFT asks transformers for what it has under a new name."""
+
+
+@pytest.fixture
+def adapters(tmp_path: Path) -> tuple[Path, Any]:
+    """The output folder of a ShrinkTrainer that trains an adapter, and its model."""
+    peft = pytest.importorskip("peft", exc_type=ImportError)
+    gpt2().save_pretrained(tmp_path / "base")
+    base = GPT2LMHeadModel.from_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    trainer = made(ShrinkTrainer, tmp_path / "run", trainer_model=peft.get_peft_model(base, lora))
+    trainer.train()
+    return tmp_path / "run", trainer.model.eval()
+
+
+@of_peft
+def test_a_run_of_an_adapter_loads_its_base_with_it(adapters, monkeypatch):
+    run, trained = adapters
+    words = torch.arange(8)[None]
+    expected = trained(input_ids=words).logits
+    for model_class in (AutoModelForCausalLM, GPT2LMHeadModel):
+        model = from_pretrained(model_class, run)
+        assert not model.training and torch.equal(model(input_ids=words).logits, expected)
+    assert not torch.equal(from_pretrained(AutoModelForCausalLM, run, step=2)(input_ids=words).logits, expected)
+    (run / "checkpoint-2" / "adapter_model.safetensors").unlink()
+    with pytest.raises(NotFoundError, match=r"no adapter_model.safetensors"):
+        from_pretrained(AutoModelForCausalLM, run, step=2)
+    monkeypatch.setattr("shrinkpoint.train.transformers.adapters.is_peft_available", lambda: False)
+    with pytest.raises(MissingExtraError, match="Run pip install peft"):
+        from_pretrained(AutoModelForCausalLM, run)
+
+
+@of_peft
+def test_an_adapter_is_exported_for_peft(adapters, tmp_path):
+    from peft import PeftModel
+
+    run, trained = adapters
+    report = export_pretrained(run, tmp_path / "out")
+    assert report.files == ("adapter_config.json", "adapter_model.safetensors") and report.tensors == 2
+    model = PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained(tmp_path / "base"), tmp_path / "out")
+    words = torch.arange(8)[None]
+    assert torch.equal(model(input_ids=words).logits, trained(input_ids=words).logits)

@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
 from shrinkpoint.storage import Storage, atomic_replace, check_no_loss, local_path
+from shrinkpoint.train.transformers.adapters import copy_adapter, find_adapter, load_adapter
 from shrinkpoint.train.transformers.checkpoint_dirs import WEIGHT_FILES
 from shrinkpoint.train.transformers.weights import (
     CONFIG_FILE,
@@ -45,7 +46,8 @@ def from_pretrained(
 ) -> Any:
     """Load a model as `model_class.from_pretrained` does, from a compressed checkpoint.
 
-    Only the weights are decoded, into the memory that the model then uses; nothing is written to the disk.
+    Only the weights are decoded, into the memory that the model then uses; nothing is written to the disk. A checkpoint
+    of adapters (PEFT) brings the base that `adapter_config.json` names, with the adapter in it.
 
     Args:
         model_class: a model's class, or an Auto class such as `AutoModelForCausalLM`.
@@ -54,7 +56,8 @@ def from_pretrained(
         step: of a run or store: which checkpoint; None: the newest.
         key: the key of the weights in the state, or a path of keys; None: "model", or what the integrations use.
         strict: False: tensors that the model has and the checkpoint lacks are initialized, and others ignored.
-        config: a configuration, or what its class's `from_pretrained` takes; None: `config.json` in the directory.
+        config: a configuration, or what its class's `from_pretrained` takes; None: `config.json` in the directory, or
+            beside the base of a file.
         threads: native threads for decoding; None: every core.
         max_bytes: as of `shrinkpoint.load`.
         model_args, kwargs: passed on: `dtype`, `device_map`, `attn_implementation`, `key_mapping`, ...
@@ -67,6 +70,7 @@ def from_pretrained(
         MismatchError: names or shapes of the weights are not those of the model.
         ChainError, FormatError, StorageError: the checkpoint does not load.
         PolicyError: an argument that means nothing here.
+        MissingExtraError: the checkpoint has an adapter, and PEFT is not installed.
     """
     if not hasattr(model_class, "from_pretrained"):
         found, do = repr(model_class)[:80], "pass e.g. AutoModelForCausalLM"
@@ -79,6 +83,9 @@ def from_pretrained(
     if isinstance(device_map, Mapping) and "disk" in device_map.values():
         found, do = "a part of the model on the disk", "export it first, with export_pretrained"
         raise PolicyError("device_map", found=found, expected="devices, or the CPU", do=do)
+    if key is None and (adapter := find_adapter(where, step)) is not None:
+        options = kwargs if config is None else {"config": config, **kwargs}
+        return load_adapter(model_class, adapter, model_args, options)
     weights = load_weights(where, step, key, threads=threads, max_bytes=max_bytes)
     with weights.small_files() as directory:
         return _build_model(model_class, weights, directory, model_args, config=config, strict=strict, kwargs=kwargs)
@@ -118,6 +125,7 @@ def export_pretrained(
 
     The values are those of the checkpoint, bit for bit, in its dtypes; names and files are those of `save_pretrained`.
     Files of the tokenizer, of a processor and of the generation's settings are copied from where `config.json` lies.
+    Of a checkpoint of adapters the adapter is written, which `PeftModel.from_pretrained` reads.
 
     Args:
         where, step, key, threads, max_bytes: as of `from_pretrained`.
@@ -138,8 +146,26 @@ def export_pretrained(
         raise PolicyError(
             str(out), found="a name that exists", expected="a new name", do="pass force=True to replace it"
         )
-    weights = load_weights(where, step, key, threads=threads, max_bytes=max_bytes)
-    with weights.small_files() as directory, _without_progress(), atomic_replace(target) as temporary:
+    adapter = find_adapter(where, step) if key is None else None
+    with _without_progress(), atomic_replace(target) as temporary:
+        temporary.mkdir(parents=True)
+        if adapter is not None:
+            tensors = copy_adapter(adapter, temporary)
+        else:
+            weights = load_weights(where, step, key, threads=threads, max_bytes=max_bytes)
+            tensors = len(weights.tensors)
+            _write_model(weights, temporary, model_class, config, max_shard_size)
+        check_no_loss(target, temporary, WEIGHT_FILES)
+        files = [path for path in sorted(temporary.rglob("*")) if path.is_file()]
+        nbytes, names = sum(path.stat().st_size for path in files), [path.name for path in files]
+    return PretrainedExport(target, tensors, nbytes, tuple(names))
+
+
+def _write_model(
+    weights: PretrainedWeights, target: Path, model_class: Any, config: Any, max_shard_size: int | str | None
+) -> None:
+    """Write weights as `save_pretrained` does, with the small files that belong to them."""
+    with weights.small_files() as directory:
         if not isinstance(config, PreTrainedConfig):
             config, _ = _load_config(AutoConfig, _config_source(config, weights, directory), {})
         model_class = _named_class(config, weights.where) if model_class is None else model_class
@@ -153,18 +179,13 @@ def export_pretrained(
         if model.can_generate():
             writer.generation_config = model.generation_config
         shards = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-        temporary.mkdir(parents=True)
         try:
-            writer.save_pretrained(temporary, state_dict=state, **shards)
+            writer.save_pretrained(target, state_dict=state, **shards)
         except ValueError as error:  # a size that is none
             raise PolicyError(
                 "max_shard_size", found=str(error)[:200], expected="a size", do="say e.g. '5GB'"
             ) from error
-        _copy_small_files(directory, temporary)
-        check_no_loss(target, temporary, WEIGHT_FILES)
-        files = [path for path in sorted(temporary.rglob("*")) if path.is_file()]
-        nbytes, names = sum(path.stat().st_size for path in files), [path.name for path in files]
-    return PretrainedExport(target, len(saved), nbytes, tuple(names))
+        _copy_small_files(directory, target)
 
 
 def _build_model(

@@ -17,8 +17,8 @@ from torch import Tensor
 from shrinkpoint import validate
 from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
 from shrinkpoint.storage import LocalStorage, Storage, is_object_url, local_path, resolve_storage, what_is_at
-from shrinkpoint.store.chain import chain_identity, use_current
-from shrinkpoint.store.checkpoint_file import build_state
+from shrinkpoint.store.chain import ChainFile, chain_identity, use_current
+from shrinkpoint.store.checkpoint_file import DecodedFile, build_state
 from shrinkpoint.store.decode import decode_chain
 from shrinkpoint.store.directory import read_directory_manifest
 from shrinkpoint.store.identify import is_checkpoint
@@ -130,17 +130,19 @@ def _decode_weights(
 ) -> PretrainedWeights:
     name = str(where) if isinstance(where, str | Path) else where.describe()
     search = _WeightSearch(_as_path(key), directories)
-    decoded = use_current(
-        lambda: find_chain(where, step),
-        lambda files: decode_chain(files, select=search.select, threads=threads, max_bytes=max_bytes),
-        chain_identity,
-    )
+
+    def decode(chain: Sequence[ChainFile]) -> tuple[DecodedFile, list[Path]]:
+        decoded = decode_chain(chain, select=search.select, threads=threads, max_bytes=max_bytes)
+        return decoded, [file.storage.path for file in reversed(chain) if isinstance(file.storage, LocalStorage)]
+
+    decoded, chain_directories = use_current(lambda: find_chain(where, step), decode, chain_identity)
     state = build_state(decoded, name)
     value, files = state, {}
     for part in search.path:
         value = value[0] if type(value) is list else value[part]  # of a list, the selected item alone is there
     if search.path[:1] == ("state",):
         files = {file: data for file, data in state["state"].items() if type(data) is bytes}
+    directories = tuple(dict.fromkeys((*directories, *chain_directories)))  # a fine-tune has its base's configuration
     return PretrainedWeights(name, _check_tensors(value, name, search.path), directories, files)
 
 
