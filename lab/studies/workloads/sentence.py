@@ -67,6 +67,7 @@ class Corpus:
     Attributes:
         prose: windows (n, LENGTH + 1) for the language model; `held` of them are kept from training.
         sentences, labels: SST-2's training part, padded; dev_* its development part.
+        known: the number of each word that has one of its own.
     """
 
     prose: Tensor
@@ -75,6 +76,7 @@ class Corpus:
     labels: Tensor
     dev_sentences: Tensor
     dev_labels: Tensor
+    known: dict[str, int]
 
 
 @lru_cache
@@ -92,7 +94,13 @@ def corpus(data: Path) -> Corpus:
         torch.tensor(labels),
         _padded(dev, known),
         torch.tensor(dev_labels),
+        known,
     )
+
+
+def text_windows(path: Path, known: dict[str, int]) -> Tensor:
+    """A compressed text as windows (n, LENGTH + 1) of word numbers."""
+    return _windows(_words(path), known)
 
 
 def _words(path: Path) -> list[str]:

@@ -283,9 +283,9 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
         """Plans and quantizes."""
         return self.plan(state, reference).quantize(state, reference)
 
-    def quantize_alone(self, state: FlatState) -> QuantizedState:
-        """Plans and quantizes for a file that no checkpoint precedes or follows."""
-        return self.quantize(state, None)
+    def quantize_alone(self, state: FlatState, reference: Reference | None = None) -> QuantizedState:
+        """Plans and quantizes for a file that no checkpoint follows; `reference` is its decoded base, if it has one."""
+        return self.quantize(state, reference)
 
     @torch.no_grad()
     def plan(

@@ -64,7 +64,8 @@ def save(
             `requires_grad` comes back; another tensor comes back without it.
         scheme: a scheme, or its text, such as "fisher(relative_error=.3)".
         path: where to, or a URL such as "s3://bucket/file".
-        base: a file saved earlier: write a delta against it. It must be kept; `load` needs it.
+        base: a file saved earlier: write a delta against it. It must be kept; `load` needs it. `Fisher` quantizes the
+            differences to weights that the base has exactly.
         threads: native threads; None: every core.
 
     Raises:
@@ -87,8 +88,8 @@ def save(
         reference = decoded.reference
         # Relative if they share a directory, so that both can be moved.
         parent = {"name": root.name_for(target), "digest": digest}
-    if base is None and isinstance(scheme, Planner):
-        quantized = scheme.quantize_alone(flat_state)
+    if isinstance(scheme, Planner):
+        quantized = scheme.quantize_alone(flat_state, reference)
     else:
         quantized = scheme.quantize(flat_state, reference)
     if quantized.keyframe:

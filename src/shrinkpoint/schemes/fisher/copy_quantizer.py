@@ -153,7 +153,8 @@ class CopyQuantizer:
             return None
         memory.starts = candidates.lattice_starts(choice.weights)
         memory.quality = memory.quality if metric is None else metric.baseline.value
-        return memory.accept(copy, choice, unchanged, relative_error(choice.weights.points, save.state, save.tensors))
+        points = {name: x for name, x in choice.weights.points.items() if isinstance(x, LatticeTensor)}
+        return memory.accept(copy, choice, unchanged, relative_error(points, save.state, save.tensors))
 
     def _candidates(
         self, copy: WeightCopy, memory: CopyMemory, unchanged: Mapping[str, QuantizedTensor]

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from shrinkpoint import validate
+from shrinkpoint.codec.lattice import STEPS_PER_OCTAVE
 from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.schemes.base import finite_or_text
 from shrinkpoint.schemes.evaluate import Degradation
 from shrinkpoint.schemes.fisher.run_memory import UNKNOWN_ERROR, RunMemory, standard_error
 from shrinkpoint.schemes.fisher.state_bits import StateBits
 from shrinkpoint.schemes.fisher.steps import (
+    Candidates,
     QuantizedWeights,
-    StepCandidates,
     from_log_step,
     to_log_step,
 )
@@ -32,6 +33,8 @@ TARGET_SHARE = 0.5
 """The share of the budget that new steps aim at, because predictions are uncertain."""
 GROW_BELOW = 0.1
 """The share of the budget below which a measured rise lets the next checkpoint take larger steps."""
+_MAX_BISECTED = to_log_step(64.0)
+_MAX_BISECTIONS = 10
 MAX_TRIALS = 5
 """The largest number of evaluations of candidates in one save; it is one if the steps do not change."""
 _MIN_STEP, _MAX_STEP = 2.0**-24, 2.0**6
@@ -109,7 +112,7 @@ class Objective(ABC):
 
     @abstractmethod
     def choose(
-        self, candidates: StepCandidates, memory: RunMemory, measure: Measure | None, state_bits: StateBits
+        self, candidates: Candidates, memory: RunMemory, measure: Measure | None, state_bits: StateBits
     ) -> StepChoice:
         """Choose a step size.
 
@@ -136,7 +139,7 @@ class ErrorTarget(Objective):
         return {"relative_error": self.error}
 
     def choose(
-        self, candidates: StepCandidates, memory: RunMemory, measure: Measure | None, state_bits: StateBits
+        self, candidates: Candidates, memory: RunMemory, measure: Measure | None, state_bits: StateBits
     ) -> StepChoice:
         log_step = to_log_step(min(max(self.error * math.sqrt(12), _MIN_STEP), _MAX_STEP))
         return _accept(_quantize(candidates, log_step, memory), memory, measure)
@@ -153,7 +156,7 @@ class RatioTarget(Objective):
         return {"ratio": self.ratio}
 
     def choose(
-        self, candidates: StepCandidates, memory: RunMemory, measure: Measure | None, state_bits: StateBits
+        self, candidates: Candidates, memory: RunMemory, measure: Measure | None, state_bits: StateBits
     ) -> StepChoice:
         low, high, target = FINE_LOG_STEP, MAX_LOG_STEP, state_bits.weight_bits(self.ratio)
         if memory.log_step is not None and abs(candidates.bits(memory.log_step) - target) < 0.1 * target:
@@ -211,7 +214,7 @@ class LossBudget(Objective):
         return self.budget - self.noise
 
     def choose(
-        self, candidates: StepCandidates, memory: RunMemory, measure: Measure | None, state_bits: StateBits
+        self, candidates: Candidates, memory: RunMemory, measure: Measure | None, state_bits: StateBits
     ) -> StepChoice:
         """Choose the largest steps whose measured rise is within the budget, within `MAX_TRIALS` trials.
 
@@ -219,6 +222,8 @@ class LossBudget(Objective):
         smaller ones are tried, which cost many more bits. Without `measure` the prediction decides; without a
         prediction, the step size is `DEFAULT_LOG_STEP`.
         """
+        if measure is not None and not candidates.follows_prediction:
+            return self._bisect(candidates, memory, measure)
         if measure is None and candidates.no_curvature:  # a prediction in no unit decides nothing
             log_step = DEFAULT_LOG_STEP if memory.log_step is None else memory.log_step
             return _accept(candidates.quantize(log_step), RunMemory(), None)
@@ -259,6 +264,29 @@ class LossBudget(Objective):
                 log_step, can_grow = self._reduce_step(weights, trial.rise), False
         return best or StepChoice(None, trials)
 
+    def _bisect(self, candidates: Candidates, memory: RunMemory, measure: Measure) -> StepChoice:
+        """Find the largest steps whose measured rise is within the budget, whatever is predicted."""
+        trials: list[JSON] = []
+        best: StepChoice | None = None
+        low, high, log_step = MIN_LOG_STEP, _MAX_BISECTED + 1, MAX_LOG_STEP
+        while len(trials) < _MAX_BISECTIONS:
+            weights = candidates.quantize(log_step)
+            change = measure(weights)
+            trials.append(_trial_json(weights, memory, change.rise))
+            if change.rise <= self._max_rise:
+                low, best = log_step, StepChoice(weights, trials, change.rise, change.interval)
+            else:
+                high = log_step
+            if high - low <= 2:
+                break
+            # as long as one side is unknown, by two octaves
+            middle, far = (low + high) // 2, 2 * STEPS_PER_OCTAVE
+            if best is None:
+                log_step = max(low, high - far)
+            else:
+                log_step = min(low + far, _MAX_BISECTED) if high > _MAX_BISECTED else middle
+        return best or StepChoice(None, trials)
+
     def _accepts_larger(self, trial: _Trial, memory: RunMemory) -> bool:
         """True if the steps of a quiet time are accepted: not by a narrow margin, as few weights were held by them."""
         is_accepted = trial.rise <= MAX_SHARE_OF_LARGER * self._max_rise
@@ -290,7 +318,7 @@ class LossBudget(Objective):
             memory.update(weights, change, min_rise)
         return _Trial(change, rise, record)
 
-    def _initial_step(self, candidates: StepCandidates, memory: RunMemory, *, is_measured: bool) -> int:
+    def _initial_step(self, candidates: Candidates, memory: RunMemory, *, is_measured: bool) -> int:
         """The parent's step size, unless another is clearly better; not a smaller one if the rise is measured."""
         best = self._predicted_step(candidates, memory)
         if memory.log_step is None:
@@ -302,7 +330,7 @@ class LossBudget(Objective):
             return memory.log_step
         return memory.log_step + change
 
-    def _predicted_step(self, candidates: StepCandidates, memory: RunMemory) -> int:
+    def _predicted_step(self, candidates: Candidates, memory: RunMemory) -> int:
         """The step size whose predicted rise is `TARGET_SHARE` of the budget; without a prediction, the parent's."""
         unit = candidates.curvature_term(0) * (memory.num_terms or 0.0)
         if not 0 < unit < math.inf:
@@ -368,7 +396,7 @@ def _parse_budget(budget: Any) -> float:
     return validate.check_fraction("budget", budget)
 
 
-def _quantize(candidates: StepCandidates, log_step: int, memory: RunMemory) -> QuantizedWeights:
+def _quantize(candidates: Candidates, log_step: int, memory: RunMemory) -> QuantizedWeights:
     """Quantize for a target that does not depend on the rise, which is predicted only where N is known."""
     return candidates.quantize(log_step, with_curvature=memory.num_terms is not None)
 

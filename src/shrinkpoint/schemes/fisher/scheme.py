@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shrinkpoint import humanize, validate
 from shrinkpoint.codec.lattice import LatticeTensor
-from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, QuantizedTensor, RowSample
+from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, QuantizedTensor, Reference, RowSample
 from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.schemes.base import QuantizedState, check_recorder, finite_or_text
 from shrinkpoint.schemes.calibration import Calibration, EvaluateProblem
@@ -27,6 +27,7 @@ from shrinkpoint.schemes.fisher.curvature import (
     SquaredGradientSource,
     estimate_curvatures,
 )
+from shrinkpoint.schemes.fisher.differences import DifferenceCandidates, exact_bases
 from shrinkpoint.schemes.fisher.feedback import FeedbackFactors, find_layers, layer_curvatures
 from shrinkpoint.schemes.fisher.first_moments import coarser_steps, steps_of_first_moments
 from shrinkpoint.schemes.fisher.moment_lattices import (
@@ -52,6 +53,7 @@ from shrinkpoint.schemes.fisher.restored_rise import remaining_share
 from shrinkpoint.schemes.fisher.run_memory import RunMemory
 from shrinkpoint.schemes.fisher.state_bits import StateBits, count_state_bits
 from shrinkpoint.schemes.fisher.steps import (
+    Candidates,
     QuantizedWeights,
     StepCandidates,
     from_log_step,
@@ -98,8 +100,9 @@ class Fisher(Planner["FisherChoice"]):
             Give at most one of them.
         ratio: how many times smaller the whole state shall be; above 1.
         relative_error: the root mean square of the error in standard deviations of a tensor (.3, or "30%"; at most 2),
-            in the geometric mean over all weights of a keyframe; hysteresis may add a half. Nothing need be known of
-            the loss; what is known distributes the error.
+            in the geometric mean over all weights of a keyframe; hysteresis may add a half. Of a file with an exact
+            base, deviations are those of the differences. Nothing need be known of the loss; what is known distributes
+            the error.
         evaluate: called with what is being saved (a manager's `model`; else the state); returns a loss or a score, or a
             1-D tensor, array or list of each example's. Then the measured rise decides, and the prediction saves
             trials. It must measure what it is given, and return the same for the same weights. Its attribute `terms`,
@@ -117,10 +120,10 @@ class Fisher(Planner["FisherChoice"]):
         copies: weights beside the model that track it (averages, target networks, teachers): "coded" as a model of
             their own, each at the cost of two evaluations, or "exact" bit for bit.
         seed: of the dither.
-        activations: a recorder of what layers see. In a file alone (`sp.save` without `base`) weights are then rounded
-            with error feedback: the errors of a row cancel in the outputs of its layer. Never in a chain, where it
-            would cost more than it gains.
-        calibrate: the same without a recorder: called with what is being saved when a file alone is written, it loads
+        activations: a recorder of what layers see. In a file of `sp.save` without a base, or with an exact one, weights
+            are then rounded with error feedback: the errors of a row cancel in the outputs of its layer. Never in a
+            chain, where it would cost more than it gains.
+        calibrate: the same without a recorder: called with what is being saved when such a file is written, it loads
             that into a model and runs it on some batches; if it returns or yields losses, these are differentiated, and
             tell how much each output matters.
 
@@ -376,15 +379,18 @@ class Fisher(Planner["FisherChoice"]):
         if isinstance(quality, float) and math.isfinite(quality) and is_known:
             self._measured_loss = quality
 
-    def quantize_alone(self, state: FlatState) -> QuantizedState:
-        """Plans and quantizes for a file that no checkpoint precedes or follows: with error feedback.
+    def quantize_alone(self, state: FlatState, reference: Reference | None = None) -> QuantizedState:
+        """Plans and quantizes for a file that no checkpoint follows: with error feedback.
+
+        Of a base whose weights are exact, differences to it are quantized; beside points of a base there is no
+        feedback.
 
         Raises:
             PolicyError: `calibrate` raised or ran another model, or the recorder has seen none of the state's weights.
         """
         self._layers = find_layers(self._calibrate, self._activations, state)
         try:
-            return self.quantize(state, None)
+            return self.quantize(state, reference)
         finally:
             self._layers = None
 
@@ -447,18 +453,28 @@ class Fisher(Planner["FisherChoice"]):
             return change(quantized.mirrored_values(candidates.weights) if mirrored else quantized.values)
 
         rise = None if metric is None else lambda values: change(values).rise
-        candidates = StepCandidates(
-            weights,
-            self._find_curvatures(save, weights, layers, rise, statistics),
-            base,
-            self._memory.log_step,
-            self._lossy_restores,
-            self._seed,
-            {} if save.evaluator is None else save.evaluator.layer_types,
-            self._lattice_starts,
-            FeedbackFactors(weights.local, layers) if layers else None,
-            is_measured=self._evaluate is not None and isinstance(self._objective, LossBudget),
-        )
+        bases = {} if self._layers is None or base is None else exact_bases(weights.local, base)
+        if base is not None and not bases:
+            layers = {}
+        curvatures = self._find_curvatures(save, weights, layers, rise, statistics)
+        factors = FeedbackFactors(weights.local, layers) if layers else None
+        candidates: Candidates
+        if bases:
+            self._memory.log_step = None
+            candidates = DifferenceCandidates(weights, bases, curvatures, factors)
+        else:
+            candidates = StepCandidates(
+                weights,
+                curvatures,
+                base,
+                self._memory.log_step,
+                self._lossy_restores,
+                self._seed,
+                {} if save.evaluator is None else save.evaluator.layer_types,
+                self._lattice_starts,
+                factors,
+                is_measured=self._evaluate is not None and isinstance(self._objective, LossBudget),
+            )
         coded = {*candidates.weights, *selection.cast_sources}
         bits = StateBits(math.inf, 0.0, is_first=self._num_saves == 0 and self._layers is None)
         if isinstance(self._objective, RatioTarget):
@@ -558,7 +574,7 @@ class Fisher(Planner["FisherChoice"]):
         return curvatures
 
     def _warn_of_choice(
-        self, choice: StepChoice, candidates: StepCandidates, objective: Objective, metric: DegradationMetric | None
+        self, choice: StepChoice, candidates: Candidates, objective: Objective, metric: DegradationMetric | None
     ) -> None:
         if metric is not None and metric.failure:
             return

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from shrinkpoint.codec.lattice import (
     scale_counts,
 )
 from shrinkpoint.codec.parallel import map_tensors
-from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, Reference, RowSample, tensor_rows
+from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, QuantizedTensor, Reference, RowSample, tensor_rows
 from shrinkpoint.quantize.lattice import quantize_with_feedback
 from shrinkpoint.quantize.layer_types import EMBEDDING, HEAD, layer_type_from_name
 from shrinkpoint.schemes.fisher import rounding
@@ -164,21 +165,23 @@ class QuantizedWeights:
     Attributes:
         log_step: the step size in eighths of an octave: 0 is one standard deviation, in the geometric mean over all
             weights.
-        points: this rank's points, by local name.
+        points: this rank's points, or its differences to `bases`, by local name.
         slope_term, curvature_term: the two terms of the predicted rise; the second one for a single loss term, and 0
             if it was not asked for.
         hysteresis: in steps; see `rounding.quantize_weight`.
         left_out: global names of weights that stay exact, because points do not reach as far as they do.
         dtypes: of the weights, by local name.
+        bases: the values that differences are added to, by local name.
     """
 
     log_step: int
-    points: Mapping[str, LatticeTensor] = field(repr=False)
+    points: Mapping[str, QuantizedTensor] = field(repr=False)
     slope_term: float
     curvature_term: float
     hysteresis: float
     left_out: tuple[str, ...] = ()
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict, repr=False)
+    bases: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
     def mirrored_values(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Values with the opposite errors: as far from the weights on the other side.
@@ -191,7 +194,7 @@ class QuantizedWeights:
     @property
     def values(self) -> dict[str, Tensor]:
         """The decoded points, in the weights' dtypes and on their devices; computed by every access."""
-        return {name: points.dequantize(self.dtypes[name]) for name, points in self.points.items()}
+        return {name: x.dequantize(self.dtypes[name], self.bases.get(name)) for name, x in self.points.items()}
 
 
 def reference_curvature(weights: GlobalWeights, curvatures: Mapping[str, Curvature]) -> float:
@@ -200,6 +203,26 @@ def reference_curvature(weights: GlobalWeights, curvatures: Mapping[str, Curvatu
     known = [(reports[name], x.numel()) for name, x in weights.templates.items() if reports.get(name, 0.0) > 0]
     total = sum(numel for _, numel in known)
     return math.exp(sum(numel * math.log(mean) for mean, numel in known) / total) if total else 0.0
+
+
+class Candidates(Protocol):
+    """The weights of one state, to be quantized with any step size; attributes and methods as of `StepCandidates`."""
+
+    weights: dict[str, Tensor]
+    curvatures: dict[str, Curvature]
+    no_curvature: bool
+    without_feedback: set[str]
+    follows_prediction: bool  # the rise grows with the squared step size
+
+    def curvature_term(self, log_step: int) -> float: ...
+
+    def quantize(
+        self, log_step: int, *, with_curvature: bool = True, max_hysteresis: float = math.inf
+    ) -> QuantizedWeights: ...
+
+    def bits(self, log_step: int) -> float: ...
+
+    def lattice_starts(self, quantized: QuantizedWeights) -> dict[str, RowSample]: ...
 
 
 class StepCandidates:
@@ -223,7 +246,10 @@ class StepCandidates:
         curvatures: as given; if nothing is known of any weight, assumed ones.
         no_curvature: nothing is known of any weight, so that a predicted rise has no unit.
         without_feedback: weights with feedback that were rounded without, because their factors were of no use.
+        follows_prediction: the rise grows with the squared step size.
     """
+
+    follows_prediction = True
 
     def __init__(
         self,
@@ -346,7 +372,7 @@ class StepCandidates:
         """
         starts = {}
         for name, points in quantized.points.items():
-            if name not in self._stochastic:
+            if name not in self._stochastic and isinstance(points, LatticeTensor):
                 rows = self._shards[name].spec.sampled_rows(MAX_SAMPLED_VALUES)
                 is_new = points.origin is None
                 starts[name] = RowSample.from_tensor(self.weights[name], rows) if is_new else self._starts[name]
