@@ -33,8 +33,9 @@ TARGET_SHARE = 0.5
 """The share of the budget that new steps aim at, because predictions are uncertain."""
 GROW_BELOW = 0.1
 """The share of the budget below which a measured rise lets the next checkpoint take larger steps."""
-_MAX_BISECTED = to_log_step(64.0)
-_MAX_BISECTIONS = 10
+_FIRST_SCANNED, _LAST_SCANNED, _MAX_SCANNED = to_log_step(16.0), to_log_step(64.0), 16
+"""The first and the largest step size of a fine-tune, and how many are tried."""
+_FAR = 8.0  # budgets from which steps are halved
 MAX_TRIALS = 5
 """The largest number of evaluations of candidates in one save; it is one if the steps do not change."""
 _MIN_STEP, _MAX_STEP = 2.0**-24, 2.0**6
@@ -223,7 +224,7 @@ class LossBudget(Objective):
         prediction, the step size is `DEFAULT_LOG_STEP`.
         """
         if measure is not None and not candidates.follows_prediction:
-            return self._bisect(candidates, memory, measure)
+            return self._scan(candidates, memory, measure)
         if measure is None and candidates.no_curvature:  # a prediction in no unit decides nothing
             log_step = DEFAULT_LOG_STEP if memory.log_step is None else memory.log_step
             return _accept(candidates.quantize(log_step), RunMemory(), None)
@@ -264,27 +265,26 @@ class LossBudget(Objective):
                 log_step, can_grow = self._reduce_step(weights, trial.rise), False
         return best or StepChoice(None, trials)
 
-    def _bisect(self, candidates: Candidates, memory: RunMemory, measure: Measure) -> StepChoice:
-        """Find the largest steps whose measured rise is within the budget, whatever is predicted."""
+    def _scan(self, candidates: Candidates, memory: RunMemory, measure: Measure) -> StepChoice:
+        """Find the largest steps whose measured rise is within the budget, from large ones down."""
         trials: list[JSON] = []
         best: StepChoice | None = None
-        low, high, log_step = MIN_LOG_STEP, _MAX_BISECTED + 1, MAX_LOG_STEP
-        while len(trials) < _MAX_BISECTIONS:
+        log_step, was_rejected = _FIRST_SCANNED, False
+        while MIN_LOG_STEP <= log_step <= _LAST_SCANNED and len(trials) < _MAX_SCANNED:
             weights = candidates.quantize(log_step)
             change = measure(weights)
             trials.append(_trial_json(weights, memory, change.rise))
             if change.rise <= self._max_rise:
-                low, best = log_step, StepChoice(weights, trials, change.rise, change.interval)
-            else:
-                high = log_step
-            if high - low <= 2:
+                best = StepChoice(weights, trials, change.rise, change.interval)
+                if was_rejected:
+                    break
+                log_step += STEPS_PER_OCTAVE
+            elif best is not None:
                 break
-            # as long as one side is unknown, by two octaves
-            middle, far = (low + high) // 2, 2 * STEPS_PER_OCTAVE
-            if best is None:
-                log_step = max(low, high - far)
             else:
-                log_step = min(low + far, _MAX_BISECTED) if high > _MAX_BISECTED else middle
+                was_rejected = True
+                is_far = not change.rise < _FAR * self._max_rise
+                log_step -= STEPS_PER_OCTAVE if is_far else STEPS_PER_OCTAVE // 2
         return best or StepChoice(None, trials)
 
     def _accepts_larger(self, trial: _Trial, memory: RunMemory) -> bool:

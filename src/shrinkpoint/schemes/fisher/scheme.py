@@ -57,8 +57,8 @@ from shrinkpoint.schemes.fisher.steps import (
     QuantizedWeights,
     StepCandidates,
     from_log_step,
-    near_constants,
     reference_curvature,
+    warn_of_unreached,
 )
 from shrinkpoint.schemes.optimizer_modes import PlanMode
 from shrinkpoint.schemes.plan import QuantizationPlan
@@ -250,12 +250,9 @@ class Fisher(Planner["FisherChoice"]):
 
     def record(self, save: PlannedSave, measurement: Measurement, choice: FisherChoice) -> QuantizationPlan:
         steps, moments, problem, copies, moments_mode = choice
-        if all_left_out := [*steps.left_out, *(name for copy in copies.values() for name in copy.left_out)]:
-            constants = near_constants(save.state, save.tensors, all_left_out)
-            is_fine = isinstance(self._objective, LossBudget) and (self._memory.log_step or 0) < FINE_LOG_STEP
-            if not is_fine and (far := [name for name in all_left_out if name not in constants]):
-                text = f"weights that no points of these steps reach are kept as they are: {humanize.names(far)}"
-                warn_user(f"{text}. See whether training has diverged")
+        if not (isinstance(self._objective, LossBudget) and (self._memory.log_step or 0) < FINE_LOG_STEP):
+            all_left_out = [*steps.left_out, *(name for copy in copies.values() for name in copy.left_out)]
+            warn_of_unreached(save.state, save.tensors, all_left_out)
         self._num_saves += 1
         loss = self._loss_record(save, measurement.metric, steps, moments_mode)
         tensors, points = save.tensors, save.unchanged
@@ -380,15 +377,13 @@ class Fisher(Planner["FisherChoice"]):
             self._measured_loss = quality
 
     def quantize_alone(self, state: FlatState, reference: Reference | None = None) -> QuantizedState:
-        """Plans and quantizes for a file that no checkpoint follows: with error feedback.
-
-        Of a base whose weights are exact, differences to it are quantized; beside points of a base there is no
-        feedback.
+        """Plans and quantizes for a file that no checkpoint follows: with error feedback, unless its base has points.
 
         Raises:
             PolicyError: `calibrate` raised or ran another model, or the recorder has seen none of the state's weights.
         """
-        self._layers = find_layers(self._calibrate, self._activations, state)
+        if reference is None or exact_bases(state.tensors, reference):
+            self._layers = find_layers(self._calibrate, self._activations, state)
         try:
             return self.quantize(state, reference)
         finally:
@@ -441,7 +436,8 @@ class Fisher(Planner["FisherChoice"]):
         weights = GlobalWeights(save.tensors, selection.tensors, selection.global_names, selection.sums)
         # Steps are inherited only from a checkpoint that this one may be a difference to.
         base = save.base
-        if base is None:
+        bases = {} if self._layers is None or base is None else exact_bases(weights.local, base)
+        if base is None or bases:
             self._memory.log_step = None
         layers = {name: layer for name, layer in (self._layers or {}).items() if name in weights.local}
 
@@ -453,28 +449,17 @@ class Fisher(Planner["FisherChoice"]):
             return change(quantized.mirrored_values(candidates.weights) if mirrored else quantized.values)
 
         rise = None if metric is None else lambda values: change(values).rise
-        bases = {} if self._layers is None or base is None else exact_bases(weights.local, base)
-        if base is not None and not bases:
-            layers = {}
+        layers = layers if bases or base is None else {}
         curvatures = self._find_curvatures(save, weights, layers, rise, statistics)
         factors = FeedbackFactors(weights.local, layers) if layers else None
         candidates: Candidates
         if bases:
-            self._memory.log_step = None
             candidates = DifferenceCandidates(weights, bases, curvatures, factors)
         else:
-            candidates = StepCandidates(
-                weights,
-                curvatures,
-                base,
-                self._memory.log_step,
-                self._lossy_restores,
-                self._seed,
-                {} if save.evaluator is None else save.evaluator.layer_types,
-                self._lattice_starts,
-                factors,
-                is_measured=self._evaluate is not None and isinstance(self._objective, LossBudget),
-            )
+            inherited = base, self._memory.log_step, self._lossy_restores, self._seed
+            known = {} if save.evaluator is None else save.evaluator.layer_types, self._lattice_starts, factors
+            is_measured = self._evaluate is not None and isinstance(self._objective, LossBudget)
+            candidates = StepCandidates(weights, curvatures, *inherited, *known, is_measured=is_measured)
         coded = {*candidates.weights, *selection.cast_sources}
         bits = StateBits(math.inf, 0.0, is_first=self._num_saves == 0 and self._layers is None)
         if isinstance(self._objective, RatioTarget):

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shrinkpoint import humanize
 from shrinkpoint.codec.lattice import (
     MAX_SCALE_EXPONENT,
     STEPS_PER_OCTAVE,
@@ -22,6 +23,7 @@ from shrinkpoint.codec.lattice import (
 )
 from shrinkpoint.codec.parallel import map_tensors
 from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, QuantizedTensor, Reference, RowSample, tensor_rows
+from shrinkpoint.errors import warn_user
 from shrinkpoint.quantize.lattice import quantize_with_feedback
 from shrinkpoint.quantize.layer_types import EMBEDDING, HEAD, layer_type_from_name
 from shrinkpoint.schemes.fisher import rounding
@@ -481,18 +483,20 @@ class StepCandidates:
         }
 
 
-def near_constants(state: FlatState, tensors: GlobalTensors, global_names: Collection[str]) -> set[str]:
-    """Those of some weights that hardly differ from a constant, such as gains of norms near 1, by global name.
+def warn_of_unreached(state: FlatState, tensors: GlobalTensors, global_names: Collection[str]) -> None:
+    """Warns of weights that no points reach, but for those that hardly differ from a constant, as gains of norms do.
 
-    Steps that follow how far they vary do not reach from 0 to where they are: that is no sign of a diverging training.
+    Steps that follow how far these vary do not reach from 0 to where they are: that is no sign of a diverging training.
     """
-    names = set()
+    constants = set()
     for name, weight in state.tensors.items():
         if tensors.global_names[name] in global_names and weight.numel() > 1:
             deviation, mean = (float(x) for x in torch.std_mean(weight.detach().float()))
             if deviation * _NEAR_CONSTANT < abs(mean) < math.inf:
-                names.add(tensors.global_names[name])
-    return names
+                constants.add(tensors.global_names[name])
+    if far := [name for name in global_names if name not in constants]:
+        text = f"weights that no points of these steps reach are kept as they are: {humanize.names(far)}"
+        warn_user(f"{text}. See whether training has diverged")
 
 
 def to_log_step(multiplier: float) -> int:
