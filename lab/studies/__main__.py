@@ -64,6 +64,7 @@ STUDIES = (
     Study("schemes", 50, suffix=""),
     Study("recovery", 800, suffix=".jsonl"),
     Study("transfer", 130, suffix=".jsonl"),
+    Study("transfer.fine_tunes", 40, ("--quick", "--seeds", "0", "--tasks", "sst2"), 2, suffix=".jsonl"),
     Study("rework", 90, suffix=".jsonl"),
     Study("wire", 1400, suffix=".jsonl"),
     Study("retention", 12),

@@ -26,6 +26,7 @@ from lab.studies.harness import REPO, RESULTS
 COMMANDS = {
     "chaos": "python benchmarks/crash_points.py",
     "comparison": "python -m benchmarks.comparison.run",
+    "fine_tunes": "python -m lab.studies.transfer.fine_tunes",
     "frameworks": "python -m benchmarks.frameworks.run",
     "gradient_moments": "python -m lab.studies.gradients.moments",
     "gradient_moments_scratch": "python -m lab.studies.gradients.moments",
@@ -44,6 +45,7 @@ MAX_BYTES = 128 << 10
 COPIED = (
     *("quality", "ratio weights", "ratio full", "overhead", "on", "off", "bits", "bits of the last epoch", "start"),
     *("bins", "base", "target", "source", "source base"),
+    *("bytes", "ratio", "rise", "rise error", "base loss", "tuned loss", "accuracy", "tuned accuracy"),
 )
 """Keys of a ledger's record that a row takes as they are."""
 

@@ -64,8 +64,7 @@ def save(
             `requires_grad` comes back; another tensor comes back without it.
         scheme: a scheme, or its text, such as "fisher(relative_error=.3)".
         path: where to, or a URL such as "s3://bucket/file".
-        base: a file saved earlier: write a delta against it. It must be kept; `load` needs it. `Fisher` quantizes the
-            differences to weights that the base has exactly.
+        base: a file saved earlier: write a delta against it. It must be kept; `load` needs it.
         threads: native threads; None: every core.
 
     Raises:

@@ -12,6 +12,8 @@ from shrinkpoint.codec.codebook_tensor import MAX_CODES, RESERVED_CODES, Codeboo
 from shrinkpoint.codec.lattice import LatticeTensor, as_matrix
 from shrinkpoint.codec.parallel import map_tensors
 from shrinkpoint.codec.reference import Reference, RowSample
+from shrinkpoint.schemes.base import QuantizedState
+from shrinkpoint.schemes.encode.records import encode_records
 from shrinkpoint.schemes.fisher.curvature import Curvature, GlobalWeights, total_entropy_bits
 from shrinkpoint.schemes.fisher.feedback import FeedbackFactors
 from shrinkpoint.schemes.fisher.steps import (
@@ -45,6 +47,12 @@ def exact_bases(weights: Mapping[str, Tensor], reference: Reference) -> dict[str
             bases[name] = base.to(weight.device)
     total = sum(weight.numel() for weight in weights.values())
     return bases if 2 * sum(base.numel() for base in bases.values()) > total else {}
+
+
+def encoded_bytes(quantized: QuantizedState, reference: Reference) -> int:
+    """Bytes of a quantized state's records in a delta to `reference`."""
+    records = encode_records(quantized.state, reference, quantized=quantized.quantized, copies=quantized.copies)
+    return sum(len(part) for record in records for part in record.parts.values())
 
 
 class DifferenceCandidates:

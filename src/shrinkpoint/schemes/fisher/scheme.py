@@ -27,7 +27,7 @@ from shrinkpoint.schemes.fisher.curvature import (
     SquaredGradientSource,
     estimate_curvatures,
 )
-from shrinkpoint.schemes.fisher.differences import DifferenceCandidates, exact_bases
+from shrinkpoint.schemes.fisher.differences import DifferenceCandidates, encoded_bytes, exact_bases
 from shrinkpoint.schemes.fisher.feedback import FeedbackFactors, find_layers, layer_curvatures
 from shrinkpoint.schemes.fisher.first_moments import coarser_steps, steps_of_first_moments
 from shrinkpoint.schemes.fisher.moment_lattices import (
@@ -100,9 +100,8 @@ class Fisher(Planner["FisherChoice"]):
             Give at most one of them.
         ratio: how many times smaller the whole state shall be; above 1.
         relative_error: the root mean square of the error in standard deviations of a tensor (.3, or "30%"; at most 2),
-            in the geometric mean over all weights of a keyframe; hysteresis may add a half. Of a file with an exact
-            base, deviations are those of the differences. Nothing need be known of the loss; what is known distributes
-            the error.
+            in the geometric mean over all weights of a keyframe; hysteresis may add a half. Nothing need be known of
+            the loss; what is known distributes the error.
         evaluate: called with what is being saved (a manager's `model`; else the state); returns a loss or a score, or a
             1-D tensor, array or list of each example's. Then the measured rise decides, and the prediction saves
             trials. It must measure what it is given, and return the same for the same weights. Its attribute `terms`,
@@ -120,9 +119,9 @@ class Fisher(Planner["FisherChoice"]):
         copies: weights beside the model that track it (averages, target networks, teachers): "coded" as a model of
             their own, each at the cost of two evaluations, or "exact" bit for bit.
         seed: of the dither.
-        activations: a recorder of what layers see. In a file of `sp.save` without a base, or with an exact one, weights
-            are then rounded with error feedback: the errors of a row cancel in the outputs of its layer. Never in a
-            chain, where it would cost more than it gains.
+        activations: a recorder of what layers see. In a file alone (`sp.save` without `base`, or with an exact one and
+            a measured budget) weights are then rounded with error feedback: the errors of a row cancel in the outputs
+            of its layer. Never in a chain, where it would cost more than it gains.
         calibrate: the same without a recorder: called with what is being saved when such a file is written, it loads
             that into a model and runs it on some batches; if it returns or yields losses, these are differentiated, and
             tell how much each output matters.
@@ -235,7 +234,9 @@ class Fisher(Planner["FisherChoice"]):
         if self._evaluate is not None:
             save.selection = self._calibration.measured_part(save.selection, save.tensors)
         is_exact = problem is not None or self._copies_mode == "exact" or not save.may_have_copies
-        tracked = [] if is_exact else self._find_copies(save)
+        unmeasured = [] if self._evaluate is None else self._calibration.unmeasured
+        places = save.state, save.tensors, save.selection, save.selected
+        tracked = [] if is_exact else find_copies(*places, unmeasured, save.reference)
         if problem is None and save.selection.global_names:
             steps = self._quantize_weights(save, moments, metric, statistics, tracked, mode)
             if (problem := measurement.find_late_problem()) is not None:
@@ -377,13 +378,27 @@ class Fisher(Planner["FisherChoice"]):
             self._measured_loss = quality
 
     def quantize_alone(self, state: FlatState, reference: Reference | None = None) -> QuantizedState:
-        """Plans and quantizes for a file that no checkpoint follows: with error feedback, unless its base has points.
+        """Plans and quantizes for a file that no checkpoint follows: with error feedback.
+
+        Beside an exact base, and within a measured budget, feedback is for differences to it. Whichever is smaller is
+        taken: these, or points as in a chain, without feedback.
 
         Raises:
             PolicyError: `calibrate` raised or ran another model, or the recorder has seen none of the state's weights.
         """
-        if reference is None or exact_bases(state.tensors, reference):
-            self._layers = find_layers(self._calibrate, self._activations, state)
+        if reference is None:
+            return self._quantize_with_layers(state, None)
+        points = self.quantize(state, reference)
+        is_measured = self._evaluate is not None and isinstance(self._objective, LossBudget)
+        has_layers = self._calibrate is not None or self._activations is not None
+        if not (is_measured and has_layers and exact_bases(state.tensors, reference)):
+            return points
+        memory = copy.deepcopy(self._memory)  # whose steps are those of points
+        differences, self._memory = self._quantize_with_layers(state, reference), memory
+        return min(differences, points, key=lambda quantized: encoded_bytes(quantized, reference))
+
+    def _quantize_with_layers(self, state: FlatState, reference: Reference | None) -> QuantizedState:
+        self._layers = find_layers(self._calibrate, self._activations, state)
         try:
             return self.quantize(state, reference)
         finally:
@@ -424,14 +439,7 @@ class Fisher(Planner["FisherChoice"]):
         copies: Sequence[WeightCopy],
         mode: MomentsMode,
     ) -> StepChoice:
-        """Chooses a step size for the weights, and quantizes them with it.
-
-        Args:
-            metric: None if nothing is measured.
-            statistics: of the moments of the state.
-            copies: of the weights, which get steps of their own.
-            mode: of the moments.
-        """
+        """Chooses a step size for the weights, without their copies, and quantizes them with it."""
         selection, state = save.selection, save.state
         weights = GlobalWeights(save.tensors, selection.tensors, selection.global_names, selection.sums)
         # Steps are inherited only from a checkpoint that this one may be a difference to.
@@ -449,7 +457,6 @@ class Fisher(Planner["FisherChoice"]):
             return change(quantized.mirrored_values(candidates.weights) if mirrored else quantized.values)
 
         rise = None if metric is None else lambda values: change(values).rise
-        layers = layers if bases or base is None else {}
         curvatures = self._find_curvatures(save, weights, layers, rise, statistics)
         factors = FeedbackFactors(weights.local, layers) if layers else None
         candidates: Candidates
@@ -473,11 +480,6 @@ class Fisher(Planner["FisherChoice"]):
         self._memory.log_step = None if choice.weights is None else choice.weights.log_step
         self._lattice_starts = {} if choice.weights is None else candidates.lattice_starts(choice.weights)
         return choice
-
-    def _find_copies(self, save: PlannedSave) -> list[WeightCopy]:
-        """Finds weights beside the model that track it."""
-        unmeasured = [] if self._evaluate is None else self._calibration.unmeasured
-        return find_copies(save.state, save.tensors, save.selection, save.selected, unmeasured, save.reference)
 
     def _quantize_copies(
         self,
@@ -531,11 +533,7 @@ class Fisher(Planner["FisherChoice"]):
         rise: Callable[[Mapping[str, Tensor]], float] | None,
         statistics: MomentStatistics,
     ) -> Mapping[str, Curvature]:
-        """Curvatures of the weights, by local name: the optimizer's, and what recorders or measurements tell besides.
-
-        Args:
-            rise: measures the rise of the loss with other values; None: nothing is measured.
-        """
+        """Curvatures of the weights, by local name: the optimizer's, recorders', and measured ones."""
         selection, evaluator, recorded = save.selection, save.evaluator, dict[str, Tensor]()
         if evaluator is not None:
             squares = self.recordings() if evaluator.recordings is None else evaluator.recordings
