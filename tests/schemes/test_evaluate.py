@@ -174,7 +174,7 @@ def test_any_number_will_do(answer, value):
 
 
 @pytest.mark.parametrize(
-    "answer", [None, "good", [], torch.ones(3, 2), torch.ones(0), np.ones(2), {"loss": 1.0}, 1j, nn.Identity()]
+    "answer", [None, "good", [], torch.ones(3, 2), torch.ones(0), np.ones((3, 2)), {"loss": 1.0}, 1j, nn.Identity()]
 )
 def test_what_is_no_number_is_a_failure_of_the_reading(answer):
     reading = target(Digits(), lambda model: answer).evaluate({})
