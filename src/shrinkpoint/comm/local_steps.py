@@ -119,7 +119,8 @@ class LocalSteps:
             group does. With a manager its own timeouts count.
 
     Attributes:
-        outer: the outer optimizer. A scheduler may change its settings, alike on all ranks.
+        outer: the outer optimizer. A scheduler may change its settings, alike on all ranks; not a momentum that follows
+            the ranks, which is set in each round.
         link_stats: statistics of the messages since the start: of "all-gather", or of "first hop" and "second hop".
         round: how many rounds have ended.
         steps_in_round: how many steps this round has had.
