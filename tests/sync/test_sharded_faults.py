@@ -82,7 +82,9 @@ def test_error_of_one_rank_is_raised_by_all_and_the_next_version_works(tmp_path:
         }  # fmt: skip
         assert name == expected.get(kind, "StorageError"), (kind, text)
         assert {report[kind][0] for report in reports} == {name}, kind
-    assert all("'steps'" in report["differs"][1] and "rank 2 than on rank 0" in report["differs"][1] for report in reports)
+    assert all(
+        "'steps'" in report["differs"][1] and "rank 2 than on rank 0" in report["differs"][1] for report in reports
+    )
     assert "rank 2" in reports[0]["disk of 2"][1] and "all ranks share" in reports[1]["memory"][1]
     assert "ranks=" in reports[0]["without ranks"][1] and "Partial" in reports[3]["partial"][1]
 

@@ -347,3 +347,21 @@ for work in (catch_up, check):
 @pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.nightly)])
 def test_killed_process_leaves_a_mirror_in_which_all_that_is_listed_loads(tmp_path, url, kills):
     run_forked(_KILLS, str(tmp_path), url, str(kills), "3")
+
+
+def test_a_run_that_went_back_in_its_mirror_alone_resumes_from_what_it_saved_last(tmp_path):
+    with CheckpointManager(tmp_path / "first", mirror=tmp_path / "mirror", keep=Keep(last=3)) as manager:
+        save(manager, *range(1, 9))
+    for step in (7, 8):  # of another process each
+        with CheckpointManager(tmp_path / "second", mirror=tmp_path / "mirror", keep=Keep(last=3)) as manager:
+            if step == 7:
+                assert manager.restore(6).step == 6
+                with pytest.warns(UserWarning, match="step 7 was saved below step 8"):
+                    manager.save(7, extra=state(70), rng=False)
+            else:
+                assert difference(manager.restore().extra, state(70)) is None
+                manager.save(8, extra=state(80), rng=False)
+    with CheckpointManager(tmp_path / "third", mirror=tmp_path / "mirror") as manager:
+        assert difference(manager.restore().extra, state(80)) is None
+    for step in (7, 8):
+        assert difference(Store(tmp_path / "mirror").load(step)["extra"], state(step * 10)) is None

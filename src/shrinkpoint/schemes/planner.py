@@ -127,7 +127,9 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
             owner: what saves the run; its run is forgotten with it.
             place: where it saves; owners with equal places save one run.
         """
-        runs: WeakKeyDictionary[object, tuple[object, Self | None]] = vars(self).setdefault("_runs", WeakKeyDictionary())
+        runs: WeakKeyDictionary[object, tuple[object, Self | None]] = vars(self).setdefault(
+            "_runs", WeakKeyDictionary()
+        )
         known = [scheme for other, scheme in runs.values() if other == place]
         is_taken = any(scheme is None for _, scheme in runs.values())
         scheme = known[0] if known else self._without_memory() if is_taken else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from shrinkpoint.errors import warn_user
@@ -61,6 +61,8 @@ class Line:
 
     place: Place | None = None  # of the checkpoint that was saved or restored last; None: not known
     step: int | None = None  # at which this process saved it; None: it was restored, or others may have saved since
+    # Steps and places of checkpoints in the mirror at the last restore, by name
+    mirrored: Mapping[str, tuple[int | None, Place]] = field(default_factory=dict)
     _higher: tuple[str, ...] = ()  # names of checkpoints of the line with higher steps than the next one
     _has_warned: bool = False
 
@@ -77,6 +79,7 @@ class Line:
         if self.place is not None and self.step is not None and step is not None and self.step < step:
             return Place(max(step, self.place.sequence + 1), self.place.abandoned)
         others = read_others()
+        others = others._replace(by_name={**self.mirrored, **others.by_name})
         place = next_place(others.by_name.values(), step, self.place, others.hidden)
         newest = newest_place(other for _, other in others.by_name.values())
         self._higher = tuple(

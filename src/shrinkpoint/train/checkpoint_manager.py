@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -323,6 +324,9 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
             aligned = _load_all(objects, checkpoint.state, where, rng=rng, strict=strict)
             fields |= {"missing_keys": aligned.missing_keys, "unexpected_keys": aligned.unexpected_keys}
             self.store.line.note_restored(place_of(checkpoint.manifest))
+            if self.mirror is not None:
+                with suppress(StorageError):
+                    self.store.line.mirrored = self.mirror.scan().others(-1).by_name
             self._restored_step = checkpoint.step
             if self._schedule is not None:
                 self._schedule.go_back(checkpoint.step)

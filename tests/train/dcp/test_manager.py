@@ -228,7 +228,7 @@ def test_a_directory_of_torchs_own_checkpoints_is_neither_overwritten_nor_taken_
         lambda: manager.restore(1, model=model),
         lambda: manager.save(1, model=model),
     ):
-        with pytest.raises(MismatchError, match="step-000000001: .*torch.distributed.checkpoint's own writer"):
+        with pytest.raises(MismatchError, match=r"step-000000001: .*torch.distributed.checkpoint's own writer"):
             call()
     for step in (2, 3):
         manager.save(step, model=model)

@@ -252,7 +252,7 @@ class Manager(ScheduledSaver):
         number = self._find_step(step)
         directory: Any = self._root / layout.step_dir(layout.check_step(number)) if number is not None else None
         if directory is None and (directory := latest_valid(self._root, self._group)) is None:
-            gather_or_raise(lambda: [_refuse_stock(path) for path in self._run.newest_first()], self._group)
+            gather_or_raise(lambda: _refuse_stock(*self._run.newest_first()), self._group)
             return None
         flat: dict[str, Any] = {}
 
@@ -290,9 +290,9 @@ class Manager(ScheduledSaver):
         """Return: a save is durable when `save` returns."""
 
 
-def _refuse_stock(directory: Path) -> None:
-    """Raise a MismatchError if torch's own writer has saved a checkpoint in a directory."""
-    if is_stock_dcp(directory):
+def _refuse_stock(*directories: Path) -> None:
+    """Raise a MismatchError if torch's own writer has saved a checkpoint in one of the directories."""
+    for directory in filter(is_stock_dcp, directories):
         found = "a checkpoint that torch.distributed.checkpoint's own writer has saved"
         do = "load it by dcp.load without a storage_reader=, and give the Manager another directory"
         raise MismatchError(str(directory), found=found, expected="checkpoints of dcp.Manager", do=do)
