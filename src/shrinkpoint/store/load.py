@@ -166,9 +166,9 @@ def find_chain(
     step = None if step is None else layout.as_step(step)
     if is_object_url(where):
         url = parse_object_url(where)
-        if (store := _find_store(resolve_storage(where, cache=cache), url)) is not None:
+        if (store := find_store(resolve_storage(where, cache=cache))) is not None:
             _check_absent("base", base, str(where), "a checkpoint of a store names its own")
-            return _store_chain(store, step)
+            return _store_or_run_chain(store, url, step)
         if find_checkpoints(url):
             _check_absent("base", base, str(url), "a checkpoint in a directory names its own")
             return _directory_chain(find_directory(url, step))
@@ -182,17 +182,9 @@ def find_chain(
         _check_absent("step", step, str(where), "a file has none: name the store")
         return chains.file_chain(path, base)
     _check_absent("base", base, str(where), "a checkpoint in a directory names its own")
-    if (store := _find_store(LocalStorage(path), path)) is not None:
-        return _store_chain(store, step)
+    if (store := find_store(LocalStorage(path))) is not None:
+        return _store_or_run_chain(store, path, step)
     return _directory_chain(find_directory(path, step))
-
-
-def _find_store(storage: Storage, place: Path | ObjectUrl) -> Storage | None:
-    """The store at a place; None if there is none, also where a framework named its directories as a store does."""
-    store = find_store(storage)
-    if store is None or Store(store).has_checkpoint() or not find_checkpoints(place):
-        return store
-    return None
 
 
 @overload
@@ -232,6 +224,16 @@ def _directory_chain(directory: Path | ObjectUrl) -> tuple[chains.ChainFile, ...
 
 def _store_chain(storage: Storage, step: int | None) -> tuple[chains.ChainFile, ...]:
     return chains.store_chain(storage, Store(storage).manifest(step))
+
+
+def _store_or_run_chain(store: Storage, place: Path | ObjectUrl, step: int | None) -> tuple[chains.ChainFile, ...]:
+    """The chain of a store; where it has none, of a framework that named its directories as a store does."""
+    try:
+        return _store_chain(store, step)
+    except NotFoundError:
+        if not find_checkpoints(place):
+            raise
+    return _directory_chain(find_directory(place, step))
 
 
 def _check_absent(name: str, value: object, where: str, do: str) -> None:
