@@ -65,7 +65,6 @@ class FakeCandidates:
     """Candidates with a curvature term of a quarter at a step size of 8, with as much hysteresis as is allowed."""
 
     no_curvature = False
-    follows_prediction = True
 
     def curvature_term(self, log_step: int) -> float:
         return 0.25 * 2 ** ((log_step - 8) / 4)

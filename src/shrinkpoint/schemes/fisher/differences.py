@@ -14,7 +14,7 @@ from shrinkpoint.codec.parallel import map_tensors
 from shrinkpoint.codec.reference import Reference, RowSample
 from shrinkpoint.schemes.base import QuantizedState
 from shrinkpoint.schemes.encode.records import encode_records
-from shrinkpoint.schemes.fisher.curvature import Curvature, GlobalWeights, total_entropy_bits
+from shrinkpoint.schemes.fisher.curvature import Curvature, GlobalWeights
 from shrinkpoint.schemes.fisher.feedback import FeedbackFactors
 from shrinkpoint.schemes.fisher.steps import (
     MIN_RELATIVE_CURVATURE,
@@ -69,10 +69,8 @@ class DifferenceCandidates:
 
     Attributes:
         weights: that have a base, by name.
-        curvatures, no_curvature, without_feedback, follows_prediction: as of `StepCandidates`.
+        curvatures, without_feedback: as of `StepCandidates`.
     """
-
-    follows_prediction = False  # no error is larger than the difference
 
     def __init__(
         self,
@@ -83,15 +81,13 @@ class DifferenceCandidates:
     ) -> None:
         self._factors: FeedbackFactors | dict[str, Tensor | None] = {} if factors is None else factors
         self.without_feedback = set[str]()
-        self._tensors, self._bases = weights.tensors, bases
+        self._bases = bases
         differences = {name: weights.local[name].float() - base.float() for name, base in bases.items()}
         deviations = {name: float(difference.square().mean().sqrt()) for name, difference in differences.items()}
         self._differences = {name: x for name, x in differences.items() if 0 < deviations[name] < math.inf}
         self.weights = {name: weights.local[name] for name in self._differences}
         typical = reference_curvature(weights, curvatures)
-        self.no_curvature = typical <= 0
         self.curvatures = dict(curvatures)
-        count = max(1, len(self._differences))
         self._steps, self._widths = dict[str, float](), dict[str, tuple[Tensor, Tensor]]()
         for name, difference in self._differences.items():
             curvature = curvatures[name]
@@ -100,25 +96,9 @@ class DifferenceCandidates:
                 scale *= (curvature.mean / typical) ** -_STEP_EXPONENT
             self._steps[name] = deviations[name] * scale
             self._widths[name] = _relative_widths(curvature, as_matrix(difference))
-            if self.no_curvature:
-                share = 1.0 / (deviations[name] ** 2 * difference.numel() * count)
-                assumed = torch.full((1, 1), share, device=difference.device)
-                self.curvatures[name] = Curvature(assumed.expand(as_matrix(difference).shape))
 
-    def curvature_term(self, log_step: int) -> float:
-        """The rise, for a single loss term, that the errors of these steps cause without feedback."""
-        errors = {name: self._quantize(name, log_step, None)[1] for name in self._differences}
-        return sum(_rise_terms(self.curvatures[name], error)[1] for name, error in errors.items())
-
-    def quantize(
-        self, log_step: int, *, with_curvature: bool = True, max_hysteresis: float = math.inf
-    ) -> QuantizedWeights:
-        """Quantize with steps of this size.
-
-        Args:
-            with_curvature: compute the curvature term.
-            max_hysteresis: unused: no checkpoint follows.
-        """
+    def quantize(self, log_step: int) -> QuantizedWeights:
+        """Quantize with steps of this size."""
         results = map_tensors(
             lambda name, threads: self._quantize(name, log_step, self._factor(name)), dict(self._differences)
         )
@@ -127,17 +107,12 @@ class DifferenceCandidates:
             log_step,
             {name: points for name, (points, _) in results.items()},
             sum(slope for slope, _ in terms),
-            sum(curvature for _, curvature in terms) if with_curvature else 0.0,
+            sum(curvature for _, curvature in terms),
             0.5,
             (),
             {name: weight.dtype for name, weight in self.weights.items()},
             self._bases,
         )
-
-    def bits(self, log_step: int) -> float:
-        """The estimated size of the codes in bits: their entropy."""
-        codes = {name: self._quantize(name, log_step, None)[0].codes for name in self._differences}
-        return total_entropy_bits(self._tensors, codes)
 
     def lattice_starts(self, quantized: QuantizedWeights) -> dict[str, RowSample]:
         """Nothing: these weights have no lattices."""

@@ -17,6 +17,7 @@ from shrinkpoint.schemes.fisher.state_bits import StateBits
 from shrinkpoint.schemes.fisher.steps import (
     Candidates,
     QuantizedWeights,
+    StepCandidates,
     from_log_step,
     to_log_step,
 )
@@ -113,7 +114,7 @@ class Objective(ABC):
 
     @abstractmethod
     def choose(
-        self, candidates: Candidates, memory: RunMemory, measure: Measure | None, state_bits: StateBits
+        self, candidates: StepCandidates, memory: RunMemory, measure: Measure | None, state_bits: StateBits
     ) -> StepChoice:
         """Choose a step size.
 
@@ -140,7 +141,7 @@ class ErrorTarget(Objective):
         return {"relative_error": self.error}
 
     def choose(
-        self, candidates: Candidates, memory: RunMemory, measure: Measure | None, state_bits: StateBits
+        self, candidates: StepCandidates, memory: RunMemory, measure: Measure | None, state_bits: StateBits
     ) -> StepChoice:
         log_step = to_log_step(min(max(self.error * math.sqrt(12), _MIN_STEP), _MAX_STEP))
         return _accept(_quantize(candidates, log_step, memory), memory, measure)
@@ -157,7 +158,7 @@ class RatioTarget(Objective):
         return {"ratio": self.ratio}
 
     def choose(
-        self, candidates: Candidates, memory: RunMemory, measure: Measure | None, state_bits: StateBits
+        self, candidates: StepCandidates, memory: RunMemory, measure: Measure | None, state_bits: StateBits
     ) -> StepChoice:
         low, high, target = FINE_LOG_STEP, MAX_LOG_STEP, state_bits.weight_bits(self.ratio)
         if memory.log_step is not None and abs(candidates.bits(memory.log_step) - target) < 0.1 * target:
@@ -215,7 +216,7 @@ class LossBudget(Objective):
         return self.budget - self.noise
 
     def choose(
-        self, candidates: Candidates, memory: RunMemory, measure: Measure | None, state_bits: StateBits
+        self, candidates: StepCandidates, memory: RunMemory, measure: Measure | None, state_bits: StateBits
     ) -> StepChoice:
         """Choose the largest steps whose measured rise is within the budget, within `MAX_TRIALS` trials.
 
@@ -223,8 +224,6 @@ class LossBudget(Objective):
         smaller ones are tried, which cost many more bits. Without `measure` the prediction decides; without a
         prediction, the step size is `DEFAULT_LOG_STEP`.
         """
-        if measure is not None and not candidates.follows_prediction:
-            return self._scan(candidates, memory, measure)
         if measure is None and candidates.no_curvature:  # a prediction in no unit decides nothing
             log_step = DEFAULT_LOG_STEP if memory.log_step is None else memory.log_step
             return _accept(candidates.quantize(log_step), RunMemory(), None)
@@ -265,8 +264,8 @@ class LossBudget(Objective):
                 log_step, can_grow = self._reduce_step(weights, trial.rise), False
         return best or StepChoice(None, trials)
 
-    def _scan(self, candidates: Candidates, memory: RunMemory, measure: Measure) -> StepChoice:
-        """Find the largest steps whose measured rise is within the budget, from large ones down."""
+    def scan(self, candidates: Candidates, memory: RunMemory, measure: Measure) -> StepChoice:
+        """Find the largest steps whose measured rise is within the budget, from large ones down, unpredicted."""
         trials: list[JSON] = []
         best: StepChoice | None = None
         log_step, was_rejected = _FIRST_SCANNED, False
@@ -318,7 +317,7 @@ class LossBudget(Objective):
             memory.update(weights, change, min_rise)
         return _Trial(change, rise, record)
 
-    def _initial_step(self, candidates: Candidates, memory: RunMemory, *, is_measured: bool) -> int:
+    def _initial_step(self, candidates: StepCandidates, memory: RunMemory, *, is_measured: bool) -> int:
         """The parent's step size, unless another is clearly better; not a smaller one if the rise is measured."""
         best = self._predicted_step(candidates, memory)
         if memory.log_step is None:
@@ -330,7 +329,7 @@ class LossBudget(Objective):
             return memory.log_step
         return memory.log_step + change
 
-    def _predicted_step(self, candidates: Candidates, memory: RunMemory) -> int:
+    def _predicted_step(self, candidates: StepCandidates, memory: RunMemory) -> int:
         """The step size whose predicted rise is `TARGET_SHARE` of the budget; without a prediction, the parent's."""
         unit = candidates.curvature_term(0) * (memory.num_terms or 0.0)
         if not 0 < unit < math.inf:
@@ -396,7 +395,7 @@ def _parse_budget(budget: Any) -> float:
     return validate.check_fraction("budget", budget)
 
 
-def _quantize(candidates: Candidates, log_step: int, memory: RunMemory) -> QuantizedWeights:
+def _quantize(candidates: StepCandidates, log_step: int, memory: RunMemory) -> QuantizedWeights:
     """Quantize for a target that does not depend on the rise, which is predicted only where N is known."""
     return candidates.quantize(log_step, with_curvature=memory.num_terms is not None)
 

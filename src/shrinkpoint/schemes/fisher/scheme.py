@@ -444,7 +444,7 @@ class Fisher(Planner["FisherChoice"]):
         weights = GlobalWeights(save.tensors, selection.tensors, selection.global_names, selection.sums)
         # Steps are inherited only from a checkpoint that this one may be a difference to.
         base = save.base
-        bases = {} if self._layers is None or base is None else exact_bases(weights.local, base)
+        bases = exact_bases(weights.local, base) if self._layers is not None and base is not None and metric else {}
         if base is None or bases:
             self._memory.log_step = None
         layers = {name: layer for name, layer in (self._layers or {}).items() if name in weights.local}
@@ -458,24 +458,26 @@ class Fisher(Planner["FisherChoice"]):
 
         rise = None if metric is None else lambda values: change(values).rise
         curvatures = self._find_curvatures(save, weights, layers, rise, statistics)
-        factors = FeedbackFactors(weights.local, layers) if layers else None
+        factors = FeedbackFactors(weights.local, layers) if layers and (bases or base is None) else None
         candidates: Candidates
         if bases:
+            objective = self._measured_objective(metric)
+            assert isinstance(objective, LossBudget)  # `quantize_alone` has seen to it
             candidates = DifferenceCandidates(weights, bases, curvatures, factors)
+            choice = objective.scan(candidates, self._memory, measure)
         else:
             inherited = base, self._memory.log_step, self._lossy_restores, self._seed
             known = {} if save.evaluator is None else save.evaluator.layer_types, self._lattice_starts, factors
             is_measured = self._evaluate is not None and isinstance(self._objective, LossBudget)
             candidates = StepCandidates(weights, curvatures, *inherited, *known, is_measured=is_measured)
-        coded = {*candidates.weights, *selection.cast_sources}
-        bits = StateBits(math.inf, 0.0, is_first=self._num_saves == 0 and self._layers is None)
-        if isinstance(self._objective, RatioTarget):
-            dropped = DROPPED_ROLES.get(mode, ())
-            bits = count_state_bits(save, coded, moments, copies, dropped, is_first=self._num_saves == 0)
-        if self._memory.restored_rise > 0:
-            self._memory.restored_rise *= remaining_share(weights, candidates.curvatures, save.reference)
-        objective = self._measured_objective(metric)
-        choice = objective.choose(candidates, self._memory, None if metric is None else measure, bits)
+            bits = StateBits(math.inf, 0.0, is_first=self._num_saves == 0 and self._layers is None)
+            if isinstance(self._objective, RatioTarget):
+                dropped, coded = DROPPED_ROLES.get(mode, ()), {*candidates.weights, *selection.cast_sources}
+                bits = count_state_bits(save, coded, moments, copies, dropped, is_first=self._num_saves == 0)
+            if self._memory.restored_rise > 0:
+                self._memory.restored_rise *= remaining_share(weights, candidates.curvatures, save.reference)
+            objective = self._measured_objective(metric)
+            choice = objective.choose(candidates, self._memory, None if metric is None else measure, bits)
         self._warn_of_choice(choice, candidates, objective, metric)
         self._memory.log_step = None if choice.weights is None else choice.weights.log_step
         self._lattice_starts = {} if choice.weights is None else candidates.lattice_starts(choice.weights)

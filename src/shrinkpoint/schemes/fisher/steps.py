@@ -208,21 +208,13 @@ def reference_curvature(weights: GlobalWeights, curvatures: Mapping[str, Curvatu
 
 
 class Candidates(Protocol):
-    """The weights of one state, to be quantized with any step size; attributes and methods as of `StepCandidates`."""
+    """Weights of one state, to be quantized with any step size; attributes and methods as of `StepCandidates`."""
 
     weights: dict[str, Tensor]
     curvatures: dict[str, Curvature]
-    no_curvature: bool
     without_feedback: set[str]
-    follows_prediction: bool  # the rise grows with the squared step size
 
-    def curvature_term(self, log_step: int) -> float: ...
-
-    def quantize(
-        self, log_step: int, *, with_curvature: bool = True, max_hysteresis: float = math.inf
-    ) -> QuantizedWeights: ...
-
-    def bits(self, log_step: int) -> float: ...
+    def quantize(self, log_step: int) -> QuantizedWeights: ...
 
     def lattice_starts(self, quantized: QuantizedWeights) -> dict[str, RowSample]: ...
 
@@ -248,10 +240,7 @@ class StepCandidates:
         curvatures: as given; if nothing is known of any weight, assumed ones.
         no_curvature: nothing is known of any weight, so that a predicted rise has no unit.
         without_feedback: weights with feedback that were rounded without, because their factors were of no use.
-        follows_prediction: the rise grows with the squared step size.
     """
-
-    follows_prediction = True
 
     def __init__(
         self,
