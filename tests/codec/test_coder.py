@@ -26,7 +26,7 @@ def runs(number: NumberFormat) -> list[CoderConfig]:
         CoderConfig("delta", predictor="base"),
         CoderConfig("delta", predictor="base", moments=True),
     ]
-    if number.is_float:
+    if number.mantissa:
         fine, top = 2, (1 << (number.width - number.mantissa - 1)) - 2
         out += [
             CoderConfig("level", fine=fine),
@@ -51,7 +51,7 @@ def contents(number: NumberFormat, size: int) -> dict[str, np.ndarray]:
     """Bit patterns that coders get wrong, by name."""
     random, bits = np.random.default_rng(size), number.width
     word, top = np.dtype(f"u{number.itemsize}"), bits - 1
-    exponent = ((1 << (bits - 1 - number.mantissa)) - 1) << number.mantissa if number.is_float else 0
+    exponent = ((1 << (bits - 1 - number.mantissa)) - 1) << number.mantissa if number.mantissa else 0
     special = [0, 1 << top, 1, (1 << top) + 1, (1 << bits) - 1, (1 << top) - 1]  # zeros, denormals, nans with payloads
     special += [exponent, exponent | 1 << top, exponent | 1, exponent - 1]  # infinities, signalling nan, largest finite
     return {

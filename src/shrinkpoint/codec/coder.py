@@ -27,10 +27,6 @@ class NumberFormat:
         return self.width // 8
 
     @property
-    def is_float(self) -> bool:
-        return self.mantissa > 0
-
-    @property
     def has_float_exponent(self) -> bool:
         """True if its exponent has the width and bias of a float32 exponent, so that the two can be compared."""
         return self.width - self.mantissa == 9

@@ -39,7 +39,7 @@ def coder_configs(
         exact: look for bits that no number uses in all numbers; else in a sample, so that coding may find others.
     """
     number, role = NUMBER_FORMATS[record.infos[0].dtype], record.infos[0].role
-    if not number.is_float:
+    if not number.mantissa:  # integers
         if context.base is not None:
             yield CoderConfig("delta", predictor="base")
         if number.width > 8:
