@@ -353,17 +353,16 @@ class ModelEvaluator(TrialEvaluator):
             tensor.data_ptr(): name for name, tensor in state.tensors.items() if name.startswith(prefix)
         }
         parameters = [
-            (name, names_by_address.get(parameter.data_ptr()), layer_type)
+            (name, names_by_address.get(parameter.data_ptr()), parameter, layer_type)
             for name, parameter, layer_type in self._parameters()
             if parameter.numel()
         ]
-        saved = [(name, stored, layer_type) for name, stored, layer_type in parameters if stored is not None]
+        saved = [(name, stored, x, layer_type) for name, stored, x, layer_type in parameters if stored is not None]
         counts = Counter(name for name, *_ in parameters)
-        self.quantizable = frozenset(stored for _, stored, _ in saved)
-        frozen = (names_by_address.get(x.data_ptr()) for _, x, _ in self._parameters() if not x.requires_grad)
-        self.frozen = self.quantizable.intersection(frozen)
-        self.layer_types = {stored: layer_type for _, stored, layer_type in saved if layer_type is not None}
-        self.state_names = {name: stored for name, stored, _ in saved if counts[name] == 1}
+        self.quantizable = frozenset(stored for _, stored, *_ in saved)
+        self.frozen = frozenset(stored for _, stored, x, _ in saved if not x.requires_grad)
+        self.layer_types = {stored: layer_type for _, stored, _, layer_type in saved if layer_type is not None}
+        self.state_names = {name: stored for name, stored, *_ in saved if counts[name] == 1}
         stored_buffers = (names_by_address.get(x.data_ptr()) for m in self._modules for x in m.buffers() if x.numel())
         self._buffers = frozenset(filter(None, stored_buffers))
         if evaluate is not None:
