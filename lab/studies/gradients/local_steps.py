@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -89,10 +88,6 @@ def gpt(data: Path, first_steps: int) -> Task:
         return out
 
     def first_state() -> dict[str, Tensor]:
-        kept = Path(tempfile.gettempdir(), f"shrinkpoint-local-steps-{first_steps}.pt")
-        if kept.exists():
-            state: dict[str, Tensor] = torch.load(kept, weights_only=True)
-            return state
         torch.manual_seed(1000)
         model, optimizer = build()
         generator = torch.Generator().manual_seed(1000)
@@ -102,7 +97,6 @@ def gpt(data: Path, first_steps: int) -> Task:
             loss(model, draw(generator, FIRST_BATCH)).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-        torch.save(model.state_dict(), kept)
         return model.state_dict()
 
     first = first_state()

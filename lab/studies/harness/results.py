@@ -33,6 +33,7 @@ COMMANDS = {
     "kill": "python benchmarks/crash_recovery.py",
     "link_latency": "python -m lab.studies.link.latency",
     "link_moments": "python -m lab.studies.link.latency",
+    "local_steps_ranks": "python -m lab.studies.gradients.local_steps",
     "lossless": "python -m benchmarks.lossless.run",
     "replicas": "python -m lab.studies.gradients.run",
     "scale": "python benchmarks/scale.py",

@@ -409,7 +409,7 @@ def restore_slot_dtypes(
         live = inner.state.get(parameter)
         if isinstance(live, dict):
             follows = partial(_follows_parameter, parameter=parameter, optimizer=inner, saved_dtypes=saved_dtypes)
-            _with_saved_dtypes(live, saved, follows)
+            _as_saved(live, saved, follows)
 
 
 def _load_optimizer(optimizer: Any, saved: Mapping[str, Any], saved_dtypes: Mapping[int, torch.dtype]) -> None:
@@ -437,7 +437,7 @@ def _load_optimizer(optimizer: Any, saved: Mapping[str, Any], saved_dtypes: Mapp
         after_load()
 
 
-def _with_saved_dtypes(live: Any, saved: Any, follows: Callable[[Tensor], bool]) -> Any:
+def _as_saved(live: Any, saved: Any, follows: Callable[[Tensor], bool]) -> Any:
     """The live value, in which tensors of another dtype than the saved ones are replaced by these, on their devices.
 
     So are texts and bounded deques, which torch makes anew of their items: "fp8" becomes "<generator object ...>".
@@ -450,9 +450,9 @@ def _with_saved_dtypes(live: Any, saved: Any, follows: Callable[[Tensor], bool])
     if isinstance(live, deque) and isinstance(saved, deque):
         return deque(live, saved.maxlen)
     if isinstance(live, dict) and isinstance(saved, Mapping):
-        live.update({key: _with_saved_dtypes(live[key], saved[key], follows) for key in live.keys() & saved.keys()})
+        live.update({key: _as_saved(live[key], saved[key], follows) for key in live.keys() & saved.keys()})
     elif isinstance(live, list | tuple) and isinstance(saved, list | tuple) and len(live) == len(saved):
-        members = [_with_saved_dtypes(*pair, follows) for pair in zip(live, saved, strict=True)]
+        members = [_as_saved(*pair, follows) for pair in zip(live, saved, strict=True)]
         if isinstance(live, list):
             live[:] = members
         else:

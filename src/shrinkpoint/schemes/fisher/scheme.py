@@ -251,9 +251,10 @@ class Fisher(Planner["FisherChoice"]):
 
     def record(self, save: PlannedSave, measurement: Measurement, choice: FisherChoice) -> QuantizationPlan:
         steps, moments, problem, copies, moments_mode = choice
-        if not (isinstance(self._objective, LossBudget) and (self._memory.log_step or 0) < FINE_LOG_STEP):
-            if all_left_out := [*steps.left_out, *(name for copy in copies.values() for name in copy.left_out)]:
-                warn_of_unreached(save.state, save.tensors, all_left_out)
+        all_left_out = [*steps.left_out, *(name for copy in copies.values() for name in copy.left_out)]
+        is_fine = isinstance(self._objective, LossBudget) and (self._memory.log_step or 0) < FINE_LOG_STEP
+        if all_left_out and not is_fine:
+            warn_of_unreached(save.state, save.tensors, all_left_out)
         self._num_saves += 1
         loss = self._loss_record(save, measurement.metric, steps, moments_mode)
         tensors, points = save.tensors, save.unchanged
