@@ -326,7 +326,9 @@ def as_aligned(values: Bytes, alignment: int) -> Bytes:
 
 def concat(arrays: Sequence[Bytes]) -> Bytes:
     """Concatenate arrays to one that is writable and aligned to 16 bytes."""
-    return as_aligned(arrays[0], 16) if len(arrays) == 1 else np.concatenate(arrays)
+    if len(arrays) == 1:
+        return as_aligned(arrays[0], 16)
+    return np.concatenate(arrays, out=_native.empty(sum(array.nbytes for array in arrays)))
 
 
 def moment_pairs(view: RecordView, moments: Sequence[tuple[int, int]]) -> list[tuple[TensorInfo, TensorInfo]]:

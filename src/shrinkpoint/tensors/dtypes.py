@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shrinkpoint import _native
 from shrinkpoint.errors import CorruptError, StateError
 from shrinkpoint.guard import no_gc
 from shrinkpoint.tensors.info import DTYPES, TensorInfo
@@ -127,17 +128,17 @@ def joined_bytes(tensors: Sequence[Tensor]) -> np.ndarray[tuple[int], np.dtype[n
     """Return the row-major values of tensors one after the other, as uint8; a single one as `tensor_bytes` does."""
     if len(tensors) == 1:
         return tensor_bytes(tensors[0])
+    size = sum(tensor.nbytes for tensor in tensors)
     with no_gc():
-        if all(tensor.is_cpu and tensor.dtype in _JOINED_DTYPES for tensor in tensors) and len(_dtypes(tensors)) == 1:
-            with torch.no_grad():  # one call of torch instead of three of numpy for each tensor
-                return tensor_bytes(
-                    torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors])
-                )
+        if size and all(tensor.is_cpu and tensor.dtype in _JOINED_DTYPES for tensor in tensors):
+            dtypes = {tensor.dtype for tensor in tensors}
+            if len(dtypes) == 1:
+                out = _native.empty(size)  # from the pool, since each save asks for it again
+                with torch.no_grad():  # one call of torch instead of three of numpy for each tensor
+                    flat = torch.from_numpy(out).view(dtypes.pop())
+                    torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors], out=flat)
+                return out
         return np.concatenate([tensor_bytes(tensor) for tensor in tensors])
-
-
-def _dtypes(tensors: Sequence[Tensor]) -> set[torch.dtype]:
-    return {tensor.dtype for tensor in tensors}
 
 
 def tensor_from_bytes(data: np.ndarray[tuple[int], np.dtype[np.uint8]], info: TensorInfo) -> Tensor:
