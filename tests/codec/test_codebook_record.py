@@ -13,8 +13,7 @@ from helpers.strategies import bits, shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shrinkpoint.codec.code_streams import CODERS
-from shrinkpoint.codec.codebook_record import CodebookInput, encode_codebook_record
+from shrinkpoint.codec.codebook_record import CODERS, CodebookInput, encode_codebook_record
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.coder import MAX_CHUNK, CodingContext
 from shrinkpoint.codec.record import decode

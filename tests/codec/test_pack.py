@@ -7,7 +7,15 @@ from helpers.strategies import bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shrinkpoint.codec.pack import matrix_shapes, num_numbers, num_taps, pack_float32, pack_tensors, tap, taps_innermost
+from shrinkpoint.codec.coder import (
+    matrix_shapes,
+    num_numbers,
+    num_taps,
+    pack_float32,
+    pack_tensors,
+    tap,
+    taps_innermost,
+)
 from shrinkpoint.tensors.dtypes import dtype_name
 from shrinkpoint.tensors.info import TensorInfo
 

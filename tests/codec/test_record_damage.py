@@ -19,11 +19,9 @@ from helpers.round_trip import Loop, Written, stages, write
 from helpers.strategies import bits
 
 from shrinkpoint._native import xxh3_128
-from shrinkpoint.codec.code_streams import CODERS
-from shrinkpoint.codec.codebook_record import CodebookInput, encode_codebook_record
+from shrinkpoint.codec.codebook_record import CODERS, CodebookInput, encode_codebook_record
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
-from shrinkpoint.codec.coded_record import coding_context
-from shrinkpoint.codec.record import decode
+from shrinkpoint.codec.record import coding_context, decode
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import ChainError, CorruptError, FormatError, TruncatedError
 from shrinkpoint.tensors.info import EncodedRecord, Role, TensorInfo

@@ -11,7 +11,7 @@ from helpers.strategies import bits
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shrinkpoint.codec.code_streams import CODERS
+from shrinkpoint.codec.codebook_record import CODERS
 from shrinkpoint.codec.codebook_tensor import MAX_CODES, CodebookTensor
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.schemes.base import QuantizedState

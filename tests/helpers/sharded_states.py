@@ -17,7 +17,7 @@ from shrinkpoint.schemes.base import QuantizedState, Scheme
 from shrinkpoint.schemes.evaluate import ShardedModelEvaluator
 from shrinkpoint.schemes.planner import plan_shards
 from shrinkpoint.sharding.collectives import Collectives
-from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec
+from shrinkpoint.sharding.global_tensors import ShardLayout, ShardSpec
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON, OptimizerInfo
 

@@ -24,7 +24,7 @@ from shrinkpoint.errors import LossWarning, PolicyError
 from shrinkpoint.schemes.calibration import REPEAT_INTERVAL, Calibration
 from shrinkpoint.schemes.evaluate import DegradationMetric, Reading, ShardedModelEvaluator
 from shrinkpoint.schemes.planner import plan_shards
-from shrinkpoint.sharding.shard_spec import ShardLayout
+from shrinkpoint.sharding.global_tensors import ShardLayout
 from shrinkpoint.storage import MemoryStorage
 
 SCHEMES: dict[str, Callable[..., Any]] = {

@@ -19,8 +19,7 @@ from shrinkpoint.codec.reference import Reference
 from shrinkpoint.schemes.planner import plan_shards
 from shrinkpoint.schemes.select import is_bitwise_equal, unchanged_tensors
 from shrinkpoint.sharding.collectives import Collectives
-from shrinkpoint.sharding.global_tensors import GlobalTensors
-from shrinkpoint.sharding.shard_spec import ShardLayout
+from shrinkpoint.sharding.global_tensors import GlobalTensors, ShardLayout
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 

@@ -20,7 +20,7 @@ from shrinkpoint.errors import LossWarning, UnmeasuredLossWarning, warn_user
 from shrinkpoint.schemes.calibration import MAX_INTERVAL_RATIO, Calibration
 from shrinkpoint.schemes.evaluate import Reading
 from shrinkpoint.schemes.planner import plan_shards
-from shrinkpoint.sharding.shard_spec import ShardLayout
+from shrinkpoint.sharding.global_tensors import ShardLayout
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.train.checkpointer import Checkpointer
 

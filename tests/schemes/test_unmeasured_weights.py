@@ -24,7 +24,7 @@ from shrinkpoint.schemes.calibration import MAX_ENTRIES, top_level_entries
 from shrinkpoint.schemes.evaluate import ShardedModelEvaluator
 from shrinkpoint.schemes.influence import InfluenceRecorder
 from shrinkpoint.schemes.planner import plan_shards
-from shrinkpoint.sharding.shard_spec import ShardLayout
+from shrinkpoint.sharding.global_tensors import ShardLayout
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.tensors.flat_state import flatten
 from shrinkpoint.train.checkpointer import Checkpointer

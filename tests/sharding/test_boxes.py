@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shrinkpoint.sharding.shard_spec import check_disjoint
+from shrinkpoint.sharding.global_tensors import check_disjoint
 
 
 @settings(max_examples=60, deadline=None)

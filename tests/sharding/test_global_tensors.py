@@ -14,8 +14,7 @@ from shrinkpoint.codec.lattice import Lattice, as_matrix, matrix_shape, scale_co
 from shrinkpoint.errors import MismatchError, PolicyError, StateError
 from shrinkpoint.sharding.collectives import LocalCollectives, make_collectives
 from shrinkpoint.sharding.global_stats import GlobalStats
-from shrinkpoint.sharding.global_tensors import GlobalTensors
-from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec
+from shrinkpoint.sharding.global_tensors import GlobalTensors, ShardLayout, ShardSpec
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 
 

@@ -22,7 +22,7 @@ from shrinkpoint.schemes.fisher.curvature import Curvature
 from shrinkpoint.schemes.fisher.steps import StepCandidates
 from shrinkpoint.schemes.planner import check_shardable, plan_shards
 from shrinkpoint.sharding.collectives import LocalCollectives
-from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec
+from shrinkpoint.sharding.global_tensors import ShardLayout, ShardSpec
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import Role
 

@@ -22,7 +22,7 @@ SETUP = """
     from shrinkpoint.schemes.planner import plan_shards
     from shrinkpoint.schemes.evaluate import ShardedModelEvaluator
     from shrinkpoint.sharding.collectives import make_collectives
-    from shrinkpoint.sharding.shard_spec import ShardSpec, ShardLayout
+    from shrinkpoint.sharding.global_tensors import ShardSpec, ShardLayout
     from shrinkpoint.tensors.flat_state import FlatState
     from shrinkpoint.tensors.info import OptimizerInfo
     from shrinkpoint.tensors.optimizers import MomentKind

@@ -17,7 +17,7 @@ from shrinkpoint.errors import LossWarning
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.planner import plan_shards
 from shrinkpoint.sharding.collectives import LocalCollectives
-from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec
+from shrinkpoint.sharding.global_tensors import ShardLayout, ShardSpec
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import Role
 

@@ -24,7 +24,7 @@ from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.schemes.planner import plan_shards
 from shrinkpoint.sharding.collectives import LocalCollectives
-from shrinkpoint.sharding.shard_spec import ShardLayout, ShardSpec
+from shrinkpoint.sharding.global_tensors import ShardLayout, ShardSpec
 from shrinkpoint.store import chain_limit, directory
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.delta_writer import DeltaWriter

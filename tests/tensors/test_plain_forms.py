@@ -24,7 +24,7 @@ from shrinkpoint.errors import CorruptError, StateError
 from shrinkpoint.tensors.compare import differing_paths
 from shrinkpoint.tensors.flat_state import flatten, unflatten
 from shrinkpoint.tensors.names import named_leaves
-from shrinkpoint.tensors.tree_selection import list_leaves
+from shrinkpoint.tensors.tree_decoder import list_leaves
 from shrinkpoint.train.dcp import Reader, Writer, reset_chains
 
 

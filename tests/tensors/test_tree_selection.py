@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shrinkpoint.errors import CorruptError
 from shrinkpoint.tensors.flat_state import flatten, unflatten
-from shrinkpoint.tensors.tree_selection import match_patterns, select_leaves
+from shrinkpoint.tensors.tree_decoder import match_patterns, select_leaves
 
 TAGS = ["$t", "$p", "$q", "$n", "$g", "$u", "$z", "$i", "$f", "$s", "$b", "$B", "$d", "$o", "$m", "$c", "$x"]
 JSON = st.recursive(

@@ -1,20 +1,26 @@
 """Encodes the tensors of one record to bytes, and decodes them.
 
-`recipe` describes how a record was encoded, `pack` lays its tensors out as one array of numbers, `coder` entropy-codes
-such an array with the native core, and `record` joins these stages. `codebook_tensor` and `lattice` describe quantized
-tensors; `coded_record`, `codebook_record`, `lattice_record` and `lattice_decoder` hold the encoders and decoders of the
-kinds of record, with the interface in `decoder`.
+`recipe` describes how a record was encoded, and `coder` lays its tensors out as one array of numbers and entropy-codes
+that with the native core. `codebook_tensor` and `lattice` describe quantized tensors; `record`, `codebook_record`,
+`lattice_record` and `lattice_decoder` hold the encoders and decoders of the kinds of record, with the interface in
+`decoder`.
 """
 
-from shrinkpoint.codec.code_streams import CODERS, DELTA_CODERS
-from shrinkpoint.codec.codebook_record import CodebookInput, encode_codebook_record
+from shrinkpoint.codec.codebook_record import CODERS, DELTA_CODERS, CodebookInput, encode_codebook_record
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
-from shrinkpoint.codec.coded_record import RecordInput, coding_context, encode
 from shrinkpoint.codec.coder import NUMBER_FORMATS, CoderConfig, CodingContext, NumberFormat
 from shrinkpoint.codec.lattice import Lattice, LatticeTensor
 from shrinkpoint.codec.lattice_record import LatticeInput, encode_lattice_record
 from shrinkpoint.codec.parallel import decode_all
-from shrinkpoint.codec.record import decode, encode_copies, encode_plain, encode_same
+from shrinkpoint.codec.record import (
+    RecordInput,
+    coding_context,
+    decode,
+    encode,
+    encode_copies,
+    encode_plain,
+    encode_same,
+)
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
 
 __all__ = [

@@ -5,10 +5,12 @@ unchanged."""
 
 from __future__ import annotations
 
+import importlib
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,9 +18,20 @@ from torch import Tensor
 
 from shrinkpoint import _native
 from shrinkpoint.codec import recipe as recipes
-from shrinkpoint.codec.code_streams import CODERS, StoredCodes, encode_forms
 from shrinkpoint.codec.codebook_tensor import MAX_CODES, RESERVED_CODES, CodebookTensor
-from shrinkpoint.codec.coder import NUMBER_FORMATS, Bytes, CoderConfig, CodingContext, NumberFormat, default_threads
+from shrinkpoint.codec.coder import (
+    BYTE_FORMAT,
+    MAX_CHUNK,
+    MIN_CHUNK_BYTES,
+    NUMBER_FORMATS,
+    Bytes,
+    CodedChunks,
+    CoderConfig,
+    CodingContext,
+    NumberFormat,
+    default_threads,
+    digest_arrays,
+)
 from shrinkpoint.codec.decoder import (
     ByteRange,
     DecodedPart,
@@ -28,16 +41,199 @@ from shrinkpoint.codec.decoder import (
     QuantizerParams,
     RecordDecoder,
     RecordView,
-    TensorRange,
     concat,
     flat_tensor,
     moment_pairs,
 )
-from shrinkpoint.codec.pack import digest_arrays
-from shrinkpoint.codec.recipe import CodebookRecipe
+from shrinkpoint.codec.recipe import BitPacked, CodebookRecipe, CodesRecipe, CyclicDelta, LzmaCodes
 from shrinkpoint.codec.reference import Reference
+from shrinkpoint.errors import PolicyError
 from shrinkpoint.tensors.dtypes import tensor_bytes, torch_dtype
 from shrinkpoint.tensors.info import DTYPES, ITEMSIZE, EncodedRecord, TensorInfo
+
+CODERS = ("context", "alone", "packed", "rearranged", "runs", "huffman")
+"""Coders of codes.
+
+"context" codes them under the parent's codes, "alone" without context, "packed" in fixed width. "rearranged", "runs"
+and "huffman" are the delta encoder of arXiv 2306.11800, whole and without its earlier stages. "lzma", fixed width
+followed by LZMA as in arXiv 2406.11257, is slow and therefore used only on request."""
+DELTA_CODERS = ("context", "rearranged", "runs", "huffman")  # The coders that use the parent's codes
+
+BytesLike: TypeAlias = bytes | bytearray | memoryview
+
+_LENGTH = struct.Struct("<Q")
+_MIN_DICTIONARY, _MAX_DICTIONARY = 1 << 12, 1 << 26
+_MAX_LZMA_MEMORY = 1 << 27  # Memory limit of the LZMA decoder in bytes; the largest dictionary needs 65 MiB
+
+
+def encode_forms(
+    codes: Bytes, num_codes: int, context: Bytes | None, moments: CodingContext, coders: Sequence[str], threads: int
+) -> Iterator[tuple[CodesRecipe, BytesLike, BytesLike]]:
+    """Encode codes with each of `coders`: yields (recipe, side data, codes), at least once.
+
+    Fixed width is used if no other coder applies.
+
+    Args:
+        codes: uint8, of all members.
+        num_codes: number of codes that may occur.
+        context: codes of the parent or of other tensors, one for each code; or None.
+        moments: the members' moments; nothing else of it is used.
+        coders: names from `CODERS`, or "lzma".
+    """
+    largest = int(context.max()) if context is not None and context.nbytes else 0
+    bits = max(1, (num_codes - 1).bit_length())
+    config = _choose_config(codes, context, largest, moments, coders, threads)
+    if config is not None:
+        arrays = CodingContext(base=context, moment1=moments.moment1, moment2=moments.moment2)
+        side, coded = config.encode(BYTE_FORMAT, codes, arrays, threads)
+        yield config, side.data, coded.data
+    stream_coders = [coder for coder in ("rearranged", "runs", "huffman", "lzma") if coder in coders and codes.nbytes]
+    for coder in stream_coders:
+        if coder == "lzma":
+            lzma, packed = _lzma_module(), _native.pack_bits(codes.astype(np.uint32), bits).tobytes()
+            # The strongest preset, with a dictionary no larger than the data: its size determines the memory used.
+            size = min(max(len(packed), _MIN_DICTIONARY), _MAX_DICTIONARY)
+            filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": size}]
+            stored = lzma.compress(packed, lzma.FORMAT_XZ, lzma.CHECK_NONE, filters=filters)
+            yield LzmaCodes(bits), b"", _pad(stored, codes.nbytes)
+        else:
+            rearranged = coder == "rearranged" and context is not None
+            recipe = CyclicDelta(max(num_codes, largest + 1), rearranged, runs=coder != "huffman")
+            coded = _native.cyclic_encode(
+                codes, context, modulus=recipe.modulus, rearranged=recipe.rearranged, runs=recipe.runs
+            )
+            yield recipe, b"", _pad(coded.tobytes(), codes.nbytes)
+    if "packed" in coders or (config is None and not stream_coders):
+        yield BitPacked(bits), b"", _native.pack_bits(codes.astype(np.uint32), bits).data
+
+
+def _choose_config(
+    codes: Bytes, context: Bytes | None, max_context: int, moments: CodingContext, coders: Sequence[str], threads: int
+) -> CoderConfig | None:
+    """Return the configuration that `coders` allow with the smallest estimated size; None if there is none."""
+    predictor = "none" if context is None else "base"
+    configs = []
+    if "alone" in coders or ("context" in coders and context is None):
+        configs.append(CoderConfig("codes"))
+    if "context" in coders and context is not None:
+        configs.append(CoderConfig("codes", predictor=predictor, top=max_context))
+    if "context" in coders and moments.moment1 is not None and moments.moment2 is not None:
+        configs.append(CoderConfig("codes", predictor=predictor, moments=True, top=max_context))
+    if len(configs) < 2 or codes.nbytes == 0:
+        return configs[0] if configs and codes.nbytes else None
+    arrays = CodingContext(base=context, moment1=moments.moment1, moment2=moments.moment2)
+    stride = max(1, codes.nbytes >> 17)
+    return min(configs, key=lambda config: config.estimate_bytes(BYTE_FORMAT, codes, arrays, stride, threads))
+
+
+def _pad(coded: bytes, count: int) -> bytes:
+    """Prefix the length and pad with zeros to `MIN_CHUNK_BYTES` a chunk, which bounds a reader's memory."""
+    return (_LENGTH.pack(len(coded)) + coded).ljust(-(-count // MAX_CHUNK) * MIN_CHUNK_BYTES, b"\0")
+
+
+def _decode_lzma(stored: Bytes, count: int, bits: int) -> Bytes:
+    """Decompress and unpack `count` codes; memory is bounded by `count`, whatever the bytes say."""
+    lzma = _lzma_module()
+    size = (count * bits + 7) // 8
+    decompressor = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MAX_LZMA_MEMORY)
+    try:
+        packed = decompressor.decompress(_unpad(stored).tobytes(), max_length=size + 1)
+    except lzma.LZMAError as error:
+        raise ValueError(f"codes that are not LZMA: {error}") from error
+    if len(packed) != size or not decompressor.eof or decompressor.unused_data:
+        raise ValueError(f"LZMA gives {len(packed)} bytes for {count} codes of {bits} bits")
+    return _native.unpack_bits(np.frombuffer(packed, np.uint8), count, bits).astype(np.uint8)
+
+
+def _lzma_module() -> Any:
+    """Import the standard library's lzma; raises PolicyError if Python was built without it."""
+    try:
+        return importlib.import_module("lzma")
+    except ImportError as error:
+        raise PolicyError(
+            "codes in LZMA",
+            found="a Python that was built without it",
+            expected="the module lzma",
+            do="use a Python with lzma",
+        ) from error
+
+
+def _unpad(stored: Bytes) -> Bytes:
+    (size,) = _LENGTH.unpack(stored[: _LENGTH.size].tobytes())
+    end = _LENGTH.size + size
+    if end > stored.nbytes:
+        raise _native.Truncated("the codes end too early")
+    if stored[end:].any():
+        raise ValueError("codes whose padding is not zero")
+    return stored[_LENGTH.size : end]
+
+
+class StoredCodes:
+    """The coded codes of a record, within a part of it.
+
+    Args:
+        recipe: how they were coded.
+        side: side data of an entropy coder; empty for all other forms.
+        begin, end: where they begin and end in the part.
+        count: how many there are.
+
+    Attributes:
+        splittable: True if ranges of them can be decoded; cyclic differences and LZMA are one stream each.
+        chunk: codes that are decoded together; ranges begin and end at multiples of it, or at `count`.
+
+    Raises:
+        ValueError, _native.Truncated: the bytes do not fit the recipe, or are too few for `count`.
+    """
+
+    def __init__(self, recipe: CodesRecipe, side: Bytes, begin: int, end: int, count: int) -> None:
+        self._recipe, self._begin, self._end, self._count = recipe, begin, end, count
+        self.splittable = isinstance(recipe, CoderConfig | BitPacked)
+        self.chunk = recipe.chunk if isinstance(recipe, CoderConfig) else MAX_CHUNK
+        if isinstance(recipe, CoderConfig):
+            self._chunks = CodedChunks(recipe, side, begin, end, count)
+            return
+        if side.nbytes:
+            raise ValueError("side data of codes that have none")
+        size = end - begin
+        if isinstance(recipe, BitPacked) and size != (count * recipe.bits + 7) // 8:
+            raise _native.Truncated(f"{size} bytes for {count} codes of {recipe.bits} bits")
+        if not self.splittable and size < -(-count // MAX_CHUNK) * MIN_CHUNK_BYTES:
+            raise _native.Truncated("the codes are too short for the tensors' shapes")
+
+    def byte_range(self, lo: int, hi: int) -> tuple[int, int]:
+        """Return (begin, end) in the part of the bytes that hold the codes [lo, hi)."""
+        match self._recipe:
+            case CoderConfig():
+                return self._chunks.byte_range(lo, hi)
+            case BitPacked(bits):  # chunks begin at whole bytes
+                return self._begin + lo * bits // 8, self._begin + (hi * bits + 7) // 8
+        return self._begin, self._end
+
+    def decode(self, stored: Bytes, lo: int, hi: int, context: CodingContext, threads: int) -> Bytes:
+        """Decode the codes [lo, hi).
+
+        Args:
+            stored: the bytes of `byte_range`.
+            context: codes of the parent or of other tensors (`base`), and the members' moments, if the recipe uses
+                them; of this range.
+
+        Raises:
+            ValueError, LookupError, struct.error, _native.Corrupt, _native.Truncated: the bytes are damaged.
+        """
+        match self._recipe:
+            case BitPacked(bits):
+                return _native.unpack_bits(stored, hi - lo, bits).astype(np.uint8)
+            case LzmaCodes(bits):
+                return _decode_lzma(stored, hi - lo, bits)
+            case CoderConfig():
+                out = np.empty(hi - lo, np.uint8)
+                self._chunks.decode(BYTE_FORMAT, stored, out, context, lo, threads)
+            case CyclicDelta(modulus, rearranged, runs):
+                out = np.empty(hi - lo, np.uint8)
+                data = _unpad(stored)
+                _native.cyclic_decode(data, context.base, modulus=modulus, rearranged=rearranged, runs=runs, out=out)
+        return out
+
 
 _SIDE_SIZE = struct.Struct("<I")  # bytes of the side data of a small array; its codes follow
 _LEVEL_MARGIN = 8
@@ -54,7 +250,13 @@ def encode_small_array(
     """
     best: tuple[CoderConfig | None, bytes] = (None, values.tobytes())
     if values.nbytes:
-        for config in _small_array_configs(number_format, values, base):
+        fine = min(2, number_format.mantissa)
+        largest_level = _max_magnitude(number_format, values) >> (number_format.mantissa - fine)
+        configs = [CoderConfig("level", fine=fine, bias=largest_level + _LEVEL_MARGIN - 126)]
+        if base is not None:
+            top = _max_magnitude(number_format, base) >> number_format.mantissa
+            configs.append(CoderConfig("delta", predictor="base", top=top))
+        for config in configs:
             side, codes = config.encode(number_format, values, CodingContext(base=base), 1)
             stored = _SIDE_SIZE.pack(side.nbytes) + side.tobytes() + codes.tobytes()
             best = min(best, (config, stored), key=lambda pair: len(pair[1]))
@@ -83,15 +285,9 @@ def decode_small_array(
     config.decode(number_format, data[start : start + side], data[start + side :], out, CodingContext(base=base), 1)
 
 
-def _small_array_configs(number_format: NumberFormat, values: Bytes, base: Bytes | None) -> Iterator[CoderConfig]:
-    fine = min(2, number_format.mantissa)
-    words = values.view(f"u{number_format.itemsize}") & ((1 << (number_format.width - 1)) - 1)
-    largest_level = int(words.max()) >> (number_format.mantissa - fine)
-    yield CoderConfig("level", fine=fine, bias=largest_level + _LEVEL_MARGIN - 126)
-    if base is not None:
-        base_words = base.view(f"u{number_format.itemsize}") & ((1 << (number_format.width - 1)) - 1)
-        top = int(base_words.max()) >> number_format.mantissa
-        yield CoderConfig("delta", predictor="base", top=top)
+def _max_magnitude(number_format: NumberFormat, values: Bytes) -> int:
+    """The largest number, as an integer without its sign bit."""
+    return int((values.view(f"u{number_format.itemsize}") & ((1 << (number_format.width - 1)) - 1)).max())
 
 
 PART_SIZES = struct.Struct("<IQQ")
@@ -136,8 +332,17 @@ def encode_codebook_record(
     context = _concat_codes(record.context_codes) if record.context_codes else None if parent is None else parent.codes
     forms = encode_forms(codes, first.num_codes, context, record.context, coders, default_threads(threads))
     codes_recipe, side, stored = min(forms, key=lambda form: len(form[1]) + len(form[2]))
-    centers, center_bytes = _encode_centers(record.quantized, parent)
-    exacts, exact_bytes = _encode_exact(record.quantized, parent)
+    parent_centers = None if parent is None else _stack_centers(parent.quantized, first.bins)
+    own_centers = np.concatenate([tensor_bytes(tensor.centers) for tensor in record.quantized])
+    centers, center_bytes = encode_small_array(NUMBER_FORMATS["F32"], own_centers, parent_centers)
+    exact_dtype = _EXACT_DTYPES[first.exact.dtype]
+    values = np.concatenate([tensor_bytes(tensor.exact) for tensor in record.quantized])
+    parent_values = None
+    if parent is not None:
+        pairs = zip(parent.tensors, record.quantized, strict=True)
+        at_exact = [base[tensor.protected.cpu()].to(first.exact.dtype) for base, tensor in pairs]
+        parent_values = np.concatenate([tensor_bytes(member) for member in at_exact])
+    exacts, exact_bytes = encode_small_array(NUMBER_FORMATS[exact_dtype], values, parent_values)
     sizes = PART_SIZES.pack(len(side), len(stored), len(center_bytes))
     parts = {"symbols": b"".join([sizes, side, stored, center_bytes, exact_bytes])}
     uses_moments = isinstance(codes_recipe, CoderConfig) and codes_recipe.moments
@@ -146,7 +351,7 @@ def encode_codebook_record(
         first=first.first_code,
         codes=codes_recipe,
         centers=centers,
-        exact=_EXACT_DTYPES[first.exact.dtype],
+        exact=exact_dtype,
         exacts=exacts,
         base=parent is not None and not first.residual,
         moments=record.moments if uses_moments else (),
@@ -161,7 +366,8 @@ def _check_readable(record: CodebookInput, parent: ParentCodes | None, digest: s
     """Raise ValueError for what no reader would accept, so that a scheme's mistake never becomes a checkpoint."""
     shapes = [info.shape for info in record.infos]
     code_shapes = [tuple(tensor.codes.shape) for tensor in record.quantized]
-    if code_shapes != shapes or len({*map(_codebook_kind, record.quantized)}) != 1:
+    kinds = {(x.bins, x.first_code, x.residual, x.exact.dtype) for x in record.quantized}
+    if code_shapes != shapes or len(kinds) != 1:
         raise ValueError("codebook tensors of other shapes than their values, or of several kinds")
     context_shapes = [tuple(codes.shape) for codes in record.context_codes]
     if context_shapes and (context_shapes != shapes or len(record.context_ordinals) != len(shapes)):
@@ -177,10 +383,6 @@ def _check_readable(record: CodebookInput, parent: ParentCodes | None, digest: s
     ]
     if digest_arrays(map(tensor_bytes, values)) != digest:
         raise ValueError("codebook tensors that stand for other values than the tensors have")
-
-
-def _codebook_kind(tensor: CodebookTensor) -> tuple[object, ...]:
-    return tensor.bins, tensor.first_code, tensor.residual, tensor.exact.dtype
 
 
 def _check_codebook(tensor: CodebookTensor) -> None:
@@ -231,32 +433,12 @@ class ParentCodes:
         values = [tensor_bytes(tensor) for tensor in self.tensors]
         return digest_arrays(values if self.codes is None else [self.codes, *values])
 
-    def values_at(self, masks: Sequence[Tensor], dtype: torch.dtype) -> Bytes:
-        """Return the values where a mask is true (bool, one mask a member), cast to `dtype`, as uint8."""
-        values = [tensor[mask].to(dtype) for tensor, mask in zip(self.tensors, masks, strict=True)]
-        return np.concatenate([tensor_bytes(value) for value in values])
-
-
-def _encode_centers(
-    quantized: Sequence[CodebookTensor], parent: ParentCodes | None
-) -> tuple[CoderConfig | None, bytes]:
-    centers = np.concatenate([tensor_bytes(tensor.centers) for tensor in quantized])
-    base = None if parent is None else _stack_centers(parent.quantized, quantized[0].bins)
-    return encode_small_array(NUMBER_FORMATS["F32"], centers, base)
-
 
 def _stack_centers(parents: Sequence[CodebookTensor], bins: int) -> Bytes | None:
     """Return the centers of all parents as uint8; None unless there are some and each has `bins` of them."""
     if not parents or any(tensor.bins != bins for tensor in parents):
         return None
     return np.concatenate([tensor_bytes(tensor.centers) for tensor in parents])
-
-
-def _encode_exact(quantized: Sequence[CodebookTensor], parent: ParentCodes | None) -> tuple[CoderConfig | None, bytes]:
-    dtype = quantized[0].exact.dtype
-    values = np.concatenate([tensor_bytes(tensor.exact) for tensor in quantized])
-    base = None if parent is None else parent.values_at([tensor.protected.cpu() for tensor in quantized], dtype)
-    return encode_small_array(NUMBER_FORMATS[_EXACT_DTYPES[dtype]], values, base)
 
 
 def _concat_codes(codes: Sequence[Tensor]) -> Bytes:
@@ -311,7 +493,12 @@ class CodebookDecoder(RecordDecoder):
         if len(parents) < len(params):
             raise ValueError("a parent whose tensors are not quantized")
         stored = self._view.read_array("symbols", self._centers_begin, self._exact_begin)
-        self._centers = _decode_centers(len(infos), recipe, stored, _stack_centers(parents, recipe.bins))
+        out = np.empty(4 * recipe.bins * len(infos), np.uint8)
+        decode_small_array(NUMBER_FORMATS["F32"], recipe.centers, stored, out, _stack_centers(parents, recipe.bins))
+        rows = torch.from_numpy(out).view(torch.float32).reshape(len(infos), recipe.bins)
+        if not bool(rows.isfinite().all()) or bool((rows.diff(dim=1) < 0).any()):
+            raise ValueError("centers that do not rise, or are not finite")
+        self._centers = [*rows]
         exact, no_codes = torch.empty(0, dtype=torch_dtype(recipe.exact)), torch.empty(0, dtype=torch.uint8)
         return {
             info.name: CodebookTensor(no_codes, centers, exact, recipe.first, recipe.residual)
@@ -333,9 +520,10 @@ class CodebookDecoder(RecordDecoder):
         codes = self._codes.decode(stored, lo, hi, arrays, inputs.threads)
         if int(codes.max(initial=0)) >= self._recipe.first + self._recipe.bins:
             raise ValueError("a code beyond the last center")
+        ends = np.cumsum([end - begin for _, _, begin, end in ranges])
         shaped = [
             torch.from_numpy(part).reshape(info.shape if part.size == info.numel else -1)
-            for part, (_, info, _, _) in zip(_split(codes, ranges), ranges, strict=True)
+            for part, (_, info, _, _) in zip(np.split(codes, ends[:-1]), ranges, strict=True)
         ]
         bases = self._parent_values(lo, hi, inputs.fetch) if recipe.residual else [None] * len(ranges)
         exact = self._decode_exact(lo, hi, shaped, inputs.fetch)
@@ -389,17 +577,3 @@ class CodebookDecoder(RecordDecoder):
     def _parent_values(self, lo: int, hi: int, fetch: FetchRange) -> list[Tensor]:
         ranges = zip(self._parent_ranges(lo, hi), self._tensor_ranges(lo, hi), strict=True)
         return [flat_tensor(fetch(span), info.dtype, end - begin) for span, (_, info, begin, end) in ranges]
-
-
-def _decode_centers(members: int, recipe: CodebookRecipe, stored: Bytes, base: Bytes | None) -> list[Tensor]:
-    """Return the centers of each member: float32, of shape (bins,)."""
-    out = np.empty(4 * recipe.bins * members, np.uint8)
-    decode_small_array(NUMBER_FORMATS["F32"], recipe.centers, stored, out, base)
-    centers = torch.from_numpy(out).view(torch.float32).reshape(members, recipe.bins)
-    if not bool(centers.isfinite().all()) or bool((centers.diff(dim=1) < 0).any()):
-        raise ValueError("centers that do not rise, or are not finite")
-    return [*centers]
-
-
-def _split(array: Bytes, ranges: Sequence[TensorRange]) -> list[Bytes]:
-    return np.split(array, np.cumsum([end - begin for _, _, begin, end in ranges])[:-1])

@@ -23,9 +23,8 @@ from torch import Tensor
 from shrinkpoint import _native
 from shrinkpoint.codec import recipe as recipes
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
-from shrinkpoint.codec.coder import Bytes
+from shrinkpoint.codec.coder import Bytes, digest_arrays, num_numbers
 from shrinkpoint.codec.lattice import Lattice, LatticeTensor
-from shrinkpoint.codec.pack import digest_arrays, num_numbers
 from shrinkpoint.codec.recipe import Recipe
 from shrinkpoint.codec.reference import DecodedTensors, QuantizedTensor, Reference, lattice_source, tensor_layout
 from shrinkpoint.errors import ChainError, CorruptError, ShrinkpointError, TruncatedError

@@ -24,7 +24,7 @@ from shrinkpoint.convert import torch_file
 from shrinkpoint.convert.inert_pickle import InertUnpickler, Stub
 from shrinkpoint.convert.part import Part, read_bytes, safe_join, write_error
 from shrinkpoint.errors import CorruptError, NotFoundError, PolicyError, TruncatedError
-from shrinkpoint.sharding.shard_spec import check_disjoint
+from shrinkpoint.sharding.global_tensors import check_disjoint
 from shrinkpoint.storage import storage_error
 from shrinkpoint.tensors.dtypes import DTYPE_NAMES, empty
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint import validate
-from shrinkpoint.codec.code_streams import CODERS
+from shrinkpoint.codec.codebook_record import CODERS
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.quantize.exponent_buckets import Representative, promote
 from shrinkpoint.schemes import optimizer_modes

@@ -37,8 +37,7 @@ from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.schemes.plan import QuantizationPlan, plan_within_memory
 from shrinkpoint.schemes.residual import ResidualScheme
 from shrinkpoint.schemes.select import TensorSelection, select_tensors, unchanged_tensors
-from shrinkpoint.sharding.global_tensors import GlobalTensors
-from shrinkpoint.sharding.shard_spec import ShardLayout
+from shrinkpoint.sharding.global_tensors import GlobalTensors, ShardLayout
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON, Role
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint import humanize
-from shrinkpoint.codec.code_streams import CODERS
+from shrinkpoint.codec.codebook_record import CODERS
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import warn_user

@@ -22,7 +22,7 @@ from shrinkpoint.store.manifest import DirectoryManifest, Manifest, Payload
 from shrinkpoint.tensors.compare import LeafInfo
 from shrinkpoint.tensors.flat_state import unflatten
 from shrinkpoint.tensors.info import JSON
-from shrinkpoint.tensors.tree_selection import SelectedLeaves, list_leaves
+from shrinkpoint.tensors.tree_decoder import SelectedLeaves, list_leaves
 
 SelectLeaves: TypeAlias = Callable[[JSON, str], SelectedLeaves]
 """Selects leaves of a state's tree; the second argument is the file, for messages."""

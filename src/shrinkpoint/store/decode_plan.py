@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
-from shrinkpoint.codec.coder import Bytes
+from shrinkpoint.codec.coder import Bytes, num_numbers
 from shrinkpoint.codec.decoder import (
     ByteRange,
     DecodedRange,
@@ -33,7 +33,6 @@ from shrinkpoint.codec.decoder import (
     decode_errors,
 )
 from shrinkpoint.codec.lattice import LatticeTensor
-from shrinkpoint.codec.pack import num_numbers
 from shrinkpoint.codec.record import decode, record_decoder, required_tensors
 from shrinkpoint.codec.reference import Reference, as_decoded
 from shrinkpoint.container import FileReader, RecordHead

@@ -32,7 +32,7 @@ from shrinkpoint.store.identify import find_checkpoints, identify
 from shrinkpoint.store.step_storage import find_store
 from shrinkpoint.store.store import Store
 from shrinkpoint.tensors.info import JSON
-from shrinkpoint.tensors.tree_selection import SelectedLeaves, match_patterns, select_leaves
+from shrinkpoint.tensors.tree_decoder import SelectedLeaves, match_patterns, select_leaves
 
 _log = logging.getLogger("shrinkpoint")
 _MAX_LISTED = 6  # Names that an error lists of those that exist

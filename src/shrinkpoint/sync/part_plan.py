@@ -12,7 +12,7 @@ import torch
 
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.errors import MismatchError
-from shrinkpoint.sharding.shard_spec import check_disjoint
+from shrinkpoint.sharding.global_tensors import check_disjoint
 from shrinkpoint.sync.local_tensors import LocalTensor, Piece, Sizes
 from shrinkpoint.sync.part_tree import TensorSpec, part_state
 from shrinkpoint.sync.ranks import Ranks

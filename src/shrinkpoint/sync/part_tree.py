@@ -20,7 +20,7 @@ from shrinkpoint.container.metadata import RecordHead
 from shrinkpoint.container.strict_json import expect_type
 from shrinkpoint.errors import ChainError, StateError
 from shrinkpoint.guard import read_guard
-from shrinkpoint.sharding.shard_spec import check_disjoint
+from shrinkpoint.sharding.global_tensors import check_disjoint
 from shrinkpoint.sync.local_tensors import Piece, Sizes
 from shrinkpoint.tensors.dtypes import dtype_name
 from shrinkpoint.tensors.flat_state import FlatState

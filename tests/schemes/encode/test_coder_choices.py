@@ -11,7 +11,7 @@ import torch
 from helpers.round_trip import Loop, Written, nudged, write
 from helpers.strategies import difference
 
-from shrinkpoint.schemes.encode.value_records import ChainChoices, CoderChoice
+from shrinkpoint.schemes.encode.records import ChainChoices, CoderChoice
 from shrinkpoint.schemes.lossless import Lossless
 
 SHAPE = (300, 300)

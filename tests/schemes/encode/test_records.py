@@ -11,7 +11,7 @@ from helpers.codebooks import Rounding, alike, moved, same_reference, symbols_of
 from helpers.round_trip import Loop, Written, write
 from helpers.strategies import difference
 
-from shrinkpoint.codec.code_streams import CODERS
+from shrinkpoint.codec.codebook_record import CODERS
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.schemes.base import QuantizedState

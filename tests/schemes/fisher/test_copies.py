@@ -24,7 +24,7 @@ from shrinkpoint.errors import LossWarning
 from shrinkpoint.schemes.evaluate import ShardedModelEvaluator
 from shrinkpoint.schemes.fisher.copies import match_weights
 from shrinkpoint.schemes.planner import plan_shards
-from shrinkpoint.sharding.shard_spec import ShardLayout
+from shrinkpoint.sharding.global_tensors import ShardLayout
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 

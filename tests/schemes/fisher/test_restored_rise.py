@@ -16,8 +16,8 @@ from torch import Tensor
 
 import shrinkpoint as sp
 from shrinkpoint.codec.reference import MAX_SAMPLED_VALUES, Reference
+from shrinkpoint.schemes.fisher.curvature import remaining_share
 from shrinkpoint.schemes.fisher.objective import MIN_BUDGET_SHARE, LossBudget
-from shrinkpoint.schemes.fisher.restored_rise import remaining_share
 from shrinkpoint.schemes.fisher.run_memory import rise_after_restore
 from shrinkpoint.schemes.fisher.steps import StepCandidates
 from shrinkpoint.storage import MemoryStorage

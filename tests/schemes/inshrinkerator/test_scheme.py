@@ -10,7 +10,7 @@ import torch
 from helpers.round_trip import write
 from helpers.small_training import LettersRun, Run
 
-from shrinkpoint.codec.code_streams import CODERS
+from shrinkpoint.codec.codebook_record import CODERS
 from shrinkpoint.schemes.evaluate import TrialEvaluator
 from shrinkpoint.schemes.inshrinkerator.scheme import SPACE, Inshrinkerator
 from shrinkpoint.schemes.search.candidates import PreviousCodes

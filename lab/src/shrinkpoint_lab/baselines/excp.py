@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint import validate
-from shrinkpoint.codec.code_streams import CODERS
+from shrinkpoint.codec.codebook_record import CODERS
 from shrinkpoint.codec.codebook_tensor import MAX_CODES, RESERVED_CODES, CodebookTensor
 from shrinkpoint.quantize.codebook import assign, kmeans_codebook
 from shrinkpoint.quantize.statistics import LogHistogram

@@ -17,9 +17,8 @@ from shrinkpoint.schemes.base import finite_or_text
 from shrinkpoint.schemes.evaluate import Degradation, DegradationMetric
 from shrinkpoint.schemes.fisher.copies import WeightCopy
 from shrinkpoint.schemes.fisher.curvature import Curvature, GlobalWeights
-from shrinkpoint.schemes.fisher.objective import Objective, StepChoice
+from shrinkpoint.schemes.fisher.objective import Objective, StateBits, StepChoice
 from shrinkpoint.schemes.fisher.run_memory import RunMemory
-from shrinkpoint.schemes.fisher.state_bits import StateBits
 from shrinkpoint.schemes.fisher.steps import QuantizedWeights, StepCandidates
 from shrinkpoint.schemes.planner import PlannedSave
 from shrinkpoint.schemes.select import unchanged_tensors

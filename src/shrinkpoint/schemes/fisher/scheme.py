@@ -26,6 +26,7 @@ from shrinkpoint.schemes.fisher.curvature import (
     GlobalWeights,
     SquaredGradientSource,
     estimate_curvatures,
+    remaining_share,
 )
 from shrinkpoint.schemes.fisher.differences import DifferenceCandidates, encoded_bytes, exact_bases
 from shrinkpoint.schemes.fisher.feedback import FeedbackFactors, find_layers, layer_curvatures
@@ -45,13 +46,13 @@ from shrinkpoint.schemes.fisher.objective import (
     LossBudget,
     Objective,
     RatioTarget,
+    StateBits,
     StepChoice,
+    count_state_bits,
     make_objective,
 )
 from shrinkpoint.schemes.fisher.probe import curvatures_from_probe, probe
-from shrinkpoint.schemes.fisher.restored_rise import remaining_share
 from shrinkpoint.schemes.fisher.run_memory import RunMemory
-from shrinkpoint.schemes.fisher.state_bits import StateBits, count_state_bits
 from shrinkpoint.schemes.fisher.steps import (
     Candidates,
     QuantizedWeights,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint import validate
-from shrinkpoint.codec.code_streams import CODERS
+from shrinkpoint.codec.codebook_record import CODERS
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.quantize import codebook
 from shrinkpoint.quantize.layer_types import EMBEDDING
@@ -27,9 +27,9 @@ from shrinkpoint.schemes.inshrinkerator.partition import (
     SKETCH_ALPHA,
     PrunePartition,
     ScoredWeight,
+    SizeModel,
     score_weights,
 )
-from shrinkpoint.schemes.inshrinkerator.size_model import SizeModel
 from shrinkpoint.schemes.search.candidates import UNIFORM_SPACE, CandidateSet, PreviousCodes, UniformCandidates
 from shrinkpoint.schemes.search.scheme import Fallback, SearchScheme
 from shrinkpoint.schemes.search.space import METRIC, Axis, Point, Space

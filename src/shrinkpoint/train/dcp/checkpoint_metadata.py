@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shrinkpoint.errors import CorruptError, MismatchError, StateError
-from shrinkpoint.sharding.shard_spec import check_disjoint
+from shrinkpoint.sharding.global_tensors import check_disjoint
 from shrinkpoint.store.directory_rewrite import MomentFilter
 from shrinkpoint.store.identify import MANIFEST
 from shrinkpoint.tensors.dtypes import dtype_name, torch_dtype

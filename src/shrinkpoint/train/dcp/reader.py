@@ -35,7 +35,7 @@ from shrinkpoint.store.load import check_patterns, no_match_error
 from shrinkpoint.store.manifest import DirectoryManifest
 from shrinkpoint.tensors.dtypes import as_bits, empty, torch_dtype
 from shrinkpoint.tensors.names import tensor_name
-from shrinkpoint.tensors.tree_selection import is_selected, match_patterns
+from shrinkpoint.tensors.tree_decoder import is_selected, match_patterns
 from shrinkpoint.train.dcp import chain_registry
 from shrinkpoint.train.dcp.checkpoint_metadata import (
     DCP_KEY,

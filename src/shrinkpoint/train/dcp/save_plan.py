@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from shrinkpoint import validate
 from shrinkpoint.errors import PolicyError, StateError
-from shrinkpoint.sharding.shard_spec import ShardSpec
+from shrinkpoint.sharding.global_tensors import ShardSpec
 from shrinkpoint.tensors.dtypes import DTYPE_NAMES, dtype_name
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import Role, TensorInfo

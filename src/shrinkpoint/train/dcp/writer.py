@@ -24,7 +24,7 @@ from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.schemes.planner import Planner, check_shardable, plan_shards
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.sharding.collectives import Collectives, LocalCollectives, make_collectives
-from shrinkpoint.sharding.shard_spec import ShardLayout
+from shrinkpoint.sharding.global_tensors import ShardLayout
 from shrinkpoint.storage import AnyDirectory, ObjectUrl, directory_storage
 from shrinkpoint.store import Keep
 from shrinkpoint.store.directory import commit, manifest_condition

@@ -26,7 +26,7 @@ from shrinkpoint.store.load import find_chain, find_directory, list_names
 from shrinkpoint.store.step_storage import find_store
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.tensors.names import StatePath, tensor_name
-from shrinkpoint.tensors.tree_selection import SelectedLeaves, select_leaves
+from shrinkpoint.tensors.tree_decoder import SelectedLeaves, select_leaves
 from shrinkpoint.tensors.wrappers import plain_names
 from shrinkpoint.train.checkpointer import wait_for_writes
 
