@@ -96,8 +96,7 @@ def decode_header(source: Readable, where: str) -> Header:
         TruncatedError: the file is shorter than its header announces.
         CorruptError: the header is malformed in any other way.
     """
-    data = _read_bytes(source, where)
-    digest = _check_digest(data, where)
+    data, digest = read_header(source, where)
     outer = expect_type(load_json(data[8:], where, "the header"), dict, where, "the header")
     metadata = expect_type(outer.pop("__metadata__", None), dict, where, '"__metadata__"')
     document = expect_type(metadata.get("shrinkpoint"), str, where, '"shrinkpoint" in the metadata')
@@ -113,16 +112,12 @@ def decode_header(source: Readable, where: str) -> Header:
     return Header(digest, fields, slots, len(data))
 
 
-def read_digest(source: Readable, where: str) -> str:
-    """Read and verify the digest of a header.
+def read_header(source: Readable, where: str) -> tuple[bytes, str]:
+    """Read the header's length and the header, and verify the digest in it, which is returned, too.
 
     Raises:
         TruncatedError, CorruptError: as `decode_header`.
     """
-    return _check_digest(_read_bytes(source, where), where)
-
-
-def _read_bytes(source: Readable, where: str) -> bytes:
     if source.size < 8:
         raise _truncated_error(where, f"{source.size} bytes", "at least the 8 of a length")
     (length,) = struct.unpack("<Q", source.read(0, 8))
@@ -131,10 +126,7 @@ def _read_bytes(source: Readable, where: str) -> bytes:
         raise corrupt_error(where, f"an announced header of {length} bytes", expected)
     if 8 + length > source.size:
         raise _truncated_error(where, f"{source.size} bytes", f"{8 + length} for the header alone")
-    return bytes(source.read(0, 8 + length))
-
-
-def _check_digest(data: bytes, where: str) -> str:
+    data = bytes(source.read(0, 8 + length))
     if not data[8:].startswith(PREFIX):
         found, do = f"a header that begins with {data[8:40]!r}", "open it with safetensors, if it is another program's"
         raise corrupt_error(where, found, "the beginning of a shrinkpoint header", do)
@@ -142,7 +134,7 @@ def _check_digest(data: bytes, where: str) -> str:
     digest = xxh3_128(data[: _DIGEST_SLICE.start] + _BLANK_DIGEST + data[_DIGEST_SLICE.stop :])
     if stored != digest:
         raise corrupt_error(where, f"header digest {stored!r}", f"{digest!r}, which these bytes have")
-    return digest
+    return data, digest
 
 
 def _parse_slots(entries: dict[str, JSON], where: str) -> tuple[tuple[Slot, ...], int]:

@@ -11,7 +11,6 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from operator import add, sub
 
@@ -81,29 +80,11 @@ class NameColumns:
             self.indexes.append(index)
 
 
-def name_chars(patterns: Sequence[JSON], indexes: Sequence[int]) -> int:
-    """Return an upper bound of the number of characters of all names."""
-    sizes = [len(pattern[0] if type(pattern) is list else pattern) for pattern in patterns]
-    marks = [_count_numbers(pattern) for pattern in patterns]
-    return sum((sizes[i] + _MAX_DIGITS * marks[i]) * times for i, times in Counter(indexes).items())
-
-
-def check_patterns(value: JSON, where: str) -> list[JSON]:
-    """Return `value` if it is a list of patterns; else raise a CorruptError."""
-    patterns = expect_type(value, list, where, "the patterns of names")
-    for pattern in patterns:
-        if type(pattern) is list and len(pattern) == 1:
-            expect_type(pattern[0], str, where, "a name")
-        else:
-            expect_type(pattern, str, where, "a pattern of names")
-    return patterns
-
-
 def join_names(patterns: Sequence[JSON], indexes: Sequence[int], numbers: Sequence[int], where: str) -> list[str]:
     """Return the names.
 
     Args:
-        patterns: as `check_patterns` returns them.
+        patterns: as in `NameColumns`.
         indexes: each below `len(patterns)`.
         numbers: whole numbers between -2^63 and 2^63.
 
@@ -114,7 +95,12 @@ def join_names(patterns: Sequence[JSON], indexes: Sequence[int], numbers: Sequen
     count = sum(marks[index] for index in indexes)
     if count != len(numbers):
         raise corrupt_error(where, f"{len(numbers)} numbers in names", f"{count}, as their patterns say")
-    formats = [_format(pattern) for pattern in patterns]
+    formats = [
+        str(pattern).replace("%", "%%").replace(NUMBER_MARK, "%d")
+        if mark
+        else str(pattern[0] if type(pattern) is list else pattern)
+        for pattern, mark in zip(patterns, marks, strict=True)
+    ]
     values: list[tuple[int, ...]] = [(0,) * mark for mark in marks]
     names, begin = [], 0
     for index in indexes:
@@ -135,13 +121,6 @@ def join_names(patterns: Sequence[JSON], indexes: Sequence[int], numbers: Sequen
 
 def _count_numbers(pattern: JSON) -> int:
     return 0 if type(pattern) is list else pattern.count(NUMBER_MARK)
-
-
-def _format(pattern: JSON) -> str:
-    """A `%` format with as many numbers as the pattern; the name itself if there are none."""
-    if not _count_numbers(pattern):
-        return str(pattern[0] if type(pattern) is list else pattern)
-    return str(pattern).replace("%", "%%").replace(NUMBER_MARK, "%d")
 
 
 MAX_INDEX_BYTES = 100_000_000  # Largest index, and largest JSON text in it, in bytes: as of a header
@@ -222,33 +201,25 @@ class IndexBuilder:
         Returns:
             The bytes, and the JSON text in them.
         """
-        kinds = [_kind_to_json(kind) for kind in self._kinds]
+        rows = ([dtype, shape, role.value, offsets] for shape, dtype, role, offsets in self._kinds)
         names = self._names
         tensors = dict(zip(_TENSOR_COLUMNS, (names.indexes, names.numbers, self._kind_column), strict=True))
         columns = {
             "patterns": names.patterns,
-            "kinds": kinds,
+            "kinds": [row[:3] if row[3] is None else row for row in rows],
             "tensors": tensors,
             "part_names": list(self._part_names),
             "records": self._records,
             "sizes": self._sizes,
         }
-        members = [*fields, f'"recipes":[{",".join(self._recipes)}]', _members(columns), f'"report":{report_json}']
+        column_json = json.dumps(columns, separators=(",", ":"))[1:-1]
+        members = [*fields, f'"recipes":[{",".join(self._recipes)}]', column_json, f'"report":{report_json}']
         text = "{" + ",".join(members) + "}"
         data = zlib.compress(text.encode("ascii")) + self._digests
         size = description_size(names.patterns, names.indexes, list(self._kinds), self._kind_column)
         if len(text) > max_text_bytes(len(data)) or size > max_description_size(len(data)):
             data = zlib.compress(text.encode("ascii"), 0) + self._digests  # readers bound what a byte expands to
         return data, text
-
-
-def _members(columns: Mapping[str, JSON]) -> str:
-    return json.dumps(columns, separators=(",", ":"))[1:-1]
-
-
-def _kind_to_json(kind: TensorKind) -> list[JSON]:
-    shape, dtype, role, offsets = kind
-    return [dtype, shape, role.value] if offsets is None else [dtype, shape, role.value, offsets]
 
 
 def max_text_bytes(index_bytes: int) -> int:
@@ -267,36 +238,38 @@ def description_size(
     """Return about how many bytes the descriptions of all tensors take in memory: names, shapes, and 64 for each."""
     dims = [len(shape) + len(offsets or ()) for shape, _, _, offsets in kinds]
     sizes = sum(dims[kind] * times for kind, times in Counter(kind_column).items())
-    return name_chars(patterns, indexes) + 8 * sizes + 64 * len(indexes)
+    chars = [
+        len(pattern[0] if type(pattern) is list else pattern) + _MAX_DIGITS * _count_numbers(pattern)
+        for pattern in patterns
+    ]
+    name_chars = sum(chars[i] * times for i, times in Counter(indexes).items())
+    return name_chars + 8 * sizes + 64 * len(indexes)
 
 
-def parse_index(header: Header, fields: Mapping[str, JSON], source: Readable, where: str) -> FileMetadata:
+def parse_index(header: Header, source: Readable, where: str) -> FileMetadata:
     """Read the index of a file, and validate it against the entries of the header.
-
-    Args:
-        fields: the document in the header.
 
     Raises:
         CorruptError: the index is malformed, or contradicts the entries or itself.
     """
-    data = _read_index(header, fields, source, where)
-    text, digests = _inflate(data, where)
+    size, text, digests = _read_index(header, source, where)
     document = expect_type(load_json(text, where, "the index"), dict, where, "the index")
     if document.keys() != _KEYS:
         raise corrupt_error(where, f"an index with the keys {sorted(document)}", f"{sorted(_KEYS)}")
-    infos = _parse_tensors(document, max_description_size(len(data)), where)
-    rows = _parse_rows(document, infos, digests, where)
-    records, layout = _place_records(rows, header.start, where)
-    layout.end(len(data), marked=fields["format"] != 2)
+    infos = _parse_tensors(document, max_description_size(size), where)
+    records, layout = _parse_records(document, infos, digests, header.start, where)
+    layout.end(size, marked=header.fields["format"] != 2)
     for slot, required in zip(header.slots, layout.slots, strict=False):
         if slot != required:
             raise corrupt_error(where, f"entry {slot}", f"{required}, as the index says")
     if len(header.slots) != len(layout.slots):
         raise corrupt_error(where, f"{len(header.slots)} entries", f"{len(layout.slots)}, as the index says")
-    return FileMetadata.from_json(document, fields["writer"], records, where)
+    return FileMetadata.from_json(document, header.fields["writer"], records, where)
 
 
-def _read_index(header: Header, fields: Mapping[str, JSON], source: Readable, where: str) -> bytes:
+def _read_index(header: Header, source: Readable, where: str) -> tuple[int, bytes, bytes]:
+    """The bytes that an index takes, its JSON text, and the digests behind that."""
+    fields = header.fields
     if fields.keys() != {"format", "writer", "index"}:
         raise corrupt_error(where, f"a document with the keys {sorted(fields)}", "format, writer and index")
     expected = expect_hexdigest(fields["index"], where, "the digest of the index")
@@ -309,11 +282,6 @@ def _read_index(header: Header, fields: Mapping[str, JSON], source: Readable, wh
     digest = xxh3_128(data)
     if digest != expected:
         raise corrupt_error(where, f"an index with digest {digest}", expected)
-    return data
-
-
-def _inflate(data: bytes, where: str) -> tuple[bytes, bytes]:
-    """The JSON text of an index, and the digests behind it."""
     limit = max_text_bytes(len(data))
     inflater = zlib.decompressobj()
     try:
@@ -323,7 +291,7 @@ def _inflate(data: bytes, where: str) -> tuple[bytes, bytes]:
     if len(text) > limit or not inflater.eof:
         found = f"an index of {len(data)} bytes that is cut, or expands to more than {limit}"
         raise corrupt_error(where, found, "a whole zlib stream, of what a writer compresses")
-    return text, inflater.unused_data
+    return len(data), text, inflater.unused_data
 
 
 def _columns(value: JSON, columns: Sequence[str], where: str, what: str) -> list[list[JSON]]:
@@ -334,7 +302,12 @@ def _columns(value: JSON, columns: Sequence[str], where: str, what: str) -> list
 
 
 def _parse_tensors(document: Mapping[str, JSON], limit: int, where: str) -> list[TensorInfo]:
-    patterns = check_patterns(document["patterns"], where)
+    patterns = expect_type(document["patterns"], list, where, "the patterns of names")
+    for pattern in patterns:
+        if type(pattern) is list and len(pattern) == 1:
+            expect_type(pattern[0], str, where, "a name")
+        else:
+            expect_type(pattern, str, where, "a pattern of names")
     rows = expect_type(document["kinds"], list, where, "the kinds")
     kinds = parse_kinds(rows, where, "a kind of tensors", "tensors")
     indexes, numbers, kind_column = _columns(document["tensors"], _TENSOR_COLUMNS, where, "the tensors")
@@ -350,21 +323,48 @@ def _parse_tensors(document: Mapping[str, JSON], limit: int, where: str) -> list
     return [TensorInfo(name, *kinds[kind]) for name, kind in zip(names, kind_column, strict=True)]
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A record whose parts have no place in the file yet; `parts` are (name, size, digest)."""
-
-    name: str
-    infos: tuple[TensorInfo, ...]
-    recipe: JSON
-    digest: str
-    base: str | None
-    parts: list[tuple[str, int, str]]
-
-
-def _parse_rows(document: Mapping[str, JSON], infos: list[TensorInfo], digests: bytes, where: str) -> list[_Row]:
-    """The records in their order; every column is checked before the first of them."""
+def _parse_records(
+    document: Mapping[str, JSON], infos: list[TensorInfo], digests: bytes, start: int, where: str
+) -> tuple[tuple[RecordHead, ...], PayloadLayout]:
+    """The records in their order, and where their parts are; every column is checked before the first of them."""
     recipes = expect_type(document["recipes"], list, where, "the recipes")
+    plain = [is_plain(recipe) for recipe in recipes]
+    rows, part_names = _check_columns(document, plain, infos, digests, where)
+    step = 2 * _DIGEST_BYTES
+    hexdigits, size_column, tensors = digests.hex(), iter(document["sizes"]), iter(infos)
+    each_digest = (hexdigits[begin : begin + step] for begin in range(0, len(hexdigits), step))
+    layout, records = PayloadLayout(), []
+    for index, (name, recipe, count, part, base) in enumerate(rows):
+        own = tuple(islice(tensors, count))
+        name = own[0].name if name is None else expect_type(name, str, where, f"the name of record {index}")
+        digest = next(each_digest)
+        base_digest = next(each_digest) if base else None
+        own_parts = part_names[part]
+        if plain[recipe] and len(own_parts) != 1:
+            raise corrupt_error(where, f"record {name!r}, plain, with {len(own_parts)} parts", "one")
+        tensor = own[0] if is_standard_entry(recipes[recipe], own) else None
+        parts = {}
+        for part_name in own_parts:
+            if plain[recipe]:
+                size, stored = sum(info.nbytes for info in own), digest
+            else:
+                size, stored = next(size_column), next(each_digest)
+            pad, entry = layout.add(size, tensor)
+            parts[part_name] = Entry(entry, start + layout.size - size, size, stored, pad)
+        records.append(RecordHead(name, own, recipes[recipe], digest, base_digest, parts))
+    expect_unique([record.name for record in records], where, "records")
+    expect_unique([info.name for info in infos], where, "tensors")
+    return tuple(records), layout
+
+
+def _check_columns(
+    document: Mapping[str, JSON], plain: Sequence[bool], infos: Sequence[TensorInfo], digests: bytes, where: str
+) -> tuple[Iterable[tuple[JSON, ...]], list[list[str]]]:
+    """The rows of the records, and the names of parts that they refer to.
+
+    Args:
+        plain: for each recipe, whether it is one of plain records.
+    """
     part_names = expect_type(document["part_names"], list, where, "parts")
     for names in part_names:
         for name in expect_type(names, list, where, "parts"):
@@ -374,13 +374,12 @@ def _parse_rows(document: Mapping[str, JSON], infos: list[TensorInfo], digests: 
     names, recipe_column, counts, parts, bases = columns
     if len({*map(len, columns)}) > 1:
         raise corrupt_error(where, f"columns of {[*map(len, columns)]} records", "columns of one length")
-    expect_numbers(recipe_column, 0, len(recipes), where, "the recipes of records")
+    expect_numbers(recipe_column, 0, len(plain), where, "the recipes of records")
     expect_numbers(counts, 1, SIZE_LIMIT, where, "the tensors of records")
     expect_numbers(parts, 0, len(part_names), where, "the parts of records")
     expect_numbers(bases, 0, 2, where, "the bases of records")
     if sum(counts) != len(infos):
         raise corrupt_error(where, f"records of {sum(counts)} tensors", f"{len(infos)}, as many as there are")
-    plain = [is_plain(recipe) for recipe in recipes]
     coded_parts = [part_names[p] for p, r in zip(parts, recipe_column, strict=True) if not plain[r]]
     coded = sum(map(len, coded_parts))
     sizes = expect_numbers(document["sizes"], 0, SIZE_LIMIT, where, "the sizes")
@@ -389,36 +388,4 @@ def _parse_rows(document: Mapping[str, JSON], infos: list[TensorInfo], digests: 
     expected = _DIGEST_BYTES * (len(names) + sum(bases) + coded)
     if len(digests) != expected:
         raise corrupt_error(where, f"{len(digests)} bytes of digests", f"{expected}")
-    rows = zip(names, recipe_column, counts, parts, bases, strict=True)
-    hexdigits, size_column, tensors = digests.hex(), iter(sizes), iter(infos)
-    step = 2 * _DIGEST_BYTES
-    each_digest = (hexdigits[begin : begin + step] for begin in range(0, len(hexdigits), step))
-    out = []
-    for index, (name, recipe, count, part, base) in enumerate(rows):
-        own = tuple(islice(tensors, count))
-        name = own[0].name if name is None else expect_type(name, str, where, f"the name of record {index}")
-        digest = next(each_digest)
-        base_digest = next(each_digest) if base else None
-        own_parts = part_names[part]
-        if plain[recipe]:
-            if len(own_parts) != 1:
-                raise corrupt_error(where, f"record {name!r}, plain, with {len(own_parts)} parts", "one")
-            stored = [(own_parts[0], sum(info.nbytes for info in own), digest)]
-        else:
-            stored = [(part_name, next(size_column), next(each_digest)) for part_name in own_parts]
-        out.append(_Row(name, own, recipes[recipe], digest, base_digest, stored))
-    expect_unique([row.name for row in out], where, "records")
-    expect_unique([info.name for info in infos], where, "tensors")
-    return out
-
-
-def _place_records(rows: Sequence[_Row], start: int, where: str) -> tuple[tuple[RecordHead, ...], PayloadLayout]:
-    layout, records = PayloadLayout(), []
-    for row in rows:
-        tensor = row.infos[0] if is_standard_entry(row.recipe, row.infos) else None
-        parts = {}
-        for part, size, digest in row.parts:
-            pad, entry = layout.add(size, tensor)
-            parts[part] = Entry(entry, start + layout.size - size, size, digest, pad)
-        records.append(RecordHead(row.name, row.infos, row.recipe, row.digest, row.base, parts))
-    return tuple(records), layout
+    return zip(*columns, strict=True), part_names

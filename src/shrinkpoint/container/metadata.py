@@ -161,7 +161,10 @@ class PayloadLayout:
         pad = filler_size(tensor.dtype, size, self.size)
         self.size += pad
         self._cover_bytes()
-        name = tensor.name if is_free(tensor.name) else f"{RENAMED_PREFIX}{len(self.slots)}"
+        name = tensor.name
+        is_reserved = name in ("__metadata__", INDEX_ENTRY) or name.startswith(_RESERVED)
+        if is_reserved or any("\ud800" <= char <= "\udfff" for char in name):  # no Unicode, as safetensors requires
+            name = f"{RENAMED_PREFIX}{len(self.slots)}"
         self.slots.append(Slot(name, tensor.dtype, tensor.shape, self.size, self.size + size))
         self.size += size
         self._begin = self.size
@@ -179,12 +182,6 @@ class PayloadLayout:
         if self.size > self._begin:
             name = f"{PARTS_PREFIX}{len(self.slots)}"
             self.slots.append(Slot(name, "U8", (self.size - self._begin,), self._begin, self.size))
-
-
-def is_free(name: str) -> bool:
-    """True if the entry of a tensor may have its name: not reserved, and valid Unicode, as safetensors requires."""
-    reserved = name in ("__metadata__", INDEX_ENTRY) or name.startswith(_RESERVED)
-    return not reserved and not any("\ud800" <= char <= "\udfff" for char in name)
 
 
 _KEYS = {"format", "writer", "scheme", "parent", "recipes", "records", "tree", "report"}
@@ -275,16 +272,12 @@ def _check_entry(slot: Slot, part: str, name: str, recipe: JSON, infos: Sequence
         raise corrupt_error(where, f"entry {slot.name!r} {slot.dtype} {list(slot.shape)}", f"entry {expected}")
 
 
-def _is_size(value: JSON) -> bool:
-    return type(value) is int and 0 <= value < SIZE_LIMIT
-
-
 def _info_from_json(value: JSON, where: str, what: str) -> TensorInfo:
     if type(value) is list and len(value) == 4:  # the fast path of valid tensors; errors are found below
         name, dtype, shape, role = value
         if type(name) is type(dtype) is type(role) is str and type(shape) is list and role in ROLES:
             sizes = tuple(shape)
-            valid = dtype in ITEMSIZE and all(map(_is_size, sizes))
+            valid = dtype in ITEMSIZE and all(type(size) is int and 0 <= size < SIZE_LIMIT for size in sizes)
             if valid and nbytes_of(sizes, ITEMSIZE[dtype]) is not None:
                 return TensorInfo(name, sizes, dtype, ROLES[role])
     fields = expect_type(value, list, where, what)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from shrinkpoint._native import Hasher, xxh3_128
 from shrinkpoint.container import header
-from shrinkpoint.container.header import Header, Readable
+from shrinkpoint.container.header import Readable
 from shrinkpoint.container.index import parse_index
-from shrinkpoint.container.metadata import FORMAT_VERSION, Entry, FileMetadata, RecordHead, parse_metadata_v1
+from shrinkpoint.container.metadata import FORMAT_VERSION, Entry, RecordHead, parse_metadata_v1
 from shrinkpoint.container.strict_json import corrupt_error, expect_type, shorten
 from shrinkpoint.errors import CorruptError, FormatError, StorageError, VersionError
 from shrinkpoint.guard import no_gc, read_guard
 from shrinkpoint.tensors.info import EncodedRecord
 
+_ReadHashed: TypeAlias = Callable[[int, int], tuple[bytes | memoryview, str]]
 WINDOW_BYTES = 8 << 20  # Bytes that are read at a time where only their digest is asked for
 
 
@@ -48,7 +50,14 @@ class FileReader:
     def __init__(self, source: Readable, where: str) -> None:
         with read_guard(where), no_gc():
             head = header.decode_header(source, where)
-            parsed = _parse_metadata(head, source, where)
+            version = expect_type(head.fields.get("format"), int, where, "the format version")
+            if version > FORMAT_VERSION:
+                found = shorten(f"format version {version}, written by {head.fields.get('writer')!r}")
+                expected, do = f"at most version {FORMAT_VERSION}", "install a newer shrinkpoint to read it"
+                raise VersionError(where, found=found, expected=expected, do=do)
+            if version < 1:
+                raise corrupt_error(where, f"format version {version}", f"1 to {FORMAT_VERSION}")
+            parsed = parse_metadata_v1(head, where) if version == 1 else parse_index(head, source, where)
         self._source = source
         self._verified: set[tuple[str, str]] = set()  # (record, part) whose digest has been checked
         self.where, self.digest, self.size = where, head.digest, source.size
@@ -63,7 +72,7 @@ class FileReader:
             TruncatedError, StorageError: as for a new reader.
         """
         with read_guard(self.where):
-            digest = header.read_digest(source, self.where)
+            _, digest = header.read_header(source, self.where)
         if (digest, source.size) != (self.digest, self.size):
             expected = f"{self.digest}, which it had when it was opened"
             raise corrupt_error(self.where, f"header digest {digest}", expected)
@@ -80,9 +89,15 @@ class FileReader:
             StorageError: reading failed.
         """
         parts = {}
+        read_hashed: _ReadHashed | None = getattr(self._source, "read_hashed", None)  # where the storage can do that
         for part, entry in record.parts.items():
-            data, digest = self._read_hashed(entry.offset, entry.size)
-            self._verify(record, part, digest)
+            if read_hashed is None:
+                data = self._source.read(entry.offset, entry.size)
+                digest = xxh3_128(data)
+            else:
+                data, digest = read_hashed(entry.offset, entry.size)
+            if entry.pad or digest != entry.digest:
+                self._verify(record, part, digest)
             parts[part] = memoryview(data)
         return EncodedRecord(record.name, record.infos, record.recipe, parts, record.digest, record.base)
 
@@ -110,14 +125,6 @@ class FileReader:
                 except (FormatError, StorageError) as error:
                     yield Damage(record.name, tuple(info.name for info in record.infos), error)
 
-    def _read_hashed(self, offset: int, length: int) -> tuple[bytes | memoryview, str]:
-        read_hashed = getattr(self._source, "read_hashed", None)  # where the storage can do that
-        if read_hashed is None:
-            data = self._source.read(offset, length)
-            return data, xxh3_128(data)
-        hashed: tuple[bytes | memoryview, str] = read_hashed(offset, length)
-        return hashed
-
     def _digest(self, entry: Entry) -> str:
         hasher, end = Hasher(), entry.offset + entry.size
         for begin in range(entry.offset, end, WINDOW_BYTES):
@@ -135,23 +142,3 @@ class FileReader:
     def _corrupt_error(self, record: RecordHead, part: str, found: str, expected: str) -> CorruptError:
         advice = "restore another checkpoint; `shrinkpoint verify` lists all damage"
         return corrupt_error(f"{self.where}: {record.label}, part {part!r}", found, expected, advice)
-
-
-def _parse_metadata(head: Header, source: Readable, where: str) -> FileMetadata:
-    """Parse what a file of any version says of its records.
-
-    Raises:
-        VersionError: a newer release wrote the file.
-        CorruptError: it contradicts the entries or itself, or is malformed.
-    """
-    fields = head.fields
-    version = expect_type(fields.get("format"), int, where, "the format version")
-    if version > FORMAT_VERSION:
-        found = shorten(f"format version {version}, written by {fields.get('writer')!r}")
-        expected, do = f"at most version {FORMAT_VERSION}", "install a newer shrinkpoint to read it"
-        raise VersionError(where, found=found, expected=expected, do=do)
-    if version in (2, FORMAT_VERSION):
-        return parse_index(head, fields, source, where)
-    if version == 1:
-        return parse_metadata_v1(head, where)
-    raise corrupt_error(where, f"format version {version}", f"1 to {FORMAT_VERSION}")

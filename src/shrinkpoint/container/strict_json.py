@@ -114,25 +114,21 @@ def check_nests(data: str | bytes, where: str, what: str) -> None:
     """Refuse a text with too many lists and objects before it is parsed: an empty list takes 3 bytes but 60 of memory.
 
     Raises:
-        CorruptError: it has more lists and objects than `max_nests` allows.
+        CorruptError: it has more lists and objects than it may.
     """
-    count, limit = count_nests(data), max_nests(len(data))
+    count, limit = count_nests(data)
     if count > limit:
         raise corrupt_error(where, f"{what} of {count} lists and objects", f"at most {limit}")
 
 
-def count_nests(data: str | bytes) -> int:
-    """Count the lists and objects of a JSON text."""
+def count_nests(data: str | bytes) -> tuple[int, int]:
+    """Count the lists and objects of a JSON text; return this, and how many a text of its length may have."""
     text = data.encode("utf-8", "replace") if isinstance(data, str) else data
-    if (count := text.count(b"[") + text.count(b"{")) <= max_nests(len(text)):
-        return count  # brackets in strings are counted too, which does no harm here
+    limit = max(MAX_NESTS, len(text) // MIN_NEST_BYTES)
+    if (count := text.count(b"[") + text.count(b"{")) <= limit:
+        return count, limit  # brackets in strings are counted too, which does no harm here
     bare = _STRING.sub(b"", text)
-    return bare.count(b"[") + bare.count(b"{")
-
-
-def max_nests(length: int) -> int:
-    """Return how many lists and objects a text of `length` bytes may have."""
-    return max(MAX_NESTS, length // MIN_NEST_BYTES)
+    return bare.count(b"[") + bare.count(b"{"), limit
 
 
 def json_depth(value: JSON) -> int:

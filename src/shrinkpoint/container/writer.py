@@ -14,7 +14,7 @@ from shrinkpoint._native import xxh3_128
 from shrinkpoint.container import header
 from shrinkpoint.container.index import MAX_INDEX_BYTES, IndexBuilder
 from shrinkpoint.container.metadata import FORMAT_VERSION, PayloadLayout, is_plain, is_standard_entry
-from shrinkpoint.container.strict_json import MAX_JSON_DEPTH, count_nests, json_depth, max_nests
+from shrinkpoint.container.strict_json import MAX_JSON_DEPTH, count_nests, json_depth
 from shrinkpoint.errors import PolicyError, StateError
 from shrinkpoint.tensors.info import JSON, EncodedRecord, TensorInfo
 
@@ -22,6 +22,7 @@ _BLOCK = 8 << 20
 _MAX_VALUE_DEPTH = MAX_JSON_DEPTH - 8  # the header nests its values further
 _MIN_ENTRY_BYTES = 1 << 12  # Bytes of a tensor for which space in the header is reserved
 _ZEROS = bytes(header.ALIGN)
+_version = cache(version)
 
 
 class Writable(Protocol):
@@ -91,7 +92,8 @@ class FileWriter:
         """
         self._check(encoded)
         recipe = _to_json(encoded.recipe, encoded.name)
-        parts = [_bytes_of(data) for data in encoded.parts.values()]
+        views = [memoryview(data) for data in encoded.parts.values()]
+        parts = [view.cast("B") if view.nbytes else memoryview(b"") for view in views]
         digests = [xxh3_128(part) for part in parts]
         if is_plain(encoded.recipe) and digests != [encoded.digest]:
             raise _record_error(encoded, f"digest {encoded.digest} of bytes with {digests}")
@@ -119,7 +121,7 @@ class FileWriter:
             StorageError: writing failed.
         """
         index, text = self._index.encode(self._fields, _to_json(report, "report"))
-        count, limit = count_nests(text), max_nests(len(text))
+        count, limit = count_nests(text)
         if count > limit:
             found = f"an index of {count} lists and objects"
             do = "save many small values as one tensor or text, or the state in several files"
@@ -184,13 +186,9 @@ class FileWriter:
 
 
 def _metadata_json(index: bytes) -> str:
-    fields = {"format": FORMAT_VERSION, "writer": _writer_name(), "index": xxh3_128(index)}
+    writer = f"shrinkpoint {_version('shrinkpoint')}"
+    fields = {"format": FORMAT_VERSION, "writer": writer, "index": xxh3_128(index)}
     return json.dumps(fields, separators=(",", ":"))
-
-
-def _bytes_of(data: bytes | bytearray | memoryview) -> memoryview:
-    view = memoryview(data)
-    return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 def _record_error(encoded: EncodedRecord, fault: str) -> PolicyError:
@@ -214,8 +212,3 @@ def _to_json(value: JSON, where: str) -> str:
             where, found=f"what JSON does not take ({reason})", expected=expected, do="pass plain values of JSON"
         )
     return text
-
-
-@cache
-def _writer_name() -> str:
-    return f"shrinkpoint {version('shrinkpoint')}"

@@ -278,7 +278,7 @@ class LocalStorage:
     def flush_dir(self, key: str) -> None:
         """Make the names in a directory, which exists, survive a power cut."""
         with _os_errors(self.describe(key), "flushing to the disk"):
-            _fsync_dir(self._path_of(key))
+            _fsync_dir(self._root / check_key(key))
 
     def flush_tree(self) -> None:
         """Make all that others have written below the directory, and the directory's own name, survive a power cut.
@@ -323,9 +323,6 @@ class LocalStorage:
     def describe(self, key: str = "") -> str:
         return str(self._given_path / key)
 
-    def _path_of(self, key: str) -> Path:
-        return self._root / check_key(key)
-
     def _path_to_write(self, key: str, *, replaces_link: bool = False) -> Path:
         """The path of a key, after a check that nothing is written through a symbolic link below the root.
 
@@ -337,7 +334,7 @@ class LocalStorage:
         Raises:
             StorageError: a part of the path is a link.
         """
-        path, parts = self._path_of(key), key.split("/")
+        path, parts = self._root / check_key(key), key.split("/")
         checked = parts[:-1] if replaces_link or len(parts) == 1 else parts
         link = self._root
         for part in checked:
@@ -353,7 +350,7 @@ class LocalStorage:
         return []
 
     def _existing_path(self, key: str) -> Path:
-        path = self._path_of(key)
+        path = self._root / check_key(key)
         with _os_errors(self.describe(key), "opening"):
             if path.is_file():  # not a directory, and not a pipe, where reading would wait
                 return path

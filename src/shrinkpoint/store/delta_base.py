@@ -22,7 +22,7 @@ from shrinkpoint._native import Hasher, progress_sums, xxh3_128
 from shrinkpoint.codec.parallel import thread_pool
 from shrinkpoint.codec.reference import Reference, RowSample, as_decoded, tensor_layout, tensor_rows
 from shrinkpoint.container import FileReader
-from shrinkpoint.container.header import read_digest
+from shrinkpoint.container.header import read_header
 from shrinkpoint.container.reader import WINDOW_BYTES
 from shrinkpoint.errors import ChainError, CorruptError, ShrinkpointError, warn_user
 from shrinkpoint.storage import LocalStorage, Source, Storage
@@ -397,7 +397,8 @@ class _FileScan:
         """Compare the header with its digest, and begin again with the first part."""
         with file.storage.open(file.key) as source:
             _drop_page_cache(source)
-            _check_same_file(file, read_digest(source, file.where), source.size)
+            _, digest = read_header(source, file.where)
+            _check_same_file(file, digest, source.size)
         self._part_index, self._part_offset, self._hasher = 0, 0, Hasher()
 
     @property

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias
 
 from shrinkpoint import humanize, validate
 from shrinkpoint._native import xxh3_128
-from shrinkpoint.container.strict_json import MAX_JSON_DEPTH, check_nests, count_nests, json_depth, max_nests, shorten
+from shrinkpoint.container.strict_json import MAX_JSON_DEPTH, check_nests, count_nests, json_depth, shorten
 from shrinkpoint.errors import CorruptError, PolicyError, TruncatedError, VersionError
 from shrinkpoint.guard import read_guard
 from shrinkpoint.storage import Storage
@@ -297,10 +297,10 @@ def _check_depth(name: str, value: JSON) -> None:
 def _dump_within(document: Mapping[str, JSON], max_bytes: int) -> bytes:
     """`dump_with_digest`, or a PolicyError where a reader would refuse the result for its size."""
     data = dump_with_digest(document)
-    nests = count_nests(data)
-    if len(data) > max_bytes or nests > max_nests(len(data)):
+    nests, max_nests = count_nests(data)
+    if len(data) > max_bytes or nests > max_nests:
         found = f"{len(data):,} bytes with {nests:,} lists and objects"
-        expected = f"at most {max_bytes:,} bytes and {max_nests(len(data)):,} lists and objects"
+        expected = f"at most {max_bytes:,} bytes and {max_nests:,} lists and objects"
         raise PolicyError("manifest", found=found, expected=expected, do="shorten metrics, note or extra")
     return data
 
