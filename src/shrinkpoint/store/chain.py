@@ -8,8 +8,8 @@ bases (`file_chain`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -343,19 +343,9 @@ def read_header(where: AnyPlace) -> FileReader:
         StorageError: reading failed.
     """
     place = place_file(where)
-    with _identified_errors(place), place.open() as source:
-        reader = FileReader(source, str(place))
-    if reader.parent is not None and not all(type(reader.parent.get(key)) is str for key in ("name", "digest")):
-        found, expected = f"a parent {reader.parent!a:.60}", "an object with a name and a digest"
-        raise CorruptError(str(place), found=found, expected=expected, do="restore another checkpoint")
-    return reader
-
-
-@contextmanager
-def _identified_errors(place: FilePlace) -> Iterator[None]:
-    """Say what a path holds where that is no file of ours."""
     try:
-        yield
+        with place.open() as source:
+            reader = FileReader(source, str(place))
     except (NotFoundError, CorruptError, TruncatedError) as error:
         result = None if place.path is None else identify(place.path)
         if result is None:
@@ -363,6 +353,10 @@ def _identified_errors(place: FilePlace) -> Iterator[None]:
         error_class = FormatError if result.is_foreign and isinstance(error, FormatError) else type(error)
         expected = "a file that shrinkpoint saved"
         raise error_class(str(place), found=result.description, expected=expected, do=result.do) from error
+    if reader.parent is not None and not all(type(reader.parent.get(key)) is str for key in ("name", "digest")):
+        found, expected = f"a parent {reader.parent!a:.60}", "an object with a name and a digest"
+        raise CorruptError(str(place), found=found, expected=expected, do="restore another checkpoint")
+    return reader
 
 
 def _single_file(place: FilePlace, header: FileReader, *, is_payload: bool = False) -> ChainFile:

@@ -16,7 +16,7 @@ from shrinkpoint import validate
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import ShrinkpointError
-from shrinkpoint.schemes.base import QuantizedState, Scheme
+from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.storage import Storage
 from shrinkpoint.store.chain_limit import ChainBytes, ChainLimit
@@ -68,7 +68,15 @@ class CheckpointPlace(ABC):
             StorageError: writing failed; the caller calls `remove`.
         """
         reference, self.base_reference = self.base_reference, None
-        quantized = _quantize(scheme, state, reference)
+        quantized = scheme.quantize(state, reference)
+        if reference is not None and not reference.is_base:
+            # What a plan for a delta, which then was impossible, wanted to store as differences is stored exactly
+            tensors = {
+                name: tensor
+                for name, tensor in quantized.quantized.items()
+                if not (isinstance(tensor, CodebookTensor) and tensor.residual)
+            }
+            quantized = replace(quantized, quantized=tensors)
         if quantized.keyframe or self.base is None:
             self.remove()  # what was to keep the base
             self.base = reference = None
@@ -94,23 +102,6 @@ class CheckpointPlace(ABC):
             with suppress(ShrinkpointError):
                 self.storage.delete(key)
         self.written_keys.clear()
-
-
-def _quantize(scheme: Scheme, state: FlatState, reference: Reference | None) -> QuantizedState:
-    """Quantize for a delta against `reference`, or for a keyframe if that is no base.
-
-    A plan may have been made for a delta which then turned out to be impossible: what it wanted to store as differences
-    is stored exactly.
-    """
-    quantized = scheme.quantize(state, reference)
-    if reference is None or reference.is_base:
-        return quantized
-    tensors = {
-        name: tensor
-        for name, tensor in quantized.quantized.items()
-        if not (isinstance(tensor, CodebookTensor) and tensor.residual)
-    }
-    return replace(quantized, quantized=tensors)
 
 
 class WrittenPayload(NamedTuple):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -24,7 +23,7 @@ from shrinkpoint.schemes.select import summarize_reasons
 from shrinkpoint.storage import Source, Storage
 from shrinkpoint.store.save_report import COPY_ROLE, RoleBytes, SaveReport
 from shrinkpoint.tensors.flat_state import copy_tensors, unflatten
-from shrinkpoint.tensors.info import JSON, EncodedRecord, Role, TensorInfo
+from shrinkpoint.tensors.info import JSON, EncodedRecord, Role
 from shrinkpoint.tensors.memory import available_bytes
 
 MIN_LIMIT = 1 << 30  # Bytes of tensors that any file may hold, however small it is and however little memory is free
@@ -243,28 +242,16 @@ def decode_records(
         with _pause_gc(sum(tensors for _, tensors, _ in recipes), raw):
             decoded = decode_all(
                 recipes,
-                partial(_read, reader),
+                lambda index: reader.read(heads[index]),
                 reference,
                 where=reader.where,
                 threads=workers,
                 needed=records,
-                skip=partial(_verify if verify_others else _infos, reader),
+                skip=lambda index: reader.read(heads[index]).infos if verify_others else heads[index].infos,
                 with_values=with_values,
                 overwrite=overwrite,
             )
         return DecodedFile(reader.tree, decoded, allowance.max_copy_bytes)
-
-
-def _read(reader: FileReader, index: int) -> EncodedRecord:
-    return reader.read(reader.records[index])
-
-
-def _verify(reader: FileReader, index: int) -> Sequence[TensorInfo]:
-    return _read(reader, index).infos
-
-
-def _infos(reader: FileReader, index: int) -> Sequence[TensorInfo]:
-    return reader.records[index].infos
 
 
 def build_state(
@@ -283,18 +270,14 @@ def build_state(
         PolicyError: the device does not exist, or its memory is full.
     """
     tensors: Mapping[str, torch.Tensor] = decoded.reference.tensors
-    if device is not None or copy:
-        tensors = _to_device(tensors, device, copy)
-    return unflatten(decoded.tree, tensors, tie=tie, where=where, max_bytes=decoded.max_copy_bytes)
-
-
-def _to_device(tensors: Mapping[str, torch.Tensor], device: Device, copy: bool) -> dict[str, torch.Tensor]:
     try:
         shared = {name for name in tensors if lattice_source(tensors, name) is None} if copy else set()
-        if device is None or torch.device(device).type == "cpu":
+        if device is not None and torch.device(device).type != "cpu":
+            tensors = {name: tensor.to(device, copy=name in shared) for name, tensor in tensors.items()}
+        elif device is not None or copy:
             copies = copy_tensors({name: tensors[name] for name in shared})
-            return {name: copies.get(name, tensor) for name, tensor in tensors.items()}
-        return {name: tensor.to(device, copy=name in shared) for name, tensor in tensors.items()}
+            tensors = {name: copies.get(name, tensor) for name, tensor in tensors.items()}
     except (AssertionError, RuntimeError, TypeError) as error:  # torch has no error of its own for "no such device"
         expected, do = "a place for the state", "name a device that is here, or make room on it"
         raise PolicyError(f"device {device!r}", found=str(error)[:200], expected=expected, do=do) from error
+    return unflatten(decoded.tree, tensors, tie=tie, where=where, max_bytes=decoded.max_copy_bytes)

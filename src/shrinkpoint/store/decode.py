@@ -9,10 +9,9 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from shrinkpoint.codec import recipe as recipes
-from shrinkpoint.codec.recipe import CopyRecipe, LatticeRecipe, PlainRecipe, Recipe, RecipeParser
+from shrinkpoint.codec.recipe import CopyRecipe, LatticeRecipe, PlainRecipe, RecipeParser
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.container import FileReader
-from shrinkpoint.container.metadata import RecordHead
 from shrinkpoint.errors import NotFoundError, ShrinkpointError
 from shrinkpoint.storage import AnyDirectory, Storage, map_requests
 from shrinkpoint.store.chain import ChainFile, chain_links, directory_chain, manifest_identity, store_chain, use_current
@@ -139,15 +138,10 @@ def needed_records(reader: FileReader, names: Collection[str] | None) -> tuple[f
         except (ValueError, LookupError):  # decoding it says what is wrong
             continue
         needed.update(record_of[name] for name in others if record_of[name] < index)
-        if _may_need_parent(head, recipe):
+        is_delta = not isinstance(recipe, PlainRecipe | CopyRecipe)
+        if recipe.base if isinstance(recipe, LatticeRecipe) else is_delta:
             parents.update(others, (info.name for info in head.infos))
     return frozenset(needed), frozenset(parents)
-
-
-def _may_need_parent(head: RecordHead, recipe: Recipe) -> bool:
-    if isinstance(recipe, LatticeRecipe):
-        return recipe.base
-    return not isinstance(recipe, PlainRecipe | CopyRecipe)
 
 
 def _iter_headers(files: Sequence[ChainFile]) -> Iterator[tuple[ChainFile, FileReader]]:

@@ -22,7 +22,6 @@ from shrinkpoint.store.manifest import (
     MAX_MANIFEST_BYTES,
     Manifest,
     decode_store_manifest,
-    encode_store_manifest,
     read_limited,
 )
 
@@ -526,14 +525,15 @@ def _is_old(stamps: _Stamps) -> bool:
     return time.time_ns() - newest > _MIN_AGE
 
 
-def put_manifest(storage: Storage, manifest: Manifest) -> None:
+def put_manifest(storage: Storage, manifest: Manifest, data: bytes) -> None:
     """Write a checkpoint's manifest, and before it the mark of a store whose order of saving is not that of the steps.
 
+    Args:
+        data: the manifest as `encode_store_manifest` encodes it.
+
     Raises:
-        PolicyError: a reader would refuse the manifest.
         StorageError: writing failed.
     """
-    data = encode_store_manifest(manifest)
     if place_of(manifest) != Place(manifest.step):
         storage.put(layout.ROLLBACK, b"The run went back to an older step: manifests tell the order of saving.\n")
     storage.put(layout.manifest_key(manifest.step), data)

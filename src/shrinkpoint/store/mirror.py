@@ -18,7 +18,7 @@ from shrinkpoint.storage import LocalStorage, Source, Storage, copy_object
 from shrinkpoint.store import chain, layout
 from shrinkpoint.store.chain import ChainFile
 from shrinkpoint.store.listing import Lister, Listing, StepDirectory, forget, put_manifest, scan
-from shrinkpoint.store.manifest import Manifest
+from shrinkpoint.store.manifest import Manifest, encode_store_manifest
 from shrinkpoint.store.retention import Keep, apply_policy, check_metric, plan_deletion
 
 _log = logging.getLogger("shrinkpoint")
@@ -114,7 +114,7 @@ class Mirror:
         copy = self._content.manifests.get(manifest.step)
         ids = () if copy is None else (*copy.replaced, copy.id)
         placed = replace(placed, replaced=tuple(id for id in dict.fromkeys(ids) if id != manifest.id)[-_MAX_REPLACED:])
-        put_manifest(self.target, placed)
+        put_manifest(self.target, placed, encode_store_manifest(placed))
         names = self._content.file_names(manifest.step) | {layout.MANIFEST}
         self._content = self._content.replace(manifest.step, StepDirectory(manifest.step, names, placed))
         return True

@@ -8,12 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from shrinkpoint.errors import ChainError, FormatError, MismatchError, NotFoundError, ShrinkpointError, StorageError
-from shrinkpoint.storage import ObjectUrl, Storage
+from shrinkpoint.storage import ObjectUrl
+from shrinkpoint.store.chain import MAX_READS
 from shrinkpoint.store.listing import NewestFirst, SkippedCheckpoint, StepDirectory, StoreRestore
-from shrinkpoint.store.manifest import Manifest
+
+if TYPE_CHECKING:
+    from shrinkpoint.store.checkpoint_file import Device
+    from shrinkpoint.store.store import Store
 
 T = TypeVar("T")
 _log = logging.getLogger("shrinkpoint")
@@ -55,38 +59,61 @@ def newest_that_loads(
     return None, tuple(skipped)
 
 
-def restore_first(
-    entries: NewestFirst, storages: Sequence[Storage], load: Callable[[int, Manifest], Any]
-) -> StoreRestore | NotFoundError:
-    """The first checkpoint of stores that loads, or the error that none does.
+def restore_newest(
+    stores: Sequence[Store],
+    *,
+    device: Device = None,
+    tie: bool = True,
+    keep: Store | None = None,
+    weights_only: bool = False,
+    max_bytes: int | None = None,
+) -> StoreRestore:
+    """Load the newest checkpoint of one or more stores that loads; what it passes over is in the result.
 
     Args:
-        entries: of all stores, newest first.
-        load: loads the state of a checkpoint of the store with this index.
+        stores: of copies of one checkpoint, that in the first of them that loads. What one has forgotten counts in none
+            of the later ones.
+        keep: the one whose next save is a delta against the checkpoint, if it is read from there.
+        weights_only: as for `Store.restore`.
+        device, tie, max_bytes: as for `Store.load`.
+
+    Raises:
+        NotFoundError: none loads, or there is none.
+        StorageError: a store cannot be listed.
     """
     forgotten: set[str] = set()  # ids
 
-    def load_entry(index: int, entry: StepDirectory) -> StoreRestore | None:
+    def load(store: Store, entry: StepDirectory) -> StoreRestore | None:
         manifest = entry.read_manifest()
         if manifest.id in forgotten:
             return None
-        return StoreRestore(entry.step, load(index, manifest), manifest, where=storages[index].describe())
+        if manifest.weights_only and not weights_only:
+            raise store.weights_only_error(manifest)
+        state = store._load(manifest, device, tie, store is keep, max_bytes)
+        return StoreRestore(entry.step, state, manifest, where=store.storage.describe())
 
-    def candidates() -> Iterator[tuple[int, Callable[[], StoreRestore | None]]]:
+    def candidates(entries: NewestFirst) -> Iterator[tuple[int, Callable[[], StoreRestore | None]]]:
+        forgotten.clear()
         for entry, index in entries:
             if entry.is_forgotten and entry.manifest is not None:
                 forgotten.add(entry.manifest.id)
             if entry.is_visible:
-                yield entry.step, partial(load_entry, index, entry)
+                yield entry.step, partial(load, stores[index], entry)
 
-    restored, skipped = newest_that_loads(candidates(), warn=False)
+    for _ in range(MAX_READS):
+        entries = NewestFirst([store._lister for store in stores])
+        restored, skipped = newest_that_loads(candidates(entries), warn=False)
+        if not entries.has_changed():
+            break
     if restored is not None:
         return replace(restored, skipped=skipped)
-    found, do = "no checkpoint", "save one first"
+    found, do, names = "no checkpoint", "save one first", [store.storage.describe() for store in stores]
     if skipped:
         reasons = [f"step {checkpoint.step}: {checkpoint.reason}" for checkpoint in skipped]
         if len(reasons) > _MAX_REASONS:
             reasons[_MAX_REASONS:] = [f"and {len(reasons) - _MAX_REASONS} more"]
-        found = f"no checkpoint that loads ({'; '.join(reasons)})"
-        do = f"run `shrinkpoint verify {shlex.quote(storages[0].describe())} --deep`"
-    return NotFoundError(", ".join(storage.describe() for storage in storages), found=found, do=do)
+        found, do = (
+            f"no checkpoint that loads ({'; '.join(reasons)})",
+            f"run `shrinkpoint verify {shlex.quote(names[0])} --deep`",
+        )
+    raise NotFoundError(", ".join(names), found=found, do=do)

@@ -28,9 +28,9 @@ from shrinkpoint.store.checkpoint_file import Device, build_state
 from shrinkpoint.store.decode import decode_chain
 from shrinkpoint.store.delta_base import MISSING, StoredFile, as_delta_base, warn_lost_progress
 from shrinkpoint.store.history import Line, Place, place_of
-from shrinkpoint.store.listing import Lister, Listing, NewestFirst, StoreRestore, forget, iter_newest, read_step
+from shrinkpoint.store.listing import Lister, Listing, StoreRestore, forget, iter_newest, read_step
 from shrinkpoint.store.manifest import Manifest, check_lossy_restores, check_note
-from shrinkpoint.store.newest import restore_first
+from shrinkpoint.store.newest import restore_newest
 from shrinkpoint.store.prune import prune
 from shrinkpoint.store.retention import Keep, PrunePlan, check_keep
 from shrinkpoint.store.rewrite import has_memory_to_reverse, merge_orphaned_deltas, rewrite_as_keyframe
@@ -319,16 +319,12 @@ class Store:
             return None
         if any(key not in listing for key in listing.directories[parent.step].needed_keys):
             return None
-        return parent if self._writer.base_verifier.find_damage(self._stored_files(parent, listing)) is None else None
-
-    def _stored_files(self, manifest: Manifest, keys: Container[str]) -> Sequence[StoredFile]:
-        """The files of a chain, each under the first of its keys that exists."""
-        files = []
-        for link in chain.chain_links(manifest):
-            candidates = chain.candidate_keys(manifest, link)
-            key = next((key for key in candidates if key in keys), candidates[0])
+        files = []  # of the chain, each under the first of its keys that exists
+        for link in chain.chain_links(parent):
+            candidates = chain.candidate_keys(parent, link)
+            key = next((key for key in candidates if key in listing), candidates[0])
             files.append(StoredFile(link.digest, link.size, self.storage, key, self._lister.version(key)))
-        return files
+        return parent if self._writer.base_verifier.find_damage(files) is None else None
 
     # loading
 
@@ -546,42 +542,3 @@ class Store:
             return NotFoundError(where, found="no checkpoint", do="save one first")
         found = f"step {step} is forgotten" if step in listing.forgotten else f"no checkpoint of step {step}"
         return NotFoundError(where, found=found, expected=chain.describe_steps(listing.visible), do="list the store")
-
-
-def restore_newest(
-    stores: Sequence[Store],
-    *,
-    device: Device = None,
-    tie: bool = True,
-    keep: Store | None = None,
-    weights_only: bool = False,
-    max_bytes: int | None = None,
-) -> StoreRestore:
-    """Load the newest checkpoint of one or more stores that loads; what it passes over is in the result.
-
-    Args:
-        stores: of copies of one checkpoint, that in the first of them that loads. What one has forgotten counts in none
-            of the later ones.
-        keep: the one whose next save is a delta against the checkpoint, if it is read from there.
-        weights_only: as for `Store.restore`.
-        device, tie, max_bytes: as for `Store.load`.
-
-    Raises:
-        NotFoundError: none loads, or there is none.
-        StorageError: a store cannot be listed.
-    """
-
-    def load(index: int, manifest: Manifest) -> Any:
-        store = stores[index]
-        if manifest.weights_only and not weights_only:
-            raise store.weights_only_error(manifest)
-        return store._load(manifest, device, tie, store is keep, max_bytes)
-
-    for _ in range(chain.MAX_READS):
-        entries = NewestFirst([store._lister for store in stores])
-        restored = restore_first(entries, [store.storage for store in stores], load)
-        if not entries.has_changed():
-            break
-    if isinstance(restored, StoreRestore):
-        return restored
-    raise restored

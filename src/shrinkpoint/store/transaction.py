@@ -244,10 +244,10 @@ class CheckpointTransaction(CheckpointPlace):
     def commit_manifest(self, manifest: Manifest) -> None:
         """Write this manifest, by which the checkpoint exists; raises as `commit` does."""
         self._written_report()
-        encode_store_manifest(manifest)  # raises while nothing is written
+        data = encode_store_manifest(manifest)  # raises while nothing is written
         # From here on the manifest may exist even if this call fails: nothing may be removed.
         self._state = "committing"
-        put_manifest(self.storage, manifest)
+        put_manifest(self.storage, manifest, data)
         self._state = "closed"
 
     def take_reference(self) -> Reference:

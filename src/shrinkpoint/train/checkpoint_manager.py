@@ -32,9 +32,9 @@ from shrinkpoint.store.chain import manifest_identity, use_current
 from shrinkpoint.store.history import oldest_first, place_of
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.mirror import Mirror
+from shrinkpoint.store.newest import restore_newest
 from shrinkpoint.store.retention import NO_METRIC, best_first, check_keep
 from shrinkpoint.store.save_settings import OnSave, SaveSettings
-from shrinkpoint.store.store import restore_newest
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.train import partial_restore, state_dicts
@@ -374,25 +374,21 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
                 self._uploader.start()
 
     def _finish_save(self, step: int) -> None:
-        try:
-            self._apply_retention()
-        finally:
-            if self._uploader is not None:
-                self._uploader.start(step)
-
-    def _apply_retention(self) -> None:
         """Delete what `keep` does not keep; warn once if it means nothing yet because no checkpoint has its metric."""
-        if self._keep is None:
-            return
         try:
-            self.store.prune(self._keep, dry_run=False, defer=True)
+            if self._keep is not None:
+                self.store.prune(self._keep, dry_run=False, defer=True)
         except PolicyError as error:
             if error.where != NO_METRIC:
                 raise
+            assert self._keep is not None
             if not self._has_warned and len(self.store.steps()) > 1:
                 self._has_warned = True
                 text = f"{error.found}: no checkpoint is deleted. Pass metrics={{{self._keep.metric!r}: ...}} to save"
                 warn_user(f"{NO_METRIC}: {text}", UserWarning)
+        finally:
+            if self._uploader is not None:
+                self._uploader.start(step)
 
     def _load_checkpoint(self, step: int | None, *, weights_only: bool, max_bytes: int | None) -> StoreRestore | None:
         """The checkpoint of a step, or the newest that loads; None if there is none.
@@ -458,12 +454,15 @@ def _load_all(objects: Mapping[str, Any], state: Any, where: str, *, rng: bool, 
         found, do = f"no {missing[0]!r} in the checkpoint, only {saved_names}", "leave it out, or strict=False"
         raise MismatchError(where, found=found, expected="all that is to be restored", do=do)
     present = {name: obj for name, obj in objects.items() if name in state}
-    for name, obj in present.items():  # models first: where layers differ, so do the optimizer's parameters
-        if all(isinstance(leaf, nn.Module) for _, leaf in iter_leaves(obj)):
-            state_dicts.check_state_dicts(obj, state[name], f"{where}, {name}", strict=strict)
+    models, others = dict[str, Any](), dict[str, Any]()
+    for name, obj in present.items():
+        group = models if all(isinstance(leaf, nn.Module) for _, leaf in iter_leaves(obj)) else others
+        group[name] = obj
+    for name, obj in models.items():  # models first: where layers differ, so do the optimizer's parameters
+        state_dicts.check_state_dicts(obj, state[name], f"{where}, {name}", strict=strict)
     aligned = align_state(objects, state, where, strict=strict)
     options: dict[str, Any] = {"strict": strict, "saved_dtypes": aligned.saved_dtypes}
-    for name, obj in present.items():
+    for name, obj in others.items():
         state_dicts.check_state_dicts(obj, aligned.state[name], f"{where}, {name}", **options)
     for name, obj in sorted(present.items(), key=lambda item: state_dicts.is_checked(item[1])):
         state_dicts.load_state_dicts(obj, aligned.state[name], f"{where}, {name}", **options)
