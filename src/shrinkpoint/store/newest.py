@@ -107,7 +107,11 @@ def restore_newest(
             break
     if restored is not None:
         return replace(restored, skipped=skipped)
-    found, do, names = "no checkpoint", "save one first", [store.storage.describe() for store in stores]
+    raise _none_loads_error([store.storage.describe() for store in stores], skipped)
+
+
+def _none_loads_error(names: Sequence[str], skipped: Sequence[SkippedCheckpoint]) -> NotFoundError:
+    found, do = "no checkpoint", "save one first"
     if skipped:
         reasons = [f"step {checkpoint.step}: {checkpoint.reason}" for checkpoint in skipped]
         if len(reasons) > _MAX_REASONS:
@@ -116,4 +120,4 @@ def restore_newest(
             f"no checkpoint that loads ({'; '.join(reasons)})",
             f"run `shrinkpoint verify {shlex.quote(names[0])} --deep`",
         )
-    raise NotFoundError(", ".join(names), found=found, do=do)
+    return NotFoundError(", ".join(names), found=found, do=do)
