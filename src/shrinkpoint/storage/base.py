@@ -252,13 +252,8 @@ class MemorySource(Source):
         return self._data.nbytes
 
     def read(self, offset: int, length: int) -> memoryview:
-        part = self._data[offset : offset + length]
-        if part.nbytes != length:
-            expected = f"{length} bytes from byte {offset} on"
-            raise TruncatedError(
-                self._where, found=f"{self.size} bytes", expected=expected, do="restore another checkpoint"
-            )
-        return part
+        check_range(self._where, self.size, offset, length)
+        return self._data[offset : offset + length]
 
     def close(self) -> None:
         pass

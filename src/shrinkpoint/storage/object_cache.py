@@ -97,10 +97,13 @@ class ObjectCache:
         """
         if self._has_copy(url):
             meta = ask()
-            version = ObjectVersion(url, meta["e_tag"] or "", int(meta["size"]))
-            copy = self._open_copy(version)
-            if copy is not None:
+            version, path = ObjectVersion(url, meta["e_tag"] or "", int(meta["size"])), self._path_of(url)
+            try:
+                copy = CachedFile(path, version)
+                os.utime(path)  # used now
                 return CachedSource(copy, lambda: self._fetch_version(version, fetch))
+            except (OSError, ShrinkpointError, ValueError, KeyError, TypeError) as error:
+                _log.debug("%s: not used: %s", path, error)
         return self._record(url, fetch())
 
     def add(self, version: ObjectVersion, parts: Iterator[Buffer]) -> None:
@@ -156,16 +159,6 @@ class ObjectCache:
 
     def _path_of(self, url: str) -> Path:
         return self.directory / f"{xxh3_128(url.encode())}.object"
-
-    def _open_copy(self, version: ObjectVersion) -> CachedFile | None:
-        path = self._path_of(version.url)
-        try:
-            copy = CachedFile(path, version)
-            os.utime(path)  # used now
-            return copy
-        except (OSError, ShrinkpointError, ValueError, KeyError, TypeError) as error:
-            _log.debug("%s: not used: %s", path, error)
-            return None
 
     def _fetch_version(self, version: ObjectVersion, fetch: Callable[[], RemoteSource]) -> Source:
         """Open an object of which a part may have been read from a copy.

@@ -182,16 +182,14 @@ class ObjectSource(Source):
                     return memoryview(answer.bytes())
             except (FileNotFoundError, obstore.exceptions.PreconditionError):
                 pass
-            raise self._replaced_error()
+            found, expected = "another object than the one that was opened, or none", "the object that was opened"
+            do = "read again: something was saved meanwhile"
+            raise StorageError(self._where, found=found, expected=expected, do=do)
 
         data = send_request(self._where, "reading", get)
         if data.nbytes != end - begin:
             raise self._short_error(begin, end, data.nbytes)
         return data
-
-    def _replaced_error(self) -> StorageError:
-        found, do = "another object than the one that was opened, or none", "read again: something was saved meanwhile"
-        return StorageError(self._where, found=found, expected="the object that was opened", do=do)
 
     def _short_error(self, begin: int, end: int, size: int) -> StorageError:
         found, expected = f"an answer of {size} bytes", f"bytes {begin} to {end}"

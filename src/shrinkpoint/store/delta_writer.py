@@ -24,7 +24,7 @@ from shrinkpoint.store.chain_writer import ChainWriter, CheckpointPlace, Written
 from shrinkpoint.store.checkpoint_file import DecodedFile
 from shrinkpoint.store.decode import decode_chain
 from shrinkpoint.store.delta_base import StoredFile, as_delta_base, warn_lost_progress
-from shrinkpoint.store.directory import free_payload_name
+from shrinkpoint.store.identify import has_file
 from shrinkpoint.store.manifest import Payload
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.flat_state import FlatState
@@ -51,7 +51,12 @@ class DirectoryPlace(CheckpointPlace):
         return self._parent
 
     def free_key(self) -> str:
-        return free_payload_name(self.directory, self._rank)
+        # Names of this rank only are asked for: were the directory listed, N ranks would list the files of N ranks.
+        names = layout.payload_names(self.storage, self._rank)
+        if isinstance(self.storage, LocalStorage):
+            root = self.storage.path
+            return next(name for name in names if not os.path.lexists(root / name))
+        return next(name for name in names if not has_file(self.directory, name))
 
 
 def link_chain(place: DirectoryPlace, base_dir: Path, base: Payload) -> Sequence[StoredFile] | None:

@@ -27,7 +27,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar, overload
 
-from shrinkpoint.container import FileReader
 from shrinkpoint.errors import NotFoundError, ShrinkpointError, StorageError
 from shrinkpoint.storage import (
     AnyDirectory,
@@ -46,7 +45,7 @@ from shrinkpoint.store import layout
 from shrinkpoint.store.chain import ChainFile, directory_chain, manifest_identity, use_current
 from shrinkpoint.store.file_place import FilePlace, place_file
 from shrinkpoint.store.history import Line, Others, Place, oldest_first, place_of
-from shrinkpoint.store.identify import MANIFEST, find_checkpoints, has_file, is_checkpoint, is_of_run
+from shrinkpoint.store.identify import MANIFEST, find_checkpoints, is_checkpoint, is_of_run
 from shrinkpoint.store.manifest import (
     MAX_DIRECTORY_MANIFEST_BYTES,
     DirectoryManifest,
@@ -280,7 +279,9 @@ def verify_directory(
         payloads = manifest.payloads[slice(share[0], None, share[1])]
         files = {file.digest: file for payload in payloads for file in directory_chain(directory, payload)}
         for file in files.values():
-            file.read(partial(_check_file, deep=deep))
+            damage = file.read(lambda reader: next(reader.check(), None) if deep else None)
+            if damage is not None:
+                raise damage.error
         return manifest
 
     return use_current(lambda: read_directory_manifest(directory), check, manifest_identity)
@@ -436,39 +437,16 @@ def _names_in(root: Path) -> list[str]:
         return []
 
 
-def free_payload_name(directory: AnyDirectory, rank: int) -> str:
-    """A name for a rank's payload that no file in a directory has.
-
-    It asks for the names of this rank only: were the directory listed, N ranks would list the files of N ranks.
-    """
-    storage = directory_storage(directory)
-    names = layout.payload_names(storage, rank)
-    if isinstance(storage, LocalStorage):
-        root = storage.path
-        return next(name for name in names if not os.path.lexists(root / name))
-    return next(name for name in names if not has_file(directory, name))
-
-
 def own_files(directory: str | Path) -> set[Path]:
     """Every file in a directory that was written for its checkpoint."""
     root = Path(directory)
-    readme = {root / README} if _is_own_readme(root / README) else set()
-    return {root / MANIFEST, *(root / key for key in own_keys(root)), *readme}
-
-
-def _check_file(reader: FileReader, *, deep: bool) -> None:
-    """Raise the first damage; the header has been verified already."""
-    for damage in reader.check() if deep else ():
-        raise damage.error
-
-
-def _is_own_readme(path: Path) -> bool:
-    """True if a README was written by this package, in any release."""
-    first = _README.partition("\n")[0].encode()
-    if not path.is_file():  # reading a pipe would wait
-        return False
-    with path.open("rb") as file:
-        return file.read(len(first)) == first
+    files = {root / MANIFEST, *(root / key for key in own_keys(root))}
+    readme, first = root / README, _README.partition("\n")[0].encode()  # as in any release
+    if readme.is_file():  # reading a pipe would wait
+        with readme.open("rb") as file:
+            if file.read(len(first)) == first:
+                files.add(readme)
+    return files
 
 
 def _check_size(storage: Storage, file: ChainFile) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from shrinkpoint.codec.reference import Reference, as_decoded
 from shrinkpoint.schemes.lossless import Recode
@@ -27,8 +27,6 @@ from shrinkpoint.tensors.dtypes import materialize
 from shrinkpoint.tensors.flat_state import FlatState, flatten, without_optimizer_state
 from shrinkpoint.tensors.info import JSON
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
 class MomentFilter:
@@ -37,11 +35,6 @@ class MomentFilter:
     # Makes a decoded state, which it may change, and the `extra` of the manifest a state without it.
     flatten: Callable[[Any, JSON], FlatState] = lambda state, extra: without_optimizer_state(state)
     extra: Callable[[JSON], JSON] = lambda extra: extra  # makes the `extra` of the manifest one without it
-
-
-def map_serially(write: Callable[[int], T], count: int) -> list[T]:
-    """The result of `write` for each index of a payload."""
-    return [write(index) for index in range(count)]
 
 
 @dataclass(frozen=True)
@@ -71,7 +64,9 @@ class RunRewriter:
         kept: Mapping[Directory, DirectoryManifest],
         *,
         threads: int | None = None,
-        map_payloads: Callable[[Callable[[int], Payload], int], list[Payload]] = map_serially,
+        map_payloads: Callable[[Callable[[int], Payload], int], list[Payload]] = lambda write, count: [
+            *map(write, range(count))
+        ],
         commits: bool = True,
     ) -> None:
         self._kept = dict(kept)

@@ -7,9 +7,9 @@ where those they have are taken, and no links: the manifest that is written says
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 
 from shrinkpoint.container import FileReader
@@ -145,18 +145,53 @@ class Mirror:
     def _copy_files(self, manifest: Manifest) -> Manifest:
         """Copy the files of a checkpoint that the target lacks; returns its manifest with their places there."""
         files = chain.store_chain(self.source, manifest)
-        placed = place_files(manifest, self._content, self.target, self._holds)
-        for file, place in zip(files, placed.places, strict=True):
-            if place.is_missing:
+        placed, places = self._place_files(manifest)
+        for file, (key, is_missing) in zip(files, places, strict=True):
+            if is_missing:
                 with _open_intact(file) as source:
-                    copy_object(source, self.target, place.key)
-            if place.key not in self._content:
-                head, _, name = place.key.partition("/")
+                    copy_object(source, self.target, key)
+            if key not in self._content:
+                head, _, name = key.partition("/")
                 step = layout.step_of_dir(head)
                 assert step is not None
                 entry = self._content.directories.get(step, StepDirectory(step, frozenset()))
                 self._content = self._content.replace(step, replace(entry, names=entry.names | {name}))
-        return placed.manifest
+        return placed
+
+    def _place_files(self, manifest: Manifest) -> tuple[Manifest, list[tuple[str, bool]]]:
+        """Find a place for each file of a checkpoint's chain, in the directory of the step it belongs to.
+
+        No file that is there is ever written over.
+
+        Returns:
+            The manifest as it is written to the target; and for each file of the chain, keyframe first, its key there,
+            and whether it is to be copied.
+        """
+        content, digests = self._content, dict[str, str]()  # of what manifests name there, by key
+        for entry in content.directories.values():
+            for base in entry.manifest.bases if entry.manifest is not None else ():
+                if base.name not in entry.names:
+                    digests[base.sibling_key] = base.digest
+        for other in content.manifests.values():
+            digests.update({other.key(payload.name): payload.digest for payload in other.payloads})
+        links, places = [], []
+        for link in chain.chain_links(manifest):
+            head = layout.step_dir(link.step)
+            names = sorted(content.file_names(link.step), key=lambda name: name != link.file)
+            keys = {name: f"{head}/{name}" for name in names if layout.PAYLOAD.fullmatch(name)}
+            name = next((name for name, key in keys.items() if digests.get(key) == link.digest), None)
+            if name is None:
+                free = (name for name, key in keys.items() if key not in digests and self._holds(key, link.digest))
+                name = next(free, None)
+            places.append((f"{head}/{name}", False))
+            if name is None:
+                is_free = link.file not in names and not getattr(self.target, "lock_expires", False)
+                name = link.file if is_free else layout.payload_name(self.target, names)
+                places[-1] = (f"{head}/{name}", True)
+            links.append(replace(link, file=name, name=""))
+        payload = replace(manifest.payloads[0], name=links[-1].file)
+        payloads, bases = (payload, *manifest.payloads[1:]), tuple(links[:-1])
+        return replace(manifest, payloads=payloads, bases=bases), places
 
     def _holds(self, key: str, digest: str) -> bool:
         """True if an object of the target that no manifest names is the file with this digest."""
@@ -191,65 +226,6 @@ def select_missing(local: Listing, content: Listing, keep: Keep | None, now: dat
     return sorted(
         (missing[step] for step in decision.keep if step in missing), key=lambda m: m.step in content.manifests
     )
-
-
-@dataclass(frozen=True)
-class Place:
-    """Place of a file in a mirror, present or to be copied."""
-
-    key: str
-    is_missing: bool
-
-
-@dataclass(frozen=True)
-class PlacedCheckpoint:
-    """A checkpoint with the places of its files in a mirror."""
-
-    manifest: Manifest  # as it is written there
-    places: tuple[Place, ...]  # of the files of its chain, keyframe first, its own payload last
-
-
-def place_files(
-    manifest: Manifest, content: Listing, target: Storage, holds: Callable[[str, str], bool]
-) -> PlacedCheckpoint:
-    """Find a place in a mirror for each file of a checkpoint's chain, in the directory of the step it belongs to.
-
-    No file that is there is ever written over.
-
-    Args:
-        content: what is in the mirror.
-        target: the storage of the mirror.
-        holds: True if an object there that no manifest names is the file with a digest.
-    """
-    digests, links, places = _digests(content), [], []
-    for link in chain.chain_links(manifest):
-        head = layout.step_dir(link.step)
-        names = sorted(content.file_names(link.step), key=lambda name: name != link.file)
-        keys = {name: f"{head}/{name}" for name in names if layout.PAYLOAD.fullmatch(name)}
-        name = next((name for name, key in keys.items() if digests.get(key) == link.digest), None)
-        if name is None:
-            free = (name for name, key in keys.items() if key not in digests and holds(key, link.digest))
-            name = next(free, None)
-        is_missing = name is None
-        if name is None:
-            is_free = link.file not in names and not getattr(target, "lock_expires", False)
-            name = link.file if is_free else layout.payload_name(target, names)
-        links.append(replace(link, file=name, name=""))
-        places.append(Place(f"{head}/{name}", is_missing))
-    payload = replace(manifest.payloads[0], name=links[-1].file)
-    placed = replace(manifest, payloads=(payload, *manifest.payloads[1:]), bases=tuple(links[:-1]))
-    return PlacedCheckpoint(placed, tuple(places))
-
-
-def _digests(content: Listing) -> dict[str, str]:
-    digests = {}
-    for entry in content.directories.values():
-        for base in entry.manifest.bases if entry.manifest is not None else ():
-            if base.name not in entry.names:
-                digests[base.sibling_key] = base.digest
-    for manifest in content.manifests.values():
-        digests.update({manifest.key(payload.name): payload.digest for payload in manifest.payloads})
-    return {key: digest for key, digest in digests.items() if key in content}
 
 
 def _effective_keep(keep: Keep | None, visible: Mapping[int, Manifest]) -> Keep:

@@ -110,7 +110,10 @@ class _Prune:
         self._storage: Storage = storage
         self._is_dry_run = dry_run
         if dry_run:
-            self._storage = DryRunStorage(storage, has_links=_has_links(storage, listing))
+            # A delta written here gets links to its bases, as far as those that are there tell
+            bases = [base for manifest in listing.manifests.values() for base in manifest.bases]
+            has_links = not bases or any(base.name for base in bases)
+            self._storage = DryRunStorage(storage, has_links=getattr(storage, "has_links", True) and has_links)
         self._freed = FreedBytes(storage, listing)
         self._plan = PrunePlan((), (), 0, {}, ())
         self._notes: dict[int, str] = {}
@@ -191,12 +194,6 @@ def _needed_bytes(manifests: Sequence[Manifest]) -> int:
     return sum(chain.file_sizes(manifests).values()) + sum(
         len(encode_store_manifest(manifest)) for manifest in manifests
     )
-
-
-def _has_links(storage: Storage, listing: Listing) -> bool:
-    """True if a delta written here gets links to its bases, as far as those that are there tell."""
-    bases = [base for manifest in listing.manifests.values() for base in manifest.bases]
-    return getattr(storage, "has_links", True) and (not bases or any(base.name for base in bases))
 
 
 def _plan_rewrites(

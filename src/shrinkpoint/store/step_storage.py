@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from shrinkpoint.errors import FormatError, NotFoundError, PolicyError
 from shrinkpoint.storage import LocalStorage, Source, Storage
-from shrinkpoint.storage.base import Keys, Sink
+from shrinkpoint.storage.base import Keys
 from shrinkpoint.store import layout
 from shrinkpoint.store.listing import list_steps
 from shrinkpoint.store.manifest import MAX_MANIFEST_BYTES, decode_store_manifest, read_limited
@@ -51,27 +49,11 @@ class StepStorage:
             return self._store.describe(key)
         return self._storage.describe(key.removeprefix(self._head))
 
-    def lock(self) -> AbstractContextManager[None]:
-        return self._refuse_write()
-
-    def put(self, key: str, data: object) -> None:
-        self._refuse_write()
-
-    def create(self, key: str) -> AbstractContextManager[Sink]:
-        return self._refuse_write()
-
-    def delete(self, key: str) -> None:
-        self._refuse_write()
-
-    def link(self, source: str, target: str) -> bool:
-        return self._refuse_write()
-
-    def remove_stale(self, is_own_dir: Callable[[str], bool] = lambda name: False) -> Keys:
-        return self._refuse_write()
-
-    def _refuse_write(self) -> NoReturn:
+    def _refuse_write(self, *_: Any, **__: Any) -> NoReturn:
         found, expected = "the directory of one step", "the directory of a store"
         raise PolicyError(self.describe(), found=found, expected=expected, do="name the store, or a new directory")
+
+    lock = put = create = delete = link = remove_stale = _refuse_write
 
 
 def find_store(storage: Storage) -> Storage | None:

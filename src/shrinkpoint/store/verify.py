@@ -47,9 +47,16 @@ def verify(storage: Storage, *, deep: bool = False, threads: int | None = None) 
         StorageError: the store cannot be listed.
     """
     listing = scan(storage)
-    findings = [*_broken_manifests(storage, listing)]
+    findings: list[Finding] = []
+    for step, error in listing.broken.items():
+        if step not in listing.forgotten:
+            where = error.where or storage.describe(layout.manifest_key(step))
+            do = f"restore another checkpoint; `forget` and `prune` step {step}"
+            findings.append(Finding(step, where, str(error), do))
     checker = _FileChecker(storage)
-    with Task(f"reading {storage.describe()}", _stored_bytes(listing), "bytes") as task:
+    with Task(
+        f"reading {storage.describe()}", sum(manifest.stored_bytes for manifest in listing.visible.values()), "bytes"
+    ) as task:
         for manifest in listing.visible.values():
             findings += checker.current_findings(manifest)
             task.advance(manifest.stored_bytes)
@@ -60,10 +67,6 @@ def verify(storage: Storage, *, deep: bool = False, threads: int | None = None) 
         findings += _decode_failures(storage, listing, failed_steps, threads)
     problem, do = "left by an interrupted save", "the next save removes it"
     return findings + [Finding(None, storage.describe(key), problem, do, loads=True) for key in listing.orphans()]
-
-
-def _stored_bytes(listing: Listing) -> int:
-    return sum(manifest.stored_bytes for manifest in listing.visible.values())
 
 
 class _FileChecker:
@@ -95,14 +98,13 @@ class _FileChecker:
             for key, error in errors.items():
                 missing = isinstance(error, NotFoundError)
                 other_steps = missing and key == base.sibling_key and base.step != manifest.step
-                if error is not None and not (loads and other_steps):  # `_missing_bases` reports those once
-                    yield self._finding(manifest, base, key, error, loads)
-
-    def _finding(self, manifest: Manifest, base: ChainLink, key: str, error: ShrinkpointError, loads: bool) -> Finding:
-        what = "its payload" if base.step == manifest.step else f"its base from step {base.step}"
-        problem = f"{what} is missing" if isinstance(error, NotFoundError) else f"{what}: {error}"
-        do = f"`compact` step {manifest.step}" if loads else "restore another checkpoint; `forget` and `prune` this one"
-        return Finding(manifest.step, self._storage.describe(key), problem, do, loads)
+                if error is None or (loads and other_steps):  # `_missing_bases` reports those once
+                    continue
+                what = "its payload" if base.step == manifest.step else f"its base from step {base.step}"
+                problem = f"{what} is missing" if missing else f"{what}: {error}"
+                do = "restore another checkpoint; `forget` and `prune` this one"
+                do = f"`compact` step {manifest.step}" if loads else do
+                yield Finding(manifest.step, self._storage.describe(key), problem, do, loads)
 
     def _error(self, key: str, file: ChainFile) -> ShrinkpointError | None:
         identity = (inode_key(self._storage, key), file.digest)
@@ -114,13 +116,6 @@ class _FileChecker:
             except ShrinkpointError as error:
                 self._results[identity] = error
         return self._results[identity]
-
-
-def _broken_manifests(storage: Storage, listing: Listing) -> Iterator[Finding]:
-    for step, error in listing.broken.items():
-        if step not in listing.forgotten:
-            where = error.where or storage.describe(layout.manifest_key(step))
-            yield Finding(step, where, str(error), f"restore another checkpoint; `forget` and `prune` step {step}")
 
 
 def _missing_bases(storage: Storage, listing: Listing) -> Iterator[Finding]:
