@@ -223,17 +223,13 @@ class BackgroundSaver:
         def write_copy() -> None:
             with warn_at(user_line):
                 pending.set(self._write_state(copy.finish, write, after, adopt=True))
-            if is_on_cpu:
-                self._prepare_memory()
+            if is_on_cpu:  # take what memory the next copy needs now: in the loop its page faults would be waited for
+                missing = {name: copy for name, copy in self._held_copies.items() if name not in self._free_copies}
+                with suppress(MemoryError):
+                    self._free_copies |= allocate_like(missing)
 
         self._worker.start(description, write_copy)
         return cast(SaveReport, pending)
-
-    def _prepare_memory(self) -> None:
-        """Take what memory the next copy needs beside the free one: in the loop its page faults would be waited for."""
-        missing = {name: copy for name, copy in self._held_copies.items() if name not in self._free_copies}
-        with suppress(MemoryError):
-            self._free_copies |= allocate_like(missing)
 
     def _resume_from(self, manifest: Manifest[Any]) -> None:
         self._lossy_restores = manifest.lossy_restores + manifest.is_lossy

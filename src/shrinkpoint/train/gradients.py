@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -129,7 +128,8 @@ class GradientRecorder:
         if not self.is_recording:
             return
         window = 0 if self._save_interval is None else self._step // self._save_interval
-        if window != self._window_index and self._has_gaps:
+        has_gaps = self._save_interval is not None and self._batches < self._save_interval  # of steps between windows
+        if window != self._window_index and has_gaps:
             self._reset_averages()
         self._window_index = window
         for name, gradient in self._iter_gradients():
@@ -153,13 +153,10 @@ class GradientRecorder:
         """
         self.detach()
 
-        def before(*_: Any) -> None:
-            self.after_backward()
-
-        def after(*_: Any) -> None:
-            self.before_zero_grad()
-
-        self._handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+        self._handles = [
+            optimizer.register_step_pre_hook(lambda *_: self.after_backward()),
+            optimizer.register_step_post_hook(lambda *_: self.before_zero_grad()),
+        ]
         return self
 
     def detach(self) -> None:
@@ -187,11 +184,6 @@ class GradientRecorder:
 
     def _reset_averages(self) -> None:
         self._mean, self._square = {}, None if self._square is None else {}
-
-    @property
-    def _has_gaps(self) -> bool:
-        """True if steps between two windows are not recorded; else the average never starts anew."""
-        return self._save_interval is not None and self._batches < self._save_interval
 
     def _iter_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._model.named_parameters():

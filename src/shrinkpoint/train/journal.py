@@ -13,7 +13,6 @@ from typing import Any, Literal, Protocol, TypeVar
 from shrinkpoint import validate
 from shrinkpoint.comm.ddp import DDPCompression
 from shrinkpoint.comm.fsdp import FSDPCompression
-from shrinkpoint.comm.gradient_averaging import GradientAveraging
 from shrinkpoint.comm.link import CompressorLike
 from shrinkpoint.errors import MismatchError, PolicyError, warn_user
 from shrinkpoint.guard import read_guard
@@ -141,7 +140,11 @@ class Journal:
         self._check_every = validate.check_int("journal, check_every", check_every)
         validate.check_choice("journal, feedback", feedback, ("refuse", "restart"))
         self._directory = JournalDirectory(_place(manager, directory))
-        _check_feedback(compression, feedback)
+        if compression.has_feedback and feedback == "refuse":
+            found, expected = "error feedback, which is not on the wire", "a compressor without it"
+            do = 'pass feedback="restart", with which all memories are empty after a replay'
+            do = f'compress with "q4:64", say, or {do}'
+            raise PolicyError("journal", found=found, expected=expected, do=do)
         self._manager, self._compression, self._update = manager, compression, update
         self._group = compression.group
         self._rank: int = self._group.rank()
@@ -213,10 +216,15 @@ class Journal:
             found, expected = f"step {step}", f"{self._step + 1}"
             raise PolicyError("journal", found=found, expected=expected, do="count steps by one, from that of the save")
         messages = self._record.messages(step)
-        self._clean()
+        last = self._step
+        if (
+            not self._is_clean
+        ):  # of segments of this rank behind the last step, which another course of the run has left
+            self._directory.delete(lambda start, rank: rank == self._rank and start > last)
+            self._is_clean = True
         is_appended = self._append(self._writer, step, messages)
         self._record.clear()
-        last, self._step = self._step, None
+        self._step = None
         try:
             self._run_update()
         except BaseException:
@@ -307,8 +315,11 @@ class Journal:
         self._is_clean = False
         self._delete_before(start)  # what a run that was killed had not deleted yet
         assert self._step is not None
-        if step is not None:
-            self._warn_of_later(self._step)
+        # After a crash the newest checkpoint is restored, whoever has made it
+        later = [other for other in self._directory.starts(self._rank) if other > self._step]
+        if step is not None and later and self._rank == 0:
+            text = f"the run goes on from step {self._step}, and there are checkpoints up to step {later[-1]} or beyond"
+            warn_user(f"journal: {text}; remove them, or a crash resumes from the newest of them", UserWarning)
         return JournalRestore(self._step, self._step - start, checkpoint, time.perf_counter() - begin)
 
     def rehearse(self, **arguments: Any) -> JournalRestore:
@@ -355,13 +366,6 @@ class Journal:
         if self._has_failed:
             found, expected = "an `update` that raised: the state is that of no step", "the state of a step"
             raise PolicyError("journal", found=found, expected=expected, do="call restore first")
-
-    def _warn_of_later(self, last: int) -> None:
-        """Warn of checkpoints of another course: after a crash the newest one is restored, whoever has made it."""
-        later = [start for start in self._directory.starts(self._rank) if start > last]
-        if later and self._rank == 0:
-            text = f"the run goes on from step {last}, and there are checkpoints up to step {later[-1]} or beyond"
-            warn_user(f"journal: {text}; remove them, or a crash resumes from the newest of them", UserWarning)
 
     def _agree(self, compute: Callable[[], T]) -> list[T]:
         return [compute()] if self._group.size() == 1 else gather_or_raise(compute, self._group)
@@ -432,13 +436,6 @@ class Journal:
         if not self._record.is_empty:
             found, do = "a backward pass in `update`", "compute gradients in the loop; LBFGS cannot be replayed"
             raise PolicyError("journal", found=found, expected="what follows from the gradients alone", do=do)
-
-    def _clean(self) -> None:
-        """Delete this rank's segments behind the last step, which another course of the run has left."""
-        last = self._step
-        if not self._is_clean and last is not None:
-            self._directory.delete(lambda start, rank: rank == self._rank and start > last)
-            self._is_clean = True
 
     def _delete_covered(self) -> None:
         """Delete the segments before the checkpoint that was committed last, if a segment goes on from there.
@@ -562,13 +559,6 @@ def _common_place(places: list[tuple[int, int] | None], start: int, *, strict: b
             raise error
         warn_user(f"the journal is not replayed: {error}", UserWarning)
     return None
-
-
-def _check_feedback(compression: GradientAveraging[Any], feedback: str) -> None:
-    if compression.has_feedback and feedback == "refuse":
-        found, expected = "error feedback, which is not on the wire", "a compressor without it"
-        do = 'compress with "q4:64", say, or pass feedback="restart", with which all memories are empty after a replay'
-        raise PolicyError("journal", found=found, expected=expected, do=do)
 
 
 def _check_manager(manager: LoopCheckpoints, *, is_sharded: bool) -> None:

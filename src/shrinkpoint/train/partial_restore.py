@@ -145,14 +145,14 @@ def restore_parts(
     model, optimizer = targets["model"], targets.get("optimizer")
     merged = _merge_model_state(selection, state["model"], f"{where}, model", strict=strict)
     state_dicts.check_state_dicts(model, merged, f"{where}, model", strict=strict)
-    updates: list[_SlotUpdate] = []
+    updates: list[tuple[dict[Any, Any], Mapping[Any, Any]]] = []
     if optimizer is not None:
         place = f"{where}, optimizer"
         state_dicts.check_state_dicts(optimizer, state["optimizer"], place, strict=strict, saved_dtypes=dtypes)
         updates = list(_slot_updates(selection, optimizer, state["optimizer"]))
     state_dicts.load_state_dicts(model, merged, f"{where}, model", strict=strict)
-    for update in updates:
-        update.apply()
+    for current, values in updates:
+        _update_slots(current, values)
 
 
 def _merge_model_state(
@@ -173,28 +173,23 @@ def _merge_model_state(
     return merged
 
 
-@dataclass(frozen=True)
-class _SlotUpdate:
-    """New values of an optimizer's slots for one parameter."""
-
-    current: dict[Any, Any]  # the slots in the optimizer, by name, which `apply` changes
-    values: Mapping[Any, Any]  # the new slots, by name
-
-    @torch.no_grad()
-    def apply(self) -> None:
-        for slot in self.current.keys() - self.values.keys():
-            del self.current[slot]
-        for slot, value in self.values.items():
-            live = self.current.get(slot)
-            if isinstance(live, Tensor) and isinstance(value, Tensor) and live.shape == value.shape:
-                live.copy_(value)
-            else:
-                self.current[slot] = value
+@torch.no_grad()
+def _update_slots(current: dict[Any, Any], values: Mapping[Any, Any]) -> None:
+    """Give an optimizer's slots for one parameter new values, by name."""
+    for slot in current.keys() - values.keys():
+        del current[slot]
+    for slot, value in values.items():
+        live = current.get(slot)
+        if isinstance(live, Tensor) and isinstance(value, Tensor) and live.shape == value.shape:
+            live.copy_(value)
+        else:
+            current[slot] = value
 
 
 def _slot_updates(
     selection: SelectedParts, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]
-) -> Iterator[_SlotUpdate]:
+) -> Iterator[tuple[dict[Any, Any], Mapping[Any, Any]]]:
+    """The slots in the optimizer, and the new ones, of each selected parameter."""
     indices = {id(parameter): selection.indices[name] for name, parameter in selection.parameters.items()}
     selected = [pair for pair in state_dicts.iter_slot_states(optimizer, saved) if id(pair[0]) in indices]
     if not selected:
@@ -208,7 +203,7 @@ def _slot_updates(
             values = {
                 slot: _merge_slot(live.get(slot), slots.get(slot), parameter, index) for slot in {**live, **slots}
             }
-        yield _SlotUpdate(live, values)
+        yield live, values
 
 
 def _merge_slot(current: Any, saved: Any, parameter: Tensor, index: _TorchIndex) -> Any:

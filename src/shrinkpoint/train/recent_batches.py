@@ -133,7 +133,9 @@ def measure_batches(loss: LossOfBatch, model: Any, batches: Sequence[Any]) -> Re
         torch.cuda.synchronize(device)  # copies of batches may still be on their way
     for module in modules:
         module.eval()
-    return Reading.of_batches([_as_number(loss(model, move_batch(batch, device))) for batch in batches])
+    # Of copies: a loss may change what it is given
+    copies = (map_nested_tensors(batch, lambda x: x.to(device, copy=True)) for batch in batches)
+    return Reading.of_batches([_as_number(loss(model, batch)) for batch in copies])
 
 
 def copy_batch(batch: Any, max_bytes: int) -> Any:
@@ -149,11 +151,6 @@ def copy_batch(batch: Any, max_bytes: int) -> Any:
     num_examples = sizes[0] if sizes and len({*sizes}) == 1 else 0
     count = num_examples * max_bytes // nbytes
     return None if not count else map_nested_tensors(batch, lambda x: _copy_to_host(x[:count] if x.dim() else x))
-
-
-def move_batch(batch: Any, device: torch.device) -> Any:
-    """A copy of a batch on a device: a loss may change what it is given."""
-    return map_nested_tensors(batch, lambda x: x.to(device, copy=True))
 
 
 def _copy_to_host(x: Tensor) -> Tensor:

@@ -349,17 +349,13 @@ def _check_optimizer_layout(optimizer: Optimizer, saved: dict[str, Any], where: 
             value = slots.get(slot)
             if not isinstance(value, Tensor) or value.shape == parameter.shape:
                 continue
-            if _has_parameter_shape(optimizer, parameter, slot):
+            # Optimizers other than torch's may keep projections there
+            inner = unwrap_optimizer(optimizer)
+            live = inner.state.get(parameter, {}).get(slot)
+            if _is_torch_optimizer(inner) or (isinstance(live, Tensor) and live.shape == parameter.shape):
                 found, expected = f"shape {list(value.shape)} in the checkpoint", f"{list(parameter.shape)}"
                 do = "pass the parameters in the order in which they were saved"
                 raise MismatchError(f"{where}, parameter {index}, {slot}", found=found, expected=expected, do=do)
-
-
-def _has_parameter_shape(optimizer: Optimizer, parameter: Tensor, slot: str) -> bool:
-    """True if a slot has the shape of its parameter; optimizers other than torch's may keep projections there."""
-    optimizer = unwrap_optimizer(optimizer)
-    value = optimizer.state.get(parameter, {}).get(slot)
-    return _is_torch_optimizer(optimizer) or (isinstance(value, Tensor) and value.shape == parameter.shape)
 
 
 def _check_optimizer_kind(optimizer: Optimizer, saved: Mapping[str, Any], where: str, alternative: str) -> None:
@@ -373,13 +369,23 @@ def _check_optimizer_kind(optimizer: Optimizer, saved: Mapping[str, Any], where:
     }
     # Of one kind are optimizers that keep the same slots, as Adam and AdamW do. What releases of torch and schedulers
     # add to a group does not matter, nor do settings without which a slot is not there (momentum, amsgrad).
-    not_saved, not_ours = _missing_hyperparameters(optimizer, saved)
+    defaults: Mapping[str, Any] = getattr(optimizer, "defaults", None) or {}
+    settings = {  # defaults that are numbers: switches and None differ between releases of torch
+        name
+        for name, value in defaults.items()
+        if not isinstance(value, bool) and isinstance(value, int | float | tuple | Tensor)
+    }
+    accepted = set(defaults).union(*optimizer.param_groups)
+    not_saved = {name for group in saved["param_groups"] for name in settings - group.keys()}
+    not_ours = {name for group in saved["param_groups"] for name in (group.keys() & HYPERPARAMETERS) - accepted}
     unknown = sorted((saved_slots - _allowed_slots(optimizer, saved_slots)) | not_ours)
     if unknown or not_saved:
         parts = [f"the state of another kind of optimizer, with {', '.join(unknown)}"] if unknown else []
         parts += [f"no {', '.join(sorted(not_saved))}"] if not_saved else []
         do = f"build the optimizer that was saved, {alternative}"
-        raise MismatchError(where, found="; ".join(parts), expected=_describe_optimizer(optimizer), do=do)
+        expected = f"that of {type(optimizer).__module__}.{type(optimizer).__name__}"
+        expected += f", with {', '.join(sorted(settings))}" if settings else ""
+        raise MismatchError(where, found="; ".join(parts), expected=expected, do=do)
 
 
 def _follows_parameter(
@@ -468,34 +474,9 @@ def _allowed_slots(optimizer: Optimizer, saved_slots: set[str]) -> set[str] | fr
     return slots if slots - saved_slots else saved_slots
 
 
-def _missing_hyperparameters(optimizer: Optimizer, saved: Mapping[str, Any]) -> tuple[set[str], set[str]]:
-    """The hyperparameters that a saved group lacks, and those of a saved group that the optimizer lacks."""
-    defaults = _defaults(optimizer)
-    required = {name for name, value in defaults.items() if _is_hyperparameter(value)}
-    accepted = set(defaults).union(*optimizer.param_groups)
-    groups = saved["param_groups"]
-    not_saved = {name for group in groups for name in required - group.keys()}
-    return not_saved, {name for group in groups for name in (group.keys() & HYPERPARAMETERS) - accepted}
-
-
-def _describe_optimizer(optimizer: Optimizer) -> str:
-    text = f"that of {type(optimizer).__module__}.{type(optimizer).__name__}"
-    settings = sorted(name for name, value in _defaults(optimizer).items() if _is_hyperparameter(value))
-    return f"{text}, with {', '.join(settings)}" if settings else text
-
-
 def _is_torch_optimizer(optimizer: Optimizer) -> bool:
     kind = type(optimizer)
     return kind.__module__.startswith("torch.optim") and kind.__name__ in TORCH_SLOTS
-
-
-def _defaults(optimizer: Optimizer) -> Mapping[str, Any]:
-    return getattr(optimizer, "defaults", None) or {}
-
-
-def _is_hyperparameter(value: Any) -> bool:
-    """True if a default is a number: switches and None differ between releases of torch."""
-    return not isinstance(value, bool) and isinstance(value, int | float | tuple | Tensor)
 
 
 # Schedulers and gradient scalers
@@ -508,7 +489,10 @@ def _check_scheduler_kind(scheduler: Any, saved: Any, where: str, alternative: s
         - _LEGACY_KEYS
         for state in (scheduler.state_dict(), saved if isinstance(saved, Mapping) else {})
     )
-    settings = live_names & (_init_parameters(scheduler) | _STRUCTURE_KEYS)
+    constructors = (vars(kind).get("__init__") for kind in type(scheduler).__mro__)
+    codes = (function.__code__ for function in constructors if isinstance(function, FunctionType))
+    init_names = {name for code in codes for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
+    settings = live_names & (init_names | _STRUCTURE_KEYS)
     missing, extra = sorted(settings - saved_names), sorted(saved_names - live_names)
     if missing or extra or not isinstance(saved, Mapping):
         parts = [f"{', '.join(extra)}"] if extra else []
@@ -518,13 +502,6 @@ def _check_scheduler_kind(scheduler: Any, saved: Any, where: str, alternative: s
         found = f"the state of another kind of scheduler, with {' and '.join(parts) or 'nothing'}"
         do = f"build the scheduler that was saved, {alternative}"
         raise MismatchError(where, found=found, expected=expected, do=do)
-
-
-def _init_parameters(obj: Any) -> frozenset[str]:
-    """The parameter names of the constructors of an object's class and its bases."""
-    constructors = (vars(kind).get("__init__") for kind in type(obj).__mro__)
-    codes = (function.__code__ for function in constructors if isinstance(function, FunctionType))
-    return frozenset(name for code in codes for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
 
 
 def _check_scaler_is_enabled(scaler: Any, saved: Any, where: str) -> None:
