@@ -19,7 +19,6 @@ from shrinkpoint.container.header import Header, Readable
 from shrinkpoint.container.metadata import (
     INDEX_ENTRY,
     Entry,
-    FileMetadata,
     PayloadLayout,
     RecordHead,
     TensorKind,
@@ -217,19 +216,16 @@ class IndexBuilder:
         text = "{" + ",".join(members) + "}"
         data = zlib.compress(text.encode("ascii")) + self._digests
         size = description_size(names.patterns, names.indexes, list(self._kinds), self._kind_column)
-        if len(text) > max_text_bytes(len(data)) or size > max_description_size(len(data)):
+        max_text, max_size = size_limits(len(data))
+        if len(text) > max_text or size > max_size:
             data = zlib.compress(text.encode("ascii"), 0) + self._digests  # readers bound what a byte expands to
         return data, text
 
 
-def max_text_bytes(index_bytes: int) -> int:
-    """Return the most bytes that the JSON of an index of `index_bytes` bytes may have."""
-    return min(MAX_INDEX_BYTES, max(MIN_TEXT_LIMIT, MAX_TEXT_RATIO * index_bytes))
-
-
-def max_description_size(index_bytes: int) -> int:
-    """Return the largest `description_size` of an index of `index_bytes` bytes."""
-    return max(MIN_SIZE_LIMIT, MAX_SIZE_RATIO * index_bytes)
+def size_limits(index_bytes: int) -> tuple[int, int]:
+    """Return the most bytes that the JSON of an index of `index_bytes` bytes may have, and its `description_size`."""
+    max_text = min(MAX_INDEX_BYTES, max(MIN_TEXT_LIMIT, MAX_TEXT_RATIO * index_bytes))
+    return max_text, max(MIN_SIZE_LIMIT, MAX_SIZE_RATIO * index_bytes)
 
 
 def description_size(
@@ -246,17 +242,20 @@ def description_size(
     return name_chars + 8 * sizes + 64 * len(indexes)
 
 
-def parse_index(header: Header, source: Readable, where: str) -> FileMetadata:
+def parse_index(header: Header, source: Readable, where: str) -> tuple[Mapping[str, JSON], tuple[RecordHead, ...]]:
     """Read the index of a file, and validate it against the entries of the header.
+
+    Returns:
+        The fields of the file, and its records.
 
     Raises:
         CorruptError: the index is malformed, or contradicts the entries or itself.
     """
-    size, text, digests = _read_index(header, source, where)
+    size, text, digests, max_size = _read_index(header, source, where)
     document = expect_type(load_json(text, where, "the index"), dict, where, "the index")
     if document.keys() != _KEYS:
         raise corrupt_error(where, f"an index with the keys {sorted(document)}", f"{sorted(_KEYS)}")
-    infos = _parse_tensors(document, max_description_size(size), where)
+    infos = _parse_tensors(document, max_size, where)
     records, layout = _parse_records(document, infos, digests, header.start, where)
     layout.end(size, marked=header.fields["format"] != 2)
     for slot, required in zip(header.slots, layout.slots, strict=False):
@@ -264,11 +263,11 @@ def parse_index(header: Header, source: Readable, where: str) -> FileMetadata:
             raise corrupt_error(where, f"entry {slot}", f"{required}, as the index says")
     if len(header.slots) != len(layout.slots):
         raise corrupt_error(where, f"{len(header.slots)} entries", f"{len(layout.slots)}, as the index says")
-    return FileMetadata.from_json(document, header.fields["writer"], records, where)
+    return document, records
 
 
-def _read_index(header: Header, source: Readable, where: str) -> tuple[int, bytes, bytes]:
-    """The bytes that an index takes, its JSON text, and the digests behind that."""
+def _read_index(header: Header, source: Readable, where: str) -> tuple[int, bytes, bytes, int]:
+    """The bytes that an index takes, its JSON text, the digests behind that, and the limit of `description_size`."""
     fields = header.fields
     if fields.keys() != {"format", "writer", "index"}:
         raise corrupt_error(where, f"a document with the keys {sorted(fields)}", "format, writer and index")
@@ -282,7 +281,7 @@ def _read_index(header: Header, source: Readable, where: str) -> tuple[int, byte
     digest = xxh3_128(data)
     if digest != expected:
         raise corrupt_error(where, f"an index with digest {digest}", expected)
-    limit = max_text_bytes(len(data))
+    limit, max_size = size_limits(len(data))
     inflater = zlib.decompressobj()
     try:
         text = inflater.decompress(data, limit + 1)
@@ -291,7 +290,7 @@ def _read_index(header: Header, source: Readable, where: str) -> tuple[int, byte
     if len(text) > limit or not inflater.eof:
         found = f"an index of {len(data)} bytes that is cut, or expands to more than {limit}"
         raise corrupt_error(where, found, "a whole zlib stream, of what a writer compresses")
-    return len(data), text, inflater.unused_data
+    return len(data), text, inflater.unused_data, max_size
 
 
 def _columns(value: JSON, columns: Sequence[str], where: str, what: str) -> list[list[JSON]]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from shrinkpoint.container.header import ALIGN, MARKER_ENTRY, MARKER_SHAPE, SAFETENSORS_DTYPES, Header, Slot
@@ -61,32 +61,6 @@ class RecordHead:
     def stored(self) -> int:
         """Stored bytes of its parts and their fillers."""
         return sum(entry.pad + entry.size for entry in self.parts.values())
-
-
-@dataclass(frozen=True)
-class FileMetadata:
-    """Parsed metadata that agrees with the entries of the file."""
-
-    writer: str
-    scheme: str
-    parent: JSON
-    tree: JSON
-    report: JSON
-    records: tuple[RecordHead, ...] = field(repr=False)
-
-    @classmethod
-    def from_json(
-        cls, fields: Mapping[str, JSON], writer: JSON, records: tuple[RecordHead, ...], where: str
-    ) -> FileMetadata:
-        """Return the metadata of a file, whose format says in which object its `fields` are.
-
-        Raises:
-            CorruptError: a field has another type than it must.
-        """
-        parent = None if fields["parent"] is None else expect_type(fields["parent"], dict, where, "the parent")
-        writer = expect_type(writer, str, where, "the writer")
-        scheme = expect_type(fields["scheme"], str, where, "the scheme")
-        return cls(writer, scheme, parent, fields["tree"], fields["report"], records)
 
 
 def is_plain(recipe: JSON) -> bool:
@@ -187,8 +161,11 @@ class PayloadLayout:
 _KEYS = {"format", "writer", "scheme", "parent", "recipes", "records", "tree", "report"}
 
 
-def parse_metadata_v1(header: Header, where: str) -> FileMetadata:
+def parse_metadata_v1(header: Header, where: str) -> tuple[Mapping[str, JSON], tuple[RecordHead, ...]]:
     """Parse the metadata and validate it against the entries: each belongs to one record, in order.
+
+    Returns:
+        The fields of the file, and its records.
 
     Raises:
         CorruptError: the metadata is malformed, or contradicts the entries or itself.
@@ -206,7 +183,7 @@ def parse_metadata_v1(header: Header, where: str) -> FileMetadata:
     unclaimed = next(claims, None)
     if unclaimed is not None:
         raise corrupt_error(where, f"entry {unclaimed[0].name!r}, which no record claims", "a record for every entry")
-    return FileMetadata.from_json(fields, fields["writer"], tuple(records), where)
+    return fields, tuple(records)
 
 
 def _unclaimed_entries(header: Header, where: str) -> Iterator[tuple[Slot, int, int]]:

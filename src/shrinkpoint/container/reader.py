@@ -57,12 +57,15 @@ class FileReader:
                 raise VersionError(where, found=found, expected=expected, do=do)
             if version < 1:
                 raise corrupt_error(where, f"format version {version}", f"1 to {FORMAT_VERSION}")
-            parsed = parse_metadata_v1(head, where) if version == 1 else parse_index(head, source, where)
+            fields, records = parse_metadata_v1(head, where) if version == 1 else parse_index(head, source, where)
+            self.writer = expect_type(head.fields["writer"], str, where, "the writer")
+            self.scheme = expect_type(fields["scheme"], str, where, "the scheme")
+            parent = fields["parent"]
+            self.parent = None if parent is None else expect_type(parent, dict, where, "the parent")
         self._source = source
         self._verified: set[tuple[str, str]] = set()  # (record, part) whose digest has been checked
         self.where, self.digest, self.size = where, head.digest, source.size
-        self.writer, self.scheme, self.parent = parsed.writer, parsed.scheme, parsed.parent
-        self.tree, self.report, self.records = parsed.tree, parsed.report, parsed.records
+        self.tree, self.report, self.records = fields["tree"], fields["report"], records
 
     def reopen(self, source: Readable) -> FileReader:
         """Return this reader over the same file opened again, without parsing its header again.

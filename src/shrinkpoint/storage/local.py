@@ -195,7 +195,8 @@ class LocalStorage:
                 yield sink
                 sink.sync()
                 with _os_errors(where, "renaming into place"):
-                    _replace_durably(temporary, path)
+                    temporary.replace(path)
+                    _fsync_dir(path.parent)
             finally:
                 sink.close()
 
@@ -412,7 +413,8 @@ def atomic_replace(target: Path) -> Iterator[Path]:
             _fsync(path)
         if target.is_dir() and temporary.is_dir():
             target.rename(old)
-        _replace_durably(temporary, target)
+        temporary.replace(target)
+        _fsync_dir(target.parent)
     except OSError as error:
         if isinstance(error, StorageError) and error.where == str(temporary):
             renamed = type(error)(str(target), found=error.found, expected=error.expected, do=error.do)
@@ -450,12 +452,6 @@ def check_no_loss(out: Path, replacement: Path, stale: re.Pattern[str] | None = 
         if not path.is_dir() and not is_stale and not (replacement / path.relative_to(out)).is_file():
             expected, do = "no file that would be lost", "choose a new name, or remove it first"
             raise PolicyError(str(out), found=f"another file there, {path.name}", expected=expected, do=do)
-
-
-def _replace_durably(temporary: Path, target: Path) -> None:
-    """Rename what is flushed already; the new name survives a power cut when this returns."""
-    temporary.replace(target)
-    _fsync_dir(target.parent)
 
 
 def _fsync(path: Path, flags: int = 0) -> None:

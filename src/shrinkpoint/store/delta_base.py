@@ -365,104 +365,107 @@ class BaseVerifier:
                 self._scan = None
 
     def _begin_scan(self, file: StoredFile) -> _FileScan:
-        """Begin to read a file; its index is parsed the first time only."""
-        scan = self._scans.get(file.digest)
-        if scan is None:
-            scan = self._scans[file.digest] = _FileScan(file)
-        else:
-            scan.restart(file)
+        scan = self._scans.setdefault(file.digest, _FileScan(file.digest))
+        scan.begin(file)
         return scan
 
 
+class _Piece(NamedTuple):
+    """Bytes of a part of a file that are read at once."""
+
+    # `offset`, `size`, `pad`, `digest`: of the part, see `container.metadata.Entry`.
+    offset: int
+    size: int
+    pad: int
+    digest: str
+    # `begin`, `end`: offsets of the bytes in the file; with the first ones of a part the filler before it is read.
+    begin: int
+    end: int
+
+
 class _FileScan:
-    """Reads one file part by part, and compares each with its digest; raises an error for any damage."""
+    """Reads one file window by window, and compares each part with its digest; raises an error for any damage.
 
-    def __init__(self, file: StoredFile) -> None:
-        self.digest = file.digest
+    Attributes:
+        digest: of the file's header.
+        header_bytes: bytes of the header, which are read when the scan begins.
+    """
+
+    def __init__(self, digest: str) -> None:
+        self.digest, self.header_bytes = digest, 0
+        self._windows: list[list[_Piece]] = []  # pieces that lie one behind the other; none until `begin`
+        self._next = 0  # the window that is read next
+        self._hasher = Hasher()  # of the current part
+
+    def begin(self, file: StoredFile) -> None:
+        """Compare the header with its digest, and begin with the first part; the index is parsed once."""
+        reader: FileReader | None = None
         with file.storage.open(file.key) as source:
             _drop_page_cache(source)
-            reader, size = FileReader(source, file.where), source.size
-            _check_same_file(file, reader.digest, size)
-            entries = [entry for record in reader.records for entry in record.parts.values()]
-            self._parts = [(entry.offset, entry.size, entry.pad, entry.digest) for entry in entries]
-            end = max((offset + length for offset, length, *_ in self._parts), default=size)
-            if end < size:  # the index, which the header's digest covers: it is a part like others from now on
-                self._parts.append((end, size - end, 0, xxh3_128(source.read(end, size - end))))
-        self.header_bytes = size - sum(pad + part_size for _, part_size, pad, _ in self._parts)
-        """Bytes of the header, which are read when the scan begins."""
-        self._part_index = self._part_offset = 0  # the current part, and the bytes of it read so far
-        self._hasher = Hasher()
-
-    def restart(self, file: StoredFile) -> None:
-        """Compare the header with its digest, and begin again with the first part."""
-        with file.storage.open(file.key) as source:
-            _drop_page_cache(source)
-            _, digest = read_header(source, file.where)
-            _check_same_file(file, digest, source.size)
-        self._part_index, self._part_offset, self._hasher = 0, 0, Hasher()
+            size, where = source.size, file.where
+            if self._windows:
+                _, digest = read_header(source, where)
+            else:
+                reader = FileReader(source, where)
+                digest = reader.digest
+            if digest != file.digest or size != file.size:
+                found, expected = f"{size} bytes with header digest {digest}", f"{file.size} bytes with {file.digest}"
+                raise ChainError(where, found=found, expected=expected, do=_DO)
+            if reader is not None:
+                entries = [entry for record in reader.records for entry in record.parts.values()]
+                parts = [(entry.offset, entry.size, entry.pad, entry.digest) for entry in entries]
+                end = max((offset + length for offset, length, *_ in parts), default=size)
+                if end < size:  # the index, which the header's digest covers: it is a part like others from now on
+                    parts.append((end, size - end, 0, xxh3_128(source.read(end, size - end))))
+                self.header_bytes = size - sum(pad + part_size for _, part_size, pad, _ in parts)
+                self._windows = _windows(parts)
+        self._next, self._hasher = 0, Hasher()
 
     @property
     def is_done(self) -> bool:
         """True if all parts have been compared."""
-        return self._part_index == len(self._parts)
+        return self._next == len(self._windows)
 
     def read(self, file: StoredFile, max_bytes: int) -> int:
         """Read on by `max_bytes` bytes or a little more, and return how many were read."""
         read, where = 0, file.where
         with file.storage.open(file.key) as source:
             _drop_page_cache(source)
-            while read < max_bytes and self._part_index < len(self._parts):
-                read += self._read_window(source, where)
+            while read < max_bytes and self._next < len(self._windows):
+                window = self._windows[self._next]
+                start = window[0].begin
+                data = memoryview(source.read(start, window[-1].end - start))
+                for offset, size, pad, digest, begin, end in window:
+                    if pad and begin < offset and any(data[begin - start : offset - start]):
+                        raise CorruptError(where, found=f"a filler that is not zero, at byte {begin}", do=_DO)
+                    self._hasher.update(data[max(begin, offset) - start : end - start])
+                    if end == offset + size:
+                        actual, self._hasher = self._hasher.hexdigest(), Hasher()
+                        if actual != digest:
+                            found = f"bytes {offset} to {end} with digest {actual}"
+                            raise CorruptError(where, found=found, expected=digest, do=_DO)
+                self._next += 1
+                read += data.nbytes
         return read
 
-    def _read_window(self, source: Source, where: str) -> int:
-        """Read as many parts as fit into a window, at once, or a window of one that is larger."""
-        offset, size, pad, digest = self._parts[self._part_index]
-        if self._part_offset == 0 and pad + size <= WINDOW_BYTES:
-            return self._read_small_parts(source, where, offset - pad)
-        length = min(WINDOW_BYTES, size - self._part_offset)
-        if self._part_offset == 0 and pad and any(source.read(offset - pad, pad)):
-            raise _filler_error(where, offset - pad)
-        self._hasher.update(source.read(offset + self._part_offset, length))
-        self._part_offset += length
-        if self._part_offset == size:
-            actual = self._hasher.hexdigest()
-            if actual != digest:
-                raise _digest_error(where, offset, offset + size, actual, digest)
-            self._part_index, self._part_offset, self._hasher = self._part_index + 1, 0, Hasher()
-        return length + pad
 
-    def _read_small_parts(self, source: Source, where: str, begin: int) -> int:
-        """Read parts that lie one behind the other from `begin` on, and compare each."""
-        end, count = begin, 0
-        for offset, size, pad, _ in self._parts[self._part_index :]:
-            if offset - pad != end or offset + size - begin > WINDOW_BYTES:
+def _windows(parts: Iterable[tuple[int, int, int, str]]) -> list[list[_Piece]]:
+    """The parts, with as many in a window as fit; one that is larger has several windows."""
+    windows: list[list[_Piece]] = []
+    for offset, size, pad, digest in parts:
+        begin, part_end = offset - pad, offset + size
+        while True:
+            end = min(part_end, max(begin, offset) + WINDOW_BYTES)
+            piece = _Piece(offset, size, pad, digest, begin, end)
+            last = windows[-1] if windows else []
+            if last and last[-1].end == begin and end - last[0].begin <= WINDOW_BYTES:
+                last.append(piece)
+            else:
+                windows.append([piece])
+            begin = end
+            if end == part_end:
                 break
-            end, count = offset + size, count + 1
-        data = memoryview(source.read(begin, end - begin))
-        for offset, size, pad, digest in self._parts[self._part_index : self._part_index + count]:
-            at = offset - begin
-            if pad and any(data[at - pad : at]):
-                raise _filler_error(where, offset - pad)
-            actual = xxh3_128(data[at : at + size])
-            if actual != digest:
-                raise _digest_error(where, offset, offset + size, actual, digest)
-            self._part_index += 1
-        return end - begin
-
-
-def _filler_error(where: str, offset: int) -> CorruptError:
-    return CorruptError(where, found=f"a filler that is not zero, at byte {offset}", do=_DO)
-
-
-def _digest_error(where: str, begin: int, end: int, actual: str, digest: str) -> CorruptError:
-    return CorruptError(where, found=f"bytes {begin} to {end} with digest {actual}", expected=digest, do=_DO)
-
-
-def _check_same_file(file: StoredFile, digest: str, size: int) -> None:
-    if digest != file.digest or size != file.size:
-        found = f"{size} bytes with header digest {digest}"
-        raise ChainError(file.where, found=found, expected=f"{file.size} bytes with {file.digest}", do=_DO)
+    return windows
 
 
 def _drop_page_cache(source: Source) -> None:
