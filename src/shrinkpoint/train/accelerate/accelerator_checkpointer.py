@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -46,16 +46,12 @@ from shrinkpoint.train.newest_valid import NoCheckpointError
 from shrinkpoint.train.recent_batches import LossOfBatch, counts_terms, note_terms
 from shrinkpoint.train.restore_result import RestoreReport, RestoreResult
 from shrinkpoint.train.save_decision import SaveDecisionPolicy, ScheduledSaver
-from shrinkpoint.train.state_alignment import AlignedState
+from shrinkpoint.train.state_alignment import AlignedState, align_state
 
 T = TypeVar("T")
 _log = logging.getLogger("shrinkpoint")
 _SKIPPABLE = (ChainError, FormatError, NotFoundError, StorageError)
-
-
 _ATTRIBUTE = "_shrinkpoint"
-
-
 UNSET: Any = type("Unset", (), {"__repr__": lambda self: "..."})()
 """Default of settings that a call does not change."""
 
@@ -211,15 +207,12 @@ class AcceleratorCheckpointer(ScheduledSaver):
             except Exception as error:  # of no checkpoint that exists
                 self._warn_main("the last save failed: %s", error)
         start = time.perf_counter()
-
-        def find_candidates() -> Sequence[Path | ObjectUrl]:
-            return self._dirs.load_candidates(input_dir) if self._accelerator.is_main_process else []
-
-        directories = gather_or_raise(find_candidates)[0]
+        is_main = self._accelerator.is_main_process
+        directories = gather_or_raise(lambda: self._dirs.load_candidates(input_dir) if is_main else [])[0]
         loaded, skipped = newest_that_loads(
             ((directory, partial(self._load, directory, strict=strict)) for directory in directories),
             errors=_SKIPPABLE if input_dir is None else (),
-            warn=self._accelerator.is_main_process,
+            warn=is_main,
         )
         if loaded is None:
             reasons = "; ".join(checkpoint.reason for checkpoint in skipped)
@@ -235,7 +228,7 @@ class AcceleratorCheckpointer(ScheduledSaver):
         if manifest is None:  # Accelerate itself wrote the checkpoint
             return RestoreResult(RestoreReport(seconds), None, None, **fields)
         if aligned is not None:
-            if self._accelerator.is_main_process:
+            if is_main:
                 aligned.report(str(directory))
             fields |= {"missing_keys": aligned.missing_keys, "unexpected_keys": aligned.unexpected_keys}
         return RestoreResult.from_manifest(manifest, seconds, **fields)
@@ -282,7 +275,7 @@ class AcceleratorCheckpointer(ScheduledSaver):
 
     @property
     def _is_saving(self) -> bool:
-        return self._whole.is_saving
+        return self._whole._worker.is_running
 
     def _warn_main(self, text: str, *args: object) -> None:
         if self._accelerator.is_main_process:
@@ -356,11 +349,6 @@ class _WholeCheckpointer(Checkpointer):
         return bool(self._accelerator.is_local_main_process if on_each_node else self._accelerator.is_main_process)
 
     @property
-    def is_saving(self) -> bool:
-        """True if a save is being written in the background."""
-        return self._worker.is_running
-
-    @property
     def participates(self) -> bool:
         """True if this process writes, or takes part in a search for the scheme's settings."""
         return self.is_writer or (isinstance(self.scheme, Planner) and not self.scheme.is_writer)
@@ -379,9 +367,9 @@ class _WholeCheckpointer(Checkpointer):
     def load_prepared(self, directory: Path | ObjectUrl, *, strict: bool) -> AlignedState:
         """Load a checkpoint; all processes call this."""
         accelerator, where = self._accelerator, str(directory)
-        state = _run_on_all(lambda: self._read_state(directory))
-        models = list(accelerator._models)
-        aligned = _run_on_all(lambda: prepared_state.align_prepared(accelerator, state, where, strict=strict))
+        state, models = _run_on_all(lambda: self._read_state(directory)), list(accelerator._models)
+        live = prepared_state.live_objects(accelerator)
+        aligned = _run_on_all(lambda: align_state(live, state, where, strict=strict))
         state = aligned.state
         options: dict[str, Any] = {"strict": strict, "saved_dtypes": aligned.saved_dtypes}
         gather_or_raise(lambda: prepared_state.check_prepared(accelerator, state, models, where, **options))
@@ -469,7 +457,8 @@ def save_state(
         PolicyError: the settings differ from those of an earlier call, or one is out of range.
         StateError, StorageError: as `AcceleratorCheckpointer.save_state`.
     """
-    settings = _set_options(
+    checkpointer = _checkpointer_of(
+        accelerator,
         scheme=scheme,
         keyframe_every=keyframe_every,
         background=background,
@@ -479,9 +468,7 @@ def save_state(
         loss=loss,
         keep=keep,
     )
-    return _checkpointer_of(accelerator, settings).save_state(
-        output_dir, step=step, metrics=metrics, note=note, keyframe=keyframe
-    )
+    return checkpointer.save_state(output_dir, step=step, metrics=metrics, note=note, keyframe=keyframe)
 
 
 def load_state(
@@ -508,7 +495,8 @@ def load_state(
         PolicyError: the settings differ from those of an earlier call, or one is out of range.
         NotFoundError, MismatchError, ChainError, FormatError, StorageError: as `AcceleratorCheckpointer.load_state`.
     """
-    settings = _set_options(
+    checkpointer = _checkpointer_of(
+        accelerator,
         scheme=scheme,
         keyframe_every=keyframe_every,
         background=background,
@@ -518,20 +506,17 @@ def load_state(
         loss=loss,
         keep=keep,
     )
-    return _checkpointer_of(accelerator, settings).load_state(input_dir, strict=strict)
+    return checkpointer.load_state(input_dir, strict=strict)
 
 
 def wait(accelerator: Accelerator) -> SaveReport | None:
     """Wait for the last background save, as `AcceleratorCheckpointer.wait` does; call it before a program ends."""
-    return _checkpointer_of(accelerator, {}).wait()
+    return _checkpointer_of(accelerator).wait()
 
 
-def _set_options(**settings: object) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if value is not UNSET}
-
-
-def _checkpointer_of(accelerator: Accelerator, settings: dict[str, Any]) -> AcceleratorCheckpointer:
+def _checkpointer_of(accelerator: Accelerator, **options: object) -> AcceleratorCheckpointer:
     """The checkpointer that is attached to an accelerator; settings may be given until the first save."""
+    settings: dict[str, Any] = {name: value for name, value in options.items() if value is not UNSET}
     attached, attached_settings = vars(accelerator).get(_ATTRIBUTE, (None, {}))
     if attached is not None and (not settings or settings == attached_settings):
         return attached  # type: ignore[no-any-return]

@@ -20,7 +20,7 @@ from shrinkpoint.storage import ObjectUrl
 from shrinkpoint.tensors.flat_state import flatten
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.train import state_dicts
-from shrinkpoint.train.state_alignment import NAMES_KEY, AlignedState, align_state, collect_names
+from shrinkpoint.train.state_alignment import NAMES_KEY, collect_names
 
 _log = logging.getLogger("shrinkpoint")
 _UNSUPPORTED_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
@@ -88,7 +88,7 @@ def collect_prepared(accelerator: Accelerator, directory: Path | ObjectUrl, *, m
         state["optimizer"] = [optimizer.state_dict() for optimizer in accelerator._optimizers]
     state = {name: _unwrap_single(value) for name, value in state.items() if value}
     state |= _auxiliary_state(accelerator) | {"sharded": not models}
-    if models and (names := collect_names(_live_objects(accelerator))):
+    if models and (names := collect_names(live_objects(accelerator))):
         state[NAMES_KEY] = names
     # Random generators and positions of dataloaders of this process
     loader_states = [
@@ -98,16 +98,8 @@ def collect_prepared(accelerator: Accelerator, directory: Path | ObjectUrl, *, m
     return PreparedState(state, objects, {"rng": get_rng_state(), "loaders": loader_states})
 
 
-def align_prepared(accelerator: Accelerator, state: Any, where: str, *, strict: bool) -> AlignedState:
-    """The state of unsharded models with optimizers and schedulers in the order of the prepared ones.
-
-    Raises:
-        MismatchError: names of parameters do not match.
-    """
-    return align_state(_live_objects(accelerator), state, where, strict=strict)
-
-
-def _live_objects(accelerator: Accelerator) -> dict[str, Any]:
+def live_objects(accelerator: Accelerator) -> dict[str, Any]:
+    """Unsharded models, optimizers and schedulers, by their keys in a state."""
     models = [unwrap_model(model) for model in accelerator._models]
     objects = {"model": models, "optimizer": accelerator._optimizers}
     single = {name: _unwrap_single(values) for name, values in objects.items() if values}
@@ -146,9 +138,8 @@ def check_prepared(
         if count != expected_count:
             raise MismatchError(where, found=f"{count} of {name!r}", expected=f"{expected_count}", do=_PREPARE_ADVICE)
     if accelerator.scaler is not None and "scaler" not in state:
-        raise MismatchError(
-            where, found="no gradient scaler", expected="that of mixed precision", do="set the same mixed_precision"
-        )
+        found, do = "no gradient scaler", "set the same mixed_precision"
+        raise MismatchError(where, found=found, expected="that of mixed precision", do=do)
     for obj, saved, name in _pair_models_and_optimizers(accelerator, state, models):
         state_dicts.check_state_dicts(obj, saved, f"{where}, {name}", strict=strict, saved_dtypes=saved_dtypes)
     saved_schedulers = _as_list(state["scheduler"])
@@ -201,7 +192,15 @@ def load_auxiliary_state(accelerator: Accelerator, state: dict[str, Any], where:
     if accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(state["scaler"])
     accelerator.step = state["step"]
-    _restore_per_rank(accelerator, state["ranks"], where)
+    # Generators and dataloaders of this process, if a process of its rank has saved them
+    rank_states, rank, world_size = state["ranks"], accelerator.process_index, accelerator.num_processes
+    if len(rank_states) != world_size and accelerator.is_main_process:
+        text = "%s was saved by %d processes and is loaded by %d: random numbers and batches will differ"
+        _log.warning(text, where, len(rank_states), world_size)
+    if rank < len(rank_states) and rank_states[rank] is not None:
+        for loader, loader_state in zip(accelerator._dataloaders, rank_states[rank]["loaders"], strict=False):
+            set_loader_state(loader, loader_state)
+        set_rng_state(rank_states[rank]["rng"])
 
 
 def _auxiliary_state(accelerator: Accelerator) -> dict[str, Any]:
@@ -226,23 +225,6 @@ def _check_storable(state: Any, name: str) -> Any:
     except StateError as error:
         raise StateError(f"{name}, {error.where}", found=error.found, expected=error.expected, do=error.do) from error
     return state
-
-
-def _restore_per_rank(accelerator: Accelerator, rank_states: list[Any], where: str) -> None:
-    """Restore generators and dataloaders of this process, if a process of its rank has saved them."""
-    rank, world_size = accelerator.process_index, accelerator.num_processes
-    if len(rank_states) != world_size and accelerator.is_main_process:
-        _log.warning(
-            "%s was saved by %d processes and is loaded by %d: random numbers and batches will differ",
-            where,
-            len(rank_states),
-            world_size,
-        )
-    if rank >= len(rank_states) or rank_states[rank] is None:
-        return
-    for loader, state in zip(accelerator._dataloaders, rank_states[rank]["loaders"], strict=False):
-        set_loader_state(loader, state)
-    set_rng_state(rank_states[rank]["rng"])
 
 
 def _pair_registered(accelerator: Accelerator, state: dict[str, Any]) -> list[tuple[Any, Any, str]]:

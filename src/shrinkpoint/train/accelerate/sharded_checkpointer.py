@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
@@ -141,7 +141,9 @@ class ShardedCheckpointer:
             model = prepared_state.unwrap_model(models[index])
             saved = state[_state_key("optimizer", index)]
             set_optimizer_state_dict(model, optimizer.optimizer, saved)
-            restore_slot_dtypes(optimizer, _slots_by_parameter(model, saved))
+            parameters, slots = dict(model.named_parameters()), saved.get("state", {})
+            names = match_names(slots, parameters)
+            restore_slot_dtypes(optimizer, [(parameters[name], slots[key]) for name, key in names.items()])
         gather_or_raise(lambda: prepared_state.load_auxiliary_state(self._accelerator, auxiliary, where))
 
     def _read_auxiliary_state(self, directory: Path | ObjectUrl) -> dict[str, Any]:
@@ -178,12 +180,6 @@ def _sharded_state(accelerator: Accelerator) -> dict[str, Any]:
     for index, optimizer in enumerate(accelerator._optimizers):
         state[_state_key("optimizer", index)] = get_optimizer_state_dict(models[index], optimizer.optimizer)
     return state
-
-
-def _slots_by_parameter(model: nn.Module, saved: dict[str, Any]) -> list[tuple[Tensor, Any]]:
-    """Parameters, each with what a state of torch's `get_optimizer_state_dict` has for it."""
-    parameters, slots = dict(model.named_parameters()), saved.get("state", {})
-    return [(parameters[name], slots[key]) for name, key in match_names(slots, parameters).items()]
 
 
 def _state_key(kind: str, index: int) -> str:
