@@ -49,10 +49,8 @@ class ShrinkIOCallback(pl.Callback):
         self._schedule: SaveSchedule | None = None
         self._loaded: dict[str, Any] | None = None  # a checkpoint whose optimizers are not restored yet
         self._logs_saves = validate.check_bool("log_saves", log_saves)
-        expected, do = (
-            "a recorder, shrinkpoint.train.GradientRecorder(module)",
-            "make one, and pass it to the scheme, too",
-        )
+        expected = "a recorder, shrinkpoint.train.GradientRecorder(module)"
+        do = "make one, and pass it to the scheme, too"
         self._gradients = validate.check_instance(
             "gradients", gradients, GradientRecorder, expected=expected, do=do, allow_none=True
         )
@@ -163,7 +161,9 @@ class ShrinkIOCallback(pl.Callback):
         """Record the gradients. Lightning changes them after this hook, so copies are waited for at once."""
         if self._gradients is None or not trainer.is_global_zero:
             return
-        if _is_same_optimizer(optimizer, trainer.optimizers[0]):
+        own: Any = optimizer  # with manual optimization, a wrapper
+        first: Any = trainer.optimizers[0]
+        if getattr(own, "optimizer", own) is getattr(first, "optimizer", first):
             self._gradients.after_backward()
             self._gradients.before_zero_grad()
 
@@ -184,8 +184,3 @@ def _live_objects(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[st
         return {}
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     return {"state_dict": pl_module, "optimizer_states": list(trainer.optimizers), "lr_schedulers": schedulers}
-
-
-def _is_same_optimizer(optimizer: Any, other: Any) -> bool:
-    """True if two objects are the same optimizer; with manual optimization, one of them is a wrapper."""
-    return getattr(optimizer, "optimizer", optimizer) is getattr(other, "optimizer", other)

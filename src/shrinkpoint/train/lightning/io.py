@@ -268,7 +268,11 @@ class ShrinkIO(CheckpointIO):
         try:
             with self._removals.during_save(directory, step, is_other_thread=is_other_thread):
                 self._save(checkpoint, path, directory)
-                if self._is_final_save(checkpoint) or name.startswith(_PREEMPTION_PREFIX) or is_other_thread:
+                if self._is_torn_down:
+                    self._is_torn_down, self._final_step = False, (step,)
+                # no later call may wait where training has not begun, or has ended at this step
+                is_final = self._settings.background and (self._final_step == (step,) or _is_idle(checkpoint))
+                if is_final or name.startswith(_PREEMPTION_PREFIX) or is_other_thread:
                     self.wait()
         except BaseException:
             self._cancel_removals()
@@ -302,18 +306,13 @@ class ShrinkIO(CheckpointIO):
                 with suppress(OSError):
                     moved_file.replace(directory)
             if isinstance(error, StateError):
-                raise _with_hint(error) from error
+                hints = (hint for where, hint in _HINT_BY_KEY.items() if error.where.startswith(where))
+                do = next(hints, _DEFAULT_HINT)
+                raise StateError(error.where, found=error.found, expected=error.expected, do=do) from error
             raise
         self._writing_dir = directory if self._settings.background else None
         if moved_file is not None:
             self.remove_checkpoint(moved_file)
-
-    def _is_final_save(self, checkpoint: Mapping[str, Any]) -> bool:
-        """True if no later call may wait for this save: training has not begun, or is where it ended."""
-        step = _global_step(checkpoint)
-        if self._is_torn_down:
-            self._is_torn_down, self._final_step = False, (step,)
-        return self._settings.background and (self._final_step == (step,) or _is_idle(checkpoint))
 
     def _is_other_thread(self) -> bool:
         """True if this is not the thread of the training loop: such a caller reports errors, and never calls `wait`."""
@@ -326,12 +325,23 @@ class ShrinkIO(CheckpointIO):
         scheme = self._checkpointer.scheme
         if self._model not in checkpoint and self._module is not None:
             return {}
-        if self._module is not None and _owns_parameters(self._module, checkpoint[self._model]):
-            return {self._model: self._module}
+        if self._module is not None:
+            # The saved tensors may be another module's, or averages of its parameters
+            addresses = {parameter.data_ptr() for parameter in self._module.parameters() if parameter.numel()}
+            saved = checkpoint[self._model]
+            tensors = saved.values() if isinstance(saved, Mapping) else ()
+            if any(isinstance(value, Tensor) and value.data_ptr() in addresses for value in tensors):
+                return {self._model: self._module}
         evaluate = scheme.evaluate if isinstance(scheme, Planner) else None
-        if evaluate is not None and not isinstance(evaluate, TrainingLoss):
-            raise _missing_module_error(scheme, self._module, is_other_thread=self._is_other_thread())
-        return {}
+        if evaluate is None or isinstance(evaluate, TrainingLoss):
+            return {}
+        do = "add ShrinkIOCallback() to the Trainer's callbacks; with Fabric, call watch(model) of this plugin"
+        if self._is_other_thread():
+            do = "leave AsyncCheckpointIO out, and pass background=True: training must wait for evaluations"
+        if self._module is not None:
+            do += "; where averaged weights are saved, take a scheme that does not evaluate"
+        found = f"{scheme!r}, which evaluates, and {'no' if self._module is None else 'another'} module"
+        raise PolicyError("ShrinkIO", found=found, expected="the module whose weights are saved", do=do)
 
     def _remove(self, directory: Path | ObjectUrl) -> None:
         if isinstance(directory, Path) and (directory.is_symlink() or directory.is_file()):
@@ -361,9 +371,8 @@ class PendingRemovals:
         self._step = 0
         self._is_writing = False
         self._to_remove: dict[Path | ObjectUrl, None] = {}  # in order, each once; removed once another one is written
-        self._unwritten: dict[
-            Path | ObjectUrl, int
-        ] = {}  # directories to remove that are not written yet -> step of the last save
+        # Directories to remove that are not written yet -> step of the last save
+        self._unwritten: dict[Path | ObjectUrl, int] = {}
 
     @contextmanager
     def during_save(self, directory: Path | ObjectUrl, step: int | None, *, is_other_thread: bool) -> Iterator[None]:
@@ -461,10 +470,8 @@ def require_local_path(path: _PATH) -> Path:
     """Return the absolute path of a directory; raises PolicyError if it is not on a file system of this machine."""
     place = place_or_none(path)
     if not isinstance(place, Path):
-        do = "name a checkpoint itself"
-        raise PolicyError(
-            "ShrinkIO", found=hide_credentials(str(path)), expected="a path of a local file system", do=do
-        )
+        found, do = hide_credentials(str(path)), "name a checkpoint itself"
+        raise PolicyError("ShrinkIO", found=found, expected="a path of a local file system", do=do)
     return place
 
 
@@ -500,23 +507,6 @@ def remove_empty(directory: Path | ObjectUrl) -> None:
 
 class _OptionsError(PolicyError, TypeError):
     """The TypeError that Lightning expects of a plugin that takes no options."""
-
-
-def _missing_module_error(scheme: Scheme, module: nn.Module | None, *, is_other_thread: bool) -> PolicyError:
-    do = "add ShrinkIOCallback() to the Trainer's callbacks; with Fabric, call watch(model) of this plugin"
-    if is_other_thread:
-        do = "leave AsyncCheckpointIO out, and pass background=True: training must wait for evaluations"
-    if module is not None:
-        do += "; where averaged weights are saved, take a scheme that does not evaluate"
-    found = f"{scheme!r}, which evaluates, and {'no' if module is None else 'another'} module"
-    return PolicyError("ShrinkIO", found=found, expected="the module whose weights are saved", do=do)
-
-
-def _owns_parameters(module: nn.Module, state: Any) -> bool:
-    """True if the saved tensors are a module's own parameters, and not another module's or averages of them."""
-    addresses = {parameter.data_ptr() for parameter in module.parameters() if parameter.numel()}
-    saved = state.values() if isinstance(state, Mapping) else ()
-    return any(isinstance(value, Tensor) and value.data_ptr() in addresses for value in saved)
 
 
 def _target_device(map_location: Any) -> torch.device | None:
@@ -561,23 +551,20 @@ def _global_step(checkpoint: Mapping[str, Any]) -> int | None:
 
 
 def _monitored_metrics(checkpoint: Mapping[str, Any], path: _PATH) -> dict[str, Any]:
-    callback_states = checkpoint.get("callbacks")
     metrics: dict[str, Any] = {}
-    for state in callback_states.values() if isinstance(callback_states, dict) else ():
-        scores = state.get("best_k_models") if isinstance(state, dict) else None
+    for state in _callback_states(checkpoint):
+        scores = state.get("best_k_models")
         if isinstance(scores, dict) and str(path) in scores and isinstance(state.get("monitor"), str):
             metrics[state["monitor"]] = scores[str(path)]
     return metrics
 
 
+def _callback_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
+    states = checkpoint.get("callbacks")
+    return [state for state in states.values() if isinstance(state, dict)] if isinstance(states, dict) else []
+
+
 def _best_paths(checkpoint: Mapping[str, Any]) -> list[Path | ObjectUrl]:
-    callback_states = checkpoint.get("callbacks")
-    states = callback_states.values() if isinstance(callback_states, dict) else ()
-    paths = (state.get("best_model_path") for state in states if isinstance(state, dict))
+    paths = (state.get("best_model_path") for state in _callback_states(checkpoint))
     places = (place_or_none(path) for path in paths if isinstance(path, str) and path)
     return [place for place in places if place is not None]
-
-
-def _with_hint(error: StateError) -> StateError:
-    advice = next((hint for where, hint in _HINT_BY_KEY.items() if error.where.startswith(where)), _DEFAULT_HINT)
-    return StateError(error.where, found=error.found, expected=error.expected, do=advice)

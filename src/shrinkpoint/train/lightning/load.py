@@ -111,18 +111,15 @@ def latest_valid(directory: _PATH) -> Path | None:
     if not root.is_dir():
         return None
     paths = sorted(root.rglob("*"), key=Path.is_symlink, reverse=True)  # directories replace links that point to them
-    candidates = {path.resolve(): path for path in paths if path.is_dir() and _is_candidate(path, root)}
+    visible = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(root).parts)]
+    # checkpoints, and unfinished ones
+    named = [path for path in visible if path.is_dir() and (path.suffix == ".ckpt" or is_checkpoint(path))]
+    candidates = {path.resolve(): path for path in named}
     runs: dict[Path, list[Path]] = {}  # which are not compared by their steps, but by the clock
     for path in sorted(candidates.values(), key=_creation_time):
         runs.setdefault(path.parent, []).append(path)
     by_age = sorted(map(newest_first, runs.values()), key=lambda paths: _creation_time(paths[0]), reverse=True)
     return newest_valid.latest_valid(chain.from_iterable(by_age))[0]
-
-
-def _is_candidate(path: Path, root: Path) -> bool:
-    """True if a directory is a checkpoint, or an unfinished one."""
-    is_hidden = any(part.startswith(".") for part in path.relative_to(root).parts)
-    return not is_hidden and (path.suffix == ".ckpt" or is_checkpoint(path))
 
 
 def _creation_time(directory: Path) -> tuple[float, str]:

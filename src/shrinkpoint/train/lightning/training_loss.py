@@ -129,7 +129,7 @@ def silence_logging(module: pl.LightningModule) -> Iterator[None]:
     """Disable `log` and `log_dict`, and restore the attributes of all modules afterwards."""
     submodules = [*module.modules()]
     attributes = AttributeSnapshot(submodules, exclude=_SKIPPED_ATTRIBUTES)
-    silenced = dict.fromkeys(("log", "log_dict"), _noop)
+    silenced = dict.fromkeys(("log", "log_dict"), lambda *_, **__: None)
     vars(module).update(silenced)
     try:
         for metric in (submodule for submodule in submodules if isinstance(submodule, Metric)):
@@ -152,7 +152,3 @@ def _first_batches(trainer: pl.Trainer, count: int) -> list[Any]:
     if not batches:
         raise PolicyError("Validation", found="no validation data", expected="a val_dataloader", do="pass one to fit")
     return batches
-
-
-def _noop(*_: Any, **__: Any) -> None:
-    pass

@@ -183,9 +183,12 @@ class TitanCheckpointManager(CheckpointManager):
             raise MismatchError(str(directory), found="another name", expected="step-N", do="move it elsewhere")
 
         def check() -> None:
-            foreign = [path for path in root.iterdir() if _is_foreign(path)]
-            latest = max(foreign, key=lambda path: _step_of(path.name) or 0, default=root)
-            if foreign and (_step_of(latest.name) or 0) > step:
+            # steps that another writer of torch.distributed.checkpoint has completed
+            files = [*root.glob(f"*/{METADATA_FILE}")]
+            foreign = {number: file.parent for file in files if (number := _step_of(file.parent.name)) is not None}
+            foreign = {number: path for number, path in foreign.items() if number > step and not _is_own(path)}
+            if foreign:
+                latest = foreign[max(foreign)]
                 found, do = "a checkpoint of torchtitan's own manager", "go on with that manager, or use another folder"
                 raise MismatchError(str(latest), found=found, expected="one of shrinkpoint", do=do)
 
@@ -214,12 +217,6 @@ def _check_own(directory: str) -> None:
     if not is_checkpoint(directory):
         do = "load it by torchtitan's own manager, and save it by this one"
         raise NotFoundError(directory, found="no checkpoint of shrinkpoint", do=do)
-
-
-def _is_foreign(directory: Path) -> bool:
-    """True if another writer of torch.distributed.checkpoint has completed a checkpoint of a step."""
-    is_step = _step_of(directory.name) is not None
-    return is_step and (directory / METADATA_FILE).is_file() and not _is_own(directory)
 
 
 def _errors(error: CheckpointException) -> list[BaseException]:
