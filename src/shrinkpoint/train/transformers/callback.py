@@ -133,7 +133,12 @@ class ShrinkCallback(TrainerCallback):
             found, expected = f"step {restored.step}", f"{state.global_step}, at which training resumes"
             do = "pass resume_from_checkpoint= here, too"
             raise MismatchError(str(directory), found=found, expected=expected, do=do)
-        _restore_objects(_stateful_objects(kwargs), restored.state, directory, kwargs.get("model"))
+        objects = _stateful_objects(kwargs)
+        for name in objects.keys() - restored.state.keys():
+            _log.warning("%s holds no %s: it starts afresh", directory, name)
+        saved = {name: obj for name, obj in objects.items() if name in restored.state}
+        alternative = "or begin anew from the weights alone"
+        load_aligned(saved, restored.state, str(directory), model=kwargs.get("model"), alternative=alternative)
         self._rng_states = checkpoint_dirs.select_rng_state(restored.state["rng"], args, directory)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -174,9 +179,8 @@ class ShrinkCallback(TrainerCallback):
         extra = checkpoint_dirs.manifest_extra(directory, states)
         checkpoint_dirs.retain(self._checkpointer, self._keep, args, state)
         metrics = checkpoint_dirs.eval_metrics(state)
-        self._checkpointer.save(
-            directory, states, objects=objects, step=state.global_step, metrics=metrics, extra=extra
-        )
+        options: dict[str, Any] = {"step": state.global_step, "metrics": metrics, "extra": extra}
+        self._checkpointer.save(directory, states, objects=objects, **options)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Wait for the last save, and free the memory.
@@ -327,11 +331,3 @@ def _stateful_objects(kwargs: dict[str, Any]) -> dict[str, Any]:
     scaler = getattr(optimizer, "scaler", None)
     objects = {"optimizer": optimizer, "scheduler": kwargs["lr_scheduler"], "scaler": scaler}
     return {name: obj for name, obj in objects.items() if obj is not None}
-
-
-def _restore_objects(objects: dict[str, Any], states: dict[str, Any], directory: Path, model: Any) -> None:
-    """Load the states into the objects, once all of them are known to fit."""
-    for name in objects.keys() - states.keys():
-        _log.warning("%s holds no %s: it starts afresh", directory, name)
-    saved = {name: obj for name, obj in objects.items() if name in states}
-    load_aligned(saved, states, str(directory), model=model, alternative="or begin anew from the weights alone")

@@ -81,9 +81,7 @@ def latest_valid(output_dir: str | Path, *, deep: bool = True, optimizer: bool =
     Raises:
         NotFoundError: there are checkpoints, and none is valid.
     """
-    directory, errors = _search_latest(output_dir, deep=deep, optimizer=optimizer)
-    is_first_save = len(errors) == 1 and isinstance(errors[0], UnfinishedError)
-    return _require_valid(output_dir, directory, [] if is_first_save else errors)
+    return _find_valid(output_dir, deep=deep, optimizer=optimizer, may_begin_anew=True)
 
 
 def directories_of(output_dir: str | Path) -> DirectoryRun:
@@ -103,26 +101,23 @@ def find_resume_checkpoint(output_dir: str | Path, *, optimizer: bool) -> str | 
     Raises:
         NotFoundError: there are checkpoints, and none is valid.
     """
-    return _require_valid(output_dir, *_search_latest(output_dir, deep=True, optimizer=optimizer))
+    return _find_valid(output_dir, deep=True, optimizer=optimizer, may_begin_anew=False)
 
 
-def _search_latest(output_dir: str | Path, *, deep: bool, optimizer: bool) -> tuple[str | None, list[Exception | None]]:
-    """The newest valid checkpoint, and the errors of the newer ones."""
+def _find_valid(output_dir: str | Path, *, deep: bool, optimizer: bool, may_begin_anew: bool) -> str | None:
     run = directories_of(output_dir)
     for path in run.numbers():
         wait_for_writes(path)
     directory, skipped = newest_valid.latest_valid(
         run.newest_first(), check=lambda path: validate_checkpoint(path, deep=deep, optimizer=optimizer)
     )
-    return None if directory is None else str(directory), [checkpoint.error for checkpoint in skipped]
-
-
-def _require_valid(output_dir: str | Path, directory: str | None, errors: Sequence[Exception | None]) -> str | None:
-    """The valid checkpoint that was found; raises if there is none, and some were skipped."""
-    if directory is None and errors:
-        found = f"{len(errors)} checkpoints, none of them valid; the newest: {errors[0]}"
+    if directory is not None:
+        return str(directory)
+    is_first_save = len(skipped) == 1 and isinstance(skipped[0].error, UnfinishedError)
+    if skipped and not (may_begin_anew and is_first_save):
+        found = f"{len(skipped)} checkpoints, none of them valid; the newest: {skipped[0].error}"
         raise NoCheckpointError(str(output_dir), found=found, expected="a valid checkpoint", do="name one to try")
-    return directory
+    return None
 
 
 def validate_checkpoint(directory: str | Path, *, deep: bool = False, optimizer: bool = False) -> None:

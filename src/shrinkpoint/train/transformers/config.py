@@ -28,7 +28,7 @@ from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.planning import AttributeSnapshot
 from shrinkpoint.train.save_decision import SaveDecisionPolicy, check_policy
-from shrinkpoint.validate import check_bool, check_instance, check_optional_int, check_str
+from shrinkpoint.validate import check_bool, check_optional_int, check_str
 
 _TENSOR_ATTRIBUTES = ("_parameters", "_buffers", "_modules")
 """Not saved here: the caller of an Evaluation restores tensors and modules itself."""
@@ -96,11 +96,6 @@ class ShrinkConfig:
         factory = scheme_factory(self.scheme) if isinstance(self.scheme, str) else self.scheme
         return self.evaluate is None and callable(factory) and lacks_evaluation(factory)
 
-    @property
-    def is_default(self) -> bool:
-        """True if every setting has its default."""
-        return self == ShrinkConfig()
-
     def make_recorder(self, model: nn.Module, save_interval: int | None) -> GradientRecorder | None:
         """Return a recorder of the model's gradients, or None unless `gradients` is set.
 
@@ -143,18 +138,6 @@ class ShrinkConfig:
 
     def _save_settings(self, scheme: Any) -> SaveSettings:
         return SaveSettings(scheme, self.keyframe_every, self.background, self.threads, self.max_bytes, self.on_save)
-
-
-def check_config(shrink: Any) -> ShrinkConfig:
-    """Return `shrink` if it is a `ShrinkConfig`; raises PolicyError if it is something else."""
-    config: ShrinkConfig = check_instance(
-        "shrink",
-        shrink,
-        ShrinkConfig,
-        expected="settings, a ShrinkConfig(...)",
-        do='write shrink=ShrinkConfig("fisher")',
-    )
-    return config
 
 
 class Evaluation:
@@ -203,25 +186,22 @@ class Evaluation:
     def reading(self, model: Any = None) -> Reading:
         """Return the metric, and the loss of each batch if the metric is their mean, to estimate its confidence."""
         losses: list[tuple[float, int | None]] = []
-        value = self._evaluate(losses)
-        batch_losses = torch.tensor([loss for loss, _ in losses], dtype=torch.float64)
-        has_equal_batches = len({batch_size for _, batch_size in losses}) == 1
-        is_mean = has_equal_batches and math.isclose(float(batch_losses.mean()), value, rel_tol=1e-5)
-        return Reading(value, batch_losses if len(losses) > 1 and is_mean else None, unit="batches")
-
-    def _evaluate(self, losses: list[tuple[float, int | None]]) -> float:
         loss_only = self._metric == f"{self._prefix}_loss" or self._trainer.compute_metrics is None
         with isolate(self._trainer), _record_batch_losses(self._trainer, losses):
-            output = self._trainer.evaluation_loop(
+            metrics = self._trainer.evaluation_loop(
                 self._get_loader(),
                 description="Measurement",
                 prediction_loss_only=True if loss_only else None,
                 metric_key_prefix=self._prefix,
-            )
-        if self._metric not in output.metrics:
-            found, do = f"no {self._metric!r}, only " + ", ".join(map(repr, output.metrics)), "name one"
+            ).metrics
+        if self._metric not in metrics:
+            found, do = f"no {self._metric!r}, only " + ", ".join(map(repr, metrics)), "name one"
             raise PolicyError("ShrinkConfig, evaluate", found=found, expected="a metric of the evaluation", do=do)
-        return float(output.metrics[self._metric])
+        value = float(metrics[self._metric])
+        batch_losses = torch.tensor([loss for loss, _ in losses], dtype=torch.float64)
+        has_equal_batches = len({batch_size for _, batch_size in losses}) == 1
+        is_mean = has_equal_batches and math.isclose(float(batch_losses.mean()), value, rel_tol=1e-5)
+        return Reading(value, batch_losses if len(losses) > 1 and is_mean else None, unit="batches")
 
     def _get_loader(self) -> Any:
         if self._loader is None:

@@ -143,9 +143,8 @@ def export_pretrained(
     """
     target = local_path(out, "out").absolute()
     if target.exists() and not force:
-        raise PolicyError(
-            str(out), found="a name that exists", expected="a new name", do="pass force=True to replace it"
-        )
+        do = "pass force=True to replace it"
+        raise PolicyError(str(out), found="a name that exists", expected="a new name", do=do)
     adapter = find_adapter(where, step) if key is None else None
     with _without_progress(), atomic_replace(target) as temporary:
         temporary.mkdir(parents=True)
@@ -173,7 +172,9 @@ def _write_model(
         model = _build_model(model_class, weights, directory, (), config=config, strict=True, kwargs={"dtype": dtype})
         state = model.state_dict()
         # the dtype of the model is one, those of the checkpoint may be several
-        state.update({name: tensor for name, tensor in saved.items() if _is_cast(state.get(name), tensor)})
+        for name, tensor in saved.items():
+            if name in state and state[name].shape == tensor.shape and state[name].dtype != tensor.dtype:
+                state[name] = tensor
         with torch.device("meta"):  # a model that was loaded writes names as it found them; a new one, public names
             writer = type(model)(model.config).to(dtype)
         if model.can_generate():
@@ -182,10 +183,11 @@ def _write_model(
         try:
             writer.save_pretrained(target, state_dict=state, **shards)
         except ValueError as error:  # a size that is none
-            raise PolicyError(
-                "max_shard_size", found=str(error)[:200], expected="a size", do="say e.g. '5GB'"
-            ) from error
-        _copy_small_files(directory, target)
+            found, do = str(error)[:200], "say e.g. '5GB'"
+            raise PolicyError("max_shard_size", found=found, expected="a size", do=do) from error
+        for path in [] if directory is None else sorted(directory.iterdir()):
+            if path.is_file() and path.name != CONFIG_FILE and SMALL_FILES.fullmatch(path.name):
+                shutil.copyfile(path, target / path.name)
 
 
 def _build_model(
@@ -287,7 +289,11 @@ def _check_fit(
     problems = []
     if strict:
         problems += _problem(sorted(info["missing_keys"]), "that it needs and the checkpoint lacks")
-        problems += _problem(_lost_names(weights.tensors, info["unexpected_keys"]), "that it does not have")
+        # tied weights are unexpected too, and the model has their values under another name
+        tensors, unexpected = weights.tensors, info["unexpected_keys"]
+        loaded = {tensor.data_ptr() for name, tensor in tensors.items() if name not in unexpected}
+        lost = [name for name in unexpected if name not in tensors or tensors[name].data_ptr() not in loaded]
+        problems += _problem(sorted(lost), "that it does not have")
     wrong = [] if ignores_sizes else sorted(info["mismatched_keys"], key=lambda item: str(item[0]))
     texts = [f"{key} {list(saved)} for {list(own)}" for key, saved, own in wrong]
     problems += _problem(texts, "of another shape")
@@ -302,12 +308,6 @@ def _check_fit(
 def _problem(names: Sequence[str], what: str) -> list[str]:
     shown = ", ".join(names[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else "")
     return [f"{len(names)} {what} ({shown})"] if names else []
-
-
-def _lost_names(tensors: Mapping[str, Tensor], unexpected: set[str]) -> list[str]:
-    """The unexpected names whose values the model has under no other name, as it has those of tied weights."""
-    loaded = {tensor.data_ptr() for name, tensor in tensors.items() if name not in unexpected}
-    return sorted(name for name in unexpected if name not in tensors or tensors[name].data_ptr() not in loaded)
 
 
 def _without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -333,17 +333,6 @@ def _main_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
         if tensor.is_floating_point():
             counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
     return max(counts, key=lambda dtype: counts[dtype], default=torch.get_default_dtype())
-
-
-def _is_cast(loaded: Tensor | None, saved: Tensor) -> bool:
-    return loaded is not None and loaded.shape == saved.shape and loaded.dtype != saved.dtype
-
-
-def _copy_small_files(source: Path | None, target: Path) -> None:
-    """Copy what belongs to a model, except for its configuration, which was written with the weights."""
-    for path in [] if source is None else sorted(source.iterdir()):
-        if path.is_file() and path.name != CONFIG_FILE and SMALL_FILES.fullmatch(path.name):
-            shutil.copyfile(path, target / path.name)
 
 
 @contextmanager

@@ -31,8 +31,9 @@ from shrinkpoint.train.state_dicts import check_storable, check_tensor_fits, loa
 from shrinkpoint.train.transformers import checkpoint_dirs
 from shrinkpoint.train.transformers.callback import BeginCallback, GradientCallback, SavePolicyCallback
 from shrinkpoint.train.transformers.checkpoint_dirs import has_adapters, save_auxiliary_files
-from shrinkpoint.train.transformers.config import Evaluation, ShrinkConfig, check_config
+from shrinkpoint.train.transformers.config import Evaluation, ShrinkConfig
 from shrinkpoint.train.transformers.training_loss import TrainingLoss
+from shrinkpoint.validate import check_instance
 
 _log = logging.getLogger("shrinkpoint")
 _ALTERNATIVE = "or begin anew from its weights alone"
@@ -90,7 +91,9 @@ class ShrinkTrainer(Trainer):
     shrink: ShrinkConfig = ShrinkConfig()
 
     def __init__(self, *args: Any, shrink: ShrinkConfig | None = None, **kwargs: Any) -> None:
-        self.shrink = check_config(self.shrink if shrink is None else shrink)
+        shrink, expected = self.shrink if shrink is None else shrink, "settings, a ShrinkConfig(...)"
+        do = 'write shrink=ShrinkConfig("fisher")'
+        self.shrink = check_instance("shrink", shrink, ShrinkConfig, expected=expected, do=do)
         self._saver = _ModelCheckpointer(self)
         self._pending_checkpoint: _PendingCheckpoint | None = None  # while the Trainer collects one
         self._unfinished_checkpoint: _PendingCheckpoint | None = None  # being written, or just written
@@ -177,12 +180,19 @@ class ShrinkTrainer(Trainer):
         pending = self._pending_checkpoint
         if pending is None or output_dir is None:
             super()._save(output_dir, state_dict)
-        else:
-            self.args.save_total_limit = pending.limit  # the Trainer saves the arguments that the user has passed
-            try:
-                self._save_auxiliary(pending, output_dir, state_dict)
-            finally:
-                self.args.save_total_limit = None
+            return
+        self.args.save_total_limit = pending.limit  # the Trainer saves the arguments that the user has passed
+        try:
+            if has_adapters(self.model) or self._is_own("model"):
+                super()._save(output_dir, state_dict)
+                return
+            model = self._model
+            if self._saver.participates:
+                pending.add("model", model.state_dict() if state_dict is None else state_dict, model)
+            if self.args.should_save:
+                save_auxiliary_files(self, model, output_dir)
+        finally:
+            self.args.save_total_limit = None
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._pending_checkpoint is None or self._is_own("optimizer"):
@@ -297,8 +307,8 @@ class ShrinkTrainer(Trainer):
     def _write_checkpoint(self, pending: _PendingCheckpoint) -> None:
         writes = self.args.should_save
         extra = checkpoint_dirs.manifest_extra(pending.directory, pending.state) if writes else None
-        self._saver.note_terms()
         checkpointer = self._saver.for_model()
+        note_terms(checkpointer.scheme, self._saver.counter.terms)
         checkpoint_dirs.retain(checkpointer, self.shrink.keep, self.args, self.state)
         checkpointer.save(
             pending.directory,
@@ -340,24 +350,12 @@ class ShrinkTrainer(Trainer):
                 check_tensor_fits(tensor, weights[name], f"{where}, model, {name}", strict=False)
         self._issue_warnings_after_load(model.load_state_dict(weights, strict=False))
 
-    def _save_auxiliary(self, pending: _PendingCheckpoint, output_dir: str, state_dict: Any) -> None:
-        """Hand over the weights and write the small files; for adapters and trainers with a `_save` of their own, let
-        the Trainer write everything."""
-        if has_adapters(self.model) or self._is_own("model"):
-            super()._save(output_dir, state_dict)
-            return
-        model = self._model
-        if self._saver.participates:
-            pending.add("model", model.state_dict() if state_dict is None else state_dict, model)
-        if self.args.should_save:
-            save_auxiliary_files(self, model, output_dir)
-
 
 class _ModelCheckpointer:
     """The checkpointer and the gradient recorder of a Trainer's current model."""
 
     def __init__(self, trainer: ShrinkTrainer) -> None:
-        self._trainer, self._counter = trainer, TermCounter()
+        self._trainer, self.counter = trainer, TermCounter()
         self._training_loss: TrainingLoss | None = None
         self.checkpointer: Checkpointer | None = None  # None until `for_model` is called
         self._model: nn.Module | None = None
@@ -387,13 +385,9 @@ class _ModelCheckpointer:
         if not counts_terms(self.for_model().scheme):
             return
         shift = bool(getattr(self._trainer, "_loss_shifts_labels", False))
-        self._counter.add(batches, scale=self._trainer.args.world_size, shift=shift)
+        self.counter.add(batches, scale=self._trainer.args.world_size, shift=shift)
         if self._training_loss is not None:
             self._training_loss.add(batches)
-
-    def note_terms(self) -> None:
-        """Tell the scheme how many loss terms an optimizer step averages."""
-        note_terms(self.for_model().scheme, self._counter.terms)
 
     def get_recorder(self) -> GradientRecorder:
         """The recorder of the model's gradients, which the settings must ask for."""
@@ -410,7 +404,7 @@ class _ModelCheckpointer:
         """Release the checkpointer, and with it the model."""
         self.close()
         self.checkpointer, self._model, self._recorder = None, None, None
-        self._counter, self._training_loss = TermCounter(), None
+        self.counter, self._training_loss = TermCounter(), None
 
     @property
     def participates(self) -> bool:
@@ -463,7 +457,7 @@ def _check_settings(trainer: ShrinkTrainer) -> None:
     args = trainer.args
     checkpoint_dirs.check_keep(trainer.shrink.keep, args)
     if not trainer._has_full_state:
-        if not trainer.shrink.is_default:
+        if trainer.shrink != ShrinkConfig():
             expected, do = "the whole state in one process", "save shards with shrinkpoint.train.dcp.Manager"
             raise PolicyError("ShrinkConfig", found="sharded training", expected=expected, do=do)
         _log.warning("sharded training: checkpoints are those of the stock Trainer")
@@ -510,11 +504,11 @@ def _find_newest(args: Any) -> str | None:
     Raises:
         NotFoundError: there are checkpoints, and none is valid.
     """
-    if not args.save_only_model:
-        try:
-            return checkpoint_dirs.find_resume_checkpoint(args.output_dir, optimizer=True)
-        except NotFoundError:  # the run may have been one with save_only_model
-            with suppress(NotFoundError):
-                return checkpoint_dirs.find_resume_checkpoint(args.output_dir, optimizer=False)
-            raise
-    return checkpoint_dirs.find_resume_checkpoint(args.output_dir, optimizer=False)
+    if args.save_only_model:
+        return checkpoint_dirs.find_resume_checkpoint(args.output_dir, optimizer=False)
+    try:
+        return checkpoint_dirs.find_resume_checkpoint(args.output_dir, optimizer=True)
+    except NotFoundError:  # the run may have been one with save_only_model
+        with suppress(NotFoundError):
+            return checkpoint_dirs.find_resume_checkpoint(args.output_dir, optimizer=False)
+        raise

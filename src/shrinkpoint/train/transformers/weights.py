@@ -105,7 +105,11 @@ def load_weights(
     if is_object_url(where) or not isinstance(where, str | Path):
         storage = resolve_storage(where, "where")
         weights = _decode_weights(where, step, key, (), threads, max_bytes)
-        return replace(weights, files={**_read_small_files(storage), **weights.files})
+        files = dict[str, bytes]()  # at the top of a store that is no directory here
+        for name in (CONFIG_FILE, GENERATION_FILE):
+            with suppress(NotFoundError):
+                files[name] = bytes(storage.get(name))
+        return replace(weights, files={**files, **weights.files})
     wait_for_writes(where)
     path = local_path(where).absolute()
     is_directory = what_is_at(path) == "a directory"
@@ -113,10 +117,12 @@ def load_weights(
     if is_directory and find_store(LocalStorage(path)) is None:
         directory = find_directory(path, step)
         directories = [*dict.fromkeys((directory, *directories, directory.parent))]
-        if len(read_directory_manifest(directory).payloads) != 1 or _is_dcp(directory):
-            return PretrainedWeights(
-                str(where), _load_distributed(directory, key, threads, max_bytes), tuple(directories)
-            )
+        from shrinkpoint.train.dcp.checkpoint_metadata import DCP_KEY
+
+        manifest = read_directory_manifest(directory)
+        if len(manifest.payloads) != 1 or (isinstance(manifest.extra, dict) and DCP_KEY in manifest.extra):
+            tensors = _load_distributed(directory, key, threads, max_bytes)
+            return PretrainedWeights(str(where), tensors, tuple(directories))
     return _decode_weights(where, step, key, tuple(directories), threads, max_bytes)
 
 
@@ -146,15 +152,6 @@ def _decode_weights(
     return PretrainedWeights(name, _check_tensors(value, name, search.path), directories, files)
 
 
-def _read_small_files(storage: Storage) -> dict[str, bytes]:
-    """The configurations at the top of a store that is no directory here."""
-    files = {}
-    for name in (CONFIG_FILE, GENERATION_FILE):
-        with suppress(NotFoundError):
-            files[name] = bytes(storage.get(name))
-    return files
-
-
 class _WeightSearch:
     """Selects the weights in a state's tree, and the small files of a converted directory."""
 
@@ -182,13 +179,6 @@ def _belongs_to_weights(path: StatePath, weights: StatePath) -> bool:
     """True if a path is that of the weights, or of a small file beside them in a converted directory."""
     is_beside = len(weights) == len(path) == 2 and weights[0] == path[0] == "state"
     return path == weights or bool(is_beside and SMALL_FILES.fullmatch(str(path[1])))
-
-
-def _is_dcp(directory: Path) -> bool:
-    from shrinkpoint.train.dcp.checkpoint_metadata import DCP_KEY
-
-    extra = read_directory_manifest(directory).extra
-    return isinstance(extra, dict) and DCP_KEY in extra
 
 
 def _load_distributed(
