@@ -11,7 +11,7 @@ import logging
 import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from shrinkpoint.container import FileReader
@@ -70,7 +70,10 @@ class ChainState:
     def confirm_last_write(self) -> None:
         """Drop the reference if the last write did not become a checkpoint, or its checkpoint was deleted since."""
         if self.unconfirmed is not None:
-            if _is_committed(*self.unconfirmed):
+            is_committed = False
+            with suppress(ShrinkpointError):
+                is_committed = has_committed(*self.unconfirmed)
+            if is_committed:
                 self.superseded_origin = self.origin
             else:
                 self.delta_writer.drop()
@@ -210,13 +213,6 @@ def _are_equal(config: Mapping[str, object], other: Mapping[str, object]) -> boo
         return False
     # Equality of an arbitrary object may return anything, such as a tensor.
     return all(value is other[name] or (value == other[name]) is True for name, value in config.items())
-
-
-def _is_committed(directory: str, payload: Payload) -> bool:
-    try:
-        return has_committed(directory, payload)
-    except ShrinkpointError:
-        return False
 
 
 def _shares_most_tensors(directory: str, payload: Payload, state: FlatState) -> bool:

@@ -120,15 +120,13 @@ class CheckpointMetadata:
                 continue
             chunks = layouts.get(id(entry.chunks))  # shared, as many chunks of many entries would fill the memory
             if chunks is None:
-                chunks = layouts[id(entry.chunks)] = _torch_chunks(entry.chunks)
+                chunks = layouts[id(entry.chunks)] = [
+                    ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks
+                ]
             properties = TensorProperties(dtype=torch_dtype(entry.dtype))
             entries[fqn] = TensorStorageMetadata(properties, torch.Size(entry.size), chunks)
         paths = {fqn: entry.path for fqn, entry in self.entries.items() if entry.path is not None}
         return Metadata(entries, planner_data=paths if paths or not entries else None)
-
-
-def _torch_chunks(chunks: Sequence[ChunkMetadata]) -> list[ChunkStorageMetadata]:
-    return [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in chunks]
 
 
 def chunk_name(fqn: str, offsets: Sequence[int], sizes: Sequence[int], size: Sequence[int]) -> str:
@@ -188,7 +186,9 @@ def metadata_to_json(metadata: Metadata, owners: Mapping[str, NDArray[np.int64]]
         key = tuple(entry.size), id(entry.chunks), payloads.tobytes()
         if key not in indices:
             indices[key] = len(layouts)
-            layouts.append([list(entry.size), _chunk_rows(entry.chunks, payloads.tolist())])
+            pairs = zip(entry.chunks, payloads.tolist(), strict=True)
+            rows: list[JSON] = [[list(chunk.offsets), list(chunk.sizes), payload] for chunk, payload in pairs]
+            layouts.append([list(entry.size), rows])
         items.append([fqn, paths.get(fqn), dtype_name(entry.properties.dtype), indices[key]])
     return {"items": items, "layouts": layouts}
 
@@ -218,11 +218,6 @@ def _drop_moments(extra: Any) -> JSON:
 
 MOMENTS = MomentFilter(_flatten_without_moments, _drop_moments)
 """Removes the moments of a checkpoint of ours that `dcp.save` wrote."""
-
-
-def _chunk_rows(chunks: Sequence[ChunkStorageMetadata], payloads: Sequence[int]) -> list[JSON]:
-    pairs = zip(chunks, payloads, strict=True)
-    return [[list(chunk.offsets), list(chunk.sizes), payload] for chunk, payload in pairs]
 
 
 def _planner_paths(planner_data: Any) -> Mapping[str, list[str | int]]:

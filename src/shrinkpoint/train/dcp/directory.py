@@ -152,22 +152,19 @@ def _manifest_stamp(directory: Path | ObjectUrl) -> object:
 
 
 def _own_candidate_names(root: Path | ObjectUrl, rank: int) -> set[str] | ShrinkpointError:
-    """Names that a rank finds, or its error; only the first rank looks into a bucket, which is the same for all."""
-    if isinstance(root, ObjectUrl) and rank > 0:
-        return set()
+    """Names of directories with a checkpoint, or with payloads of a save that failed before its manifest; or an error.
+
+    Only the first rank looks into a bucket, which is the same for all.
+    """
     try:
-        return _candidate_names(root)
-    except ShrinkpointError as error:
-        return error
-
-
-def _candidate_names(root: Path | ObjectUrl) -> set[str]:
-    """Names of directories with a checkpoint, or with payloads of a save that failed before its manifest."""
-    if isinstance(root, ObjectUrl):
-        parts = (key.split("/") for key in directory_storage(root).list())
+        if isinstance(root, Path):
+            paths = [path for path in root.iterdir() if path.is_dir()]
+            return {path.name for path in paths if is_checkpoint(path) or any(path.glob("rank-*.safetensors"))}
+        parts = (key.split("/") for key in (directory_storage(root).list() if rank == 0 else ()))
         return {part[0] for part in parts if len(part) == 2 and (part[1] == MANIFEST or part[1].startswith("rank-"))}
-    try:
-        paths = [path for path in root.iterdir() if path.is_dir()]
-        return {path.name for path in paths if is_checkpoint(path) or any(path.glob("rank-*.safetensors"))}
-    except OSError:
-        return set()
+    except (ShrinkpointError, OSError) as error:
+        if isinstance(root, Path) and isinstance(error, OSError):  # a rank may not see the directory
+            return set()
+        if isinstance(error, ShrinkpointError):
+            return error
+        raise

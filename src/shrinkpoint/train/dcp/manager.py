@@ -28,7 +28,7 @@ from shrinkpoint.store.directory import delete_expired, read_directory_manifest
 from shrinkpoint.store.directory_retention import Directory, RunPlan, chains_to_strip
 from shrinkpoint.store.directory_rewrite import RunRewriter
 from shrinkpoint.store.identify import is_checkpoint, is_stock_dcp
-from shrinkpoint.store.manifest import DirectoryManifest, Payload
+from shrinkpoint.store.manifest import Payload
 from shrinkpoint.store.retention import best_first
 from shrinkpoint.tensors.dtypes import torch_dtype
 from shrinkpoint.tensors.names import StatePath
@@ -51,7 +51,6 @@ from shrinkpoint.train.state_dicts import (
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
 
 _log = logging.getLogger("shrinkpoint")
 
@@ -156,7 +155,8 @@ class Manager(ScheduledSaver):
 
     def best_step(self) -> int | None:
         """The step with the best metric of the rule `best`, or of `val_loss`; None if none has it."""
-        ranked = best_first(self._previous_manifests()[::-1], self._keep or Keep())
+        paths = [path for path in self._run.newest_first() if is_checkpoint(path)]
+        ranked = best_first([read_directory_manifest(path) for path in paths[::-1]], self._keep or Keep())
         return ranked[0].step if ranked else None
 
     def _find_step(self, step: int | str | None) -> Any:
@@ -171,9 +171,6 @@ class Manager(ScheduledSaver):
                 raise NotFoundError(str(self._root), found=found, expected="a best checkpoint", do=do)
             return best
         return step
-
-    def _previous_manifests(self) -> list[DirectoryManifest]:
-        return [read_directory_manifest(path) for path in self._run.newest_first() if is_checkpoint(path)]
 
     @property
     def _run(self) -> DirectoryRun:
@@ -281,9 +278,8 @@ class Manager(ScheduledSaver):
             load_state_dicts(obj, aligned.state.get(name, {}), f"{directory}, {name}", **options)
         assert manifest.step is not None
         self._note_restored(manifest.step)
-        result: RestoreResult[Any] = RestoreResult.from_manifest(
-            manifest, time.perf_counter() - begin, directory=directory
-        )
+        seconds = time.perf_counter() - begin
+        result: RestoreResult[Any] = RestoreResult.from_manifest(manifest, seconds, directory=directory)
         return result
 
     def wait(self) -> None:

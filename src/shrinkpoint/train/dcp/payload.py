@@ -21,7 +21,7 @@ from shrinkpoint.store.directory import chain_places
 from shrinkpoint.store.manifest import DirectoryManifest, Payload
 from shrinkpoint.store.partial_reader import PartialReader
 from shrinkpoint.tensors.dtypes import dtype_name
-from shrinkpoint.tensors.info import JSON, TensorInfo
+from shrinkpoint.tensors.info import TensorInfo
 from shrinkpoint.tensors.tree_decoder import TreeDecoder
 from shrinkpoint.threads import ForkSafeLock
 from shrinkpoint.train.dcp.checkpoint_metadata import ChunkMetadata, EntryMetadata, Offsets, box_slices, chunk_name
@@ -88,15 +88,22 @@ class PayloadReader:
         where = f"{self._where}: {name!r}"
         _check_stored_tensor(where, self._tensors.infos.get(name), entry, chunk)
         if any(start + size > side for start, size, side in zip(starts, sizes, chunk.sizes, strict=True)):
-            raise CorruptError(
-                where, found=f"a box at {starts}", expected=f"within {chunk.sizes}", do="restore another checkpoint"
-            )
+            raise CorruptError(where, found=f"a box at {starts}", expected=f"within {chunk.sizes}", do=_ADVICE)
         return self._tensors.read(name, starts, sizes)
 
     def load_object(self, fqn: str) -> Any:
         """An entry that is not a tensor."""
-        decoder = TreeDecoder(_TensorsByName(self._tensors), tie=True, where=self._where)
-        return decoder.decode(_subtree(self._tree, fqn, self._where), (fqn,))
+        tree, where = self._tree, self._where
+        pairs = tree.get("$d") if isinstance(tree, dict) and len(tree) == 1 else None
+        if isinstance(pairs, list):  # a name that begins with "$", or with lone surrogates
+            keys = (fqn, {"$s": fqn.encode("utf-8", "surrogatepass").hex()})
+            matches = [pair[1] for pair in pairs if isinstance(pair, list) and len(pair) == 2 and pair[0] in keys]
+        else:
+            matches = [tree[fqn]] if isinstance(tree, dict) and fqn in tree else []
+        if not matches:
+            expected = "what its manifest names"
+            raise CorruptError(f"{where}: {fqn!r}", found="no such entry", expected=expected, do=_ADVICE)
+        return TreeDecoder(_TensorsByName(self._tensors), tie=True, where=where).decode(matches[0], (fqn,))
 
 
 def check_stored_tensors(
@@ -162,18 +169,6 @@ class _TensorsByName(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._tensors.infos)
-
-
-def _subtree(tree: JSON, fqn: str, where: str) -> JSON:
-    pairs = tree.get("$d") if isinstance(tree, dict) and len(tree) == 1 else None
-    if isinstance(pairs, list):  # a name that begins with "$", or with lone surrogates
-        keys = (fqn, {"$s": fqn.encode("utf-8", "surrogatepass").hex()})
-        matches = [pair[1] for pair in pairs if isinstance(pair, list) and len(pair) == 2 and pair[0] in keys]
-    else:
-        matches = [tree[fqn]] if isinstance(tree, dict) and fqn in tree else []
-    if not matches:
-        raise CorruptError(f"{where}: {fqn!r}", found="no such entry", expected="what its manifest names", do=_ADVICE)
-    return matches[0]
 
 
 # Objects that are not tensors, which torch passes and expects as the bytes of `torch.save`

@@ -148,11 +148,8 @@ class Reader(CheckpointDirectory, StorageReader):
         assert self._manifest is not None
         manifest, metadata = open_checkpoint(self._directory)
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-        if (
-            not is_alone
-            or metadata != self._metadata
-            or manifest_identity(manifest) == manifest_identity(self._manifest)
-        ):
+        is_new = manifest_identity(manifest) != manifest_identity(self._manifest)
+        if not (is_alone and is_new and metadata == self._metadata):
             return False
         self._manifest, self._metadata = manifest, metadata
         return True
@@ -162,7 +159,9 @@ class Reader(CheckpointDirectory, StorageReader):
         for item in plan.items:
             items_by_payload.setdefault(self._find_chunk(item).payload, []).append(item)
         for index, items in sorted(items_by_payload.items()):
-            requested = sum(self._item_nbytes(item) for item in items)
+            boxes = [item for item in items if item.type != LoadItemType.BYTE_IO]
+            entries = self._metadata.entries
+            requested = sum(entries[item.storage_index.fqn].nbytes(tuple(item.lengths)) for item in boxes)
             whole = 2 * requested >= manifest.payloads[index].raw_bytes  # then this is faster than box after box
             limits: dict[str, Any] = {"whole": whole, "max_bytes": self._max_bytes}
             with PayloadReader(self._directory, manifest, index, self._threads, **limits) as payload:
@@ -172,11 +171,6 @@ class Reader(CheckpointDirectory, StorageReader):
     def _find_chunk(self, item: ReadItem) -> ChunkMetadata:
         index = item.storage_index
         return self._metadata.find_chunk(index.fqn, index.offset or (), str(self._path))
-
-    def _item_nbytes(self, item: ReadItem) -> int:
-        if item.type == LoadItemType.BYTE_IO:
-            return 0
-        return self._metadata.entries[item.storage_index.fqn].nbytes(tuple(item.lengths))
 
     def _read_item(self, item: ReadItem, payload: PayloadReader, planner: LoadPlanner) -> None:
         index = item.storage_index
@@ -190,7 +184,13 @@ class Reader(CheckpointDirectory, StorageReader):
             do = "build the state with the shapes that were saved"
             raise MismatchError(f"{self._path}, {index.fqn!r}", found=found, expected=expected, do=do)
         starts, sizes = tuple(item.storage_offsets), tuple(item.lengths)
-        _copy_values(target, payload.read_box(entry, self._find_chunk(item), starts, sizes))
+        values = payload.read_box(entry, self._find_chunk(item), starts, sizes)
+        if target.dtype == values.dtype and target.device.type == "cpu":
+            as_bits(target).copy_(as_bits(values))
+        else:
+            if target.dtype != values.dtype:
+                _log.warning("values of %s are read into a tensor of %s", values.dtype, target.dtype)
+            target.copy_(values)
         planner.commit_tensor(item, target)
 
 
@@ -215,15 +215,6 @@ def open_checkpoint(directory: Path | ObjectUrl) -> tuple[DirectoryManifest, Che
         raise MismatchError(str(directory), found=found, expected="one of torch.distributed.checkpoint", do=do)
     where = str(directory / MANIFEST)
     return manifest, metadata_from_json(manifest.extra[DCP_KEY], len(manifest.payloads), where)
-
-
-def _copy_values(target: Tensor, values: Tensor) -> None:
-    if target.dtype == values.dtype and target.device.type == "cpu":
-        as_bits(target).copy_(as_bits(values))
-        return
-    if target.dtype != values.dtype:
-        _log.warning("values of %s are read into a tensor of %s", values.dtype, target.dtype)
-    target.copy_(values)
 
 
 @torch.no_grad()

@@ -29,8 +29,6 @@ from shrinkpoint.train.dcp.checkpoint_metadata import Offsets, chunk_name, offse
 from shrinkpoint.train.dcp.payload import unpickle_plain
 
 _FLAT_NAME = re.compile(r"(?:(?P<head>.+)\.)?(?P<kind>state|param_groups)\.(?P<name>.+)\.(?P<slot>[^.]+)")
-
-
 _HASH_BYTES = 8
 _Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a shard, and the shape of its global tensor."""
@@ -60,8 +58,14 @@ def collect_plan_items(plan: SavePlan, planner: SavePlanner) -> CollectedState:
         if item.type == WriteItemType.BYTE_IO:
             nest[fqn] = _planned_object(item, planner)
             continue
-        data = planner.resolve_data(item)
-        shard, name, tensor = _planned_shard(item, data)
+        data, planned = planner.resolve_data(item), item.tensor_data
+        if not isinstance(data, torch.Tensor) or planned is None or data.shape != planned.chunk.sizes:
+            shape = tuple(data.shape) if isinstance(data, torch.Tensor) else type(data).__name__
+            expected = None if planned is None else tuple(planned.chunk.sizes)
+            do = "leave the state as it is until it is saved; do not replay the plan of another one"
+            raise StateError(f"state[{fqn!r}]", found=f"{shape}", expected=f"the planned shape {expected}", do=do)
+        shard, tensor = ShardSpec(fqn, tuple(planned.size), tuple(planned.chunk.offsets)), data.detach()
+        name = chunk_name(fqn, shard.offsets, planned.chunk.sizes, shard.global_shape)
         if name == tensor_name((fqn,)):
             nest[fqn] = tensor
         else:
@@ -92,17 +96,6 @@ def plan_signatures(plan: SavePlan) -> set[tuple[str, Offsets, str]]:
         for item in plan.items
         if item.tensor_data is not None
     }
-
-
-def _planned_shard(item: WriteItem, data: Any) -> tuple[ShardSpec, str, torch.Tensor]:
-    fqn, planned = item.index.fqn, item.tensor_data
-    if not isinstance(data, torch.Tensor) or planned is None or data.shape != planned.chunk.sizes:
-        shape = tuple(data.shape) if isinstance(data, torch.Tensor) else type(data).__name__
-        expected = None if planned is None else tuple(planned.chunk.sizes)
-        do = "leave the state as it is until it is saved; do not replay the plan of another one"
-        raise StateError(f"state[{fqn!r}]", found=f"{shape}", expected=f"the planned shape {expected}", do=do)
-    shard = ShardSpec(fqn, tuple(planned.size), tuple(planned.chunk.offsets))
-    return shard, chunk_name(fqn, shard.offsets, planned.chunk.sizes, shard.global_shape), data.detach()
 
 
 def _flat_state(

@@ -150,12 +150,8 @@ class Writer(CheckpointDirectory, StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         """State for the process of `async_save`: no group and no model, but what was restored here."""
-        return {
-            **self.__dict__,
-            "_group": None,
-            "_model": None,
-            "_restored": self._restored or chain_registry.restored_origins(),
-        }
+        restored = self._restored or chain_registry.restored_origins()
+        return {**self.__dict__, "_group": None, "_model": None, "_restored": restored}
 
     @property
     def _keyframe_every(self) -> int | None:
