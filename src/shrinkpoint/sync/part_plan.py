@@ -146,17 +146,14 @@ def make_plan(rows_by_rank: Sequence[Sequence[Row]], rank: int) -> PartPlan:
                 holders.setdefault(row.name, {}).setdefault(box, []).append(number)
     for name, spec in tensors.items():
         _check_boxes(name, spec, list(holders.get(name, {})))
-    ties = {name: first for name, first in map(_common_tie, tied.items()) if first is not None}
+    ties: dict[str, str] = {}
+    for name, firsts in tied.items():  # tied on every rank that has values, to one and the same other name
+        others = [first for first in firsts if first is not None]
+        if len(others) == 1 and name not in others:
+            ties[name] = others[0]
     own = _assign({name: boxes for name, boxes in holders.items() if name not in ties}, tensors, len(rows_by_rank))
     replicated = frozenset(name for name, boxes in holders.items() if any(len(ranks) > 1 for ranks in boxes.values()))
     return PartPlan(tensors, ties, own[rank], replicated)
-
-
-def _common_tie(item: tuple[str, set[str | None]]) -> tuple[str, str | None]:
-    """The other name under which every rank that has values of a tensor has the same memory; None if there is none."""
-    name, firsts = item
-    others = firsts - {None}
-    return name, next(iter(others)) if len(others) == 1 and name not in others else None
 
 
 def _check_boxes(name: str, spec: TensorSpec, boxes: Sequence[_Box]) -> None:

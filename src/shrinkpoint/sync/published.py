@@ -181,10 +181,6 @@ class Published:
         newest = max((file.version for file in self.files if file.is_keyframe), default=-1)
         return tuple(file for file in self.files if file.version > newest)
 
-    def with_files(self, *files: VersionFile) -> Published:
-        """This with the files of a newer version."""
-        return replace(self, version=files[-1].version, files=(*self.files, *files))
-
     def without_old(self, keep: int) -> Published:
         """This without what nobody needs: keyframes but the newest, and deltas older than `keep` versions and it."""
         newest = max((file.version for file in self.files if file.is_keyframe), default=-1)

@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +22,6 @@ from shrinkpoint.schemes.base import QuantizedState
 from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.storage import Storage, object_size
 from shrinkpoint.store.checkpoint_file import write_file
-from shrinkpoint.sync.capture import capture, published_dtype
 from shrinkpoint.sync.group import open_place
 from shrinkpoint.sync.local_tensors import AnyModel, LocalTensor, local_tensors
 from shrinkpoint.sync.part_plan import PartPlanner, Row, describe
@@ -38,10 +37,13 @@ from shrinkpoint.sync.published import (
 )
 from shrinkpoint.sync.ranks import Ranks
 from shrinkpoint.sync.reader import HeldPart, VersionReader
-from shrinkpoint.tensors.flat_state import FlatState, flatten
+from shrinkpoint.tensors.dtypes import dtype_name, empty
+from shrinkpoint.tensors.flat_state import FlatState, copy_tensors, flatten
 from shrinkpoint.tensors.info import JSON
+from shrinkpoint.tensors.memory import wait_for_devices
 
 _log = logging.getLogger("shrinkpoint")
+_CAST_FROM = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ class Publisher:
         self._is_closed = False
         self._stack = ExitStack()
         try:
-            self._ranks.from_first(self._lock)
+            self._ranks.from_first(lambda: self._stack.enter_context(self._storage.lock()))
             self._resume()
         except BaseException:
             self._stack.close()
@@ -217,11 +219,11 @@ class Publisher:
             raise PolicyError("publish", found=found, expected="the same version and settings", do=do)
         if not self._ranks.is_sharded:
             tensors = {name: local.tensor for name, local in local_tensors(model).items()}
-            return capture(flatten(tensors), self._dtype, self._spare)
+            return _copy(flatten(tensors), self._dtype, self._spare)
         local, rows = self._ranks.run(lambda: self._describe(model))
         plan = self._planner.plan(rows)
         self._planner.check_equal(plan, local)
-        return self._ranks.run(lambda: capture(plan.state(local), self._dtype, self._spare))
+        return self._ranks.run(lambda: _copy(plan.state(local), self._dtype, self._spare))
 
     def _check(self, version: int | None, keyframe: bool) -> tuple[object, ...]:
         """Everything on which ranks must agree."""
@@ -235,7 +237,9 @@ class Publisher:
 
     def _describe(self, model: AnyModel) -> tuple[dict[str, LocalTensor], list[Row]]:
         local = local_tensors(model, is_sharded=True)
-        return local, describe(local, {name: published_dtype(x.tensor.dtype, self._dtype) for name, x in local.items()})
+        return local, describe(
+            local, {name: _published_dtype(x.tensor.dtype, self._dtype) for name, x in local.items()}
+        )
 
     def _needs_keyframe(self, written: list[VersionFile]) -> bool:
         if self._published is None or not written:
@@ -275,16 +279,14 @@ class Publisher:
             return StoredPart(written.report.stored_bytes, written.report.digest, token)
 
         parts = self._ranks.gather(write)
-        return (
-            VersionFile.from_parts(version, base, parts)
-            if self._ranks.is_sharded
-            else VersionFile(version, base, *parts[0])
-        )
+        if self._ranks.is_sharded:
+            return VersionFile.from_parts(version, base, parts)
+        return VersionFile(version, base, *parts[0])
 
     def _publish(self, files: list[VersionFile]) -> Published:
         """Name the files of a version in `published.json`: from then on it exists."""
         last = self._published or Published(self._ranks.from_first(lambda: secrets.token_hex(8)), -1, ())
-        published = last.with_files(*files).without_old(self._keep)
+        published = replace(last, version=files[-1].version, files=(*last.files, *files)).without_old(self._keep)
         if self._link is not None:  # nobody reads an older one
             published = replace(published, files=tuple(files))
         self._ranks.from_first(lambda: self._check_parts(files))
@@ -326,9 +328,6 @@ class Publisher:
             with suppress(ShrinkpointError):  # it is in nobody's way; the next process removes it
                 self._storage.delete(key)
 
-    def _lock(self) -> None:
-        self._stack.enter_context(self._storage.lock())
-
     def _resume(self) -> None:
         """Go on behind what is published here already, and remove what a process that died has left."""
         reader = VersionReader(self._storage, threads=self._threads)
@@ -356,3 +355,30 @@ class Publisher:
         self._keys = set() if published is None else {key for file in published.files for key in file.keys}
         self._delete(key for key in self._storage.list() if is_own_key(key) and key not in self._keys)
         return published
+
+
+def _published_dtype(dtype: torch.dtype, cast: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a tensor is published: the floating-point ones of 16 bits and more are cast."""
+    return dtype if cast is None or dtype not in _CAST_FROM else cast
+
+
+def _copy(state: FlatState, cast: torch.dtype | None, old: Mapping[str, Tensor]) -> FlatState:
+    """A copy of a state in CPU memory of its own.
+
+    Args:
+        cast: as for `_published_dtype`.
+        old: tensors that are no longer needed, whose memory is overwritten where it fits.
+    """
+    infos = dict(state.infos)
+    casts = {name for name, x in state.tensors.items() if _published_dtype(x.dtype, cast) != x.dtype}
+    copies = copy_tensors({name: tensor for name, tensor in state.tensors.items() if name not in casts}, old)
+    with torch.no_grad():
+        for name in casts:
+            assert cast is not None
+            source, target = state.tensors[name], old.get(name)
+            if target is None or target.dtype != cast or target.shape != source.shape:
+                target = empty(tuple(source.shape), cast, pin=source.is_cuda)
+            copies[name] = target.copy_(source)
+            infos[name] = replace(infos[name], dtype=dtype_name(cast))
+    wait_for_devices(state.tensors.values())
+    return replace(state, tensors={name: copies[name] for name in state.tensors}, infos=infos)

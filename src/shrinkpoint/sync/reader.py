@@ -208,7 +208,8 @@ class VersionReader:
     ) -> T:
         """Decode by the first route that can be read; else raise the error of the first of all."""
         first: ShrinkpointError | None = None
-        for route in self._routes(published, held):
+        is_base = held is not None and held.id == published.id
+        for route in published.routes(held.version if held is not None and is_base else None):
             try:
                 return decode(route)
             except _UNREADABLE as error:
@@ -217,10 +218,6 @@ class VersionReader:
             raise first
         where, found = self.storage.describe(), f"no keyframe that leads to version {published.version}"
         raise ChainError(where, found=found, expected="one, and the deltas behind it", do=_DO)
-
-    def _routes(self, published: Published, held: HeldVersion | None) -> Iterator[Sequence[VersionFile]]:
-        is_base = held is not None and held.id == published.id
-        return published.routes(held.version if held is not None and is_base else None)
 
     def _decode(
         self,
