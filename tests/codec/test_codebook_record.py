@@ -101,18 +101,6 @@ def test_the_first_and_last_code_of_a_chunk_come_back(coder):
             come_back({"w": one}, parent=held({"w": moved(one)}), coders=(coder,))
 
 
-@pytest.mark.parametrize("first", [0, 1, 2])
-def test_every_number_of_bins_comes_back_with_all_its_codes_used(first):
-    for bins in [1, 2, 3, 17, 253, 254, 255, 256]:
-        bins = min(bins, most_bins(first))
-        codes = torch.arange(first + bins).repeat(3).to(torch.uint8)
-        exact = torch.tensor([1.5, -2.0, 0.25] if first else []).bfloat16()
-        one = CodebookTensor(codes, torch.linspace(-1, 1, bins) if bins > 1 else torch.tensor([0.5]), exact, first)
-        for parent in (None, held({"w": one}), held({"w": symbols_of(tuple(codes.shape), 7, 2)})):
-            for coder in ALL_CODERS:
-                come_back({"w": one}, parent=parent, coders=(coder,))
-
-
 @pytest.mark.parametrize(("exact", "dtype"), each_value(EXACT, DTYPES))
 def test_all_pruned_all_protected_and_none_protected_come_back(dtype, exact):
     shape, centers = (30, 40), torch.tensor([-1.0, 1.0])
@@ -166,15 +154,6 @@ def test_each_stage_of_the_paper_helps_where_some_bins_are_left_more_often_than_
     stages = ("rearranged", "runs", "huffman", "packed")
     sizes = [stored(come_back({"w": now}, parent=held({"w": before}), coders=(coder,))) for coder in stages]
     assert sizes == sorted(sizes) and len({*sizes}) == 4
-
-
-@pytest.mark.parametrize("coder", ALL_CODERS)
-def test_a_parent_with_another_number_of_bins_is_still_a_parent(coder):
-    before = symbols_of((50, 60), 6)
-    for bins in (1, 5, 6, 7, 200):
-        now = moved(before, bins=bins)
-        encoded = come_back({"w": now}, parent=held({"w": before}), coders=(coder,))
-        assert encoded.base is not None
 
 
 def test_a_parent_that_has_other_codes_or_none_is_none():

@@ -54,17 +54,6 @@ def test_some_rows_are_those_of_all_values(name: str) -> None:
         assert torch.equal(tensor_rows(state(), name, rows), as_matrix(expected()[name])[rows])
 
 
-@pytest.mark.parametrize("shape", [(), (9,), (1, 9), (9, 1), (3, 2, 4), (0, 4)])
-def test_rows_of_any_shape_are_decoded(shape: tuple[int, ...]) -> None:
-    tensors = state(shape)
-    plain = points_of("linear", shape)
-    tensors.add({"plain": LatticeSource(plain, torch.float32), "all": plain.dequantize(torch.float32)})
-    assert all(torch.equal(tensor_rows(tensors, "plain", rows), tensor_rows(tensors, "all", rows)) for rows in ROWS)
-    for name in ("v", "m", "w", "low"):
-        for rows in ROWS:
-            assert torch.equal(tensor_rows(tensors, name, rows), as_matrix(tensors[name])[rows])
-
-
 def test_a_subset_needs_nothing_that_is_not_in_it() -> None:
     for names in (["m"], ["low"], ["v", "m"], ["m", "low"]):
         part = state().subset(names)

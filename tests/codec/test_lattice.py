@@ -69,16 +69,6 @@ def test_the_eight_powers_have_the_bits_that_the_document_prints():
     assert bits(found) == exact.tobytes()
 
 
-def test_steps_of_whole_octaves_are_exact_over_all_the_range_they_may_have():
-    for octave in range(-120, 121):
-        lattice = Lattice("linear", torch.tensor([8 * octave], dtype=torch.int16), torch.zeros(1, dtype=torch.int16))
-        assert float(lattice.scales()) == 2.0**octave
-        assert (
-            float(LatticeTensor(torch.tensor([3], dtype=torch.int16), lattice).dequantize(torch.float32))
-            == 3 * 2.0**octave
-        )
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_dither_is_the_hash_that_the_document_gives(seed):
     lattice = lattice_of("linear", (20, 30), seed=seed)
@@ -87,19 +77,6 @@ def test_the_dither_is_the_hash_that_the_document_gives(seed):
     assert bits(found) == reference.dither(seed, (20, 30)).tobytes()
     halves = found * 512
     assert bool((halves % 2 == 1).all()) and float(halves.abs().max()) <= 255
-
-
-def test_without_a_seed_a_code_of_zero_is_exactly_zero():
-    points = LatticeTensor(torch.zeros(5, 6, dtype=torch.int16), lattice_of("linear", (5, 6)))
-    assert bits(points.dequantize(torch.float32)) == bytes(4 * 30)
-    assert not bool((replace(points, lattice=replace(points.lattice, seed=1)).dequantize(torch.float32) == 0).any())
-
-
-def test_what_is_added_to_the_largest_codes_is_not_lost():
-    codes = torch.tensor([-MOST_CODE, MOST_CODE] * 50, dtype=torch.int16)
-    one = Lattice("linear", torch.zeros(1, dtype=torch.int16), torch.zeros(1, dtype=torch.int16), seed=5)
-    moved = LatticeTensor(codes, one).dequantize(torch.float32).double() - codes.double()
-    assert torch.equal(moved, torch.from_numpy(reference.dither(5, (100,))).double())
 
 
 # errors
@@ -243,17 +220,6 @@ def test_lattices_are_equal_if_all_of_them_is():
         replace(one, columns=one.columns[:-1]),
     ]
     assert all(one != other for other in others) and one != "a lattice"
-
-
-def test_values_leave_points_as_they_are_and_do_not_depend_on_how_these_lie_in_memory():
-    points = points_of("relative", (6, 8), seed=3)
-    other = squares((6, 8))
-    held = bits(points.codes), bits(points.lattice.rows), bits(other)
-    expected = points.dequantize(torch.float32, other)
-    assert (bits(points.codes), bits(points.lattice.rows), bits(other)) == held
-    strided = replace(points, codes=points.codes.t().contiguous().t())
-    assert bits(strided.dequantize(torch.float32, other.t().contiguous().t())) == bits(expected)
-    assert alike(points.cpu(), points)
 
 
 @pytest.mark.gpu

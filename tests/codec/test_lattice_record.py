@@ -65,18 +65,6 @@ def test_any_points_come_back_and_nothing_is_touched(one):
     assert untouched(one.points, one.values, one.decoded, one.parent or {}) == before
 
 
-@settings(deadline=None, max_examples=30)
-@given(cases())
-def test_any_points_come_back_through_several_threads_and_are_the_same_bytes(one):
-    again = made(one.points, dtype_of(one.encoded), one.parent, others=[*one.decoded.values()], threads=3)
-    assert again.encoded == one.encoded
-    comes_back(decode(one.encoded, one.decoded, one.parent, threads=3), one)
-
-
-def dtype_of(encoded: EncodedRecord) -> str:
-    return encoded.infos[0].dtype
-
-
 @pytest.mark.parametrize("law", LAWS)
 def test_one_thread_and_many_write_the_same_bytes_of_several_chunks(law):
     shape = (3, MAX_CHUNK // 2)

@@ -66,22 +66,6 @@ def records() -> dict[str, Made]:
     return out
 
 
-NAMES = [
-    "linear alone",
-    "linear on others",
-    "linear inherited",
-    "linear moved",
-    "log alone",
-    "log on others",
-    "log inherited",
-    "log moved",
-    "relative",
-    "stacked",
-    "escapes",
-]
-each = pytest.mark.parametrize("name", NAMES)
-
-
 def hold(one: Made, **changed: Any) -> type | None:
     """Decode; the error's type, or None where the right values came."""
     try:
@@ -105,7 +89,6 @@ def part(one: Made) -> bytes:
 
 
 def test_the_records_under_test_are_of_every_kind():
-    assert sorted(records()) == sorted(NAMES)
     recipes = {name: one.encoded.recipe for name, one in records().items()}
     said = {
         name: (one["law"], *filter(one.get, ("base", "inherited", "moved", "axes"))) for name, one in recipes.items()
@@ -127,55 +110,53 @@ def test_the_records_under_test_are_of_every_kind():
     assert SIZES.unpack(part(records()["escapes"])[:20])[3] > 30
 
 
-@each
-def test_every_truncation_is_an_error(name):
-    one = records()[name]
-    whole = part(one)
-    for length in range(len(whole)):
-        assert hold(one, parts={"points": whole[:length]}) in (TruncatedError, CorruptError), length
-    assert hold(one, parts={"points": whole + b"\0"}) is not None
-    for parts in ({}, {"other": whole}):
-        assert hold(one, parts=parts) is CorruptError
+def test_every_truncation_is_an_error():
+    for one in records().values():
+        whole = part(one)
+        for length in range(len(whole)):
+            assert hold(one, parts={"points": whole[:length]}) in (TruncatedError, CorruptError), length
+        assert hold(one, parts={"points": whole + b"\0"}) is not None
+        for parts in ({}, {"other": whole}):
+            assert hold(one, parts=parts) is CorruptError
 
 
-@each
-def test_flipped_bits_are_found(name):
+def test_flipped_bits_are_found():
     """`decode` on its own, without the container's digests; a flip that changes no value may pass."""
-    one, chance = records()[name], random.Random(0)
-    data = part(one)
-    places = [*range(8 * 40), *chance.sample(range(8 * 40, 8 * len(data)), min(150, 8 * (len(data) - 40)))]
-    found = []
-    for place in places:
-        damaged = bytearray(data)
-        damaged[place // 8] ^= 1 << place % 8
-        found.append(hold(one, parts={"points": bytes(damaged)}))
-    assert found.count(None) < len(found) / 4  # BF16 has no use for a large code's last bit
+    for one in records().values():
+        chance = random.Random(0)
+        data = part(one)
+        places = [*range(8 * 40), *chance.sample(range(8 * 40, 8 * len(data)), min(150, 8 * (len(data) - 40)))]
+        found = []
+        for place in places:
+            damaged = bytearray(data)
+            damaged[place // 8] ^= 1 << place % 8
+            found.append(hold(one, parts={"points": bytes(damaged)}))
+        assert found.count(None) < len(found) / 4  # BF16 has no use for a large code's last bit
 
 
-@each
-def test_bytes_of_junk_are_errors(name):
-    one, chance = records()[name], random.Random(1)
-    data = part(one)
-    for _ in range(60):
-        start, length = chance.randrange(len(data)), chance.randrange(1, 30)
-        hold(one, parts={"points": data[:start] + chance.randbytes(length) + data[start + length :]})
-        assert hold(one, parts={"points": data[:20] + chance.randbytes(len(data) - 20)}) is not None
+def test_bytes_of_junk_are_errors():
+    for one in records().values():
+        chance = random.Random(1)
+        data = part(one)
+        for _ in range(60):
+            start, length = chance.randrange(len(data)), chance.randrange(1, 30)
+            hold(one, parts={"points": data[:start] + chance.randbytes(length) + data[start + length :]})
+            assert hold(one, parts={"points": data[:20] + chance.randbytes(len(data) - 20)}) is not None
 
 
-@each
-def test_forged_sizes_are_refused(name):
-    one = records()[name]
-    sizes = SIZES.unpack(part(one)[: SIZES.size])
-    for index in range(4):
-        for forged in (0, 1, sizes[index] + 1, sizes[index] - 1, 2**31, 2**32 - 1):
-            changed = [*sizes[:index], forged % 2**32, *sizes[index + 1 :]]
-            data = SIZES.pack(*changed) + part(one)[SIZES.size :]
-            if tuple(changed) != sizes:
-                assert hold(one, parts={"points": data}) is not None
-    huge = SIZES.pack(sizes[0], 2**64 - 1, *sizes[2:]) + part(one)[SIZES.size :]
-    assert hold(one, parts={"points": huge}) is TruncatedError
-    shifted = SIZES.pack(sizes[0], sizes[1] - 4, sizes[2], sizes[3] + 1) + part(one)[SIZES.size :]
-    assert hold(one, parts={"points": shifted}) is not None  # sizes that still add up
+def test_forged_sizes_are_refused():
+    for one in records().values():
+        sizes = SIZES.unpack(part(one)[: SIZES.size])
+        for index in range(4):
+            for forged in (0, 1, sizes[index] + 1, sizes[index] - 1, 2**31, 2**32 - 1):
+                changed = [*sizes[:index], forged % 2**32, *sizes[index + 1 :]]
+                data = SIZES.pack(*changed) + part(one)[SIZES.size :]
+                if tuple(changed) != sizes:
+                    assert hold(one, parts={"points": data}) is not None
+        huge = SIZES.pack(sizes[0], 2**64 - 1, *sizes[2:]) + part(one)[SIZES.size :]
+        assert hold(one, parts={"points": huge}) is TruncatedError
+        shifted = SIZES.pack(sizes[0], sizes[1] - 4, sizes[2], sizes[3] + 1) + part(one)[SIZES.size :]
+        assert hold(one, parts={"points": shifted}) is not None  # sizes that still add up
 
 
 def forged(recipe: Any) -> Iterator[Any]:
@@ -202,22 +183,20 @@ def forged(recipe: Any) -> Iterator[Any]:
         yield from ({**recipe, "run": {**recipe["run"], field: junk}} for junk in JUNK)
 
 
-@each
-def test_forged_recipes_are_refused_or_harmless(name):
-    one = records()[name]
-    found = [hold(one, recipe=recipe) for recipe in forged(one.encoded.recipe)]
-    assert found.count(None) < len(found) / 10
+def test_forged_recipes_are_refused_or_harmless():
+    for one in records().values():
+        found = [hold(one, recipe=recipe) for recipe in forged(one.encoded.recipe)]
+        assert found.count(None) < len(found) / 10
 
 
-@each
-def test_forged_shapes_and_dtypes_are_refused(name):
-    one = records()[name]
-    info = one.encoded.infos[0]
-    for shape in ((), (0,), (1 << 40,), (1 << 20, 1 << 20), (*info.shape, 3), info.shape[::-1], (1, *info.shape)):
-        for dtype in ("F32", "BF16", "F16", "F64", "U8", "C64", "F8_E4M3", "F4_X2", "I32"):
-            other = TensorInfo(info.name, shape, dtype)
-            if (shape, dtype) != (info.shape, info.dtype):
-                assert hold_other(one, other), other
+def test_forged_shapes_and_dtypes_are_refused():
+    for one in records().values():
+        info = one.encoded.infos[0]
+        for shape in ((), (0,), (1 << 40,), (1 << 20, 1 << 20), (*info.shape, 3), info.shape[::-1], (1, *info.shape)):
+            for dtype in ("F32", "BF16", "F16", "F64", "U8", "C64", "F8_E4M3", "F4_X2", "I32"):
+                other = TensorInfo(info.name, shape, dtype)
+                if (shape, dtype) != (info.shape, info.dtype):
+                    assert hold_other(one, other), other
 
 
 def hold_other(one: Made, info: TensorInfo) -> bool:
@@ -230,13 +209,12 @@ def hold_other(one: Made, info: TensorInfo) -> bool:
     return bits(found) == bits(one.values[info.name]) and found.dtype == one.values[info.name].dtype
 
 
-@each
-def test_only_floats_of_16_or_32_bits_have_points(name):
-    one = records()[name]
-    for dtype in ("F64", "I32", "U8", "F8_E4M3", "C64", "F4_X2", "BOOL"):
-        infos = tuple(replace(info, dtype=dtype) for info in one.encoded.infos)
-        with pytest.raises((CorruptError, ChainError)):
-            decode(replace(one.encoded, infos=infos, base=None), one.decoded, one.parent)
+def test_only_floats_of_16_or_32_bits_have_points():
+    for one in records().values():
+        for dtype in ("F64", "I32", "U8", "F8_E4M3", "C64", "F4_X2", "BOOL"):
+            infos = tuple(replace(info, dtype=dtype) for info in one.encoded.infos)
+            with pytest.raises((CorruptError, ChainError)):
+                decode(replace(one.encoded, infos=infos, base=None), one.decoded, one.parent)
 
 
 @pytest.mark.parametrize(
@@ -256,21 +234,20 @@ def test_a_shape_that_no_bytes_so_few_could_have_is_refused_before_memory_is_tak
         tracemalloc.stop()
 
 
-@each
-def test_no_record_s_first_tensor_can_be_said_to_be_huge(name):
+def test_no_record_s_first_tensor_can_be_said_to_be_huge():
     """Whatever the recipe says of a parent: one of that shape there can be only if there is the memory for it."""
-    for shape in [(1 << 24,), (1 << 31, 3), (3, 1 << 31), (1 << 31, 1 << 31), (1 << 62,)]:
-        one = records()[name]
+    for one in records().values():
         recipe = {key: value for key, value in one.encoded.recipe.items() if key not in ("base", "inherited", "moved")}
-        info = TensorInfo(one.encoded.infos[0].name, shape, "F32")
-        for forged in (recipe, one.encoded.recipe):
-            tracemalloc.start()
-            try:
-                with pytest.raises((FormatError, ChainError)):
-                    decode(replace(one.encoded, infos=(info,), base=None, recipe=forged), one.decoded, one.parent)
-                assert tracemalloc.get_traced_memory()[1] < 1 << 20
-            finally:
-                tracemalloc.stop()
+        for shape in [(1 << 24,), (1 << 31, 3), (3, 1 << 31), (1 << 31, 1 << 31), (1 << 62,)]:
+            info = TensorInfo(one.encoded.infos[0].name, shape, "F32")
+            for forged in (recipe, one.encoded.recipe):
+                tracemalloc.start()
+                try:
+                    with pytest.raises((FormatError, ChainError)):
+                        decode(replace(one.encoded, infos=(info,), base=None, recipe=forged), one.decoded, one.parent)
+                    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+                finally:
+                    tracemalloc.stop()
 
 
 def test_many_rows_for_few_bytes_of_steps_are_refused_before_memory_is_taken_for_them():
@@ -321,13 +298,13 @@ def test_escapes_that_are_too_few_or_too_many_are_refused():
         assert refusal(one, bytes(forged)) is CorruptError
 
 
-@pytest.mark.parametrize("name", ["log alone", "log on others", "log inherited"])
-def test_a_dither_of_powers_of_two_is_refused(name):
-    one = records()[name]
-    data = bytearray(part(one))
-    assert data[SIZES.size : SIZES.size + 4] == bytes(4)
-    data[SIZES.size + 2] = 1
-    assert refusal(one, bytes(data)) is CorruptError
+def test_a_dither_of_powers_of_two_is_refused():
+    for name in ("log alone", "log on others", "log inherited"):
+        one = records()[name]
+        data = bytearray(part(one))
+        assert data[SIZES.size : SIZES.size + 4] == bytes(4)
+        data[SIZES.size + 2] = 1
+        assert refusal(one, bytes(data)) is CorruptError
 
 
 def test_bytes_behind_inherited_lattices_are_refused():
@@ -366,33 +343,31 @@ def test_steps_out_of_range_are_refused():
     assert refusal(one, data) is CorruptError  # each in range, and not their sum
 
 
-@each
-def test_a_missing_or_wrong_parent_is_a_chain_error(name):
-    one = records()[name]
-    if one.encoded.base is None:
-        assert decode(one.encoded, one.decoded, None).tensors.keys() == one.values.keys()
-        return
-    assert one.parent is not None
-    tensors, symbols = one.parent.tensors, one.parent.quantized
-    for wrong in (
-        None,
-        Reference({}),
-        Reference({name: x + 1 for name, x in tensors.items()}, symbols),
-        Reference({f"{name}!": x for name, x in tensors.items()}, symbols),
-        Reference({name: x.reshape(-1, 1) for name, x in tensors.items()}, symbols),
-        Reference({name: x.half() for name, x in tensors.items()}, symbols),
-    ):
-        with pytest.raises(ChainError) as caught:
-            decode(one.encoded, {}, wrong)
-        assert str(one.encoded.base) in caught.value.message
+def test_a_missing_or_wrong_parent_is_a_chain_error():
+    for one in records().values():
+        if one.encoded.base is None:
+            assert decode(one.encoded, one.decoded, None).tensors.keys() == one.values.keys()
+            continue
+        assert one.parent is not None
+        tensors, symbols = one.parent.tensors, one.parent.quantized
+        for wrong in (
+            None,
+            Reference({}),
+            Reference({name: x + 1 for name, x in tensors.items()}, symbols),
+            Reference({f"{name}!": x for name, x in tensors.items()}, symbols),
+            Reference({name: x.reshape(-1, 1) for name, x in tensors.items()}, symbols),
+            Reference({name: x.half() for name, x in tensors.items()}, symbols),
+        ):
+            with pytest.raises(ChainError) as caught:
+                decode(one.encoded, {}, wrong)
+            assert str(one.encoded.base) in caught.value.message
 
 
-@each
-def test_errors_name_the_file_and_the_record(name):
-    one = records()[name]
-    with pytest.raises((CorruptError, TruncatedError)) as caught:
-        decode(replace(one.encoded, parts={"points": b""}), one.decoded, one.parent, where="a.file")
-    assert "a.file" in caught.value.where and "record" in caught.value.where and caught.value.do
+def test_errors_name_the_file_and_the_record():
+    for one in records().values():
+        with pytest.raises((CorruptError, TruncatedError)) as caught:
+            decode(replace(one.encoded, parts={"points": b""}), one.decoded, one.parent, where="a.file")
+        assert "a.file" in caught.value.where and "record" in caught.value.where and caught.value.do
 
 
 def test_a_wrong_digest_is_found():

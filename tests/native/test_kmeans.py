@@ -95,10 +95,6 @@ def test_an_empty_cell_keeps_its_center() -> None:
     assert run(doubles(), doubles(), doubles(1, 2), 10).tolist() == [1, 2]
 
 
-def test_weights_pull() -> None:
-    assert run(doubles(0, 1), doubles(1, 3), doubles(0.1), 1).tolist() == [0.75]
-
-
 def test_iterations_end_when_the_cost_falls_by_less_than_the_tolerance() -> None:
     random = np.random.default_rng(1)
     values = np.sort(random.standard_normal(3000))

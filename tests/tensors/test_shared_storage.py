@@ -7,23 +7,6 @@ import torch
 from shrinkpoint.tensors.flat_state import flatten, snapshot, unflatten
 
 
-def test_tied_weights_are_stored_once_and_tied_again() -> None:
-    weight = torch.arange(12.0).reshape(3, 4)
-    flat = snapshot(flatten({"embedding": weight, "head": weight}))
-    assert list(flat.tensors) == ["embedding"]
-    back = unflatten(flat.tree, flat.tensors)
-    back["embedding"][0, 0] = 99
-    assert back["head"][0, 0] == 99
-
-
-def test_untied_weights_are_independent() -> None:
-    weight = torch.arange(12.0).reshape(3, 4)
-    flat = snapshot(flatten([weight, weight, weight[1:], weight.t()]))
-    back = unflatten(flat.tree, flat.tensors, tie=False)
-    assert len({tensor.data_ptr() for tensor in back}) == 4
-    assert torch.equal(back[3], weight.t())
-
-
 def test_the_tensor_that_covers_all_others_keeps_its_name() -> None:
     weight = torch.arange(12.0)
     flat = snapshot(flatten({"part": weight[3:5], "whole": weight}))
@@ -66,10 +49,3 @@ def test_views_of_another_dtype_share_memory_too() -> None:
     back["r"][0] = 7
     assert back["c"][0] == 7 + 1j
     assert torch.equal(back["i"], back["r"].view(torch.int16)[1:])
-
-
-def test_tied_modules_stay_tied_through_a_state_dict() -> None:
-    model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 4)})
-    model["b"].weight = model["a"].weight
-    flat = flatten(model.state_dict())
-    assert list(flat.tensors) == ["a.weight", "a.bias", "b.bias"]
