@@ -16,7 +16,7 @@ from torch import Tensor
 
 import shrinkpoint as sp
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.errors import LossWarning, PolicyError, UnmeasuredLossWarning
+from shrinkpoint.errors import LossWarning, UnmeasuredLossWarning
 from shrinkpoint.schemes.base import QuantizedState
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.tensors.flat_state import flatten
@@ -32,6 +32,8 @@ SCHEMES = {
     "excp": lambda: sp.ExCP(),
     "excp released": lambda: sp.ExCP(rule="released", paper=True, paper_fp16=True),
 }
+KINDS = ("lc", "scar", "topn", "excp")
+"""One of each class, for what no setting has a say in."""
 RANDOM = torch.Generator()
 
 
@@ -91,7 +93,7 @@ def test_a_reader_gets_what_the_writer_holds(name, seed, spread, share):
     ).norm()
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", KINDS)
 def test_strides_do_not_count_and_nothing_is_changed(name):
     first, second = two_states()
     kept = after(SCHEMES[name](), second, after(SCHEMES[name](), first))
@@ -109,7 +111,7 @@ def test_strides_do_not_count_and_nothing_is_changed(name):
     assert len(kept.quantized) == 2 and all(torch.equal(copies[key], x) for key, x in other.items())
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", KINDS)
 def test_what_has_not_moved_stays_to_the_bit_and_costs_a_reference(name):
     first, second = two_states()
     first["a.weight"][0, :5] = -0.0
@@ -127,7 +129,7 @@ def test_when_nothing_has_moved_nothing_is_lost():
         assert kept.loss is None and not kept.quantized
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", KINDS)
 def test_what_has_no_base_stays_exact(name):
     first, second = two_states()
     second["new.weight"] = noise(70, 70)
@@ -144,7 +146,7 @@ def test_what_has_no_base_stays_exact(name):
     assert torch.equal(found.read()["long"], second["long"]) and torch.equal(found.read()["a.bias"], third["a.bias"])
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", KINDS)
 def test_what_is_not_finite_is_kept_until_it_is_again(name):
     """The base is not finite at the second save after it, so that one is exact, too."""
     for value in [math.nan, math.inf]:
@@ -165,7 +167,7 @@ def test_what_is_not_finite_is_kept_until_it_is_again(name):
         assert exact == [True, True, True, False]
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", KINDS)
 def test_what_might_become_infinite_is_kept_exact(name):
     for dtype in [torch.float32, torch.bfloat16, torch.float16]:
         far = torch.finfo(dtype).max
@@ -189,17 +191,6 @@ def test_settings_are_in_the_record_and_in_the_repr(name):
     assert kept.loss["optimizer"] == "exact" and kept.loss["left_out"] == []
     again = get_scheme(repr(scheme))
     assert again.settings == scheme.settings and again.coders == scheme.coders
-
-
-@pytest.mark.parametrize("make", [sp.LCCheckpoint, sp.SCAR, sp.TOPN])
-def test_an_unknown_way_with_the_optimizer_is_refused(make):
-    with pytest.raises(PolicyError, match="optimizer"):
-        make(optimizer="forget")
-
-
-@pytest.mark.parametrize("make", [sp.LCCheckpoint, sp.SCAR, sp.TOPN, sp.ExCP])
-def test_each_goes_by_its_name_and_needs_nothing_else(make):
-    assert type(get_scheme(make.id)) is make
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -230,11 +230,6 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_is_saved(tmp_path):
         assert manager.save(1, **run.parts) is not None
 
 
-def test_a_scheme_by_its_bare_name_says_what_it_needs(tmp_path):
-    with pytest.raises(PolicyError, match="evaluate= or config="):
-        sp.CheckpointManager(tmp_path, scheme="inshrinkerator")
-
-
 def test_a_model_on_which_nothing_can_be_tried_may_have_a_setting(tmp_path):
     """Something with a `state_dict` that is no module."""
 

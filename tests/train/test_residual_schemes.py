@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import lru_cache
 
 import pytest
 import torch
-from helpers.small_training import LettersRun, Run, Silent, unchanged
+from helpers.small_training import Run, Silent, unchanged
 from helpers.strategies import difference
 from torch import Tensor
 
@@ -140,18 +139,6 @@ def test_the_optimizer_is_a_matter_of_its_own(tmp_path, mode):
         assert bool(slot["exp_avg"].any()) is (mode == "lossy") and key.shape == slot["exp_avg"].shape
 
 
-def test_tied_weights_are_written_once_and_tied_again(tmp_path):
-    for name in ("lc", "excp"):
-        run = LettersRun(steps=20)
-        with sp.CheckpointManager(tmp_path / name, scheme=SCHEMES[name]()) as manager, Silent():
-            manager.save(1, **run.parts)
-            manager.save(2, **run.steps(10).parts)
-        other = restored(tmp_path / name, make=LettersRun)
-        assert other.model.lm_head.weight is other.model.wte.weight
-        now, then = other.model.wte.weight.detach(), run.model.wte.weight.detach()
-        assert 0 < float((now - then).norm()) < 0.1 * float(then.norm())
-
-
 @pytest.mark.parametrize("name", ["lc", "excp"])
 def test_a_run_that_is_restored_after_every_save_gets_where_it_would_have_got(tmp_path, name):
     """Within a fifth of the loss of a run that was never touched."""
@@ -165,13 +152,3 @@ def test_a_run_that_is_restored_after_every_save_gets_where_it_would_have_got(tm
                 manager.save(count, **run.steps(20).parts)
         run = restored(tmp_path)
     assert run.loss() < 1.2 * plain(130) < plain(30), (run.loss(), plain(130), plain(30))
-
-
-def test_by_name_in_a_loop_without_a_word_more(tmp_path):
-    run = Run(steps=20)
-    for name in ("lc-checkpoint", "scar", "topn", "excp"):
-        with sp.CheckpointManager(tmp_path / name, scheme=name) as manager, warnings.catch_warnings():
-            warnings.simplefilter("ignore", LossWarning)
-            manager.save(1, **run.parts)
-            assert manager.save(2, **run.steps(5).parts).scheme == name
-        assert sp.Store(tmp_path / name).manifest().scheme == name

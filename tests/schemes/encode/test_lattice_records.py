@@ -16,7 +16,7 @@ from helpers.strategies import bits
 import shrinkpoint as sp
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.schemes.encode.record_groups import MAX_BUNDLE_NUMEL, MAX_SHARED_NUMEL
+from shrinkpoint.schemes.encode.record_groups import MAX_SHARED_NUMEL
 from shrinkpoint.schemes.lossless import Lossless, Recode
 from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.storage import MemoryStorage
@@ -170,13 +170,6 @@ def test_small_tensors_with_lattices_of_one_kind_share_a_record_and_others_do_no
     ]
 
 
-def test_a_record_that_small_tensors_share_is_full_at_some_size():
-    points = {f"{i}.weight": points_of("linear", (200, 300), seed=i) for i in range(2 * MAX_BUNDLE_NUMEL // 60000)}
-    file = put(zeros(points), settled(points))
-    numels = [sum(info.numel for info in record.infos) for record in file.records()]
-    assert len(numels) == 2 and max(numels) <= MAX_BUNDLE_NUMEL
-
-
 def test_new_tensors_do_not_keep_those_that_have_a_parent_from_it():
     points = {name: points_of("linear", (20, 30), random=i) for i, name in enumerate("ab")}
     first = put(zeros(points), settled(points))
@@ -259,20 +252,6 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("other", OTHERS)
-def test_points_stand_on_a_parent_of_any_scheme_and_any_scheme_on_points(other):
-    loop = Loop()
-    first = put(loop.steps(2), OTHERS[other]())
-    first = put(loop.steps(1), OTHERS[other](), first)
-    second = put(loop.steps(1), fisher(), first)
-    recipe = second.recipes()["model/2.weight"]
-    assert recipe["kind"] == "gridded" and recipe["base"] is True and "inherited" not in recipe
-    third = put(loop.steps(1), fisher(), second)
-    fourth = put(loop.steps(1), OTHERS[other](), third).recipes()["model/2.weight"]
-    assert fourth["kind"] == ("coded" if other == "lossless" else "quantized")
-    assert (fourth.get("base", False) or fourth.get("residual", False)) == (other in ("lossless", "lc-checkpoint"))
-
-
 def test_points_cost_less_on_any_parent_that_is_near():
     """What a parent is made of does not matter: a value that is near its place before is."""
     x = torch.randn(100, 300, generator=torch.Generator().manual_seed(0)) * 0.02
@@ -280,30 +259,6 @@ def test_points_cost_less_on_any_parent_that_is_near():
     alone = len(put(later, fisher()).data)
     sizes = {other: len(put(later, fisher(), put(state, OTHERS[other]())).data) for other in ("lossless", "codes")}
     assert sizes["lossless"] < 0.5 * alone and sizes["codes"] < alone
-
-
-@pytest.mark.parametrize("moments", ["coded", "exact", "drop"])
-def test_whatever_is_done_with_the_moments_comes_back(moments):
-    loop, scheme = Loop(), fisher(moments=moments)
-    first = put(loop.steps(2), scheme)
-    second = put(loop.steps(2), scheme, first)
-    kinds = {name.rpartition("/")[2]: kind for name, kind in second.kinds().items() if "/2/exp" in name}
-    expected = {"coded": {"gridded"}, "exact": {"coded"}, "drop": {"same", "coded", "copy"}}
-    assert {*kinds.values()} <= expected[moments] and kinds.keys() == {"exp_avg", "exp_avg_sq"}
-
-
-def test_after_a_restore_there_is_another_dither_on_the_same_steps():
-    loop, scheme = Loop(), fisher()
-    first = put(loop.steps(2), scheme)
-    for generation in (1, 2):
-        scheme.resume({"scheme": "fisher", "size": scheme.plan(flatten(loop.state()), None).loss["size"]}, generation)
-        second = put(loop.steps(1), scheme, first)
-        recipe = second.recipes()["model/2.weight"]
-        assert recipe["inherited"] is True
-        before, now = (one.read().quantized["model/2.weight"] for one in (first, second))
-        assert isinstance(before, LatticeTensor) and isinstance(now, LatticeTensor)
-        assert now.lattice != before.lattice == replace(now.lattice, seed=before.lattice.seed)
-        first = second
 
 
 def test_ties_casts_and_equal_tensors_stay_what_they_are():
@@ -318,34 +273,6 @@ def test_ties_casts_and_equal_tensors_stay_what_they_are():
     assert bits(back["half"]) == bits(values.bfloat16()) and bits(back["row"]) == bits(values[3])
     back["tied"][3, 4] = 42
     assert back["master"][3, 4] == back["row"][4] == 42
-
-
-def test_narrow_weights_follow_their_masters_and_those_without_masters_have_points_of_their_own():
-    generator = torch.Generator().manual_seed(0)
-    masters = {f"{i}.weight": torch.randn(40, 50, generator=generator) * 0.02 for i in range(2)}
-    alone = {"alone.weight": torch.randn(40, 50, generator=generator).mul(0.02).bfloat16()}
-    state = {"master": masters, "half": {name: x.bfloat16() for name, x in masters.items()}, **alone}
-    file = put(state, fisher())
-    later = {name: x * 1.001 for name, x in masters.items()}
-    state = {"master": later, "half": {name: x.bfloat16() for name, x in later.items()}, **alone}
-    again = put(state, fisher(), file)
-    for one in (file, again):
-        kinds = one.kinds()
-        assert {kinds[f"half/{name}"] for name in masters} == {"copy"}
-        assert {kinds[f"master/{name}"] for name in masters} | {file.kinds()["alone.weight"]} == {"gridded"}
-        for name in masters:
-            assert bits(one.read().tensors[f"half/{name}"]) == bits(one.read().tensors[f"master/{name}"].bfloat16())
-
-
-def test_one_thread_and_many_write_the_same_file():
-    loop = Loop(width=700)
-    states = [loop.steps(2) for _ in range(2)]
-    files = []
-    for threads in (1, 3):
-        scheme = fisher()
-        first = put(states[0], scheme, threads=threads)
-        files.append((first.data, put(states[1], scheme, first, threads=threads).data))
-    assert files[0] == files[1]
 
 
 def test_a_file_that_ends_early_or_has_a_byte_turned_does_not_load():

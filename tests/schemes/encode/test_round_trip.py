@@ -12,8 +12,6 @@ from helpers.strategies import DTYPES, TORCH_DTYPES, bits, difference, states, t
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shrinkpoint.codec.coder import MAX_CHUNK
-from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.lossless import Lossless
 
 SIZES = [0, 1, 2, 31, 32, 33, 2047, 2048, 2049, 9000]
@@ -118,12 +116,6 @@ def test_arrays_of_many_chunks_come_back(chunk):
     assert difference(second, after.read()) is None
     runs = [run for recipe in after.recipes().values() for run in recipe.get("runs", [])]
     assert chunk == 1 or (runs and all(run["chunk"] == chunk for run in runs))
-
-
-@pytest.mark.parametrize("chunk", [0, -1, MAX_CHUNK + 1])
-def test_chunks_that_no_reader_takes_are_refused(chunk):
-    with pytest.raises(PolicyError):
-        Lossless(chunk=chunk)
 
 
 def test_the_same_state_gives_the_same_file_whatever_the_threads():

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from helpers.round_trip import Loop, nudged, write
+from helpers.round_trip import nudged, write
 from helpers.strategies import DTYPES, TORCH_DTYPES, difference, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,14 +21,14 @@ def bound(raw: int, count: int = 1) -> float:
     return raw * 1.001 + 1024 * count
 
 
-@pytest.mark.parametrize("name", DTYPES)
-def test_a_file_of_one_incompressible_tensor_is_hardly_larger_than_it(name):
-    for count in [0, 1, 7, 500, 20_000, 70_001]:
-        x = noise(name, count)
-        before = write({"x.weight": x})
-        assert before.report.stored_bytes <= bound(x.nbytes)
-        other = noise(name, count + 1)[:-1]
-        assert write({"x.weight": other}, before).report.stored_bytes <= bound(x.nbytes)
+def test_a_file_of_one_incompressible_tensor_is_hardly_larger_than_it():
+    for name in DTYPES:
+        for count in [0, 1, 7, 500, 20_000, 70_001]:
+            x = noise(name, count)
+            before = write({"x.weight": x})
+            assert before.report.stored_bytes <= bound(x.nbytes)
+            other = noise(name, count + 1)[:-1]
+            assert write({"x.weight": other}, before).report.stored_bytes <= bound(x.nbytes)
 
 
 @settings(deadline=None, max_examples=60)
@@ -43,13 +42,6 @@ def test_no_state_is_larger_than_its_tensors_and_a_kilobyte_for_each(some, delta
 def test_noise_among_what_compresses_does_not_pay_for_it():
     state = {"noise": noise("U8", 100_000), "zero.weight": torch.zeros(100_000)}
     assert write(state).report.stored_bytes < bound(100_000, 2)
-
-
-def test_trained_states_shrink():
-    loop = Loop()
-    first = write(loop.steps(5))
-    second = write(loop.steps(1), first)
-    assert first.report.ratio > 1.05 and second.report.ratio > 1.8
 
 
 def test_many_tiny_tensors_cost_little_more_than_their_header_entries():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import shrinkpoint as sp
 from shrinkpoint.codec.lattice import Lattice, LatticeTensor, as_matrix, scale_counts
-from shrinkpoint.schemes.fisher.curvature import Curvature, estimate_curvatures
+from shrinkpoint.schemes.fisher.curvature import estimate_curvatures
 from shrinkpoint.tensors.flat_state import flatten
 
 SHAPES = [(40,), (6, 9), (4, 3, 2, 2)]
@@ -139,17 +139,6 @@ def test_bfloat16_moments_are_as_good():
     found = known_of(state)["a"].squares
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, exact, rtol=2**-8, atol=0)
-
-
-def test_kernels_are_seen_as_matrices_of_their_first_axis():
-    model = nn.Conv2d(3, 8, 3)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(normal(2, 3, 5, 5)).square().mean().backward()
-    optimizer.step()
-    flat = flatten({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    known = Curvature.from_optimizer(model.weight.detach(), flat, flat.optimizer_info["model/weight"], None)
-    assert known.squares.shape == known.slope.shape == (8, 27)
-    torch.testing.assert_close(known.squares, as_matrix(model.weight.grad).square(), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (6, 24, 8)])

@@ -51,23 +51,10 @@ def errors(model: dict[str, torch.Tensor], weights: dict[str, torch.Tensor] = WE
 # what is asked for
 
 
-def test_an_amount_is_a_number_above_zero():
-    for name in ["nats", "ratio", "relative_error", "terms"]:
-        for value in [0, -1.0, math.nan, math.inf, "0.1", True, [0.1]]:
-            with pytest.raises(PolicyError, match=name):
-                sp.Fisher(**{name: value})
-
-
 @pytest.mark.parametrize("names", [("nats", "ratio"), ("ratio", "relative_error"), ("nats", "relative_error")])
 def test_how_much_may_be_lost_is_said_in_one_way(names):
     with pytest.raises(PolicyError, match=" and ".join(names)):
         sp.Fisher(**dict.fromkeys(names, 2.0))
-
-
-@pytest.mark.parametrize("options", [{"moments": "lossy"}, {"moments": None}, {"evaluate": 3.0}, {"evaluate": "loss"}])
-def test_other_arguments_that_make_no_sense_are_refused(options):
-    with pytest.raises(PolicyError, match=next(iter(options))):
-        sp.Fisher(**options)
 
 
 def test_a_recorder_that_records_no_squares_is_refused_once_that_is_seen():
@@ -87,10 +74,10 @@ def test_it_says_what_was_asked_for():
     assert repr(sp.Fisher()) == "fisher(nats=0.001)"
 
 
-@pytest.mark.parametrize("budget", ["0.1", "%", "-1%", "0%", "inf%", "nan%", "1%%", "one%", ""])
-def test_a_budget_in_per_cent_is_a_number_with_a_sign(budget):
-    with pytest.raises(PolicyError, match="budget"):
-        sp.Fisher(budget=budget, evaluate=lambda state: 1.0)
+def test_a_budget_in_per_cent_is_a_number_with_a_sign():
+    for budget in ("0.1", "%", "-1%", "0%", "inf%", "nan%", "1%%", "one%", ""):
+        with pytest.raises(PolicyError, match="budget"):
+            sp.Fisher(budget=budget, evaluate=lambda state: 1.0)
 
 
 def test_a_budget_in_per_cent_needs_an_evaluation():

@@ -14,7 +14,6 @@ from torch import Tensor
 import shrinkpoint as sp
 from shrinkpoint.codec.lattice import STEPS_PER_OCTAVE
 from shrinkpoint.codec.reference import Reference, RowSample
-from shrinkpoint.quantize.statistics import count_codes, entropy_bits
 from shrinkpoint.schemes.fisher.curvature import Curvature
 from shrinkpoint.schemes.fisher.rounding import MAX_HYSTERESIS, MIN_RETAINED
 from shrinkpoint.schemes.fisher.steps import StepCandidates, from_log_step, to_log_step
@@ -51,14 +50,6 @@ def test_what_is_predicted_without_a_draft_is_what_a_draft_has(size):
     made = drafts()
     assert made.quantize(size).curvature_term == pytest.approx(made.curvature_term(size), rel=0.1)
     assert made.curvature_term(size - STEPS_PER_OCTAVE) == pytest.approx(made.curvature_term(size) / 4, rel=1e-3)
-
-
-def test_a_draft_predicts_from_its_own_errors():
-    made = drafts()
-    draft = made.quantize(-8)
-    rises = [made.curvatures[name].rise_terms(made.weights[name], points) for name, points in draft.points.items()]
-    assert draft.slope_term == pytest.approx(sum(first for first, _ in rises))
-    assert draft.curvature_term == pytest.approx(sum(second for _, second in rises))
 
 
 def test_points_and_slope_do_not_depend_on_whether_the_curvature_term_is_asked_for():
@@ -117,12 +108,6 @@ def test_after_a_restore_they_are_taken_over_with_another_dither():
             assert (old.seed == one.lattice.seed) is same and old.seed > 0
 
 
-def test_what_has_not_moved_stays_where_it_is():
-    before = reference_of(drafts(), -8)
-    draft = drafts(reference=before, size=-8).quantize(-8)
-    assert all(torch.equal(one.codes, before.quantized[name].codes) for name, one in draft.points.items())
-
-
 def test_weights_that_only_shake_stay_put_as_far_as_progress_allows():
     weights = {"a": normal(256, 256), "b": normal(128, 256, seed=1)}
     before, starts = reference_of(drafts(weights), -8), drafts(weights).lattice_starts(drafts(weights).quantize(-8))
@@ -157,14 +142,3 @@ def test_weights_whose_points_would_not_reach_are_left_out():
     made = drafts({"a": x, "b": normal(64, 64, seed=1)})
     assert {*made.quantize(0).points} == {"a", "b"} and {*made.quantize(to_log_step(1e-3)).points} == {"b"}
     assert {*made.quantize(-900).points} == set()
-
-
-@pytest.mark.parametrize("count", [1, 2, 16, 256])
-def test_entropy_is_that_of_the_codes(count):
-    codes = torch.arange(count, dtype=torch.int16).repeat(4096 // count) - count // 2
-    assert entropy_bits(count_codes(codes)) == pytest.approx(4096 * math.log2(count))
-
-
-def test_sizes_are_eighths_of_an_octave():
-    assert [to_log_step(one) for one in (1.0, 2.0, 0.5, 0.25)] == [0, 8, -8, -16]
-    assert all(to_log_step(from_log_step(size)) == size for size in range(-100, 100))

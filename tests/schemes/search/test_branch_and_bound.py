@@ -10,10 +10,8 @@ from helpers.search_spaces import Landscape, Wide, landscapes, random_landscape,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.search.space import Point
 from shrinkpoint.schemes.search.strategies import branch_and_bound
-from shrinkpoint.schemes.search.trials import Trials
 
 
 def search(land: Landscape, width: int = 1, **more):
@@ -36,13 +34,6 @@ def test_no_point_is_measured_twice_and_every_one_that_was_is_reported(land, wid
     outcome = search(land, width)
     assert [trial.point for trial in outcome.trials] == land.asked
     assert len(set(land.asked)) == len(land.asked)
-
-
-@settings(deadline=None, max_examples=25)
-@given(landscapes(), st.integers(1, 8))
-def test_a_search_repeats_itself(land, width):
-    first, again = search(land, width), search(land, width)
-    assert (first.chosen, first.trials, first.rounds) == (again.chosen, again.trials, again.rounds)
 
 
 def test_a_tenth_of_the_space_is_measured_at_most():
@@ -99,22 +90,6 @@ def test_a_point_of_infinite_or_unknown_size_is_never_tried():
 def test_a_space_of_one_point_is_measured_once():
     land = Landscape(space_of(()), {Point("", ()): 0.1}, {Point("", ()): 7.0})
     assert search(land).chosen.size == 7.0 and len(land.asked) == 1
-
-
-def test_a_noisy_measure_still_ends_with_something_that_was_seen_to_hold():
-    land = random_landscape(6)
-    land.degradations = {point: float(hash((6, point.index)) % 100) for point in land.points}
-    land.threshold = 50.0
-    outcome = search(land, 4)
-    assert outcome.chosen is None or outcome.chosen.degradation <= 50
-
-
-@pytest.mark.parametrize("threshold", [-0.01, math.nan])
-def test_a_threshold_that_means_nothing_is_refused(threshold):
-    land = random_landscape(7)
-    with pytest.raises(PolicyError, match="threshold: "):
-        branch_and_bound(land.space, land.size, Trials(land.measure), threshold)
-    assert land.asked == []
 
 
 @settings(deadline=None, max_examples=25)
