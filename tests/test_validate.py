@@ -182,7 +182,7 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
             "seed": NO_SEED,
         },
     ),
-    "Lossless": (sp.Lossless, {"chunk": [None, *NO_COUNT]}),
+    "Lossless": (sp.Lossless, {"chunk": [None, 1 << 40, *NO_COUNT]}),
     "RecentBatches": (
         lambda **wrong: sp.RecentBatches(**{"loss": len, **wrong}),
         {"loss": [None, *NO_FUNCTION], "batches": NO_COUNT, "max_bytes": NO_COUNT, "accumulate": NO_COUNT},
@@ -221,27 +221,35 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
     ),
     "comm.Uniform": (
         lambda **wrong: comm.Uniform(**{"bits": 4, **wrong}),
-        {"bits": [9, *NO_COUNT], "group": ["rows", 0, True, 1.5], "dither": NO_FLAG},
+        {"bits": [9, 4.0, *NO_COUNT], "group": ["rows", 0, -64, True, 1.5], "dither": NO_FLAG},
     ),
     "comm.NormalFloat": (
         lambda **wrong: comm.NormalFloat(**{"bits": 3, **wrong}),
-        {"bits": [5, *NO_COUNT], "group": [7, "row"]},
+        {"bits": [5, *NO_COUNT], "group": [7, 48, 8192, "row"]},
     ),
     "comm.BlockFloat": (
         lambda **wrong: comm.BlockFloat(**{"bits": 4, **wrong}),
-        {"bits": [1, 9, *NO_COUNT], "block": [7, "x"]},
+        {"bits": [1, 9, *NO_COUNT], "block": [7, 33, 8192, "x"]},
     ),
     "comm.TopK": (
         lambda **wrong: comm.TopK(**{"share": 0.1, **wrong}),
-        {"share": [10, "10%", *NO_NUMBER[2:]], "per": ["row", 0, 1.5, None]},
+        {
+            "share": [0.0, 1.01, 10, "10%", *NO_NUMBER[2:]],
+            "values": ["fp8", 3],
+            "per": ["row", 0, -4, True, 1 << 32, 1.5, None],
+        },
     ),
-    "comm.RandomK": (lambda **wrong: comm.RandomK(**{"share": 0.1, **wrong}), {"share": [10, "10%"], "seed": NO_SEED}),
+    "comm.RandomK": (
+        lambda **wrong: comm.RandomK(**{"share": 0.1, **wrong}),
+        {"share": [0.0, 10, "10%"], "values": ["int8"], "seed": NO_SEED},
+    ),
+    "comm.SameIndices": (comm.SameIndices, {"values": ["fp8", 3]}),
     "comm.Hadamard": (
         lambda **wrong: comm.Hadamard(**{"compressor": comm.Uniform(4), **wrong}),
         {
             "compressor": ["q4", None, comm.Uniform],
-            "block": [7, "x", True],
-            "outlier_threshold": ["x", -1.0, math.nan, True],
+            "block": [0, 7, 32, "x", True],
+            "outlier_threshold": ["x", -1.0, math.inf, math.nan, True],
         },
     ),
     "comm.Cast": (comm.Cast, {"dtype": ["fp8", None, torch.bfloat16, []]}),
@@ -448,7 +456,6 @@ def test_the_table_has_every_public_constructor_that_takes_settings():
         "CompressionPoints",
         "CompressedPipeline",
         "Identity",
-        "SameIndices",
         "save",
         "load",
         "inspect",

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shrinkpoint.comm import Link, LowRank, Uniform, parse
+from shrinkpoint.comm import Link, LowRank
 from shrinkpoint.comm.gradient_layout import PARAMETER_ALIGN, FilledSegment, GradientCollector
 from shrinkpoint.comm.low_rank import orthonormal_rows, start_rows, subtract_product, unit_rows
 from shrinkpoint.comm.low_rank_allreduce import MatrixLayout
@@ -18,19 +18,6 @@ from shrinkpoint.errors import PolicyError
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("spec", ["lowrank1", "lowrank4", "lowrank4(q8:64)", "lowrank2(h64(q4:64))"])
-def test_a_spec_round_trips(spec):
-    parsed = parse(spec)
-    assert isinstance(parsed, LowRank) and str(parsed) == spec and parse(str(parsed)) == parsed
-    assert parse("lowrank4(q8:64)") == LowRank(4, Uniform(8, 64)) and parse("lowrank4(exact)") == parse("lowrank4")
-
-
-@pytest.mark.parametrize("spec", ["lowrank", "lowrank0", "lowrank1025", "lowrank4()", "lowrank4(ef(q4))", "lowrank-1"])
-def test_what_is_no_low_rank_is_refused(spec):
-    with pytest.raises(PolicyError):
-        parse(spec)
 
 
 def test_a_low_rank_is_refused_where_there_are_no_gradients_of_matrices():

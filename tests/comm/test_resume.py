@@ -48,15 +48,15 @@ def test_samples_in_a_file_are_saved_too(tmp_path: Path) -> None:
         assert same(cross(again, other, x, context), cross(sender, receiver, x, context))
 
 
-@pytest.mark.parametrize("spec", [spec for spec in HOWS if not spec.startswith("aq")])
-def test_a_restore_of_one_end_alone_is_found(spec: str) -> None:
-    sender, receiver = ends(spec)
-    for x, context in batches(5):
-        cross(sender, receiver, x, context)
-    fresh = Link(spec)
-    assert fresh.fingerprint() != sender.fingerprint()
-    fresh.load_state_dict(receiver.state_dict())
-    assert fresh.fingerprint() == sender.fingerprint()
+def test_a_restore_of_one_end_alone_is_found() -> None:
+    for spec in [spec for spec in HOWS if not spec.startswith("aq")]:
+        sender, receiver = ends(spec)
+        for x, context in batches(5):
+            cross(sender, receiver, x, context)
+        fresh = Link(spec)
+        assert fresh.fingerprint() != sender.fingerprint()
+        fresh.load_state_dict(receiver.state_dict())
+        assert fresh.fingerprint() == sender.fingerprint()
 
 
 def test_a_state_of_another_compressor_or_feedback_is_refused() -> None:
@@ -98,12 +98,8 @@ class Run:
     ("forward", "backward"),
     [
         ("ef(top20)", "ef(q2:16)"),
-        ("ef21(top20)", "ef21(top20)"),
-        ("efmixed(top40)", "efmixed(top40)"),
         ("aq(q2:16, warmup=1)", "q4:16:dither"),
-        ("aq(top20)", "aq(q2:16)"),
         ("top20", "same"),
-        ("rand50", "rand50"),
     ],
 )
 def test_a_training_that_was_interrupted_equals_one_that_was_not(tmp_path: Path, forward: str, backward: str) -> None:

@@ -19,6 +19,11 @@ from shrinkpoint.comm import (
     ErrorFeedback,
     Hadamard,
     Identity,
+    LowRank,
+    MomentSteps,
+    NormalFloat,
+    RandomK,
+    SameIndices,
     TopK,
     Uniform,
     parse,
@@ -37,17 +42,50 @@ def test_a_spec_round_trips():
         )
 
 
-def test_specs_are_parsed_to_their_settings():
-    assert parse("exact") == Identity() and parse("bf16") == Cast("bf16")
-    assert parse("q4") == Uniform(4) and parse("q4:64") == Uniform(4, 64) and parse("q4:row") == Uniform(4, "row")
-    assert parse("q1:channel:dither") == Uniform(1, "channel", dither=True)
+SETTINGS = {
+    "exact": Identity(),
+    "bf16": Cast("bf16"),
+    "q4": Uniform(4),
+    "q4:64": Uniform(4, 64),
+    "q4:row": Uniform(4, "row"),
+    "q1:channel:dither": Uniform(1, "channel", dither=True),
+    "n3:64": NormalFloat(3),
+    "n2:256": NormalFloat(2, 256),
+    "block4:32": BlockFloat(4),
+    "block8:16": BlockFloat(8, 16),
+    "top10": TopK(0.1),
+    "top2.5:tensor": TopK(0.025, per="tensor"),
+    "top1.5625:4096:q2:64": TopK(1 / 64, Uniform(2, 64), 4096),
+    "top33.33333333333333:bf16": TopK(1 / 3, "bf16"),
+    "rand10": RandomK(0.1),
+    "rand2.5:scaled:seed7:bf16": RandomK(0.025, "bf16", True, 7),
+    "same": SameIndices(),
+    "same:q4:64": SameIndices(Uniform(4, 64)),
+    "h64(q4:64)": Hadamard(Uniform(4, 64)),
+    "h256>5(q4:64)": Hadamard(Uniform(4, 64), 256, outlier_threshold=5),
+    "h16(h64(exact))": Hadamard(Hadamard(Identity()), 16),
+    "ef(top10:bf16)": EF(TopK(0.1, values="bf16")),
+    "ef(top10, decay=0.95)": EF(TopK(0.1), decay=0.95),
+    "efmixed(top10, share=0.25)": EFMixed(TopK(0.1), share=0.25),
+    "aq(q2:64, warmup=7, dtype=bf16)": AQSGD(Uniform(2, 64), warmup=7, dtype="bf16"),
+    "lowrank4": LowRank(4),
+    "lowrank4(q8:64)": LowRank(4, Uniform(8, 64)),
+    "v0.7": MomentSteps(),
+    "v0.25(n3:64)": MomentSteps(0.25, NormalFloat(3, 64)),
+}
+
+
+def test_a_spec_says_every_setting_and_is_read_back():
+    for word, setting in SETTINGS.items():
+        assert str(setting) == word and parse(word) == setting
+
+
+def test_defaults_and_spaces_may_be_written_or_left_out():
     assert parse("block4") == BlockFloat(4) and parse(" top10 ") == TopK(0.1)
-    assert parse("top2.5:q4:64") == TopK(0.025, values=Uniform(4, 64))
-    assert parse("top2.5:tensor") == TopK(0.025, per="tensor")
-    assert parse("ef(top10:bf16)") == EF(TopK(0.1, values="bf16"))
-    assert parse("ef(top1.5625:4096:q2:64, decay=0.95)") == EF(TopK(1 / 64, Uniform(2, 64), 4096), decay=0.95)
-    assert parse("efmixed(top10, share=0.25)") == EFMixed(TopK(0.1), share=0.25)
-    assert parse("aq(q2:64, warmup=7, dtype=bf16)") == AQSGD(Uniform(2, 64), warmup=7, dtype="bf16")
+    assert parse("lowrank4(exact)") == LowRank(4) and parse("ef(top10,decay=0.95)") == parse("ef(top10, decay=0.95)")
+    assert parse("aq(q4:64,warmup=3,dtype=bf16,folder=/a, b)") == AQSGD(
+        Uniform(4, 64), warmup=3, dtype="bf16", folder="/a, b"
+    )
 
 
 def test_a_folder_may_have_any_name():
@@ -130,6 +168,18 @@ def test_invalid_arguments_are_refused():
         "aq(q2:64, warmup=-1)",
         "aq(q2:64, dtype=int8)",
         "aq(q2:64, most_bytes=0)",
+        "lowrank",
+        "lowrank0",
+        "lowrank1025",
+        "lowrank4()",
+        "lowrank-1",
+        "v",
+        "v0",
+        "v5",
+        "v-1",
+        "vnan",
+        "v0.7:64",
+        "v0.7(ef(q4:64))",
         "powersgd",
         "Q4",
     ]:
@@ -140,15 +190,6 @@ def test_invalid_arguments_are_refused():
 def test_an_invalid_spec_is_refused_with_examples():
     with pytest.raises(PolicyError, match=r"spec 'quantize'.*q4:64.*top10"):
         parse("quantize")
-
-
-def test_a_space_after_a_comma_is_optional():
-    assert parse("aq(q4:64,warmup=3)") == parse("aq(q4:64, warmup=3)") == AQSGD(Uniform(4, 64), warmup=3)
-    assert parse("aq(q4:64,warmup=3,dtype=bf16,folder=/a, b)") == AQSGD(
-        Uniform(4, 64), warmup=3, dtype="bf16", folder="/a, b"
-    )
-    assert parse("efmixed(top10,share=0.25)") == EFMixed(TopK(0.1), share=0.25)
-    assert parse("ef(top10,decay=0.95)") == parse("ef(top10, decay=0.95)") == EF(TopK(0.1), decay=0.95)
 
 
 @pytest.mark.parametrize("word", ["ef(ef21(top10))", "h64(ef(q4))", "lowrank4(ef(q4:64))", "ef(lowrank4)"])
@@ -167,8 +208,3 @@ def test_a_spec_with_capitals_or_spaces_is_refused_with_the_one_that_was_meant(w
 def test_what_is_no_text_is_refused_by_its_type(value):
     with pytest.raises(PolicyError, match='expected a spec as text, such as "q4:64"'):
         parse(value)
-
-
-def test_a_half_of_a_message_is_only_defined_where_entries_are_chosen():
-    with pytest.raises(PolicyError, match="keeps a share of the entries"):
-        EFMixed(Uniform(4))

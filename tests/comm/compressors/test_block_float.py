@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from contracts.compressor import CompressorContract, noise
 from helpers.strategies import bits
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shrinkpoint.comm.compressors.quantizers import BlockFloat
-from shrinkpoint.errors import PolicyError
 
 WIDTHS = tuple(range(2, 9))
 
@@ -71,13 +69,3 @@ def test_the_largest_floats_stay_finite_and_the_smallest_become_zero():
     assert out.isfinite().all() and ((out[:2] / largest[:2] - 1).abs() < 0.2).all()
     assert (round_trip(BlockFloat(4), torch.full((40,), 2.0**-112)) == 0).all()
     assert (round_trip(BlockFloat(4), torch.full((40,), 2.0**-111)) == 2.0**-111).all()
-
-
-@pytest.mark.parametrize(("width", "block"), [(1, 32), (9, 32), (4, 8), (4, 33), (4, 8192)])
-def test_invalid_settings_are_refused(width, block):
-    with pytest.raises(PolicyError, match=r"bits|block"):
-        BlockFloat(width, block)
-
-
-def test_its_spec_says_bits_and_block():
-    assert BlockFloat(4).spec == "block4:32" and BlockFloat(8, 16).spec == "block8:16"

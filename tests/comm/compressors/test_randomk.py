@@ -16,8 +16,6 @@ from shrinkpoint.comm.compressors import sparse
 from shrinkpoint.comm.compressors.base import Compressor, CompressorContext
 from shrinkpoint.comm.compressors.quantizers import Uniform
 from shrinkpoint.comm.compressors.sparse import RandomK
-from shrinkpoint.comm.spec import parse
-from shrinkpoint.errors import PolicyError
 
 CPU = torch.device("cpu")
 
@@ -112,23 +110,3 @@ def test_a_value_that_is_not_finite_and_was_not_picked_makes_the_first_one_nan()
             out = decoded(compressor, y, key=3)[places]
             assert bool(out[0].isnan()) == first_is_nan and out[1:50].isfinite().all()
             assert torch.equal(out[50].isfinite(), y[places[50]].isfinite())
-
-
-def test_specs_say_everything_and_are_read_back():
-    specs = {
-        "rand10": RandomK(0.1),
-        "rand10:scaled": RandomK(0.1, scaled=True),
-        "rand2.5:scaled:seed7:bf16": RandomK(0.025, "bf16", True, 7),
-        "rand10:q4:64": RandomK(0.1, Uniform(4, 64)),
-    }
-    for spec, compressor in specs.items():
-        assert compressor.spec == str(compressor) == spec and parse(spec) == compressor
-
-
-def test_what_cannot_be_is_refused():
-    with pytest.raises(PolicyError, match=r"share: 0.0; expected a number above 0, at most 1"):
-        RandomK(0.0)
-    with pytest.raises(PolicyError, match="seed: -1; expected a whole number from 0 to"):
-        RandomK(0.1, seed=-1)
-    with pytest.raises(PolicyError, match="values: 'int8'"):
-        RandomK(0.1, "int8")

@@ -14,7 +14,6 @@ from shrinkpoint.comm.compressors import sparse
 from shrinkpoint.comm.compressors.base import NO_CONTEXT, Compressor, CompressorContext
 from shrinkpoint.comm.compressors.quantizers import Uniform
 from shrinkpoint.comm.compressors.sparse import RandomK, SameIndices, TopK
-from shrinkpoint.comm.spec import parse
 from shrinkpoint.errors import MismatchError, PolicyError
 
 
@@ -87,14 +86,3 @@ def test_no_indices_are_no_bytes():
     out = torch.full((3, 4), 7.0)
     assert SameIndices().encode(noise((3, 4)), context).numel() == 0
     assert (SameIndices().decode(torch.empty(0, dtype=torch.uint8), out, context) == 0).all()
-
-
-def test_specs_say_everything_and_are_read_back():
-    for spec, compressor in {
-        "same": SameIndices(),
-        "same:bf16": SameIndices("bf16"),
-        "same:q4:64": SameIndices(Uniform(4, 64)),
-    }.items():
-        assert compressor.spec == str(compressor) == spec and parse(spec) == compressor
-    with pytest.raises(PolicyError, match="values: 'fp8'"):
-        SameIndices("fp8")

@@ -18,7 +18,7 @@ from shrinkpoint.comm.compressors.base import NO_CONTEXT, CompressorContext
 from shrinkpoint.comm.compressors.quantizers import Uniform
 from shrinkpoint.comm.compressors.sparse import TopK
 from shrinkpoint.comm.spec import parse
-from shrinkpoint.errors import MismatchError, PolicyError
+from shrinkpoint.errors import MismatchError
 
 
 class TestTopK(CompressorContract):
@@ -109,9 +109,9 @@ COUNTS = [
 ]
 
 
-@pytest.mark.parametrize(("n", "share", "k"), COUNTS)
-def test_as_many_cross_as_the_share_says(n, share, k):
-    assert decoded(TopK(share), torch.arange(1.0, n + 1)).count_nonzero() == k
+def test_as_many_cross_as_the_share_says():
+    for n, share, k in COUNTS:
+        assert decoded(TopK(share), torch.arange(1.0, n + 1)).count_nonzero() == k
 
 
 def test_of_a_tensor_rather_than_a_sample_only_where_that_is_asked_for():
@@ -214,13 +214,6 @@ def test_sixteen_bits_cross_unharmed(dtype):
     assert places.sum() == 300 and bits(out[places]) == bits(x[places])
 
 
-def test_values_rounded_to_sixteen_bits_are_those_that_torch_rounds_to():
-    x = noise((1000,))
-    for values, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        out, exact = decoded(TopK(0.2, values), x), decoded(TopK(0.2), x)
-        assert torch.equal(out, exact.to(dtype).float())
-
-
 def test_fp16_makes_inf_of_what_is_beyond_it():
     out = decoded(TopK(0.5, "fp16"), torch.tensor([1e5, -1e5, 65504.0, 0.1, 0.2, 0.3]))
     assert out.tolist() == [math.inf, -math.inf, 65504.0, 0, 0, 0]
@@ -248,33 +241,3 @@ def test_indices_that_cannot_be_are_refused_and_the_output_stays():
         with pytest.raises(MismatchError, match="ascending positions below 1024"):
             compressor.indices(wire, x.shape)
         assert (out == 7).all()
-
-
-def test_specs_say_everything_and_are_read_back():
-    specs = {
-        "top10": TopK(0.1),
-        "top2.5": TopK(0.025),
-        "top100": TopK(1.0),
-        "top7:tensor": TopK(0.07, per="tensor"),
-        "top1.5625:4096": TopK(1 / 64, per=4096),
-        "top1.5625:4096:q2:64": TopK(1 / 64, Uniform(2, 64), 4096),
-        "top10:bf16": TopK(0.1, "bf16"),
-        "top30:tensor:q4:64": TopK(0.3, Uniform(4, 64), "tensor"),
-        "top33.33333333333333": TopK(1 / 3),
-    }
-    for spec, compressor in specs.items():
-        assert compressor.spec == str(compressor) == spec and parse(spec) == compressor
-
-
-@pytest.mark.parametrize("share", [0.0, -0.1, 1.01, math.nan, "10"])
-def test_such_a_share_is_refused(share):
-    with pytest.raises(PolicyError, match=r"share: .*; expected a number above 0, at most 1"):
-        TopK(share)
-
-
-def test_values_and_parts_that_there_are_not_are_refused():
-    with pytest.raises(PolicyError, match="values: 'fp8'; expected fp32, fp16, bf16 or a compressor"):
-        TopK(0.1, "fp8")
-    for per in ("row", 0, -4, True, 1 << 32, 64.0):
-        with pytest.raises(PolicyError, match=f"per {per!r}; expected sample, tensor or the size of a chunk"):
-            TopK(0.1, per=per)

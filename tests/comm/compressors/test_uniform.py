@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shrinkpoint import _native
-from shrinkpoint.comm.compressors.base import NO_CONTEXT, CompressorContext
+from shrinkpoint.comm.compressors.base import CompressorContext
 from shrinkpoint.comm.compressors.layout import unpack_planes
 from shrinkpoint.comm.compressors.quantizers import Uniform
-from shrinkpoint.errors import PolicyError
 
 
 class TestUniform(CompressorContract):
@@ -145,24 +144,6 @@ def test_dither_makes_the_error_nothing_on_average_and_differs_by_key():
     assert (plain.abs() > 0.29).all()
 
 
-def test_the_key_is_of_no_effect_without_dither():
-    x = noise((100,))
-    assert torch.equal(Uniform(4, 64).encode(x, CompressorContext(key=5)), Uniform(4, 64).encode(x, NO_CONTEXT))
-
-
-def test_specs_say_everything():
-    specs = {
-        "q4": Uniform(4),
-        "q4:64": Uniform(4, 64),
-        "q4:row": Uniform(4, "row"),
-        "q8:channel": Uniform(8, "channel"),
-        "q4:64:dither": Uniform(4, 64, dither=True),
-        "q2:dither": Uniform(2, dither=True),
-    }
-    for spec, compressor in specs.items():
-        assert compressor.spec == str(compressor) == spec
-
-
 @pytest.mark.parametrize("group", [None, 64, 100, 3333, 70_000])
 def test_threads_change_no_byte(group):
     x, compressor, threads = noise((3, 100_001)), Uniform(4, group, dither=True), torch.get_num_threads()
@@ -192,15 +173,3 @@ def test_buffers_that_do_not_fit_are_refused():
             _native.uniform_encode(values, size, bits, short)
         with pytest.raises(ValueError, match=message):
             _native.uniform_decode(short, size, bits, values)
-
-
-@pytest.mark.parametrize("bits", [0, 9, -1, 4.0])
-def test_so_many_bits_are_refused(bits):
-    with pytest.raises(PolicyError, match=f"bits: {bits}; expected a whole number from 1 to 8"):
-        Uniform(bits)
-
-
-@pytest.mark.parametrize("group", [0, -64, True, "column", 2.5])
-def test_such_a_group_is_refused(group):
-    with pytest.raises(PolicyError, match=r"group: .*; expected a number of values"):
-        Uniform(4, group)
