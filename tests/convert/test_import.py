@@ -46,25 +46,6 @@ def test_a_run_becomes_one_chain_of_the_same_bits(run, tmp_path):
     assert list(verify_import(LocalStorage(tmp_path / "store"), run)) == [(step, True) for step in (10, 20, 30, 40)]
 
 
-def test_a_dry_run_tells_the_very_bytes_that_a_conversion_takes(run, tmp_path):
-    for every in (1, 3, 20):
-        weighed = _converted(SizingStorage(), run, keyframe_every=every)
-        written = _converted(LocalStorage(tmp_path / f"store-{every}"), run, keyframe_every=every)
-        assert [row.after for row in weighed] == [row.after for row in written]
-        assert [row.keyframe for row in weighed] == [row.keyframe for row in written]
-
-
-def test_an_interrupted_conversion_goes_on_with_its_chain(run, tmp_path):
-    storage = LocalStorage(tmp_path / "store")
-    _converted(storage, run[:2])
-    rows = _converted(storage, run)
-    assert [row.done for row in rows] == [True, True, False, False]
-    assert not rows[2].keyframe
-    assert [row.after for row in rows] == [row.after for row in _converted(SizingStorage(), run)]
-    assert all(row.done for row in _converted(storage, run))
-    assert len(list(verify_import(storage, run))) == 4
-
-
 def test_wherever_the_disk_fails_the_next_try_ends_with_all_of_it(run, tmp_path):
     counted = FaultyStorage(LocalStorage(tmp_path / "whole"))
     _converted(counted, run[:2])

@@ -21,7 +21,8 @@ class Linkless(MemoryStorage):
 
 
 PLACES = ("local", "memory", "linkless")
-PLACES_AND_BUCKET = (*PLACES, pytest.param("bucket", marks=pytest.mark.nightly))
+PLACES_AND_BUCKET = ("local", "linkless", pytest.param("bucket", marks=pytest.mark.nightly))
+"""With links, without, and over the network: to a store, `memory` is `local`."""
 
 
 def place(kind: str, path: Path) -> Storage:
