@@ -164,14 +164,6 @@ def test_a_store_that_is_gone_is_an_error_and_not_a_crash(tmp_path: Path) -> Non
     assert CheckpointManager(where).restore().extra["weight"].sum() == 3000
 
 
-def test_leaving_the_block_waits_for_the_save() -> None:
-    gate = Gate()
-    with CheckpointManager(gate, background=True) as manager:
-        manager.save(1, extra=1)
-        threading.Timer(0.05, gate.opened.set).start()
-    assert manager.store.steps() == [1]
-
-
 def test_a_report_is_there_before_the_checkpoint_and_waits_when_asked() -> None:
     gate = Gate()
     with CheckpointManager(gate, background=True) as manager:

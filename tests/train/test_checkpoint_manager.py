@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from helpers.faulty_storage import FaultyStorage
-from helpers.processes import run_forked
 from helpers.strategies import difference, same
 from torch import nn
 
@@ -217,19 +216,6 @@ def test_wrapped_and_compiled_modules_are_saved_as_they_are(tmp_path: Path, wrap
     assert torch.equal(inner.weight, weight)
 
 
-def test_keep_is_applied_after_each_save(tmp_path: Path) -> None:
-    loop = Loop()
-    with CheckpointManager(tmp_path, keep=Keep(last=2), keyframe_every=3) as manager:
-        for step in range(8):
-            loop.step()
-            manager.save(step, **loop.parts)
-        assert manager.store.steps()[-2:] == [6, 7]
-        assert len(manager.store.steps()) < 5
-    saved = loop.copy()
-    assert CheckpointManager(tmp_path).restore(**loop.parts) is not None
-    assert same(saved, loop.copy())
-
-
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -255,26 +241,6 @@ def test_unknown_schemes_and_arguments_are_refused(tmp_path: Path) -> None:
         CheckpointManager(tmp_path, scheme="magic")
     with pytest.raises(PolicyError, match="what restore returns"):
         CheckpointManager(tmp_path).restore(extra={})
-
-
-SECOND = """
-import sys
-from shrinkpoint.errors import LockedError
-from shrinkpoint.train import CheckpointManager
-manager = CheckpointManager(sys.argv[1], background=True)
-try:
-    manager.save(2, extra="mine")
-except LockedError as error:
-    print("refused:", error)
-"""
-
-
-def test_a_second_process_that_saves_is_refused_at_once(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path) as manager:
-        manager.save(1, extra="mine")
-        assert run_forked(SECOND, str(tmp_path)).startswith("refused:")
-        manager.save(2, extra="mine")
-    assert CheckpointManager(tmp_path).store.steps() == [1, 2]
 
 
 def test_two_managers_of_one_process_do_not_mix_either(tmp_path: Path) -> None:

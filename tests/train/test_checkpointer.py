@@ -70,24 +70,6 @@ def test_what_is_saved_in_the_background_is_the_state_of_the_call(tmp_path):
             loop.train()
 
 
-def test_a_resumed_run_writes_deltas_against_what_it_loaded(tmp_path):
-    loop, again = Loop(), Loop()
-    loop.train()
-    with Checkpointer() as checkpointer:
-        checkpointer.save(tmp_path / "c1", loop.state, objects=loop.parts)
-    with Checkpointer() as checkpointer:
-        state = checkpointer.load(tmp_path / "c1").state
-        again.model.load_state_dict(state["model"])
-        again.optimizer.load_state_dict(state["optimizer"])
-        again.step = state["step"]
-        again.train()
-        report = checkpointer.save(tmp_path / "c2", again.state, objects=again.parts)
-    loop.train()
-    assert report is not None
-    assert not report.keyframe
-    assert difference(Checkpointer().load(tmp_path / "c2").state, loop.state) is None
-
-
 @pytest.mark.parametrize("damaged", [False, True])
 def test_after_a_load_the_next_delta_is_made_against_what_lies_on_the_disk(tmp_path, damaged):
     loop = Loop()
@@ -173,21 +155,6 @@ def test_a_save_that_a_warning_ends_leaves_nothing(tmp_path):
         with pytest.raises(LossWarning, match="of the progress"):
             checkpointer.save(tmp_path / "b", loop.state, objects=loop.parts)
     assert not [path for path in (tmp_path / "b").rglob("*") if path.is_file()]
-
-
-def test_a_lossy_run_counts_its_restores_and_its_scheme_resumes(tmp_path):
-    loop = Loop()
-    loop.train(3)
-    scheme = sp.Fisher(relative_error=0.01)
-    with Checkpointer(scheme=scheme) as checkpointer:
-        checkpointer.save(tmp_path / "c1", loop.state, objects=loop.parts)
-    assert directory.read_directory_manifest(tmp_path / "c1").is_lossy
-    with Checkpointer(scheme=sp.Fisher(relative_error=0.01)) as checkpointer:
-        loop.model.load_state_dict(checkpointer.load(tmp_path / "c1").state["model"])
-        loop.train()
-        checkpointer.save(tmp_path / "c2", loop.state, objects=loop.parts)
-    manifest = directory.read_directory_manifest(tmp_path / "c2")
-    assert (manifest.lossy_restores, manifest.loss["scheme"], manifest.depth) == (1, "fisher", 1)
 
 
 def test_a_scheme_that_measures_gets_the_live_model(tmp_path):

@@ -17,6 +17,7 @@ from shrinkpoint.train import dcp
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 class TestDcpManager(FrameworkContract):
     backgrounds = (False,)
+    tells_of_empty_directories = False
 
     def train(self, root, saves, *, resume=False, limit=None, background=False, on_save=None) -> Any:
         loop, manager = Loop(), dcp.Manager(root, keep=limit, threads=1)

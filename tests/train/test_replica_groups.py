@@ -74,7 +74,7 @@ RANKS = """
 """
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.nightly)])
 def group(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("group")
     return ranks(RANKS, request.param, folder), folder

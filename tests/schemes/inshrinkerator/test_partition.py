@@ -14,6 +14,7 @@ from shrinkpoint.schemes.inshrinkerator.partition import (
     PrunePartition,
     ScoredWeight,
     score_weights,
+    sensitivity,
 )
 
 SHARES = st.sampled_from([0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
@@ -52,6 +53,21 @@ def the_same_weights_every_time():
 
 def share(masks, names) -> float:
     return float(torch.cat([masks[name] for name in names]).float().mean())
+
+
+def test_sensitivity_predicts_what_the_loss_loses_with_a_weight():
+    weights = torch.tensor([0.3, -0.002, 0.001], dtype=torch.float64, requires_grad=True)
+    inputs = torch.tensor([1.0, 2.0, -3.0], dtype=torch.float64)
+
+    def loss(w):
+        return torch.tanh(w @ inputs)
+
+    loss(weights).backward()
+    for i in (1, 2):
+        without = weights.detach().clone()
+        without[i] = 0
+        change = (loss(without) - loss(weights)).abs().item()
+        assert sensitivity(weights, weights.grad)[i].item() == pytest.approx(change, rel=0.01)
 
 
 @settings(max_examples=30, deadline=None)

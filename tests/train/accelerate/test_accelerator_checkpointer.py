@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +14,8 @@ from helpers.accelerate_runs import Loop
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shrinkpoint.errors import MismatchError, NoSpaceError, NotFoundError, PolicyError, ShrinkpointError, StateError
+from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError, StateError
 from shrinkpoint.schemes.fisher.scheme import Fisher
-from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store import directory as folders
 from shrinkpoint.train.accelerate import AcceleratorCheckpointer, load_state, record_gradients, save_state
 
@@ -34,10 +32,9 @@ def loop(*args: object, **settings: object) -> Loop:
     return Loop(*args, **settings)
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_a_run_that_stopped_in_an_epoch_goes_on_bit_for_bit(tmp_path: Path, background: bool) -> None:
+def test_a_run_that_stopped_in_an_epoch_goes_on_bit_for_bit(tmp_path: Path) -> None:
     first = loop(tmp_path)
-    shrink = AcceleratorCheckpointer(first.accelerator, background=background)
+    shrink = AcceleratorCheckpointer(first.accelerator, background=True)
     for stop in (None, 4):
         first.epoch(stop=stop)
         shrink.save_state()
@@ -49,24 +46,6 @@ def test_a_run_that_stopped_in_an_epoch_goes_on_bit_for_bit(tmp_path: Path, back
     assert second.state() == saved
     second.epoch(skip=4).epoch()
     assert second.state() == first.state()
-
-
-def test_checkpoints_are_deltas_and_the_newest_needs_no_other(tmp_path: Path) -> None:
-    run = loop(tmp_path)
-    shrink = AcceleratorCheckpointer(run.accelerator)
-    sizes = []
-    for _ in range(3):
-        sizes.append(shrink.save_state(step=run.steps(1).counter.seen["count"], metrics={"loss": 2}).stored_bytes)
-    assert max(sizes[1:]) < 0.95 * sizes[0]
-    for number in (0, 1):
-        shutil.rmtree(tmp_path / f"checkpoints/checkpoint_{number}")
-    (saved := run.state()) and run.steps(1)
-    resumed = load_state(loop(tmp_path, seed=3).accelerator)
-    assert resumed.directory.name == "checkpoint_2" and resumed.skipped == ()
-    assert (resumed.manifest.step, resumed.manifest.metrics, resumed.manifest.depth) == (6, {"loss": 2.0}, 2)
-    resumed_loop = loop(tmp_path, seed=4)
-    load_state(resumed_loop.accelerator)
-    assert resumed_loop.state() == saved
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -83,54 +62,6 @@ def test_the_limit_holds_and_nothing_goes_before_the_new_one_is_whole(tmp_path: 
     assert sorted(path.name for path in places.iterdir()) == ["checkpoint_3", "checkpoint_4"]
     for path in places.iterdir():
         folders.verify_directory(path, deep=True)
-
-
-def test_a_save_that_fails_leaves_every_checkpoint_that_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = loop(tmp_path, limit=1)
-    shrink = AcceleratorCheckpointer(run.accelerator)
-    shrink.save_state()
-    saved = run.state()
-    run.steps(1)
-    monkeypatch.setattr(LocalStorage, "create", full)
-    for _ in range(2):
-        with pytest.raises(NoSpaceError):
-            shrink.save_state()
-    monkeypatch.undo()
-    resumed_loop = loop(tmp_path, limit=1, seed=2)
-    resumed = load_state(resumed_loop.accelerator)
-    assert (resumed.directory.name, [entry.directory.name for entry in resumed.skipped]) == (
-        "checkpoint_0",
-        ["checkpoint_1"],
-    )
-    assert resumed_loop.state() == saved
-    save_state(resumed_loop.accelerator)  # into the place of the one that failed
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_1"]
-
-
-def full(*_: object) -> None:
-    raise NoSpaceError("disk", found="no space", do="look there")
-
-
-def test_an_empty_newest_is_said_aloud_and_the_one_before_is_taken(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = loop(tmp_path)
-    save_state(run.accelerator)
-    saved = run.state()
-    run.steps(1)
-    save_state(run.accelerator)
-    newest = tmp_path / "checkpoints/checkpoint_1"
-    shutil.rmtree(newest)
-    newest.mkdir()
-    resumed_loop = loop(tmp_path, seed=2)
-    resumed = load_state(resumed_loop.accelerator)
-    assert resumed.directory.name == "checkpoint_0" and [entry.directory for entry in resumed.skipped] == [newest]
-    assert "checkpoint_1 is passed over" in caplog.text
-    assert resumed_loop.state() == saved
-    with pytest.raises(ShrinkpointError):
-        load_state(resumed_loop.accelerator, newest)
 
 
 def test_numbers_go_on_behind_the_newest_after_a_load(tmp_path: Path) -> None:

@@ -36,32 +36,6 @@ def fit(root: Path, *plugins: Any, callbacks: Any = (), epochs: int = 3, **optio
     return run
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_training_does_not_notice_that_it_is_evaluated(tmp_path, background):
-    seen: list[tuple[type, bool]] = []
-    validation = Validation(batches=2)
-
-    def evaluate(module: Any) -> float:
-        seen.append((type(module), module.net[0].weight.requires_grad))
-        return validation(module)
-
-    ours = ShrinkIO(sp.Fisher(nats=0.05, evaluate=evaluate), background=background)
-    run = fit(tmp_path / "ours", ours, callbacks=[ShrinkIOCallback()])
-    plain = fit(tmp_path / "plain")
-    assert len(seen) > 5 and {kind for kind, _ in seen} == {Small}
-    assert same(run.lightning_module.state_dict(), plain.lightning_module.state_dict())
-    assert run.lightning_module.losses == plain.lightning_module.losses
-    assert run.callback_metrics.keys() == plain.callback_metrics.keys()
-    sizes = [
-        sum(f.stat().st_size for f in (tmp_path / "ours/all" / name).glob("rank*"))
-        for name in names(tmp_path / "ours/all")
-    ]
-    stock = (tmp_path / "plain/all/epoch=0.ckpt").stat().st_size
-    assert all(2 * size < stock for size in sizes)
-    manifests = [read_directory_manifest(tmp_path / "ours/all" / name) for name in names(tmp_path / "ours/all")]
-    assert all(manifest.is_lossy and manifest.loss["rise"] <= 0.05 for manifest in manifests)
-
-
 class Collecting(Small):
     """Keeps what its validation steps find in each way that Lightning's pages show."""
 
@@ -135,21 +109,6 @@ def test_a_group_of_replicas_is_refused_and_not_waited_for(tmp_path):
     scheme = sp.Inshrinkerator(threshold=0.05, evaluate=Validation(batches=2), group=object())
     with pytest.raises(PolicyError, match="group"):
         ShrinkIO(scheme)
-
-
-def test_a_run_goes_on_from_a_lossy_checkpoint_and_says_so(tmp_path):
-    for epochs in (1, 2):
-        path = tmp_path / "all/epoch=0.ckpt"
-        run = trainer(
-            tmp_path, ShrinkIO(sp.Fisher(relative_error=0.1)), epochs=epochs, callbacks=[every(tmp_path / "all")]
-        )
-        run.fit(small(width=WIDTH), points(), ckpt_path=path if path.exists() else None)
-    assert [read_directory_manifest(tmp_path / f"all/epoch={i}.ckpt").lossy_restores for i in (0, 1)] == [0, 1]
-    loaded = ShrinkIO().load_checkpoint(tmp_path / "all/epoch=1.ckpt")["state_dict"]
-    ours = run.lightning_module.state_dict()
-    weight = "net.0.weight"
-    assert 0 < (loaded[weight] - ours[weight]).std() < 0.3 * ours[weight].std()
-    assert same({k: v for k, v in loaded.items() if "running" in k}, {k: v for k, v in ours.items() if "running" in k})
 
 
 def test_a_scheme_that_evaluates_wants_the_callback(tmp_path):

@@ -44,8 +44,7 @@ class Gate(Lossless):
 # AsyncCheckpointIO around ours
 
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("top", [1, 2])
+@pytest.mark.parametrize(("background", "top"), [(False, 2), (True, 1)])
 def test_asynccheckpointio_trains_to_the_end_and_leaves_what_was_asked_for(tmp_path, background, top):
     keep = ModelCheckpoint(
         tmp_path / "all", filename="{step}", save_top_k=top, every_n_train_steps=1, monitor="step", mode="max"
@@ -157,8 +156,9 @@ def test_a_save_within_a_training_is_not_waited_for(tmp_path):
     verify_directory(tmp_path / "2.ckpt")
 
 
-@pytest.mark.parametrize("link", [False, True])
-@pytest.mark.parametrize("reads", [ShrinkIO().load_checkpoint, lambda path: load_from_checkpoint(Small, path)])
+@pytest.mark.parametrize(
+    ("reads", "link"), [(ShrinkIO().load_checkpoint, False), (lambda path: load_from_checkpoint(Small, path), True)]
+)
 def test_who_reads_what_another_plugin_is_writing_waits_for_it(tmp_path, reads, link):
     gate, model, reports = Gate(), small(), []
     ours = ShrinkIO(gate, background=True)

@@ -11,7 +11,7 @@ from helpers.huggingface import WEIGHTS, Until, ended, made, steps, whole
 from helpers.strategies import same
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback
 
-from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError, StateError, StorageError
+from shrinkpoint.errors import NotFoundError, PolicyError, StateError, StorageError
 from shrinkpoint.store.directory import verify_directory
 from shrinkpoint.train.transformers import ShrinkCallback, ShrinkTrainer, latest_valid
 
@@ -38,13 +38,6 @@ def test_with_a_callback_a_resumed_run_ends_as_the_one_that_was_not_interrupted(
         assert same(ended(trainer, tmp_path / f"checkpoint-{step}"), whole())
 
 
-def test_with_a_callback_another_kind_of_optimizer_is_refused(tmp_path):
-    called(tmp_path, ShrinkCallback()).train()
-    trainer = called(tmp_path, ShrinkCallback(), optim="sgd")
-    with pytest.raises(MismatchError, match=r"optimizer.*another kind"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-
-
 @pytest.mark.parametrize("kind", [Trainer, ShrinkTrainer])
 def test_a_state_that_cannot_be_stored_is_refused_when_training_starts(tmp_path, kind):
     class Odd(kind):
@@ -58,15 +51,6 @@ def test_a_state_that_cannot_be_stored_is_refused_when_training_starts(tmp_path,
     with pytest.raises(StateError, match=r"optimizer.*owner"):
         trainer.train()
     assert trainer.state.global_step == 0
-
-
-def test_with_a_callback_a_resume_between_epochs_is_exact(tmp_path):
-    settings = {"max_steps": -1, "num_train_epochs": 3, "count": 40}
-    plain = ended(made(Trainer, tmp_path / "plain", save_strategy="no", **settings))
-    run = tmp_path / "run"
-    called(run, ShrinkCallback(), save_strategy="epoch", **settings).train()
-    trainer = called(run, ShrinkCallback(), save_strategy="no", **settings)
-    assert same(ended(trainer, run / f"checkpoint-{steps(run)[1]}"), plain)
 
 
 def test_a_callback_refuses_a_checkpoint_without_its_part_and_newest_finds_another(tmp_path):

@@ -49,37 +49,15 @@ def trained(kind: type[Trainer], folder: Path, **settings: Any) -> tuple[Trainer
         return trainer, ended(trainer)
 
 
-def test_a_lossy_scheme_is_an_argument_and_its_generations_are_counted(tmp_path):
-    settings = ShrinkConfig(scheme=sp.Fisher(relative_error=0.1))
-    trained(ShrinkTrainer, tmp_path, max_steps=4, trainer_shrink=settings)
-    manifest = read_directory_manifest(tmp_path / "checkpoint-4")
-    assert manifest.is_lossy and manifest.lossy_restores == 0 and manifest.raw_bytes > 8 * manifest.stored_bytes
-    resumed_trainer = made(
-        ShrinkTrainer, tmp_path, trainer_model=WIDE(), trainer_shrink=ShrinkConfig(scheme=sp.Fisher(ratio=10))
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", LossWarning)
-        resumed_trainer.train(resume_from_checkpoint=True)
-    assert read_directory_manifest(tmp_path / "checkpoint-8").lossy_restores == 1
-    best = made(ShrinkTrainer, tmp_path, trainer_model=WIDE(), max_steps=8)
-    best.train(resume_from_checkpoint=True)
-    assert not same(best.model.state_dict(), resumed_trainer.model.state_dict())
-    assert best.evaluate()["eval_loss"] < 1.1 * resumed_trainer.evaluate()["eval_loss"]
-
-
-@pytest.mark.parametrize(
-    ("scheme", "background"),
-    [(partial(sp.Fisher, budget="1%"), False), (partial(sp.Inshrinkerator, threshold=0.02), True)],
-)
-def test_training_does_not_notice_that_it_is_measured(tmp_path, scheme, background):
+def test_training_does_not_notice_that_it_is_measured(tmp_path):
     plain, measured = Heard(), Heard()
     settings = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
     _, one = trained(Trainer, tmp_path / "plain", trainer_callbacks=[plain], **settings)
-    shrink = ShrinkConfig(scheme=scheme, evaluate="eval_loss", gradients=True, background=background)
+    scheme = partial(sp.Inshrinkerator, threshold=0.02)
+    shrink = ShrinkConfig(scheme=scheme, evaluate="eval_loss", gradients=True, background=True)
     _, other = trained(ShrinkTrainer, tmp_path / "run", trainer_callbacks=[measured], trainer_shrink=shrink, **settings)
     assert same(one, other) and "on_prediction_step" in plain.events and plain.events == measured.events
-    loss = read_directory_manifest(tmp_path / "run" / "checkpoint-4").loss
-    assert isinstance(loss, dict) and (loss["tried"] if "tried" in loss else loss["searches"])
+    assert read_directory_manifest(tmp_path / "run" / "checkpoint-4").loss["searches"]
 
 
 def test_what_is_measured_is_what_the_trainer_evaluates(tmp_path):
