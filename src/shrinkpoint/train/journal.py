@@ -142,8 +142,8 @@ class Journal:
         self._directory = JournalDirectory(_place(manager, directory))
         if compression.has_feedback and feedback == "refuse":
             found, expected = "error feedback, which is not on the wire", "a compressor without it"
-            do = 'pass feedback="restart", with which all memories are empty after a replay'
-            do = f'compress with "q4:64", say, or {do}'
+            restart = 'feedback="restart", with which all memories are empty after a replay'
+            do = f'compress with "q4:64", say, or pass {restart}'
             raise PolicyError("journal", found=found, expected=expected, do=do)
         self._manager, self._compression, self._update = manager, compression, update
         self._group = compression.group
@@ -217,9 +217,7 @@ class Journal:
             raise PolicyError("journal", found=found, expected=expected, do="count steps by one, from that of the save")
         messages = self._record.messages(step)
         last = self._step
-        if (
-            not self._is_clean
-        ):  # of segments of this rank behind the last step, which another course of the run has left
+        if not self._is_clean:  # another course of the run may have left segments of this rank behind the last step
             self._directory.delete(lambda start, rank: rank == self._rank and start > last)
             self._is_clean = True
         is_appended = self._append(self._writer, step, messages)

@@ -156,15 +156,16 @@ def _own_candidate_names(root: Path | ObjectUrl, rank: int) -> set[str] | Shrink
 
     Only the first rank looks into a bucket, which is the same for all.
     """
-    try:
-        if isinstance(root, Path):
+    if isinstance(root, Path):
+        try:
             paths = [path for path in root.iterdir() if path.is_dir()]
             return {path.name for path in paths if is_checkpoint(path) or any(path.glob("rank-*.safetensors"))}
+        except OSError:  # a rank may not see the directory
+            return set()
+        except ShrinkpointError as error:
+            return error
+    try:
         parts = (key.split("/") for key in (directory_storage(root).list() if rank == 0 else ()))
         return {part[0] for part in parts if len(part) == 2 and (part[1] == MANIFEST or part[1].startswith("rank-"))}
-    except (ShrinkpointError, OSError) as error:
-        if isinstance(root, Path) and isinstance(error, OSError):  # a rank may not see the directory
-            return set()
-        if isinstance(error, ShrinkpointError):
-            return error
-        raise
+    except ShrinkpointError as error:
+        return error
