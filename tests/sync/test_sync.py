@@ -306,3 +306,15 @@ def test_wrappers_of_a_model_make_no_difference():
         publisher.publish(nn.DataParallel(torch.compile(model)))  # type: ignore[arg-type]
     Subscriber(storage).update(served)
     assert_same(served.state_dict(), model.state_dict())
+
+
+def test_another_default_device_changes_nothing(tmp_path: Path):
+    trained, served = nn.Linear(64, 64), nn.Linear(64, 64).bfloat16()
+    publisher, subscriber = Publisher(tmp_path, dtype=torch.bfloat16), Subscriber(tmp_path)
+    for _ in range(2):
+        with torch.device("meta"):  # what is made without a device has no values
+            publisher.publish(trained)
+            subscriber.update(served)
+        assert torch.equal(served.weight, trained.weight.bfloat16())
+        with torch.no_grad():
+            trained.weight.mul_(1.01)

@@ -249,3 +249,47 @@ def test_a_model_on_which_nothing_can_be_tried_may_have_a_setting(tmp_path):
     other = Holder()
     sp.CheckpointManager(tmp_path).restore(model=other)
     assert 0 < (other.weight - holder.weight).norm() / holder.weight.norm() < 0.3
+
+
+SCHEMES = {
+    "lossless": lambda evaluate: "lossless",
+    "fisher": lambda evaluate: sp.Fisher(budget="1%", evaluate=evaluate),
+    "inshrinkerator": lambda evaluate: sp.Inshrinkerator(threshold="5%", evaluate=evaluate),
+    "lc": lambda evaluate: sp.LCCheckpoint(),
+    "recent": lambda evaluate: sp.Fisher(budget="5%", evaluate=recent_batches()),
+}
+
+
+def recent_batches() -> sp.RecentBatches:
+    recent = sp.RecentBatches(lambda model, batch: (model(batch) - batch).square().mean())
+    for _ in range(8):
+        recent.add(torch.randn(8, 64, device="cpu"))
+    return recent
+
+
+@pytest.mark.filterwarnings("ignore::shrinkpoint.errors.LossWarning")
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_another_default_device_changes_nothing_but_what_evaluate_makes(tmp_path, scheme):
+    torch.manual_seed(0)
+    model, x = nn.Linear(64, 64), torch.randn(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    devices = set()
+
+    def evaluate(model):
+        devices.add(torch.empty(0).device.type)
+        return (model(x) - x).square().mean(1)
+
+    with torch.device("meta"):  # what is made without a device has no values
+        manager = sp.CheckpointManager(tmp_path, scheme=SCHEMES[scheme](evaluate))
+    with manager:
+        for step in range(3):
+            (model(x) - x).square().mean().backward()
+            optimizer.step()
+            with torch.device("meta"):
+                manager.save(step, model=model, optimizer=optimizer)
+        values = copy.deepcopy(model.state_dict())
+        with torch.device("meta"):
+            manager.restore(model=model, optimizer=optimizer)
+            loaded = sp.load(tmp_path)["model"]
+    assert devices <= {"meta"} and same(loaded, model.state_dict())
+    assert (scheme == "lossless") == same(values, model.state_dict())

@@ -32,9 +32,7 @@ MAX_LATTICE_CODE = (1 << 15) - 2  # Largest absolute code; up to it, adding dith
 MIN_GAIN, MAX_GAIN = 1 / 16, 16.0
 """The least and the largest gain of a tensor."""
 ZERO_CODE = -127  # With spacing "log", the code that stands for zero; the smallest code of a power of two is one above
-_POWERS = tuple(
-    float(torch.tensor(2.0 ** (k / STEPS_PER_OCTAVE), dtype=torch.float32)) for k in range(STEPS_PER_OCTAVE)
-)
+_POWERS = tuple(float(np.float32(2.0 ** (k / STEPS_PER_OCTAVE))) for k in range(STEPS_PER_OCTAVE))
 _DITHER_LEVELS = 256
 _HEAD_CODES = 1 << 12  # codes that are compared first: those of a tensor that trains differ there already
 _MASK_32_BITS = (1 << 32) - 1

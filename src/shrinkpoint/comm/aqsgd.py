@@ -398,7 +398,7 @@ class SampleCache:
         matches = [(position, rows[sample]) for position, sample in enumerate(ids) if sample in rows]
         if not matches:
             return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
-        positions, row_numbers = (torch.tensor(part) for part in zip(*matches, strict=True))
+        positions, row_numbers = (torch.tensor(part, device="cpu") for part in zip(*matches, strict=True))
         cached = self._buffer.rows.index_select(0, row_numbers).to(like.device).to(torch.float32)
         if len(matches) == len(ids):
             return cached.reshape(like.shape)
@@ -414,13 +414,15 @@ class SampleCache:
             rounded = tensor.detach().reshape(len(ids), -1).to(self._dtype, copy=True)
             if len(row_indices) < len(ids):
                 rounded = rounded.index_select(0, torch.tensor(list(row_indices.values()), device=tensor.device))
-            self._buffer.rows.index_copy_(0, torch.tensor(list(row_indices)), zero_nonfinite_(rounded).cpu())
+            self._buffer.rows.index_copy_(
+                0, torch.tensor(list(row_indices), device="cpu"), zero_nonfinite_(rounded).cpu()
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Ids, the least recently used first, the row and the visits of each, and the buffer of rows."""
         rows, shape = self.index.rows, list(self.index.shape or ())
-        values = self._buffer.rows[: len(rows)] if rows else torch.empty(0, 0, dtype=self._dtype)
-        ids, numbers = (torch.tensor(list(part), dtype=torch.int64) for part in (rows, rows.values()))
+        values = self._buffer.rows[: len(rows)] if rows else torch.empty(0, 0, dtype=self._dtype, device="cpu")
+        ids, numbers = (torch.tensor(list(part), dtype=torch.int64, device="cpu") for part in (rows, rows.values()))
         return {"ids": ids, "at": numbers, "rows": values, "shape": shape, "visits": self._visit_counts()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -452,19 +454,21 @@ class SampleCache:
         rows = self.index.rows
         if not rows:
             return []
-        sampled_rows = torch.tensor(list(rows.values())[:: max(len(rows) // _DIGEST_ROWS, 1)])
-        ids = torch.tensor(list(rows), dtype=torch.int64)
+        sampled_rows = torch.tensor(list(rows.values())[:: max(len(rows) // _DIGEST_ROWS, 1)], device="cpu")
+        ids = torch.tensor(list(rows), dtype=torch.int64, device="cpu")
         return [ids, self._visit_counts(), self._buffer.rows.index_select(0, sampled_rows)]
 
     def _visit_counts(self) -> Tensor:
-        return torch.tensor([self.index.visits.get(sample, 0) for sample in self.index.rows], dtype=torch.int64)
+        return torch.tensor(
+            [self.index.visits.get(sample, 0) for sample in self.index.rows], dtype=torch.int64, device="cpu"
+        )
 
 
 class _RowBuffer:
     """A buffer of rows in memory, which grows by doubling."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.rows = torch.empty(0, 0, dtype=dtype)
+        self.rows = torch.empty(0, 0, dtype=dtype, device="cpu")
 
     def grow(self, count: int, width: int, max_rows: int) -> None:
         """Grow to at least `count` rows of `width` values; existing rows are copied if they have that width."""
@@ -476,7 +480,7 @@ class _RowBuffer:
         self.rows = self._resize(rows, width, num_copied)
 
     def _resize(self, rows: int, width: int, num_copied: int) -> Tensor:
-        new = torch.empty(rows, width, dtype=self.rows.dtype)
+        new = torch.empty(rows, width, dtype=self.rows.dtype, device="cpu")
         if num_copied:
             new[:num_copied] = self.rows[:num_copied]
         return new

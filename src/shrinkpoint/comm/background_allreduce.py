@@ -98,7 +98,7 @@ class _Receives:
     """The messages of one hop of a segment from all other ranks: posted receives and their buffers."""
 
     def __init__(self, size: int, tag: int, group: dist.ProcessGroup) -> None:
-        self.messages, self.tag = [torch.empty(size, dtype=torch.uint8) for _ in range(group.size())], tag
+        self.messages, self.tag = [torch.empty(size, dtype=torch.uint8, device="cpu") for _ in range(group.size())], tag
         self._works = [group.recv([self.messages[rank]], rank, tag) for rank in other_ranks(group)]
 
     def wait(self) -> list[Tensor]:
@@ -255,7 +255,7 @@ class ThreadedAllReduce(BackgroundAllReduce):
         world_size, dtype = self._group.size(), self._dtypes[segment.index]
         key = (stage, share_numel(segment.numel, world_size), dtype)
         if key not in self._scratch:
-            self._scratch[key] = torch.empty(world_size, key[1], dtype=dtype)
+            self._scratch[key] = torch.empty(world_size, key[1], dtype=dtype, device="cpu")
         return self._scratch[key]
 
     def _enqueue(self, stage: int, work: Callable[[], None]) -> None:

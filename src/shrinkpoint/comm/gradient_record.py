@@ -258,7 +258,7 @@ class ShardRecord(GradientRecord):
             raise PolicyError("journal", found="no gradients", expected="those of one backward pass", do=advice)
         if self._messages is None:
             flats = [None if parameter.grad is None else flat_gradient(parameter) for parameter in self._parameters]
-            flags = torch.zeros(self._flag_bytes, dtype=torch.uint8)
+            flags = torch.zeros(self._flag_bytes, dtype=torch.uint8, device="cpu")
             for index, flat in enumerate(flats):
                 flags[index // 8] += (flat is not None) << index % 8
             self._messages = [flags, *(self._encode(segment, flats, step) for segment in self._segments)]

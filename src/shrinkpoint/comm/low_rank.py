@@ -83,7 +83,7 @@ def orthonormal_rows(rows: Tensor) -> Tensor:
 def start_rows(rank: int, values: int, seed: int) -> Tensor:
     """Random rows of length 1, the same on all ranks up to rounding: float32, (rank, values), on the CPU."""
     random = torch.Generator().manual_seed(seed)
-    integers = torch.randint(-(1 << 20), 1 << 20, (rank, values), generator=random)
+    integers = torch.randint(-(1 << 20), 1 << 20, (rank, values), generator=random, device="cpu")
     return unit_rows((2 * integers + 1).to(torch.float32), None)
 
 

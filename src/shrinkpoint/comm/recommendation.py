@@ -239,7 +239,7 @@ def _make_buckets(model: DistributedDataParallel, rank: int) -> list[_Bucket]:
     for name, parameter in reversed(reduced_parameters(model)):
         gradient = parameter.grad
         if gradient is None:
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
             gradient = noise.to(parameter.device, parameter.dtype)
         if gradient.is_sparse:
             advice = "give the embedding sparse=False"

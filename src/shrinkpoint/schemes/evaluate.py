@@ -22,7 +22,7 @@ from shrinkpoint.schemes.influence import InfluenceRecorder, local_shard
 from shrinkpoint.sharding.global_tensors import GlobalTensors, matches_parameter, recorder_values
 from shrinkpoint.tensors.dtypes import as_bits
 from shrinkpoint.tensors.flat_state import FlatState, unflatten
-from shrinkpoint.tensors.memory import is_out_of_memory
+from shrinkpoint.tensors.memory import callers_device, is_out_of_memory
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 
 _log = logging.getLogger("shrinkpoint")
@@ -116,7 +116,7 @@ class Reading:
         if answer is None:
             raise TypeError("evaluate returned None")
         if isinstance(answer, list):  # no tuple: that may be a loss with something else
-            answer = torch.tensor([float(number) for number in answer], dtype=torch.float64)
+            answer = torch.tensor([float(number) for number in answer], dtype=torch.float64, device="cpu")
         elif isinstance(answer, np.ndarray):
             answer = torch.from_numpy(np.array(answer, dtype=np.float64, order="C"))
         if isinstance(answer, Tensor) and answer.dim() == 1 and answer.numel() > 1:
@@ -127,7 +127,7 @@ class Reading:
     @classmethod
     def of_batches(cls, losses: Sequence[float]) -> Reading:
         """The mean of the losses of batches, at least one."""
-        examples = torch.tensor(losses, dtype=torch.float64) if len(losses) > 1 else None
+        examples = torch.tensor(losses, dtype=torch.float64, device="cpu") if len(losses) > 1 else None
         return cls(sum(losses) / len(losses), examples, unit="batches")
 
     @property
@@ -554,7 +554,8 @@ def call_evaluate(evaluate: Evaluate, argument: Any) -> Reading:
         PolicyError: it raised, or returned neither a number nor a number for each example.
     """
     try:
-        return Reading.from_answer(getattr(evaluate, "reading", evaluate)(argument))
+        with callers_device():
+            return Reading.from_answer(getattr(evaluate, "reading", evaluate)(argument))
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
         expected = "a number, or a 1-D tensor, array or list of the examples' losses"

@@ -40,6 +40,7 @@ from shrinkpoint.schemes.select import TensorSelection, select_tensors, unchange
 from shrinkpoint.sharding.global_tensors import GlobalTensors, ShardLayout
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON, Role
+from shrinkpoint.tensors.memory import host_by_default
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -289,6 +290,7 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
         return self.quantize(state, reference)
 
     @torch.no_grad()
+    @host_by_default()
     def plan(
         self,
         state: FlatState,

@@ -30,6 +30,7 @@ from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON
+from shrinkpoint.tensors.memory import host_by_default
 
 MAX_RESIDUAL_ERROR = 0.01
 """Largest relative error of weights whose residual is larger than they are; beyond it, a keyframe is written."""
@@ -139,6 +140,7 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
         return self.plan(state, reference).quantize(state, reference)
 
     @torch.no_grad()
+    @host_by_default()
     def plan(
         self,
         state: FlatState,

@@ -40,7 +40,7 @@ from shrinkpoint.sync.reader import HeldPart, VersionReader
 from shrinkpoint.tensors.dtypes import dtype_name, empty
 from shrinkpoint.tensors.flat_state import FlatState, copy_tensors, flatten
 from shrinkpoint.tensors.info import JSON
-from shrinkpoint.tensors.memory import wait_for_devices
+from shrinkpoint.tensors.memory import host_by_default, wait_for_devices
 
 _log = logging.getLogger("shrinkpoint")
 _CAST_FROM = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -167,6 +167,7 @@ class Publisher:
     def version(self) -> int | None:
         return None if self._published is None else self._published.version
 
+    @host_by_default()
     def publish(self, model: AnyModel, version: int | None = None, *, keyframe: bool = False) -> PublishReport:
         """Publish the weights as they are now; when this returns, subscribers can have them.
 

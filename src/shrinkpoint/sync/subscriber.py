@@ -21,6 +21,7 @@ from shrinkpoint.sync.part_tree import VersionLayout
 from shrinkpoint.sync.published import Published
 from shrinkpoint.sync.ranks import Ranks
 from shrinkpoint.sync.reader import HeldVersion, VersionReader
+from shrinkpoint.tensors.memory import host_by_default
 from shrinkpoint.tensors.wrappers import match_names, match_state_keys
 
 
@@ -117,6 +118,7 @@ class Subscriber:
         published = self._reader.published()
         return None if published is None else published.version
 
+    @host_by_default()
     def update(self, model: AnyModel, *, wait: float = 0.0) -> Update | None:
         """Bring a model to the newest version; it keeps its memory.
 

@@ -70,8 +70,8 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, *, pin: bool = False) -> t
     """Allocate a contiguous CPU tensor; as an integer dtype first, because torch warns about new complex32 tensors."""
     integer = _INTEGER_DTYPES.get(dtype.itemsize)
     if integer is None:
-        return torch.empty(shape, dtype=dtype, pin_memory=pin)
-    return torch.empty(shape, dtype=integer, pin_memory=pin).view(dtype)
+        return torch.empty(shape, dtype=dtype, pin_memory=pin, device="cpu")
+    return torch.empty(shape, dtype=integer, pin_memory=pin, device="cpu").view(dtype)
 
 
 def materialize(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,10 @@ import re
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +30,29 @@ _CGROUP_FILES = (
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 _OUT_OF_MEMORY = re.compile("OutOfMemoryError|MemoryError|out of memory|can't allocate memory|not enough memory")
 """torch raises an OutOfMemoryError for some devices, and a RuntimeError for others and for the host."""
+
+
+_callers_device: ContextVar[torch.device | None] = ContextVar("callers_device", default=None)
+
+
+@contextmanager
+def host_by_default() -> Iterator[None]:
+    """Make tensors without a device on the host, also where the caller has set another default (`torch.device`)."""
+    device = torch.get_default_device()
+    if device.type == "cpu":
+        yield
+        return
+    token = _callers_device.set(device)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        _callers_device.reset(token)
+
+
+def callers_device() -> AbstractContextManager[Any]:
+    """The default device of whoever called what is `host_by_default`, for a function of theirs."""
+    return _callers_device.get() or nullcontext()
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -155,7 +155,7 @@ def copy_batch(batch: Any, max_bytes: int) -> Any:
 
 def _copy_to_host(x: Tensor) -> Tensor:
     """A copy on the CPU; of a tensor on a CUDA device it arrives later, and the loop does not wait for it."""
-    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda, device="cpu")
     return copy.copy_(x.detach(), non_blocking=x.is_cuda)
 
 

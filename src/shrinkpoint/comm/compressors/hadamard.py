@@ -144,7 +144,7 @@ class Hadamard(Compressor):
     def _encode_native(self, tensor: Tensor, context: CompressorContext) -> Tensor:
         blocks, threads = self._num_blocks(tensor.numel()), native_threads(tensor.numel())
         flat, rotated = flat_native(tensor), self._scratch(blocks)
-        flags = None if self.outlier_threshold is None else torch.empty(blocks, dtype=torch.uint8)
+        flags = None if self.outlier_threshold is None else torch.empty(blocks, dtype=torch.uint8, device="cpu")
         _native.rotate(
             tensor_bytes(flat),
             tensor_bytes(_signs(self.block, tensor.device)),

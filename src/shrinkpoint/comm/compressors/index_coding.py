@@ -57,7 +57,7 @@ class IndexCode:
         """Encode k indices below n (int64, 1-d, strictly ascending) as `size` bytes: uint8, 1-d."""
         if indices.device.type != "cpu":
             return self.encode_torch(indices)
-        out = torch.empty(self.size, dtype=torch.uint8)
+        out = torch.empty(self.size, dtype=torch.uint8, device="cpu")
         if not _native.indices_encode(self.form, self.n, self.width, tensor_bytes(indices), tensor_bytes(out)):
             raise self.mismatch_error()
         return out
@@ -72,7 +72,7 @@ class IndexCode:
             raise self.mismatch_error(f"{code.numel()} bytes")
         if code.device.type != "cpu":
             return self.decode_torch(code)
-        out = torch.empty(self.k, dtype=torch.int64)
+        out = torch.empty(self.k, dtype=torch.int64, device="cpu")
         if not _native.indices_decode(self.form, self.n, self.width, tensor_bytes(code), tensor_bytes(out)):
             raise self.mismatch_error()
         return out

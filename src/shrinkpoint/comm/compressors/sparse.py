@@ -112,7 +112,7 @@ def gather_values(flat: Tensor, indices: Tensor) -> Tensor:
     """Select values (float32, 1-d) at distinct indices; the first becomes nan if one that is not finite is left out."""
     if flat.device.type != "cpu":
         return _gather_values_torch(flat, indices)
-    entries = torch.empty(indices.numel(), dtype=torch.float32)
+    entries = torch.empty(indices.numel(), dtype=torch.float32, device="cpu")
     if _native.sparse_gather(tensor_bytes(flat), tensor_bytes(indices), tensor_bytes(entries)) and entries.numel():
         entries[0] = torch.nan
     return entries
@@ -188,10 +188,10 @@ class TopK(_SparseCompressor):
         code, flat, columns = self._index_code(tensor.shape), flat_float32(tensor), self._row_numel(tensor.shape)
         if not code.k or flat.device.type != "cpu" or columns > MAX_COLUMNS:
             return self._encode_torch(tensor, context)
-        wire = torch.empty(self.wire_bytes(tensor.shape, tensor.dtype, context), dtype=torch.uint8)
+        wire = torch.empty(self.wire_bytes(tensor.shape, tensor.dtype, context), dtype=torch.uint8, device="cpu")
         head, tail = wire[: code.size], wire[code.size :]
         is_raw = self._values_dtype(tensor.dtype) == torch.float32 and not isinstance(self.values, Compressor)
-        entries = tail if is_raw else torch.empty(code.k, dtype=torch.float32)
+        entries = tail if is_raw else torch.empty(code.k, dtype=torch.float32, device="cpu")
         data, codes, chosen = tensor_bytes(flat), tensor_bytes(head), tensor_bytes(entries)
         rows, threads = (columns, num_kept(columns, self.share)), native_threads(code.n)
         if not _native.sparse_encode(code.form, code.width, data, *rows, codes, chosen, threads=threads):
@@ -226,7 +226,7 @@ class TopK(_SparseCompressor):
         entries = self._decode_values(wire[code.size :], code.k, out.dtype, context)
         data, values = tensor_bytes(wire[: code.size]), tensor_bytes(cast_finite(entries, out.dtype))
         target = out.detach()
-        contiguous = target if target.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
+        contiguous = target if target.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device="cpu")
         filled = tensor_bytes(contiguous)
         if not _native.sparse_decode(code.form, code.width, data, values, filled, out.dtype.itemsize):
             raise code.mismatch_error()
@@ -378,7 +378,7 @@ class RandomK(_KnownIndices):
     def _scale(self, entries: Tensor, numel: int) -> Tensor:
         if not self.scaled or not entries.numel():
             return entries
-        return entries.to(torch.float32) * torch.tensor(numel / entries.numel(), dtype=torch.float32)
+        return entries.to(torch.float32) * torch.tensor(numel / entries.numel(), dtype=torch.float32, device="cpu")
 
 
 def mix_seed(key: int, seed: int) -> int:
@@ -392,7 +392,7 @@ def random_indices(n: int, k: int, seed: int, device: torch.device) -> Tensor:
         return torch.arange(n, device=device)
     if device.type != "cpu" or n > MAX_COLUMNS:
         return _random_indices_torch(n, k, seed, device)
-    indices = torch.empty(k, dtype=torch.int64)
+    indices = torch.empty(k, dtype=torch.int64, device="cpu")
     _native.sparse_random(n, seed, tensor_bytes(indices))
     return indices
 

@@ -26,7 +26,7 @@ _IS_RAW, _IS_NOT_FINITE = 1, 2  # Bits of the lower half of that field
 _ESCAPE = 127  # The magnitude of the code of a value that is sent in float32. Codes are from -126 to 126.
 _OFFSET = 128  # Added to a code to make a byte of it, by `_native.step_round`
 _MIN_NUMEL_PER_ESCAPE = 8  # With more escapes than one in this number of values, all values are sent in float32
-_NO_PLACES = torch.empty(0, dtype=torch.int64)
+_NO_PLACES = torch.empty(0, dtype=torch.int64, device="cpu")
 _CODER = CoderConfig("codes")
 
 
@@ -80,7 +80,7 @@ class StepCodes(Compressor):
             advice = "load the same states of optimizer and gradients on every rank, and change none on one alone"
             raise MismatchError("second moments", found=problem, expected=expected, do=advice)
         is_plain = out.dtype == torch.float32 and out.is_contiguous()
-        values = out.detach().view(-1) if is_plain else torch.empty(out.numel())
+        values = out.detach().view(-1) if is_plain else torch.empty(out.numel(), device="cpu")
         message.decode(steps, values)
         return out if is_plain else fill_tensor(out, values)
 

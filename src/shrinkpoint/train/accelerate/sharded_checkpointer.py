@@ -154,7 +154,7 @@ class ShardedCheckpointer:
         packed: dict[str, Tensor] = {}
         for key in (_SHARED_KEY, rank_key):
             if isinstance(entry := entries.get(key), TensorStorageMetadata):
-                packed[key] = torch.empty(entry.size, dtype=torch.uint8)
+                packed[key] = torch.empty(entry.size, dtype=torch.uint8, device="cpu")
         if _SHARED_KEY not in packed:
             raise prepared_state.not_ours(str(directory))
         _load_in_place(dict(packed), Reader(directory, max_bytes=self._max_bytes))

@@ -436,7 +436,7 @@ def _empty(entry: EntryMetadata, parameter: Tensor | None) -> Tensor | None:
     dtype = torch_dtype(entry.dtype)
     if parameter is not None and entry.size and tuple(parameter.shape) == tuple(entry.size):
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.empty(entry.size, dtype=dtype)
+    return torch.empty(entry.size, dtype=dtype, device="cpu")
 
 
 @contextmanager

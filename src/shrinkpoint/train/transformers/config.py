@@ -198,7 +198,7 @@ class Evaluation:
             found, do = f"no {self._metric!r}, only " + ", ".join(map(repr, metrics)), "name one"
             raise PolicyError("ShrinkConfig, evaluate", found=found, expected="a metric of the evaluation", do=do)
         value = float(metrics[self._metric])
-        batch_losses = torch.tensor([loss for loss, _ in losses], dtype=torch.float64)
+        batch_losses = torch.tensor([loss for loss, _ in losses], dtype=torch.float64, device="cpu")
         has_equal_batches = len({batch_size for _, batch_size in losses}) == 1
         is_mean = has_equal_batches and math.isclose(float(batch_losses.mean()), value, rel_tol=1e-5)
         return Reading(value, batch_losses if len(losses) > 1 and is_mean else None, unit="batches")
