@@ -251,6 +251,15 @@ def test_a_model_on_which_nothing_can_be_tried_may_have_a_setting(tmp_path):
     assert 0 < (other.weight - holder.weight).norm() / holder.weight.norm() < 0.3
 
 
+def test_a_save_within_autocast_measures_the_weights_of_each_trial(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Linear(64, 64), torch.randn(64, 64)
+    scheme = sp.Fisher(budget="1%", evaluate=lambda model: (model(x) - x).float().square().mean(1))
+    with sp.CheckpointManager(tmp_path, scheme=scheme) as manager, torch.autocast("cpu", torch.bfloat16):
+        (model(x) - x).square().mean().backward()  # autocast keeps its cast of the weight from here on
+        assert manager.save(1, model=model, optimizer=torch.optim.AdamW(model.parameters())).weights_ratio > 4
+
+
 SCHEMES = {
     "lossless": lambda evaluate: "lossless",
     "fisher": lambda evaluate: sp.Fisher(budget="1%", evaluate=evaluate),

@@ -554,6 +554,7 @@ def call_evaluate(evaluate: Evaluate, argument: Any) -> Reading:
         PolicyError: it raised, or returned neither a number nor a number for each example.
     """
     try:
+        torch.clear_autocast_cache()  # within autocast, it has casts of the values of before
         with callers_device():
             return Reading.from_answer(getattr(evaluate, "reading", evaluate)(argument))
     except Exception as error:
