@@ -365,3 +365,16 @@ def test_a_run_that_went_back_in_its_mirror_alone_resumes_from_what_it_saved_las
         assert difference(manager.restore().extra, state(80)) is None
     for step in (7, 8):
         assert difference(Store(tmp_path / "mirror").load(step)["extra"], state(step * 10)) is None
+
+
+@pytest.mark.parametrize("keep", [None, Keep(last=2)])
+def test_a_new_run_beside_the_mirror_of_another_is_told_that_a_restore_takes_the_other(tmp_path, keep):
+    with CheckpointManager(tmp_path / "first", mirror=tmp_path / "mirror", keep=keep) as manager:
+        save(manager, 10, 20)
+    text = r"mirror: step 20 is there of another run, and counts as newer than step 1,"
+    manager = CheckpointManager(tmp_path / "second", mirror=tmp_path / "mirror", keep=keep)
+    with pytest.warns(UserWarning, match=text), manager:
+        save(manager, 1, 2)
+    with CheckpointManager(tmp_path / "third", mirror=tmp_path / "mirror", keep=keep) as manager:
+        assert manager.restore().step == 20
+        save(manager, 21)  # goes on with that run

@@ -17,6 +17,7 @@ from shrinkpoint.errors import FormatError, PolicyError, ShrinkpointError
 from shrinkpoint.storage import LocalStorage, Source, Storage, copy_object
 from shrinkpoint.store import chain, layout
 from shrinkpoint.store.chain import ChainFile
+from shrinkpoint.store.history import oldest_first, place_of
 from shrinkpoint.store.listing import Lister, Listing, StepDirectory, forget, put_manifest, scan
 from shrinkpoint.store.manifest import Manifest, encode_store_manifest
 from shrinkpoint.store.retention import Keep, apply_policy, check_metric, plan_deletion
@@ -92,6 +93,19 @@ class Mirror:
             for manifest in manifests
             if manifest.digest not in self._unreadable and manifest.id not in self._superseded
         ]
+
+    def find_newer(self) -> tuple[Manifest, Manifest | None] | None:
+        """The store's newest checkpoint, and what a restore takes before it: one of the target that is no copy of its.
+
+        Returns:
+            None if the store has no checkpoint yet.
+        """
+        mine = self._lister.scan().visible.values()
+        if not mine:
+            return None
+        ids = {manifest.id for manifest in mine}
+        newest = oldest_first([*self._content.visible.values(), *mine], place_of)[-1]
+        return oldest_first(mine, place_of)[-1], None if newest.id in ids else newest
 
     def copy(self, manifest: Manifest) -> bool:
         """Copy a checkpoint, with what it depends on.

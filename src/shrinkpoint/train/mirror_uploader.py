@@ -37,6 +37,7 @@ class MirrorUploader:
         self._wake = threading.Event()  # ends a pause
         self._error: BaseException | None = None  # of the last attempt
         self._has_warned = False  # since the last attempt that succeeded
+        self._has_compared = False  # whether the mirror has newer checkpoints of another run
         self._user_line: UserLine | None = None  # of the last `start`; None: there was none
         self._lock = ExitStack()  # the mirror's, while it is held
         self._is_locked = False
@@ -159,6 +160,14 @@ class MirrorUploader:
             self._mirror.begin()
         elif self._error is not None:
             self._mirror.begin()
+        if not self._has_compared and (found := self._mirror.find_newer()) is not None:
+            self._has_compared, (mine, other) = True, found
+            if other is not None:
+                self._warn(
+                    f"{self.where}: step {other.step} is there of another run, and counts as newer than step "
+                    f"{mine.step}, which may not be copied: a restore from there takes the other one. Call restore() "
+                    "before the first save, or name another mirror"
+                )
         is_tidy = False
         while missing := self._find_missing():
             self._mirror.copy(missing[0])
@@ -181,12 +190,15 @@ class MirrorUploader:
         if isinstance(error, LockedError):
             self._release()
         _log.warning("%s: copying to the mirror failed: %s", self.where, error)
-        if self._has_warned or self._num_waiting or self._user_line is None:
+        if self._has_warned or self._num_waiting:
             return
         self._has_warned = True
-        text = f"the mirror {self.where} is behind: {error}. It is tried again until it succeeds; saves go on"
-        with suppress(Warning), warn_at(self._user_line):
-            warn_user(text, UserWarning)
+        self._warn(f"the mirror {self.where} is behind: {error}. It is tried again until it succeeds; saves go on")
+
+    def _warn(self, text: str) -> None:
+        if self._user_line is not None:
+            with suppress(Warning), warn_at(self._user_line):
+                warn_user(text, UserWarning)
 
     def _pause(self, seconds: float) -> None:
         """Wait, unless somebody waits for the mirror or the program ends."""
