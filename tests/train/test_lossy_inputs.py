@@ -302,3 +302,10 @@ def test_another_default_device_changes_nothing_but_what_evaluate_makes(tmp_path
             loaded = sp.load(tmp_path)["model"]
     assert devices <= {"meta"} and same(loaded, model.state_dict())
     assert (scheme == "lossless") == same(values, model.state_dict())
+
+
+@pytest.mark.parametrize("scheme", [sp.Fisher(relative_error=0.3), sp.LCCheckpoint()])
+def test_weights_of_a_dtype_that_stays_exact_are_announced(tmp_path, scheme):
+    state = {"model": nn.Linear(64, 64).double().state_dict()}
+    with pytest.warns(LossWarning, match=r"nothing is lossy \(torch.float64\): model/weight. Save them in float32"):
+        sp.save(state, tmp_path / "a", scheme=scheme)

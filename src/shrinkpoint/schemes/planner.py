@@ -314,7 +314,7 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
         # Select. A weight that equals the previous checkpoint keeps its codes: no rounding may touch it again.
         quantizable = None if evaluator is None else evaluator.quantizable
         selection = self.select(state, tensors, quantizable)
-        selection.warn_nonfinite(state, reference, () if evaluator is None else evaluator.frozen, tensors)
+        selection.warn_exact(state, reference, () if evaluator is None else evaluator.frozen, tensors)
         unchanged = unchanged_tensors(selection.tensors, state, reference, tensors)
         moved = selection.exclude(unchanged, tensors)
         selected = {*selection.global_names}

@@ -164,7 +164,7 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
             residuals, _ = self._usable_residuals(selection.tensors, owned, None, stats)
             _warn_diverged(diverged)
         moments = {name: codes.cpu() for name, codes in self.quantize_optimizer(owned, residuals, stats).items()}
-        selection.warn_nonfinite(state, reference, () if evaluator is None else evaluator.frozen, tensors)
+        selection.warn_exact(state, reference, () if evaluator is None else evaluator.frozen, tensors)
         num_residuals, num_moments = tensors.collectives.sum_over_ranks(len(residuals), len(moments))
         optimizer = self._optimizer
         if optimizer == "lossy" and global_tensors is not None:  # levels are of all ranks: now, while these take part

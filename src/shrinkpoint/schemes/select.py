@@ -46,15 +46,22 @@ class TensorSelection:
     # Of the values of local tensors that could have been selected, by name.
     sums: Mapping[str, ValueSums] = field(default_factory=dict, repr=False)
 
-    def warn_nonfinite(
+    def warn_exact(
         self, state: FlatState, reference: Reference | None, frozen: Collection[str], global_tensors: GlobalTensors
     ) -> None:
-        """Warn of weights that stay exact since they are not finite, but for constants; a collective.
+        """Warn of weights that stay exact: of another dtype, if all are; not finite, but for constants. A collective.
 
         Args:
             reference: the decoded parent checkpoint; None if there is none.
             frozen: local names of parameters that take no gradients: a constant, unless the parent has other values.
         """
+        wide = [name for name, tensor in state.tensors.items() if _is_left_by_dtype(tensor, state.infos[name].role)]
+        if wide and not self.global_names:
+            dtypes = ", ".join(sorted({str(state.tensors[name].dtype) for name in wide}))
+            warn_user(
+                f"all weights are of a dtype that stays exact, so that nothing is lossy ({dtypes}): "
+                f"{humanize.names(wide)}. Save them in float32, bfloat16 or float16"
+            )
         if not self.nonfinite:
             return
         nonfinite = {name for name, global_name in global_tensors.global_names.items() if global_name in self.nonfinite}
@@ -266,6 +273,12 @@ def _first_allowed(names: Iterable[str] | None, allowed: Collection[str]) -> str
 
 def _is_weight(name: str, role: Role, quantizable: Collection[str] | None) -> bool:
     return role is Role.MASTER or (role is Role.PARAMETER if quantizable is None else name in quantizable)
+
+
+def _is_left_by_dtype(tensor: Tensor, role: Role) -> bool:
+    is_large = tensor.dim() >= 2 and tensor.numel() >= MIN_WEIGHT_NUMEL
+    is_weight = role in (Role.MASTER, Role.PARAMETER) and tensor.is_floating_point()
+    return is_large and is_weight and tensor.dtype not in WEIGHT_DTYPES
 
 
 def _is_large_enough(global_tensors: GlobalTensors, name: str, tensor: Tensor, min_numel: int, min_dims: int) -> bool:
