@@ -90,6 +90,9 @@ def test_a_pattern_selects_by_name_and_the_nest_stays(run, store, tmp_path):
     assert loaded.keys() == {"model", "extra"}
     assert loaded["extra"] == {"epoch": 2}
     torch.nn.Linear(64, 32).load_state_dict(loaded["model"])
+    for number, pattern in enumerate(("model", "model.*", "model/*")):  # as `shrinkpoint.load` takes them
+        assert run("export", store, tmp_path / f"{number}.pt", "--only", pattern).code == 0
+        assert torch.load(tmp_path / f"{number}.pt", weights_only=True)["model"].keys() == loaded["model"].keys()
     document = json.loads(run("export", store, tmp_path / "m.safetensors", "--only", "*/exp_avg", "--json").stdout)
     assert document["tensors"] == 2
     assert load_file(tmp_path / "m.safetensors").keys() == {f"optimizer/state/{i}/exp_avg" for i in (0, 1)}

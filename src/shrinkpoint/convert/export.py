@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,8 @@ from shrinkpoint.storage import atomic_replace, check_no_loss
 from shrinkpoint.tensors.compare import same_bits
 from shrinkpoint.tensors.dtypes import dtype_name
 from shrinkpoint.tensors.flat_state import flatten
-from shrinkpoint.tensors.names import StatePath, as_tensor, child_items, is_array, named_leaves, tensor_name
+from shrinkpoint.tensors.names import StatePath, as_tensor, child_items, is_array, named_leaves
+from shrinkpoint.tensors.tree_selection import MatchPath, match_patterns
 
 _SUFFIXES = {"torch": ".pt", "safetensors": ".safetensors"}
 _ABSENT = object()
@@ -39,7 +39,7 @@ def write_state(state: Any, out: Path, *, as_torch: bool, patterns: Sequence[str
     """Writes a state atomically as a torch file, or its tensors as a safetensors file.
 
     Args:
-        patterns: names to write, as of `fnmatch`; empty: all.
+        patterns: names to write, as of `match_patterns`; empty: all.
 
     Returns:
         the counts; None if no name matches, and nothing was written.
@@ -70,15 +70,15 @@ def write_state(state: Any, out: Path, *, as_torch: bool, patterns: Sequence[str
 
 def select_state(state: Any, patterns: Sequence[str]) -> Any:
     """Return what of a state has a matching name, in its nest; None for nothing, and all if there are no patterns."""
-    selected = _select(state, patterns, ()) if patterns else state
+    selected = _select(state, match_patterns(patterns), ()) if patterns else state
     return None if selected is _ABSENT else selected
 
 
-def _select(value: Any, patterns: Sequence[str], path: StatePath) -> Any:
+def _select(value: Any, matches: MatchPath, path: StatePath) -> Any:
     items = child_items(value)
-    if items is None:
-        return value if any(fnmatchcase(tensor_name(path), pattern) for pattern in patterns) else _ABSENT
-    pairs = [(key, _select(item, patterns, (*path, key))) for key, item in items]
+    if items is None or (path and matches(path)):
+        return value if matches(path) else _ABSENT
+    pairs = [(key, _select(item, matches, (*path, key))) for key, item in items]
     selected = [(key, item) for key, item in pairs if item is not _ABSENT]
     return _rebuild(value, selected) if selected else _ABSENT
 
