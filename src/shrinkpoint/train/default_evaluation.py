@@ -27,10 +27,14 @@ class DefaultEvaluation:
     Args:
         sources: ways to measure, the best first.
         advice: what to do where it is not known which model is saved.
+
+    Attributes:
+        unknown: the reading where it is not.
     """
 
     def __init__(self, sources: Sequence[LossSource], *, advice: str = "pass the model to the save") -> None:
-        self._sources, self._advice = [*sources], advice
+        self._sources = [*sources]
+        self.unknown = Reading(math.nan, failure=f"it is not known which model is saved: {advice}")
         self._source: LossSource | None = None
 
     @property
@@ -45,7 +49,7 @@ class DefaultEvaluation:
     def reading(self, model: Any) -> Reading:
         """The loss of a model."""
         if next(iter_modules(model), None) is None:
-            return Reading(math.nan, failure=f"it is not known which model is saved: {self._advice}")
+            return self.unknown
         failures: list[str] = []
         for source in self._sources if self._source is None else [self._source]:
             try:

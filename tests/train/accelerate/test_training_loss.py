@@ -82,5 +82,8 @@ def test_a_loss_that_cannot_be_measured_is_reported_and_the_checkpoint_is_exact(
     with pytest.warns(LossWarning, match=r"returns no loss for a batch.* so this checkpoint is exact"):
         report = save_state(run.accelerator, tmp_path / "a", scheme="fisher")
     assert report.loss_report["chosen"] is None
+    run.accelerator.prepare_model(torch.nn.Linear(4, 4))
+    with pytest.warns(LossWarning, match=r"loss= gets the list of the 2 prepared models, and a batch"):
+        save_state(run.accelerator, tmp_path / "b", scheme="fisher")
     with pytest.raises(PolicyError, match="loss"):
         AcceleratorCheckpointer(run.accelerator, scheme="fisher", loss=3)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from helpers.lightning_runs import QUIET, Small, every, points, trainer
 from helpers.strategies import same
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 
-from shrinkpoint.errors import LossWarning
+from shrinkpoint.errors import LossWarning, UnmeasuredLossWarning
 from shrinkpoint.store import SaveReport
 from shrinkpoint.store.directory import read_directory_manifest
 from shrinkpoint.train.lightning import ShrinkIO, ShrinkIOCallback
@@ -95,6 +96,16 @@ def test_a_loss_that_cannot_be_measured_is_reported_and_the_checkpoint_is_exact(
     with pytest.warns(LossWarning, match=f"could not be measured: .*{reason}"):
         _, _, reports = fit(tmp_path, kind, **more)
     assert all(report.loss_report["chosen"] is None for report in reports)
+
+
+def test_averages_of_weights_are_not_measured_and_the_warning_says_so(tmp_path):
+    averages = [EMAWeightAveraging(), ShrinkIOCallback(), every(tmp_path / "all")]
+    with pytest.warns(LossWarning, match=r"not the module's own.* is exact.*: take a scheme that does not evaluate"):
+        _, _, reports = fit(tmp_path / "a", callbacks=averages)
+    assert all(report.loss_report["chosen"] is None for report in reports)
+    averages = [EMAWeightAveraging(), ShrinkIOCallback(), every(tmp_path / "more")]
+    with pytest.warns(UnmeasuredLossWarning):
+        assert fit(tmp_path / "b", scheme="fisher(relative_error=0.3)", callbacks=averages)[2][-1].ratio > 2
 
 
 def test_a_resumed_run_goes_on_with_deltas(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +33,8 @@ class TrainingLoss(DefaultEvaluation):
 
     Args:
         accelerator: models and dataloaders may be prepared later.
-        loss: called with the model and a batch; None: the model returns its loss, as those of transformers do.
+        loss: called with the model, or the list of several prepared ones, and a batch; None: the model returns its
+            loss, as those of transformers do.
     """
 
     def __init__(self, accelerator: Accelerator, loss: LossOfBatch | None) -> None:
@@ -42,8 +44,16 @@ class TrainingLoss(DefaultEvaluation):
 
     def _measure(self, model: Any) -> Reading:
         self._batches = self._batches or draw_batches(self._accelerator, DEFAULT_BATCHES)
-        with self._accelerator.autocast():
-            return measure_batches(self._loss, model, self._batches)
+        try:
+            with self._accelerator.autocast():
+                return measure_batches(self._loss, model, self._batches)
+        except Exception as error:
+            if not isinstance(model, list):
+                raise
+            text = (
+                f"{type(error).__name__}: {error}; loss= gets the list of the {len(model)} prepared models, and a batch"
+            )
+            return Reading(math.nan, failure=text)
 
     def _describe(self) -> str:
         return f"{len(self._batches)} batches of the training dataset"

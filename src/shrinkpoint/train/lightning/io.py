@@ -36,7 +36,7 @@ from shrinkpoint.threads import ForkSafeLock
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.default_evaluation import add_evaluation
 from shrinkpoint.train.lightning.slot_tensors import keep_slot_dtypes
-from shrinkpoint.train.lightning.training_loss import TrainingLoss
+from shrinkpoint.train.lightning.training_loss import OTHER_WEIGHTS, TrainingLoss
 from shrinkpoint.train.planning import require_single_process
 from shrinkpoint.train.recent_batches import TermCounter, counts_terms, note_terms
 
@@ -334,6 +334,8 @@ class ShrinkIO(CheckpointIO):
                 return {self._model: self._module}
         evaluate = scheme.evaluate if isinstance(scheme, Planner) else None
         if evaluate is None or isinstance(evaluate, TrainingLoss):
+            if evaluate is not None and self._module is not None:
+                evaluate.unknown = OTHER_WEIGHTS
             return {}
         do = "add ShrinkIOCallback() to the Trainer's callbacks; with Fabric, call watch(model) of this plugin"
         if self._is_other_thread():

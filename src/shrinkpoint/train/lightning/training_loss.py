@@ -5,6 +5,7 @@ Modules leave no trace in their logs and attributes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,12 @@ from shrinkpoint.train.planning import AttributeSnapshot
 from shrinkpoint.train.recent_batches import DEFAULT_BATCHES, BatchRing
 
 _ADVICE = "add ShrinkIOCallback() to the Trainer's callbacks, or with Fabric pass Fisher(evaluate=RecentBatches(...))"
+
+OTHER_WEIGHTS = Reading(
+    math.nan,
+    failure="the weights that are saved are not the module's own, such as averages of them",
+    advice='take a scheme that does not evaluate, such as "fisher(relative_error=0.3)"',
+)
 
 
 class TrainingLoss(DefaultEvaluation):
