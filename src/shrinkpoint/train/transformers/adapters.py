@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,13 +41,17 @@ def load_adapter(model_class: Any, directory: Path, model_args: Sequence[Any], k
     """The base model with its adapter, as `model_class.from_pretrained` loads both.
 
     Raises:
-        NotFoundError: the weights of the adapter are missing.
+        NotFoundError: the weights of the adapter are missing, or the name of its base.
         MissingExtraError: PEFT is not installed.
     """
     if not is_peft_available():
         expected, do = f"what reads the adapter in {directory}", "run pip install peft"
         raise MissingExtraError("peft", found="not installed", expected=expected, do=do)
     _check_complete(directory)
+    if not json.loads((directory / _CONFIG_FILE).read_bytes()).get("base_model_name_or_path"):
+        found, expected = f"a base without a name in {_CONFIG_FILE}", "the directory or the name of the adapter's base"
+        do = f"build the base, and call PeftModel.from_pretrained(base, {str(directory)!r})"
+        raise NotFoundError(str(directory), found=found, expected=expected, do=do)
     return model_class.from_pretrained(str(directory), *model_args, **kwargs)
 
 
