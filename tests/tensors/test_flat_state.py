@@ -128,6 +128,8 @@ def test_what_cannot_be_stored_is_refused_by_its_path() -> None:
             flatten({"a": [0, thing]})
         assert isinstance(caught.value, TypeError)
         assert caught.value.expected
+    with pytest.raises(StateError, match="Run a batch through the model first"):
+        flatten(torch.nn.LazyLinear(3).state_dict())
 
 
 def test_who_passes_a_model_is_told_to_pass_its_state_dict() -> None:

@@ -414,7 +414,9 @@ def _check_model(model: object) -> None:
     """
     if not isinstance(model, DistributedDataParallel):
         problem, expected = validate.type_name(model), "a DistributedDataParallel model"
-        raise PolicyError("compress_ddp", found=problem, expected=expected, do="wrap it first")
+        is_compiled = isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel)
+        advice = "pass the one that torch.compile got" if is_compiled else "wrap it first"
+        raise PolicyError("compress_ddp", found=problem, expected=expected, do=advice)
     if getattr(model, "skip_all_reduce_unused_params", False):
         advice = "leave it out: with find_unused_parameters=True such gradients are sent as zeros"
         problem = "skip_all_reduce_unused_params=True"

@@ -299,7 +299,9 @@ def _check_numpy_dtype(kind: str, dtype: np.dtype[Any], path: StatePath) -> None
 
 def _type_error(value: Any, path: StatePath) -> StateError:
     advice = "convert it to one of these before saving"
-    if isinstance(value, torch.Tensor):
+    if torch.nn.parameter.is_lazy(value):
+        advice = "run a batch through the model first, which gives a lazy parameter its shape"
+    elif isinstance(value, torch.Tensor):
         advice = "save its values as plain tensors (a DTensor: its local shard)"
     elif callable(getattr(value, "state_dict", None)):
         advice = "save its state_dict()"

@@ -44,7 +44,7 @@ def check_storable(objects: Mapping[str, Any]) -> None:
     flatten({name: obj.state_dict() for name, obj in objects.items()})
 
 
-def collect_state_dicts(obj: Any, name: str) -> Any:
+def collect_state_dicts(obj: Any, name: str, do: str = "pass plain values and tensors as extra=") -> Any:
     """The `state_dict` of an object, or of each object in a dict, list or tuple.
 
     Raises:
@@ -56,7 +56,7 @@ def collect_state_dicts(obj: Any, name: str) -> Any:
         return [collect_state_dicts(member, f"{name}[{index}]") for index, member in enumerate(obj)]
     if not callable(getattr(obj, "state_dict", None)):
         found, expected = validate.type_name(obj), "an object with state_dict() and load_state_dict()"
-        raise PolicyError(name, found=found, expected=expected, do="pass plain values and tensors as extra=")
+        raise PolicyError(name, found=found, expected=expected, do=do)
     return obj.state_dict()
 
 

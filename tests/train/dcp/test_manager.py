@@ -200,6 +200,8 @@ def test_arguments_that_are_wrong_are_refused(tmp_path: Path):
             Manager(tmp_path, **wrong)
     with pytest.raises(PolicyError):
         Manager("s3://bucket/run")
+    with pytest.raises(PolicyError, match="Pass plain values and tensors in an object that has these methods"):
+        Manager(tmp_path).save(1, extra={"epoch": 3})
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -321,7 +321,7 @@ def _state_of(obj: Any, name: str, names: Mapping[int, str]) -> Any:
         return {key: _state_of(member, f"{name}[{key!r}]", names) for key, member in obj.items()}
     if isinstance(obj, list | tuple):
         return [_state_of(member, f"{name}[{index}]", names) for index, member in enumerate(obj)]
-    state = collect_state_dicts(obj, name)
+    state = collect_state_dicts(obj, name, "pass plain values and tensors in an object that has these methods")
     if not isinstance(obj, Optimizer):
         return state
     keys = _keys(obj, names)
