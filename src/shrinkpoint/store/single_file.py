@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from shrinkpoint import validate
-from shrinkpoint.errors import PolicyError
+from shrinkpoint.codec.reference import tensor_layout
+from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.planner import Planner
 from shrinkpoint.schemes.registry import get_scheme
@@ -64,7 +68,8 @@ def save(
             `requires_grad` comes back; another tensor comes back without it.
         scheme: a scheme, or its text, such as "fisher(relative_error=.3)".
         path: where to, or a URL such as "s3://bucket/file".
-        base: a file saved earlier: write a delta against it. It must be kept; `load` needs it.
+        base: a file saved earlier: write a delta against it. It must be kept; `load` needs it. One that shares no
+            tensor is not used, with a warning.
         threads: native threads; None: every core.
 
     Raises:
@@ -87,6 +92,11 @@ def save(
         reference = decoded.reference
         # Relative if they share a directory, so that both can be moved.
         parent = {"name": root.name_for(target), "digest": digest}
+        if flat_state.tensors and not reference.shared_names(flat_state.infos.values()):
+            theirs, mine = (_describe_first(tensors) for tensors in (reference.tensors, flat_state.tensors))
+            text = f"{base}: no tensor has the name, shape and dtype of one that is saved ({theirs} there, {mine} here)"
+            warn_user(f"{text}, so {path} is complete without it. Save the nest that the base has", UserWarning)
+            reference = parent = None
     if isinstance(scheme, Planner):
         quantized = scheme.quantize_alone(flat_state, reference)
     else:
@@ -98,6 +108,14 @@ def save(
     )
     _log.info("saved %s, in %.2f s", written.report, written.report.seconds)
     return written.report
+
+
+def _describe_first(tensors: Mapping[str, Tensor]) -> str:
+    name = next(iter(tensors), None)
+    if name is None:
+        return "none"
+    shape, dtype = tensor_layout(tensors, name)
+    return f"{name!r}, {list(shape)}, {dtype}"
 
 
 def inspect(path: str | Path) -> FileInfo:
