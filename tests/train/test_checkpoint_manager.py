@@ -221,6 +221,8 @@ def test_wrapped_and_compiled_modules_are_saved_as_they_are(tmp_path: Path, wrap
     [
         ({"step": -1}, PolicyError),
         ({"model": 3}, PolicyError),
+        ({"model": torch.nn.Linear(2, 2).state_dict()}, PolicyError),
+        ({"optimizer": torch.optim.AdamW}, PolicyError),
         ({"extra": bytearray(2)}, StateError),
         ({"metrics": {"loss": "low"}}, PolicyError),
     ],

@@ -54,9 +54,10 @@ def collect_state_dicts(obj: Any, name: str, do: str = "pass plain values and te
         return {key: collect_state_dicts(member, f"{name}[{key!r}]") for key, member in obj.items()}
     if isinstance(obj, list | tuple):
         return [collect_state_dicts(member, f"{name}[{index}]") for index, member in enumerate(obj)]
-    if not callable(getattr(obj, "state_dict", None)):
-        found, expected = validate.type_name(obj), "an object with state_dict() and load_state_dict()"
-        raise PolicyError(name, found=found, expected=expected, do=do)
+    if isinstance(obj, type) or not callable(getattr(obj, "state_dict", None)):
+        found = f"the class {obj.__name__}" if isinstance(obj, type) else validate.type_name(obj)
+        do = f"pass the module or optimizer itself, not its state_dict(), or {do}" if isinstance(obj, Tensor) else do
+        raise PolicyError(name, found=found, expected="an object with state_dict() and load_state_dict()", do=do)
     return obj.state_dict()
 
 
