@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.schemes.fisher.curvature import Curvature, GlobalWeights
+from shrinkpoint.schemes.fisher.moment_statistics import MomentStatistics
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.dtypes import DTYPE_NAMES
 from shrinkpoint.tensors.flat_state import FlatState, flatten
@@ -60,6 +61,6 @@ def known_of(state: dict[str, Any], recorded: Mapping[str, Tensor] | None = None
     flat, curvatures = flatten(state), {}
     for name, weight in state["model"].items():
         info, squares = flat.optimizer_info.get(f"model/{name}"), (recorded or {}).get(f"model/{name}")
-        curvature = Curvature.from_optimizer(weight, flat, info, squares)
+        curvature = Curvature.from_optimizer(weight, flat, info, squares, MomentStatistics(flat))
         curvatures[name] = curvature if math.isfinite(curvature.mean) else Curvature()
     return curvatures

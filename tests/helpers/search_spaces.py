@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from hypothesis import strategies as st
 
-from shrinkpoint.schemes.search.space import Axis, Point, Space
-from shrinkpoint.schemes.search.trials import Trials
+from shrinkpoint.schemes.search.space import Axis, Point, Space, Trials
 
 
 @dataclass

@@ -9,8 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.quantize.levels import histogram_entropy, quantize_uniform, variable_bins
+from shrinkpoint.quantize.levels import grid_histogram, min_max, quantize_to_grid, uniform_grid, variable_bins
+from shrinkpoint.quantize.statistics import entropy_per_value
+
+
+def quantize_uniform(x: Tensor, bins: int) -> CodebookTensor:
+    return quantize_to_grid(x, uniform_grid(*min_max(x), bins))
+
+
+def histogram_entropy(x: Tensor, bins: int = 256) -> float:
+    return entropy_per_value(grid_histogram(x, min_max(x), bins))
 
 
 class TestUniform(StableQuantizerSuite):

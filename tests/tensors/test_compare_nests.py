@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from shrinkpoint.tensors.compare import compare_sections, differing_paths
+from shrinkpoint.tensors.compare import differing_paths
 
 STATE = {"w": torch.arange(6.0).reshape(2, 3), "state": {0: {"step": torch.tensor(3.0)}}, "lr": 1e-3, "on": True}
 
@@ -55,9 +55,3 @@ def test_values_of_numpy_and_complex_numbers_are_compared_by_their_bits(left: An
     assert not list(differing_paths([left, right], [copy.deepcopy(left), copy.deepcopy(right)]))
     nan = np.full(2, math.nan)
     assert not list(differing_paths([nan, nan[0], complex(nan[0])], [nan.copy(), nan[1], complex(nan[1])]))
-
-
-def test_sections_count_what_they_compared() -> None:
-    model, missing = compare_sections({"model": STATE, "gone": 1}, {"model": dict(STATE)})
-    assert (model.tensors, model.values, model.nbytes, model.differences) == (2, 2, 28, ())
-    assert missing.differences == ("gone",)

@@ -116,7 +116,7 @@ def test_predictions_are_near_the_files(name):
     scheme = SCHEMES[name](config=CONFIGS[name])
     tensors = select_tensors(flat, GlobalTensors.from_state(flat)).tensors
     guess = scheme.candidates(
-        tensors, PreviousCodes(), TrialEvaluator(flat, evaluate), GlobalStats.from_state(flat, tensors)
+        tensors, PreviousCodes(), TrialEvaluator(flat, evaluate), GlobalStats(GlobalTensors.from_state(flat), tensors)
     ).size(scheme._fixed_point)
     written = write(states()[0], scheme=scheme)
     quantized = [one for one in written.records() if one.recipe["kind"] == "quantized"]

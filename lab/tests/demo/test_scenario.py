@@ -20,7 +20,7 @@ from shrinkpoint.errors import PolicyError
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store import Store
 from shrinkpoint_lab.demo import processes, scenario
-from shrinkpoint_lab.demo.digests import state_digests
+from shrinkpoint_lab.demo.digests import compare_sections, state_digests
 from shrinkpoint_lab.demo.processes import TrainingProcess, kill_during_save
 from shrinkpoint_lab.demo.run import remove_previous_store, run_demo
 from shrinkpoint_lab.demo.scenario import DemoOptions, Scenario, check_store
@@ -184,3 +184,10 @@ def test_checkpoints_of_another_state_or_damaged_ones_are_told_apart(tmp_path: P
 def test_a_run_of_another_name_cannot_be_disturbed(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match="never killed"):
         tiny(tmp_path / "demo", disturb=("all", 3))
+
+
+def test_sections_count_what_they_compared() -> None:
+    state = {"w": torch.arange(6.0).reshape(2, 3), "state": {0: {"step": torch.tensor(3.0)}}, "lr": 1e-3, "on": True}
+    model, missing = compare_sections({"model": state, "gone": 1}, {"model": dict(state)})
+    assert (model.tensors, model.values, model.nbytes, model.differences) == (2, 2, 28, ())
+    assert missing.differences == ("gone",)

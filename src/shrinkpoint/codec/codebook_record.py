@@ -131,20 +131,6 @@ def _pad(coded: bytes, count: int) -> bytes:
     return (_LENGTH.pack(len(coded)) + coded).ljust(-(-count // MAX_CHUNK) * MIN_CHUNK_BYTES, b"\0")
 
 
-def _decode_lzma(stored: Bytes, count: int, bits: int) -> Bytes:
-    """Decompress and unpack `count` codes; memory is bounded by `count`, whatever the bytes say."""
-    lzma = _lzma_module()
-    size = (count * bits + 7) // 8
-    decompressor = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MAX_LZMA_MEMORY)
-    try:
-        packed = decompressor.decompress(_unpad(stored).tobytes(), max_length=size + 1)
-    except lzma.LZMAError as error:
-        raise ValueError(f"codes that are not LZMA: {error}") from error
-    if len(packed) != size or not decompressor.eof or decompressor.unused_data:
-        raise ValueError(f"LZMA gives {len(packed)} bytes for {count} codes of {bits} bits")
-    return _native.unpack_bits(np.frombuffer(packed, np.uint8), count, bits).astype(np.uint8)
-
-
 def _lzma_module() -> Any:
     """Import the standard library's lzma; raises PolicyError if Python was built without it."""
     try:
@@ -224,7 +210,17 @@ class StoredCodes:
             case BitPacked(bits):
                 return _native.unpack_bits(stored, hi - lo, bits).astype(np.uint8)
             case LzmaCodes(bits):
-                return _decode_lzma(stored, hi - lo, bits)
+                count = hi - lo
+                lzma = _lzma_module()
+                size = (count * bits + 7) // 8
+                decompressor = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MAX_LZMA_MEMORY)
+                try:
+                    packed = decompressor.decompress(_unpad(stored).tobytes(), max_length=size + 1)
+                except lzma.LZMAError as error:
+                    raise ValueError(f"codes that are not LZMA: {error}") from error
+                if len(packed) != size or not decompressor.eof or decompressor.unused_data:
+                    raise ValueError(f"LZMA gives {len(packed)} bytes for {count} codes of {bits} bits")
+                return _native.unpack_bits(np.frombuffer(packed, np.uint8), count, bits).astype(np.uint8)
             case CoderConfig():
                 out = np.empty(hi - lo, np.uint8)
                 self._chunks.decode(BYTE_FORMAT, stored, out, context, lo, threads)
@@ -373,7 +369,14 @@ def _check_readable(record: CodebookInput, parent: ParentCodes | None, digest: s
     if context_shapes and (context_shapes != shapes or len(record.context_ordinals) != len(shapes)):
         raise ValueError("codebook tensors whose context codes have other shapes")
     for tensor in record.quantized:
-        _check_codebook(tensor)
+        if not 0 <= tensor.first_code <= RESERVED_CODES or not 0 < tensor.bins <= MAX_CODES - tensor.first_code:
+            raise ValueError("a codebook tensor with more codes than a byte has")
+        if tensor.codes.numel() and int(tensor.codes.max()) >= tensor.num_codes:
+            raise ValueError("a codebook tensor with a code beyond the last center")
+        if int(tensor.protected.sum()) != tensor.exact.numel():
+            raise ValueError("a codebook tensor whose exact values do not match its codes")
+        if not bool(tensor.centers.isfinite().all()) or bool((tensor.centers.diff() < 0).any()):
+            raise ValueError("a codebook tensor whose centers do not rise, or are not finite")
     if record.quantized[0].residual and parent is None:
         raise ValueError("codebook tensors of differences to a parent that is missing")
     bases = parent.tensors if parent is not None and parent.codes is None else [None] * len(record.infos)
@@ -383,18 +386,6 @@ def _check_readable(record: CodebookInput, parent: ParentCodes | None, digest: s
     ]
     if digest_arrays(map(tensor_bytes, values)) != digest:
         raise ValueError("codebook tensors that stand for other values than the tensors have")
-
-
-def _check_codebook(tensor: CodebookTensor) -> None:
-    """Raise ValueError if codes, centers and exact values do not fit each other."""
-    if not 0 <= tensor.first_code <= RESERVED_CODES or not 0 < tensor.bins <= MAX_CODES - tensor.first_code:
-        raise ValueError("a codebook tensor with more codes than a byte has")
-    if tensor.codes.numel() and int(tensor.codes.max()) >= tensor.num_codes:
-        raise ValueError("a codebook tensor with a code beyond the last center")
-    if int(tensor.protected.sum()) != tensor.exact.numel():
-        raise ValueError("a codebook tensor whose exact values do not match its codes")
-    if not bool(tensor.centers.isfinite().all()) or bool((tensor.centers.diff() < 0).any()):
-        raise ValueError("a codebook tensor whose centers do not rise, or are not finite")
 
 
 @dataclass(frozen=True)
@@ -509,7 +500,7 @@ class CodebookDecoder(RecordDecoder):
         recipe, ranges = self._recipe, [*self._tensor_ranges(lo, hi)]
         if inputs.base_digests is not None and self.uses_parent:
             parents = self._parent_codes(lo, hi) if recipe.base else []
-            inputs.base_digests.check_base(map(inputs.fetch, parents + self._parent_ranges(lo, hi)))
+            inputs.base_digests.check_base(digest_arrays(map(inputs.fetch, parents + self._parent_ranges(lo, hi))))
         if not self._centers:
             self.quantizer_params(inputs.fetch_params)
         context = [inputs.fetch(span) for span in self._context_ranges(lo, hi)]
@@ -534,7 +525,7 @@ class CodebookDecoder(RecordDecoder):
             base = None if base is None else base.reshape(member.shape)
             out.append(DecodedPart(tensor_bytes(tensor.dequantize(torch_dtype(info.dtype), base)), tensor))
         if inputs.value_digests is not None:
-            inputs.value_digests.check_values(part.values for part in out if part.values is not None)
+            inputs.value_digests.check_values(digest_arrays(part.values for part in out if part.values is not None))
         return out
 
     def _decode_exact(self, lo: int, hi: int, codes: Sequence[Tensor], fetch: FetchRange) -> list[Tensor]:

@@ -42,7 +42,6 @@ class CodebookTensor:
 
     @property
     def num_codes(self) -> int:
-        """Number of codes that may occur."""
         return self.first_code + self.bins
 
     @property
@@ -53,7 +52,6 @@ class CodebookTensor:
         return self.codes == self.first_code - 1
 
     def cpu(self) -> CodebookTensor:
-        """Return the same tensor in CPU memory."""
         return replace(self, codes=self.codes.cpu(), centers=self.centers.cpu(), exact=self.exact.cpu())
 
     def dequantize(self, dtype: torch.dtype, base: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +23,7 @@ from torch import Tensor
 from shrinkpoint import _native
 from shrinkpoint.codec import recipe as recipes
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
-from shrinkpoint.codec.coder import Bytes, digest_arrays, num_numbers
+from shrinkpoint.codec.coder import Bytes, num_numbers
 from shrinkpoint.codec.lattice import Lattice, LatticeTensor
 from shrinkpoint.codec.recipe import Recipe
 from shrinkpoint.codec.reference import DecodedTensors, QuantizedTensor, Reference, lattice_source, tensor_layout
@@ -123,11 +123,8 @@ class RecordDigests:
     values: str  # digest of the values, in the order in which they are coded
     base: str | None  # digest of what the record was encoded against; None without base
 
-    def check_base(self, arrays: Iterable[Bytes]) -> None:
-        """Raise ChainError unless these are the parent's numbers that the record was encoded against."""
-        self.check_base_digest(digest_arrays(arrays))
-
-    def check_base_digest(self, digest: str) -> None:
+    def check_base(self, digest: str) -> None:
+        """Raise ChainError unless this is the digest of the parent's numbers that the record was encoded against."""
         if digest != self.base:
             raise ChainError(
                 self.where,
@@ -136,11 +133,8 @@ class RecordDigests:
                 do="give the checkpoint that this one was made against",
             )
 
-    def check_values(self, arrays: Iterable[Bytes]) -> None:
-        """Raise ValueError unless these are the values that were encoded."""
-        self.check_values_digest(digest_arrays(arrays))
-
-    def check_values_digest(self, digest: str) -> None:
+    def check_values(self, digest: str) -> None:
+        """Raise ValueError unless this is the digest of the values that were encoded."""
         if digest != self.values:
             raise ValueError(f"decoded values with digest {digest}, expected {self.values}")
 
@@ -403,7 +397,7 @@ class DecodedSources:
         assert self.reference is not None
         if span.codes:
             if not self.reference.has_codes(span.name):
-                self.digests.check_base_digest("none: its tensors are not quantized")
+                self.digests.check_base("none: its tensors are not quantized")
             return tensor_bytes(self.reference.quantized[span.name].codes)[span.start : span.stop]
         return tensor_bytes(self.reference.tensors[span.name])[span.start : span.stop]
 
@@ -423,7 +417,7 @@ class DecodedSources:
         quantized = {} if self.reference is None else self.reference.quantized
         tensor = quantized.get(name)
         if tensor is None:
-            self.digests.check_base_digest("none: its tensors are not quantized")
+            self.digests.check_base("none: its tensors are not quantized")
         assert tensor is not None
         return tensor.lattice if isinstance(tensor, LatticeTensor) else tensor
 

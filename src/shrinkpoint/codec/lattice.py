@@ -115,7 +115,11 @@ class Lattice:
         """
         rows, columns = (exp2_eighths(exponents.to(device, torch.int32)) for exponents in (self.rows, self.columns))
         out = rows[:, None] * columns[None, :]
-        return out if second_moments is None else out * ieee_sqrt(second_moments)
+        if second_moments is None:
+            return out
+        # torch's float32 roots on the CPU depend on the library and instructions, and can be off by a rounding.
+        # Computed in float64, such an error does not reach the rounding to float32.
+        return out * second_moments.to(torch.float64).sqrt().to(torch.float32)
 
     def row_steps(self, shape: tuple[int, ...], rows: slice, device: torch.device | str = "cpu") -> Tensor:
         """Return the distance of neighbouring points in some rows of a tensor viewed as a matrix, float32.
@@ -246,7 +250,10 @@ class LatticeTensor:
             second_moments: the tensor named by `relative_to`, of the same shape.
         """
         if self.codes.is_cpu:
-            return self._dequantize_native(second_moments).to(dtype)
+            out = _native.empty(4 * self.codes.numel())
+            stored = None if second_moments is None else tensor_bytes(second_moments.to(torch.float32))
+            _native.lattice_values(*self.native_values(), out, squares=stored, threads=torch.get_num_threads())
+            return torch.from_numpy(out.view(np.float32)).reshape(self.codes.shape).to(dtype)
         lattice = self.lattice
         shape = lattice.matrix_shape(tuple(self.codes.shape))
         codes = self.codes.reshape(shape)
@@ -284,13 +291,6 @@ class LatticeTensor:
                 count=len(indices),
             )
         return torch.from_numpy(out).to(dtype)
-
-    def _dequantize_native(self, second_moments: Tensor | None) -> Tensor:
-        values = _native.empty(4 * self.codes.numel())
-        squares = None if second_moments is None else tensor_bytes(second_moments.to(torch.float32))
-        threads = torch.get_num_threads()
-        _native.lattice_values(*self.native_values(), values, squares=squares, threads=threads)
-        return torch.from_numpy(values.view(np.float32)).reshape(self.codes.shape)
 
 
 def all_exponents(lattices: Sequence[Lattice]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -357,15 +357,6 @@ def exp2_eighths(exponents: Tensor) -> Tensor:
     table = torch.tensor(_POWERS, dtype=torch.float32, device=exponents.device)
     octaves = (exponents >> 3).clamp_(-126, 127)
     return ((octaves + 127) << 23).view(torch.float32) * table[(exponents & (STEPS_PER_OCTAVE - 1)).long()]
-
-
-def ieee_sqrt(tensor: Tensor) -> Tensor:
-    """Return square roots in float32, correctly rounded as IEEE 754 requires.
-
-    torch's float32 roots on the CPU depend on the library and instructions, and can be off by a rounding. Computed in
-    float64, such an error does not reach the rounding to float32.
-    """
-    return tensor.to(torch.float64).sqrt().to(torch.float32)
 
 
 def dither(seed: int, shape: tuple[int, int], device: torch.device | str = "cpu") -> Tensor:

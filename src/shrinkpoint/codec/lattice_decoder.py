@@ -20,6 +20,7 @@ from shrinkpoint.codec.coder import (
     CodedChunks,
     CoderConfig,
     CodingContext,
+    digest_arrays,
 )
 from shrinkpoint.codec.decoder import (
     ByteRange,
@@ -297,7 +298,27 @@ class LatticeDecoder(RecordDecoder):
             if not bool(((gains >= MIN_GAIN) & (gains <= MAX_GAIN)).all()):  # nor is nan in range
                 raise ValueError("gains out of range")
             self._gains = gains.tolist()
-        self._lattices = _decode_lattices(seeds, data, infos, self._recipe, self._parent_lattices(fetch))
+        parents = self._parent_lattices(fetch)
+        if seeds.size != len(infos):
+            raise _native.Truncated("the lattices end too early")
+        if self._recipe.inherited or self._recipe.moved:
+            if len(parents) != len(infos) or not all(
+                lattice.has_counts_for(info.shape) for lattice, info in zip(parents, infos, strict=True)
+            ):
+                raise ValueError("a parent whose tensors are not on lattices of these shapes")
+            if any(lattice.spacing != self._recipe.spacing or lattice.step != self._recipe.step for lattice in parents):
+                raise ValueError("the parent's lattices have another spacing or step")
+        if self._recipe.inherited and data.nbytes:
+            raise ValueError("bytes behind inherited lattices")
+        if self._recipe.spacing == "log" and seeds.any():
+            raise ValueError('dither with spacing "log", which has none')
+        lattices = (
+            parents if self._recipe.inherited else _decode_exponents(data, infos, self._recipe, seeds.tolist(), parents)
+        )
+        self._lattices = [
+            lattice if lattice.seed == seed else replace(lattice, seed=seed)
+            for lattice, seed in zip(lattices, seeds.tolist(), strict=True)
+        ]
         return {info.name: lattice for info, lattice in zip(infos, self._lattices, strict=True)}
 
     def decode(self, lo: int, hi: int, inputs: DecodeInputs) -> list[DecodedPart]:
@@ -335,15 +356,15 @@ class LatticeDecoder(RecordDecoder):
                 for parent, tensor in zip_longest(parents, continued):
                     points = None if tensor is None else tensor.points().dequantize(torch.float32)
                     whole.update(inputs.fetch(parent) if points is None else tensor_bytes(points))
-                base_digests.check_base_digest(whole.hexdigest())
+                base_digests.check_base(whole.hexdigest())
             raise
         if base_digests is not None and base is not None:
-            base_digests.check_base_digest(base.hexdigest())
+            base_digests.check_base(base.hexdigest())
         out = [member.part() for member in members]
         if digests is not None and values is not None:
-            digests.check_values_digest(values.hexdigest())
+            digests.check_values(values.hexdigest())
         elif digests is not None:
-            digests.check_values(part.values for part in out if part.values is not None)
+            digests.check_values(digest_arrays(part.values for part in out if part.values is not None))
         return out
 
     def _decode_tiles(
@@ -439,39 +460,6 @@ class LatticeDecoder(RecordDecoder):
         return [param for param in params if isinstance(param, Lattice)]
 
 
-def _decode_lattices(
-    seeds: NDArray[np.uint32],
-    data: Bytes,
-    infos: Sequence[TensorInfo],
-    recipe: LatticeRecipe,
-    parents: Sequence[Lattice],
-) -> list[Lattice]:
-    """Decode the lattice of each member, or take the parent's exponents if the recipe says that they are inherited."""
-    if seeds.size != len(infos):
-        raise _native.Truncated("the lattices end too early")
-    if recipe.inherited or recipe.moved:
-        _check_parents(infos, recipe, parents)
-    if recipe.inherited and data.nbytes:
-        raise ValueError("bytes behind inherited lattices")
-    if recipe.spacing == "log" and seeds.any():
-        raise ValueError('dither with spacing "log", which has none')
-    lattices = parents if recipe.inherited else _decode_exponents(data, infos, recipe, seeds.tolist(), parents)
-    return [
-        lattice if lattice.seed == seed else replace(lattice, seed=seed)
-        for lattice, seed in zip(lattices, seeds.tolist(), strict=True)
-    ]
-
-
-def _check_parents(infos: Sequence[TensorInfo], recipe: LatticeRecipe, parents: Sequence[Lattice]) -> None:
-    """Raise ValueError unless the parent has a lattice of each member that its exponents can be taken from."""
-    if len(parents) != len(infos) or not all(
-        lattice.has_counts_for(info.shape) for lattice, info in zip(parents, infos, strict=True)
-    ):
-        raise ValueError("a parent whose tensors are not on lattices of these shapes")
-    if any(lattice.spacing != recipe.spacing or lattice.step != recipe.step for lattice in parents):
-        raise ValueError("the parent's lattices have another spacing or step")
-
-
 def _decode_exponents(
     data: Bytes, infos: Sequence[TensorInfo], recipe: LatticeRecipe, seeds: Sequence[int], parents: Sequence[Lattice]
 ) -> list[Lattice]:
@@ -519,14 +507,9 @@ def _decode_differences(data: Bytes, total: int) -> NDArray[np.int32]:
     tokens = np.empty(total, np.uint8)
     if total:
         CoderConfig("codes").decode(BYTE_FORMAT, side, coded, tokens, CodingContext(), 1)
-    return _resolve_escapes(tokens.view(np.int8), np.frombuffer(escapes.tobytes(), "<i4"))
-
-
-def _resolve_escapes(tokens: NDArray[np.int8], escapes: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the differences of tokens, with each escape token replaced by the next escape."""
-    out = tokens.astype(np.int32)
+    out = tokens.view(np.int8).astype(np.int32)
     large = out == ESCAPE
-    if int(large.sum()) != escapes.size:
+    if int(large.sum()) != escapes.nbytes // 4:
         raise ValueError("more or fewer escapes than tokens that stand for them")
-    out[large] = escapes
+    out[large] = np.frombuffer(escapes.tobytes(), "<i4")
     return out

@@ -37,7 +37,6 @@ from shrinkpoint.codec.decoder import (
     DecodedPart,
     DecodedSources,
     DecodeInputs,
-    FetchRange,
     RecordDecoder,
     RecordDigests,
     RecordView,
@@ -166,9 +165,26 @@ class CodedDecoder(RecordDecoder):
         return out
 
     def decode(self, lo: int, hi: int, inputs: DecodeInputs) -> list[DecodedPart]:
-        context = self._coding_context(lo, hi, inputs.fetch)
+        def floats(moments: Sequence[TensorInfo], *, same_file: bool = True) -> Bytes:
+            return taps_outermost(
+                self._fetch_float32(moments, lo, hi, inputs.fetch, same_file=same_file), 4, self._taps
+            )
+
+        base = moment1 = moment2 = None
+        if self.uses_parent:
+            base = concat([inputs.fetch(span) for span in self._parent_ranges(lo, hi)])
+            base = taps_outermost(base, self._number_format.itemsize, self._taps)
+        if self._uses_moments:
+            moment1, moment2 = floats(self._first_moments), floats(self._second_moments)
+        context = CodingContext(
+            base=base,
+            moment1=moment1,
+            moment2=moment2,
+            moment1_base=floats(self._first_moments, same_file=False) if self._uses_parent_moments else None,
+            shapes=self._shapes,
+        )
         if inputs.base_digests is not None and context.base is not None:
-            inputs.base_digests.check_base([context.base])
+            inputs.base_digests.check_base(digest_arrays([context.base]))
         values = context.base if inputs.overwrite_base and self._taps == 1 else None  # a tap needs the one before
         if values is None or not values.flags.writeable:
             values = inputs.allocate((hi - lo) * self.unit)
@@ -179,7 +195,7 @@ class CodedDecoder(RecordDecoder):
             codes = self._view.read_array("codes", *stream.byte_range(lo, hi))
             stream.decode(self._number_format, codes, out, context_of_tap, lo, inputs.threads)
         if inputs.value_digests is not None:
-            inputs.value_digests.check_values([values])
+            inputs.value_digests.check_values(digest_arrays([values]))
         values = taps_innermost(values, self._number_format.itemsize, self._taps)
         return self._split(values, lo, hi)
 
@@ -201,24 +217,6 @@ class CodedDecoder(RecordDecoder):
         if sides.nbytes or end != self._view.sizes["codes"]:
             raise ValueError("a record is longer than its taps")
         return out
-
-    def _coding_context(self, lo: int, hi: int, fetch: FetchRange) -> CodingContext:
-        def floats(moments: Sequence[TensorInfo], *, same_file: bool = True) -> Bytes:
-            return taps_outermost(self._fetch_float32(moments, lo, hi, fetch, same_file=same_file), 4, self._taps)
-
-        base = moment1 = moment2 = None
-        if self.uses_parent:
-            base = concat([fetch(span) for span in self._parent_ranges(lo, hi)])
-            base = taps_outermost(base, self._number_format.itemsize, self._taps)
-        if self._uses_moments:
-            moment1, moment2 = floats(self._first_moments), floats(self._second_moments)
-        return CodingContext(
-            base=base,
-            moment1=moment1,
-            moment2=moment2,
-            moment1_base=floats(self._first_moments, same_file=False) if self._uses_parent_moments else None,
-            shapes=self._shapes,
-        )
 
 
 def _uses_moments(config: CoderConfig) -> bool:
@@ -269,7 +267,7 @@ class PlainDecoder(RecordDecoder):
         values = inputs.allocate(hi - lo)
         values[:] = self._view.read_array("values", lo, hi)
         if inputs.digests is not None:
-            inputs.digests.check_values([values])
+            inputs.digests.check_values(digest_arrays([values]))
         return self._split(values, lo, hi)
 
     def _unit_bytes(self, info: TensorInfo) -> int:
@@ -311,7 +309,7 @@ class CopyDecoder(RecordDecoder):
                 out.append(DecodedPart(copies[begin : begin + span.end - span.begin]))
                 start = begin - span.begin + -(-span.end // size) * size
         if inputs.digests is not None:
-            inputs.digests.check_values(part.values for part in out if part.values is not None)
+            inputs.digests.check_values(digest_arrays(part.values for part in out if part.values is not None))
         return out
 
     def _batch_key(self, span: TensorRange) -> tuple[str, str, int]:
@@ -407,7 +405,7 @@ def decode(
         if isinstance(view.parsed_recipe, SameRecipe):
             parent = sources.check_parent(encoded.infos)
             if with_values:
-                digests.check_base(tensor_bytes(parent.tensors[info.name]) for info in encoded.infos)
+                digests.check_base(digest_arrays(tensor_bytes(parent.tensors[info.name]) for info in encoded.infos))
             return parent.subset(info.name for info in encoded.infos)
         decoder = record_decoder(view)
         if decoder.uses_parent:

@@ -11,24 +11,6 @@ from torch import Tensor
 from shrinkpoint.codec.codebook_tensor import MAX_CODES, RESERVED_CODES, CodebookTensor
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.quantize.codebook import assign, check_bins
-from shrinkpoint.quantize.statistics import entropy_per_value
-
-
-def quantize_uniform(tensor: Tensor, bins: int) -> CodebookTensor:
-    """Quantize to the nearest point of a uniform grid from minimum to maximum; the error is at most half a step.
-
-    The step is `(maximum - minimum) / (bins - 1)`. Minimum and maximum are exact; all values of a constant tensor get
-    code 0. A single bin is the middle of the range. Without values the grid is zero.
-
-    Args:
-        tensor: bfloat16, float16 or float32; finite; any shape and strides.
-        bins: 1 to 256.
-
-    Raises:
-        PolicyError: `bins` out of range.
-    """
-    check_bins(bins, 0)
-    return quantize_to_grid(tensor, uniform_grid(*min_max(tensor), bins))
 
 
 def min_max(tensor: Tensor) -> tuple[float, float]:
@@ -40,7 +22,14 @@ def min_max(tensor: Tensor) -> tuple[float, float]:
 
 
 def uniform_grid(low: float, high: float, bins: int) -> Tensor:
-    """Return `bins` equidistant points from `low` to `high`: float32, on the CPU; the middle if there is only one."""
+    """Return `bins` equidistant points from `low` to `high`: float32, on the CPU; the middle if there is only one.
+
+    Both ends are exact. A constant range has equal points.
+
+    Raises:
+        PolicyError: `bins` is not from 1 to 256.
+    """
+    check_bins(bins, 0)
     if bins == 1:
         return torch.tensor([low / 2 + high / 2], dtype=torch.float32)
     points = torch.linspace(0, 1, bins, dtype=torch.float64)
@@ -48,13 +37,18 @@ def uniform_grid(low: float, high: float, bins: int) -> Tensor:
 
 
 def quantize_to_grid(tensor: Tensor, centers: Tensor) -> CodebookTensor:
-    """Quantize every value to its nearest center, without zeros or exact values."""
+    """Quantize every value to its nearest center, without zeros or exact values.
+
+    On a uniform grid the error is at most half a step.
+
+    Args:
+        tensor: bfloat16, float16 or float32; finite; any shape and strides.
+        centers: as of `uniform_grid`.
+
+    Raises:
+        PolicyError: there is no center, or there are more than 256.
+    """
     return CodebookTensor(assign(tensor, centers, 0), centers, torch.empty(0, device=tensor.device), 0)
-
-
-def histogram_entropy(tensor: Tensor, bins: int = MAX_CODES) -> float:
-    """Return the bits per value under a histogram of `bins` equal cells; those at the ends are half as wide."""
-    return entropy_per_value(grid_histogram(tensor, min_max(tensor), bins)) if tensor.numel() else 0.0
 
 
 def grid_histogram(tensor: Tensor, limits: tuple[float, float], bins: int = MAX_CODES) -> Tensor:

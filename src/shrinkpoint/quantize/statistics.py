@@ -69,7 +69,6 @@ class LogHistogram:
 
     @staticmethod
     def empty(alpha: float = 0.01, device: torch.device | str = "cpu") -> LogHistogram:
-        """Return a sketch without values."""
         return LogHistogram(alpha, torch.zeros(2 * max_bucket(alpha) + 1, dtype=torch.int64, device=device))
 
     @staticmethod
@@ -138,7 +137,6 @@ class LogHistogram:
 
     @property
     def zeros(self) -> int:
-        """Number of zeros."""
         return int(self.counts[self._max_bucket])
 
     def magnitudes(self) -> LogHistogram:

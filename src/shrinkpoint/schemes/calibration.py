@@ -164,7 +164,10 @@ class Calibration:
         def ask() -> list[float]:
             given = self._given_reading(metrics or {})
             readings[:] = self._repeat_evaluation(metric, max_rise, is_followed) if given is None else [given]
-            self._compare_metrics(metrics or {}, readings[0])
+            known = metrics or {}
+            # At how many saves in a row each metric was the answer, but for the rounding of a float32.
+            matches = (name for name, x in known.items() if math.isclose(x, readings[0].value, rel_tol=_METRIC_ERROR))
+            self._matches = {name: self._matches.get(name, 0) + 1 for name in matches}
             return [reading.value for reading in readings]
 
         values = [value for answers in compute_on_all(ask) for value in answers]
@@ -219,7 +222,11 @@ class Calibration:
         self, metric: DegradationMetric, perturbations: Sequence[MakeValues], compute_on_all: ComputeOnAll
     ) -> EvaluateProblem | None:
         """A problem if clearly different weights have the same answer."""
-        has_reacted = self._reacts_to(metric, perturbations, compute_on_all)
+
+        def differs(make: MakeValues) -> bool:
+            return self._differs(metric, metric.evaluate(make()), metric.baseline)
+
+        has_reacted = any(all(compute_on_all(partial(differs, make))) for make in perturbations)
         if failure := find_failure(metric, compute_on_all):
             return failure
         self.has_reacted = has_reacted
@@ -274,7 +281,7 @@ class Calibration:
         news = [name for name in names if self.is_measured.get(name, True) and name not in measured]
         self.is_measured |= {name: name in measured for name in names}
         self.is_tested = True
-        if news and tensors.rank == 0:
+        if news and tensors.collectives.rank == 0:
             _warn_unmeasured(entries, measured, news)
         return None
 
@@ -290,7 +297,6 @@ class Calibration:
 
     @property
     def noise_text(self) -> str:
-        """The noise in words."""
         return f"evaluate differs by {self.noise or 0.0:.2%} between calls with the same weights"
 
     def noise_warning(self, max_rise: float) -> str:
@@ -319,11 +325,6 @@ class Calibration:
         trusted = [value for name, value in metrics.items() if self._matches.get(name, 0) >= _MIN_MATCHES]
         return Reading(trusted[0]) if trusted else None
 
-    def _compare_metrics(self, metrics: Mapping[str, float], reading: Reading) -> None:
-        """Count at how many saves in a row each metric was the answer, but for the rounding of a float32."""
-        matches = (name for name, x in metrics.items() if math.isclose(x, reading.value, rel_tol=_METRIC_ERROR))
-        self._matches = {name: self._matches.get(name, 0) + 1 for name in matches}
-
     def _repeat_evaluation(
         self, metric: DegradationMetric, max_rise: Callable[[float], float] | None, is_followed: Callable[[], bool]
     ) -> list[Reading]:
@@ -346,16 +347,6 @@ class Calibration:
             if self.noise is None and max(values) - min(values) > tolerance * scale_of(values[0]):
                 readings += [metric.evaluate({}) for _ in range(_EXTRA_REPEATS)]
         return readings
-
-    def _reacts_to(
-        self, metric: DegradationMetric, perturbations: Sequence[MakeValues], compute_on_all: ComputeOnAll
-    ) -> bool:
-        """True if `evaluate` answers something else, on every process, for one of several sets of other weights."""
-
-        def differs(make: MakeValues) -> bool:
-            return self._differs(metric, metric.evaluate(make()), metric.baseline)
-
-        return any(all(compute_on_all(partial(differs, make))) for make in perturbations)
 
     def _differs(self, metric: DegradationMetric, reading: Reading, other: Reading) -> bool:
         """True if two readings differ by more than noise; False where one has failed."""

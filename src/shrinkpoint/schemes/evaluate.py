@@ -17,13 +17,52 @@ from torch import Tensor, nn
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.progress import Task
 from shrinkpoint.quantize.layer_types import layer_types_of_model
-from shrinkpoint.schemes.confidence_interval import paired_mean_interval
 from shrinkpoint.schemes.influence import InfluenceRecorder, local_shard
 from shrinkpoint.sharding.global_tensors import GlobalTensors, matches_parameter, recorder_values
 from shrinkpoint.tensors.dtypes import as_bits
 from shrinkpoint.tensors.flat_state import FlatState, unflatten
 from shrinkpoint.tensors.memory import callers_device, is_out_of_memory
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
+
+_STUDENT_T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Quantiles of Student's t at 0.975, for 1 to 9 degrees of freedom."""
+_NORMAL_QUANTILE = 1.959964
+
+
+def paired_mean_interval(reference: Tensor, trial: Tensor) -> tuple[float, float]:
+    """The 95% confidence interval of the mean of `trial - reference`, over the examples of both.
+
+    It is Student's interval of the mean difference. If all values are 0 or 1 (right or wrong), it is that of two paired
+    proportions with half a count added to each cell (Agresti and Min 2005), which is not empty if no example changed.
+
+    Args:
+        reference, trial: float64 [n], n >= 2, in the same order.
+
+    Returns:
+        The ends; infinite if a difference is not finite.
+    """
+    difference = trial - reference
+    count = difference.numel()
+    if not bool(difference.isfinite().all()):
+        return -math.inf, math.inf
+    if bool(torch.stack([reference, trial]).square().eq(torch.stack([reference, trial])).all()):
+        up, down = (float((difference == sign).sum()) + 0.5 for sign in (1, -1))
+        mean = (up - down) / (count + 2)
+        error = _NORMAL_QUANTILE * math.sqrt(up + down - (up - down) ** 2 / (count + 2)) / (count + 2)
+        return mean - error, mean + error
+    mean = float(difference.mean())
+    error = student_t_quantile(count - 1) * float(difference.std()) / math.sqrt(count)
+    return mean - error, mean + error
+
+
+def student_t_quantile(degrees_of_freedom: int) -> float:
+    """The quantile of Student's t at 0.975, to a thousandth; `degrees_of_freedom` from 1."""
+    if degrees_of_freedom <= len(_STUDENT_T_QUANTILES):
+        return _STUDENT_T_QUANTILES[degrees_of_freedom - 1]
+    z, n = _NORMAL_QUANTILE, float(degrees_of_freedom)
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
+    return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n * n) + third
+
 
 _log = logging.getLogger("shrinkpoint")
 MEMORY_ADVICE = "free memory, or evaluate on fewer examples at once"
@@ -39,31 +78,42 @@ class ModelStateGuard:
     Args:
         tensors: their values are copied.
         modules: with all their submodules.
+        reshard: of sharded modules, drops gathered weights before anything is restored. What these modules hold is left
+            alone: a sharded parameter has no memory of its own.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], modules: Iterable[nn.Module]) -> None:
-        self._rng_state = get_rng_state()
+    def __init__(
+        self, tensors: Iterable[Tensor], modules: Iterable[nn.Module], reshard: Callable[[], None] | None = None
+    ) -> None:
+        self._rng_state, self._reshard = get_rng_state(), reshard
         self._copies = [(bits, bits.clone()) for bits in (as_bits(tensor.detach()) for tensor in tensors)]
         parts = [part for module in modules for part in module.modules()]
-        self._modules = [(part, part.training, dict(part._parameters), dict(part._buffers)) for part in parts]
+        self._modes = [(part, part.training) for part in parts]
         parameters = dict.fromkeys(parameter for part in parts for parameter in part.parameters(recurse=False))
-        self._parameters = [(p, p.data, p.grad, p.requires_grad) for p in parameters]
+        self._gradients = [(parameter, parameter.grad) for parameter in parameters]
+        is_sharded = reshard is not None
+        self._bindings = [] if is_sharded else [(x, dict(x._parameters), dict(x._buffers)) for x in parts]
+        self._memory = [] if is_sharded else [(x, x.data, x.requires_grad) for x in parameters]
 
     def clear_gradients(self) -> None:
         """Set all gradients to None, so that `evaluate` cannot add to those of training, or clear them."""
-        for parameter, *_ in self._parameters:
+        for parameter, _ in self._gradients:
             parameter.grad = None
 
     def restore(self) -> None:
         """Restore the state; can be called again after an interruption."""
-        for module, training, parameters, buffers in self._modules:
+        if self._reshard is not None:
+            self._reshard()
+        for module, training in self._modes:
             module.training = training
+        for module, parameters, buffers in self._bindings:
             _rebind(module._parameters, parameters)
             _rebind(module._buffers, buffers)
-        for parameter, data, gradient, requires_grad in self._parameters:
+        for parameter, data, requires_grad in self._memory:
             if parameter.data_ptr() != data.data_ptr() or parameter.dtype != data.dtype:
                 parameter.data = data
             parameter.requires_grad_(requires_grad)
+        for parameter, gradient in self._gradients:
             parameter.grad = gradient
         with torch.no_grad():
             for tensor, copy in self._copies:
@@ -217,12 +267,6 @@ class DegradationMetric:
         return Degradation(rise, interval, sign * (after - before))
 
 
-def relative_degradation(value: float, baseline: float, *, higher_is_better: bool) -> float:
-    """By how much a value is worse than the baseline, relative to `scale_of` the baseline."""
-    change = baseline - value if higher_is_better else value - baseline
-    return change / scale_of(baseline)
-
-
 def scale_of(baseline: float) -> float:
     """The number that rises are relative to: the magnitude of the baseline; 1 if it is zero, as an accuracy may be."""
     return abs(baseline) or 1.0
@@ -314,7 +358,6 @@ class TrialEvaluator:
         return ModelStateGuard(self._state.tensors.values(), ())
 
     def _argument(self, values: Mapping[str, Tensor]) -> Any:
-        """The argument of `evaluate`."""
         tensors = {
             name: values[name].to(tensor.device) if name in values else tensor
             for name, tensor in self._state.tensors.items()
@@ -354,7 +397,7 @@ class ModelEvaluator(TrialEvaluator):
         }
         parameters = [
             (name, names_by_address.get(parameter.data_ptr()), parameter, layer_type)
-            for name, parameter, layer_type in self._parameters()
+            for name, parameter, layer_type in _iter_parameters(self._modules)
             if parameter.numel()
         ]
         saved = [(name, stored, x, layer_type) for name, stored, x, layer_type in parameters if stored is not None]
@@ -369,13 +412,6 @@ class ModelEvaluator(TrialEvaluator):
             self._check_shares_memory(
                 prefix + name for module in self._modules for name, _ in module.named_parameters()
             )
-
-    def _parameters(self) -> Iterator[tuple[str, Tensor, str | None]]:
-        """Name, parameter and type of layer; a tied parameter under each of its names."""
-        for module in self._modules:
-            layer_types = layer_types_of_model(module)
-            for name, parameter in module.named_parameters(remove_duplicate=False):
-                yield strip_wrapper_prefix(name), parameter, layer_types.get(name)
 
     def recorder_values(self, recordings: Mapping[str, Tensor]) -> dict[str, Tensor]:
         values = {strip_wrapper_prefix(name): value for name, value in recordings.items()}
@@ -433,7 +469,7 @@ class ShardedModelEvaluator(TrialEvaluator):
             if tensor.numel():
                 self._names_by_address.setdefault(tensor.data_ptr(), []).append(name)  # tied tensors share an address
         quantizable, frozen = set[str](), set[str]()
-        for parameter, layer_type in self._parameters():
+        for _, parameter, layer_type in _iter_parameters(self._modules):
             names = self._names_by_address.get(local_shard(parameter).data_ptr(), [])
             quantizable.update(names)
             frozen.update(() if parameter.requires_grad else names)
@@ -503,7 +539,7 @@ class ShardedModelEvaluator(TrialEvaluator):
     def _make_guard(self) -> ModelStateGuard:
         buffers = {x.data_ptr(): x for module in self._modules for x in map(local_shard, module.buffers())}
         weights = {self._state.tensors[name].data_ptr(): self._state.tensors[name] for name in self.quantizable or ()}
-        return _ShardedModelGuard((buffers | weights).values(), self._modules, self._reshard)
+        return ModelStateGuard((buffers | weights).values(), self._modules, self._reshard)
 
     def _reshard(self) -> None:
         """Drop the gathered weights of a forward pass, which the next one would use instead of the shards."""
@@ -512,39 +548,6 @@ class ShardedModelEvaluator(TrialEvaluator):
                 reshard = getattr(part, "reshard", None)
                 if callable(reshard):
                     reshard()
-
-    def _parameters(self) -> Iterator[tuple[Tensor, str | None]]:
-        for module in self._modules:
-            layer_types = layer_types_of_model(module)
-            for name, parameter in module.named_parameters(remove_duplicate=False):
-                yield parameter, layer_types.get(name)
-
-
-class _ShardedModelGuard(ModelStateGuard):
-    """A guard that leaves the memory of parameters alone: a sharded parameter has none of its own.
-
-    Args:
-        reshard: drops gathered weights, before anything is restored.
-    """
-
-    def __init__(self, tensors: Any, modules: list[nn.Module], reshard: Callable[[], None]) -> None:
-        super().__init__(tensors, ())
-        self._reshard = reshard
-        self._modes = [(part, part.training) for module in modules for part in module.modules()]
-        self._gradients = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
-
-    def clear_gradients(self) -> None:
-        """Set all gradients to None."""
-        for parameter, _ in self._gradients:
-            parameter.grad = None
-
-    def restore(self) -> None:
-        self._reshard()
-        for part, training in self._modes:
-            part.training = training
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-        super().restore()
 
 
 def call_evaluate(evaluate: Evaluate, argument: Any) -> Reading:
@@ -575,6 +578,14 @@ def iter_modules(model: Any) -> Iterator[nn.Module]:
     elif isinstance(model, list | tuple):
         for part in model:
             yield from iter_modules(part)
+
+
+def _iter_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor, str | None]]:
+    """Name without wrappers, parameter and type of layer; a tied parameter under each of its names."""
+    for module in modules:
+        layer_types = layer_types_of_model(module)
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            yield strip_wrapper_prefix(name), parameter, layer_types.get(name)
 
 
 def strip_wrapper_prefix(name: str) -> str:

@@ -145,9 +145,6 @@ class InfluenceRecorder(TorchDispatchMode):
         written = self._written.get(storage._cdata)
         return _Origin(source, source, source) if written is None else written[1]
 
-    def _is_known(self, storage: torch.UntypedStorage) -> bool:
-        return storage._cdata in self._written or storage.data_ptr() in self._sources
-
     def _origin_of_result(self, rule: _Rule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Origin:
         operands = [*args, *(value for name, value in kwargs.items() if name not in rule.outputs)]
         if rule.name == "to" or rule.name.endswith("_as"):
@@ -190,7 +187,9 @@ class InfluenceRecorder(TorchDispatchMode):
         if rule.is_known and not origin.may:
             return
         for tensor in _tensors(result):
-            if (storage := _storage(tensor)) is not None and not (rule.may_be_view and self._is_known(storage)):
+            if (storage := _storage(tensor)) is not None and not (
+                rule.may_be_view and (storage._cdata in self._written or storage.data_ptr() in self._sources)
+            ):
                 is_single = tensor.numel() == 1 and rule.name not in _JOINS
                 self._note(storage, origin.of_sum if is_single else origin)
 

@@ -197,7 +197,7 @@ class SCAR(SparseUpdate):
         else:
             generator = torch.Generator().manual_seed(self._seed << 31 | self._round)
             indices = torch.randperm(sum(counts), generator=generator)[:count]
-        rank = stats.global_tensors.rank
+        rank = stats.global_tensors.collectives.rank
         indices -= sum(counts[:rank])
         return indices[(indices >= 0) & (indices < counts[rank])].to(distances.device)
 

@@ -36,7 +36,6 @@ class Lossless(SpecMixin, RecordEncodingMixin):
 
     @property
     def arguments(self) -> dict[str, object]:
-        """Arguments of the constructor, by name."""
         return {"chunk": self.chunk}
 
     def quantize(self, state: FlatState, reference: Reference | None) -> QuantizedState:

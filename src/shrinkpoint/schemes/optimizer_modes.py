@@ -63,11 +63,15 @@ def quantize_moments(state: FlatState, stats: GlobalStats) -> dict[str, Codebook
     moments = {
         name: state.tensors[name]
         for name, info in state.infos.items()
-        if is_quantizable_moment(info.role, state.tensors[name]) and stats.global_numel(name) >= MIN_WEIGHT_NUMEL
+        if info.role in _MOMENTS
+        and state.tensors[name].dtype in (torch.float32, torch.bfloat16)
+        and stats.global_tensors.global_numel(name) >= MIN_WEIGHT_NUMEL
     }
-    finite = stats.tensors_where_all({name: bool(moment.isfinite().all()) for name, moment in moments.items()})
+    finite = stats.global_tensors.tensors_where_all(
+        {name: bool(moment.isfinite().all()) for name, moment in moments.items()}
+    )
     moments = {name: x for name, x in moments.items() if stats.global_name(name) in finite and x.numel()}
-    limits = _global_limits({name: x for name, x in moments.items() if not stats.is_whole(name)}, stats)
+    limits = _global_limits({name: x for name, x in moments.items() if name not in stats.global_tensors.whole}, stats)
     codes = {}
     for name, moment in moments.items():
         is_signed = state.infos[name].role is Role.MOMENT1
@@ -89,8 +93,3 @@ def _global_limits(moments: Mapping[str, Tensor], stats: GlobalStats) -> dict[st
 def _all_cells(counts: Tensor) -> Tensor:
     """Counts padded with zeros to all cells that magnitudes may be in, so that those of shards add up."""
     return torch.nn.functional.pad(counts, (0, (1 << 31 >> CELL_SHIFT) - counts.numel()))
-
-
-def is_quantizable_moment(role: Role, x: Tensor) -> bool:
-    """True if a tensor is a moment that levels can stand for."""
-    return role in _MOMENTS and x.dtype in (torch.float32, torch.bfloat16)

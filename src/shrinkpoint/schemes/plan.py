@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from shrinkpoint.codec.codebook_record import CODERS
-from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.reference import (
     CastSource,
@@ -28,6 +26,7 @@ from shrinkpoint.schemes.base import QuantizedState, Scheme
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
 from shrinkpoint.schemes.select import exact_reasons
 from shrinkpoint.sharding.global_stats import GlobalStats
+from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flat_state import FlatState, snapshot
 from shrinkpoint.tensors.info import JSON, Role
 from shrinkpoint.tensors.memory import is_out_of_memory, wait_for_devices
@@ -77,13 +76,14 @@ class QuantizationPlan(RecordEncodingMixin):
             first_only = self.optimizer == "reset first"
             changed.update(optimizer_modes.zeroed_moments(state, first_only=first_only))
         elif self.optimizer == "lossy":
-            quantized_tensors |= optimizer_modes.quantize_moments(state, GlobalStats.from_state(state))
+            quantized_tensors |= optimizer_modes.quantize_moments(state, GlobalStats(GlobalTensors.from_state(state)))
         for name, quantized in quantized_tensors.items():
             dtype = state.tensors[name].dtype
             if isinstance(quantized, LatticeTensor):
                 changed[name] = LatticeSource(quantized, dtype)
             else:
-                changed[name] = quantized.dequantize(dtype, _parent_values(quantized, name, reference))
+                parent = reference.tensors[name] if quantized.residual and reference is not None else None
+                changed[name] = quantized.dequantize(dtype, parent)
         for name, source in self.cast_sources.items():
             if source in changed:
                 changed[name] = CastSource(source, state.tensors[name].dtype)
@@ -168,8 +168,3 @@ def _memory_shortage(error: Exception) -> str:
         raise error
     _log.info("no memory to plan", exc_info=error)
     return f"there is no memory to plan what is saved ({type(error).__name__}: {error})"
-
-
-def _parent_values(codebook_tensor: CodebookTensor, name: str, reference: Reference | None) -> Tensor | None:
-    """The parent's values, if the decoded ones are differences to them."""
-    return reference.tensors[name] if codebook_tensor.residual and reference is not None else None

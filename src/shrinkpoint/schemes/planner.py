@@ -282,7 +282,6 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
         """
 
     def quantize(self, state: FlatState, reference: Reference | None) -> QuantizedState:
-        """Plans and quantizes."""
         return self.plan(state, reference).quantize(state, reference)
 
     def quantize_alone(self, state: FlatState, reference: Reference | None = None) -> QuantizedState:

@@ -119,7 +119,6 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
     @property
     @abstractmethod
     def settings(self) -> dict[str, JSON]:
-        """Settings of the scheme, for the manifest."""
         raise NotImplementedError
 
     def quantize_optimizer(
@@ -162,7 +161,10 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
         residuals, diverged = self._usable_residuals(selection.tensors, owned, reference, stats)
         if diverged:
             residuals, _ = self._usable_residuals(selection.tensors, owned, None, stats)
-            _warn_diverged(diverged)
+            warn_user(
+                f"{humanize.names([*diverged])}: what was saved last is farther away than zero, and a difference to it "
+                f"would leave an error of {max(diverged.values()):.2g} times the weights: this checkpoint is a keyframe"
+            )
         moments = {name: codes.cpu() for name, codes in self.quantize_optimizer(owned, residuals, stats).items()}
         selection.warn_exact(state, reference, () if evaluator is None else evaluator.frozen, tensors)
         num_residuals, num_moments = tensors.collectives.sum_over_ranks(len(residuals), len(moments))
@@ -175,9 +177,10 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
             mode = "lossy" if num_moments else self._optimizer
             loss = {"scheme": self.id, "chosen": self.settings, "optimizer": mode, **self.manifest_extra()}
             loss |= {"measured": False, "left_out": [*selection.nonfinite]}
-            self._unmeasured_notice.warn_once(self, quiet=tensors.rank > 0)
+            self._unmeasured_notice.warn_once(self, quiet=tensors.collectives.rank > 0)
         if diverged:
-            loss = (loss or {"scheme": self.id, "left_out": [*selection.nonfinite]}) | {"far": _json_errors(diverged)}
+            far = {name: float(f"{x:.4g}") if math.isfinite(x) else str(x) for name, x in diverged.items()}
+            loss = (loss or {"scheme": self.id, "left_out": [*selection.nonfinite]}) | {"far": far}
         return QuantizationPlan(
             self.id,
             {**residuals, **moments},
@@ -192,7 +195,6 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
 
     @property
     def arguments(self) -> dict[str, object]:
-        """Arguments of the constructor, by name."""
         return {**self.settings, "optimizer": self._optimizer}
 
     def _usable_residuals(
@@ -200,14 +202,14 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
     ) -> tuple[dict[str, CodebookTensor], dict[str, float]]:
         """Residual codes by local name, on the CPU, and errors of diverged weights by global name; a collective."""
         differences = _differences(selected, reference)
-        complete = stats.tensors_where_all({name: name in differences for name in selected})
+        complete = stats.global_tensors.tensors_where_all({name: name in differences for name in selected})
         differences = {name: diff for name, diff in differences.items() if stats.global_name(name) in complete}
         weights = {name: selected[name] for name in differences}
         quantized = self.quantize_weights(weights, differences, state, stats)
         moves = {name: max_abs(diff) for name, diff in differences.items()}
         # the largest difference, and an upper bound of the parent's values
         bounds = stats.max_over_shards({name: (move, max_abs(weights[name]) + move) for name, move in moves.items()})
-        usable = stats.tensors_where_all(
+        usable = stats.global_tensors.tensors_where_all(
             {
                 name: _fits_dtype(codes, bounds[stats.global_name(name)], weights[name].dtype)
                 for name, codes in quantized.items()
@@ -228,19 +230,6 @@ def _differences(weights: Mapping[str, Tensor], reference: Reference | None) -> 
             if math.isfinite(max_abs(difference)):
                 differences[name] = difference
     return differences
-
-
-def _warn_diverged(errors: Mapping[str, float]) -> None:
-    text = (
-        f"{humanize.names([*errors])}: what was saved last is farther away than zero, and a difference to it would "
-        f"leave an error of {max(errors.values()):.2g} times the weights: this checkpoint is a keyframe"
-    )
-    warn_user(text)
-
-
-def _json_errors(errors: Mapping[str, float]) -> dict[str, JSON]:
-    """Errors rounded to 4 digits; JSON has no infinity, so that it becomes text."""
-    return {name: float(f"{error:.4g}") if math.isfinite(error) else str(error) for name, error in errors.items()}
 
 
 def _fits_dtype(quantized_tensor: CodebookTensor, bounds: tuple[float, ...], dtype: torch.dtype) -> bool:

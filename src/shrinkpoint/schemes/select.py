@@ -127,35 +127,51 @@ def select_tensors(
         optimized_names: names of weights that an optimizer updates: copies of them follow them (a tied weight that is
             saved twice). None: copies are quantized by themselves.
     """
-    candidates = {
-        name: state.tensors[name]
-        for name, info in state.infos.items()
-        if _is_weight(name, info.role, quantizable)
-        and _is_large_enough(global_tensors, name, state.tensors[name], min_numel, min_dims)
-    }
-    optimized = frozenset() if optimized_names is None else frozenset(optimized_names)
-    colocated = _group_by_shard(global_tensors, candidates)
+    candidates: dict[str, Tensor] = {}
+    for name, info in state.infos.items():
+        if info.role is Role.MASTER or (info.role is Role.PARAMETER if quantizable is None else name in quantizable):
+            x = state.tensors[name]
+            if x.dtype in WEIGHT_DTYPES and x.dim() >= min_dims and global_tensors.global_numel(name) >= min_numel:
+                candidates[name] = x
+    optimized = frozenset(optimized_names or ()).intersection(candidates)
+    twins = {dtype: {n for n in optimized if candidates[n].dtype == dtype} for dtype in WEIGHT_DTYPES}
+    float32 = {name for name, tensor in candidates.items() if tensor.dtype == torch.float32}
+    # Local tensors that are the same shard of global tensors of one shape.
+    shards = {name: global_tensors.local_shards[name] for name in candidates}
+    keys = {name: (shard.sizes, shard.spec.global_shape, shard.spec.offsets) for name, shard in shards.items()}
+    colocated: dict[object, list[str]] = {}
+    for name, key in keys.items():
+        colocated.setdefault(key, []).append(name)
+
+    def sources(name: str, allowed: Collection[str]) -> tuple[str, ...] | None:
+        """Global names of those allowed of which a shard is a cast; None if it has no values."""
+        tensor = candidates[name]
+        if not tensor.numel() or name in allowed:
+            return () if tensor.numel() else None
+        others = [other for other in colocated[keys[name]] if other in allowed]
+        return tuple(global_tensors.global_names[n] for n in others if is_cast(tensor, candidates[n]))
+
     sums = map_tensors(lambda name, threads: value_sums(candidates[name], threads), candidates)
     reports = global_tensors.reduce(
         {
             name: _ShardReport(
                 is_quantizable=quantizable is None or name in quantizable,
                 is_finite=math.isfinite(sums[name].max_magnitude),
-                is_float32=tensor.dtype == torch.float32,
+                is_float32=name in float32,
                 is_optimized=name in optimized,
-                masters=_find_masters(name, candidates, colocated, global_tensors),
-                tied=_find_tied(name, candidates, colocated, global_tensors, optimized),
+                masters=sources(name, float32),
+                tied=sources(name, twins[tensor.dtype]),
             )
             for name, tensor in candidates.items()
         },
         _merge_reports,
     )
-    names, sources, nonfinite = _decide({name: reports[name] for name in global_tensors.shapes if name in reports})
+    names, casts, nonfinite = _decide({name: reports[name] for name in global_tensors.shapes if name in reports})
     local = {name: tensor for name, tensor in candidates.items() if tensor.numel()}
     local_sources = {
-        name: global_tensors.colocated_name(name, sources[global_tensors.global_names[name]])
+        name: global_tensors.colocated_name(name, casts[global_tensors.global_names[name]])
         for name in local
-        if global_tensors.global_names[name] in sources
+        if global_tensors.global_names[name] in casts
     }
     selected = frozenset(names)
     return TensorSelection(
@@ -178,54 +194,6 @@ class _ShardReport(NamedTuple):
     masters: tuple[str, ...] | None
     # Global names of optimized tensors that the shard is a copy of; None if the shard has no values.
     tied: tuple[str, ...] | None
-
-
-_ShardKey = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-
-
-def _shard_key(global_tensors: GlobalTensors, name: str) -> _ShardKey:
-    shard = global_tensors.local_shards[name]
-    return shard.sizes, shard.spec.global_shape, shard.spec.offsets
-
-
-def _group_by_shard(global_tensors: GlobalTensors, names: Iterable[str]) -> dict[_ShardKey, list[str]]:
-    """Names of local tensors that are the same shard of global tensors of one shape."""
-    groups: dict[_ShardKey, list[str]] = {}
-    for name in names:
-        groups.setdefault(_shard_key(global_tensors, name), []).append(name)
-    return groups
-
-
-def _find_masters(
-    name: str, candidates: Mapping[str, Tensor], colocated: Mapping[_ShardKey, list[str]], global_tensors: GlobalTensors
-) -> tuple[str, ...] | None:
-    tensor = candidates[name]
-    if not tensor.numel():
-        return None
-    if tensor.dtype == torch.float32:
-        return ()
-    masters = [n for n in colocated[_shard_key(global_tensors, name)] if candidates[n].dtype == torch.float32]
-    return tuple(global_tensors.global_names[master] for master in masters if is_cast(tensor, candidates[master]))
-
-
-def _find_tied(
-    name: str,
-    candidates: Mapping[str, Tensor],
-    colocated: Mapping[_ShardKey, list[str]],
-    global_tensors: GlobalTensors,
-    optimized: Collection[str],
-) -> tuple[str, ...] | None:
-    tensor = candidates[name]
-    if not tensor.numel():
-        return None
-    if name in optimized:
-        return ()
-    twins = [
-        twin
-        for twin in colocated[_shard_key(global_tensors, name)]
-        if twin in optimized and candidates[twin].dtype == tensor.dtype
-    ]
-    return tuple(global_tensors.global_names[twin] for twin in twins if is_cast(tensor, candidates[twin]))
 
 
 def _merge_reports(shards: Sequence[_ShardReport]) -> _ShardReport:
@@ -271,19 +239,10 @@ def _first_allowed(names: Iterable[str] | None, allowed: Collection[str]) -> str
     return next((name for name in names or () if name in allowed), None)
 
 
-def _is_weight(name: str, role: Role, quantizable: Collection[str] | None) -> bool:
-    return role is Role.MASTER or (role is Role.PARAMETER if quantizable is None else name in quantizable)
-
-
 def _is_left_by_dtype(tensor: Tensor, role: Role) -> bool:
     is_large = tensor.dim() >= 2 and tensor.numel() >= MIN_WEIGHT_NUMEL
     is_weight = role in (Role.MASTER, Role.PARAMETER) and tensor.is_floating_point()
     return is_large and is_weight and tensor.dtype not in WEIGHT_DTYPES
-
-
-def _is_large_enough(global_tensors: GlobalTensors, name: str, tensor: Tensor, min_numel: int, min_dims: int) -> bool:
-    is_large = tensor.dim() >= min_dims and global_tensors.local_shards[name].spec.global_numel >= min_numel
-    return tensor.dtype in WEIGHT_DTYPES and is_large
 
 
 def max_abs(tensor: Tensor) -> float:

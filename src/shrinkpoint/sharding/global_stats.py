@@ -18,8 +18,7 @@ from shrinkpoint.quantize.layer_types import layer_type_from_name
 from shrinkpoint.quantize.levels import min_max
 from shrinkpoint.quantize.statistics import LogHistogram
 from shrinkpoint.sharding.collectives import Array
-from shrinkpoint.sharding.global_tensors import GlobalTensors, count_mean_m2, merge_mean_std
-from shrinkpoint.tensors.flat_state import FlatState
+from shrinkpoint.sharding.global_tensors import GlobalTensors
 
 _RADIX_DIGITS = ((21, 10), (10, 11), (0, 10))
 """(lowest bit, number of bits) of the digits of a magnitude's bit pattern, the most significant digit first."""
@@ -37,24 +36,11 @@ class GlobalStats:
         self.global_tensors = global_tensors
         self.global_names = tuple(global_names)
 
-    @classmethod
-    def from_state(cls, state: FlatState, global_names: Iterable[str] = ()) -> GlobalStats:
-        """Statistics of the tensors of a single process."""
-        return cls(GlobalTensors.from_state(state), global_names)
-
     # no collectives
 
     def global_name(self, name: str) -> str:
         """The name of the global tensor that a local tensor is a shard of."""
         return self.global_tensors.global_names[name]
-
-    def global_numel(self, name: str) -> int:
-        """The number of values of the global tensor that a local tensor is a shard of."""
-        return self.global_tensors.global_numel(name)
-
-    def is_whole(self, name: str) -> bool:
-        """True if this rank has all of the global tensor that a local tensor is a shard of."""
-        return name in self.global_tensors.whole
 
     def local_seed(self, name: str, global_seed: int) -> int:
         """The seed of random numbers that differ between the shards of a tensor."""
@@ -62,14 +48,6 @@ class GlobalStats:
         return global_seed if shard.is_whole else shard.spec.dither_seed(global_seed, shard.sizes)
 
     # collectives
-
-    def tensors_where_all(self, flags: Mapping[str, bool]) -> set[str]:
-        """Global names of the tensors whose shards are all flagged."""
-        return self.global_tensors.tensors_where_all(flags)
-
-    def union(self, names: Iterable[str]) -> set[str]:
-        """Global names of the tensors of which any rank names a shard."""
-        return self.global_tensors.union(names)
 
     def layer_types(self, names: Iterable[str], module_layer_types: Mapping[str, str]) -> dict[str, str]:
         """The type of layer of each weight of all ranks, by global name.
@@ -123,11 +101,12 @@ class GlobalStats:
 
     def mean(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
         """The mean of each global tensor: `Tensor.mean` if one rank has all of it, else from float64 sums."""
-        return self.global_tensors.reduce_statistic(tensors, lambda x: float(x.mean()), _sum_and_count, _merge_means)
-
-    def mean_std(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
-        """The mean and the standard deviation of each global tensor, in float64."""
-        return self.global_tensors.reduce_statistic(tensors, _float64_mean_std, count_mean_m2, merge_mean_std)
+        return self.global_tensors.reduce_statistic(
+            tensors,
+            lambda x: float(x.mean()),
+            lambda x: (float(x.sum(dtype=torch.float64)), x.numel()),
+            lambda parts: math.fsum(total for total, _ in parts) / max(1, sum(count for _, count in parts)),
+        )
 
     def median_magnitudes(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
         """The median magnitude of each global tensor, exactly that of `Tensor.median`.
@@ -135,7 +114,7 @@ class GlobalStats:
         Args:
             tensors: float32, finite.
         """
-        whole = {name: float(x.abs().median()) for name, x in tensors.items() if self.is_whole(name)}
+        whole = {name: float(x.abs().median()) for name, x in tensors.items() if name in self.global_tensors.whole}
         split = {name: x for name, x in tensors.items() if name not in whole}
         medians = _kth_smallest(split, self.global_name, self.sum_histograms, lambda count: (count - 1) // 2)
         return medians | self.global_tensors.reduce(whole, lambda ranks: ranks[0])
@@ -147,7 +126,7 @@ class GlobalStats:
             magnitudes: this rank's, float [n].
             counts: how many magnitudes each rank has.
         """
-        rank = self.global_tensors.rank
+        rank = self.global_tensors.collectives.rank
         if sum(counts) in (k, max(counts)):  # all of them, or all on one rank
             return min(k, counts[rank])
 
@@ -243,16 +222,3 @@ def _to_dense(size: int, indices: Array, values: Array) -> Tensor:
 def _merge_buckets(buckets: Iterable[ExponentBuckets]) -> ExponentBuckets:
     first, *rest = buckets
     return sum(rest, first)
-
-
-def _float64_mean_std(tensor: Tensor) -> tuple[float, float]:
-    std, mean = torch.std_mean(tensor.detach().double(), correction=0)
-    return float(mean), float(std)
-
-
-def _sum_and_count(tensor: Tensor) -> tuple[float, int]:
-    return float(tensor.sum(dtype=torch.float64)), tensor.numel()
-
-
-def _merge_means(parts: list[tuple[float, int]]) -> float:
-    return math.fsum(total for total, _ in parts) / max(1, sum(count for _, count in parts))

@@ -19,7 +19,6 @@ from shrinkpoint.codec.lattice import MAX_SCALE_EXPONENT, Lattice, matrix_shape,
 from shrinkpoint.errors import MismatchError, StateError
 from shrinkpoint.sharding.collectives import (
     CELL_BITS,
-    Array,
     ArrayReduction,
     Collectives,
     LocalCollectives,
@@ -41,7 +40,6 @@ class ShardSpec:
 
     @property
     def global_numel(self) -> int:
-        """The number of values of the global tensor."""
         return math.prod(self.global_shape)
 
     @property
@@ -192,7 +190,6 @@ class Marginals:
 
     @property
     def mean(self) -> float:
-        """The mean of all values."""
         return self.total / max(1, math.prod(self.shape))
 
     def mean_along(self, axis: int) -> Tensor:
@@ -317,16 +314,11 @@ class GlobalTensors:
     # this rank's shards
 
     @property
-    def rank(self) -> int:
-        return self.collectives.rank
-
-    @property
     def is_complete(self) -> bool:
         """True if this rank has every tensor, and all of each: then no other rank has a shard that it does not see."""
         return {self.global_names[name] for name in self.whole} == self.shapes.keys()
 
     def global_numel(self, name: str) -> int:
-        """The number of values of the global tensor that a local tensor is a shard of."""
         return self.local_shards[name].spec.global_numel
 
     def colocated_name(self, name: str, global_name: str) -> str | None:
@@ -401,7 +393,7 @@ class GlobalTensors:
         return {*self.reduce(dict.fromkeys(names), lambda _: None)}
 
     def marginals(
-        self, names: Iterable[str], local_sums: Callable[[str], tuple[Tensor, Tensor]], *, columns: bool = True
+        self, names: Iterable[str], local_sums: Callable[[str], tuple[Tensor, Tensor]]
     ) -> dict[str, Marginals]:
         """Sums by row and by column of global tensors, by global name.
 
@@ -409,24 +401,29 @@ class GlobalTensors:
             names: local names.
             local_sums: returns the sums by row and by column of a local tensor, seen as a matrix, float64 on the CPU;
                 called once for each name.
-            columns: False: sum only by row; the second of the local sums is not read.
         """
         cells, values = [np.empty(0, np.int64)], [np.empty(0, np.float32)]
         for name in (name for name in names if name in self.primary):
-            shard = self.local_shards[name]
-            cells.append((self._index[shard.spec.global_name] << CELL_BITS) + _marginal_cells(shard, columns))
-            values.append(_shard_sums(*local_sums(name), shard, columns).numpy())
-        all_cells, (sums,) = self.collectives.reduce_cells(np.concatenate(cells), [np.concatenate(values)], [np.add])
-        parts = split_cells(all_cells)
-        return dict(self._dense_marginals(key, indices, sums[where], columns) for key, indices, where in parts)
-
-    def _dense_marginals(self, key: int, indices: Array, sums: Array, columns: bool) -> tuple[str, Marginals]:
-        name = self._names[key]
-        nrows, ncolumns = matrix_shape(self.shapes[name])
-        dense = torch.zeros(nrows + (ncolumns if columns else 0), dtype=torch.float64)
-        dense[torch.from_numpy(indices)] = torch.from_numpy(sums)
-        rows, rest = (dense[:nrows], dense[nrows:]) if nrows > 1 else (dense[:0], dense[:0])
-        return name, Marginals(self.shapes[name], float(dense[:nrows].sum()), rows, rest)
+            shard, (row_sums, column_sums) = self.local_shards[name], local_sums(name)
+            nrows, ncolumns = matrix_shape(shard.spec.global_shape)
+            if nrows == 1:  # the total only
+                indices, sums = np.zeros(1, np.int64), row_sums.sum().reshape(1)
+            else:  # columns follow the rows of the global tensor
+                rows = np.arange(shard.spec.first_row, shard.spec.first_row + matrix_shape(shard.sizes)[0])
+                columns = torch.arange(ncolumns)[shard.spec.columns(shard.sizes)].numpy()
+                indices, sums = np.concatenate([rows, nrows + columns]), torch.cat([row_sums, column_sums])
+            cells.append((self._index[shard.spec.global_name] << CELL_BITS) + indices)
+            values.append(sums.float().numpy())
+        all_cells, (totals,) = self.collectives.reduce_cells(np.concatenate(cells), [np.concatenate(values)], [np.add])
+        out = {}
+        for key, indices, where in split_cells(all_cells):
+            shape = self.shapes[self._names[key]]
+            nrows, ncolumns = matrix_shape(shape)
+            dense = torch.zeros(nrows + ncolumns, dtype=torch.float64)
+            dense[torch.from_numpy(indices)] = torch.from_numpy(totals[where])
+            by_row, by_column = (dense[:nrows], dense[nrows:]) if nrows > 1 else (dense[:0], dense[:0])
+            out[self._names[key]] = Marginals(shape, float(dense[:nrows].sum()), by_row, by_column)
+        return out
 
 
 def _summarize(shards: Sequence[tuple[int, int, _ShardReport]]) -> _TensorSummary:
@@ -439,25 +436,6 @@ def _summarize(shards: Sequence[tuple[int, int, _ShardReport]]) -> _TensorSummar
     num_nonempty = sum(math.prod(report.sizes) > 0 for report in reports)
     name, shape, dtype, role = first.global_name, first.global_shape, first.dtype, reports[-1].role
     return _TensorSummary((rank, position), name, shape, dtype, role, num_nonempty, conflict)
-
-
-def _marginal_cells(shard: TensorShard, columns: bool) -> Array:
-    """Indices of a shard's rows, then of its columns, which follow the rows of the global tensor."""
-    nrows = matrix_shape(shard.spec.global_shape)[0]
-    if nrows == 1:
-        return np.zeros(1, np.int64)
-    rows = np.arange(shard.spec.first_row, shard.spec.first_row + matrix_shape(shard.sizes)[0])
-    if not columns:
-        return rows
-    every = torch.arange(matrix_shape(shard.spec.global_shape)[1])
-    return np.concatenate([rows, nrows + every[shard.spec.columns(shard.sizes)].numpy()])
-
-
-def _shard_sums(row_sums: Tensor, column_sums: Tensor, shard: TensorShard, columns: bool) -> Tensor:
-    """Sums of a shard by row, then by column, float32; the total only, if the global tensor has one row."""
-    if matrix_shape(shard.spec.global_shape)[0] == 1:
-        return row_sums.sum().reshape(1).float()
-    return torch.cat([row_sums, column_sums] if columns else [row_sums]).float()
 
 
 def count_mean_m2(tensor: Tensor) -> tuple[int, float, float]:

@@ -53,39 +53,6 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((first[head] == second[head]).all()) and torch.equal(torch.from_numpy(first), torch.from_numpy(second))
 
 
-@dataclass(frozen=True)
-class SectionComparison:
-    """The comparison of one section, a top-level key, of two states."""
-
-    name: str  # the key
-    # `tensors`, `values`: numbers of compared tensors and plain values.
-    tensors: int
-    values: int
-    nbytes: int  # bytes of the tensors
-    differences: tuple[str, ...]  # paths at which they differ; empty when every bit is equal
-
-
-def compare_sections(left: dict[str, Any], right: dict[str, Any]) -> list[SectionComparison]:
-    """Compare two states section by section; a key that only one of them has is a difference of its section."""
-    return [_compare_section(name, left.get(name), right.get(name)) for name in {**left, **right}]
-
-
-def _compare_section(name: str, left: Any, right: Any) -> SectionComparison:
-    leaves = [*_iter_leaves(left)]
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    nbytes = sum(tensor.nbytes for tensor in tensors)
-    differences = tuple(differing_paths(left, right, name))
-    return SectionComparison(name, len(tensors), len(leaves) - len(tensors), nbytes, differences)
-
-
-def _iter_leaves(nest: Any) -> Iterator[Any]:
-    children = child_items(nest)
-    if children is None:
-        yield nest
-    for _, child in children or ():
-        yield from _iter_leaves(child)
-
-
 def differing_paths(left: Any, right: Any, path: str = "") -> Iterator[str]:
     """Paths at which two nests differ in type, key (2 is not "2"), shape, dtype or any bit of a value.
 

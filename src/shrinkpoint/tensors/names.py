@@ -36,14 +36,10 @@ def tensor_name(path: StatePath) -> str:
     parts = [key if type(key) is str else format_key(key) for key in path]
     name = "/".join(parts)
     if _ESCAPED.search(name) or name.count("/") >= len(parts) or not all(parts):
-        name = "/".join([_UNSAFE.sub(_escape, part) or "%" for part in parts]) or "state"
+        name = "/".join([_UNSAFE.sub(lambda match: f"%{ord(match[0]):02X}", part) or "%" for part in parts]) or "state"
     if name.startswith("~") or name == "__metadata__":
         name = f"%{ord(name[0]):02X}{name[1:]}"
     return name
-
-
-def _escape(match: re.Match[str]) -> str:
-    return f"%{ord(match[0]):02X}"
 
 
 def unique_name(base: str, used: Collection[str]) -> str:
@@ -130,7 +126,6 @@ def _iter_leaves(value: Any, path: StatePath) -> Iterator[tuple[StatePath, Any]]
 
 
 def is_array(leaf: Any) -> bool:
-    """True if a leaf is a tensor or an array of numbers."""
     return isinstance(leaf, Tensor) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "US")
 
 
@@ -142,7 +137,6 @@ def as_tensor(leaf: TensorOrArray) -> Tensor:
 
 
 def iter_tensors(nest: Any) -> Iterator[Tensor]:
-    """All tensors of a nest, in order."""
     if isinstance(nest, Tensor):
         yield nest
     elif isinstance(nest, Mapping | list | tuple):
@@ -155,23 +149,19 @@ def map_nested_tensors(nest: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(nest, Tensor):
         return function(nest)
     if isinstance(nest, Mapping):
-        return _as_type_of(nest, {key: map_nested_tensors(item, function) for key, item in nest.items()})
+        items = {key: map_nested_tensors(item, function) for key, item in nest.items()}
+        kind: Any = type(nest)
+        if kind is dict:
+            return items
+        try:
+            return kind(**items)  # as transformers' ModelOutput
+        except TypeError:
+            try:
+                return kind(items)  # as its BatchEncoding
+            except TypeError:
+                return items
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
         return type(nest)(*(map_nested_tensors(item, function) for item in nest))
     if isinstance(nest, list | tuple):
         return type(nest)(map_nested_tensors(item, function) for item in nest)
     return nest
-
-
-def _as_type_of(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Items in a mapping of the type of another one; a dict, if that type takes none."""
-    kind: Any = type(mapping)
-    if kind is dict:
-        return items
-    try:
-        return kind(**items)  # as transformers' ModelOutput
-    except TypeError:
-        try:
-            return kind(items)  # as its BatchEncoding
-        except TypeError:
-            return items

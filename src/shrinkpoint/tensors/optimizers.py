@@ -256,7 +256,6 @@ _MASTER = re.compile("master|fp32")
 
 @lru_cache(maxsize=1024)
 def is_master_key(key: str) -> bool:
-    """True if a key names fp32 master weights."""
     return _MASTER.search(key) is not None
 
 

@@ -76,7 +76,12 @@ def infer_roles(leaves: Sequence[Leaf], optimizers: Optimizers) -> InferredRoles
             if key in SLOT_ROLES and leaf.tensor.is_floating_point():
                 roles.setdefault(_stored_name(leaf), SLOT_ROLES[key])
     matched: set[int] = set()
-    for slots in _slots_to_match(slot_lists):
+    # Muon takes matrices inside of a model, and another optimizer the embeddings before them: where shapes are alike,
+    # the other one's are the first.
+    is_muon = {id(s): MomentKind.ORTHOGONALIZED in s.kinds.values() for slots in slot_lists for s in slots}
+    others = [[slot for slot in slots if not is_muon[id(slot)]] for slots in slot_lists]
+    muon = [[slot for slot in slots if is_muon[id(slot)]] for slots in slot_lists]
+    for slots in (*others, *filter(None, muon)):
         match = _best_match(slots, models, matched)
         settings: dict[int, dict[str, Any]] = {}
         for slot, leaf in match.pairs:
@@ -88,22 +93,13 @@ def infer_roles(leaves: Sequence[Leaf], optimizers: Optimizers) -> InferredRoles
             roles.setdefault(leaf.name, Role.PARAMETER)
     state_dict_paths = _state_dicts(module_leaves)
     for leaf in leaves:
-        role = _optimizer_role(leaf) if id(leaf) in optimizer_ids else _module_role(leaf, state_dict_paths)
+        if id(leaf) not in optimizer_ids:
+            role = _module_role(leaf, state_dict_paths)
+        else:
+            names_master = any(is_master_key(key) for key in leaf.path if isinstance(key, str))
+            role = Role.MASTER if names_master and _is_weight(leaf) else Role.OTHER
         roles.setdefault(_stored_name(leaf), role)
     return InferredRoles(roles, optimizer_info, kinds)
-
-
-def _slots_to_match(slot_lists: Sequence[list[OptimizerSlot]]) -> Iterator[list[OptimizerSlot]]:
-    """The slots of each optimizer; those of Muon last, by themselves.
-
-    It takes matrices inside of a model, and another optimizer the embeddings before them: where shapes are alike, the
-    other one's are the first.
-    """
-    muon_lists = []
-    for slots in slot_lists:
-        muon_lists.append([slot for slot in slots if slot.is_muon])
-        yield [slot for slot in slots if not slot.is_muon]
-    yield from filter(None, muon_lists)
 
 
 def _module_parameters(match: SlotMatch, leaves: Sequence[Leaf]) -> Iterator[Leaf]:
@@ -141,14 +137,8 @@ class OptimizerSlot:
 
     @cached_property
     def kinds(self) -> dict[str, MomentKind]:
-        """The kind of each tensor of the slot, by key."""
         values = {key: value for key, value in self.values.items() if not (isinstance(key, str) and is_master_key(key))}
         return moment_kinds(values, self.settings)
-
-    @property
-    def is_muon(self) -> bool:
-        """True if Muon keeps it."""
-        return MomentKind.ORTHOGONALIZED in self.kinds.values()
 
     @property
     def factors(self) -> tuple[Leaf, Leaf] | None:
@@ -199,11 +189,6 @@ def _slots(path: StatePath, state_dict: dict[Any, Any], leaves_by_path: dict[Sta
 
 def _stored_name(leaf: Leaf) -> str:
     return leaf.name or str(leaf.reference[0])
-
-
-def _optimizer_role(leaf: Leaf) -> Role:
-    names_master = any(is_master_key(key) for key in leaf.path if isinstance(key, str))
-    return Role.MASTER if names_master and _is_weight(leaf) else Role.OTHER
 
 
 @lru_cache(maxsize=1024)
@@ -292,27 +277,20 @@ class SlotMatch:
 
 def _best_match(slots: Sequence[OptimizerSlot], models: Sequence[ParameterSet], matched: Collection[int]) -> SlotMatch:
     """The best match among leaves that no optimizer before has; if that leaves slots without one, among all."""
-    match = _best_match_except(slots, models, matched)
-    num_shaped = sum(slot.shape is not None for slot in slots)
-    if not matched or len(match.pairs) == num_shaped:
-        return match
-    return max(match, _best_match_except(slots, models, ()), key=lambda match: len(match.pairs))
-
-
-def _best_match_except(
-    slots: Sequence[OptimizerSlot], models: Sequence[ParameterSet], excluded: Collection[int]
-) -> SlotMatch:
     shaped = [slot for slot in slots if slot.shape is not None]
     matches: dict[int, SlotMatch] = {}
     pairs = 0
     for index in sorted(range(len(models)), key=lambda index: -len(models[index].leaves)) if shaped else ():
         if len(models[index].leaves) < max(pairs, 1):
             break  # all remaining nests have too few leaves
-        matches[index] = _align(shaped, models[index], excluded)
+        matches[index] = _align(shaped, models[index], matched)
         pairs = max(pairs, len(matches[index].pairs))
     no_match = SlotMatch(ParameterSet(()))
     best = max((matches[index] for index in sorted(matches)), key=lambda match: match.score, default=no_match)
-    return best if best.pairs else no_match
+    best = best if best.pairs else no_match
+    if not matched or len(best.pairs) == len(shaped):
+        return best
+    return max(best, _best_match(slots, models, ()), key=lambda match: len(match.pairs))
 
 
 def _align(slots: Sequence[OptimizerSlot], model: ParameterSet, excluded: Collection[int]) -> SlotMatch:

@@ -143,21 +143,17 @@ def _store_group(group: list[Leaf], stored: dict[str, torch.Tensor]) -> None:
         return
     start, end = _byte_range(group)
     owner = next((leaf for leaf in group if leaf.extent == end - start and leaf.tensor.is_contiguous()), None)
-    if owner is None and _is_single_view(group):
-        owner = group[0]
+    first = group[0]
+    is_single_view = all(leaf.view == first.view for leaf in group) and first.extent >= first.tensor.nbytes
+    if owner is None and is_single_view:  # without overlapping elements, as expanded tensors have
+        owner = first
     if owner is None:
-        name, row = unique_name(f"{group[0].name}/%storage", stored), _storage_row(group, start, end)
+        name, row = unique_name(f"{first.name}/%storage", stored), _storage_row(group, start, end)
     else:
         name, row = unique_name(owner.name, stored), _standard_strides(owner.tensor)
     stored[name] = row
     for leaf in group:
         _write_reference(leaf, name, row, owner, start)
-
-
-def _is_single_view(group: list[Leaf]) -> bool:
-    """True if all leaves are the same view, without overlapping elements (as expanded tensors have)."""
-    first = group[0]
-    return all(leaf.view == first.view for leaf in group) and first.extent >= first.tensor.nbytes
 
 
 def _storage_row(group: list[Leaf], start: int, end: int) -> torch.Tensor:

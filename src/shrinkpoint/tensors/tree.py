@@ -21,7 +21,7 @@ import base64
 import math
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
@@ -125,7 +125,18 @@ class TreeEncoder:
         if form is None:
             ordinary = ordinary_value(value)
             if ordinary is value:
-                raise _type_error(value, path)
+                advice = "convert it to one of these before saving"
+                if torch.nn.parameter.is_lazy(value):
+                    advice = "run a batch through the model first, which gives a lazy parameter its shape"
+                elif isinstance(value, torch.Tensor):
+                    advice = "save its values as plain tensors (a DTensor: its local shard)"
+                elif callable(getattr(value, "state_dict", None)):
+                    advice = "save its state_dict()"
+                elif isinstance(value, dict | list | tuple):
+                    advice = "convert it to a plain dict, list or tuple"
+                raise StateError(
+                    format_path(path), found=f"a value of type {_type_name(value)}", expected=_STORABLE, do=advice
+                )
             return self.encode(ordinary, path)
         return self._form(form, path)
 
@@ -168,7 +179,7 @@ class TreeEncoder:
         if is_optimizer_state(value):
             self.optimizers.append((path, value))
         self._num_chars += sum(len(encode_basestring_ascii(key)) if type(key) is str else 8 for key in value)
-        if _are_plain(value):
+        if all(type(key) is str and not key.startswith("$") and _is_unicode(key) for key in value):
             return {key: self.encode(item, (*path, key)) for key, item in value.items()}
         return {"$d": [[self._key(key, path), self.encode(item, (*path, key))] for key, item in value.items()]}
 
@@ -215,30 +226,20 @@ class TreeEncoder:
             return self._other(value, path)
         _check_numpy_dtype("array", value.dtype, path)
         if id(value) not in self._array_copies:
-            self._array_copies[id(value)] = value, torch.from_numpy(self._native_array(value))
+            native = value.astype(value.dtype.newbyteorder("="), copy=False)
+            flags, size = native.flags, native.itemsize
+            ordered = flags.c_contiguous or flags.f_contiguous
+            standard = all(stride >= 0 and stride % size == 0 for stride in native.strides)  # sizes of 1 may have any
+            if not (ordered and standard and flags.writeable):  # torch would raise or warn
+                native = native.copy(order="C")
+            self._array_copies[id(value)] = value, torch.from_numpy(native)
         return {"$n": [value.dtype.str, self._add_leaf(self._array_copies[id(value)][1], path)]}
-
-    @staticmethod
-    def _native_array(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The array if torch can share its memory, else a copy that it can share."""
-        native = value.astype(value.dtype.newbyteorder("="), copy=False)
-        flags, size = native.flags, native.itemsize
-        ordered = flags.c_contiguous or flags.f_contiguous
-        standard = all(stride >= 0 and stride % size == 0 for stride in native.strides)  # sizes of 1 may have any
-        if not (ordered and standard and flags.writeable):  # torch would raise or warn
-            native = native.copy(order="C")
-        return native
 
     def _add_leaf(self, tensor: torch.Tensor, path: StatePath) -> list[JSON]:
         self._name_chars += sum(len(key) if type(key) is str else 1 for key in path)
         leaf = Leaf(path, tensor)
         self.leaves.append(leaf)
         return leaf.reference
-
-
-def _are_plain(keys: Iterable[Any]) -> bool:
-    """True if all keys are texts that an object of JSON can have, and none is a tag."""
-    return all(type(key) is str and not key.startswith("$") and _is_unicode(key) for key in keys)
 
 
 def is_optimizer_state(value: dict[Any, Any]) -> bool:
@@ -295,19 +296,6 @@ def _check_numpy_dtype(kind: str, dtype: np.dtype[Any], path: StatePath) -> None
         expected = "a bool, integer, float or complex dtype of up to 64 bit"
         do = "convert it, e.g. with .astype()"
         raise StateError(format_path(path), found=f"a numpy {kind} of dtype {dtype}", expected=expected, do=do)
-
-
-def _type_error(value: Any, path: StatePath) -> StateError:
-    advice = "convert it to one of these before saving"
-    if torch.nn.parameter.is_lazy(value):
-        advice = "run a batch through the model first, which gives a lazy parameter its shape"
-    elif isinstance(value, torch.Tensor):
-        advice = "save its values as plain tensors (a DTensor: its local shard)"
-    elif callable(getattr(value, "state_dict", None)):
-        advice = "save its state_dict()"
-    elif isinstance(value, dict | list | tuple):
-        advice = "convert it to a plain dict, list or tuple"
-    return StateError(format_path(path), found=f"a value of type {_type_name(value)}", expected=_STORABLE, do=advice)
 
 
 def _depth_error(path: StatePath) -> StateError:

@@ -236,7 +236,11 @@ class TreeDecoder:
         _, offset, shape, strides, *rest = reference
         row = stored.as_strided((stored.numel(),), (1,)) if stored.is_contiguous() else stored.reshape(-1)
         if rest:
-            row = self._as_dtype(row, rest[0], path)
+            dtype = TORCH_DTYPES.get(rest[0]) if type(rest[0]) is str else None
+            if dtype is None:
+                self._raise_corrupt(path, f"the dtype {short_repr(rest[0])}", "one that this torch has")
+            data = row.view(torch.uint8)
+            row = data[: data.numel() - data.numel() % dtype.itemsize].view(dtype)
         if not all(map(_are_counts, ([offset], shape, strides))) or not len(shape) == len(strides) <= 64:
             self._raise_corrupt(path, f"a view {short_repr(reference, 80)}", "counts, as many strides as sizes")
         if math.prod(size for size in shape if size) >= 2**60:  # of an empty one, too: torch counts on its way to the 0
@@ -246,13 +250,6 @@ class TreeDecoder:
             expected = f"at most {row.numel() - 1} of {short_repr(reference[0], 80)}"
             self._raise_corrupt(path, f"a view up to element {last}", expected)
         return row.as_strided(shape, strides, row.storage_offset() + offset)
-
-    def _as_dtype(self, row: torch.Tensor, name: JSON, path: StatePath) -> torch.Tensor:
-        dtype = TORCH_DTYPES.get(name) if type(name) is str else None
-        if dtype is None:
-            self._raise_corrupt(path, f"the dtype {short_repr(name)}", "one that this torch has")
-        data = row.view(torch.uint8)
-        return data[: data.numel() - data.numel() % dtype.itemsize].view(dtype)
 
     def _hex(self, body: JSON, path: StatePath, length: int | None = None) -> bytes:
         try:

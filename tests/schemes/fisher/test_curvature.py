@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import shrinkpoint as sp
 from shrinkpoint.codec.lattice import Lattice, LatticeTensor, as_matrix, scale_counts
 from shrinkpoint.schemes.fisher.curvature import estimate_curvatures
+from shrinkpoint.schemes.fisher.moment_statistics import MomentStatistics
 from shrinkpoint.tensors.flat_state import flatten
 
 SHAPES = [(40,), (6, 9), (4, 3, 2, 2)]
@@ -150,7 +151,9 @@ def test_the_factors_of_adafactor_serve_in_the_place_of_second_moments(shape):
         optimizer.step()
     flat = flatten({"model": {"a.weight": weight.detach()}, "optimizer": optimizer.state_dict()})
     state = optimizer.state[weight]
-    found = estimate_curvatures(global_weights({"model/a.weight": weight.detach()}), flat, {})["model/a.weight"]
+    found = estimate_curvatures(global_weights({"model/a.weight": weight.detach()}), flat, {}, MomentStatistics(flat))[
+        "model/a.weight"
+    ]
     wanted = state["row_var"] * state["col_var"] / state["row_var"].mean(-2, keepdim=True)
     assert found.squares is not None
     assert not found.relative_only
@@ -169,7 +172,9 @@ def test_second_moments_in_8_bits_serve_as_what_they_stand_for(shape):
         "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.95), "params": [0]}],
     }
     flat = flatten({"model": {"a.weight": weight}, "optimizer": optimizer})
-    found = estimate_curvatures(global_weights({"model/a.weight": weight}), flat, {})["model/a.weight"]
+    found = estimate_curvatures(global_weights({"model/a.weight": weight}), flat, {}, MomentStatistics(flat))[
+        "model/a.weight"
+    ]
     wanted = values[codes.reshape(-1).long()] * tops[torch.arange(count) // block]
     assert found.squares is not None
     assert torch.equal(found.squares.reshape(-1), wanted)

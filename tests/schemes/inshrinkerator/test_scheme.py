@@ -176,6 +176,6 @@ def test_a_knob_for_tensors_that_there_are_none_of_is_not_tried():
     for state, count in ((states()[0], 108), (letters(), 216), ({"wte.weight": letters()["wte.weight"]}, 36)):
         flat = flatten(state)
         tensors = select_tensors(flat, GlobalTensors.from_state(flat)).tensors
-        stats = GlobalStats.from_state(flat, tensors)
+        stats = GlobalStats(GlobalTensors.from_state(flat), tensors)
         found = scheme().candidates(tensors, PreviousCodes(), TrialEvaluator(flat, None), stats)
         assert sum(found.size(point) < float("inf") for point in points()) == count

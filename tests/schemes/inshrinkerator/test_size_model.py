@@ -41,7 +41,7 @@ def predicted(state, points: list[Point], parent: Written | None) -> list[float]
     tensors = select_tensors(flat, GlobalTensors.from_state(flat)).tensors
     earlier = PreviousCodes() if parent is None else PreviousCodes.from_codebooks(parent.reference().quantized, tensors)
     found = Inshrinkerator(config=BEFORE).candidates(
-        tensors, earlier, TrialEvaluator(flat, None), GlobalStats.from_state(flat, tensors)
+        tensors, earlier, TrialEvaluator(flat, None), GlobalStats(GlobalTensors.from_state(flat), tensors)
     )
     return [found.size(point) for point in points]
 

@@ -119,8 +119,8 @@ class ExCP(ResidualScheme):
     ) -> dict[str, CodebookTensor]:
         """Quantize both moments of every weight that has them, if they are large enough."""
         moments = _adam_moments(state, stats)
-        codable = stats.tensors_where_all(
-            {name: adam.is_codable_at(stats.global_numel(name)) for name, adam in moments.items()}
+        codable = stats.global_tensors.tensors_where_all(
+            {name: adam.is_codable_at(stats.global_tensors.global_numel(name)) for name, adam in moments.items()}
         )
         moments = {name: adam for name, adam in moments.items() if stats.global_name(name) in codable}
         means = stats.mean({name: adam.m.abs() for name, adam in moments.items()})
@@ -234,7 +234,7 @@ class AdamMoments:
 def _adam_moments(state: FlatState, stats: GlobalStats) -> dict[str, AdamMoments]:
     """Adam's moments by name of a weight, of weights that have them with all their shards; a collective."""
     moments = {name: AdamMoments.from_state(name, state) for name in state.optimizer_info}
-    complete = stats.tensors_where_all({name: adam is not None for name, adam in moments.items()})
+    complete = stats.global_tensors.tensors_where_all({name: adam is not None for name, adam in moments.items()})
     return {name: adam for name, adam in moments.items() if adam is not None and stats.global_name(name) in complete}
 
 

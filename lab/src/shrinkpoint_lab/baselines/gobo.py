@@ -27,6 +27,7 @@ from shrinkpoint.schemes.search.candidates import PreviousCodes, subsample
 from shrinkpoint.schemes.search.scheme import SearchScheme
 from shrinkpoint.schemes.search.space import Axis, Point, Space
 from shrinkpoint.sharding.global_stats import GlobalStats
+from shrinkpoint.sharding.global_tensors import count_mean_m2, merge_mean_std
 
 OUTLIER_THRESHOLD = -4.0
 """The threshold of the log-density: GOBO's, fixed in the paper's search space."""
@@ -209,12 +210,14 @@ class _GOBOCandidates:
         global_types = stats.layer_types(weights, layer_types)
         self._layer_types = {name: global_types[stats.global_name(name)] for name in weights}
         self._has_embeddings = EMBEDDING in global_types.values()
-        self._mean_std = stats.mean_std(weights)
+        self._mean_std = stats.global_tensors.reduce_statistic(
+            weights, _float64_mean_std, count_mean_m2, merge_mean_std
+        )
         self._sketches = stats.merge_sketches(
             {
                 name: LogHistogram.from_tensor(weight, _SKETCH_ALPHA, ~self._outlier_mask(name), where=name)
                 for name, weight in weights.items()
-                if not stats.is_whole(name)
+                if name not in stats.global_tensors.whole
             },
             _SKETCH_ALPHA,
         )
@@ -241,7 +244,7 @@ class _GOBOCandidates:
         if (name, bins) not in self._cache:
             outlier_mask, global_name = self._outlier_mask(name), self._stats.global_name(name)
             if (global_name, bins) not in self._centers:
-                if self._stats.is_whole(name):
+                if name in self._stats.global_tensors.whole:
                     inliers = self._weights[name].detach()[~outlier_mask].float()
                 else:
                     inliers = _sample_from_sketch(self._sketches[global_name])
@@ -265,3 +268,8 @@ def _sample_from_sketch(sketch: LogHistogram) -> Tensor:
     values, counts = torch.cat([values, values.new_zeros(1)]), torch.cat([counts, counts.new_tensor([sketch.zeros])])
     scale = min(1.0, _MAX_SAMPLES / max(1, int(counts.sum())))
     return values.repeat_interleave((counts * scale).ceil().long()).float()
+
+
+def _float64_mean_std(tensor: Tensor) -> tuple[float, float]:
+    std, mean = torch.std_mean(tensor.detach().double(), correction=0)
+    return float(mean), float(std)

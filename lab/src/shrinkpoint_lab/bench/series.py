@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shrinkpoint.errors import NotFoundError
 from shrinkpoint.progress import track
-from shrinkpoint.schemes.evaluate import call_evaluate, relative_degradation
+from shrinkpoint.schemes.evaluate import call_evaluate, scale_of
 from shrinkpoint.storage import is_object_url
 from shrinkpoint.storage.paths import parse_object_url
 from shrinkpoint.store import Store
@@ -54,7 +54,8 @@ class QualityFunction:
 
     def rise(self, original: float, decoded: float) -> float:
         """By how much the decoded state's value is worse, relative to the original's."""
-        return relative_degradation(decoded, original, higher_is_better=self.higher_is_better)
+        change = original - decoded if self.higher_is_better else decoded - original
+        return change / scale_of(original)
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
+
 from shrinkpoint._native import xxh3_128
+from shrinkpoint.tensors.compare import differing_paths
 from shrinkpoint.tensors.dtypes import dtype_name, tensor_bytes
 from shrinkpoint.tensors.names import as_tensor, is_array, named_leaves
 
@@ -37,3 +41,26 @@ def differing_names(left: StateDigests, right: StateDigests) -> tuple[str, ...]:
     ('b', 'c')
     """
     return tuple(name for name in {**left, **right} if left.get(name) != right.get(name))
+
+
+@dataclass(frozen=True)
+class SectionComparison:
+    """The comparison of one section, a top-level key, of two states."""
+
+    name: str  # the key
+    # `tensors`, `values`: numbers of compared tensors and plain values.
+    tensors: int
+    values: int
+    nbytes: int  # bytes of the tensors
+    differences: tuple[str, ...]  # paths at which they differ; empty when every bit is equal
+
+
+def compare_sections(left: dict[str, Any], right: dict[str, Any]) -> list[SectionComparison]:
+    """Compare two states section by section; a key that only one of them has is a difference of its section."""
+    out = []
+    for name in {**left, **right}:
+        leaves = [*named_leaves(left.get(name)).values()]
+        nbytes = [leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        differences = tuple(differing_paths(left.get(name), right.get(name), name))
+        out.append(SectionComparison(name, len(nbytes), len(leaves) - len(nbytes), sum(nbytes), differences))
+    return out

@@ -20,10 +20,15 @@ from shrinkpoint.errors import PolicyError, ShrinkpointError
 from shrinkpoint.store import Store
 from shrinkpoint.store.decode import iter_checkpoints
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.tensors.compare import SectionComparison, compare_sections
 from shrinkpoint.tensors.flat_state import unflatten
 from shrinkpoint.train.state_alignment import NAMES_KEY
-from shrinkpoint_lab.demo.digests import StateDigests, differing_names, state_digests
+from shrinkpoint_lab.demo.digests import (
+    SectionComparison,
+    StateDigests,
+    compare_sections,
+    differing_names,
+    state_digests,
+)
 from shrinkpoint_lab.demo.measurements import Measurements, measure_checkpoint
 from shrinkpoint_lab.demo.processes import POLL_SECONDS, TrainingProcess, kill_during_save
 from shrinkpoint_lab.demo.training_log import TrainingLog

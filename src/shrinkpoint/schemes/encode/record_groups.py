@@ -148,7 +148,19 @@ def plan_records(
     quantized = {info.name: quantized[info.name] for info in to_code if info.name in quantized}
     codebook_infos = [info for info in to_code if isinstance(quantized.get(info.name), CodebookTensor)]
     lattice_infos = [info for info in to_code if isinstance(quantized.get(info.name), LatticeTensor)]
-    groups = _value_groups(exact, contexts, shared)
+
+    def make_key(info: TensorInfo) -> _Key:
+        has_reference = info.name in shared
+        has_moments = bool(contexts.moments(info))
+        # Tensors without values have neither rows nor columns, and are stored as they are.
+        return (info.dtype, info.role, _group_taps(info), has_reference, has_moments, not info.nbytes)
+
+    groups = [
+        RecordGroup(
+            tuple(members), _group_taps(members[0]), bool(key[3]), tuple(filter(None, map(contexts.moments, members)))
+        )
+        for key, members in _bundle(sorted(exact, key=_role_order), make_key)
+    ]
     groups += _codebook_groups(codebook_infos, contexts, reference, shared, quantized)
     apart = [info for info in lattice_infos if info.name in separate]
     for members in ([info for info in lattice_infos if info.name not in separate], apart):
@@ -276,18 +288,13 @@ class _CastIndex:
         for info in narrow:
             self._dtypes.setdefault(info.shape, set()).add(torch_dtype(info.dtype))
         self._names: dict[_Key, list[str]] = {}
+        self.has_narrow = bool(self._dtypes)  # any tensor may be a cast
 
     def may_hold(self, info: TensorInfo) -> bool:
         """True if some narrow tensor has the shape of this one."""
         return info.dtype == "F32" and info.shape in self._dtypes
 
-    @property
-    def has_narrow(self) -> bool:
-        """True if any tensor may be a cast."""
-        return bool(self._dtypes)
-
     def add(self, info: TensorInfo, tensor: Tensor) -> None:
-        """Add a tensor that others may be casts of."""
         if info.dtype == "F32":
             for dtype in self._dtypes.get(info.shape, ()):
                 self._names.setdefault(self._cast_key(info, tensor, dtype), []).append(info.name)
@@ -312,23 +319,6 @@ def _is_exact_cast(tensor: Tensor, source: Tensor) -> bool:
 
 
 # groups
-
-
-def _value_groups(infos: list[TensorInfo], contexts: ContextMap, shared: Collection[str]) -> list[RecordGroup]:
-    """Group tensors whose values are coded exactly: of one dtype, role and kind of context."""
-
-    def make_key(info: TensorInfo) -> _Key:
-        has_reference = info.name in shared
-        has_moments = bool(contexts.moments(info))
-        # Tensors without values have neither rows nor columns, and are stored as they are.
-        return (info.dtype, info.role, _group_taps(info), has_reference, has_moments, not info.nbytes)
-
-    return [
-        RecordGroup(
-            tuple(members), _group_taps(members[0]), bool(key[3]), tuple(filter(None, map(contexts.moments, members)))
-        )
-        for key, members in _bundle(sorted(infos, key=_role_order), make_key)
-    ]
 
 
 def _bundle(
@@ -365,7 +355,8 @@ def _codebook_groups(
         has_reference = False
         if reference is not None and info.name in shared:
             has_reference = tensor.residual or (not depth and reference.has_codes(info.name))
-        has_moments = info.role is not Role.MOMENT2 and _are_independent(contexts.moments(info), quantized)
+        moments = () if info.role is Role.MOMENT2 else contexts.moments(info) or ()
+        has_moments = bool(moments) and not any(n in quantized and _required_tensor(quantized[n]) for n in moments)
         codebook = (tensor.bins, tensor.first_code, tensor.exact.dtype, tensor.residual)
         return (has_reference, has_moments, depth, info.dtype, info.role, *codebook)
 
@@ -488,8 +479,3 @@ def _required_tensor(quantized_tensor: QuantizedTensor) -> str:
     if isinstance(quantized_tensor, CodebookTensor):
         return quantized_tensor.context_name
     return quantized_tensor.relative_to
-
-
-def _are_independent(moments: tuple[str, str] | None, quantized: Mapping[str, QuantizedTensor]) -> bool:
-    """True if there are moments, and neither of them depends on other codes."""
-    return moments is not None and not any(name in quantized and _required_tensor(quantized[name]) for name in moments)

@@ -460,7 +460,7 @@ def encode_records(
         reference: the parent's decoded tensors; None: no record depends on a parent.
         quantized: name of a quantized tensor -> its codes and codebook or lattice.
         copies: names of tensors on lattices that share no record with others, since they move less.
-        coders: allowed coders of codes, of `codec.CODERS`.
+        coders: allowed coders of codes, of `CODERS`.
         chunk: number of values that are coded together.
         choices: what codes each kind of tensor in this chain; what is chosen now is added.
         threads: native threads; None: all cores.

@@ -75,17 +75,6 @@ class GlobalWeights:
             lambda parts: merge_mean_std(parts)[1],
         )
 
-    def share_by_tensor(self, counts: Mapping[str, tuple[int, int]]) -> dict[str, float]:
-        """The share of values that are counted, by global name; a collective.
-
-        Args:
-            counts: by local name, how many values are counted, and how many there are.
-        """
-        return self.tensors.reduce_primary(
-            counts,
-            lambda pairs: sum(counted for counted, _ in pairs) / max(1, sum(numel for _, numel in pairs)),
-        )
-
 
 def total_entropy_bits(tensors: GlobalTensors, codes: Mapping[str, Tensor], *, are_sampled: bool = False) -> float:
     """The entropy of the codes of global tensors, in bits, summed over tensors; a collective.
@@ -205,7 +194,7 @@ class Curvature:
         state: FlatState,
         optimizer_info: OptimizerInfo | None,
         recorded: Tensor | None,
-        statistics: MomentStatistics | None = None,
+        statistics: MomentStatistics,
     ) -> Curvature:
         """Read the curvature of a local tensor from its optimizer state, whether it is finite or not.
 
@@ -214,9 +203,8 @@ class Curvature:
         makes up for that factor.
 
         Args:
-            statistics: of the moments of `state`; None: none have been computed.
+            statistics: of the moments of `state`.
         """
-        statistics = MomentStatistics(state) if statistics is None else statistics
         info = optimizer_info
         first = None if info is None else statistics.moment_matrix(info.moment1, weight)
         second = None if info is None else statistics.moment_matrix(info.squares, weight)
@@ -306,7 +294,7 @@ def estimate_curvatures(
     weights: GlobalWeights,
     state: FlatState,
     recorded: Mapping[str, Tensor],
-    statistics: MomentStatistics | None = None,
+    statistics: MomentStatistics,
 ) -> dict[str, Curvature]:
     """Estimate the curvature of this rank's shard of every weight, by name; a collective.
 
@@ -315,9 +303,8 @@ def estimate_curvatures(
 
     Args:
         recorded: mean squared gradients by name in the state.
-        statistics: of the moments of `state`; None: none have been computed.
+        statistics: of the moments of `state`.
     """
-    statistics = MomentStatistics(state) if statistics is None else statistics
     local = {}
     for name, weight in weights.local.items():
         info = state.optimizer_info.get(name)
@@ -437,7 +424,8 @@ def remote_owners(global_tensors: GlobalTensors, weights: Collection[str]) -> di
             matches = [
                 weight
                 for weight in weights
-                if global_tensors.shapes[weight] == shape and _is_named_after(parts, _name_parts(weight))
+                if global_tensors.shapes[weight] == shape
+                and (suffix := _name_parts(weight)[1:] or [weight]) == parts[-len(suffix) :]
             ]
             if len(matches) == 1:
                 owners[moment] = matches[0]
@@ -492,11 +480,6 @@ def rank_one_squares(marginals: Marginals, shard: TensorShard, device: torch.dev
 
 def _name_parts(global_name: str) -> list[str]:
     return re.split("[/.]", global_name)
-
-
-def _is_named_after(moment: list[str], weight: list[str]) -> bool:
-    suffix = weight[1:] or weight
-    return moment[-len(suffix) :] == suffix
 
 
 _HEALING = 0.5

@@ -226,24 +226,14 @@ class _MomentQuantizer:
         self._usable = {name: x for name, x in large.items() if x.numel() and tensors.global_names[name] in usable}
         pairs = {info.moment1: info.moment2 for info in state.optimizer_info.values() if info.moment1 is not None}
         self._pairs = {
-            first: second for first, second in pairs.items() if second is not None and self._are_paired(first, second)
+            first: second
+            for first, second in pairs.items()
+            if second is not None
+            and first in self._usable
+            and second in self._usable
+            and tensors.is_colocated(first, second)
         }
         self._firsts = {second: first for first, second in self._pairs.items()}
-        self._parents = self._find_parents(base)
-        self._resting = tensors.tensors_where_all({name: name in resting for name in self._parents})
-        infos = {info.moment1: info for info in state.optimizer_info.values()}
-        self._coarser = {first: coarser.get(first, 1.0) for first in self._pairs}
-        self._first_steps = {
-            first: precision.first_step * first_step_factor(info.beta1, info.beta2, info.step) * larger
-            for first, larger, info in ((first, larger, infos[first]) for first, larger in self._coarser.items())
-        }
-
-    def _are_paired(self, first: str, second: str) -> bool:
-        usable = first in self._usable and second in self._usable
-        return usable and self._tensors.is_colocated(first, second)
-
-    def _find_parents(self, base: Reference | None) -> dict[str, LatticeTensor]:
-        """The parent's points of moments of which all shards have some, by local name."""
         held = {} if base is None else base.quantized
         points = {
             name: parent
@@ -251,7 +241,14 @@ class _MomentQuantizer:
             if isinstance(parent := held.get(name), LatticeTensor) and parent.codes.shape == moment.shape
         }
         held_by_all = self._tensors.tensors_where_all({name: name in points for name in self._usable})
-        return {name: x for name, x in points.items() if self._tensors.global_names[name] in held_by_all}
+        self._parents = {name: x for name, x in points.items() if self._tensors.global_names[name] in held_by_all}
+        self._resting = tensors.tensors_where_all({name: name in resting for name in self._parents})
+        infos = {info.moment1: info for info in state.optimizer_info.values()}
+        self._coarser = {first: coarser.get(first, 1.0) for first in self._pairs}
+        self._first_steps = {
+            first: precision.first_step * first_step_factor(info.beta1, info.beta2, info.step) * larger
+            for first, larger, info in ((first, larger, infos[first]) for first, larger in self._coarser.items())
+        }
 
     def _inherit(self, name: str, lattice: Lattice) -> Lattice:
         """A lattice with the parent's exponents where these are about as good, and with its dither if it is resting."""
@@ -273,13 +270,22 @@ class _MomentQuantizer:
         }
 
     def quantize_seconds(self) -> dict[str, LatticeTensor]:
-        """Quantize second moments, by name."""
         moments = self._moments_of_kinds(SECOND_KINDS)
         firsts = {name: self._usable.get(self._firsts.get(name, "")) for name in moments}
         sums = {name: self._statistics.sums(name, with_first=firsts[name] is not None) for name in moments}
-        valid = self._tensors.tensors_where_all({name: not sums[name].has_negative for name in moments})
-        sums = {name: sums[name] for name in moments if self._tensors.global_names[name] in valid}
-        exponents = self._split_second_exponents(sums)
+        tensors = self._tensors
+        valid = tensors.tensors_where_all({name: not sums[name].has_negative for name in moments})
+        sums = {name: sums[name] for name in moments if tensors.global_names[name] in valid}
+        # Exponents of those second moments that are split over ranks.
+        split = {name: moment for name, moment in sums.items() if name not in tensors.whole}
+        with_zeros = tensors.union(name for name in split if sums[name].has_absent(self._usable[name].numel()))
+        logs = tensors.marginals(split, lambda name: (split[name].logs.rows, split[name].logs.columns))
+        counts = tensors.marginals(
+            (name for name in split if tensors.global_names[name] in with_zeros),
+            lambda name: (split[name].counts.rows, split[name].counts.columns),
+        )
+        of_all = {name: second_exponents_from_sums(log, counts.get(name)) for name, log in logs.items()}
+        exponents = {name: self._slice(name, Lattice("log", *of_all[tensors.global_names[name]])) for name in split}
         # finer if it is not a decaying average
         finer = replace(self._precision, second_step=self._precision.accumulator_step, dead_zone=0.5)
 
@@ -296,19 +302,6 @@ class _MomentQuantizer:
             if relative_sums is not None:
                 self._relative_sums[self._firsts[name]] = relative_sums
         return {name: points for name, (points, _) in results.items()}
-
-    def _split_second_exponents(self, sums: Mapping[str, SecondMomentSums]) -> dict[str, Exponents]:
-        """Exponents of those second moments that are split over ranks, by local name."""
-        tensors = self._tensors
-        split = {name: moment for name, moment in sums.items() if name not in tensors.whole}
-        with_zeros = tensors.union(name for name in split if sums[name].has_absent(self._usable[name].numel()))
-        logs = tensors.marginals(split, lambda name: (split[name].logs.rows, split[name].logs.columns))
-        counts = tensors.marginals(
-            (name for name in split if tensors.global_names[name] in with_zeros),
-            lambda name: (split[name].counts.rows, split[name].counts.columns),
-        )
-        exponents = {name: second_exponents_from_sums(log, counts.get(name)) for name, log in logs.items()}
-        return {name: self._slice(name, Lattice("log", *exponents[tensors.global_names[name]])) for name in split}
 
     def quantize_firsts(
         self, seconds: Mapping[str, LatticeTensor], seeds: Mapping[str, int]

@@ -106,7 +106,6 @@ class MomentStatistics:
         return second_moment_sums(v, m, by_column=v.dim() > 1, threads=threads)
 
     def is_finite(self, name: str) -> bool:
-        """True if all values of a moment are finite."""
         second = name if name in self._pairs else self._seconds.get(name)
         if second is not None and self.sums(second).is_finite:  # both moments are
             return True

@@ -42,10 +42,6 @@ class StateBits:
     other: float  # What is stored besides the weights
     is_first: bool  # True if this is the first checkpoint of a run, and no file alone
 
-    def weight_bits(self, ratio: float) -> float:
-        """The bits that remain for the weights if the whole state is to be `ratio` times smaller."""
-        return self.raw / ratio - self.other
-
     def ratio(self, bits: float) -> float:
         """The compression ratio of the whole state if the weights have `bits`."""
         return self.raw / max(1.0, self.other + bits)
@@ -251,23 +247,22 @@ class RatioTarget(Objective):
     def choose(
         self, candidates: StepCandidates, memory: RunMemory, measure: Measure | None, state_bits: StateBits
     ) -> StepChoice:
-        low, high, target = FINE_LOG_STEP, MAX_LOG_STEP, state_bits.weight_bits(self.ratio)
+        low, high, target = FINE_LOG_STEP, MAX_LOG_STEP, state_bits.raw / self.ratio - state_bits.other
         if memory.log_step is not None and abs(candidates.bits(memory.log_step) - target) < 0.1 * target:
             low = high = memory.log_step
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if candidates.bits(middle) <= target else (middle + 1, high)
         if low == MAX_LOG_STEP and candidates.bits(low) > target:
-            self._report_unreachable(state_bits.ratio(candidates.bits(low)), state_bits.is_first)
+            reachable = state_bits.ratio(candidates.bits(low))
+            found = f"{self.ratio:g}x, while the largest steps there are make this state about {reachable:.3g}x smaller"
+            if state_bits.is_first:
+                unit = 10.0 ** (math.floor(math.log10(reachable)) - 1)
+                expected = f"at most {math.floor(reachable / unit) * unit:g}"  # two digits
+                do = "ask for less, or for a budget with evaluate="
+                raise PolicyError("ratio", found=found, expected=expected, do=do)
+            warn_user(f"ratio: {found}: these are taken")
         return _accept(_quantize(candidates, low, memory), memory, measure)
-
-    def _report_unreachable(self, reachable: float, is_first: bool) -> None:
-        """Raise at the first checkpoint of a run, warn at later ones: what is reachable changes during a run."""
-        found = f"{self.ratio:g}x, while the largest steps there are make this state about {reachable:.3g}x smaller"
-        if is_first:
-            expected, do = f"at most {_round_down(reachable):g}", "ask for less, or for a budget with evaluate="
-            raise PolicyError("ratio", found=found, expected=expected, do=do)
-        warn_user(f"ratio: {found}: these are taken")
 
 
 @dataclass(frozen=True)
@@ -333,7 +328,9 @@ class LossBudget(Objective):
             trials.append(trial.record)
             if is_larger and held is not None:
                 is_larger = False
-                if not self._accepts_larger(trial, memory):
+                is_accepted = trial.rise <= MAX_SHARE_OF_LARGER * self._max_rise
+                memory.quiet = memory.quiet.after_trial(is_accepted=is_accepted)
+                if not is_accepted:
                     log_step = held
                     continue
             elif len(trials) == 1:
@@ -352,7 +349,9 @@ class LossBudget(Objective):
             elif weights.hysteresis > 0.5:  # rounding to the nearest costs fewer bits than other steps
                 limit, can_grow = 0.5, False
             else:
-                log_step, can_grow = self._reduce_step(weights, trial.rise), False
+                share = TARGET_SHARE * self._max_rise / trial.rise if math.isfinite(trial.rise) else 0.0
+                change = max(-6 * _CHANGE_THRESHOLD, to_log_step(math.sqrt(max(share, 1e-9))))
+                log_step, can_grow = max(MIN_LOG_STEP, weights.log_step + min(-_CHANGE_THRESHOLD, change)), False
         return best or StepChoice(None, trials)
 
     def scan(self, candidates: Candidates, memory: RunMemory, measure: Measure) -> StepChoice:
@@ -376,12 +375,6 @@ class LossBudget(Objective):
                 is_far = not change.rise < _FAR * self._max_rise
                 log_step -= STEPS_PER_OCTAVE if is_far else STEPS_PER_OCTAVE // 2
         return best or StepChoice(None, trials)
-
-    def _accepts_larger(self, trial: _Trial, memory: RunMemory) -> bool:
-        """True if the steps of a quiet time are accepted: not by a narrow margin, as few weights were held by them."""
-        is_accepted = trial.rise <= MAX_SHARE_OF_LARGER * self._max_rise
-        memory.quiet = memory.quiet.after_trial(is_accepted=is_accepted)
-        return is_accepted
 
     def _measure_trial(
         self, weights: QuantizedWeights, memory: RunMemory, measure: Measure, number: int, *, is_first: bool
@@ -434,12 +427,6 @@ class LossBudget(Objective):
             return DEFAULT_LOG_STEP
         step = to_log_step(_FIRST_STEP * (self.budget / self.scale / _FIRST_SHARE) ** _FIRST_EXPONENT)
         return min(max(step, MIN_LOG_STEP), MAX_LOG_STEP)
-
-    def _reduce_step(self, weights: QuantizedWeights, rise: float) -> int:
-        """A smaller step size after one whose rise is too large, by a factor of sqrt(2) to 8."""
-        share = TARGET_SHARE * self._max_rise / rise if math.isfinite(rise) else 0.0
-        change = max(-6 * _CHANGE_THRESHOLD, to_log_step(math.sqrt(max(share, 1e-9))))
-        return max(MIN_LOG_STEP, weights.log_step + min(-_CHANGE_THRESHOLD, change))
 
 
 def make_objective(
@@ -496,12 +483,6 @@ def _accept(weights: QuantizedWeights, memory: RunMemory, measure: Measure | Non
     change = Degradation(math.nan) if measure is None else measure(weights)
     rise = None if measure is None else change.rise
     return StepChoice(weights, [_trial_json(weights, memory, rise)], rise, change.interval)
-
-
-def _round_down(ratio: float) -> float:
-    """A ratio rounded down to two digits."""
-    unit = 10.0 ** (math.floor(math.log10(ratio)) - 1)
-    return math.floor(ratio / unit) * unit
 
 
 def _trial_json(weights: QuantizedWeights, memory: RunMemory, rise: float | None) -> dict[str, JSON]:

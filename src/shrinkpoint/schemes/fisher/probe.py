@@ -66,14 +66,6 @@ def probe(weights: GlobalWeights, loss_increase: MeasureLossIncrease) -> dict[st
             if name in weights.tensors.primary
         )
         measurements[group] = loss_increase(perturbed), weights.tensors.collectives.sum_over_ranks(squares)[0]
-    return curvature_by_group(measurements)
-
-
-def curvature_by_group(measurements: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Curvature by group of weights, from a rise of the loss and the sum of the squared errors that caused it.
-
-    A group whose rise is not finite gets the largest curvature.
-    """
     raw = {
         group: 2 * rise / squares if squares > 0 and math.isfinite(rise) else math.nan
         for group, (rise, squares) in measurements.items()

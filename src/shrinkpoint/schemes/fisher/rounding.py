@@ -253,8 +253,9 @@ def choose_stochastic_rounding(
             values = points.points().dequantize(weight.dtype)  # what a gain has moved off its point is rounded
             shape = points.lattice.matrix_shape(tuple(weight.shape))
             roundings[name] = StochasticRounding(points, equal_elements(weight, values).reshape(shape), seeds[name])
-    shares = weights.share_by_tensor(
-        {name: (int(rounding.unchanged.sum()), rounding.unchanged.numel()) for name, rounding in roundings.items()}
+    shares = weights.tensors.reduce_primary(
+        {name: (int(rounding.unchanged.sum()), rounding.unchanged.numel()) for name, rounding in roundings.items()},
+        lambda pairs: sum(unchanged for unchanged, _ in pairs) / max(1, sum(numel for _, numel in pairs)),
     )
     return {
         name: rounding

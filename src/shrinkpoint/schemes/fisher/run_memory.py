@@ -83,7 +83,6 @@ class QuietSaves:
 
     @property
     def are_over(self) -> bool:
-        """True if larger steps are due."""
         return self.count >= self.patience
 
     def after(self, share: float) -> QuietSaves:

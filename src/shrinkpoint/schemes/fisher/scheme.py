@@ -280,7 +280,7 @@ class Fisher(Planner["FisherChoice"]):
                 if moments_mode == "second":
                     loss["chosen"]["steps_lost_by_a_restore"] = steps_of_first_moments(save)
                 if self._evaluate is None:
-                    self._unmeasured_notice.warn_once(self, quiet=tensors.rank > 0)
+                    self._unmeasured_notice.warn_once(self, quiet=tensors.collectives.rank > 0)
         return QuantizationPlan(
             self.id,
             {name: x.narrow() if isinstance(x, LatticeTensor) else x for name, x in points.items()},

@@ -106,20 +106,6 @@ class PrunePartition:
     _prune_thresholds: dict[tuple[str, float], dict[tuple[str, str], float]] = field(default_factory=dict)
     _protect_thresholds: dict[float, dict[str, float]] = field(default_factory=dict)
 
-    def prune_threshold(self, weight: ScoredWeight, metric: str, share: float) -> float:
-        """The score below which a value of `weight` is pruned."""
-        key = (metric, share)
-        if key not in self._prune_thresholds:
-            groups: dict[tuple[str, str], list[LogHistogram]] = {}
-            for scored in self.weights.values():
-                used = scored.usable_metric(metric)
-                groups.setdefault((scored.layer_type, used), []).append(scored.scores[used])
-            self._prune_thresholds[key] = {
-                group: self._bucket_edge(sketches, share, above=self.paper) if share else 0.0
-                for group, sketches in groups.items()
-            }
-        return self._prune_thresholds[key][weight.layer_type, weight.usable_metric(metric)]
-
     def protect_thresholds(self, share: float) -> dict[str, float]:
         """The scores above which a value is protected, by metric."""
         if share not in self._protect_thresholds:
@@ -158,7 +144,19 @@ class PrunePartition:
         if sensitivity is not None:
             protected |= sensitivity > limits[SENSITIVITY]
         scores = sensitivity if metric == SENSITIVITY and sensitivity is not None else magnitudes
-        pruned = (scores < self.prune_threshold(weight, metric, prune)) | (magnitudes == 0)
+        key = (metric, prune)
+        if key not in self._prune_thresholds:
+            groups: dict[tuple[str, str], list[LogHistogram]] = {}
+            for scored in self.weights.values():
+                used = scored.usable_metric(metric)
+                groups.setdefault((scored.layer_type, used), []).append(scored.scores[used])
+            self._prune_thresholds[key] = {
+                group: self._bucket_edge(sketches, prune, above=self.paper) if prune else 0.0
+                for group, sketches in groups.items()
+            }
+        pruned = (scores < self._prune_thresholds[key][weight.layer_type, weight.usable_metric(metric)]) | (
+            magnitudes == 0
+        )
         return pruned & ~protected, protected
 
 
@@ -225,7 +223,11 @@ class SizeModel:
         """Predicted bytes of each tensor, [rows]."""
         key = (bins, metric, prune, protect)
         if key not in self._predictions:
-            self._predictions[key] = self._predict_rows(bins, self._mask(metric, prune, protect))
+            mask = self._mask(metric, prune, protect)
+            codes = self._codes(bins, mask)
+            bits = _conditional_entropy(self.contexts + 1, codes, self.present, bins + RESERVED_CODES)
+            protected = ((mask == 1) & self.present).sum(1)
+            self._predictions[key] = self.scale * (bits / 8 + 2 * protected) + _RECORD_OVERHEAD
         return self._predictions[key]
 
     def _mask(self, metric: str, prune: float, protect: float) -> Tensor:
@@ -242,12 +244,6 @@ class SizeModel:
             self._masks[key] = mask
         return self._masks[key]
 
-    def _predict_rows(self, bins: int, mask: Tensor) -> Tensor:
-        codes = self._codes(bins, mask)
-        bits = _conditional_entropy(self.contexts + 1, codes, self.present, bins + RESERVED_CODES)
-        protected = ((mask == 1) & self.present).sum(1)
-        return self.scale * (bits / 8 + 2 * protected) + _RECORD_OVERHEAD
-
     def _codes(self, bins: int, mask: Tensor) -> Tensor:
         """Codes of all samples, by weighted k-means in each row, int64 [rows, samples]."""
         free = (mask == _QUANTIZED) & self.present
@@ -255,7 +251,16 @@ class SizeModel:
         weight = self.sigma * _normalize_rows(free.double()) + (1 - self.sigma) * _normalize_rows(x.abs())
         weight = torch.where(free, weight, 0.0)
         mass, moment = _running_sums(weight), _running_sums(weight * x)
-        centers, warm = self._initial_centers(bins, mass)
+        # Initial centers, and the rows in which they stay: those of the parent checkpoint hardly move.
+        targets = (torch.arange(bins) + 0.5) / bins * mass[:, -1:]
+        indices = torch.searchsorted(mass[:, 1:].contiguous(), targets).clamp_(max=self.values.shape[1] - 1)
+        centers = torch.where(self.present, self.values, 0.0).double().gather(1, indices)
+        warm = torch.zeros(len(self.weights), 1, dtype=torch.bool)
+        for row, name in enumerate(self.weights):
+            previous = self.previous_codes.centers.get(name)
+            if previous is not None and previous.numel() == bins:
+                centers[row], warm[row] = previous.double(), True
+        centers = centers.sort(dim=1).values
         for _ in range(_ITERATIONS):
             ends = torch.searchsorted(self.values, _row_midpoints(centers).float())
             cells = _sums_between(mass, ends)
@@ -278,18 +283,6 @@ class SizeModel:
         low, high = centers.gather(1, below), centers.gather(1, above)
         rounded = codes.gather(1, torch.where(noise * (high - low) < values - low, above, below))
         return torch.where(mask == 1, mask, rounded)
-
-    def _initial_centers(self, bins: int, mass: Tensor) -> tuple[Tensor, Tensor]:
-        """Initial centers, and the rows in which they stay: those of the parent checkpoint hardly move."""
-        targets = (torch.arange(bins) + 0.5) / bins * mass[:, -1:]
-        indices = torch.searchsorted(mass[:, 1:].contiguous(), targets).clamp_(max=self.values.shape[1] - 1)
-        centers = torch.where(self.present, self.values, 0.0).double().gather(1, indices)
-        warm = torch.zeros(len(self.weights), 1, dtype=torch.bool)
-        for row, name in enumerate(self.weights):
-            previous = self.previous_codes.centers.get(name)
-            if previous is not None and previous.numel() == bins:
-                centers[row], warm[row] = previous.double(), True
-        return centers.sort(dim=1).values, warm
 
 
 def _pad_rows(rows: list[Tensor], fill: float) -> Tensor:

@@ -32,9 +32,8 @@ from shrinkpoint.schemes.inshrinkerator.partition import (
 )
 from shrinkpoint.schemes.search.candidates import UNIFORM_SPACE, CandidateSet, PreviousCodes, UniformCandidates
 from shrinkpoint.schemes.search.scheme import Fallback, SearchScheme
-from shrinkpoint.schemes.search.space import METRIC, Axis, Point, Space
+from shrinkpoint.schemes.search.space import METRIC, Axis, Point, Progress, SearchResult, Space, Trials
 from shrinkpoint.schemes.search.strategies import diagonal
-from shrinkpoint.schemes.search.trials import Progress, SearchResult, Trials
 from shrinkpoint.sharding.global_stats import GlobalStats
 
 SPACE = Space(
@@ -137,7 +136,7 @@ class Inshrinkerator(SearchScheme):
 
     def variants(self, evaluator: TrialEvaluator, stats: GlobalStats) -> tuple[str, ...]:
         """The metrics that can be tried now: sensitivity only if there are gradients."""
-        has_gradients = bool(stats.union(self._gradients(evaluator)))
+        has_gradients = bool(stats.global_tensors.union(self._gradients(evaluator)))
         usable = (MAGNITUDE, SENSITIVITY) if has_gradients else (MAGNITUDE,)
         return tuple(variant for variant in self.space.variants if variant in usable) or self.space.variants
 
@@ -217,7 +216,25 @@ class InshrinkeratorCandidates:
     ) -> None:
         self._space, self._shapes, self._previous = space, shapes, previous
         self._clustering, self._stats = clustering, stats
-        global_weights = _merge_weights(weights, stats, global_layer_types)
+        scores: dict[str, dict[str, LogHistogram]] = {}
+        for metric in (MAGNITUDE, SENSITIVITY):
+            complete = stats.global_tensors.tensors_where_all(
+                {name: metric in weight.scores for name, weight in weights.items()}
+            )
+            sketches = stats.merge_sketches(
+                {
+                    name: weight.scores[metric]
+                    for name, weight in weights.items()
+                    if stats.global_name(name) in complete
+                },
+                SKETCH_ALPHA,
+            )
+            for global_name, sketch in sketches.items():
+                scores.setdefault(global_name, {})[metric] = sketch
+        nothing = torch.empty(0)
+        global_weights = {
+            name: ScoredWeight(nothing, global_layer_types[name], nothing, scores[name]) for name in stats.global_names
+        }
         self._weights = {
             name: _with_global_scores(weight, global_weights[stats.global_name(name)].scores)
             for name, weight in weights.items()
@@ -264,36 +281,35 @@ class InshrinkeratorCandidates:
             },
             SKETCH_ALPHA,
         )
-        with_pruned = self._stats.union(name for name, (pruned, _) in masks.items() if bool(pruned.any()))
+        with_pruned = self._stats.global_tensors.union(
+            name for name, (pruned, _) in masks.items() if bool(pruned.any())
+        )
         out = {}
         for name, weight in self._weights.items():
             global_name, shape = self._stats.global_name(name), self._shapes[name]
             pruned, protected = (mask.reshape(shape) for mask in masks.pop(name))
             bins = int(settings["embedding_bins" if weight.layer_type == EMBEDDING else "bins"])
+            values, counts = sketches[global_name].buckets()
+            clustering = self._clustering
+            previous = None if clustering.paper else self._previous.centers.get(name)
+            centers = codebook.kmeans_codebook(
+                values,
+                counts,
+                bins,
+                sigma=clustering.sigma,
+                seed=self._seed(name),
+                init=previous if previous is not None and previous.numel() == bins else None,
+                squared=not clustering.paper,
+            )
             out[name] = codebook.quantize_to_codebook(
                 weight.values.reshape(shape),
-                self._find_centers(name, sketches[global_name], bins),
+                centers,
                 pruned=pruned,
                 protected=protected,
                 noise=self._noise(name).reshape(shape) if self._clustering.noise_generation else None,
                 zero=global_name in with_pruned,
             )
         return out
-
-    def _find_centers(self, name: str, sketch: LogHistogram, bins: int) -> Tensor:
-        """Centers of a global weight, from the sketch of the values that get one."""
-        values, counts = sketch.buckets()
-        clustering = self._clustering
-        previous = None if clustering.paper else self._previous.centers.get(name)
-        return codebook.kmeans_codebook(
-            values,
-            counts,
-            bins,
-            sigma=clustering.sigma,
-            seed=self._seed(name),
-            init=previous if previous is not None and previous.numel() == bins else None,
-            squared=not clustering.paper,
-        )
 
     def _noise(self, name: str) -> Tensor:
         """Uniform noise in [0, 1), 1-d, the same for the same seed, so that what is saved is what was tried."""
@@ -308,20 +324,3 @@ class InshrinkeratorCandidates:
 def _with_global_scores(weight: ScoredWeight, scores: dict[str, LogHistogram]) -> ScoredWeight:
     """A local weight with the scores of the global one; without sensitivity if any shard has none."""
     return replace(weight, scores=scores, sensitivity=weight.sensitivity if SENSITIVITY in scores else None)
-
-
-def _merge_weights(
-    weights: Mapping[str, ScoredWeight], stats: GlobalStats, global_layer_types: Mapping[str, str]
-) -> dict[str, ScoredWeight]:
-    """Layer types and scores of global weights, without values, by global name; a collective."""
-    scores: dict[str, dict[str, LogHistogram]] = {}
-    for metric in (MAGNITUDE, SENSITIVITY):
-        complete = stats.tensors_where_all({name: metric in weight.scores for name, weight in weights.items()})
-        sketches = stats.merge_sketches(
-            {name: weight.scores[metric] for name, weight in weights.items() if stats.global_name(name) in complete},
-            SKETCH_ALPHA,
-        )
-        for global_name, sketch in sketches.items():
-            scores.setdefault(global_name, {})[metric] = sketch
-    nothing = torch.empty(0)
-    return {name: ScoredWeight(nothing, global_layer_types[name], nothing, scores[name]) for name in stats.global_names}

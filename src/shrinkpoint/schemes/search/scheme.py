@@ -25,9 +25,8 @@ from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, TrialEvalu
 from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.schemes.planner import Measurement, PlannedSave, Planner
 from shrinkpoint.schemes.search.candidates import CachedCandidates, CandidateSet, PreviousCodes, common_previous_codes
-from shrinkpoint.schemes.search.space import METRIC, Point, Space, is_dominated
+from shrinkpoint.schemes.search.space import METRIC, Point, Progress, SearchResult, Space, Trial, Trials, is_dominated
 from shrinkpoint.schemes.search.strategies import branch_and_bound, neighbourhood
-from shrinkpoint.schemes.search.trials import Progress, SearchResult, Trial, Trials
 from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL
 from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.tensors.info import JSON
@@ -218,7 +217,7 @@ class SearchScheme(Planner["SearchChoice"]):
 
     @contextmanager
     def measure(self, save: PlannedSave) -> Iterator[Measurement]:
-        self._is_quiet = save.tensors.rank > 0
+        self._is_quiet = save.tensors.collectives.rank > 0
         if not save.is_idle:  # only what has moved is searched, and needs agreement
             # Forget what ranks remember differently: replicas take what their first rank has; a collective
             self._calibration.set_state(self._value_of_leader(self._calibration.state))
@@ -239,7 +238,9 @@ class SearchScheme(Planner["SearchChoice"]):
             settings = self.space.settings(last)
             return SearchChoice(record={"chosen": settings, "measured": self.needs_evaluation, **degradation})
         if self._fixed_point is not None:
-            candidates = self._own_candidates(save)
+            assert save.evaluator is not None
+            weights, stats = save.selection.tensors, GlobalStats(save.tensors, save.selection.global_names)
+            candidates = self.candidates(weights, self._previous_codes(save, stats), save.evaluator, stats)
             self._unmeasured_notice.warn_once(self, quiet=self._is_quiet or not self.is_writer)
             settings = self.space.settings(self._fixed_point)
             return SearchChoice(candidates.quantize(self._fixed_point), {"chosen": settings, "measured": False})
@@ -334,12 +335,6 @@ class SearchScheme(Planner["SearchChoice"]):
         self._lossy_restores, self._calibration = lossy_restores, Calibration()
 
     # steps of `choose`
-
-    def _own_candidates(self, save: PlannedSave) -> CandidateSet:
-        """The points of the scheme's own space for the selected weights; a collective."""
-        assert save.evaluator is not None
-        weights, stats = save.selection.tensors, GlobalStats(save.tensors, save.selection.global_names)
-        return self.candidates(weights, self._previous_codes(save, stats), save.evaluator, stats)
 
     def _search(self, save: PlannedSave, measurement: Measurement, record: dict[str, Any]) -> SearchChoice:
         """Searches the scheme's own space, then the alternative one, then falls back.

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.schemes.search.space import Point, Space, is_dominated
-from shrinkpoint.schemes.search.trials import Progress, SearchResult, Trial, TrialLog, Trials
+from shrinkpoint.schemes.search.space import Point, Progress, SearchResult, Space, TrialLog, Trials, is_dominated
 
 Array = np.ndarray[Any, np.dtype[Any]]
 MIN_VARIANT_GAIN = 0.1  # The share of the threshold by which another variant must be better
@@ -173,14 +172,12 @@ def _choose_variant(alternatives: Sequence[Point], log: TrialLog) -> Point:
     """Measure all alternatives, of which the first is the last choice, and choose the one to search around."""
     for i in range(0, len(alternatives), log.width):
         log.measure(alternatives[i : i + log.width], eligible=False)
-    degradations = [_comparable_degradation(log.trials[point]) for point in alternatives]
+    degradations = [
+        math.inf if math.isnan(degradation := log.trials[point].degradation) else degradation for point in alternatives
+    ]
     least = min(degradations)
     significant = degradations[0] - least > MIN_VARIANT_GAIN * log.threshold  # inf - inf is no gain
     return alternatives[degradations.index(least) if significant else 0]
-
-
-def _comparable_degradation(trial: Trial) -> float:
-    return math.inf if math.isnan(trial.degradation) else trial.degradation
 
 
 def _measure_until_success(candidates: Sequence[Point], log: TrialLog) -> None:
@@ -311,11 +308,6 @@ class _DiagonalSearch:
         """The number of positions of which nothing is known."""
         return self.first_success - self.last_failure - 1
 
-    def open_indices(self, max_count: int) -> list[int]:
-        """Up to `max_count` of the unknown positions, evenly spread."""
-        parts = min(max_count, self.num_open)
-        return [self.last_failure + 1 + ((2 * i + 1) * self.num_open) // (2 * parts) for i in range(parts)]
-
     def update(self, holds: Mapping[int, bool]) -> _DiagonalSearch:
         """The search after some positions were measured.
 
@@ -347,7 +339,8 @@ def _run_round(searches: Sequence[_DiagonalSearch], variant: str, log: TrialLog)
     """Measure one position per rank, those of the first searches; returns the searches that follow."""
     chosen: list[list[int]] = []
     for search in searches:
-        chosen.append(search.open_indices(log.width - sum(map(len, chosen))))
+        parts = min(log.width - sum(map(len, chosen)), search.num_open)  # positions, evenly spread
+        chosen.append([search.last_failure + 1 + ((2 * i + 1) * search.num_open) // (2 * parts) for i in range(parts)])
     pairs = [*zip(searches, chosen, strict=True)]
     points = [Point(variant, search.grid.diagonal[t]) for search, positions in pairs for t in positions]
     holds = iter([trial.meets(log.threshold) for trial in log.measure(points)])
