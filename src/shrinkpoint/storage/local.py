@@ -36,7 +36,8 @@ _LINK_ERRNOS = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EOP
 
 
 @contextmanager
-def _os_errors(where: str, operation: str) -> Iterator[None]:
+def os_errors(where: str, operation: str) -> Iterator[None]:
+    """Raise the errors of the system in a block as those of this library, see `storage_error`."""
     try:
         yield
     except OSError as error:
@@ -54,7 +55,7 @@ class LocalSource(Source):
 
     def __init__(self, path: Path, where: str) -> None:
         self._where = where
-        with _os_errors(where, "opening"):
+        with os_errors(where, "opening"):
             try:
                 self._file = FileIO(path, opener=open_regular)
             except FileNotFoundError:  # deleted since it was looked for
@@ -69,7 +70,7 @@ class LocalSource(Source):
         if offset + length > self._size:  # before memory is allocated: the length may come from a damaged file
             raise self._truncated_error(self._size, offset, length)
         if length < _MIN_POOLED_BYTES:
-            with _os_errors(self._where, "reading"):
+            with os_errors(self._where, "reading"):
                 part = os.pread(self._file.fileno(), length, offset)
             if len(part) == length:
                 return part
@@ -92,7 +93,7 @@ class LocalSource(Source):
         """Read into `data` from `offset` on, at most so many bytes at a time; yields what has been read."""
         done, length = 0, data.nbytes
         while done < length:
-            with _os_errors(self._where, "reading"):
+            with os_errors(self._where, "reading"):
                 count = os.preadv(self._file.fileno(), [data[done : done + most]], offset + done)
             if count == 0:  # the file was truncated after it was opened
                 raise self._truncated_error(offset + done, offset, length)
@@ -122,7 +123,7 @@ class LocalSink(Sink):
     def __init__(self, path: Path, where: str) -> None:
         self._where = where
         self._flushed = 0  # the offset up to which the disk has begun to write
-        with _os_errors(where, "creating a temporary file"):
+        with os_errors(where, "creating a temporary file"):
             self._file = FileIO(path, "x+")
         with suppress(OSError):  # for `is_being_written`; some file systems have no locks
             try_lock(self._file.fileno())
@@ -132,7 +133,7 @@ class LocalSink(Sink):
         rest = rest.cast("B") if rest.nbytes else memoryview(b"")  # an empty shape cannot be cast
         is_large = rest.nbytes >= _MIN_POOLED_BYTES
         while rest:
-            with _os_errors(self._where, "writing"):
+            with os_errors(self._where, "writing"):
                 rest = rest[self._file.write(rest) :]
         if is_large:
             # Make the kernel begin to write what has been written here, once that is much
@@ -144,19 +145,19 @@ class LocalSink(Sink):
                     self._flushed += length
 
     def seek(self, offset: int) -> None:
-        with _os_errors(self._where, "seeking"):
+        with os_errors(self._where, "seeking"):
             self._flushed = self._file.seek(offset)
 
     def tell(self) -> int:
         return self._file.tell()
 
     def read(self, length: int) -> bytes:
-        with _os_errors(self._where, "reading back"):
+        with os_errors(self._where, "reading back"):
             return self._file.read(length)
 
     def sync(self) -> None:
         """Return when every byte is on the disk."""
-        with _os_errors(self._where, "flushing to the disk"):
+        with os_errors(self._where, "flushing to the disk"):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -194,7 +195,7 @@ class LocalStorage:
             try:
                 yield sink
                 sink.sync()
-                with _os_errors(where, "renaming into place"):
+                with os_errors(where, "renaming into place"):
                     temporary.replace(path)
                     _fsync_dir(path.parent)
             finally:
@@ -217,13 +218,9 @@ class LocalStorage:
 
     def list_dirs(self) -> Keys:
         """The names of the directories at the top, sorted; links to directories are left out, as `list` does."""
-        try:
-            with os.scandir(self._root) as entries:
-                return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise storage_error(self.describe(), "listing", error) from error
+        with os_errors(self.describe(), "listing"), suppress(FileNotFoundError), os.scandir(self._root) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        return []
 
     def stamp(self, key: str) -> tuple[int, ...] | None:
         """Inode, times of the last change of content and of the inode, and size of a file or directory; None if there
@@ -240,7 +237,7 @@ class LocalStorage:
 
     def delete(self, key: str) -> None:
         path = self._path_to_write(key, replaces_link=True)
-        with _os_errors(self.describe(key), "deleting"):
+        with os_errors(self.describe(key), "deleting"):
             try:
                 path.unlink()
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):  # no object, then
@@ -262,7 +259,7 @@ class LocalStorage:
         """
         new, where = self._path_to_write(target), self.describe(target)
         _check_free(new, where)
-        with self._temporary_path(new.parent, where) as temporary, _os_errors(where, "linking"):
+        with self._temporary_path(new.parent, where) as temporary, os_errors(where, "linking"):
             try:
                 os.link(old.resolve(), temporary)  # a link to a symbolic link would not keep the file
             except OSError as error:
@@ -278,7 +275,7 @@ class LocalStorage:
 
     def flush_dir(self, key: str) -> None:
         """Make the names in a directory, which exists, survive a power cut."""
-        with _os_errors(self.describe(key), "flushing to the disk"):
+        with os_errors(self.describe(key), "flushing to the disk"):
             _fsync_dir(self._root / check_key(key))
 
     def flush_tree(self) -> None:
@@ -286,7 +283,7 @@ class LocalStorage:
 
         The names of its parents up to the mount point are flushed as well: a framework may have made them.
         """
-        with _os_errors(self.describe(), "flushing to the disk"):
+        with os_errors(self.describe(), "flushing to the disk"):
             for directory, _, names in self._walk():
                 for name in names:
                     if is_regular(directory / name):
@@ -301,7 +298,7 @@ class LocalStorage:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        with _os_errors(self.describe(), "creating the directory"):
+        with os_errors(self.describe(), "creating the directory"):
             _make_dirs(self._root)
         with hold_lock(self._root / LOCK, self.describe()):
             yield
@@ -311,7 +308,7 @@ class LocalStorage:
         for directory, head, names in self._walk():
             for path in (directory / name for name in names if _TEMPORARY.fullmatch(name)):
                 if is_regular(path) and not is_being_written(path):
-                    with _os_errors(str(path), "sweeping"):
+                    with os_errors(str(path), "sweeping"):
                         path.unlink(missing_ok=True)
                         self._remove_empty_dirs(directory)
                     swept.append(head + path.name)
@@ -352,7 +349,7 @@ class LocalStorage:
 
     def _existing_path(self, key: str) -> Path:
         path = self._root / check_key(key)
-        with _os_errors(self.describe(key), "opening"):
+        with os_errors(self.describe(key), "opening"):
             if path.is_file():  # not a directory, and not a pipe, where reading would wait
                 return path
         raise _not_found(self.describe(key), what_is_at(path))
@@ -360,7 +357,7 @@ class LocalStorage:
     @contextmanager
     def _temporary_path(self, directory: Path, where: str) -> Iterator[Path]:
         """Yields a free name in `directory`, which is created; a file of this name is removed at the end."""
-        with _os_errors(where, "creating the directory"):
+        with os_errors(where, "creating the directory"):
             _make_dirs(directory)
         path = directory / f"{RESERVED}tmp-{secrets.token_hex(8)}"
         try:
@@ -470,7 +467,7 @@ def link_error(where: str, error_class: type[E] = StorageError) -> E:  # type: i
 
 def _check_free(path: Path, where: str) -> None:
     """Raises StorageError if `path` is something other than a file, such as a device, which a rename would replace."""
-    with _os_errors(where, "writing"):
+    with os_errors(where, "writing"):
         is_taken = path.exists() and not path.is_file()
     if is_taken:
         found = f"{what_is_at(path)} under this name"
@@ -534,7 +531,7 @@ def hold_lock(path: Path, where: str) -> Iterator[None]:
         raise StorageError(where, found=f"{what_is_at(path)} named {path.name!r}", expected="a lock file", do=do)
     hold, is_locked, pid = object(), False, os.getpid()
     try:  # an interrupt may come at any line, and a descriptor that is never closed keeps the lock
-        with _os_errors(where, "locking"):
+        with os_errors(where, "locking"):
             fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             _lock_fds[hold] = fd
             is_locked = try_lock(fd)

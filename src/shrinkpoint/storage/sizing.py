@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 from shrinkpoint.errors import TruncatedError
 from shrinkpoint.storage.base import Buffer, Keys, MemoryStorage, Sink, Source, Storage, check_key
@@ -99,8 +99,10 @@ class DryRunStorage:
     keeps_payloads = False
 
     def __init__(self, inner: Storage, *, has_links: bool) -> None:
-        self._inner, self.has_links = inner, has_links
+        self.has_links = has_links
         self.lock_expires: bool = getattr(inner, "lock_expires", False)
+        self.open, self.get, self.list = inner.open, inner.get, inner.list
+        self.lock, self.describe = inner.lock, inner.describe
 
     def put(self, key: str, data: Buffer) -> None:
         check_key(key)
@@ -110,15 +112,6 @@ class DryRunStorage:
         check_key(key)
         yield SizingSink()
 
-    def open(self, key: str) -> Source:
-        return self._inner.open(key)
-
-    def get(self, key: str) -> bytes:
-        return self._inner.get(key)
-
-    def list(self, prefix: str = "") -> Keys:
-        return self._inner.list(prefix)
-
     def delete(self, key: str) -> None:
         check_key(key)
 
@@ -126,11 +119,5 @@ class DryRunStorage:
         check_key(target)
         return self.has_links
 
-    def lock(self) -> AbstractContextManager[None]:
-        return self._inner.lock()
-
     def remove_stale(self, is_own_dir: Callable[[str], bool] = lambda name: False) -> Keys:
         return []
-
-    def describe(self, key: str = "") -> str:
-        return self._inner.describe(key)

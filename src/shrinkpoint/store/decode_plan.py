@@ -122,14 +122,10 @@ def open_chain(paths: Sequence[AnyPlace], max_bytes: int | None = None) -> list[
             reader = files[-1].reader
             allowance.admit(reader.where, reader.size, sum(info.nbytes for info in files[-1].infos.values()))
     except BaseException:
-        close_chain(files)
+        for file in files:
+            file.close()
         raise
     return files
-
-
-def close_chain(files: Sequence[PartialFile]) -> None:
-    for file in files:
-        file.close()
 
 
 def _open_file(place: FilePlace, base: PartialFile | None, *, last: bool) -> PartialFile:
@@ -345,22 +341,13 @@ class DecodePlan:
 
     def _node(self, node: Node) -> DecodeNode:
         if node not in self._nodes:
-            self._nodes[node] = DecodeNode(self._where(node), self._view(node))
+            view = self._cache.views.get(node)
+            if view is None:
+                view = self._chain[node[0]].record_view(node[1], self._chain[node[0] - 1] if node[0] else None)
+                self._cache.views[node] = view
+            self._nodes[node] = DecodeNode(self._where(node), view)
             heapq.heappush(self._heap, (-node[0], -node[1]))
         return self._nodes[node]
-
-    def _view(self, node: Node) -> RecordView:
-        view = self._cache.views.get(node)
-        if view is None:
-            view = self._chain[node[0]].record_view(node[1], self._chain[node[0] - 1] if node[0] else None)
-            self._cache.views[node] = view
-        return view
-
-    def _decoder(self, node: Node, view: RecordView) -> RecordDecoder | None:
-        if node not in self._cache.decoders:
-            decoder = record_decoder(view)
-            self._cache.decoders[node] = decoder if decoder.splittable else None
-        return self._cache.decoders[node]
 
     def _require(
         self, file: int, name: str, starts: Ints, stops: Ints, *, strict: bool = False, codes: bool = False
@@ -389,7 +376,11 @@ class DecodePlan:
             step.full_record = entry
             return
         copied = isinstance(step.view.recipe, dict) and step.view.recipe.get("kind") == "copy"
-        step.decoder = self._decoder(node, step.view) if copied or not step.strict else None
+        if copied or not step.strict:
+            if node not in self._cache.decoders:
+                decoder = record_decoder(step.view)
+                self._cache.decoders[node] = decoder if decoder.splittable else None
+            step.decoder = self._cache.decoders[node]
         if step.decoder is None:
             step.strict = True
             for own, name in required_tensors(step.view):

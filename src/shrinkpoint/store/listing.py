@@ -195,6 +195,11 @@ class Listing:
         directories = {**self.directories, step: entry}
         return Listing({step: entry for step, entry in sorted(directories.items()) if entry is not None})
 
+    def with_files(self, step: int, names: Iterable[str], **changes: Any) -> Listing:
+        """This listing with more files in the directory of a step, and with `changes` of other fields of that."""
+        entry = self.directories.get(step, StepDirectory(step, frozenset()))
+        return self.replace(step, replace(entry, names=entry.names.union(names), **changes))
+
     def without(self, keys: Collection[str]) -> Listing:
         """This listing after these keys were deleted."""
         deleted: dict[int, set[str]] = {}

@@ -147,9 +147,7 @@ class Mirror:
             mine, copy = local.manifests.get(step), self._content.manifests.get(step)
             if mine is not None and copy is not None and mine.id == copy.id:
                 forget(self.target, self._content, step)
-                entry = self._content.directories[step]
-                entry = replace(entry, names=entry.names | {layout.FORGOTTEN}, is_forgotten=True)
-                self._content = self._content.replace(step, entry)
+                self._content = self._content.with_files(step, (layout.FORGOTTEN,), is_forgotten=True)
         keep = _effective_keep(self._keep, self._content.visible)
         plan = plan_deletion(self._content, keep, datetime.now(timezone.utc))
         for key in plan.keys:
@@ -168,8 +166,7 @@ class Mirror:
                 head, _, name = key.partition("/")
                 step = layout.step_of_dir(head)
                 assert step is not None
-                entry = self._content.directories.get(step, StepDirectory(step, frozenset()))
-                self._content = self._content.replace(step, replace(entry, names=entry.names | {name}))
+                self._content = self._content.with_files(step, (name,))
         return placed
 
     def _place_files(self, manifest: Manifest) -> tuple[Manifest, list[tuple[str, bool]]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from shrinkpoint.codec.coder import Bytes, default_threads
 from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
 from shrinkpoint.guard import read_guard
-from shrinkpoint.store.decode_plan import Cache, DecodePlan, close_chain, open_chain
+from shrinkpoint.store.decode_plan import Cache, DecodePlan, open_chain
 from shrinkpoint.store.file_place import AnyPlace
 from shrinkpoint.tensors.dtypes import empty, tensor_bytes, torch_dtype
 from shrinkpoint.tensors.info import ITEMSIZE, TensorInfo
@@ -116,7 +116,8 @@ class PartialReader:
         with self._lock:
             self._is_open = False
             self._cache.clear()
-            close_chain(self._chain)
+            for file in self._chain:
+                file.close()
 
     def __enter__(self) -> PartialReader:
         return self

@@ -185,9 +185,7 @@ class _Prune:
         written = item.after.stored_bytes + len(encode_store_manifest(item.after))
         self._plan = replace(self._plan, written=self._plan.written + written)
         item.transaction.commit_manifest(item.after)
-        entry = self.listing.directories[step]
-        names = entry.names | item.names
-        self.listing = self.listing.replace(step, replace(entry, names=names, manifest=item.after))
+        self.listing = self.listing.with_files(step, item.names, manifest=item.after)
 
 
 def _needed_bytes(manifests: Sequence[Manifest]) -> int:

@@ -17,7 +17,7 @@ from shrinkpoint.store.chain import is_orphaned, orphaned_deltas, store_chain
 from shrinkpoint.store.checkpoint_file import DecodedFile, build_state
 from shrinkpoint.store.decode import decode_chain, iter_checkpoints
 from shrinkpoint.store.listing import Listing, read_step, scan
-from shrinkpoint.store.manifest import ChainLink, Manifest
+from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.retention import RewriteTarget
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.store.transaction import CheckpointTransaction
@@ -110,7 +110,7 @@ def write_again(
         transaction = transactions.enter_context(CheckpointTransaction(storage, listing, step, parent, reference))
         scheme = Recode(decoded.reference.quantized, manifest.loss, manifest.scheme)
         item = _write_payload(transaction, target, flat_state, scheme, threads)
-        listing = _with_names(listing, item)
+        listing = listing.with_files(step, item.names)
         taken = transaction.take_reference()
         previous = None
         if any(other.parent == step for other in targets):
@@ -127,12 +127,6 @@ def _write_payload(
     report = transaction.add(state, scheme=scheme, threads=threads)
     after = transaction.rewritten_manifest(target.manifest, weights_only=target.weights_only)
     return RewrittenCheckpoint(target.manifest, after, report, transaction.written_names, transaction)
-
-
-def _with_names(listing: Listing, item: RewrittenCheckpoint) -> Listing:
-    """The content of the store with the files that were written for a checkpoint."""
-    entry = listing.directories[item.after.step]
-    return listing.replace(entry.step, replace(entry, names=entry.names | item.names))
 
 
 def has_memory_to_reverse(raw_bytes: int) -> bool:
@@ -173,7 +167,7 @@ def write_reversed(
         transaction = transactions.enter_context(CheckpointTransaction(storage, listing, step, parent, None))
         checkpoint = encoded.pop(step)
         rewritten[step] = _write_payload(transaction, target, checkpoint.state, checkpoint, threads)
-        listing = _with_names(listing, rewritten[step])
+        listing = listing.with_files(step, rewritten[step].names)
     return [*rewritten.values()]
 
 
@@ -209,16 +203,6 @@ def _encode_reversed(
     return encoded
 
 
-def rewrite_as_keyframe(storage: Storage, manifest: Manifest, *, threads: int | None = None) -> RewrittenCheckpoint:
-    """Rewrite a delta as a keyframe, and commit it; deltas that were made against it keep its old file.
-
-    Raises:
-        ChainError, FormatError: it does not load; nothing is changed.
-        StorageError: reading or writing failed; the checkpoint loads, unchanged or as a keyframe.
-    """
-    return _rewrite_and_commit(storage, scan(storage), RewriteTarget(manifest, manifest.weights_only, None), threads)
-
-
 def merge_orphaned_deltas(storage: Storage, *, threads: int | None = None) -> Iterator[RewrittenCheckpoint]:
     """Rewrite and commit each delta that depends on a file of a checkpoint which is forgotten, deleted or saved again.
 
@@ -232,22 +216,24 @@ def merge_orphaned_deltas(storage: Storage, *, threads: int | None = None) -> It
             manifest = listing.visible[step]
             if not is_orphaned(listing.visible, manifest):
                 continue
-            intact = (base.step for base in reversed(manifest.bases) if _has(listing, base))
+            ids = {step: other.id for step, other in listing.visible.items()}
+            # A checkpoint with the id of a base holds the values that it held when the delta was made
+            intact = (base.step for base in reversed(manifest.bases) if ids.get(base.step) == base.id)
             target = RewriteTarget(manifest, manifest.weights_only, next(intact, None))
-            yield _rewrite_and_commit(storage, listing, target, threads)
+            yield rewrite_and_commit(storage, listing, target, threads)
             listing = listing.replace(step, read_step(storage, step))
             task.advance()
 
 
-def _has(listing: Listing, base: ChainLink) -> bool:
-    """True if a base's checkpoint is visible and, by its id, holds the values it held when the delta was made."""
-    manifest = listing.visible.get(base.step)
-    return manifest is not None and manifest.id == base.id
-
-
-def _rewrite_and_commit(
+def rewrite_and_commit(
     storage: Storage, listing: Listing, target: RewriteTarget, threads: int | None
 ) -> RewrittenCheckpoint:
+    """Write one checkpoint again, and commit it; deltas that were made against it keep its old file.
+
+    Raises:
+        ChainError, FormatError: it does not load; nothing is changed.
+        StorageError: reading or writing failed; the checkpoint loads, as it was or as it is written again.
+    """
     with ExitStack() as transactions:
         (rewritten,) = write_again(storage, listing, [target], transactions, threads)
         rewritten.transaction.commit_manifest(rewritten.after)

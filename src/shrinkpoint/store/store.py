@@ -32,8 +32,8 @@ from shrinkpoint.store.listing import Lister, Listing, StoreRestore, forget, ite
 from shrinkpoint.store.manifest import Manifest, check_lossy_restores, check_note
 from shrinkpoint.store.newest import restore_newest
 from shrinkpoint.store.prune import prune
-from shrinkpoint.store.retention import Keep, PrunePlan, check_keep
-from shrinkpoint.store.rewrite import has_memory_to_reverse, merge_orphaned_deltas, rewrite_as_keyframe
+from shrinkpoint.store.retention import Keep, PrunePlan, RewriteTarget, check_keep
+from shrinkpoint.store.rewrite import has_memory_to_reverse, merge_orphaned_deltas, rewrite_and_commit
 from shrinkpoint.store.save_report import SaveReport, store_html
 from shrinkpoint.store.step_storage import find_store
 from shrinkpoint.store.transaction import CheckpointTransaction, StoreLock
@@ -520,8 +520,9 @@ class Store:
                 rewrites = [*merge_orphaned_deltas(self.storage, threads=self._threads)]
             else:
                 manifest = self.manifest(step)
+                target = RewriteTarget(manifest, manifest.weights_only, None)
                 is_delta = bool(manifest.bases)
-                rewrites = [rewrite_as_keyframe(self.storage, manifest, threads=self._threads)] if is_delta else []
+                rewrites = [rewrite_and_commit(self.storage, self.scan(), target, self._threads)] if is_delta else []
             self._follow_rewrites([rewrite.after.step for rewrite in rewrites])
             self._store_lock.remove_orphans()
             return [rewrite.report for rewrite in rewrites]

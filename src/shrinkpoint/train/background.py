@@ -10,8 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -19,19 +20,105 @@ from torch import Tensor
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import PolicyError, StorageError, find_user_line, warn_at, warn_user
 from shrinkpoint.schemes.base import Scheme, resume_scheme
-from shrinkpoint.schemes.plan import QuantizationPlan, exact_plan
+from shrinkpoint.schemes.evaluate import ModelEvaluator, iter_modules
+from shrinkpoint.schemes.plan import QuantizationPlan, exact_plan, plan_within_memory
 from shrinkpoint.schemes.planner import Planner
 from shrinkpoint.schemes.registry import get_scheme
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.store.save_settings import OnSave, SaveSettings
-from shrinkpoint.tensors.flat_state import FlatState, allocate_like, copy_on_devices, snapshot
+from shrinkpoint.tensors.flat_state import FlatState, allocate_like, can_copy_on_devices, copy_on_devices, snapshot
 from shrinkpoint.tensors.memory import SideStreams, is_out_of_memory
 from shrinkpoint.threads import reset_in_children
-from shrinkpoint.train.planning import SavePlan
+from shrinkpoint.train.default_evaluation import DefaultEvaluation
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+class SavePlan(NamedTuple):
+    """Plan for writing one state."""
+
+    scheme: Scheme  # writes the state, or a copy of it, unless there is `plan_copy`
+    # Plans for a copy of the state, beside the loop, where the copy is.
+    plan_copy: Callable[[FlatState], Scheme] | None = None
+
+    def scheme_for(self, copy: FlatState) -> Scheme:
+        """The scheme that writes a copy of the state, or the state."""
+        return self.scheme if self.plan_copy is None else self.plan_copy(copy)
+
+
+def require_single_process(scheme: Scheme, caller: str) -> None:
+    """Raise if a scheme would wait for other processes that never use it.
+
+    Args:
+        caller: the name of the caller, for the message.
+
+    Raises:
+        PolicyError: the scheme shares its trials with a group of replicas.
+    """
+    if isinstance(scheme, Planner) and scheme.shares_trials:
+        found, do = f"{scheme!r} with a group of replicas", "leave group= away"
+        raise PolicyError(caller, found=found, expected="a scheme for the one process that saves", do=do)
+
+
+def make_save_plan(
+    scheme: Scheme,
+    state: FlatState,
+    reference: Reference | None,
+    objects: Mapping[str, Any],
+    model: str = "model",
+    *,
+    defer: bool,
+) -> SavePlan | None:
+    """Plan how a state is written: by a quantization plan if the scheme plans, else by the scheme itself.
+
+    A state is planned for on a copy, beside the loop, if nothing is measured and there is memory for the copy where the
+    state is; else at once. On an accelerator that is done there, so that codes cross to the host and not values.
+
+    Args:
+        reference: the tensors of the previous checkpoint; None if there are none.
+        objects: the live objects behind the state, by their name in it.
+        model: name of the object that the scheme evaluates.
+        defer: the state is written in another thread while training goes on.
+
+    Returns:
+        None if another process writes.
+
+    Raises:
+        PolicyError: the scheme evaluates a model, and there is none; or the evaluation failed.
+    """
+    if not isinstance(scheme, Planner):
+        return SavePlan(scheme)
+    evaluator, evaluate = None, scheme.evaluate
+    if evaluate is not None and model not in objects and not isinstance(evaluate, DefaultEvaluation):
+        found, do = "a save without it", f"pass {model}=, which {scheme!r} evaluates"
+        raise PolicyError(model, found=found, expected="the model", do=do)
+    if (evaluate is not None and model in objects) or [*iter_modules(objects.get(model))]:
+        evaluator = ModelEvaluator(state, evaluate, objects[model], f"{model}/")
+    if defer and not scheme.needs_live_model and can_copy_on_devices(state):
+        if evaluator is not None:
+            evaluator.recordings = scheme.recordings()
+        return SavePlan(scheme, partial(_plan, scheme, reference, evaluator, stays_on_cpu=True))
+    plan = _plan(scheme, reference, evaluator, state, stays_on_cpu=not defer)
+    return SavePlan(plan) if scheme.is_writer else None
+
+
+def _plan(
+    scheme: Any, reference: Reference | None, evaluator: ModelEvaluator | None, state: FlatState, *, stays_on_cpu: bool
+) -> Scheme:
+    """Plan a state, with the sampled rows that the writer needs after the state has changed or its copy is freed.
+
+    Args:
+        stays_on_cpu: a state in host memory is the one that is written.
+    """
+
+    def plan(values: FlatState) -> Scheme:
+        made: Scheme = scheme.plan(values, reference, evaluator)
+        stays = state.is_on_cpu and stays_on_cpu
+        return made if stays or not isinstance(made, QuantizationPlan) else made.with_samples(values)
+
+    return plan_within_memory(plan, state, scheme)
 
 
 class StateCopy:

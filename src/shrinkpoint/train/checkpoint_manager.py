@@ -38,9 +38,8 @@ from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.train import partial_restore, state_dicts
-from shrinkpoint.train.background import BackgroundSaver
+from shrinkpoint.train.background import BackgroundSaver, make_save_plan
 from shrinkpoint.train.mirror_uploader import MirrorUploader
-from shrinkpoint.train.planning import make_save_plan
 from shrinkpoint.train.restore_result import RestoreResult
 from shrinkpoint.train.save_decision import SaveDecisionPolicy, ScheduledSaver
 from shrinkpoint.train.state_alignment import NAMES_KEY, AlignedState, align_state, collect_names, iter_leaves

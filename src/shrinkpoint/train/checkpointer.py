@@ -33,8 +33,7 @@ from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.threads import ForkSafeLock
-from shrinkpoint.train.background import BackgroundSaver
-from shrinkpoint.train.planning import make_save_plan
+from shrinkpoint.train.background import BackgroundSaver, make_save_plan
 from shrinkpoint.train.restore_result import RestoreResult
 from shrinkpoint.train.state_dicts import mark_parameters
 

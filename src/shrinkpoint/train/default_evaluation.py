@@ -1,9 +1,13 @@
-"""Measures the loss where a user has named a scheme and no function for it: in the way of the framework that trains."""
+"""Measures the loss where a user has named a scheme and no function for it: in the way of the framework that trains.
+
+An `AttributeSnapshot` undoes what an evaluation changes.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from shrinkpoint.schemes.base import Scheme
@@ -74,3 +78,54 @@ def add_evaluation(scheme: str | Scheme, evaluate: DefaultEvaluation) -> str | S
     if not isinstance(scheme, str) or not lacks_evaluation(factory := scheme_factory(scheme)):
         return scheme
     return factory(evaluate=evaluate)
+
+
+_CONTAINER_TYPES = (list, dict, set, deque, defaultdict, OrderedDict, Counter)
+_MAX_NESTED = 64  # The members of a longer list are not recorded: it holds many values of one kind, such as data
+
+
+class AttributeSnapshot:
+    """The values of objects' attributes, and the contents of the containers among them, at one moment.
+
+    Tensors are not copied. Restoring does not delete attributes that were added since.
+
+    Args:
+        owners: objects with a `__dict__`.
+        exclude: names of attributes that are neither recorded nor restored.
+    """
+
+    def __init__(self, owners: Iterable[Any], *, exclude: Iterable[str] = ()) -> None:
+        excluded = {*exclude}
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._containers: dict[int, tuple[Any, Any]] = {}
+        for owner in owners:
+            recorded = {name: value for name, value in vars(owner).items() if name not in excluded}
+            self._attributes.append((vars(owner), recorded))
+        for _, recorded in self._attributes:
+            for value in recorded.values():
+                self._record_containers(value)
+
+    def restore(self) -> None:
+        """Give every attribute and container its recorded value. May be called several times."""
+        for live, recorded in self._attributes:
+            live.update({name: value for name, value in recorded.items() if live.get(name, self) is not value})
+        for container, copy in self._containers.values():
+            pairs = zip(_iter_items(container), _iter_items(copy), strict=True)
+            if not (len(container) == len(copy) and all(item is recorded for item, recorded in pairs)):
+                container.clear()
+                (container.extend if isinstance(container, list | deque) else container.update)(copy)
+
+    def _record_containers(self, obj: Any) -> None:
+        if type(obj) not in (*_CONTAINER_TYPES, tuple) or id(obj) in self._containers:
+            return
+        if type(obj) is not tuple:
+            self._containers[id(obj)] = (obj, obj.copy())
+        if isinstance(obj, dict) or len(obj) <= _MAX_NESTED:
+            for member in obj.values() if isinstance(obj, dict) else obj:
+                self._record_containers(member)
+
+
+def _iter_items(container: Any) -> Iterator[Any]:
+    if not isinstance(container, dict):
+        return iter(container)
+    return (part for pair in container.items() for part in pair)

@@ -19,7 +19,7 @@ from shrinkpoint.errors import CorruptError, StorageError, TruncatedError, warn_
 from shrinkpoint.guard import read_guard
 from shrinkpoint.storage import LocalStorage, storage_error
 from shrinkpoint.storage.base import Buffer
-from shrinkpoint.storage.local import LOCK, atomic_replace, hold_lock
+from shrinkpoint.storage.local import LOCK, atomic_replace, hold_lock, os_errors
 from shrinkpoint.storage.paths import open_regular
 from shrinkpoint.tensors.info import JSON
 
@@ -55,10 +55,8 @@ class AppendFile:
     @classmethod
     def create(cls, path: Path, data: bytes) -> AppendFile:
         """Create or replace a file with these first bytes, atomically and durably."""
-        try:
+        with os_errors(str(path.parent), "creating the directory"):
             path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise storage_error(str(path.parent), "creating the directory", error) from error
         with atomic_replace(path) as temporary:
             temporary.write_bytes(data)
         return cls(path, len(data))
@@ -74,17 +72,16 @@ class AppendFile:
         self._check_own()
         try:
             while rest:
-                written = os.pwritev(self._fd, rest[:_MAX_BUFFERS], end)
+                with os_errors(str(self._path), "appending"):
+                    written = os.pwritev(self._fd, rest[:_MAX_BUFFERS], end)
                 end += written
                 while rest and written >= rest[0].nbytes:
                     written -= rest.pop(0).nbytes
                 if written:
                     rest[0] = rest[0][written:]
-        except BaseException as error:
+        except BaseException:
             with suppress(OSError):
                 os.ftruncate(self._fd, self.size)
-            if isinstance(error, OSError):
-                raise storage_error(str(self._path), "appending", error) from error
             raise
         self.size = end
 
@@ -92,17 +89,13 @@ class AppendFile:
         """Take back what was appended behind a size; raises StorageError if the system refused it."""
         self._check_own()
         self.size = size
-        try:
+        with os_errors(str(self._path), "cutting"):
             os.ftruncate(self._fd, size)
-        except OSError as error:
-            raise storage_error(str(self._path), "cutting", error) from error
 
     def sync(self) -> None:
         """Return when every byte is on the disk."""
-        try:
+        with os_errors(str(self._path), "flushing to the disk"):
             os.fsync(self._fd)
-        except OSError as error:
-            raise storage_error(str(self._path), "flushing to the disk", error) from error
 
     def close(self) -> None:
         """Close the file; what was appended stays the kernel's to write."""
@@ -148,10 +141,8 @@ class JournalDirectory:
         Raises:
             LockedError: another process does. StorageError: the system refused something.
         """
-        try:
+        with os_errors(str(self.path), "creating the directory"):
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise storage_error(str(self.path), "creating the directory", error) from error
         return hold_lock(self.path / f"{LOCK}-{rank:05d}", str(self.path))
 
     def path_of(self, start: int, rank: int) -> Path:

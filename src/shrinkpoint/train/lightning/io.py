@@ -33,11 +33,11 @@ from shrinkpoint.store.retention import check_keep
 from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.tensors.wrappers import match_state_keys
 from shrinkpoint.threads import ForkSafeLock
+from shrinkpoint.train.background import require_single_process
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.default_evaluation import add_evaluation
 from shrinkpoint.train.lightning.slot_tensors import keep_slot_dtypes
 from shrinkpoint.train.lightning.training_loss import OTHER_WEIGHTS, TrainingLoss
-from shrinkpoint.train.planning import require_single_process
 from shrinkpoint.train.recent_batches import TermCounter, counts_terms, note_terms
 
 _log = logging.getLogger("shrinkpoint")

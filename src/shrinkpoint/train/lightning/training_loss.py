@@ -19,8 +19,7 @@ from torchmetrics import Metric
 from shrinkpoint import validate
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.evaluate import Reading
-from shrinkpoint.train.default_evaluation import DefaultEvaluation, LossSource
-from shrinkpoint.train.planning import AttributeSnapshot
+from shrinkpoint.train.default_evaluation import AttributeSnapshot, DefaultEvaluation, LossSource
 from shrinkpoint.train.recent_batches import DEFAULT_BATCHES, BatchRing
 
 _ADVICE = "add ShrinkIOCallback() to the Trainer's callbacks, or with Fabric pass Fisher(evaluate=RecentBatches(...))"

@@ -25,10 +25,10 @@ from shrinkpoint.store.identify import is_checkpoint
 from shrinkpoint.store.retention import check_keep
 from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
+from shrinkpoint.train.background import require_single_process
 from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.gradients import GradientRecorder
 from shrinkpoint.train.newest_valid import NoCheckpointError
-from shrinkpoint.train.planning import require_single_process
 from shrinkpoint.train.save_decision import SaveDecisionPolicy, SaveSchedule, check_policy
 from shrinkpoint.train.state_alignment import NAMES_KEY, collect_names
 from shrinkpoint.train.state_dicts import check_storable, load_aligned

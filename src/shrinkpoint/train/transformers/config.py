@@ -25,8 +25,8 @@ from shrinkpoint.store import Keep
 from shrinkpoint.store.retention import check_keep
 from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.train.checkpointer import Checkpointer
+from shrinkpoint.train.default_evaluation import AttributeSnapshot
 from shrinkpoint.train.gradients import GradientRecorder
-from shrinkpoint.train.planning import AttributeSnapshot
 from shrinkpoint.train.save_decision import SaveDecisionPolicy, check_policy
 from shrinkpoint.validate import check_bool, check_optional_int, check_str
 

@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 import pytest
 import torch
 
-from shrinkpoint.train.planning import AttributeSnapshot
+from shrinkpoint.train.default_evaluation import AttributeSnapshot
 
 
 class Thing:
