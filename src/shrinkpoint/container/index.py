@@ -42,48 +42,11 @@ _MAX_DIGITS = 19  # Digits of the largest number
 _NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,14})(?![0-9])")
 
 
-class NameColumns:
-    """Collects names.
-
-    Attributes:
-        patterns: text with a `NUMBER_MARK` for each number, or a list of one text, which is a name itself.
-        indexes: of its pattern, for each name.
-        numbers: for each name, each number less the one at its place in the last name of the same pattern, or less 0.
-    """
-
-    def __init__(self) -> None:
-        self.patterns: list[str | list[str]] = []
-        self.indexes: list[int] = []
-        self.numbers: list[int] = []
-        self._last: dict[str, tuple[int, list[int]]] = {}  # by pattern its index, and the numbers in its last name
-
-    def extend(self, names: Iterable[str]) -> None:
-        """Append names; the same name twice is no error."""
-        split, last = _NUMBER.split, self._last
-        for name in names:
-            pieces = split(name)
-            if NUMBER_MARK in name:
-                self.indexes.append(len(self.patterns))
-                self.patterns.append([name])
-                continue
-            pattern = NUMBER_MARK.join(pieces[::2])
-            values = [*map(int, pieces[1::2])]
-            if pattern in last:
-                index, previous = last[pattern]
-                self.numbers += map(sub, values, previous)
-            else:
-                index = len(self.patterns)
-                self.numbers += values
-                self.patterns.append(pattern)
-            last[pattern] = index, values
-            self.indexes.append(index)
-
-
 def join_names(patterns: Sequence[JSON], indexes: Sequence[int], numbers: Sequence[int], where: str) -> list[str]:
     """Return the names.
 
     Args:
-        patterns: as in `NameColumns`.
+        patterns: each a text with a `NUMBER_MARK` for each number, or a list of one text, which is a name itself.
         indexes: each below `len(patterns)`.
         numbers: whole numbers between -2^63 and 2^63.
 
@@ -150,7 +113,11 @@ class IndexBuilder:
     """Collects the rows of the records of a file, in their order."""
 
     def __init__(self) -> None:
-        self._names = NameColumns()
+        self._patterns: list[JSON] = []  # see `join_names`
+        self._indexes: list[int] = []  # of its pattern, for each name
+        # For each name, each number less the one at its place in the last name of the same pattern, or less 0
+        self._numbers: list[int] = []
+        self._last: dict[str, tuple[int, list[int]]] = {}  # by pattern its index, and the numbers in its last name
         self._kinds: dict[TensorKind, int] = {}
         self._kind_column: list[int] = []
         self._recipes: dict[str, int] = {}
@@ -167,7 +134,7 @@ class IndexBuilder:
             sizes, digests: of its parts, in their order.
         """
         kinds = self._kinds
-        self._names.extend([info.name for info in record.infos])
+        self._add_names([info.name for info in record.infos])
         previous, index = record.infos[0], -1
         for info in record.infos:
             is_new = info.shape != previous.shape or info.dtype != previous.dtype or info.role is not previous.role
@@ -190,6 +157,27 @@ class IndexBuilder:
             own += digests
         self._digests += bytes.fromhex("".join(own))
 
+    def _add_names(self, names: Iterable[str]) -> None:
+        """Append names to their columns; the same name twice is no error."""
+        split, last = _NUMBER.split, self._last
+        for name in names:
+            pieces = split(name)
+            if NUMBER_MARK in name:
+                self._indexes.append(len(self._patterns))
+                self._patterns.append([name])
+                continue
+            pattern = NUMBER_MARK.join(pieces[::2])
+            values = [*map(int, pieces[1::2])]
+            if pattern in last:
+                index, previous = last[pattern]
+                self._numbers += map(sub, values, previous)
+            else:
+                index = len(self._patterns)
+                self._numbers += values
+                self._patterns.append(pattern)
+            last[pattern] = index, values
+            self._indexes.append(index)
+
     def encode(self, fields: Sequence[str], report_json: str) -> tuple[bytes, str]:
         """Encode the index.
 
@@ -201,10 +189,9 @@ class IndexBuilder:
             The bytes, and the JSON text in them.
         """
         rows = ([dtype, shape, role.value, offsets] for shape, dtype, role, offsets in self._kinds)
-        names = self._names
-        tensors = dict(zip(_TENSOR_COLUMNS, (names.indexes, names.numbers, self._kind_column), strict=True))
+        tensors = dict(zip(_TENSOR_COLUMNS, (self._indexes, self._numbers, self._kind_column), strict=True))
         columns = {
-            "patterns": names.patterns,
+            "patterns": self._patterns,
             "kinds": [row[:3] if row[3] is None else row for row in rows],
             "tensors": tensors,
             "part_names": list(self._part_names),
@@ -215,7 +202,7 @@ class IndexBuilder:
         members = [*fields, f'"recipes":[{",".join(self._recipes)}]', column_json, f'"report":{report_json}']
         text = "{" + ",".join(members) + "}"
         data = zlib.compress(text.encode("ascii")) + self._digests
-        size = description_size(names.patterns, names.indexes, list(self._kinds), self._kind_column)
+        size = description_size(self._patterns, self._indexes, list(self._kinds), self._kind_column)
         max_text, max_size = size_limits(len(data))
         if len(text) > max_text or size > max_size:
             data = zlib.compress(text.encode("ascii"), 0) + self._digests  # readers bound what a byte expands to

@@ -122,10 +122,6 @@ def _reverse(sizes: FileSizes, kept: int, every: int) -> Iterator[Spacing]:
         yield Spacing(every, True, sizes.keyframe + mean, sizes.keyframe + most, written)
 
 
-def _never(raw_bytes: int) -> bool:
-    return False
-
-
 class ChainLimit:
     """Decides for one writer whether the next checkpoint is a delta.
 
@@ -144,7 +140,7 @@ class ChainLimit:
 
     def __init__(self, keyframe_every: int | None) -> None:
         self._keyframe_every = keyframe_every
-        self.can_reverse: Callable[[int], bool] = _never
+        self.can_reverse: Callable[[int], bool] = lambda raw_bytes: False
         self.keep: Keep | None = None
         self.kept = 1
         self._delta_ratio: float | None = None  # bytes of the last delta for each byte of its state; None: not known

@@ -187,8 +187,9 @@ class Listing:
 
     def __contains__(self, key: object) -> bool:
         """True if there is such a key."""
-        step = layout.step_of(key) if isinstance(key, str) else None
-        return step is not None and str(key).partition("/")[2] in self.file_names(step)
+        head, _, name = str(key).partition("/")
+        step = layout.step_of_dir(head)
+        return step is not None and name in self.file_names(step)
 
     def replace(self, step: int, entry: StepDirectory | None) -> Listing:
         """This listing with another directory of one step; None: without it."""
@@ -313,9 +314,10 @@ class Lister:
 
     def version(self, key: str) -> object:
         """The version of a file, as the last `scan` has listed it; None if it has not."""
-        step = layout.step_of(key)
+        head, _, name = key.partition("/")
+        step = layout.step_of_dir(head)
         versions, _ = self._version_cache.get(-1 if step is None else step, ({}, None))
-        return versions.get(key.partition("/")[2])
+        return versions.get(name)
 
     @property
     def has_rollback(self) -> bool:

@@ -47,6 +47,7 @@ MAX_MANIFEST_BYTES = 16 << 20
 """A reader refuses a larger manifest of a store before it allocates; each file of the chain takes below 300 bytes."""
 MAX_DIRECTORY_MANIFEST_BYTES = 256 << 20
 """A reader refuses a larger manifest before it allocates; `extra` of a run on thousands of ranks takes megabytes."""
+_DIGEST = re.compile("[0-9a-f]{32}")
 _OWN_DIGEST = re.compile(rb'\{"created":"[^"\\]*",("digest":"([0-9a-f]{32})",)')
 """The beginning of a directory's manifest: keys are sorted."""
 MAX_LOSSY_RESTORES = (1 << 31) - 1  # In a directory's manifest: schemes derive seeds from this number
@@ -545,7 +546,7 @@ def _payload_name(value: JSON) -> str:
 
 
 def _digest(value: JSON) -> str:
-    if not layout.BASE.fullmatch(layout.base_name(_expect(value, str))):
+    if not _DIGEST.fullmatch(_expect(value, str)):
         raise ValueError(f"a digest {value!r}")
     return str(value)
 

@@ -49,7 +49,10 @@ class LossIncrease:
         value, scale = _relative_increase(loss)
         restored = (_number(loss.get("restored_rise")) or 0.0) / _loss_scale(loss)
         measured = loss.get("measured", value is not None) is True
-        if measured and value is None and _keeps_weights(loss["chosen"]):
+        chosen = loss["chosen"]
+        # All weights are exact, and only optimizer moments are quantized
+        keeps_weights = isinstance(chosen, dict) and chosen.get("step_in_deviations", math.nan) is None
+        if measured and value is None and keeps_weights:
             value, scale = 0.0, 1.0
         if not measured:
             return cls(True, False, predicted=_predicted_increase(loss), restored=restored)
@@ -105,11 +108,6 @@ def _percent(share: float) -> str:
     if share == 0:
         return "0%"
     return f"{100 * share:+.2g}%" if abs(share) < 1 else f"{100 * share:+.0f}%"
-
-
-def _keeps_weights(chosen: JSON) -> bool:
-    """True if all weights are exact, and only optimizer moments are quantized."""
-    return isinstance(chosen, dict) and "step_in_deviations" in chosen and chosen["step_in_deviations"] is None
 
 
 def _number(value: JSON) -> float | None:

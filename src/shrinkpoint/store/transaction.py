@@ -137,7 +137,7 @@ class CheckpointTransaction(CheckpointPlace):
         self.step, self._given_parent = step, parent
         self.replaces = bool(listing.file_names(step))
         self._listing = listing
-        self._report: SaveReport | None = None
+        self._written: tuple[SaveReport, Payload] | None = None
         self._bases: tuple[ChainLink, ...] = ()
         self._state: Literal["open", "committing", "closed"] = "open"
 
@@ -163,12 +163,14 @@ class CheckpointTransaction(CheckpointPlace):
             PolicyError: it has been written already, or the transaction is closed.
             StorageError: writing failed.
         """
-        if self._state != "open" or self._report is not None:
-            raise self._misuse_error("a second payload" if self._report else "closed")
+        if self._state != "open" or self._written is not None:
+            raise self._misuse_error("a second payload" if self._written else "closed")
         report = super().add(state, scheme=scheme, threads=threads)
         disk_bytes = report.stored_bytes + sum(base.size for base in self._bases)
-        self._report = replace(report, step=self.step, depth=len(self._bases), disk_bytes=disk_bytes)
-        return self._report
+        report = replace(report, step=self.step, depth=len(self._bases), disk_bytes=disk_bytes)
+        name = self.payload_key.partition("/")[2]
+        self._written = report, Payload(name, report.stored_bytes, report.digest, report.raw_bytes)
+        return report
 
     def keep_base(self) -> JSON:
         """Hard-link each file of the parent's chain into this step's directory, which then needs no other."""
@@ -213,11 +215,11 @@ class CheckpointTransaction(CheckpointPlace):
             PolicyError: there is no payload yet; or a reader would refuse the manifest, and nothing was written.
             StorageError: writing failed; the checkpoint may exist or not, and is complete if it does.
         """
-        report = self._written_report()
+        report, payload = self._check_written()
         manifest: Manifest = new_manifest(
             step=self.step,
             scheme=report.scheme,
-            payloads=(self._payload(),),
+            payloads=(payload,),
             bases=self._bases,
             metrics=metrics,
             lossy_restores=lossy_restores,
@@ -236,14 +238,14 @@ class CheckpointTransaction(CheckpointPlace):
         Raises:
             PolicyError: there is no payload yet.
         """
-        payload = self._payload()
+        _, payload = self._check_written()
         return replace(
             manifest, payloads=(payload,), bases=self._bases, stored_bytes=payload.size, weights_only=weights_only
         )
 
     def commit_manifest(self, manifest: Manifest) -> None:
         """Write this manifest, by which the checkpoint exists; raises as `commit` does."""
-        self._written_report()
+        self._check_written()
         data = encode_store_manifest(manifest)  # raises while nothing is written
         # From here on the manifest may exist even if this call fails: nothing may be removed.
         self._state = "committing"
@@ -256,7 +258,7 @@ class CheckpointTransaction(CheckpointPlace):
         Raises:
             PolicyError: there is no payload yet.
         """
-        self._written_report()
+        self._check_written()
         reference, self.reference = self.reference, None
         assert reference is not None
         return reference
@@ -272,15 +274,10 @@ class CheckpointTransaction(CheckpointPlace):
             self._state = "closed"
             self.remove()
 
-    def _payload(self) -> Payload:
-        report = self._written_report()
-        name = self.payload_key.partition("/")[2]
-        return Payload(name, report.stored_bytes, report.digest, report.raw_bytes)
-
-    def _written_report(self) -> SaveReport:
-        if self._state != "open" or self._report is None:
+    def _check_written(self) -> tuple[SaveReport, Payload]:
+        if self._state != "open" or self._written is None:
             raise self._misuse_error("no payload" if self._state == "open" else "closed")
-        return self._report
+        return self._written
 
     def _misuse_error(self, found: str) -> PolicyError:
         do = "begin another checkpoint"

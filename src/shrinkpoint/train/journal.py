@@ -512,7 +512,13 @@ class Journal:
         if place is None or shared is None or shared.record.step != place.record.step:
             found, expected = "a file that ends before those of other ranks", "the same steps on all ranks"
             raise MismatchError(str(self._directory.path), found=found, expected=expected, do=_DO)
-        self._check_header(place)
+        own = self._header()
+        if place.begins_segment and place.fields != own:
+            different = [key for key in own if place.fields.get(key) != own[key]]
+            found = ", ".join(f"{key} {place.fields.get(key)!r}" for key in different)[:300]
+            expected = ", ".join(f"{key} {own[key]!r}" for key in different)[:300]
+            do = "resume with the settings of the run, or give its steps up: manager.restore, then journal.save"
+            raise MismatchError(place.where, found=found, expected=expected, do=do)
         record = place.record
         where = f"{place.where}, {'at the beginning' if place.begins_segment else f'before step {record.step}'}"
         weights = record.fields.get("weights")
@@ -527,15 +533,6 @@ class Journal:
                 data, counts = shared.record.blobs["gradients"], record.fields.get("counts")
                 self._record.fill_gradients(record.step, counts, data)
         return place
-
-    def _check_header(self, place: ChainPlace) -> None:
-        own = self._header()
-        if place.begins_segment and place.fields != own:
-            different = [key for key in own if place.fields.get(key) != own[key]]
-            found = ", ".join(f"{key} {place.fields.get(key)!r}" for key in different)[:300]
-            expected = ", ".join(f"{key} {own[key]!r}" for key in different)[:300]
-            do = "resume with the settings of the run, or give its steps up: manager.restore, then journal.save"
-            raise MismatchError(place.where, found=found, expected=expected, do=do)
 
 
 def _common_place(places: list[tuple[int, int] | None], start: int, *, strict: bool) -> tuple[int, int] | None:
