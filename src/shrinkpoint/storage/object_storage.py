@@ -279,24 +279,18 @@ class ObjectStorage:
         Raises:
             LockedError: this storage is locked, but its lease was taken by another writer; nothing was written.
         """
-        import obstore
-
         check_key(key)
-        if (lease := self._own_lease()) is not None:
-            # In this order: what another writer puts here after the renewal has changed what the condition names.
-            condition = self.condition(key)
-            lease.renew()
-            try:
-                self.put_if(key, data, condition)
-            except ObjectConflictError:
-                lease.renew()  # says who has taken the lease
-                raise
+        if (lease := self._own_lease()) is None:
+            self.put_if(key, data, "overwrite")
             return
-        content = bytes(data)
-        with _bucket_errors(self.describe(key)):
-            send_request(
-                self.describe(key), "writing", lambda: obstore.put(self._store, key, content, use_multipart=False)
-            )
+        # In this order: what another writer puts here after the renewal has changed what the condition names.
+        condition = self.condition(key)
+        lease.renew()
+        try:
+            self.put_if(key, data, condition)
+        except ObjectConflictError:
+            lease.renew()  # says who has taken the lease
+            raise
 
     def condition(self, key: str) -> PutMode:
         """Identifies the object that is there now, or that there is none, for `put_if`."""

@@ -26,7 +26,7 @@ def resolve_directory(where: AnyDirectory, argument: str = "directory") -> Path 
     return parse_object_url(where, argument) if is_object_url(where) else local_path(where, argument).absolute()
 
 
-def directory_storage(where: AnyDirectory, argument: str = "directory") -> Storage:
+def directory_storage(where: AnyDirectory) -> Storage:
     """The storage of a directory, or of a place in a bucket; a path that is a file is not refused.
 
     Raises:
@@ -34,8 +34,8 @@ def directory_storage(where: AnyDirectory, argument: str = "directory") -> Stora
         MissingExtraError: a URL, and obstore is not installed.
     """
     if isinstance(where, ObjectUrl) or is_object_url(where):
-        return resolve_storage(str(where), argument)
-    return LocalStorage(local_path(where, argument))
+        return resolve_storage(str(where), "directory")
+    return LocalStorage(local_path(where, "directory"))
 
 
 def resolve_storage(

@@ -236,7 +236,6 @@ class ChainLeaves:
 
     Args:
         chain: the files, keyframe first.
-        threads: native threads; None: every core.
 
     Attributes:
         leaves: what there is, in the order of the state.
@@ -246,13 +245,13 @@ class ChainLeaves:
         ChainError, FormatError, StorageError: as `decode_chain`.
     """
 
-    def __init__(self, chain: Iterable[ChainFile], *, threads: int | None = None) -> None:
+    def __init__(self, chain: Iterable[ChainFile]) -> None:
         files = []
         for file in chain:
             reader = file.read_header()
             infos = {info.name: info for head in reader.records for info in head.infos}
             files.append(replace(file, header=reader) if len(infos) <= MAX_KEPT_TENSORS else file)
-        self._files, self._threads = tuple(files), threads
+        self._files = tuple(files)
         self._where, self.tree = reader.where, reader.tree
         self._trees = list_leaves(self.tree, self._where)
         self.leaves: Mapping[str, LeafInfo] = {
@@ -272,6 +271,6 @@ class ChainLeaves:
         def select(tree: JSON, where: str) -> SelectedLeaves:
             return SelectedLeaves([leaf.tree for leaf in chosen.values()], stored, (), is_empty=not chosen)
 
-        decoded = decode_chain(self._files, select=select, threads=self._threads)
+        decoded = decode_chain(self._files, select=select)
         tensors, max_bytes = decoded.reference.tensors, decoded.max_copy_bytes
         return dict(zip(names, unflatten(decoded.tree, tensors, where=self._where, max_bytes=max_bytes), strict=True))

@@ -54,9 +54,9 @@ def base_name(digest: str) -> str:
     return f"bases/{digest}.safetensors"
 
 
-def payload_name(storage: Storage, used_names: Collection[str], rank: int = 0) -> str:
+def payload_name(storage: Storage, used_names: Collection[str]) -> str:
     """A name for a payload that is not among `used_names`: a committed file is never written into."""
-    return next(name for name in payload_names(storage, rank) if name not in used_names)
+    return next(name for name in payload_names(storage, 0) if name not in used_names)
 
 
 def payload_names(storage: Storage, rank: int) -> Iterator[str]:

@@ -132,9 +132,7 @@ def inspect(path: str | Path) -> FileInfo:
     return FileInfo(str(path), reader.scheme, parent, raw_bytes, reader.size, tensors)
 
 
-def decode_file(
-    path: AnyPlace, base: AnyPlace | None = None, *, threads: int | None = None, max_bytes: int | None = None
-) -> tuple[DecodedFile, str]:
+def decode_file(path: AnyPlace, *, threads: int | None = None) -> tuple[DecodedFile, str]:
     """A file's content, decoded from its keyframe, and its header digest; raises as `load.load` does."""
-    chain = file_chain(path, base)
-    return decode_chain(chain, threads=threads, max_bytes=max_bytes), chain[-1].digest
+    chain = file_chain(path)
+    return decode_chain(chain, threads=threads), chain[-1].digest
