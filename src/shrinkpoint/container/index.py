@@ -328,7 +328,7 @@ def _parse_records(
         own_parts = part_names[part]
         if plain[recipe] and len(own_parts) != 1:
             raise corrupt_error(where, f"record {name!r}, plain, with {len(own_parts)} parts", "one")
-        tensor = own[0] if is_standard_entry(recipes[recipe], own) else None
+        tensor = own[0] if plain[recipe] and is_standard_entry(recipes[recipe], own) else None
         parts = {}
         for part_name in own_parts:
             if plain[recipe]:

@@ -90,15 +90,16 @@ class FileWriter:
             PolicyError: the record contradicts itself, or repeats a name.
             StorageError: writing failed.
         """
-        self._check(encoded)
+        plain = is_plain(encoded.recipe)
+        self._check(encoded, plain=plain)
         recipe = _to_json(encoded.recipe, encoded.name)
         views = [memoryview(data) for data in encoded.parts.values()]
         parts = [view.cast("B") if view.nbytes else memoryview(b"") for view in views]
         digests = [xxh3_128(part) for part in parts]
-        if is_plain(encoded.recipe) and digests != [encoded.digest]:
+        if plain and digests != [encoded.digest]:
             raise _record_error(encoded, f"digest {encoded.digest} of bytes with {digests}")
         begin = self._layout.size
-        tensor = encoded.infos[0] if is_standard_entry(encoded.recipe, encoded.infos) else None
+        tensor = encoded.infos[0] if plain and is_standard_entry(encoded.recipe, encoded.infos) else None
         for part in parts:
             pad, _ = self._layout.add(part.nbytes, tensor)
             self._write(_ZEROS[:pad])
@@ -145,14 +146,14 @@ class FileWriter:
             self._sink.write(self._spooled.getbuffer())
         return WriteSummary(len(data) + self._layout.size, digest)
 
-    def _check(self, encoded: EncodedRecord) -> None:
+    def _check(self, encoded: EncodedRecord, *, plain: bool) -> None:
         names = [info.name for info in encoded.infos]
         sizes = [memoryview(data).nbytes for data in encoded.parts.values()]
         if not names:
             fault = "no tensors"
         elif encoded.name in self._records or len(set(names)) < len(names) or self._tensors.intersection(names):
             fault = "a name that is taken"
-        elif is_plain(encoded.recipe) and sizes != [sum(info.nbytes for info in encoded.infos)]:
+        elif plain and sizes != [sum(info.nbytes for info in encoded.infos)]:
             fault = f"plain parts of {sizes} bytes for {encoded.infos}"
         else:
             return

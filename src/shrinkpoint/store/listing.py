@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import repeat, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from shrinkpoint.errors import CorruptError, FormatError, NotFoundError, ShrinkpointError, StorageError, VersionError
 from shrinkpoint.storage import LocalStorage, ObjectUrl, Storage, map_requests
@@ -262,6 +262,9 @@ class Listing:
         return self.unneeded_keys(self.manifests, self.broken)
 
 
+_ReadStep: TypeAlias = Callable[[Storage, int], StepDirectory | None]
+
+
 class Lister:
     """Lists a store again and again.
 
@@ -285,10 +288,7 @@ class Lister:
         Raises:
             StorageError: the store cannot be listed. (A manifest that cannot be read is in `broken` instead.)
         """
-        if isinstance(self._storage, LocalStorage):
-            entries = self._read_directories(self._storage, read_step)
-        else:
-            entries = self._read_keys()
+        entries = self.read_all(read_step)
         if entries != [*self._listing.directories.values()]:
             self._listing = Listing({entry.step: entry for entry in entries})
         return self._listing
@@ -341,10 +341,14 @@ class Lister:
             if entry is not None:
                 yield entry
 
-    def read_all(self) -> list[StepDirectory]:
-        """The directories of all steps, by rising step; raises as `iter_directories`."""
+    def read_all(self, read: _ReadStep | None = None) -> list[StepDirectory]:
+        """The directories of all steps, by rising step.
+
+        Args:
+            read: reads a directory on this machine; None: as `iter_directories`, whose errors this raises.
+        """
         if isinstance(self._storage, LocalStorage):
-            return self._read_directories(self._storage, _read_leniently)
+            return self._read_directories(self._storage, read or _read_leniently)
         return self._read_keys()
 
     def _read_keys(self) -> list[StepDirectory]:
@@ -364,9 +368,7 @@ class Lister:
             self._version_cache = {entry.step: (names[entry.step], entry) for entry in entries if entry.error is None}
         return entries
 
-    def _read_directories(
-        self, storage: LocalStorage, read: Callable[[Storage, int], StepDirectory | None]
-    ) -> list[StepDirectory]:
+    def _read_directories(self, storage: LocalStorage, read: _ReadStep) -> list[StepDirectory]:
         entries, cache = [], {}
         for step in sorted({*list_steps(storage), *_linked_steps(storage)}):
             old = self._cache.get(step)

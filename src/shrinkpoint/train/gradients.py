@@ -244,7 +244,9 @@ class _AsyncHostCopies:
         with torch.cuda.device(device):
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)
-            stream, buffer = self._streams[device], self._buffer(name, tensor)
+            stream, buffer = self._streams[device], self._buffers.get(name)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                buffer = self._buffers[name] = torch.empty_like(tensor, device="cpu", pin_memory=True)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 buffer.copy_(tensor, non_blocking=True)
@@ -263,10 +265,3 @@ class _AsyncHostCopies:
             event.synchronize()
         names, self._pending, self._events = self._pending, [], {}
         return iter([(name, self._buffers[name]) for name in names])
-
-    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            self._buffers[name] = buffer
-        return buffer
