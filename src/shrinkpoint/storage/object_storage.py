@@ -26,11 +26,11 @@ from shrinkpoint.storage.object_cache import ObjectCache, ObjectVersion, resolve
 from shrinkpoint.storage.object_requests import (
     REQUEST_SECONDS,
     ObjectConflictError,
+    ObjectSource,
     check_not_forked,
     connect,
     send_request,
 )
-from shrinkpoint.storage.object_source import ObjectSource
 from shrinkpoint.storage.paths import parse_object_url
 
 if TYPE_CHECKING:
