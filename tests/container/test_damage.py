@@ -45,9 +45,9 @@ def test_every_flipped_byte_of_the_payload_is_found_by_a_check():
     for position in range(HEAD, PARTS_END):
         flipped = bytearray(DATA)
         flipped[position] ^= 0x10
-        (damage,) = reader(flipped).check()
-        assert damage.tensors
-        assert isinstance(damage.error, CorruptError)
+        (error,) = reader(flipped).check()
+        assert "tensor '" in error.where
+        assert isinstance(error, CorruptError)
 
 
 def test_check_names_every_damaged_record_and_goes_on():
@@ -56,7 +56,8 @@ def test_check_names_every_damaged_record_and_goes_on():
     end = len(data) - len(split(data)[1]) + len(unpacked(data)[2])
     for tensor in range(0, 32, 8):
         damaged[end - 32 + tensor] ^= 1
-    assert [damage.record for damage in reader(damaged).check()] == ["a", "b", "c", "d"]
+    places = [error.where for error in reader(damaged).check()]
+    assert [place.partition("tensor ")[2][:3] for place in places] == ["'a'", "'b'", "'c'", "'d'"]
 
 
 def test_check_reads_large_parts_in_windows(monkeypatch):
@@ -92,9 +93,9 @@ class Cut(MemorySource):
 
 
 def test_check_reports_what_cannot_be_read():
-    damage = list(FileReader(Cut(DATA), "a").check())
-    assert damage
-    assert all(isinstance(one.error, TruncatedError) for one in damage)
+    errors = list(FileReader(Cut(DATA), "a").check())
+    assert errors
+    assert all(isinstance(error, TruncatedError) for error in errors)
 
 
 class Watched(MemorySource):

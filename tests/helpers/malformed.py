@@ -64,10 +64,10 @@ def file(records, *, spool=None, expected=None, tree=None, parent=None, report=N
     writer.spool = writer.spool if spool is None else spool
     for record in records:
         writer.add(record)
-    summary = writer.finish(report)
+    size, digest = writer.finish(report)
     data = sink.getvalue()
-    assert summary.size == len(data)
-    assert summary.digest == data[SEAL].decode()
+    assert size == len(data)
+    assert digest == data[SEAL].decode()
     return data
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from shrinkpoint._native import Hasher, xxh3_128
@@ -19,15 +18,6 @@ from shrinkpoint.tensors.info import EncodedRecord
 
 _ReadHashed: TypeAlias = Callable[[int, int], tuple[bytes | memoryview, str]]
 WINDOW_BYTES = 8 << 20  # Bytes that are read at a time where only their digest is asked for
-
-
-@dataclass(frozen=True)
-class Damage:
-    """A damaged record of a file."""
-
-    record: str  # name of the record
-    tensors: tuple[str, ...]  # the names of its tensors
-    error: FormatError | StorageError  # what is wrong
 
 
 class FileReader:
@@ -119,14 +109,14 @@ class FileReader:
             self._verified.add((record.name, part))
         return memoryview(self._source.read(entry.offset + begin, end - begin))
 
-    def check(self) -> Iterator[Damage]:
-        """Verify the digests of all stored bytes without decoding, in little memory; yields damaged records."""
+    def check(self) -> Iterator[FormatError | StorageError]:
+        """Verify the digests of all stored bytes without decoding, in little memory; yields what is damaged."""
         for record in self.records:
             for part, entry in record.parts.items():
                 try:
                     self._verify(record, part, self._digest(entry))
                 except (FormatError, StorageError) as error:
-                    yield Damage(record.name, tuple(info.name for info in record.infos), error)
+                    yield error
 
     def _digest(self, entry: Entry) -> str:
         hasher, end = Hasher(), entry.offset + entry.size

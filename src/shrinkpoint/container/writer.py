@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from io import BytesIO
@@ -33,14 +32,6 @@ class Writable(Protocol):
     def seek(self, offset: int, /) -> object: ...
 
     def read(self, length: int, /) -> bytes: ...
-
-
-@dataclass(frozen=True)
-class WriteSummary:
-    """A written file: its size in bytes, and the digest of its header, which covers all of its bytes."""
-
-    size: int
-    digest: str
 
 
 class FileWriter:
@@ -109,11 +100,14 @@ class FileWriter:
         self._tensors.update(info.name for info in encoded.infos)
         return self._layout.size - begin
 
-    def finish(self, report: JSON = None) -> WriteSummary:
+    def finish(self, report: JSON = None) -> tuple[int, str]:
         """Write the index and the header, which complete the file; its durability is up to the sink.
 
         Args:
             report: JSON for tools that inspect the file.
+
+        Returns:
+            The file's size in bytes, and the digest of its header, which covers all of its bytes.
 
         Raises:
             PolicyError: the header would be longer than safetensors allows, or the index have more items than readers
@@ -144,7 +138,7 @@ class FileWriter:
         self._sink.write(data)
         if self._spooled is not None:
             self._sink.write(self._spooled.getbuffer())
-        return WriteSummary(len(data) + self._layout.size, digest)
+        return len(data) + self._layout.size, digest
 
     def _check(self, encoded: EncodedRecord, *, plain: bool) -> None:
         names = [info.name for info in encoded.infos]

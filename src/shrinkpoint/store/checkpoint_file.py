@@ -91,7 +91,7 @@ def write_file(
             if encoded.recipe == {"kind": "same"} and reference is not None:
                 tensors = reference.quantized
             codes.update({info.name: tensors[info.name] for info in encoded.infos if info.name in tensors})
-        summary = writer.finish({name: [r.raw, r.stored, r.tensors] for name, r in roles.items()})
+        size, digest = writer.finish({name: [r.raw, r.stored, r.tensors] for name, r in roles.items()})
     loss = quantized.loss
     if isinstance(loss, dict) and quantized.exact:
         loss = loss | {"stayed_exact": summarize_reasons(quantized.exact, state.infos)}
@@ -100,10 +100,10 @@ def write_file(
         scheme=scheme.id,
         keyframe=parent is None,
         raw_bytes=sum(role.raw for role in roles.values()),
-        stored_bytes=summary.size,
+        stored_bytes=size,
         seconds=time.perf_counter() - began,
         roles=roles,
-        digest=summary.digest,
+        digest=digest,
         loss_report=loss,
         exact=quantized.exact,
     )

@@ -279,9 +279,9 @@ def verify_directory(
         payloads = manifest.payloads[slice(share[0], None, share[1])]
         files = {file.digest: file for payload in payloads for file in directory_chain(directory, payload)}
         for file in files.values():
-            damage = file.read(lambda reader: next(reader.check(), None) if deep else None)
-            if damage is not None:
-                raise damage.error
+            error = file.read(lambda reader: next(reader.check(), None) if deep else None)
+            if error is not None:
+                raise error
         return manifest
 
     return use_current(lambda: read_directory_manifest(directory), check, manifest_identity)

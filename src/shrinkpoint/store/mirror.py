@@ -259,8 +259,8 @@ def _open_intact(file: ChainFile) -> Source:
 
     def verify(source: Source, where: str) -> Source:
         try:
-            for damage in file.verify(source, where).check():
-                raise damage.error
+            for error in file.verify(source, where).check():
+                raise error
         except BaseException:
             source.close()
             raise

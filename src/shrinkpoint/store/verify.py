@@ -111,8 +111,7 @@ class _FileChecker:
         if identity not in self._results:
             try:
                 with self._storage.open(key) as source:
-                    damage = file.verify(source, self._storage.describe(key)).check()
-                    self._results[identity] = next((finding.error for finding in damage), None)
+                    self._results[identity] = next(file.verify(source, self._storage.describe(key)).check(), None)
             except ShrinkpointError as error:
                 self._results[identity] = error
         return self._results[identity]
