@@ -5,10 +5,9 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import repeat, takewhile
+from itertools import repeat
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,7 +15,6 @@ from shrinkpoint.errors import CorruptError, FormatError, NotFoundError, Shrinkp
 from shrinkpoint.storage import LocalStorage, ObjectUrl, Storage, map_requests
 from shrinkpoint.storage.local import link_error
 from shrinkpoint.store import layout
-from shrinkpoint.store.chain import manifest_identity
 from shrinkpoint.store.history import Others, Place, abandoned_steps, oldest_first, place_of
 from shrinkpoint.store.manifest import (
     MAX_MANIFEST_BYTES,
@@ -385,47 +383,6 @@ class Lister:
                 cache[step] = stamps, entry
         self._cache = cache
         return entries
-
-
-class NewestFirst:
-    """The directories of one or more stores, the newest first as `iter_newest` gives them.
-
-    A writer may delete or replace what was listed before it is read. `has_changed` then says that the result of the
-    iteration is not the newest.
-
-    Args:
-        listers: one of each store; of a step that several have, the directory of the first comes first.
-    """
-
-    def __init__(self, listers: Sequence[Lister]) -> None:
-        self._listers, self._is_over = listers, False
-        self._given: list[tuple[StepDirectory, int]] = []
-
-    def __iter__(self) -> Iterator[tuple[StepDirectory, int]]:
-        for pair in iter_newest(self._listers):
-            self._given.append(pair)
-            yield pair
-        self._is_over = True
-
-    def has_changed(self) -> bool:
-        """True if a checkpoint newer than the last one given is new, gone, or not as it was; after the end, any one."""
-        passed, pairs = self._given, iter_newest(self._listers)
-        if not self._is_over:
-            *passed, last = passed
-            pairs = takewhile(lambda pair: (pair[0].step, pair[1]) != (last[0].step, last[1]), pairs)
-            if not passed:
-                return False
-        with suppress(StorageError):  # it cannot be listed any more: what was found counts
-            return [*_identities(pairs)] != [*_identities(passed)]
-        return False
-
-
-def _identities(pairs: Iterable[tuple[StepDirectory, int]]) -> Iterator[object]:
-    """Keys that differ if a visible checkpoint was replaced by a later one of its step."""
-    for entry, index in pairs:
-        if entry.is_visible:
-            manifest = entry.manifest
-            yield entry.step, index, str(entry.error) if manifest is None else manifest_identity(manifest)
 
 
 def iter_newest(listers: Sequence[Lister]) -> Iterator[tuple[StepDirectory, int]]:

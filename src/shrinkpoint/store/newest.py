@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from shrinkpoint.errors import ChainError, FormatError, MismatchError, NotFoundError, ShrinkpointError, StorageError
 from shrinkpoint.storage import ObjectUrl
-from shrinkpoint.store.chain import MAX_READS
-from shrinkpoint.store.listing import NewestFirst, SkippedCheckpoint, StepDirectory, StoreRestore
+from shrinkpoint.store.chain import MAX_READS, manifest_identity
+from shrinkpoint.store.listing import Lister, SkippedCheckpoint, StepDirectory, StoreRestore, iter_newest
 
 if TYPE_CHECKING:
     from shrinkpoint.store.checkpoint_file import Device
@@ -81,6 +83,8 @@ def restore_newest(
         NotFoundError: none loads, or there is none.
         StorageError: a store cannot be listed.
     """
+    listers = [store._lister for store in stores]
+    given: list[tuple[StepDirectory, int]] = []  # what has been looked at, newest first
     forgotten: set[str] = set()  # ids
 
     def load(store: Store, entry: StepDirectory) -> StoreRestore | None:
@@ -92,22 +96,47 @@ def restore_newest(
         state = store._load(manifest, device, tie, store is keep, max_bytes)
         return StoreRestore(entry.step, state, manifest, where=store.storage.describe())
 
-    def candidates(entries: NewestFirst) -> Iterator[tuple[int, Callable[[], StoreRestore | None]]]:
+    def candidates() -> Iterator[tuple[int, Callable[[], StoreRestore | None]]]:
+        given.clear()
         forgotten.clear()
-        for entry, index in entries:
+        for entry, index in iter_newest(listers):
+            given.append((entry, index))
             if entry.is_forgotten and entry.manifest is not None:
                 forgotten.add(entry.manifest.id)
             if entry.is_visible:
                 yield entry.step, partial(load, stores[index], entry)
 
     for _ in range(MAX_READS):
-        entries = NewestFirst([store._lister for store in stores])
-        restored, skipped = newest_that_loads(candidates(entries), warn=False)
-        if not entries.has_changed():
+        restored, skipped = newest_that_loads(candidates(), warn=False)
+        if not _has_changed(listers, given, is_over=restored is None):
             break
     if restored is not None:
         return replace(restored, skipped=skipped)
     raise _none_loads_error([store.storage.describe() for store in stores], skipped)
+
+
+def _has_changed(listers: Sequence[Lister], given: Sequence[tuple[StepDirectory, int]], *, is_over: bool) -> bool:
+    """True if a checkpoint newer than the last one given is new, gone, or not as it was; after the end, any one.
+
+    A writer may delete or replace what was listed before it is read: what was found is not the newest then.
+    """
+    passed, pairs = [*given], iter_newest(listers)
+    if not is_over:
+        last, index = passed.pop()
+        pairs = takewhile(lambda pair: (pair[0].step, pair[1]) != (last.step, index), pairs)
+        if not passed:
+            return False
+    with suppress(StorageError):  # it cannot be listed any more: what was found counts
+        return [*_identities(pairs)] != [*_identities(passed)]
+    return False
+
+
+def _identities(pairs: Iterable[tuple[StepDirectory, int]]) -> Iterator[object]:
+    """Keys that differ if a visible checkpoint was replaced by a later one of its step."""
+    for entry, index in pairs:
+        if entry.is_visible:
+            manifest = entry.manifest
+            yield entry.step, index, str(entry.error) if manifest is None else manifest_identity(manifest)
 
 
 def _none_loads_error(names: Sequence[str], skipped: Sequence[SkippedCheckpoint]) -> NotFoundError:
