@@ -57,7 +57,10 @@ class ErrorHandlingGroup(TyperGroup):
         except (ShrinkpointError, OSError) as error:
             if _TRACEBACK_VARIABLE in ctx.meta or os.environ.get(_TRACEBACK_VARIABLE, "") not in ("", "0"):
                 traceback.print_exc()
-            print_note(_error_line(error), "error", "bold red")
+            text = str(error)
+            if not isinstance(error, ShrinkpointError):  # of the operating system, in the form of a StorageError
+                text = f"{error.filename or 'storage'}: {error.strerror or error}"
+            print_note(text, "error", "bold red")
             raise typer.Exit(exit_code_of(error)) from None
 
 
@@ -73,13 +76,6 @@ def _memory_limit(max_bytes: str | None) -> Iterator[None]:
         if max_bytes is not None:
             os.environ.pop(MAX_BYTES_VARIABLE)
             os.environ.update({} if before is None else {MAX_BYTES_VARIABLE: before})
-
-
-def _error_line(error: ShrinkpointError | OSError) -> str:
-    """The message of an error; one of the operating system gets that of a StorageError."""
-    if isinstance(error, ShrinkpointError):
-        return str(error)
-    return f"{error.filename or 'storage'}: {error.strerror or error}"
 
 
 app = typer.Typer(

@@ -118,10 +118,6 @@ class Location:
         return place if place is not None and place.exists else None
 
     @property
-    def is_file(self) -> bool:
-        return self.file is not None
-
-    @property
     def directory(self) -> Path | None:
         """The directory that it names; None for a file, and in a bucket."""
         return self.path if isinstance(self.path, Path) and self.path.is_dir() else None
@@ -175,9 +171,9 @@ def parse_location(text: str, step: int | None = None, *, allow_foreign: bool = 
     location = Location(parse_object_url(text) if is_remote else Path(text), step)
     if not is_remote and not Path(text).exists():
         raise NotFoundError(text, found="no such file or directory", do="check the path")
-    if step is not None and location.is_file:
+    if step is not None and location.file is not None:
         raise PolicyError(text, found="a file with --step", expected="a store", do="leave --step out")
-    identity = location.identify() if location.is_file else None
+    identity = location.identify() if location.file is not None else None
     if identity is not None and identity.is_foreign and not allow_foreign:
         raise NotFoundError(text, found=identity.description, expected=OWN_CHECKPOINT, do=identity.do)
     return location
@@ -240,18 +236,6 @@ def find_manifest(listing: Listing, location: Location) -> Manifest:
     steps = f"one of {preview(sorted(listing.visible))}" if listing.visible else "a directory with a checkpoint in it"
     do = f"see `shrinkpoint list {shlex.quote(str(location.path))}`"
     raise NotFoundError(str(location.path), found=found, expected=steps, do=do)
-
-
-def require_step(listing: Listing, step: int, store: str) -> int:
-    """Returns `step` if the store has a checkpoint of that step, readable or not.
-
-    Raises:
-        NotFoundError: it has none.
-    """
-    if step not in listing.manifests and step not in listing.broken:
-        expected = f"one of {preview(sorted(listing.visible))}" if listing.visible else "a store with checkpoints"
-        raise NotFoundError(store, found=f"no checkpoint of step {step}", expected=expected, do="list the store")
-    return step
 
 
 def preview(steps: Sequence[int]) -> str:

@@ -60,9 +60,8 @@ def local_target(where: Path, *, force: bool) -> Iterator[Path]:
         return
     url = parse_object_url(where)
     if not force and has_objects(url):
-        raise PolicyError(
-            str(url), found="something that exists", expected="a new name", do="add --force to replace it"
-        )
+        do = "add --force to replace it"
+        raise PolicyError(str(url), found="something that exists", expected="a new name", do=do)
     with tempfile.TemporaryDirectory(prefix="shrinkpoint-") as directory:
         path = Path(directory, url.name or url.bucket)
         yield path

@@ -24,7 +24,6 @@ from shrinkpoint.store import chain
 from shrinkpoint.store.chain import file_sizes
 from shrinkpoint.store.directory import find_run, read_directory_manifest
 from shrinkpoint.store.directory_retention import Directory, group_by_chain
-from shrinkpoint.store.listing import Listing
 
 _STEP_HELP = "Make this checkpoint a keyframe; without it, merge deltas."
 OneStepOption = Annotated[
@@ -48,14 +47,15 @@ def command(
         _compact_run(location, step, dry_run=dry_run, json=json)
         return
     _, before = open_store(store)
-    steps = _steps_to_rewrite(before, store, step)
+    if step is None:
+        steps = chain.orphaned_deltas(before.visible)
+    else:
+        steps = [step] if find_manifest(before, replace(location, step=step)).bases else []
     if steps and not dry_run:
         from shrinkpoint.store.store import Store
 
-        with (
-            show_progress(f"writing {humanize.count(len(steps), 'checkpoint')} of {store} again"),
-            Store(store) as opened,
-        ):
+        title = f"writing {humanize.count(len(steps), 'checkpoint')} of {store} again"
+        with show_progress(title), Store(store) as opened:
             opened.compact(step)
     _, after = open_store(store)
     rows = [
@@ -105,12 +105,6 @@ def _compact_run(location: Location, step: int | None, *, dry_run: bool, json: b
         print_line(f"{location}: would write again, if that frees bytes: {', '.join(names)}")
     else:
         print_line(f"{location}: wrote {', '.join(names)} again, {humanize.size(sizes[0] - sizes[1])} less")
-
-
-def _steps_to_rewrite(listing: Listing, store: str, step: int | None) -> list[int]:
-    if step is not None:
-        return [step] if find_manifest(listing, replace(parse_store(store), step=step)).bases else []
-    return chain.orphaned_deltas(listing.visible)
 
 
 def _chain_json(row: CheckpointReport) -> dict[str, object]:

@@ -202,9 +202,8 @@ def _export(series: CheckpointSeries, out: Path, options: _Options, form: str) -
 def _print_unchecked(names: Iterable[Iterable[str]]) -> None:
     files = [*dict.fromkeys(chain.from_iterable(names))]
     if files:
-        listed = ", ".join(files[:_MAX_LISTED]) + (
-            f" and {len(files) - _MAX_LISTED} more" if files[_MAX_LISTED:] else ""
-        )
+        more = f" and {len(files) - _MAX_LISTED} more" if files[_MAX_LISTED:] else ""
+        listed = ", ".join(files[:_MAX_LISTED]) + more
         print_note(f"no checksum in {listed}: damage from before this conversion cannot be found there")
 
 

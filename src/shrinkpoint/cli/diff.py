@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from enum import Enum
 from pathlib import Path
@@ -54,7 +54,7 @@ def command(
 
     with show_progress(f"comparing {a} with {b}"):
         difference = compare_states(*_open_sides(a, b))
-    ranked = sorted(difference.tensors, key=_RANKS[sort])
+    ranked = sorted(difference.tensors, key=lambda row: _rank(row, sort))
     if limit is not None:
         ranked = [row for row in ranked if not row.equal][:limit]
     if json:
@@ -67,22 +67,17 @@ def command(
         raise typer.Exit(ExitCode.FINDINGS)
 
 
-def _descending(value: float | None) -> float:
-    """A sort key by which the largest value comes first: nan is larger than any number, None smaller."""
-    return math.inf if value is None else -math.inf if math.isnan(value) else -value
+_MEASURES = {SortKey.RELATIVE: "relative", SortKey.MAX: "max_abs", SortKey.SHARE: "share"}
 
 
-def _rank(measure: Callable[[TensorDifference], float | None]) -> Callable[[TensorDifference], tuple[Any, ...]]:
+def _rank(row: TensorDifference, sort: SortKey) -> tuple[Any, ...]:
     """A sort key: other dtypes and shapes first, then the largest measure, then the largest share; equal ones last."""
-    return lambda row: (row.equal, not row.change, _descending(measure(row)), _descending(row.share))
-
-
-_RANKS: dict[SortKey, Callable[[TensorDifference], tuple[Any, ...]]] = {
-    SortKey.RELATIVE: _rank(lambda row: row.relative),
-    SortKey.MAX: _rank(lambda row: row.max_abs),
-    SortKey.SHARE: _rank(lambda row: row.share),
-    SortKey.NAME: lambda row: (),
-}
+    if sort is SortKey.NAME:
+        return ()
+    # nan is larger than any number, None smaller
+    values: list[float | None] = [getattr(row, _MEASURES[sort]), row.share]
+    falling = (math.inf if value is None else -math.inf if math.isnan(value) else -value for value in values)
+    return row.equal, not row.change, *falling
 
 
 def _open_sides(a: Location, b: Location) -> tuple[LeafSource, LeafSource]:

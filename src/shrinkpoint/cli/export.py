@@ -120,7 +120,10 @@ def command(
         )
         _export_compressed(location, out, made, only or (), force, json)
         return
-    _export_plain(location, out, to or _form_from_suffix(out), only or (), force, json)
+    if to is None and out.suffix not in _FORM_OF_SUFFIX:
+        found, do = f"the suffix {out.suffix!r}", "say --to torch or safetensors"
+        raise PolicyError(str(out), found=found, expected=", ".join(_FORM_OF_SUFFIX), do=do)
+    _export_plain(location, out, to or _FORM_OF_SUFFIX[out.suffix], only or (), force, json)
 
 
 def _check_needed(option: str, is_given: bool, others: Mapping[str, object]) -> None:
@@ -178,9 +181,8 @@ def _export_pretrained(
         print_json({**document, "bytes": report.nbytes, "files": [*report.files]})
         return
     size = f"{humanize.count(report.tensors, 'tensor')}, {humanize.size(report.nbytes)}"
-    print_line(
-        f"{show_place(out)}: {size} in {humanize.count(len(report.files), 'file')} for from_pretrained, from {location}"
-    )
+    files = humanize.count(len(report.files), "file")
+    print_line(f"{show_place(out)}: {size} in {files} for from_pretrained, from {location}")
 
 
 def _export_compressed(
@@ -235,10 +237,3 @@ def _export_plain(
 def _nothing_like(patterns: Sequence[str], location: Location) -> NotFoundError:
     do = f"see `shrinkpoint show {shlex.quote(str(location.path))} --tensors --values`"
     return NotFoundError(str(location), found=f"nothing named like {' or '.join(patterns)}", do=do)
-
-
-def _form_from_suffix(out: Path) -> ExportForm:
-    if out.suffix not in _FORM_OF_SUFFIX:
-        found, do = f"the suffix {out.suffix!r}", "say --to torch or safetensors"
-        raise PolicyError(str(out), found=found, expected=", ".join(_FORM_OF_SUFFIX), do=do)
-    return _FORM_OF_SUFFIX[out.suffix]

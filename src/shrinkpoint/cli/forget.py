@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from shrinkpoint import humanize
-from shrinkpoint.cli.arguments import JsonOption, StoreArgument, complete_step, open_store, preview, require_step
+from shrinkpoint.cli.arguments import JsonOption, StoreArgument, complete_step, open_store, preview
 from shrinkpoint.cli.console import print_json, print_line
+from shrinkpoint.errors import NotFoundError
 from shrinkpoint.store.listing import forget, scan
 
 StepsArgument = Annotated[
@@ -24,18 +25,22 @@ def command(store: StoreArgument, steps: StepsArgument, json: JsonOption = False
     storage, _ = open_store(store)
     with storage.lock():
         listing = scan(storage)
-        forgotten = [
-            step for step in dict.fromkeys(steps) if require_step(listing, step, store) not in listing.forgotten
-        ]
+        for step in steps:
+            if step not in listing.manifests and step not in listing.broken:
+                expected = (
+                    f"one of {preview(sorted(listing.visible))}" if listing.visible else "a store with checkpoints"
+                )
+                raise NotFoundError(
+                    store, found=f"no checkpoint of step {step}", expected=expected, do="list the store"
+                )
+        forgotten = [step for step in dict.fromkeys(steps) if step not in listing.forgotten]
         for step in forgotten:
             forget(storage, listing, step)
         remaining = len(listing.visible.keys() - set(forgotten))
     if json:
         print_json({"forgotten": forgotten, "left": remaining})
     elif forgotten:
-        print_line(
-            f"{store}: forgot {preview(forgotten)}; {humanize.count(remaining, 'checkpoint')} left. "
-            f"`prune --apply` frees the space"
-        )
+        left = humanize.count(remaining, "checkpoint")
+        print_line(f"{store}: forgot {preview(forgotten)}; {left} left. `prune --apply` frees the space")
     else:
         print_line(f"{store}: nothing to do, {preview(steps)} already forgotten")

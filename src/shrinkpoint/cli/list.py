@@ -12,7 +12,7 @@ import typer
 from shrinkpoint import humanize
 from shrinkpoint.cli.arguments import JsonOption, RunArgument, open_store, parse_store
 from shrinkpoint.cli.console import Column, paged, print_json, print_line, print_note, print_table
-from shrinkpoint.report.checkpoints import CheckpointReport, StoreReport, run_report, store_report
+from shrinkpoint.report.checkpoints import CheckpointReport, run_report, store_report
 from shrinkpoint.store.chain import payload_bytes
 from shrinkpoint.store.save_report import LossIncrease
 
@@ -43,29 +43,24 @@ def command(
     if json:
         print_json(report.to_json())
     else:
-        _print(store, report, hidden)
-
-
-def _print(store: str, report: StoreReport, hidden: int) -> None:
-    place = report.where if report.is_run else store
-    if report.checkpoints or report.is_run:
-        styles = ["dim" if row.forgotten else "" for row in report.checkpoints]
-        with paged():
-            print_line(f"{place}: {_totals(report)}")
-            print_line("")
-            print_table(_columns(report.checkpoints, report.is_run), styles=styles)
-    else:
-        print_line(f"{store}: no checkpoint yet")
-    if hidden:
-        print_note(f"{humanize.count(hidden, 'checkpoint')} forgotten, shown by --all, deleted by `prune`")
-    for where, reason in report.broken:
-        print_note(f"{where}: {reason} (see `shrinkpoint verify {shlex.quote(str(place))}`)", "unreadable", "bold red")
-
-
-def _totals(report: StoreReport) -> str:
-    count = humanize.count(len(report.checkpoints), "checkpoint")
-    sizes = f"{humanize.size(report.raw_bytes)} of state in {humanize.size(report.stored_bytes)}"
-    return f"{count}, {sizes} ({humanize.ratio(report.raw_bytes, report.stored_bytes)})"
+        place = report.where if report.is_run else store
+        if report.checkpoints or report.is_run:
+            styles = ["dim" if row.forgotten else "" for row in report.checkpoints]
+            count = humanize.count(len(report.checkpoints), "checkpoint")
+            sizes = f"{humanize.size(report.raw_bytes)} of state in {humanize.size(report.stored_bytes)}"
+            ratio = humanize.ratio(report.raw_bytes, report.stored_bytes)
+            with paged():
+                print_line(f"{place}: {count}, {sizes} ({ratio})")
+                print_line("")
+                print_table(_columns(report.checkpoints, report.is_run), styles=styles)
+        else:
+            print_line(f"{store}: no checkpoint yet")
+        if hidden:
+            print_note(f"{humanize.count(hidden, 'checkpoint')} forgotten, shown by --all, deleted by `prune`")
+        for where, reason in report.broken:
+            print_note(
+                f"{where}: {reason} (see `shrinkpoint verify {shlex.quote(str(place))}`)", "unreadable", "bold red"
+            )
 
 
 def _columns(rows: Sequence[CheckpointReport], is_run: bool) -> list[Column]:

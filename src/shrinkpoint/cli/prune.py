@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -23,9 +23,6 @@ from shrinkpoint.store.listing import Listing, scan
 from shrinkpoint.store.manifest import DirectoryManifest
 from shrinkpoint.store.prune import prune
 from shrinkpoint.store.retention import Keep, PrunePlan
-
-if TYPE_CHECKING:
-    from shrinkpoint.store.directory_rewrite import MomentFilter
 
 _BASE_REASON = re.compile(r"base of step ([0-9]+)")
 
@@ -123,14 +120,22 @@ def _prune_run(location: Location, keep: Keep, now: datetime, *, compact: bool, 
 
 def _write_again(plan: RunPlan, keep: Keep, compact: bool) -> Iterator[Directory]:
     """Write checkpoints without moments, or with fewer bases, where that frees bytes; yields them."""
-    from shrinkpoint.store.directory_rewrite import RunRewriter  # which imports torch
+    from shrinkpoint.convert.framework_layouts import framework_of
+    from shrinkpoint.store.directory_rewrite import MomentFilter, RunRewriter  # which imports torch
+
+    def moments_of(manifest: DirectoryManifest) -> MomentFilter:
+        if framework_of(manifest) != "dcp":
+            return MomentFilter()
+        from shrinkpoint.train.dcp.checkpoint_metadata import MOMENTS
+
+        return MOMENTS
 
     stripped = chains_to_strip(plan) if keep.moments_last else []
     others = {path: manifest for path, manifest in plan.keep.items() if not any(path in chain for chain in stripped)}
     rewriter = RunRewriter(plan.keep)
     for chain in [*stripped, *(group_by_chain(others) if compact else [])]:
         try:
-            if rewriter.rewrite(chain, _moments_of(plan.keep[chain[0]]) if chain in stripped else None):
+            if rewriter.rewrite(chain, moments_of(plan.keep[chain[0]]) if chain in stripped else None):
                 yield from chain
         except (ChainError, FormatError) as error:
             print_note(f"{chain[-1].name} and its chain stay as they are: {error}")
@@ -164,30 +169,20 @@ def _manifests_of(directories: Iterable[Directory]) -> Iterator[DirectoryManifes
             yield read_directory_manifest(directory)
 
 
-def _moments_of(manifest: DirectoryManifest) -> MomentFilter:
-    from shrinkpoint.convert.framework_layouts import framework_of
-    from shrinkpoint.store.directory_rewrite import MomentFilter
-
-    if framework_of(manifest) == "dcp":
-        from shrinkpoint.train.dcp.checkpoint_metadata import MOMENTS
-
-        return MOMENTS
-    return MomentFilter()
-
-
 def _print(store: str, listing: Listing, plan: PrunePlan, is_applied: bool) -> None:
     steps = sorted(plan.reasons)
     manifests = [listing.manifests.get(step) for step in steps]
     if steps:
         ages = [humanize.age(manifest.created) if manifest else "?" for manifest in manifests]
         stored = [humanize.size(manifest.stored_bytes) if manifest else "?" for manifest in manifests]
-        deletion = "deleted" if is_applied else "delete"
+        fates = dict.fromkeys(steps, "keep") | dict.fromkeys(plan.weights_only, "weights only")
+        fates |= dict.fromkeys(plan.delete, "deleted" if is_applied else "delete")
         print_table(
             [
                 Column("step", [str(step) for step in steps], align_right=True),
                 Column("age", ages, align_right=True, drop_order=2),
                 Column("stored", stored, align_right=True, drop_order=1),
-                Column("", [deletion if step in plan.delete else _fate(plan, step) for step in steps]),
+                Column("", [fates[step] for step in steps]),
                 Column("because", [join_reasons(plan.reasons[step]) for step in steps], wrap=True),
             ],
             styles=["red" if step in plan.delete else "" for step in steps],
@@ -198,10 +193,6 @@ def _print(store: str, listing: Listing, plan: PrunePlan, is_applied: bool) -> N
         held = humanize.size(sum(listing.manifests[step].stored_bytes for step in plan.bases))
         count = humanize.count(len(plan.bases), "checkpoint")
         print_note(f"{count} ({held}) stay only since deltas need them: {preview(plan.bases)} (see --compact)")
-
-
-def _fate(plan: PrunePlan, step: int) -> str:
-    return "weights only" if step in plan.weights_only else "keep"
 
 
 def join_reasons(reasons: Sequence[str]) -> str:

@@ -59,7 +59,14 @@ def command(
     if len(places) > _MAX_PLACES:
         raise PolicyError("report", found=f"{len(places)} places", expected="one or two", do="make a page for each two")
     keep = Keep(last=last, every=every, best=best, metric=metric, mode=mode.value, within=within)
-    _check_out(out, force)
+    if out.exists() and not force:
+        head = b""
+        if out.is_file():
+            with out.open("rb") as file:
+                head = file.read(4096)
+        if b": shrinkpoint</title>" not in head:
+            do = "add --force to replace it"
+            raise PolicyError(str(out), found="a file that exists", expected="a new name", do=do)
     with show_progress(f"writing {out}"):
         names = _short_names(places)
         page = render_page(
@@ -72,17 +79,6 @@ def command(
         print_json({"out": str(out), "bytes": size})
     else:
         print_line(f"{out}: {humanize.size(size)}; open it in a browser")
-
-
-def _check_out(out: Path, force: bool) -> None:
-    if not out.exists() or force:
-        return
-    head = b""
-    if out.is_file():
-        with out.open("rb") as file:
-            head = file.read(4096)
-    if b": shrinkpoint</title>" not in head:
-        raise PolicyError(str(out), found="a file that exists", expected="a new name", do="add --force to replace it")
 
 
 def _short_names(places: Sequence[str]) -> list[str]:

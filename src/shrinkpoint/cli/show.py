@@ -96,7 +96,9 @@ def _print_header(place: str, report: CheckpointReport | None, files: Sequence[F
 def _store_rows(report: CheckpointReport, file: FileReport) -> Iterator[tuple[str, str]]:
     manifest = report.manifest
     yield "made", _created_text(manifest.created)
-    yield "kind", f"delta; chain {' > '.join(_shorten(report.chain))}" if manifest.depth else "keyframe"
+    chain = [str(step) for step in report.chain]
+    chain = chain if len(chain) <= 8 else [*chain[:2], f"({len(chain) - 5} more)", *chain[-3:]]
+    yield "kind", f"delta; chain {' > '.join(chain)}" if manifest.depth else "keyframe"
     yield from _manifest_rows(report)
     yield "weights only", "retention has deleted the optimizer's moments" if manifest.weights_only else ""
     yield "forgotten", "deleted by the next `prune` unless a checkpoint depends on it" if report.forgotten else ""
@@ -126,7 +128,9 @@ def _manifest_rows(report: CheckpointReport) -> Iterator[tuple[str, str]]:
     yield "metrics", ", ".join(f"{name} {humanize.number(value)}" for name, value in manifest.metrics.items())
     yield "lost", _loss_settings(manifest.loss)
     increase = LossIncrease.from_loss(manifest.loss)
-    yield "loss", ", ".join(filter(None, [str(increase), _budget_text(manifest.loss, increase)]))
+    budget = manifest.loss.get("budget") if increase.is_lossy and isinstance(manifest.loss, dict) else None
+    texts = [str(increase), f"budget {budget}" if isinstance(budget, str) else ""]
+    yield "loss", ", ".join(filter(None, texts))
     yield "stayed exact", _unquantized_text(manifest.loss)
     restores = [str(manifest.lossy_restores)] if manifest.lossy_restores else []
     yield "lossy restores", ", ".join([*restores, *filter(None, [increase.restored_text])])
@@ -145,12 +149,6 @@ def _loss_settings(loss: JSON) -> str:
     return settings + (f"; optimizer {optimizer}" if optimizer in ("reset", "lossy") else "")
 
 
-def _budget_text(loss: JSON, increase: LossIncrease) -> str:
-    """The share of the loss that a scheme was allowed, beside a rise; "" if nothing was lost, or none was asked for."""
-    budget = loss.get("budget") if increase.is_lossy and isinstance(loss, dict) else None
-    return f"budget {budget}" if isinstance(budget, str) else ""
-
-
 def _unquantized_text(loss: JSON) -> str:
     """The tensors that a lossy scheme left unquantized, by reason."""
     reasons = loss.get("stayed_exact") if isinstance(loss, dict) else None
@@ -163,11 +161,6 @@ def _unquantized_text(loss: JSON) -> str:
 
 def _is_count(value: JSON) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
-
-
-def _shorten(steps: Sequence[int | None]) -> list[str]:
-    texts = [str(step) for step in steps]
-    return texts if len(texts) <= 8 else [*texts[:2], f"({len(texts) - 5} more)", *texts[-3:]]
 
 
 def _parent_text(file: FileReport) -> str:
@@ -196,6 +189,9 @@ def _role_columns(file: FileReport) -> list[Column]:
 def _tensor_columns(rows: Sequence[TensorRow]) -> list[Column]:
     stored = [("~" if row.shared else "") + humanize.size(row.stored_bytes) for row in rows]
     ratios = [humanize.ratio(row.raw_bytes, row.stored_bytes) for row in rows]
+    encodings = [
+        "as in base" if row.how == "same" else f"{row.how} on base" if row.needs_base else row.how for row in rows
+    ]
     return [
         Column("tensor", [row.name for row in rows], wrap=True),
         Column("dtype", [row.dtype for row in rows], drop_order=2),
@@ -204,11 +200,5 @@ def _tensor_columns(rows: Sequence[TensorRow]) -> list[Column]:
         Column("state", [humanize.size(row.raw_bytes) for row in rows], align_right=True, drop_order=4),
         Column("stored", stored, align_right=True),
         Column("ratio", ratios, align_right=True, drop_order=1),
-        Column("how", [_encoding_text(row) for row in rows], drop_order=3),
+        Column("how", encodings, drop_order=3),
     ]
-
-
-def _encoding_text(row: TensorRow) -> str:
-    if row.how == "same":
-        return "as in base"
-    return f"{row.how} on base" if row.needs_base else row.how

@@ -131,7 +131,7 @@ def _print(location: Location, count: int, findings: Sequence[Finding], deep: bo
                 print_line(f"{'':8}{line}", "dim")
     if findings:
         print_line("")
-    what = humanize.count(1, "file") if location.is_file else humanize.count(count, "checkpoint")
+    what = humanize.count(1, "file") if location.file is not None else humanize.count(count, "checkpoint")
     print_line(f"{location}: {what} {'decoded' if deep else 'read'}, {_verdict(findings)}", "" if findings else "green")
 
 

@@ -102,7 +102,22 @@ def read(directory: Path, metadata: ParsedMetadata) -> Part:
     """
     with closing(_MappedFiles(directory)) as files:
         values = {name: _read_item(name, item, files) for name, item in metadata.items.items()}
-    content = _build_nest(values, metadata.paths, str(directory))
+    # The nest of the values at their paths; an int in a path is an index of a list
+    where = str(directory)
+    root: dict[Any, Any] = {}
+    leaf_ids = {id(value) for value in values.values() if isinstance(value, dict)}
+    for name, value in values.items():
+        *parents, last = metadata.paths[name]
+        nest: Any = root
+        for key in parents:
+            nest = nest.setdefault(key, {})
+            if not isinstance(nest, dict) or id(nest) in leaf_ids:
+                break
+        if not isinstance(nest, dict) or id(nest) in leaf_ids or last in nest:
+            found, expected = f"{name!r:.80} at the path of another value", "a path of its own"
+            raise CorruptError(where, found=found, expected=expected, do="fetch it again")
+        nest[last] = value
+    content: dict[str, Any] = _dicts_to_lists(root, leaf_ids, where)
     return Part("dcp", content, unchecked=(METADATA_FILE, *sorted(files.unchecked)))
 
 
@@ -155,21 +170,28 @@ class _Validator:
         self._where, self._metadata = where, metadata
 
     def validate(self) -> ParsedMetadata:
-        names = self._dict("state_dict_metadata")
+        found = self._dict("state_dict_metadata")
         entries = {index: self._storage_entry(info) for index, info in self._dict("storage_data").items()}
-        items = {self._check_name(name): self._check_item(name, item, entries) for name, item in names.items()}
-        return ParsedMetadata(items, self._nest_paths(items))
+        items: dict[str, TensorEntry | StorageEntry] = {}
+        for name, item in found.items():
+            if type(name) is not str:
+                self._reject(f"the name {_short_repr(name)}", "text")
+            items[name] = self._check_item(name, item, entries)
+        planner_data = self._metadata.get("planner_data")
+        paths = planner_data if isinstance(planner_data, dict) else {}
+        nest_paths: dict[str, NestPath] = {}
+        for name in items:
+            path = nest_paths[name] = paths.get(name, (name,))
+            is_path = isinstance(path, tuple) and all(type(key) is str or _is_count(key) for key in path)
+            if not is_path or not 0 < len(path) <= _MAX_PATH_KEYS:
+                self._reject(f"the place {_short_repr(path)} of {name!r:.80} in the nest", "keys and indices")
+        return ParsedMetadata(items, nest_paths)
 
     def _dict(self, name: str) -> dict[Any, Any]:
         value = self._metadata.get(name) if isinstance(self._metadata, Stub) else None
         if not isinstance(value, dict):
             self._reject(f"no {name}", "a checkpoint of torch.distributed.checkpoint")
         return value
-
-    def _check_name(self, name: Any) -> str:
-        if type(name) is not str:
-            self._reject(f"the name {_short_repr(name)}", "text")
-        return name
 
     def _storage_entry(self, info: Any) -> StorageEntry:
         values = [info.get(name) for name in ("relative_path", "offset", "length")] if isinstance(info, Stub) else []
@@ -227,18 +249,6 @@ class _Validator:
             _raise_corrupt(self._where, found, expected, error)
         if count * tensor.dtype.itemsize > sum(chunk.entry.length for chunk in tensor.chunks if all(chunk.sizes)):
             self._reject(f"{name!r:.80} of {count} values in fewer bytes", "an entry with all of them")
-
-    def _nest_paths(self, items: Mapping[str, Any]) -> Mapping[str, NestPath]:
-        planner_data = self._metadata.get("planner_data")
-        paths = planner_data if isinstance(planner_data, dict) else {}
-        out: dict[str, NestPath] = {}
-        for name in items:
-            path = paths.get(name, (name,))
-            is_path = isinstance(path, tuple) and all(type(key) is str or _is_count(key) for key in path)
-            if not is_path or not 0 < len(path) <= _MAX_PATH_KEYS:
-                self._reject(f"the place {_short_repr(path)} of {name!r:.80} in the nest", "keys and indices")
-            out[name] = path
-        return out
 
     def _check_sizes(self, value: Any) -> tuple[int, ...]:
         if not isinstance(value, tuple) or not all(_is_count(size) for size in value) or len(value) > 64:
@@ -392,25 +402,6 @@ def _read_chunk(name: str, chunk: TensorChunk, dtype: torch.dtype, mapped_files:
         where, expected = f"{chunk.entry.file}: {name}", f"{dtype} of shape {list(chunk.sizes)}"
         raise CorruptError(where, found=found, expected=expected, do="fetch it again")
     return value.detach()
-
-
-def _build_nest(values: Mapping[str, Any], paths: Mapping[str, NestPath], where: str) -> dict[str, Any]:
-    """Builds the nest of the values at their paths; an int in a path is an index of a list."""
-    root: dict[Any, Any] = {}
-    leaf_ids = {id(value) for value in values.values() if isinstance(value, dict)}
-    for name, value in values.items():
-        *parents, last = paths[name]
-        nest: Any = root
-        for key in parents:
-            nest = nest.setdefault(key, {})
-            if not isinstance(nest, dict) or id(nest) in leaf_ids:
-                break
-        if not isinstance(nest, dict) or id(nest) in leaf_ids or last in nest:
-            found, expected = f"{name!r:.80} at the path of another value", "a path of its own"
-            raise CorruptError(where, found=found, expected=expected, do="fetch it again")
-        nest[last] = value
-    state: dict[str, Any] = _dicts_to_lists(root, leaf_ids, where)
-    return state
 
 
 def _dicts_to_lists(value: Any, leaf_ids: set[int], where: str) -> Any:

@@ -47,7 +47,7 @@ def scan_directory(directory: Path) -> DirectoryContents:
         CorruptError: an index or a metadata file is damaged, or names files outside its directory.
         StorageError: reading failed.
     """
-    files, empty_directories, ignored_links = _walk(directory)
+    files, empty_directories, ignored_links = list_files(directory)
     parts: dict[Path, str] = {}
     covered: set[Path] = set()
     for path in files:
@@ -61,14 +61,13 @@ def scan_directory(directory: Path) -> DirectoryContents:
             parts[path] = "sharded"
             covered.update(sharded_index.shard_files(path))
     for path in files:
-        if path not in parts and path not in covered:
-            parts[path] = _detect_form(path)
+        if path in parts or path in covered:
+            continue
+        if path.suffix == ".safetensors":  # our files stay as bytes: a manifest may hold their digest
+            parts[path] = "bytes" if safetensors_file.is_ours(path) else "safetensors"
+        else:
+            parts[path] = "torch" if torch_file.is_torch_file(path) else "bytes"
     return DirectoryContents(dict(sorted(parts.items())), files, empty_directories, ignored_links)
-
-
-def list_files(directory: Path) -> list[Path]:
-    """Lists every file below a directory."""
-    return _walk(directory)[0]
 
 
 def read(directory: Path, *, opaque: bool = False) -> Part:
@@ -163,13 +162,12 @@ def no_checkpoint_error(directory: Path) -> NotFoundError:
     """The error to raise for a directory without a checkpoint."""
     found = "no file that holds tensors" if any(directory.iterdir()) else "an empty directory"
     expected = "torch or safetensors files, a DCP directory, or directories of them"
-    return NotFoundError(
-        str(directory), found=found, expected=expected, do="name the directory of a checkpoint or a run"
-    )
+    do = "name the directory of a checkpoint or a run"
+    return NotFoundError(str(directory), found=found, expected=expected, do=do)
 
 
-def _walk(directory: Path) -> tuple[list[Path], list[Path], list[Path]]:
-    """Files, empty directories and ignored links below a directory, each sorted by path."""
+def list_files(directory: Path) -> tuple[list[Path], list[Path], list[Path]]:
+    """Lists files, empty directories and ignored links below a directory, each sorted by path."""
     files: list[Path] = []
     empty_directories: list[Path] = []
     ignored_links: list[Path] = []
@@ -177,7 +175,7 @@ def _walk(directory: Path) -> tuple[list[Path], list[Path], list[Path]]:
         if path.is_symlink() and not path.is_file():
             ignored_links.append(path)
         elif path.is_dir():
-            inner_files, inner_empty, inner_links = _walk(path)
+            inner_files, inner_empty, inner_links = list_files(path)
             is_empty = not (inner_files or inner_empty or inner_links)
             files += inner_files
             empty_directories += [path] if is_empty else inner_empty
@@ -185,12 +183,6 @@ def _walk(directory: Path) -> tuple[list[Path], list[Path], list[Path]]:
         elif path.is_file() and not path.name.startswith(RESERVED):
             files.append(path)
     return files, empty_directories, ignored_links
-
-
-def _detect_form(path: Path) -> str:
-    if path.suffix == ".safetensors":  # our files stay as bytes: a manifest may hold their digest
-        return "bytes" if safetensors_file.is_ours(path) else "safetensors"
-    return "torch" if torch_file.is_torch_file(path) else "bytes"
 
 
 def _read_part(path: Path, form: str, opaque: bool = False) -> Part:

@@ -74,7 +74,7 @@ class SourceCheckpoint:
         return sum({(stat.st_dev, stat.st_ino): stat.st_size for stat in map(os.stat, self._files())}.values())
 
     def _files(self) -> Iterable[Path]:
-        return directory.list_files(self.path) if self.path.is_dir() else [self.path]
+        return directory.list_files(self.path)[0] if self.path.is_dir() else [self.path]
 
     def read(self, *, opaque: bool = False) -> Any:
         """Reads the checkpoint as {"source": its origin, "state": its content}, or one of ours as it was saved.
@@ -100,7 +100,15 @@ class SourceCheckpoint:
         return part.to_state(self.name), part.unchecked
 
     def _read_part(self, opaque: bool) -> Part:
-        return directory.read(self.path, opaque=opaque) if self.path.is_dir() else _read_file(self.path)
+        path = self.path
+        if path.is_dir():
+            return directory.read(path, opaque=opaque)
+        if path.suffix == ".safetensors":
+            return safetensors_file.read(path)
+        if path.suffix in (".pt", ".pth", ".ckpt", ".bin") or torch_file.is_torch_file(path):
+            return torch_file.read(path)
+        expected = "a torch file (.pt, .pth, .bin, .ckpt) or a safetensors file"
+        raise PolicyError(str(path), found="a file of another kind", expected=expected, do="name a checkpoint")
 
 
 @dataclass(frozen=True)
@@ -233,7 +241,22 @@ def _discover_at(path: Path) -> CheckpointSeries:
         )
     if (path / dcp.METADATA_FILE).is_file():
         return single
-    run = _series_in(path)
+    # The children of a directory that are checkpoints with a step in their names
+    checkpoints: list[SourceCheckpoint] = []
+    ignored_paths: list[Path] = []
+    for child in sorted(path.iterdir()):
+        step = None if _SHARD_PATTERN.search(child.name) else step_from_name(child.name)
+        checkpoint = None if step is None else _child_checkpoint(child, step)
+        if checkpoint is None:
+            ignored_paths.append(child)
+        else:
+            checkpoints.append(checkpoint)
+    ignored_paths = [
+        child  # unless a file (`last.ckpt`) is another name of one of the checkpoints
+        for child in ignored_paths
+        if not (child.exists() and any(child.samefile(checkpoint.path) for checkpoint in checkpoints))
+    ]
+    run = CheckpointSeries(checkpoints, ignored_paths, is_run_dir=True)
     has_tensor_files = any(child.suffix in TENSOR_SUFFIXES for child in path.iterdir())
     # a directory with one of the same step in it is one checkpoint: DeepSpeed's `checkpoint-500/global_step500`
     is_engine_checkpoint = has_tensor_files and [c.step for c in run.checkpoints] == [step_from_name(path.name)]
@@ -244,21 +267,6 @@ def _discover_at(path: Path) -> CheckpointSeries:
     if not directory.scan_directory(path).holds_tensors:
         raise directory.no_checkpoint_error(path)
     return single
-
-
-def _series_in(path: Path) -> CheckpointSeries:
-    """The children of a directory that are checkpoints with a step in their names."""
-    checkpoints: list[SourceCheckpoint] = []
-    ignored_paths: list[Path] = []
-    for child in sorted(path.iterdir()):
-        step = None if _SHARD_PATTERN.search(child.name) else step_from_name(child.name)
-        checkpoint = None if step is None else _child_checkpoint(child, step)
-        if checkpoint is None:
-            ignored_paths.append(child)
-        else:
-            checkpoints.append(checkpoint)
-    ignored_paths = [child for child in ignored_paths if not _is_alias(child, checkpoints)]
-    return CheckpointSeries(checkpoints, ignored_paths, is_run_dir=True)
 
 
 def _child_checkpoint(path: Path, step: int) -> SourceCheckpoint | None:
@@ -275,11 +283,6 @@ def _child_checkpoint(path: Path, step: int) -> SourceCheckpoint | None:
         return SourceCheckpoint(step, path) if directory.scan_directory(path).holds_tensors else None
     except ShrinkpointError as error:
         return BrokenCheckpoint(step, path, error)
-
-
-def _is_alias(path: Path, checkpoints: Iterable[SourceCheckpoint]) -> bool:
-    """True if a file (`last.ckpt`) is another name of one of the checkpoints."""
-    return path.exists() and any(path.samefile(checkpoint.path) for checkpoint in checkpoints)
 
 
 def _native_checkpoint(path: Path) -> SourceCheckpoint | None:
@@ -323,12 +326,3 @@ def _store_checkpoints(path: Path, storage: Storage) -> Iterator[SourceCheckpoin
         raise NotFoundError(str(path), found="no checkpoint", expected="a store with some", do="save one first")
     yield from (StoreCheckpoint(step, path) for step in listing.visible)
     yield from (BrokenNativeCheckpoint(step, path, error) for step, error in listing.broken.items())
-
-
-def _read_file(path: Path) -> Part:
-    if path.suffix == ".safetensors":
-        return safetensors_file.read(path)
-    if path.suffix in (".pt", ".pth", ".ckpt", ".bin") or torch_file.is_torch_file(path):
-        return torch_file.read(path)
-    expected = "a torch file (.pt, .pth, .bin, .ckpt) or a safetensors file"
-    raise PolicyError(str(path), found="a file of another kind", expected=expected, do="name a checkpoint")

@@ -99,7 +99,11 @@ class Importer:
         manifest = self._store.scan().visible.get(checkpoint.step)
         done = manifest is not None and self._is_stored(checkpoint, state, manifest)
         if manifest is None or not done:
-            self._load_parent(checkpoint.step)
+            # the newest earlier checkpoint, if an interrupted conversion left one, so that its chain continues
+            earlier = [step for step in self._store.steps() if step < checkpoint.step]
+            if earlier and self._parent_step != earlier[-1]:
+                self._store.load(earlier[-1])
+                resume_scheme(self._scheme, self._store.manifest(earlier[-1]).loss)
             note = f"converted from {checkpoint.name}"
             self._store.save(checkpoint.step, state, scheme=self._scheme, note=note, fill_in=True)
             self._parent_step = checkpoint.step
@@ -122,7 +126,14 @@ class Importer:
 
         If forced, nothing is raised and values are compared too; else `verify_import` compares them.
         """
-        difference = self._structure_difference(state, manifest)
+        key = manifest.key(manifest.payloads[0].name)
+        try:
+            with self._storage.open(key) as source:
+                reader = FileReader(source, self._storage.describe(key))
+            shapes = {info.name: info.shape for head in reader.records for info in head.infos}
+            difference = describe_structure_difference(state, reader.tree, shapes)
+        except ShrinkpointError as error:
+            difference = str(error)
         if self._force:
             return not difference and self._has_values(state, manifest)
         if difference:
@@ -130,16 +141,6 @@ class Importer:
             where = f"{self._storage.describe()}, step {checkpoint.step}"
             raise PolicyError(where, found=found, expected=expected, do=_HOW_TO_REPLACE)
         return True
-
-    def _structure_difference(self, state: FlatState, manifest: Manifest) -> str:
-        key = manifest.key(manifest.payloads[0].name)
-        try:
-            with self._storage.open(key) as source:
-                reader = FileReader(source, self._storage.describe(key))
-            shapes = {info.name: info.shape for head in reader.records for info in head.infos}
-            return describe_structure_difference(state, reader.tree, shapes)
-        except ShrinkpointError as error:
-            return str(error)
 
     def _has_values(self, state: FlatState, manifest: Manifest) -> bool:
         """True if a stored checkpoint has the values of a state; of a lossy one, or one that is broken, never."""
@@ -150,14 +151,6 @@ class Importer:
             return not describe_difference(state, decoded)
         except ShrinkpointError:
             return False
-
-    def _load_parent(self, step: int) -> None:
-        """Loads the newest earlier checkpoint, if an interrupted conversion left one, so that its chain continues."""
-        steps = [earlier for earlier in self._store.steps() if earlier < step]
-        if not steps or self._parent_step == steps[-1]:
-            return
-        self._store.load(steps[-1])
-        resume_scheme(self._scheme, self._store.manifest(steps[-1]).loss)
 
 
 def import_to_file(checkpoint: SourceCheckpoint, out: Path, scheme: Scheme, *, opaque: bool, verify: bool) -> ImportRow:

@@ -68,7 +68,13 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], info: Mapping[str, An
         if type(name) is not str or not isinstance(tensor, torch.Tensor):
             found, do = f"{type(tensor).__name__} under the key {name!r:.80}", "write a torch file"
             raise PolicyError(str(path), found=found, expected="tensors by name", do=do)
-        rows[name] = copy_if_shared(tensor, storage_pointers)
+        # A tensor that is not contiguous and alone in its memory is copied: safetensors shares no memory
+        tensor = tensor.detach()
+        storage = tensor.untyped_storage()
+        fills_storage = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes
+        is_alone = fills_storage and storage.data_ptr() not in storage_pointers
+        storage_pointers.add(storage.data_ptr())
+        rows[name] = tensor if is_alone else tensor.clone(memory_format=torch.contiguous_format)
     try:
         save_file(rows, path, info.get("metadata"))
     except OSError as error:
@@ -80,17 +86,3 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], info: Mapping[str, An
             raise storage_error(str(path), "writing", disk_error) from error
         found = f"a state that safetensors does not take ({error})"
         raise PolicyError(str(path), found=found, expected="its dtypes", do="write a torch file") from error
-
-
-def copy_if_shared(tensor: torch.Tensor, storage_pointers: set[int]) -> torch.Tensor:
-    """The tensor itself if it is contiguous and alone in its memory, else a copy: safetensors shares no memory.
-
-    Args:
-        storage_pointers: addresses of the memory of previous tensors; that of this tensor is added.
-    """
-    tensor = tensor.detach()
-    storage = tensor.untyped_storage()
-    fills_storage = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes
-    is_alone = fills_storage and storage.data_ptr() not in storage_pointers
-    storage_pointers.add(storage.data_ptr())
-    return tensor if is_alone else tensor.clone(memory_format=torch.contiguous_format)

@@ -84,7 +84,20 @@ def load_checked(file: Path | IO[bytes], where: str) -> tuple[Any, bool]:
     """
     has_checksums = _check_records(file, where)
     _check_pickles(file, where)
-    return _load_plain(file, where), has_checksums
+    try:
+        is_mapped = False
+        if isinstance(file, Path):
+            with file.open("rb") as opened:
+                is_mapped = opened.read(4) == _ZIP_MAGIC
+        with warnings.catch_warnings(), torch.serialization.safe_globals(_STUBS):
+            warnings.simplefilter("ignore")  # of complex32, of files of old releases
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_mapped)
+        size = file.stat().st_size if isinstance(file, Path) else file.seek(0, os.SEEK_END)
+        return _StubReplacer(size).replace(content, frozenset()), has_checksums
+    except Exception as error:  # torch raises errors of many types for damaged bytes
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise storage_error(where, "reading", error) from error
+        raise _load_error(file, where, error) from error
 
 
 def _check_records(file: Path | IO[bytes], where: str) -> bool:
@@ -142,24 +155,6 @@ def _opened(file: Path | IO[bytes]) -> Iterator[IO[bytes]]:
         yield file
     finally:
         file.seek(0)
-
-
-def _load_plain(file: Path | IO[bytes], where: str) -> Any:
-    """Calls `torch.load(weights_only=True)`, which here also takes numpy values; raises as `read` does."""
-    try:
-        is_mapped = False
-        if isinstance(file, Path):
-            with file.open("rb") as opened:
-                is_mapped = opened.read(4) == _ZIP_MAGIC
-        with warnings.catch_warnings(), torch.serialization.safe_globals(_STUBS):
-            warnings.simplefilter("ignore")  # of complex32, of files of old releases
-            content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_mapped)
-        size = file.stat().st_size if isinstance(file, Path) else file.seek(0, os.SEEK_END)
-        return _StubReplacer(size).replace(content, frozenset())
-    except Exception as error:  # torch raises errors of many types for damaged bytes
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            raise storage_error(where, "reading", error) from error
-        raise _load_error(file, where, error) from error
 
 
 def write(path: Path, content: Any) -> None:

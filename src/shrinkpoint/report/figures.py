@@ -53,7 +53,8 @@ class Chart:
         """(percent of the width, text)."""
         low, high = self._steps
         steps = [step for step in linear_ticks(low, high, 6) if step == int(step)]
-        return [(_percent(self._x(step)), _step_label(int(step), high)) for step in steps]
+        texts = [f"{step / 1000:g}k" if high >= 20_000 else f"{int(step):,}" for step in steps]
+        return [(_percent(self._x(step)), text) for step, text in zip(steps, texts, strict=True)]
 
     @property
     def y_ticks(self) -> list[tuple[float, str]]:
@@ -88,9 +89,9 @@ class Chart:
     @cached_property
     def _values(self) -> tuple[float, float]:
         values = [value for _, value in self._points] or [1.0]
-        return (
-            (min(values) / 1.3, max(values) * 1.3) if self.log else (min(0.0, *values), 1.05 * max(0.0, *values) or 1.0)
-        )
+        if self.log:
+            return min(values) / 1.3, max(values) * 1.3
+        return min(0.0, *values), 1.05 * max(0.0, *values) or 1.0
 
     def _x(self, step: float) -> float:
         low, high = self._steps
@@ -101,10 +102,6 @@ class Chart:
         if self.log:
             low, high, value = math.log(low), math.log(high), math.log(value)
         return _SIDE * (high - value) / (high - low)
-
-
-def _step_label(step: int, highest: float) -> str:
-    return f"{step / 1000:g}k" if highest >= 20_000 else f"{step:,}"
 
 
 def linear_ticks(low: float, high: float, count: int = 4) -> list[float]:
@@ -357,7 +354,8 @@ def tensor_boxes(rows: Sequence[TensorRow]) -> list[Box]:
 
 
 def _boxes(parent: str, children: dict[str, list[Node]], width: float, height: float, least: float) -> list[Box]:
-    nodes = sorted((node for node in children.get(parent, ()) if node.stored_bytes > least), key=_by_size)
+    nodes = [node for node in children.get(parent, ()) if node.stored_bytes > least]
+    nodes.sort(key=lambda node: (-node.stored_bytes, node.label))
     boxes = []
     for node, (x, y, w, h) in zip(nodes, squarify([node.stored_bytes for node in nodes], width, height), strict=True):
         places = zip(("left", "top", "width", "height"), (x / width, y / height, w / width, h / height), strict=True)
@@ -373,10 +371,6 @@ def _boxes(parent: str, children: dict[str, list[Node]], width: float, height: f
             box.boxes = _boxes(node.id, children, w, h - _LABEL, least)
         boxes.append(box)
     return boxes
-
-
-def _by_size(node: Node) -> tuple[int, str]:
-    return -node.stored_bytes, node.label
 
 
 def squarify(values: Sequence[float], width: float, height: float) -> list[tuple[float, float, float, float]]:
