@@ -18,10 +18,10 @@ from triton.runtime import JITFunction, driver
 from shrinkpoint.comm.compressors.base import CompressorContext
 from shrinkpoint.comm.compressors.index_coding import index_code
 from shrinkpoint.comm.spec import parse
-from shrinkpoint.device import block_float, feedback, hadamard, indices, kernels, normal_float, row_sums, uniform
+from shrinkpoint.device import block_float, feedback, hadamard, indices, kernels, normal_float, uniform
 from shrinkpoint.device.rows import flat_rows
 
-MODULES = (block_float, feedback, hadamard, indices, normal_float, row_sums, uniform)
+MODULES = (block_float, feedback, hadamard, indices, normal_float, uniform)
 EVERY = ("q4:64", "q7:100:dither", "q8:16:dither", "q3", "n4:64", "n1:16", "block8:4096", "h256(q1:row)")
 """Specs that start every kernel."""
 LARGE = {"_merge_extents", "_encode_indices", "_unpack_fields", "_unpack_bits", "_place_indices"}

@@ -19,9 +19,7 @@ from shrinkpoint.device.arithmetic import (
     store_codes,
     store_values,
 )
-from shrinkpoint.device.groups import GroupWire
-from shrinkpoint.device.launch import launch
-from shrinkpoint.device.rows import Rows, new_messages
+from shrinkpoint.device.rows import GroupWire, Rows, launch, new_messages
 
 _MAGIC = tl.constexpr(1.5 * 2**23)
 """Added to a small float32, it leaves the nearest integer, halves to even, in the low bits of the sum."""

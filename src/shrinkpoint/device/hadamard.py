@@ -10,8 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from shrinkpoint.device.arithmetic import NAN_WORD, as_float, ceil_div, load_values, row_offset, store_values
-from shrinkpoint.device.launch import BLOCK, launch
-from shrinkpoint.device.rows import Rows
+from shrinkpoint.device.rows import BLOCK, Rows, launch
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shrinkpoint.device.launch import BLOCK, launch
+from shrinkpoint.device.rows import BLOCK, launch
 
 MAX_INDEX = 1 << 31
 """Kernels code indices below this number."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from shrinkpoint.device.block_float import decode_blocks, encode_blocks
-from shrinkpoint.device.feedback import add_residuals, store_residuals
-from shrinkpoint.device.groups import GroupWire
+from shrinkpoint.device.feedback import add_residuals, store_residuals, sum_rows
 from shrinkpoint.device.hadamard import rotate, rotate_back
 from shrinkpoint.device.indices import decode_bitmap, decode_fields, encode_indices
 from shrinkpoint.device.normal_float import decode_normal, encode_normal
-from shrinkpoint.device.row_sums import sum_rows
+from shrinkpoint.device.rows import GroupWire
 from shrinkpoint.device.uniform import UniformWire, decode_uniform, encode_uniform
 
 __all__ = [

@@ -28,9 +28,7 @@ from shrinkpoint.device.arithmetic import (
     store_codes,
     store_values,
 )
-from shrinkpoint.device.groups import GroupWire
-from shrinkpoint.device.launch import launch
-from shrinkpoint.device.rows import Rows, new_messages
+from shrinkpoint.device.rows import GroupWire, Rows, launch, new_messages
 
 
 @triton.jit

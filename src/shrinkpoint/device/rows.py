@@ -1,8 +1,9 @@
-"""Tensors of one length that a kernel reads or writes in one launch."""
+"""Tensors of one length that a kernel reads or writes in one launch, grids over them, and the launch itself."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -14,6 +15,10 @@ from shrinkpoint.device import kernels_for, run_kernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """The dtypes of values that kernels read and write."""
+BLOCK = 2048
+"""The number of values of a program, unless a group is larger."""
+NUM_WARPS = 8
+"""With 8 values a thread, encoding `n4:64` takes 88 registers on sm_90: two programs fit on a multiprocessor."""
 ALIGN = 16
 """Messages that are encoded together lie at multiples of this number of bytes."""
 
@@ -35,6 +40,48 @@ class Rows:
     @property
     def device(self) -> torch.device:
         return self.first.device
+
+
+@dataclass(frozen=True)
+class GroupWire:
+    """The layout of a message: heads of groups, then bit planes of codes."""
+
+    numel: int  # The number of values
+    group: int  # The number of values of a group: a power of two, 16 to 4096
+    bits: int  # Of a code
+    head_bytes: int  # Of a group
+    centers: tuple[float, ...] = ()  # Magnitudes that codes of `NormalFloat` decode to, exact in float32
+
+    @property
+    def groups(self) -> int:
+        return -(-self.numel // self.group)
+
+    @property
+    def size(self) -> int:
+        return self.head_bytes * self.groups + -(-self.numel // 64) * 8 * self.bits
+
+    @property
+    def block(self) -> int:
+        return max(self.group, BLOCK)
+
+    def grid(self, rows: Rows) -> tuple[int, int]:
+        return -(-self.numel // self.block), rows.count
+
+    def options(self) -> dict[str, Any]:
+        return {"BITS": self.bits, "LOG_GROUP": self.group.bit_length() - 1, "BLOCK": self.block}
+
+    def decode_arguments(self, wires: Rows, outs: Rows) -> tuple[Tensor | int, ...]:
+        return wires.first, outs.first, wires.stride, wires.hole, outs.stride, outs.hole, self.numel
+
+
+def launch(kernel: Any, grid: tuple[int, int], device: torch.device, *arguments: Any, **options: Any) -> None:
+    """Start `grid` programs of a kernel: blocks of a row, then rows. Like native code, they fuse no multiply-adds.
+
+    Args:
+        options: the kernel's compile-time values.
+    """
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[grid](*arguments, **options, num_warps=NUM_WARPS, enable_fp_fusion=False)
 
 
 def flat_rows(tensors: Sequence[Tensor]) -> Rows:

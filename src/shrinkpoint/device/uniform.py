@@ -31,8 +31,7 @@ from shrinkpoint.device.arithmetic import (
     store_codes,
     store_values,
 )
-from shrinkpoint.device.launch import BLOCK, launch
-from shrinkpoint.device.rows import Rows, new_messages, seed_tensor
+from shrinkpoint.device.rows import BLOCK, Rows, launch, new_messages, seed_tensor
 
 MAX_GROUP = 4096
 """The largest group that a program encodes by itself."""
