@@ -234,11 +234,7 @@ class ThreadedAllReduce(BackgroundAllReduce):
             transfer.sends.append(self._group.send([message], rank, transfer.receives[hop].tag))
 
     def _post_receives(self, index: int) -> tuple[_Receives, _Receives] | None:
-        """Post the receives of both hops of a segment, unless that was done in this step.
-
-        Returns:
-            The receives; None if the segment is averaged already, or if its dtype is not known yet.
-        """
+        """Post the receives of both hops, once in a step; None if they were used, or the dtype is not known yet."""
         with self._receives_lock:
             if index not in self._receives and index in self._dtypes:
                 segment, dtype = self._segments[index], self._dtypes[index]

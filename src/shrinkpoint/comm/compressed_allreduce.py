@@ -54,10 +54,8 @@ class _P2PExchange:
 
     On gloo the notice that a rank is ready to receive shares a connection with what that rank sends: a receive that is
     posted after a send waits for it, and two ranks that do so send one after the other, as in gloo's own collectives.
-    So receives are posted first. All ranks must make their exchanges in the same order.
-
-    Args:
-        send_tensors, recv_tensors: a contiguous tensor for each rank of the group; this rank's own are not used.
+    So receives are posted first. All ranks must make their exchanges in the same order. Tensors are contiguous, one for
+    each rank; this rank's own are not used.
     """
 
     def __init__(
@@ -200,38 +198,30 @@ class CompressedCollective:
         self, rows: Sequence[Tensor], state: _LayoutState, infos: Sequence[MessageInfo], *, copies: int = 1
     ) -> list[Tensor]:
         """Pack tensors of one shape and dtype: in a few launches on a device that has kernels, else one by one."""
-        if rows and rows[0].device.type in device.DEVICE_TYPES and self._has_kernels(rows, state):
-            messages = self._pack_at_once(rows, state, infos, copies)
-            if messages is not None:
-                return messages
-        return [self._pack(row, state, info, copies=copies) for row, info in zip(rows, infos, strict=True)]
-
-    def _pack_at_once(
-        self, rows: Sequence[Tensor], state: _LayoutState, infos: Sequence[MessageInfo], copies: int
-    ) -> list[Tensor] | None:
-        sender, count = state.sender, self.stats.nonfinite_counter(rows[0].device)
-        with self.stats.timing("encode", rows[0].device):
-            messages = sender.pack_rows(rows, infos, count)
+        sender, messages = state.sender, None
+        if rows and rows[0].device.type in device.DEVICE_TYPES and self._has_kernels(rows[0], state):
+            count = self.stats.nonfinite_counter(rows[0].device)
+            with self.stats.timing("encode", rows[0].device):
+                messages = sender.pack_rows(rows, infos, count)
         if messages is None:
-            return None
+            return [self._pack(row, state, info, copies=copies) for row, info in zip(rows, infos, strict=True)]
         size, padded = sender.wire_bytes(rows[0].shape, rows[0].dtype, infos[0]), messages[0].wire.numel()
+        options: dict[str, Any] = {"sample_every": SAMPLE_INTERVAL, "copies": copies, "nonfinite": 0}
         for row, message, info in zip(rows, messages, infos, strict=True):
             sent = PackedMessage(message.wire[:size], message.decoded)
-            self.stats.add_packed(
-                row, sent, padded, sender, info, sample_every=SAMPLE_INTERVAL, copies=copies, nonfinite=0
-            )
+            self.stats.add_packed(row, sent, padded, sender, info, **options)
         return [message.wire for message in messages]
 
     @staticmethod
-    def _has_kernels(rows: Sequence[Tensor], state: _LayoutState) -> bool:
-        """True if messages of these rows may be encoded and decoded at once."""
-        return state.feedback.compressor.has_kernels and kernels_for(rows[0].device) is not None
+    def _has_kernels(row: Tensor, state: _LayoutState) -> bool:
+        """True if messages of rows like this one may be encoded and decoded at once."""
+        return state.feedback.compressor.has_kernels and kernels_for(row.device) is not None
 
     def _unpack_rows(
         self, wires: Sequence[Tensor], outs: Sequence[Tensor], state: _LayoutState, infos: Sequence[MessageInfo]
     ) -> None:
         """Unpack messages into tensors of one shape and dtype, as `_pack_rows` packs them."""
-        if outs and outs[0].device.type in device.DEVICE_TYPES and self._has_kernels(outs, state):
+        if outs and outs[0].device.type in device.DEVICE_TYPES and self._has_kernels(outs[0], state):
             size = state.receiver.wire_bytes(outs[0].shape, outs[0].dtype, infos[0])
             with self.stats.timing("decode", outs[0].device):
                 if state.receiver.unpack_rows([wire[:size] for wire in wires], outs, infos):
@@ -293,7 +283,7 @@ class CompressedReduceScatter(CompressedCollective):
             self._message_info(encoded.layout, encoded.count, source, rank, source) for source in range(len(received))
         ]
         is_on_device = own_row.device.type in device.DEVICE_TYPES
-        if is_on_device and len(received) > 1 and self._has_kernels([own_row], encoded.state):
+        if is_on_device and len(received) > 1 and self._has_kernels(own_row, encoded.state):
             return self._decode_at_once(encoded, received, infos, rank, sum_dtype)
         for source, (message, info) in enumerate(zip(received, infos, strict=True)):
             is_own = source == rank
@@ -454,7 +444,8 @@ class CompressedAllReduce:
         link_stats: dict[str, LinkStats] | None = None,
     ) -> None:
         self.link_stats = link_stats or {"first hop": LinkStats(), "second hop": LinkStats()}
-        first, last = _feedback_pair(compressor, average_compressor)
+        first = as_feedback(compressor)
+        last = first if average_compressor is None else as_feedback(average_compressor)
         self.reduce_scatter = CompressedReduceScatter(first, self.link_stats["first hop"], name=f"{name} first")
         self.all_gather = CompressedAllGather(last, self.link_stats["second hop"], name=f"{name} second")
 
@@ -521,13 +512,6 @@ class CompressedAllReduce:
         """Begin without memories, as if so many averages of each layout had been made."""
         for hop in self.hops:
             hop.restart(counts)
-
-
-def _feedback_pair(
-    compressor: CompressorLike, average_compressor: CompressorLike
-) -> tuple[ErrorFeedback, ErrorFeedback]:
-    feedback = as_feedback(compressor)
-    return feedback, feedback if average_compressor is None else as_feedback(average_compressor)
 
 
 def reduce_numbers(

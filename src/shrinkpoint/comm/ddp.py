@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shrinkpoint import validate
 from shrinkpoint.comm.background_allreduce import BackgroundAllReduce, HierarchicalAllReduce, NodeGroups
-from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce, check_hops
+from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce, check_hops, is_gloo
 from shrinkpoint.comm.error_feedback import ErrorFeedback
 from shrinkpoint.comm.gradient_averaging import GradientAveraging, not_replayable
 from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL, GradientCollector, GradientLayout, Segment
@@ -21,8 +21,8 @@ from shrinkpoint.comm.gradient_record import AverageRecord
 from shrinkpoint.comm.link import CompressorLike, LinkStats, NonfinitePolicy
 from shrinkpoint.comm.low_rank import LowRank
 from shrinkpoint.comm.low_rank_allreduce import LowRankAllReduce, LowRankState, MatrixLayout
-from shrinkpoint.comm.moment_allreduce import MomentAllReduce, make_moment_all_reduce
-from shrinkpoint.comm.moment_steps import MomentSteps
+from shrinkpoint.comm.moment_allreduce import MomentAllReduce
+from shrinkpoint.comm.moment_steps import MomentSteps, SecondMoments, SegmentRoots
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ConfigCheck, replica_check
 from shrinkpoint.comm.spec import parse
 from shrinkpoint.errors import MismatchError, PolicyError
@@ -172,11 +172,24 @@ class DDPCompression(GradientAveraging[AverageRecord]):
         self._model = weakref.ref(model)  # its reducer has this object, which no garbage collector sees
 
     def _make_moments(self, steps: MomentSteps, optimizer: object, parameters: Sequence[Tensor]) -> MomentAllReduce:
+        where, group, ranks_per_node = f"compress_ddp, {steps}", self._group, self._ranks_per_node
         if self._average_compressor is not None:
             problem, advice = f"{steps} and average_compressor={self._average_compressor}", "leave out one of them"
             raise PolicyError("compress_ddp", found=problem, expected="steps on both hops", do=advice)
-        groups = self._group, self._ranks_per_node
-        return make_moment_all_reduce(steps, optimizer, self._layout, parameters, groups, self.link_stats)
+        if optimizer is None:
+            advice = f'write compress_ddp(model, "{steps}", optimizer=optimizer), or take "q4:64"'
+            expected = "the one that has the second moments"
+            raise PolicyError(where, found="no optimizer", expected=expected, do=advice)
+        devices = [segment.device for segment in self._layout.segments if not is_gloo(group, segment.device)]
+        if devices:
+            found, expected = (
+                f"gradients on {devices[0]}, or a group without gloo",
+                "gradients on a CPU that gloo sends",
+            )
+            raise PolicyError(where, found=found, expected=expected, do='take "q4:64", which has kernels')
+        sizes = group.size() // ranks_per_node, group.rank() % ranks_per_node, ranks_per_node
+        roots = SegmentRoots(self._layout, parameters, SecondMoments(optimizer))
+        return MomentAllReduce(steps, roots, self._layout, sizes, self.link_stats)
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Start to average the gradients of one bucket in its own buffer: the communication hook.
@@ -333,7 +346,27 @@ class DDPCompression(GradientAveraging[AverageRecord]):
             PolicyError: the gradients do not follow from these bytes alone, or they are kept for another journal; a
                 compressor, since what is kept is what was sent.
         """
-        self._check_recordable()
+        problem = advice = ""
+        if self._low_rank is not None:
+            problem, advice = f"{self._low_rank.spec}, whose factors each rank remembers", 'use "q4:64"'
+        elif self._moments is not None:
+            problem, advice = f"{self._moments.spec}, whose steps are not on the wire", 'use "q4:64"'
+        elif self._ranks_per_node > 1:
+            problem, advice = "averages of which each rank decodes a share", "leave out ranks_per_node"
+        elif not (last := self._all_reduce.all_gather.feedback).has_stateless_receiver:
+            problem = f"{last} on the second hop, where each rank remembers what it has received"
+            advice = f'compress with "ef({last.compressor})", or set average_compressor="{last.compressor}"'
+        elif self.model.find_unused_parameters:
+            problem, advice = "find_unused_parameters=True: which have no gradient is not on the wire", "use them all"
+        elif getattr(self.model, "mixed_precision", None) is not None:
+            problem, advice = "gradients in another dtype than their parameters", "use torch.autocast"
+        else:
+            trained = [name for name, p in self.module.named_parameters() if p.requires_grad]
+            ignored = [name for name in trained if name in self.model.parameters_to_ignore]
+            if ignored:
+                problem, advice = f"{ignored[0]}, which DDP ignores", "freeze it, or let DDP average it"
+        if problem:
+            raise not_replayable(problem, advice)
         self._check_not_recorded()
         if compressor is not None:
             found, advice = f"shard_compressor={compressor}", "leave it out: DDP keeps what it has sent"
@@ -357,29 +390,6 @@ class DDPCompression(GradientAveraging[AverageRecord]):
             segments = [segment for segment in self._layout.segments if segment.is_exact == bool(is_exact)]
             all_reduce.restart({segment.name: counts for segment in segments if counts})
         self._config_check = self._make_config_check()
-
-    def _check_recordable(self) -> None:
-        problem = advice = ""
-        if self._low_rank is not None:
-            problem, advice = f"{self._low_rank.spec}, whose factors each rank remembers", 'use "q4:64"'
-        elif self._moments is not None:
-            problem, advice = f"{self._moments.spec}, whose steps are not on the wire", 'use "q4:64"'
-        elif self._ranks_per_node > 1:
-            problem, advice = "averages of which each rank decodes a share", "leave out ranks_per_node"
-        elif not (last := self._all_reduce.all_gather.feedback).has_stateless_receiver:
-            problem = f"{last} on the second hop, where each rank remembers what it has received"
-            advice = f'compress with "ef({last.compressor})", or set average_compressor="{last.compressor}"'
-        elif self.model.find_unused_parameters:
-            problem, advice = "find_unused_parameters=True: which have no gradient is not on the wire", "use them all"
-        elif getattr(self.model, "mixed_precision", None) is not None:
-            problem, advice = "gradients in another dtype than their parameters", "use torch.autocast"
-        else:
-            trained = [name for name, p in self.module.named_parameters() if p.requires_grad]
-            ignored = [name for name in trained if name in self.model.parameters_to_ignore]
-            if ignored:
-                problem, advice = f"{ignored[0]}, which DDP ignores", "freeze it, or let DDP average it"
-        if problem:
-            raise not_replayable(problem, advice)
 
     def config(self) -> dict[str, Any]:
         """The configuration that all ranks, and a state to load, must have in common."""
@@ -438,11 +448,7 @@ def _check_model(model: object) -> None:
 
 
 def _apply_before(function: BucketFunction, bucket: Any) -> None:
-    """Replace the gradients of a bucket by the result of a user's function, and wait for it if that is a future.
-
-    Raises:
-        PolicyError: it returned something else, or a tensor of another shape.
-    """
+    """Replace the gradients of a bucket by the result of a user's function, and wait for it if that is a future."""
     result: Any = function(bucket)
     if isinstance(result, torch._C.Future):  # the base of torch.futures.Future and of a collective's future
         result = result.wait()

@@ -176,16 +176,6 @@ class FSDPCompression(GradientAveraging[ShardRecord]):
             MismatchError: it has another configuration, or is of another rank, whose messages have lost something else;
                 or, at the next message, ranks loaded different steps.
         """
-        self._check_state(state)
-        for name, saved_state in state["all_gather"].items():
-            self._gathers[name].load_state_dict(saved_state)
-        for name, saved_state in state["reduce_scatter"].items():
-            self._reduce_scatters[name].scatter.load_state_dict(saved_state)
-        for name, saved_state in state.get("all_reduce", {}).items():
-            self._all_reduces[name].all_reduce.load_state_dict(saved_state)
-        self._config_checks = self._make_config_checks()
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
         own = self.state_dict()
         self._check_common_state(state, own)
         for kind in ("all_gather", "reduce_scatter", "all_reduce"):
@@ -196,6 +186,13 @@ class FSDPCompression(GradientAveraging[ShardRecord]):
             for name, saved_state in saved_states.items():
                 check = check_hops if kind == "all_reduce" else check_layouts
                 check(f"compress_fsdp, {kind} of {name or 'the root'}", saved_state)
+        for name, saved_state in state["all_gather"].items():
+            self._gathers[name].load_state_dict(saved_state)
+        for name, saved_state in state["reduce_scatter"].items():
+            self._reduce_scatters[name].scatter.load_state_dict(saved_state)
+        for name, saved_state in state.get("all_reduce", {}).items():
+            self._all_reduces[name].all_reduce.load_state_dict(saved_state)
+        self._config_checks = self._make_config_checks()
 
     def _feedbacks(self) -> Iterable[ErrorFeedback]:
         return [collective.feedback for collective in self._collectives().values()]
@@ -256,17 +253,6 @@ class FSDPCompression(GradientAveraging[ShardRecord]):
         """Compare the configuration of the ranks of a group, before its first message."""
         if id(group) in self._config_checks:
             self._config_checks.pop(id(group)).check()
-
-    def end_reduction(self, name: str, shard: Tensor, group: dist.ProcessGroup) -> None:
-        """Called after the gradients of a module were summed; a PolicyError if they must be finite and are not."""
-        if self._nonfinite != "raise":
-            return
-        count = reduce_numbers([float(shard.isfinite().logical_not().sum())], group, shard.device)
-        if name in self._replicate_groups:  # whose ranks would wait for an average
-            count = reduce_numbers(count, self._replicate_groups[name], shard.device)
-        if count[0]:
-            advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
-            raise PolicyError(f"gradients of {name or 'the root'}", found="values that are not finite", do=advice)
 
     def _named_shards(self) -> list[tuple[str, Tensor]]:
         for module in self._root.modules():
@@ -343,26 +329,31 @@ class _ReduceScatter(_CommAllocator):
         # Complex gradients cannot be rounded.
         is_exact = not input_tensor.is_floating_point() or rows.shape[1] < max(self._min_numel, 1)
         scatter = self._uncompressed if is_exact else self.scatter
-        output_tensor.copy_(_apply_reduce_op_(scatter(rows, group, f"{rows.shape[1]}"), op, group.size()))
-        self._compression.end_reduction(self._name, output_tensor, group)
+        kinds: Any = dist.ReduceOp.RedOpType
+        total, kind = scatter(rows, group, f"{rows.shape[1]}"), getattr(op, "op", op)
+        if kind == kinds.AVG:
+            total.div_(group.size())
+        elif kind == kinds.PREMUL_SUM:
+            total.mul_(op.factor)
+        elif kind != kinds.SUM:
+            expected, advice = "SUM, AVG or PREMUL_SUM", "reduce by one of these"
+            raise PolicyError("reduce-scatter", found=str(kind), expected=expected, do=advice)
+        output_tensor.copy_(total)
+        if self._compression._nonfinite == "raise":
+            count = reduce_numbers([float(output_tensor.isfinite().logical_not().sum())], group, output_tensor.device)
+            replicas = self._compression._replicate_groups.get(self._name)
+            if replicas is not None:  # its ranks would wait for an average
+                count = reduce_numbers(count, replicas, output_tensor.device)
+            if count[0]:
+                advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
+                where = f"gradients of {self._name or 'the root'}"
+                raise PolicyError(where, found="values that are not finite", do=advice)
 
 
 class _ReplicaAllReduce:
     """Averages the gradient shards of one module over its replicas, instead of torch's own all-reduce.
 
     For torch the module is then sharded in one dimension, with a hook of a user that runs after each reduce-scatter.
-
-    Args:
-        param_group: FSDP2's parameter group of the module.
-        all_reduce: what averages.
-        min_numel: smaller shards are sent uncompressed.
-        check_config: called with the replicas before each message.
-
-    Attributes:
-        group: the replicas.
-
-    Raises:
-        PolicyError: this release of torch has no such hook, or the user has set one.
     """
 
     def __init__(
@@ -407,20 +398,6 @@ class _ReplicaAllReduce:
 def _is_counts(value: JSON) -> TypeGuard[dict[str, dict[str, int]]]:
     layouts = value.values() if isinstance(value, dict) else [None]
     return all(isinstance(x, dict) and all(type(n) is int and n >= 0 for n in x.values()) for x in layouts)
-
-
-def _apply_reduce_op_(total: Tensor, op: Any, world_size: int) -> Tensor:
-    """Turn a sum into the result of a reduction, in place, and return it."""
-    kinds: Any = dist.ReduceOp.RedOpType
-    kind = getattr(op, "op", op)
-    if kind == kinds.AVG:
-        return total.div_(world_size)
-    if kind == kinds.PREMUL_SUM:
-        return total.mul_(op.factor)
-    if kind != kinds.SUM:
-        expected, advice = "SUM, AVG or PREMUL_SUM", "reduce by one of these"
-        raise PolicyError("reduce-scatter", found=str(kind), expected=expected, do=advice)
-    return total
 
 
 def _check_param_group(name: str, param_group: Any, is_lossy: bool) -> None:

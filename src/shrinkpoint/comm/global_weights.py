@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shrinkpoint import _native, validate
-from shrinkpoint.comm.compressors.layout import count_nonfinite
 from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL, GradientCollector, GradientLayout
 from shrinkpoint.errors import MismatchError
 from shrinkpoint.tensors.dtypes import tensor_bytes
@@ -61,15 +60,6 @@ class GlobalWeights:
         """Free the pseudo-gradients."""
         for weights in self.tensors.values():
             weights.grad = None
-
-    def find_nonfinite(self) -> tuple[str, int] | None:
-        """The name of the first tensor whose pseudo-gradient is not finite, and how many of its values are not."""
-        for name, weights in self.tensors.items():
-            assert weights.grad is not None
-            count = int(count_nonfinite(weights.grad))
-            if count:
-                return name, count
-        return None
 
     def average_gradients(self, average: Callable[[Tensor, str], Tensor]) -> None:
         """Replace the pseudo-gradients by their averages over the ranks.

@@ -95,13 +95,7 @@ class GradientAveraging(ABC, Generic[RecordT]):
     def _check_common_state(self, state: object, own: Mapping[str, Any]) -> None:
         """Check the parts of a state that the handles of replicas and of shards have in common.
 
-        Args:
-            own: what `state_dict` returns now.
-
-        Raises:
-            PolicyError: the state is no mapping.
-            MismatchError: it is of another configuration, lacks something, or is the feedback of another rank, which
-                makes up for what other messages have lost.
+        The feedback of another rank makes up for what other messages have lost. `own` is what `state_dict` returns now.
         """
         expected, advice = "what state_dict() returned", "load the state of the same rank"
         saved = validate.check_instance(f"{self._where}, state", state, Mapping, expected=expected, do=advice)

@@ -115,12 +115,15 @@ class FilledSegment(SegmentValues):
         """The values in their order, and the place of each first one: runs that follow each other in memory are one."""
         spans: list[tuple[int, Tensor]] = []
         for run, piece in sorted(self.runs, key=lambda pair: pair[1].offset):
-            if spans and spans[-1][0] + spans[-1][1].numel() == piece.offset and _is_next(spans[-1][1], run):
-                offset, last = spans.pop()
-                run = last.as_strided((last.numel() + run.numel(),), (1,), last.storage_offset())
-                spans.append((offset, run))
-            else:
-                spans.append((piece.offset, run))
+            if spans:
+                offset, last = spans[-1]
+                is_same_memory = last.untyped_storage().data_ptr() == run.untyped_storage().data_ptr()
+                ends = offset + last.numel(), last.storage_offset() + last.numel()
+                if is_same_memory and ends == (piece.offset, run.storage_offset()):
+                    joined = last.as_strided((last.numel() + run.numel(),), (1,), last.storage_offset())
+                    spans[-1] = offset, joined
+                    continue
+            spans.append((piece.offset, run))
         return spans
 
     def _parts(self, begin: int, numel: int) -> list[tuple[int, Tensor]]:
@@ -150,12 +153,6 @@ class FilledSegment(SegmentValues):
         """A view of so many values from a place of the segment on; None if they do not follow each other in memory."""
         parts = self._parts(begin, numel)
         return parts[0][1] if len(parts) == 1 and parts[0][1].numel() == numel else None
-
-
-def _is_next(run: Tensor, other: Tensor) -> bool:
-    """True if the values of the other run, 1-d as both are, follow in the same memory."""
-    is_same = run.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-    return is_same and run.storage_offset() + run.numel() == other.storage_offset()
 
 
 class GradientLayout:

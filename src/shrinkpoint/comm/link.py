@@ -169,10 +169,16 @@ class LinkStats:
         if isinstance(count, Tensor) or count:
             self._nonfinite = self._nonfinite + count
         if is_sampled:
-            with torch.no_grad():  # a message of unknown content is one without a memory
+            with torch.no_grad():
                 decoded = packed.decoded
-                decoded = state.unpack(packed.wire, torch.empty_like(tensor), info) if decoded is None else decoded
-                self.add_error(tensor, decoded)
+                if decoded is None:  # a message of unknown content is one without a memory
+                    decoded = state.unpack(packed.wire, torch.empty_like(tensor), info)
+                dtype = torch.complex64 if tensor.is_complex() else torch.float32
+                wide = tensor.detach().to(dtype)
+                error = torch.linalg.vector_norm(wide - decoded.to(dtype)) / torch.linalg.vector_norm(wide)
+                is_known = torch.isfinite(error)
+                self._error = self._error + torch.where(is_known, error, 0.0).to(torch.float64)
+                self._samples = self._samples + is_known.to(torch.int64)
         return count
 
     def nonfinite_counter(self, device: torch.device) -> Tensor:
@@ -200,16 +206,6 @@ class LinkStats:
         start = time.perf_counter()
         yield
         self._seconds[phase] += time.perf_counter() - start
-
-    def add_error(self, tensor: Tensor, decoded: Tensor) -> None:
-        """Record the relative error of a message."""
-        dtype = torch.complex64 if tensor.is_complex() else torch.float32
-        tensor = tensor.detach().to(dtype)
-        size = torch.linalg.vector_norm(tensor)
-        error = torch.linalg.vector_norm(tensor - decoded.to(dtype)) / size
-        counts = torch.isfinite(error)
-        self._error = self._error + torch.where(counts, error, 0.0).to(torch.float64)
-        self._samples = self._samples + counts.to(torch.int64)
 
     def _collect_events(self) -> None:
         for phase, began, ended in self._timed:
@@ -432,7 +428,13 @@ class Link:
 
     def _message_info(self, context: MessageContext, ids: Tensor | None = None) -> MessageInfo:
         index = self._counts.get(context.key, 0)
-        key = _message_key(self.name, context.slot, context.tensor, index + 1 if context.training else 0)
+        count = index + 1 if context.training else 0
+        # A key different for the first 2^24 messages of 64 slots of 4 tensors: each step is invertible.
+        key = zlib.crc32(self.name.encode()) + (count << 8 | (context.slot & 63) << 2 | context.tensor & 3)
+        key &= _KEY_MASK
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+            key = (key ^ key >> shift) * factor & _KEY_MASK
+        key ^= key >> 16
         ids = context.ids if ids is None else ids
         return MessageInfo(context.slot, context.tensor, index, CompressorContext(key, context.indices), ids)
 
@@ -479,11 +481,3 @@ def _raise_if_nonfinite(name: str, count: Tensor | int, context: MessageContext)
         advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
         problem = f"{int(count)} values that are not finite"
         raise PolicyError(where, found=problem, expected=FINITE_VALUES, do=advice)
-
-
-def _message_key(name: str, slot: int, tensor: int, count: int) -> int:
-    """A key below 2^32, different for the first 2^24 messages of 64 slots of 4 tensors: each step is invertible."""
-    key = (zlib.crc32(name.encode()) + (count << 8 | (slot & 63) << 2 | tensor & 3)) & _KEY_MASK
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        key = (key ^ key >> shift) * factor & _KEY_MASK
-    return key ^ key >> 16

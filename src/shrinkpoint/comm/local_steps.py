@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from shrinkpoint import validate
 from shrinkpoint.comm.compressed_manager import CompressedManager, is_lost
+from shrinkpoint.comm.compressors.layout import count_nonfinite
 from shrinkpoint.comm.global_weights import GlobalWeights, describe_tensor, digest_tensors
 from shrinkpoint.comm.link import FINITE_VALUES, CompressorLike, LinkStats
 from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ConfigCheck
@@ -237,7 +238,15 @@ class LocalSteps:
             MismatchError: it has another configuration, or other weights; or, at the end of the round, ranks loaded
                 different steps.
         """
-        _check_state(state)
+        advice = "give what state_dict() of the same rank gave"
+        check_entries("LocalSteps", state, _STATE_KEYS)
+        for name in ("round", "steps_in_round"):
+            validate.check_int(f"LocalSteps, {name} of a state", state[name], minimum=0, do=advice)
+        for name in sorted(_STATE_KEYS - {"round", "steps_in_round"}):
+            check_mapping(f"LocalSteps, {name} of a state", state[name])
+        for layout, residual in state["residuals"].items():
+            where = f"LocalSteps, residual {layout} of a state"
+            validate.check_instance(where, residual, torch.Tensor, expected="a tensor", do=advice)
         if dict(state["config"]) != self._config():
             problem, advice = f"a state of {dict(state['config'])}", "make it as it was saved, on as many ranks"
             raise MismatchError("LocalSteps", found=problem, expected=f"{self._config()}", do=advice)
@@ -379,12 +388,13 @@ class LocalSteps:
         return None
 
     def _find_nonfinite(self) -> Problem | None:
-        nonfinite = self._weights.find_nonfinite()
-        if nonfinite is None:
-            return None
-        name, count = nonfinite
         advice = "restore an earlier checkpoint on every rank, and look for what overflowed"
-        return f"LocalSteps, pseudo-gradient of {name}", f"{count} values that are not finite", FINITE_VALUES, advice
+        for name, weights in self._weights.tensors.items():
+            assert weights.grad is not None
+            if count := int(count_nonfinite(weights.grad)):
+                found = f"{count} values that are not finite"
+                return f"LocalSteps, pseudo-gradient of {name}", found, FINITE_VALUES, advice
+        return None
 
     def _config(self) -> dict[str, Any]:
         """The configuration that a state to load must have. Feedback belongs to a rank among a number of them."""
@@ -416,19 +426,6 @@ def _check_group(group: Any) -> dist.ProcessGroup:
         where, group, dist.ProcessGroup, expected=expected, do="pass what new_group returned to one of its ranks"
     )
     return checked
-
-
-def _check_state(state: Any) -> None:
-    """Raise an error if this is not what `state_dict` returns, as far as types tell."""
-    advice = "give what state_dict() of the same rank gave"
-    check_entries("LocalSteps", state, _STATE_KEYS)
-    for name in ("round", "steps_in_round"):
-        validate.check_int(f"LocalSteps, {name} of a state", state[name], minimum=0, do=advice)
-    for name in sorted(_STATE_KEYS - {"round", "steps_in_round"}):
-        check_mapping(f"LocalSteps, {name} of a state", state[name])
-    for layout, residual in state["residuals"].items():
-        where = f"LocalSteps, residual {layout} of a state"
-        validate.check_instance(where, residual, torch.Tensor, expected="a tensor", do=advice)
 
 
 def _make_outer(make_outer: OuterOptimizer, tensors: list[torch.Tensor]) -> Optimizer:

@@ -249,7 +249,12 @@ class LowRankState:
             saved_tensors = check_mapping(f"low rank, {kind}", state[kind])
             check_entries(f"low rank, {kind}", saved_tensors, own[kind])
             for name, tensor in own[kind].items():
-                _check_like(f"low rank, {kind} of {name}", saved_tensors[name], tensor)
+                saved, expected = saved_tensors[name], f"{tensor.dtype} {tuple(tensor.shape)}"
+                found = validate.describe_value(saved)
+                if isinstance(saved, Tensor):
+                    found = f"{saved.dtype} {tuple(saved.shape)}"
+                if found != expected:
+                    raise part_error(f"low rank, {kind} of {name}", found, expected)
         check_hops("low rank", state["hops"])
         self.all_reduce.load_state_dict(state["hops"])  # which may still refuse it, so before the memories
         for name, memory in self._memories.items():
@@ -301,10 +306,3 @@ class LowRankAllReduce(BackgroundAllReduce):
     def close(self) -> None:
         self._left.close()
         self._right.close()
-
-
-def _check_like(where: str, saved: object, tensor: Tensor) -> None:
-    if isinstance(saved, Tensor) and (saved.shape, saved.dtype) == (tensor.shape, tensor.dtype):
-        return
-    found = f"{saved.dtype} {tuple(saved.shape)}" if isinstance(saved, Tensor) else validate.describe_value(saved)
-    raise part_error(where, found, f"{tensor.dtype} {tuple(tensor.shape)}")

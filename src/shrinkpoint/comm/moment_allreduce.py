@@ -20,7 +20,6 @@ from shrinkpoint.comm.compressed_allreduce import (
     CompressedReduceScatter,
     EncodedRow,
     check_hops,
-    is_gloo,
     share_numel,
 )
 from shrinkpoint.comm.compressors.base import SharedSteps
@@ -28,10 +27,9 @@ from shrinkpoint.comm.compressors.step_codes import SMALLEST_ROOT, StepCodes, is
 from shrinkpoint.comm.error_feedback import MessageInfo, NoFeedback
 from shrinkpoint.comm.gradient_layout import GradientLayout
 from shrinkpoint.comm.link import LinkStats
-from shrinkpoint.comm.moment_steps import MomentSteps, SecondMoments, SegmentRoots
+from shrinkpoint.comm.moment_steps import MomentSteps, SegmentRoots
 from shrinkpoint.comm.rendezvous import replica_check
 from shrinkpoint.comm.state_check import check_entries, check_mapping, part_error
-from shrinkpoint.errors import PolicyError
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
 WARMUP_STEPS = 100
@@ -164,28 +162,23 @@ class MomentAllReduce:
 
     def _steps(self, name: str, row: int, hop: int) -> SharedSteps:
         if name not in self._rows:  # by the thread that encodes first
-            self._rows[name] = self._make_rows(name)
+            # The roots of this rank's share by row, and 32 bits of the digest of all roots: so all ranks notice another
+            # root on one of them, as each gets a message with the digest of that rank.
+            segment, places = self._layout.segments[int(name)], self._num_places
+            numel = share_numel(segment.numel, places) if places > 1 else segment.numel
+            row_numel = share_numel(numel, self._world_size)
+            padded = row_numel * self._world_size
+            roots = self._roots.roots(segment, numel * places if places > 1 else padded)
+            share = roots[self._place * numel :][:numel] if places > 1 else roots
+            share = F.pad(share, (0, padded - numel), value=SMALLEST_ROOT) if places > 1 else share
+            self._shares[name] = int(np.count_nonzero(share.numpy() > SMALLEST_ROOT)) / padded
+            digest = int(_native.xxh3_128(tensor_bytes(roots))[:8], 16)
+            self._rows[name] = share.view(self._world_size, row_numel), digest
         rows, digest = self._rows[name]
         factor = self._step * self._scales.get(name, FIRST_SCALE)
         if hop == 0:  # the gradient of one rank is noisier than the average
             factor *= self._world_size**0.5
         return SharedSteps(rows[row], factor, zlib.crc32(struct.pack("<d", factor), digest))
-
-    def _make_rows(self, name: str) -> tuple[Tensor, int]:
-        """The roots of this rank's share of a segment by row, and 32 bits of the digest of all roots of the segment.
-
-        All ranks notice another root on one of them: each gets a message with the digest of that rank.
-        """
-        segment, places = self._layout.segments[int(name)], self._num_places
-        numel = share_numel(segment.numel, places) if places > 1 else segment.numel
-        row_numel = share_numel(numel, self._world_size)
-        padded = row_numel * self._world_size
-        roots = self._roots.roots(segment, numel * places if places > 1 else padded)
-        share = roots[self._place * numel :][:numel] if places > 1 else roots
-        share = F.pad(share, (0, padded - numel), value=SMALLEST_ROOT) if places > 1 else share
-        rows = share.view(self._world_size, row_numel)
-        self._shares[name] = int(np.count_nonzero(share.numpy() > SMALLEST_ROOT)) / padded
-        return rows, int(_native.xxh3_128(tensor_bytes(roots))[:8], 16)
 
     def _update_scale(self, name: str, messages: Sequence[Tensor]) -> None:
         """Move the scale of a segment towards the mean magnitude of its average gradient, and free its steps."""
@@ -197,33 +190,3 @@ class MomentAllReduce:
         level = scale * self._step * mean_code / _MEAN_MAGNITUDE
         target = min(scale + _WEIGHT * (level - scale), 2 * level)
         self._scales[name] = min(max(target, scale * MAX_DECLINE, 2.0**-60), scale * MAX_GROWTH, 2.0**60)
-
-
-def make_moment_all_reduce(
-    setting: MomentSteps,
-    optimizer: object,
-    layout: GradientLayout,
-    parameters: Sequence[Tensor],
-    groups: tuple[dist.ProcessGroup, int],
-    link_stats: dict[str, LinkStats],
-) -> MomentAllReduce:
-    """What averages the gradients of a model in steps.
-
-    Args:
-        groups: all ranks of the model, and how many of them a node has.
-
-    Raises:
-        PolicyError: there is no optimizer with second moments, or messages are not sent by gloo.
-    """
-    group, ranks_per_node = groups
-    where = f"compress_ddp, {setting}"
-    if optimizer is None:
-        advice = f'write compress_ddp(model, "{setting}", optimizer=optimizer), or take "q4:64"'
-        raise PolicyError(where, found="no optimizer", expected="the one that has the second moments", do=advice)
-    devices = [segment.device for segment in layout.segments if not is_gloo(group, segment.device)]
-    if devices:
-        found, expected = f"gradients on {devices[0]}, or a group without gloo", "gradients on a CPU that gloo sends"
-        raise PolicyError(where, found=found, expected=expected, do='take "q4:64", which has kernels')
-    sizes = group.size() // ranks_per_node, group.rank() % ranks_per_node, ranks_per_node
-    roots = SegmentRoots(layout, parameters, SecondMoments(optimizer))
-    return MomentAllReduce(setting, roots, layout, sizes, link_stats)

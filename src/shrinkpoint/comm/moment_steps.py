@@ -70,7 +70,9 @@ class SecondMoments:
             raise _refused("a ZeroRedundancyOptimizer, of which each rank has a part", "second moments on every rank")
         name = type(optimizer).__name__
         slots = [slot for row in OPTIMIZERS if name in row.torch_classes.split() for slot in row.slots]
-        if type(optimizer).__module__.startswith("torch.optim") and not any(map(_is_square_mean, slots)):
+        if type(optimizer).__module__.startswith("torch.optim") and not any(
+            slot.kind is MomentKind.SQUARE_MEAN for slot in slots
+        ):
             raise _refused(f"{name}, which keeps no mean of squares", "an optimizer such as Adam, AdamW or RMSprop")
         self._optimizer, self._names = optimizer, dict[int, str]()
 
@@ -114,10 +116,6 @@ _WHERE = "compress_ddp, optimizer"
 
 def _refused(found: str, expected: str) -> PolicyError:
     return PolicyError(_WHERE, found=found, expected=expected, do='use it, or compress with "q4:64"')
-
-
-def _is_square_mean(slot: Any) -> bool:
-    return bool(slot.kind is MomentKind.SQUARE_MEAN)
 
 
 def _square_mean(slot: Mapping[Any, Any], settings: Mapping[str, Any]) -> str:
@@ -170,19 +168,16 @@ class SegmentRoots:
         for index, piece in self._members[segment.index]:
             moment = self._moments[index]
             assert moment is not None  # of a segment that `begin` has returned
-            flat = _flat(moment, self._parameters[index])[piece.start : piece.start + piece.numel]
-            roots[piece.offset : piece.offset + piece.numel] = flat
+            # Its values in the order in which DDP's buckets have those of the gradient
+            moment, parameter = moment.detach(), self._parameters[index]
+            if is_dense(parameter):
+                if moment.stride() != parameter.stride():
+                    like = torch.empty_like(parameter, dtype=moment.dtype, memory_format=torch.preserve_format)
+                    moment = like.copy_(moment)
+                flat = moment.as_strided((moment.numel(),), (1,), moment.storage_offset())
+            else:
+                flat = moment.reshape(-1)
+            flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+            roots[piece.offset : piece.offset + piece.numel] = flat[piece.start : piece.start + piece.numel]
         _native.step_roots(tensor_bytes(roots), least=SMALLEST_ROOT)  # torch rounds roots otherwise elsewhere
         return roots
-
-
-def _flat(moment: Tensor, parameter: Tensor) -> Tensor:
-    """The values of a second moment in the order in which DDP's buckets have those of the gradient; 1-d."""
-    moment = moment.detach()
-    if is_dense(parameter):
-        if moment.stride() != parameter.stride():
-            moment = torch.empty_like(parameter, dtype=moment.dtype, memory_format=torch.preserve_format).copy_(moment)
-        flat = moment.as_strided((moment.numel(),), (1,), moment.storage_offset())
-    else:
-        flat = moment.reshape(-1)
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

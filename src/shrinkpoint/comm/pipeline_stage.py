@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from shrinkpoint.comm.pipeline import CompressedPipeline
 
 _REPLACEMENTS = {
-    "get_fwd_recv_ops": "_receive_forward",
-    "get_fwd_send_ops": "_send_forward",
-    "get_bwd_recv_ops": "_receive_backward",
-    "get_bwd_send_ops": "_send_backward",
-    "_retrieve_recv_activations": "_consume_forward",
-    "_retrieve_recv_grads": "_consume_backward",
-    "_prepare_forward_infra": "_infer_shapes",
-    "clear_runtime_states": "_start",
+    "get_fwd_recv_ops": ("_receive", "forward"),
+    "get_fwd_send_ops": ("_send_forward",),
+    "get_bwd_recv_ops": ("_receive", "backward"),
+    "get_bwd_send_ops": ("_send_backward",),
+    "_retrieve_recv_activations": ("_consume", "forward"),
+    "_retrieve_recv_grads": ("_consume", "backward"),
+    "_prepare_forward_infra": ("_infer_shapes",),
+    "clear_runtime_states": ("_start",),
 }
-"""Methods of torch's stages, and those of `CompressedStage` that replace them."""
+"""Methods of torch's stages, and those of `CompressedStage` that replace them, with their first arguments."""
 _INFERENCE_CLEANUP = "_post_metadata_inference_cleanup"
 """A method that frees the graph of shape inference; releases of torch without it leave none."""
 _FIRST_TAG = 0x2000_0000  # Tags of messages between stages have this bit; those that torch gives its own messages are 0
@@ -87,8 +87,9 @@ class CompressedStage:
         self.stage, self._pipeline = stage, pipeline
         self.directions = [*(previous or ()), *(next or ())]
         none: tuple[Direction | None, Direction | None] = None, None
-        self._inputs, self._input_grads = previous or none
-        self._outputs, self._output_grads = next or none
+        inputs, self._input_grads = previous or none
+        self._outputs, output_grads = next or none
+        self._incoming = {"forward": inputs, "backward": output_grads}
         self.index: int = stage.stage_index
         self._pending_receives: dict[tuple[str, int], list[_PendingReceive]] = {}
         self._posted: set[tuple[str, int]] = set()  # directions and micro-batches of this step
@@ -97,12 +98,12 @@ class CompressedStage:
         self._module_buffers: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         self._original_methods: dict[str, Any] = {}
         last = "perform_reduce_grad" if hasattr(stage, "perform_reduce_grad") else "scale_grads"
-        optional = {_INFERENCE_CLEANUP: "_clean_up_inference", last: "_finish"}
-        for name, replacement in {**_REPLACEMENTS, **optional}.items():
+        optional = {_INFERENCE_CLEANUP: ("_clean_up_inference",), last: ("_finish",)}
+        for name, (replacement, *arguments) in {**_REPLACEMENTS, **optional}.items():
             original = getattr(stage, name, None)
             if original is not None:
                 self._original_methods[name] = vars(stage).get(name)
-                setattr(stage, name, functools.partial(getattr(self, replacement), original))
+                setattr(stage, name, functools.partial(getattr(self, replacement), *arguments, original))
 
     def sample_ids(self, slot: int) -> Tensor | None:
         """The sample ids of a micro-batch; None if they are unknown."""
@@ -157,35 +158,19 @@ class CompressedStage:
         ]
         return self._send(ops, slot, transfers, self._input_grads)
 
-    def _receive_forward(self, original: Callable[[int], list[Any]], slot: int) -> list[Any]:
-        if self._inputs is None:
-            return original(slot)
-        return self._receive(original, slot, self.stage.args_recv_info, self._forward_transfers, self._inputs)
-
-    def _receive_backward(self, original: Callable[[int], list[Any]], slot: int) -> list[Any]:
-        if self._output_grads is None:
-            return original(slot)
-        return self._receive(original, slot, self.stage.grad_recv_info, self._backward_transfers, self._output_grads)
-
-    def _forward_transfers(self, slot: int) -> _Transfers:
-        infos = self.stage.args_recv_info[slot]
-        return [(getattr(info, "source", None), getattr(info, "buffer", None) is not None) for info in infos]
-
-    def _backward_transfers(self, slot: int) -> _Transfers:
+    def _transfers(self, way: str, slot: int) -> _Transfers:
+        if way == "forward":
+            infos = self.stage.args_recv_info[slot]
+            return [(getattr(info, "source", None), getattr(info, "buffer", None) is not None) for info in infos]
         infos, targets = self.stage.grad_recv_info[slot], list(self.stage.act_send_info.values())
         if len(targets) != len(infos):  # some releases list only what is sent
             targets = [target for target in targets if target]
         pairs = zip(targets, infos, strict=True)
         return [(target[0] if target else None, info.buffer is not None) for target, info in pairs]
 
-    def _consume_forward(self, original: Callable[[int], Any], slot: int) -> Any:
-        if self._inputs is not None:
-            self._unpack(self._inputs, slot)
-        return original(slot)
-
-    def _consume_backward(self, original: Callable[[int], Any], slot: int) -> Any:
-        if self._output_grads is not None:
-            self._unpack(self._output_grads, slot)
+    def _consume(self, way: str, original: Callable[[int], Any], slot: int) -> Any:
+        if (direction := self._incoming[way]) is not None:
+            self._unpack(direction, slot)
         return original(slot)
 
     def _infer_shapes(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -213,29 +198,27 @@ class CompressedStage:
             self._defer_nonfinite(link.check)
         return ops
 
-    def _receive(
-        self,
-        original: Callable[[int], list[Any]],
-        slot: int,
-        slots: Iterable[int],
-        transfers: Callable[[int], _Transfers],
-        direction: Direction,
-    ) -> list[Any]:
+    def _receive(self, way: str, original: Callable[[int], list[Any]], slot: int) -> list[Any]:
         """Receive a micro-batch, and on gloo with it all of the step; returns the messages that torch has to post."""
+        direction = self._incoming[way]
+        if direction is None:
+            return original(slot)
         if (direction.name, slot) in self._posted:
             return []
         ops = original(slot)
         if not ops:  # an evaluation has no gradients
             return ops
-        is_own = self._is_posted_here(ops, transfers(slot), direction)
-        self._expect(ops, slot, transfers(slot), direction)
+        transfers = self._transfers(way, slot)
+        is_own = self._is_posted_here(ops, transfers, direction)
+        self._expect(ops, slot, transfers, direction)
         if not is_own:
             return ops
         self._post(ops, direction, slot)
+        slots: Iterable[int] = self.stage.args_recv_info if way == "forward" else self.stage.grad_recv_info
         for other in slots if direction.link is not None and direction.link.is_size_fixed else ():
             if (direction.name, other) not in self._posted:
                 ops = original(other)
-                self._expect(ops, other, transfers(other), direction)
+                self._expect(ops, other, self._transfers(way, other), direction)
                 self._post(ops, direction, other)
         return []
 
@@ -297,7 +280,7 @@ class CompressedStage:
         except PolicyError as error:
             if error.expected != FINITE_VALUES:
                 raise
-            self._pipeline.defer_error(error)
+            self._pipeline.deferred_errors.append(error)
 
     def _check_output(self, tensor: Tensor, index: int, slot: int) -> None:
         """Check that the next stage has a buffer for an output: a longer message would end its process."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from shrinkpoint import validate
@@ -52,14 +53,6 @@ def parse(text: str) -> Compressor | ErrorFeedback | LowRank | MomentSteps:
     Raises:
         PolicyError: the text is not a spec, or a number in it is out of range.
     """
-    _check_text(text)
-    stripped = text.strip()
-    parsed: ErrorFeedback | LowRank | MomentSteps | None = _match_rule(_FEEDBACKS + _LOW_RANKS + _STEPS, stripped)
-    return parse_compressor(stripped) if parsed is None else parsed
-
-
-def _check_text(text: object) -> None:
-    """Raise PolicyError for something else than a text, or for one that is too long or too deeply nested to be read."""
     if not isinstance(text, str):
         is_parsed = isinstance(text, (Compressor, ErrorFeedback, LowRank, MomentSteps))
         advice = "use it as it is: it is one already" if is_parsed else 'write "q4:64", or "exact" for no compression'
@@ -68,6 +61,9 @@ def _check_text(text: object) -> None:
     if len(text) > _MAX_CHARS or num_parts > _MAX_PARTS or re.search(rf"\d{{{_MAX_DIGITS + 1}}}", text):
         expected = f"at most {_MAX_CHARS} characters, {_MAX_PARTS} brackets and colons, and numbers of few digits"
         raise validate.argument_error("spec", text, expected, 'write a short one, such as "q4:64"')
+    stripped = text.strip()
+    parsed: ErrorFeedback | LowRank | MomentSteps | None = _match_rule(_FEEDBACKS + _LOW_RANKS + _STEPS, stripped)
+    return parse_compressor(stripped) if parsed is None else parsed
 
 
 def as_compressor(compressor: Compressor | ErrorFeedback | LowRank | MomentSteps | str) -> Compressor | ErrorFeedback:
@@ -97,21 +93,12 @@ def parse_compressor(text: str) -> Compressor:
                 advice = "write one alone, without what is around it, or the compressor that it has"
                 raise PolicyError(f"spec {text!r}", found=name, expected="a compressor without a memory", do=advice)
         problem, expected = "no compressor and no feedback", f"one of {_SPEC_EXAMPLES}"
-        similar = _similar_spec(text)
-        advice = f"did you mean {similar}?" if similar else "write one of these"
+        advice, plain = "write one of these", "".join(text.lower().split())
+        if plain != text:
+            with suppress(PolicyError):
+                advice = f"did you mean {parse(plain)}?"
         raise PolicyError(f"spec {text!r}", found=problem, expected=expected, do=advice)
     return compressor
-
-
-def _similar_spec(text: str) -> str | None:
-    """The spec that a text without capitals and spaces is; None if it is none even so."""
-    plain = "".join(text.lower().split())
-    if plain == text:
-        return None
-    try:
-        return str(parse(plain))
-    except PolicyError:
-        return None
 
 
 _Rule = tuple[str, Callable[..., Any]]

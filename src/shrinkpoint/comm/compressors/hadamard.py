@@ -175,17 +175,13 @@ class Hadamard(Compressor):
         rotated = hadamard_transform(values * _signs(self.block, tensor.device))
         if self.outlier_threshold is None:
             return self.compressor.encode(rotated, context)
-        flags = self._has_outliers(values)
+        magnitudes = values.abs()
+        flags = magnitudes.new_empty(0, 1, dtype=torch.bool)  # of the blocks to rotate
+        if len(magnitudes):
+            limit = torch.full_like(magnitudes[:, :1], self.outlier_threshold / self.block)
+            flags = magnitudes.amax(1, keepdim=True) > pairwise_sum(magnitudes) * limit
         message = self.compressor.encode(torch.where(flags, rotated, values), context)
         return torch.cat([pack_planes(flags.reshape(-1).to(torch.uint8), 1), message])
-
-    def _has_outliers(self, values: Tensor) -> Tensor:
-        """Mask of the blocks to rotate: bool, shape (blocks, 1)."""
-        magnitudes = values.abs()
-        if not len(magnitudes) or self.outlier_threshold is None:
-            return magnitudes.new_empty(0, 1, dtype=torch.bool)
-        limit = torch.full_like(magnitudes[:, :1], self.outlier_threshold / self.block)
-        return magnitudes.amax(1, keepdim=True) > pairwise_sum(magnitudes) * limit
 
     def _decode_torch(self, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor:
         blocks = self._num_blocks(out.numel())
@@ -214,11 +210,7 @@ def hadamard_transform(tensor: Tensor) -> Tensor:
 
 
 @cache
-def _sign_bits(size: int) -> tuple[float, ...]:
-    return tuple(-1.0 if (i + 1) * 0x9E3779B1 * (i * 0x85EBCA6B + 1) >> 31 & 1 else 1.0 for i in range(size))
-
-
-@cache
 def _signs(size: int, device: torch.device) -> Tensor:
     """The diagonal of D, which is part of the message format: float32. Do not write to it."""
-    return torch.tensor(_sign_bits(size), dtype=torch.float32, device=device)
+    bits = ((i + 1) * 0x9E3779B1 * (i * 0x85EBCA6B + 1) >> 31 & 1 for i in range(size))
+    return torch.tensor([-1.0 if bit else 1.0 for bit in bits], dtype=torch.float32, device=device)

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -58,12 +58,8 @@ SCALE_FRACTIONS = (0.25, 0.5)
 """Scales that are tried, as fractions of the way from the scale of the mean magnitude to that of the largest."""
 
 
-class _KernelCoder(NamedTuple):
-    """The kernels of one kind of message, and its layout."""
-
-    encode: Callable[[Rows, Any, Tensor | None], Tensor]
-    decode: Callable[[Rows, Rows, Any], None]
-    form: Any
+_KernelCoder: TypeAlias = tuple[Callable[[Rows, Any, Tensor | None], Tensor], Callable[[Rows, Rows, Any], None], Any]
+"""The kernels that encode and decode one kind of message, and its layout."""
 
 
 class _Quantizer(Compressor):
@@ -104,8 +100,8 @@ class _Quantizer(Compressor):
         self, rows: Sequence[Tensor], contexts: Sequence[CompressorContext], nonfinite: Tensor | None = None
     ) -> Tensor | None:
         def encode(kernels: Any, places: Rows) -> Tensor:
-            coder = self._kernel_coder(kernels, rows[0].shape, contexts)
-            return coder.encode(places, coder.form, nonfinite)
+            encode_kernel, _, form = self._kernel_coder(kernels, rows[0].shape, contexts)
+            return encode_kernel(places, form, nonfinite)
 
         return encode_rows(rows, encode)
 
@@ -113,8 +109,8 @@ class _Quantizer(Compressor):
         self, wires: Sequence[Tensor], outs: Sequence[Tensor], contexts: Sequence[CompressorContext]
     ) -> bool:
         def fill(kernels: Any, places: Rows) -> bool:
-            coder = self._kernel_coder(kernels, outs[0].shape, contexts)
-            coder.decode(flat_rows(wires), places, coder.form)
+            _, decode_kernel, form = self._kernel_coder(kernels, outs[0].shape, contexts)
+            decode_kernel(flat_rows(wires), places, form)
             return True
 
         return fill_rows(outs, fill)
@@ -152,17 +148,7 @@ class _Quantizer(Compressor):
     def _decode_torch(self, wire: Tensor, out: Tensor, context: CompressorContext) -> Tensor: ...
 
 
-class _ValueOptions(TypedDict):
-    bfloat16: bool
-    threads: int
-
-
-class _UniformOptions(_ValueOptions):
-    seed: int | None
-    brief: bool
-
-
-def _value_options(values: Tensor) -> _ValueOptions:
+def _value_options(values: Tensor) -> dict[str, Any]:
     return {"bfloat16": values.dtype == torch.bfloat16, "threads": native_threads(values.numel())}
 
 
@@ -217,7 +203,7 @@ class Uniform(_Quantizer):
         lo = head[: head.numel() // 2]
         return not is_known_finite(view_dtype(lo, torch.float32 if self.group is None else torch.bfloat16))
 
-    def _native_options(self, values: Tensor, context: CompressorContext) -> _UniformOptions:
+    def _native_options(self, values: Tensor, context: CompressorContext) -> dict[str, Any]:
         seed = context.key if self.dither else None
         return {"seed": seed, "brief": self.group is not None, **_value_options(values)}
 
@@ -232,7 +218,7 @@ class Uniform(_Quantizer):
     def _kernel_coder(self, kernels: Any, shape: Sequence[int], contexts: Sequence[CompressorContext]) -> _KernelCoder:
         seeds = [context.key for context in contexts] if self.dither else []
         form = kernels.UniformWire(math.prod(shape), self._group_size(shape), self.bits, self.group is not None, seeds)
-        return _KernelCoder(kernels.encode_uniform, kernels.decode_uniform, form)
+        return kernels.encode_uniform, kernels.decode_uniform, form
 
     def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor:
         values, is_float32 = flat_float32(tensor), self.group is None
@@ -251,7 +237,8 @@ class Uniform(_Quantizer):
         count, head = out.numel(), self._head_bytes(out.shape)
         if not count:
             return out
-        lo, step = (_ranges_from_bytes(part, self.group is None) for part in wire[:head].chunk(2))
+        dtype = torch.float32 if self.group is None else torch.bfloat16
+        lo, step = (view_dtype(part, dtype).to(torch.float32) for part in wire[:head].chunk(2))
         codes = unpack_planes(wire[head:], count, self.bits).to(torch.float32)
         points = _split_groups(codes.sub_(self._noise(context, codes)), self._group_size(out.shape))
         return fill_tensor(out, (points * step[:, None]).add_(lo[:, None]).view(-1)[:count])
@@ -298,13 +285,8 @@ def _round_up_bf16(values: Tensor) -> Tensor:
 
 def _ranges_to_bytes(values: Tensor, is_float32: bool) -> Tensor:
     """The bytes of float32 values, or of their upper halves: a conversion to bfloat16 may change the bits of a nan."""
-    return (
-        values.view(torch.uint8) if is_float32 else (values.view(torch.int32) >> 16).to(torch.int16).view(torch.uint8)
-    )
-
-
-def _ranges_from_bytes(data: Tensor, is_float32: bool) -> Tensor:
-    return view_dtype(data, torch.float32) if is_float32 else view_dtype(data, torch.bfloat16).to(torch.float32)
+    words = values if is_float32 else (values.view(torch.int32) >> 16).to(torch.int16)
+    return words.view(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -353,11 +335,14 @@ class BlockFloat(_Quantizer):
 
     def _kernel_coder(self, kernels: Any, shape: Sequence[int], contexts: Sequence[CompressorContext]) -> _KernelCoder:
         form = kernels.GroupWire(math.prod(shape), self.block, self.bits, head_bytes=1)
-        return _KernelCoder(kernels.encode_blocks, kernels.decode_blocks, form)
+        return kernels.encode_blocks, kernels.decode_blocks, form
 
     def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor:
         values = to_groups(tensor, self.block)
-        exponents = _block_exponents(values)
+        exponents = values.new_empty(0, 1, dtype=torch.int32)  # of the largest magnitude of each block
+        if len(values):
+            exponents = (values.view(torch.int32) & 0x7FFFFFFF).amax(1, keepdim=True) >> 23
+            exponents = torch.where(exponents < MIN_EXPONENT, 0, exponents)
         is_coded = (exponents >= MIN_EXPONENT) & (exponents < NAN_EXPONENT)
         scaled = torch.where(is_coded, values, 0.0) * torch.where(is_coded, 1 / self._steps(exponents), 0.0)
         codes, error = self._round_codes(scaled)
@@ -386,14 +371,6 @@ class BlockFloat(_Quantizer):
         """The step of each block: nan for a block that is not finite, 0 for a block of zeros."""
         steps = ((exponents - (self.bits - 2)) << 23).view(torch.float32)
         return torch.where(exponents == NAN_EXPONENT, torch.nan, torch.where(exponents == 0, 0.0, steps))
-
-
-def _block_exponents(values: Tensor) -> Tensor:
-    """The biased exponent of the largest magnitude of each block, 0 below `MIN_EXPONENT`: int32, shape (blocks, 1)."""
-    if not len(values):
-        return values.new_empty(0, 1, dtype=torch.int32)
-    exponents = (values.view(torch.int32) & 0x7FFFFFFF).amax(1, keepdim=True) >> 23
-    return torch.where(exponents < MIN_EXPONENT, 0, exponents)
 
 
 @dataclass(frozen=True)
@@ -449,11 +426,23 @@ class NormalFloat(_Quantizer):
 
     def _kernel_coder(self, kernels: Any, shape: Sequence[int], contexts: Sequence[CompressorContext]) -> _KernelCoder:
         form = kernels.GroupWire(math.prod(shape), self.group, self.bits, head_bytes=2, centers=CENTERS[self.bits])
-        return _KernelCoder(kernels.encode_normal, kernels.decode_normal, form)
+        return kernels.encode_normal, kernels.decode_normal, form
 
     def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor:
         values, centers = to_groups(tensor, self.group), self._centers(tensor.device)
-        scales, codes = _best_scale(values.abs(), _scale_candidates(values.abs(), tensor.numel(), centers), centers)
+        magnitudes, count, root = values.abs(), tensor.numel(), math.sqrt(math.pi / 2)
+        factors = torch.full_like(magnitudes[:, :1], root / self.group)
+        if count % self.group:
+            factors[-1] = root / (count % self.group)
+        mean = pairwise_sum(magnitudes * factors)
+        tried = [mean]
+        if len(centers) > 1:
+            max_scale = magnitudes.amax(1, keepdim=True) * (1 / centers[-1])
+            tried += [*(mean + (max_scale - mean) * fraction for fraction in SCALE_FRACTIONS), max_scale]
+        # all are 0, or not finite, where the first one is
+        too_small = round_to_bf16(mean) < MIN_SCALE
+        tried = [torch.where(too_small, 0.0, round_to_bf16(scale)) for scale in tried]
+        scales, codes = _best_scale(magnitudes, tried, centers)
         codes = codes | (values < 0).to(torch.uint8) << (self.bits - 1)
         codes = codes.masked_fill_(~((scales >= MIN_SCALE) & scales.isfinite()), 0)
         return torch.cat([bf16_to_bytes(scales), pack_planes(codes.reshape(-1)[: tensor.numel()], self.bits)])
@@ -463,22 +452,6 @@ class NormalFloat(_Quantizer):
         codes = torch.nn.functional.pad(unpack_planes(wire[head:], count, self.bits), (0, -count % self.group))
         values = torch.cat([centers, -centers])[codes.reshape(-1, self.group).long()] * bf16_from_bytes(wire[:head])
         return fill_tensor(out, values.reshape(-1)[:count])
-
-
-def _scale_candidates(magnitudes: Tensor, count: int, centers: Tensor) -> list[Tensor]:
-    """The scales to try, each of shape (groups, 1); all are 0, or not finite, where the first one is."""
-    root = math.sqrt(math.pi / 2)
-    factors = torch.full_like(magnitudes[:, :1], root / magnitudes.shape[1])
-    if count % magnitudes.shape[1]:
-        factors[-1] = root / (count % magnitudes.shape[1])
-    mean = pairwise_sum(magnitudes * factors)
-    if len(centers) == 1:
-        scales = [mean]
-    else:
-        max_scale = magnitudes.amax(1, keepdim=True) * (1 / centers[-1])
-        scales = [mean, *(mean + (max_scale - mean) * fraction for fraction in SCALE_FRACTIONS), max_scale]
-    too_small = round_to_bf16(mean) < MIN_SCALE
-    return [torch.where(too_small, 0.0, round_to_bf16(scale)) for scale in scales]
 
 
 def _best_scale(magnitudes: Tensor, candidates: list[Tensor], centers: Tensor) -> tuple[Tensor, Tensor]:

@@ -207,17 +207,13 @@ class TopK(_SparseCompressor):
         code, flat = self._index_code(tensor.shape), flat_float32(tensor)
         if not code.k:
             return flat.new_empty(0, dtype=torch.uint8)
-        columns = self._row_numel(tensor.shape)
-        indices = self._select_torch(flat.view(torch.int32) & _MAGNITUDE_MASK, columns)
-        entries = mark_lost_rows(flat[indices], flat, columns, num_kept(columns, self.share))
-        return torch.cat([code.encode_torch(indices), self._encode_values(entries, tensor.dtype, context)])
-
-    def _select_torch(self, magnitudes: Tensor, columns: int) -> Tensor:
-        """The indices of the largest magnitudes in each row of `columns` values; the last row may be shorter."""
+        columns, magnitudes = self._row_numel(tensor.shape), flat.view(torch.int32) & _MAGNITUDE_MASK
         whole = magnitudes.numel() - magnitudes.numel() % columns
         parts = [(part, start) for part, start in ((magnitudes[:whole], 0), (magnitudes[whole:], whole)) if len(part)]
         rows = [(part.view(-1, min(columns, len(part))), start) for part, start in parts]
-        return torch.cat([topk_indices(row, num_kept(row.shape[1], self.share)) + start for row, start in rows])
+        indices = torch.cat([topk_indices(row, num_kept(row.shape[1], self.share)) + start for row, start in rows])
+        entries = mark_lost_rows(flat[indices], flat, columns, num_kept(columns, self.share))
+        return torch.cat([code.encode_torch(indices), self._encode_values(entries, tensor.dtype, context)])
 
     def decode(self, wire: Tensor, out: Tensor, context: CompressorContext = NO_CONTEXT) -> Tensor:
         wire, code = self.check_message(wire, out, context), self._index_code(out.shape)
@@ -242,8 +238,15 @@ class TopK(_SparseCompressor):
         return self._fill_lost_rows_(out, entries) if code.k else out
 
     def _fill_lost_rows_(self, out: Tensor, entries: Tensor) -> Tensor:
-        columns = self._row_numel(out.shape)
-        return fill_lost_rows_(out, entries, columns, num_kept(columns, self.share))
+        """Fill the rows of which only nan was sent with nan, in place, and return `out`."""
+        if is_known_finite(entries):
+            return out
+        columns, lost = self._row_numel(out.shape), torch.empty(out.numel(), dtype=torch.bool, device=out.device)
+        k, count = num_kept(columns, self.share), out.numel() // columns
+        for values, row in zip(_split_rows(entries, k, count), _split_rows(lost, columns, count), strict=True):
+            row.copy_(values.isnan().all(1, keepdim=True).expand_as(row))
+        out.detach().masked_fill_(lost.view(out.shape), torch.nan)
+        return out
 
     def indices(self, wire: Tensor, shape: Sequence[int], context: CompressorContext = NO_CONTEXT) -> Tensor:
         code = self._index_code(shape)
@@ -290,17 +293,6 @@ def mark_lost_rows(entries: Tensor, flat: Tensor, columns: int, k: int) -> Tenso
         num_nonfinite = row.isfinite().logical_not_().sum(1, keepdim=True)
         marked.append(torch.where(num_nonfinite > values.shape[1], torch.nan, values).view(-1))
     return torch.cat(marked)
-
-
-def fill_lost_rows_(out: Tensor, entries: Tensor, columns: int, k: int) -> Tensor:
-    """Fill the rows of which only nan was sent with nan, in place, and return `out`."""
-    if is_known_finite(entries):
-        return out
-    count, lost = out.numel() // columns, torch.empty(out.numel(), dtype=torch.bool, device=out.device)
-    for values, row in zip(_split_rows(entries, k, count), _split_rows(lost, columns, count), strict=True):
-        row.copy_(values.isnan().all(1, keepdim=True).expand_as(row))
-    out.detach().masked_fill_(lost.view(out.shape), torch.nan)
-    return out
 
 
 def topk_indices(numbers: Tensor, k: int) -> Tensor:
@@ -372,18 +364,13 @@ class RandomK(_KnownIndices):
         return num_kept(math.prod(shape), self.share)
 
     def _indices(self, shape: Sequence[int], device: torch.device, context: CompressorContext) -> Tensor:
-        seed = mix_seed(context.key, self.seed)
+        seed = _hash(_hash(context.key & _UINT32_MAX) ^ self.seed)
         return random_indices(math.prod(shape), self._num_values(shape, context), seed, device)
 
     def _scale(self, entries: Tensor, numel: int) -> Tensor:
         if not self.scaled or not entries.numel():
             return entries
         return entries.to(torch.float32) * torch.tensor(numel / entries.numel(), dtype=torch.float32, device="cpu")
-
-
-def mix_seed(key: int, seed: int) -> int:
-    """Hash a key and a seed into one number below 2^32."""
-    return _hash(_hash(key & _UINT32_MAX) ^ seed)
 
 
 def random_indices(n: int, k: int, seed: int, device: torch.device) -> Tensor:
