@@ -62,10 +62,6 @@ class TensorWrite:
         else:
             self.target.index_put_(self.index, values)
 
-    @property
-    def num_changed(self) -> int:
-        return self.new.numel()
-
 
 def plan_writes(
     live: Mapping[str, LocalTensor],
@@ -89,7 +85,11 @@ def plan_writes(
     """
     known, names = known or {}, names or live.keys()
     new = match_state_keys(new, dict.fromkeys(names))
-    _check_same_names(names, new.keys(), where)
+    missing, extra = sorted({*names}.difference(new)), sorted({*new}.difference(names))
+    if missing or extra:
+        kinds = (missing, "that are not published"), (extra, "that the model lacks")
+        texts = (f"{len(some)} tensors {what}, such as {some[0]!r}" for some, what in kinds if some)
+        raise MismatchError(where, found="; ".join(texts), expected="the same names", do=_DO)
     writes: list[TensorWrite] = []
     planned: dict[tuple[object, ...], str] = {}
     with torch.no_grad(), _inference_mode(live.values()):
@@ -203,18 +203,6 @@ def _wait_for(tensors: Iterable[LocalTensor]) -> None:
 def _inference_mode(tensors: Collection[LocalTensor]) -> torch.inference_mode:
     """Tensors that were made in inference mode can be written to in it alone."""
     return torch.inference_mode(any(local.tensor.is_inference() for local in tensors))
-
-
-def _check_same_names(live: Collection[str], new: Collection[str], where: str) -> None:
-    missing, extra = sorted({*live}.difference(new)), sorted({*new}.difference(live))
-    if not missing and not extra:
-        return
-    found = "; ".join(
-        f"{len(names)} tensors {what}, such as {names[0]!r}"
-        for names, what in ((missing, "that are not published"), (extra, "that the model lacks"))
-        if names
-    )
-    raise MismatchError(where, found=found, expected="the same names", do=_DO)
 
 
 def _check_layout(name: str, local: LocalTensor, new: VersionTensor, where: str) -> None:

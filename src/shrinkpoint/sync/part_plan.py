@@ -145,7 +145,14 @@ def make_plan(rows_by_rank: Sequence[Sequence[Row]], rank: int) -> PartPlan:
             for box in row.boxes:
                 holders.setdefault(row.name, {}).setdefault(box, []).append(number)
     for name, spec in tensors.items():
-        _check_boxes(name, spec, list(holders.get(name, {})))
+        boxes = list(holders.get(name, {}))
+        count, expected = sum(math.prod(sizes) for _, sizes in boxes), math.prod(spec.shape)
+        if count < expected:
+            raise _mismatch(name, f"{count} of {expected} values", "every value on a rank of the group")
+        try:
+            check_disjoint([offsets for offsets, _ in boxes], [sizes for _, sizes in boxes])
+        except ValueError as error:
+            raise _mismatch(name, str(error), "shards that are apart, or replicas of one") from error
     ties: dict[str, str] = {}
     for name, firsts in tied.items():  # tied on every rank that has values, to one and the same other name
         others = [first for first in firsts if first is not None]
@@ -154,16 +161,6 @@ def make_plan(rows_by_rank: Sequence[Sequence[Row]], rank: int) -> PartPlan:
     own = _assign({name: boxes for name, boxes in holders.items() if name not in ties}, tensors, len(rows_by_rank))
     replicated = frozenset(name for name, boxes in holders.items() if any(len(ranks) > 1 for ranks in boxes.values()))
     return PartPlan(tensors, ties, own[rank], replicated)
-
-
-def _check_boxes(name: str, spec: TensorSpec, boxes: Sequence[_Box]) -> None:
-    count, expected = sum(math.prod(sizes) for _, sizes in boxes), math.prod(spec.shape)
-    if count < expected:
-        raise _mismatch(name, f"{count} of {expected} values", "every value on a rank of the group")
-    try:
-        check_disjoint([offsets for offsets, _ in boxes], [sizes for _, sizes in boxes])
-    except ValueError as error:
-        raise _mismatch(name, str(error), "shards that are apart, or replicas of one") from error
 
 
 def _mismatch(name: str, found: str, expected: str) -> MismatchError:

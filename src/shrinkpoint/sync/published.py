@@ -113,7 +113,12 @@ class Published:
     files: tuple[VersionFile, ...]
 
     def to_bytes(self) -> bytes:
-        files = [[file.version, file.base, *_content_to_json(file)] for file in self.files]
+        files = []
+        for file in self.files:
+            content: list[JSON] = [[_part_to_json(part) for part in file.parts]]
+            if not file.parts:
+                content = _part_to_json(StoredPart(file.size, file.digest, file.token))
+            files.append([file.version, file.base, *content])
         number = _TOKEN_FORMAT if any(file.token for file in self.files) else FORMAT
         number = _PARTS_FORMAT if any(file.parts for file in self.files) else number
         return dump_with_digest({"format": number, "id": self.id, "version": self.version, "files": files})
@@ -150,31 +155,26 @@ class Published:
         Args:
             held: the version that deltas may begin with; None: none.
         """
-        deltas, found = self._find_routes(held)
-        for route in sorted(found, key=lambda route: (route.nbytes, route.num_deltas + len(route.keyframe))):
-            yield (*route.keyframe, *reversed(deltas[: route.num_deltas]))
-
-    def _find_routes(self, held: int | None) -> tuple[list[VersionFile], list[_Route]]:
-        """The deltas back from the newest version, and the routes over the first ones of them.
-
-        Only their lengths are kept: all their files would be as many as the square of those that are named here.
-        """
         keyframes = {file.version: file for file in self.files if file.is_keyframe}
         deltas_by_version = {file.version: file for file in self.files if not file.is_keyframe}
-        deltas, found = list[VersionFile](), list[_Route]()
+        # The deltas back from the newest version. Of a route only the bytes of all its files, the number of its deltas
+        # and its keyframe are kept: all files of all routes would be as many as the square of those that are named.
+        deltas = list[VersionFile]()
+        found = list[tuple[int, int, tuple[VersionFile, ...]]]()
         version, nbytes = self.version, 0
         while True:
             if version == held:
-                found.append(_Route(nbytes, len(deltas)))
+                found.append((nbytes, len(deltas), ()))
                 break
             if version in keyframes:
                 keyframe = keyframes[version]
-                found.append(_Route(nbytes + keyframe.size, len(deltas), (keyframe,)))
+                found.append((nbytes + keyframe.size, len(deltas), (keyframe,)))
             if version not in deltas_by_version:
                 break
             deltas.append(deltas_by_version[version])
             version, nbytes = deltas[-1].base, nbytes + deltas[-1].size
-        return deltas, found
+        for _, num_deltas, begin in sorted(found, key=lambda route: (route[0], route[1] + len(route[2]))):
+            yield (*begin, *reversed(deltas[:num_deltas]))
 
     def deltas_behind_keyframe(self) -> tuple[VersionFile, ...]:
         """The deltas that a process which joins now decodes after the newest keyframe."""
@@ -192,14 +192,6 @@ class Published:
         return replace(self, files=tuple(files))
 
 
-class _Route(NamedTuple):
-    """A route to the newest version."""
-
-    nbytes: int  # Of all its files
-    num_deltas: int  # So many of the newest deltas
-    keyframe: tuple[VersionFile, ...] = ()  # That they begin with; none where they begin with the version that is held
-
-
 def _check_parts(files: Sequence[VersionFile]) -> None:
     """Raise ValueError unless the files of a version, and their bases, have as many parts."""
     counts: dict[int, int] = {}
@@ -208,12 +200,6 @@ def _check_parts(files: Sequence[VersionFile]) -> None:
             raise ValueError("files of one version in different parts")
     if any(counts.get(file.base, len(file.parts)) != len(file.parts) for file in files):
         raise ValueError("a delta in other parts than its base")
-
-
-def _content_to_json(file: VersionFile) -> list[JSON]:
-    if file.parts:
-        return [[_part_to_json(part) for part in file.parts]]
-    return _part_to_json(StoredPart(file.size, file.digest, file.token))
 
 
 def _part_to_json(part: StoredPart) -> list[JSON]:

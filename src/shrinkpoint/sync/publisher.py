@@ -364,12 +364,7 @@ def _published_dtype(dtype: torch.dtype, cast: torch.dtype | None) -> torch.dtyp
 
 
 def _copy(state: FlatState, cast: torch.dtype | None, old: Mapping[str, Tensor]) -> FlatState:
-    """A copy of a state in CPU memory of its own.
-
-    Args:
-        cast: as for `_published_dtype`.
-        old: tensors that are no longer needed, whose memory is overwritten where it fits.
-    """
+    """A copy of a state in CPU memory of its own; that of old tensors is overwritten where it fits."""
     infos = dict(state.infos)
     casts = {name for name, x in state.tensors.items() if _published_dtype(x.dtype, cast) != x.dtype}
     copies = copy_tensors({name: tensor for name, tensor in state.tensors.items() if name not in casts}, old)

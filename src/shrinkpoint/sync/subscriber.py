@@ -142,7 +142,15 @@ class Subscriber:
         wait = validate.check_float("wait", wait, exclusive=False)
         live = self._ranks.run(lambda: self._local_tensors(model))
         self._names = {name for names in self._ranks.gather(lambda: [*live]) for name in names}
-        published = self._wait_for_newer(live, wait) if self._link is None else self._receive()
+        if self._link is None:
+            published = self._wait_for_newer(live, wait)
+        else:  # what the publisher of the group sends next; None if it has closed
+            held = self._held
+            storage = self._link.receive(None if held is None else held.version, "" if held is None else held.id)
+            if storage is None:
+                return None
+            self._reader = self._open_reader(storage)
+            published = self._reader.published()
         if published is None:
             return None
         began = time.perf_counter()
@@ -157,7 +165,7 @@ class Subscriber:
         self._applied = new.id, new.version
         self._written = {name: _Written(local) for name, local in live.items()}
         nbytes = 0 if new is held else new.nbytes
-        changed = sum(write.num_changed for write in writes)
+        changed = sum(write.new.numel() for write in writes)
         return Update(new.version, previous, nbytes, changed, time.perf_counter() - began, pause)
 
     def follow(self, model: AnyModel, *, wait: float | None = None) -> Iterator[Update]:
@@ -171,16 +179,6 @@ class Subscriber:
             if update is None:
                 return
             yield update
-
-    def _receive(self) -> Published | None:
-        """Receive what the publisher of the group sends next; None if it has closed."""
-        assert self._link is not None
-        held = self._held
-        storage = self._link.receive(None if held is None else held.version, "" if held is None else held.id)
-        if storage is None:
-            return None
-        self._reader = self._open_reader(storage)
-        return self._reader.published()
 
     def _local_tensors(self, model: AnyModel) -> dict[str, LocalTensor]:
         live = local_tensors(model, is_sharded=self._ranks.is_sharded)
