@@ -36,7 +36,7 @@ from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.tensors.flat_state import unflatten
 from shrinkpoint.train.accelerate import prepared_state
 from shrinkpoint.train.accelerate.checkpoint_dirs import CheckpointDirs, is_stock_checkpoint
-from shrinkpoint.train.accelerate.prepared_state import PreparedState, collect_prepared
+from shrinkpoint.train.accelerate.prepared_state import collect_prepared
 from shrinkpoint.train.accelerate.sharded_checkpointer import ShardedCheckpointer, is_sharded_checkpoint
 from shrinkpoint.train.accelerate.training_loss import TrainingLoss, count_step_terms
 from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
@@ -168,14 +168,17 @@ class AcceleratorCheckpointer(ScheduledSaver):
                 note_terms(self._scheme, count_step_terms(self._accelerator))
                 self._counts_terms = False
             is_sharded = prepared_state.has_sharded_model(self._accelerator)
-            prepared = _run_on_all(lambda: collect_prepared(self._accelerator, directory, models=not is_sharded))
+            state, objects, per_rank = _run_on_all(
+                lambda: collect_prepared(self._accelerator, directory, models=not is_sharded)
+            )
             report = None
             if is_sharded:
                 options["keep"] = self._dirs.keep
-                self._sharded.save(directory, prepared.state, prepared.per_rank, self._background, **options)
+                self._sharded.save(directory, state, per_rank, self._background, **options)
             else:
                 self._whole.retain(self._dirs.keep)
-                report = self._whole.save_prepared(directory, prepared, **options)
+                state["ranks"] = gather_or_raise(lambda: per_rank)
+                report = _run_on_all(lambda: self._whole.save_prepared(directory, state, objects, **options))
             self.has_saved, self._last_dir = True, directory
             self._note_saved(step, validate.as_floats(metrics))
             self._accelerator.project_configuration.iteration += 1
@@ -331,16 +334,12 @@ class AcceleratorCheckpointer(ScheduledSaver):
 
 
 class _WholeCheckpointer(Checkpointer):
-    """Saves and loads the state of an Accelerator whose models are not sharded; one process writes.
-
-    Attributes:
-        loaded_dir: directory that was loaded last; None if this process did not load it as a reference.
-    """
+    """Saves and loads the state of an Accelerator whose models are not sharded; one process writes."""
 
     def __init__(self, accelerator: Accelerator, **settings: Any) -> None:
         super().__init__(**settings)
         self._accelerator = accelerator
-        self.loaded_dir: Path | ObjectUrl | None = None
+        self.loaded_dir: Path | ObjectUrl | None = None  # loaded last, as a reference
 
     @property
     def is_writer(self) -> bool:
@@ -353,16 +352,13 @@ class _WholeCheckpointer(Checkpointer):
         """True if this process writes, or takes part in a search for the scheme's settings."""
         return self.is_writer or (isinstance(self.scheme, Planner) and not self.scheme.is_writer)
 
-    def save_prepared(self, directory: Path | ObjectUrl, prepared: PreparedState, **options: Any) -> SaveReport | None:
-        """Save what every process has collected; all processes call this, and one returns the report."""
-        state = prepared.state | {"ranks": gather_or_raise(lambda: prepared.per_rank)}
-
-        def save() -> SaveReport | None:
-            if not self.participates:
-                return None
-            return self.save(directory, state, objects=prepared.objects, extra={"framework": "accelerate"}, **options)
-
-        return _run_on_all(save)
+    def save_prepared(
+        self, directory: Path | ObjectUrl, state: dict[str, Any], objects: dict[str, Any], **options: Any
+    ) -> SaveReport | None:
+        """Save what every process has collected; one returns the report."""
+        if not self.participates:
+            return None
+        return self.save(directory, state, objects=objects, extra={"framework": "accelerate"}, **options)
 
     def load_prepared(self, directory: Path | ObjectUrl, *, strict: bool) -> AlignedState:
         """Load a checkpoint; all processes call this."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,21 +53,18 @@ def has_sharded_model(accelerator: Accelerator) -> bool:
     return any(isinstance(parameter, DTensor) for model in accelerator._models for parameter in model.parameters())
 
 
-@dataclass(frozen=True)
-class PreparedState:
-    """The state that one process has to save."""
-
-    state: dict[str, Any]  # the part that is equal on all processes; without models and optimizers, if they are sharded
-    objects: dict[str, Any]  # the live objects behind `state`, by its keys
-    per_rank: dict[str, Any]  # random generators and dataloaders of this process
-
-
-def collect_prepared(accelerator: Accelerator, directory: Path | ObjectUrl, *, models: bool) -> PreparedState:
+def collect_prepared(
+    accelerator: Accelerator, directory: Path | ObjectUrl, *, models: bool
+) -> tuple[dict[str, Any], ...]:
     """Call the registered hooks, then collect the state.
 
     Args:
         directory: passed to the hooks.
         models: include models and optimizers.
+
+    Returns:
+        The part that is equal on all processes, the live objects behind it by its keys, and random generators and
+        dataloaders of this process.
 
     Raises:
         StateError: a registered object holds something that cannot be stored.
@@ -87,7 +83,15 @@ def collect_prepared(accelerator: Accelerator, directory: Path | ObjectUrl, *, m
     if models:
         state["optimizer"] = [optimizer.state_dict() for optimizer in accelerator._optimizers]
     state = {name: _unwrap_single(value) for name, value in state.items() if value}
-    state |= _auxiliary_state(accelerator) | {"sharded": not models}
+    schedulers = [scheduler.state_dict() for scheduler in accelerator._schedulers]
+    registered = [
+        _check_storable(obj.state_dict(), f"{type(obj).__qualname__}, object {index} of register_for_checkpointing")
+        for index, obj in enumerate(accelerator._custom_objects)
+    ]
+    state |= {"scheduler": schedulers, "objects": registered, "step": accelerator.step}
+    if accelerator.scaler is not None:
+        state["scaler"] = accelerator.scaler.state_dict()
+    state["sharded"] = not models
     if models and (names := collect_names(live_objects(accelerator))):
         state[NAMES_KEY] = names
     # Random generators and positions of dataloaders of this process
@@ -95,7 +99,7 @@ def collect_prepared(accelerator: Accelerator, directory: Path | ObjectUrl, *, m
         _check_storable(get_loader_state(loader), f"dataloader {index}")
         for index, loader in enumerate(accelerator._dataloaders)
     ]
-    return PreparedState(state, objects, {"rng": get_rng_state(), "loaders": loader_states})
+    return state, objects, {"rng": get_rng_state(), "loaders": loader_states}
 
 
 def live_objects(accelerator: Accelerator) -> dict[str, Any]:
@@ -201,21 +205,6 @@ def load_auxiliary_state(accelerator: Accelerator, state: dict[str, Any], where:
         for loader, loader_state in zip(accelerator._dataloaders, rank_states[rank]["loaders"], strict=False):
             set_loader_state(loader, loader_state)
         set_rng_state(rank_states[rank]["rng"])
-
-
-def _auxiliary_state(accelerator: Accelerator) -> dict[str, Any]:
-    """The state that is equal on all processes, without models and optimizers."""
-    state = {
-        "scheduler": [scheduler.state_dict() for scheduler in accelerator._schedulers],
-        "objects": [
-            _check_storable(obj.state_dict(), f"{type(obj).__qualname__}, object {index} of register_for_checkpointing")
-            for index, obj in enumerate(accelerator._custom_objects)
-        ],
-        "step": accelerator.step,
-    }
-    if accelerator.scaler is not None:
-        state["scaler"] = accelerator.scaler.state_dict()
-    return state
 
 
 def _check_storable(state: Any, name: str) -> Any:

@@ -96,7 +96,19 @@ class TitanCheckpointManager(CheckpointManager):
         """
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
-        options: dict[str, Any] = {"checkpoint_id": checkpoint_id, "storage_writer": self._make_writer(checkpoint_id)}
+        model = None  # else only parameters could be lossy: torchtitan saves wq, wk and wv of a fused parameter
+        if getattr(self.scheme, "evaluate", None) is not None:
+            parts = self.states[MODEL].model
+            model = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
+        writer = Writer(
+            scheme=self.scheme,
+            group=self.pg,
+            model=model,
+            step=_step_of(Path(checkpoint_id).name),
+            keep=Keep(last=self.keep_latest_k) if self.keep_latest_k else None,
+            **self._options,
+        )
+        options: dict[str, Any] = {"checkpoint_id": checkpoint_id, "storage_writer": writer}
         if async_mode == AsyncMode.DISABLED:
             metadata = save(state_dict, **options)
             if enable_garbage_collection:  # which torchtitan turns off
@@ -124,20 +136,6 @@ class TitanCheckpointManager(CheckpointManager):
         except CheckpointException as error:
             _raise_own(error)
         self.states[MODEL].load_state_dict(state_dict)
-
-    def _make_writer(self, checkpoint_id: str) -> Writer:
-        model = None  # else only parameters could be lossy: torchtitan saves wq, wk and wv of a fused parameter
-        if getattr(self.scheme, "evaluate", None) is not None:
-            parts = self.states[MODEL].model
-            model = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
-        return Writer(
-            scheme=self.scheme,
-            group=self.pg,
-            model=model,
-            step=_step_of(Path(checkpoint_id).name),
-            keep=Keep(last=self.keep_latest_k) if self.keep_latest_k else None,
-            **self._options,
-        )
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         try:
