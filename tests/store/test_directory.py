@@ -61,16 +61,6 @@ def chain(root: Path, length: int, **options: int) -> DeltaWriter:
     return tip
 
 
-def test_a_folder_needs_no_other(tmp_path):
-    tip = DeltaWriter()
-    for seed in (1, 2, 3, 4):
-        save(tip, tmp_path / f"c{seed}", seed)
-        shutil.rmtree(tmp_path / f"c{seed - 1}", ignore_errors=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["c4"]
-    assert directory.verify_directory(tmp_path / "c4", deep=True).depth == 3
-    assert has(tmp_path / "c4", 4)
-
-
 def test_a_copy_elsewhere_loads_and_any_reader_of_single_files_reads_it(tmp_path):
     chain(tmp_path, 3)
     shutil.copytree(tmp_path / "c3", tmp_path / "elsewhere" / "deep")
@@ -119,21 +109,6 @@ def test_where_links_are_impossible_every_checkpoint_is_a_keyframe(tmp_path, mon
     tip.drop()
 
 
-def test_a_chain_ends_where_it_was_told_to(tmp_path):
-    chain(tmp_path, 7, keyframe_every=3)
-    assert [directory.read_directory_manifest(tmp_path / f"c{seed}").depth for seed in range(1, 8)] == [
-        0,
-        1,
-        2,
-        0,
-        1,
-        2,
-        0,
-    ]
-    with pytest.raises(sp.errors.PolicyError, match="keyframe_every"):
-        DeltaWriter(keyframe_every=0)
-
-
 def test_a_chain_ends_where_its_files_are_several_times_the_state(tmp_path, monkeypatch):
     monkeypatch.setattr(chain_limit, "MIN_CHAIN_BYTES", 0)
     monkeypatch.setattr(chain_limit, "MAX_CHAIN_STATES", 0)  # one file is enough
@@ -152,15 +127,6 @@ def test_until_the_commit_there_is_no_checkpoint_and_abandoning_leaves_nothing(t
     tip.rollback()
     assert not [path for path in (tmp_path / "c2").rglob("*") if path.is_file()]
     assert save(tip, tmp_path / "c3", 3).depth == 1
-
-
-def test_what_was_loaded_is_the_base_of_the_next(tmp_path):
-    chain(tmp_path, 2)
-    tip = DeltaWriter()
-    payload = directory.read_directory_manifest(tmp_path / "c2").payloads[0]
-    tip.adopt(tmp_path / "c2", payload, decode_directory(tmp_path / "c2"))
-    assert save(tip, tmp_path / "c3", 3).depth == 2
-    assert has(tmp_path / "c3", 3)
 
 
 def test_saving_into_a_folder_again_replaces_what_is_there_and_leaves_foreign_files_alone(tmp_path):

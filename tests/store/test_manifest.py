@@ -7,7 +7,7 @@ import math
 from dataclasses import fields, replace
 
 import pytest
-from helpers.manifests import manifest, run
+from helpers.manifests import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -204,8 +204,3 @@ def test_importing_the_pure_part_does_not_import_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_a_keyframe_stands_alone() -> None:
-    assert manifest(5).depth == 0
-    assert manifest(5).bases == ()

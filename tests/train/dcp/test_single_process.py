@@ -50,62 +50,11 @@ def restored(folder: Path) -> str:
     return digest(run.restore(storage_reader=Reader(folder)))
 
 
-def test_what_is_saved_comes_back_bit_by_bit(tmp_path: Path) -> None:
-    digests = trained(tmp_path, 3)
-    assert [restored(tmp_path / f"step-{step}") for step in range(3)] == digests
-
-
-def test_a_delta_is_smaller_than_its_keyframe_and_names_its_base(tmp_path: Path) -> None:
-    trained(tmp_path, 3)
-    first, _, last = (directories.verify_directory(tmp_path / f"step-{step}", deep=True) for step in range(3))
-    assert first.depth == 0
-    assert last.depth == 2
-    assert last.stored_bytes < first.stored_bytes * 2 / 3
-
-
-def test_the_newest_survives_the_deletion_of_every_older_one(tmp_path: Path) -> None:
-    digests = trained(tmp_path, 4)
-    for step in range(3):
-        shutil.rmtree(tmp_path / f"step-{step}")
-    assert restored(tmp_path / "step-3") == digests[-1]
-
-
-def test_a_save_after_its_base_was_deleted_is_a_keyframe(tmp_path: Path) -> None:
-    run = Run(None)
-    for step in range(2):
-        run.train()
-        save(run.state(), tmp_path / f"step-{step}")
-        shutil.rmtree(tmp_path / f"step-{step}")
-    assert save(run.state(), tmp_path / "step-2").depth == 0
-    assert restored(tmp_path / "step-2") == digest(run.state())
-
-
-def test_a_chain_is_as_long_as_asked_for(tmp_path: Path) -> None:
-    trained(tmp_path, 5, keyframe_every=2)
-    assert [directories.read_directory_manifest(tmp_path / f"step-{step}").depth for step in range(5)] == [
-        0,
-        1,
-        0,
-        1,
-        0,
-    ]
-
-
 def test_chains_by_name_do_not_depend_on_paths(tmp_path: Path) -> None:
     run = Run(None)
     save(run.state(), tmp_path / "here", chain="mine")
     assert save(run.state(), tmp_path / "there", chain="mine").depth == 1
     assert save(run.state(), tmp_path / "elsewhere").depth == 0
-
-
-def test_after_a_restore_the_first_save_is_a_delta(tmp_path: Path) -> None:
-    trained(tmp_path, 2)
-    reset_chains()  # as in a new process
-    run = Run(None, seed=9)
-    run.restore(storage_reader=Reader(tmp_path / "step-1"))
-    run.train()
-    assert save(run.state(), tmp_path / "step-2").depth == 2
-    assert restored(tmp_path / "step-2") == digest(run.state())
 
 
 def test_a_chain_that_is_full_ends_after_a_restore_as_it_does_before(tmp_path: Path) -> None:
@@ -199,26 +148,15 @@ def test_any_safetensors_reader_sees_boxes_by_their_names(tmp_path: Path) -> Non
         assert torch.equal(file.get_tensor("model.weight"), torch.arange(4.0))
 
 
-@pytest.mark.parametrize("saves", [3])
-def test_plans_that_torch_replays_do_not_repeat_a_save(saves: int, tmp_path: Path) -> None:
+def test_plans_that_torch_replays_do_not_repeat_a_save(tmp_path: Path) -> None:
     run, digests = Run(None), []
-    for step in range(saves):
+    for step in range(3):
         run.train()
         planner = DefaultSavePlanner(enable_plan_caching=True)
         dcp.save(run.state(), storage_writer=Writer(tmp_path / f"step-{step}"), planner=planner)
         digests.append(digest(run.state()))
-    assert [restored(tmp_path / f"step-{step}") for step in range(saves)] == digests
-    assert directories.read_directory_manifest(tmp_path / f"step-{saves - 1}").depth == saves - 1
-
-
-def test_saving_into_a_directory_again_leaves_only_what_is_needed(tmp_path: Path) -> None:
-    run = Run(None)
-    for _ in range(3):
-        run.train()
-        save(run.state(), tmp_path)
-    assert restored(tmp_path) == digest(run.state())
-    payload = directories.read_directory_manifest(tmp_path).payloads[0]
-    assert directories.own_keys(tmp_path) == {payload.name, *(f"bases/{one}.safetensors" for one, _ in payload.bases)}
+    assert [restored(tmp_path / f"step-{step}") for step in range(3)] == digests
+    assert directories.read_directory_manifest(tmp_path / "step-2").depth == 2
 
 
 class Dies(Exception):
@@ -290,13 +228,6 @@ def test_a_place_that_cannot_be_is_an_error_of_the_protocol(how: dict[str, Any],
 def test_ranks_that_do_not_speak_to_each_other_are_refused(tmp_path: Path) -> None:
     with pytest.raises(errors.PolicyError, match="use_collectives"):
         dcp.save({"x": torch.ones(2)}, storage_writer=Writer(tmp_path), use_collectives=False)
-
-
-def test_bad_settings_are_refused_at_once() -> None:
-    with pytest.raises(errors.PolicyError, match="keyframe_every"):
-        Writer(keyframe_every=0)
-    with pytest.raises(errors.PolicyError, match="scheme"):
-        Writer(scheme="nonsense")
 
 
 def test_threads_are_shared_among_ranks_on_systems_without_affinity_too(monkeypatch: pytest.MonkeyPatch) -> None:
