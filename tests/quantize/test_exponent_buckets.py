@@ -156,26 +156,11 @@ def test_a_bucket_becomes_half_of_its_ends_or_its_mean(values):
             assert min(members) <= found[kind] <= max(members)
 
 
-@settings(deadline=None, max_examples=30)
-@given(st.lists(FINITE, min_size=1, max_size=40), st.integers(1, 8))
-def test_the_error_of_a_kept_value_is_less_than_its_half(values, x):
-    x_, found = torch.tensor(values), moves(only(torch.tensor(values), x))
-    kept = found != 0
-    assert ((found.double() - x_.double()).abs()[kept] < 0.5 * x_.double().abs()[kept] + 2**-150).all()
-
-
 def test_the_mean_has_the_smaller_square_error_though_single_values_may_lie_farther():
     x = torch.tensor([1.0] + [1.99] * 9)
     errors = {one: (moves(only(x, 1, one)) - x).abs() for one in REPRESENTATIVES}
     assert errors["mean"].square().sum() < 0.7 * errors["middle"].square().sum()
     assert errors["mean"].max() > 0.8 and errors["middle"].max() < 0.5
-
-
-def test_equal_values_are_kept_in_both():
-    for value in (0.1, -0.37, 1e-45, -3.3e38, math.nextafter(2.0, 0)):
-        x = torch.full((100_003,), value)
-        for representative in REPRESENTATIVES:
-            assert bits(moves(only(x, 1, representative))) == bits(x)
 
 
 def test_zero_of_either_sign_does_not_move_and_denormals_are_as_any_other_number():

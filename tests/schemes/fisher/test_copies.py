@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.parameters import each_value
 from helpers.sharded_states import Ranks, cut
 from helpers.small_training import Run, Silent, digits, unchanged
 from helpers.strategies import difference
@@ -87,9 +88,7 @@ class Averaging:
         return other
 
 
-@pytest.mark.parametrize(
-    ("kind", "background"), [(kind, background) for kind in AVERAGES for background in (False, True)]
-)
+@pytest.mark.parametrize(("kind", "background"), each_value(AVERAGES, [False, True]))
 def test_loss_of_an_average_stays_within_the_budget_along_a_chain_and_a_resume(kind, background):
     training, storage = Averaging(kind), MemoryStorage()
     ratios = []

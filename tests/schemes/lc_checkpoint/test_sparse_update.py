@@ -16,7 +16,6 @@ from torch import Tensor
 
 import shrinkpoint as sp
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.base import QuantizedState
 from shrinkpoint.tensors.flat_state import flatten
 
@@ -191,17 +190,3 @@ def test_places_cost_what_gaps_between_them_do():
     places = 256 * 1024 * 0.0808 / 8
     assert places < side + codes < 1.05 * places + 64
     assert written.bytes_of("a.weight") < places + 4 * 2622  # the values themselves, without gain or loss
-
-
-@pytest.mark.parametrize(
-    ("make", "fraction"), each_value([sp.SCAR, sp.TOPN], [0, -0.1, 1.01, True, "a", None, float("nan")])
-)
-def test_fractions_that_make_no_sense_are_refused(make, fraction):
-    with pytest.raises(PolicyError, match="fraction"):
-        make(fraction=fraction)
-
-
-@pytest.mark.parametrize("settings", [{"order": "smallest"}, {"seed": -1}, {"seed": 1.0}, {"seed": 1 << 40}])
-def test_other_settings_that_make_no_sense_are_refused(settings):
-    with pytest.raises(PolicyError, match=next(iter(settings))):
-        sp.SCAR(**settings)
