@@ -249,14 +249,6 @@ def test_a_message_that_does_not_fit_is_refused_and_changes_nothing():
     receiver.unpack(wire, torch.empty(4, 8))
 
 
-def test_arguments_out_of_range():
-    for options in ({"nonfinite": "ignore"}, {"sample_every": -1}, {"min_numel": -1}):
-        with pytest.raises(PolicyError):
-            Link("q4", **options)
-    with pytest.raises(PolicyError):
-        Link("nothing")
-
-
 def test_the_two_ends_describe_themselves_alike_and_others_differently(tmp_path):
     links = [
         Link("q4:64"),

@@ -7,7 +7,6 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from helpers.parameters import each_value
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -109,23 +108,6 @@ def test_percentages_and_numbers_mean_the_same_in_all_schemes():
     assert sp.Fisher(budget="1%", evaluate=loss).arguments["budget"] == "1%"
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda amount: sp.Inshrinkerator(threshold=amount, evaluate=len),
-        lambda amount: sp.QD(threshold=amount, evaluate=len),
-        lambda amount: sp.Fisher(budget=amount, evaluate=len),
-        lambda amount: sp.Fisher(relative_error=amount),
-        lambda amount: sp.SCAR(fraction=amount),
-        lambda amount: sp.TOPN(fraction=amount),
-    ],
-)
-def test_an_amount_that_is_no_share_is_refused(make):
-    for amount in ["201%", "-1%", 5, 3.0, "0.1", "1 percent", "nan%", "%", "", True, [0.1], float("nan")]:
-        with pytest.raises(PolicyError, match=r"threshold|budget|relative_error|fraction"):
-            make(amount)
-
-
 def test_more_than_all_is_no_share():
     for make in (lambda x: sp.QD(threshold=x, evaluate=len), lambda x: sp.TOPN(fraction=x)):
         make("100%"), make(1)
@@ -177,24 +159,6 @@ def test_a_text_that_is_no_scheme_is_refused_and_nothing_of_it_is_run():
 def test_any_text_is_a_scheme_or_an_error_of_ours(inside):
     with suppress(PolicyError):
         get_scheme(f"fisher({inside})")
-
-
-@pytest.mark.parametrize(
-    ("entry", "wrong"),
-    each_value(
-        [
-            lambda scheme, where: sp.CheckpointManager(where, scheme=scheme),
-            lambda scheme, where: sp.save({"a": 1}, where / "a", scheme=scheme),
-            lambda scheme, where: sp.Store(where).save(1, {"a": 1}, scheme=scheme),
-        ],
-        [None, sp.Fisher, 3, len, sp.Keep(), {"scheme": "fisher"}, b"fisher"],
-    ),
-)
-def test_what_is_no_scheme_is_refused_alike_everywhere(entry, wrong, tmp_path):
-    """None too: a variable that should have held a lossy scheme is then found."""
-    with pytest.raises(PolicyError, match=r"^scheme: "):
-        entry(wrong, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_scheme_with_settings_is_named_wherever_a_scheme_is_taken(tmp_path):

@@ -355,18 +355,6 @@ def test_many_ways_take_the_memory_of_the_files_that_are_named():
     assert peak < 2000 * count
 
 
-def test_arguments_are_checked(tmp_path: Path):
-    wrong = [{"dtype": "bf16"}, {"dtype": torch.int8}, {"keep": 0}, {"keyframe_every": 0}, {"threads": 0}]
-    for arguments in wrong:
-        with pytest.raises(PolicyError):
-            Publisher(tmp_path, **arguments)  # type: ignore[arg-type]
-    for arguments in ({"poll": 0}, {"threads": 0}, {"max_bytes": 0}):
-        with pytest.raises(PolicyError):
-            Subscriber(tmp_path, **arguments)  # type: ignore[arg-type]
-    with pytest.raises(PolicyError):
-        Subscriber(tmp_path).update({}, wait=-1)
-
-
 def test_a_limit_on_memory_holds():
     storage, state = MemoryStorage(), {"w": torch.zeros(1 << 20)}
     with Publisher(storage) as publisher:

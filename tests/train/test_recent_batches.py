@@ -13,7 +13,7 @@ from helpers.strategies import same
 from torch.nn.functional import cross_entropy
 
 import shrinkpoint as sp
-from shrinkpoint.errors import LossWarning, PolicyError
+from shrinkpoint.errors import LossWarning
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.train.recent_batches import copy_batch
 
@@ -92,12 +92,6 @@ def test_of_a_large_batch_the_first_examples_are_kept() -> None:
     run, recent = Run(), sp.RecentBatches(loss, batches=2, max_bytes=100)
     recent.add(batch(0))
     assert "no training batch" in recent.reading(run.model).failure and recent.terms == 32
-
-
-@pytest.mark.parametrize("options", [{"batches": 0}, {"max_bytes": 0}, {"accumulate": 0.5}, {"loss": 3}])
-def test_what_makes_no_sense_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(PolicyError, match=next(iter(options))):
-        sp.RecentBatches(**{"loss": loss, **options})
 
 
 def test_a_loss_that_is_none_makes_an_exact_checkpoint() -> None:

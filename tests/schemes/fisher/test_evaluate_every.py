@@ -6,7 +6,6 @@ import pytest
 from helpers.small_training import Run
 
 import shrinkpoint as sp
-from shrinkpoint.errors import PolicyError
 from shrinkpoint.storage import MemoryStorage
 
 pytestmark = pytest.mark.filterwarnings("ignore::shrinkpoint.errors.LossWarning")
@@ -53,9 +52,3 @@ def test_terms_that_a_trainer_counts_stand_in_for_those_that_were_not_given() ->
             report = manager.save(0, **run.parts)
         assert report.loss_report["terms"] == expected
         assert 0 < report.loss_report["tried"][0]["curvature"] <= 0.01
-
-
-@pytest.mark.parametrize("every", [0, -1, 1.5, True, "2"])
-def test_an_interval_is_a_whole_number_from_one(every) -> None:
-    with pytest.raises(PolicyError, match="evaluate_every"):
-        sp.Fisher(evaluate=len, evaluate_every=every)
