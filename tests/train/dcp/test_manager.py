@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from helpers.processes import ranks
 
 import shrinkpoint as sp
-from shrinkpoint.errors import MismatchError, NotFoundError
+from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
 from shrinkpoint.train.dcp import Manager
 
 RANKS = """
