@@ -20,7 +20,7 @@ from shrinkpoint.tensors.compare import same_bits
 from shrinkpoint.tensors.dtypes import dtype_name
 from shrinkpoint.tensors.flat_state import flatten
 from shrinkpoint.tensors.names import StatePath, as_tensor, child_items, is_array, named_leaves
-from shrinkpoint.tensors.tree_selection import MatchPath, match_patterns
+from shrinkpoint.tensors.tree_decoder import MatchPath, match_patterns
 
 _SUFFIXES = {"torch": ".pt", "safetensors": ".safetensors"}
 _ABSENT = object()
