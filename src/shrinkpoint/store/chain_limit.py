@@ -133,14 +133,14 @@ class ChainLimit:
 
     Attributes:
         can_reverse: whether the caller writes checkpoints of this many bytes of tensors again, where `wants_reverse`
-            says so.
+            says so; None: never.
         keep: the rules by which the caller deletes checkpoints; None: it keeps all, or nobody knows.
         kept: number of checkpoints that the rules selected last.
     """
 
     def __init__(self, keyframe_every: int | None) -> None:
         self._keyframe_every = keyframe_every
-        self.can_reverse: Callable[[int], bool] = lambda raw_bytes: False
+        self.can_reverse: Callable[[int], bool] | None = None
         self.keep: Keep | None = None
         self.kept = 1
         self._delta_ratio: float | None = None  # bytes of the last delta for each byte of its state; None: not known
@@ -202,7 +202,7 @@ class ChainLimit:
     def _spacing(self, keyframe: float, delta: float, plain: int) -> Spacing:
         assert self.keep is not None
         sizes = FileSizes(keyframe, delta, plain, None if self._reverse_ratio is None else self._reverse_ratio * delta)
-        can_reverse = self.keep.moments_last is None and self.can_reverse(plain)
+        can_reverse = self.keep.moments_last is None and self.can_reverse is not None and self.can_reverse(plain)
         longest = _MAX_SPACING if self._keyframe_every is None else self._keyframe_every
         alone, best = self.keep.every is not None or self.keep.best is not None, self.keep.best or 0
         return choose_spacing(sizes, self._kept, longest, can_reverse=can_reverse, alone=alone, least=self._kept - best)

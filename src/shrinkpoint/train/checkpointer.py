@@ -122,7 +122,7 @@ class Checkpointer(BackgroundSaver):
         """
         limit = self._delta_writer.chain_limit
         limit.keep = check_keep(keep)
-        limit.can_reverse = has_memory_to_reverse if is_exact else lambda raw_bytes: False
+        limit.can_reverse = has_memory_to_reverse if is_exact else None
         self._deletes, self._is_exact = deletes, is_exact
         self._protected = tuple(map(resolve_directory, protected))
 
