@@ -12,7 +12,8 @@ import torch
 from helpers.quadratic_loss import Bowl
 
 import shrinkpoint as sp
-from shrinkpoint.progress import Task, TaskProgress, track, watch_progress
+from shrinkpoint import watch_progress
+from shrinkpoint.progress import Task, TaskProgress, track
 
 
 def titles(seen: list[TaskProgress]) -> list[str]:

@@ -12,9 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from shrinkpoint.storage import MemoryStorage
-from shrinkpoint.store import Keep, Store
+from shrinkpoint.store import Keep, Store, scan
 from shrinkpoint.store import directory as folders
-from shrinkpoint.store.listing import scan
 from shrinkpoint.train import Checkpointer
 from shrinkpoint.train.dcp import Writer
 

@@ -87,7 +87,7 @@ def test_verify_of_a_store_whose_checkpoints_are_gone_is_not_found(run, store):
 
 
 def test_a_checkpoint_of_a_frameworks_run_cannot_be_forgotten(run, tmp_path):
-    from shrinkpoint.train.checkpointer import Checkpointer
+    from shrinkpoint.train import Checkpointer
 
     Checkpointer().save(tmp_path / "run" / "step-1", {"a": torch.ones(3)})
     done = run(*arguments(["forget"], tmp_path / "run", tmp_path))

@@ -103,7 +103,7 @@ def test_converting_commands(url, tmp_path):
 
 
 def test_directories_of_frameworks(url):
-    from shrinkpoint.train.checkpointer import Checkpointer
+    from shrinkpoint.train import Checkpointer
 
     base = f"{url}-run"
     with Checkpointer() as checkpointer:

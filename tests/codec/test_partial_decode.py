@@ -18,6 +18,7 @@ from helpers.strategies import tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shrinkpoint import Lossless
 from shrinkpoint.codec.codebook_record import CodebookInput, encode_codebook_record
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.coder import MAX_CHUNK, NUMBER_FORMATS, CoderConfig, CodingContext, pack_tensors
@@ -26,7 +27,6 @@ from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.record import RecordInput, coding_context, decode, encode
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import FormatError
-from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.tensors.info import EncodedRecord, TensorInfo
 
 PLACES = st.integers(0, 1000)

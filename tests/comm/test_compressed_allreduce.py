@@ -14,7 +14,7 @@ RANKS = """
     import torch.nn.functional as F
     from helpers.replica_search import caught, digest, drawn, join, leave
     from shrinkpoint.comm.compressors.base import NO_CONTEXT
-    from shrinkpoint.comm.spec import parse
+    from shrinkpoint.comm import parse
     from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce
 
     SPECS = ("exact", "bf16", "q4:64", "q3", "n3:64", "top10", "block4:32", "h64(q4:64)")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from helpers.processes import ranks
 
+from shrinkpoint.comm import compress_ddp
 from shrinkpoint.comm.background_allreduce import MAX_IN_FLIGHT
-from shrinkpoint.comm.ddp import compress_ddp
 from shrinkpoint.errors import PolicyError
 
 SAVED = ("q4:64", "q2:32:dither", "top10", "ef(q2:32)", "ef21(q2:32)")
@@ -20,7 +20,7 @@ START = '''
     from torch.nn.functional import cross_entropy, mse_loss
     from torch.nn.parallel import DistributedDataParallel as DDP
     from helpers.replica_search import Net, batch, bits, caught, digest, drawn, images, join, leave, plain_net
-    from shrinkpoint.comm.ddp import compress_ddp
+    from shrinkpoint.comm import compress_ddp
 
 
     def trained(how, rank, steps, *, begin=0, state=None, group=None, **arguments):

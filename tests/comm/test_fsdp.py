@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.processes import ranks
 
-from shrinkpoint.comm.fsdp import compress_fsdp
+from shrinkpoint.comm import compress_fsdp
 from shrinkpoint.errors import PolicyError
 
 START = """
@@ -18,7 +18,7 @@ START = """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.functional import mse_loss
     from helpers.replica_search import batch, caught, digest, drawn, join, leave, plain_net
-    from shrinkpoint.comm.fsdp import compress_fsdp
+    from shrinkpoint.comm import compress_fsdp
 
 
     def sharded(mesh, model=None, **arguments):

@@ -12,8 +12,7 @@ from helpers.parameters import each_value
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shrinkpoint.comm import Link, MessageContext, parse
-from shrinkpoint.comm.compressors.base import CompressorContext
+from shrinkpoint.comm import CompressorContext, Link, MessageContext, parse
 from shrinkpoint.errors import MismatchError, PolicyError
 
 

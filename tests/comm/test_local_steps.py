@@ -15,9 +15,9 @@ START = """
     from torch.nn.functional import mse_loss
     import shrinkpoint as sp
     from helpers.replica_search import Net, batch, caught, digest, drawn, join, leave, plain_net
-    from shrinkpoint.comm.local_steps import LocalSteps
-    from shrinkpoint.comm.local_steps import OuterSGD
-    from shrinkpoint.comm.spec import parse
+    from shrinkpoint.comm import LocalSteps
+    from shrinkpoint.comm import OuterSGD
+    from shrinkpoint.comm import parse
 
     SPARSE = {"compressor": "ef(top6.25:256:q2:64, decay=0.95)", "outer": OuterSGD(lr=1.0, momentum=0.0)}
     SETUPS = {

@@ -8,8 +8,8 @@ import pytest
 import torch
 from helpers.processes import ranks
 
+from shrinkpoint.comm import LowRank
 from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce
-from shrinkpoint.comm.low_rank import LowRank
 from shrinkpoint.comm.low_rank_allreduce import LowRankState, MatrixLayout
 from shrinkpoint.errors import MismatchError
 

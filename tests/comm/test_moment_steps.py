@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from shrinkpoint.comm import MomentSteps, parse
+from shrinkpoint.comm import LinkStats, MomentSteps, parse
 from shrinkpoint.comm.compressed_allreduce import CompressedAllReduce
 from shrinkpoint.comm.compressors.step_codes import SMALLEST_ROOT
 from shrinkpoint.comm.gradient_layout import GradientLayout
-from shrinkpoint.comm.link import LinkStats
 from shrinkpoint.comm.moment_allreduce import FIRST_SCALE, MomentAllReduce
 from shrinkpoint.comm.moment_steps import SecondMoments, SegmentRoots
 from shrinkpoint.errors import MismatchError, PolicyError

@@ -19,11 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from shrinkpoint.comm import LocalSteps, compress_ddp, compress_fsdp
+from shrinkpoint.comm import LinkStats, LocalSteps, compress_ddp, compress_fsdp
 from shrinkpoint.comm.background_allreduce import StreamAllReduce
 from shrinkpoint.comm.compressed_allreduce import CompressedAllGather, CompressedAllReduce, as_feedback
 from shrinkpoint.comm.gradient_layout import FilledSegment, Piece, Segment
-from shrinkpoint.comm.link import LinkStats
 
 SPECS = (
     "exact",

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shrinkpoint import _native
-from shrinkpoint.comm import EF, EF21, EFMixed
-from shrinkpoint.comm.compressors.base import Compressor, CompressorContext
+from shrinkpoint.comm import EF, EF21, Compressor, CompressorContext, EFMixed
 from shrinkpoint.comm.error_feedback import MessageInfo
 from shrinkpoint.errors import MismatchError, PolicyError
 

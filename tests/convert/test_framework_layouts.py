@@ -12,7 +12,7 @@ from shrinkpoint.convert.discover import discover
 from shrinkpoint.convert.export import target_form, write_state
 from shrinkpoint.convert.part import origin_info
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.train.checkpointer import Checkpointer
+from shrinkpoint.train import Checkpointer
 
 
 def _read(folder, state, extra):

@@ -33,7 +33,7 @@ from pathlib import Path
 import shrinkpoint as sp
 from shrinkpoint.convert.discover import discover
 from shrinkpoint.convert.import_ import import_to_file
-from shrinkpoint.schemes.registry import get_scheme
+from shrinkpoint.schemes import get_scheme
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10

@@ -10,6 +10,7 @@ import torch
 from helpers.faulty_storage import FaultyStorage
 from helpers.foreign_files import run_of_files, same, training
 
+from shrinkpoint import save as save_file
 from shrinkpoint import schemes
 from shrinkpoint.container import FileWriter
 from shrinkpoint.convert.discover import discover
@@ -19,7 +20,6 @@ from shrinkpoint.storage import LocalStorage, MemoryStorage
 from shrinkpoint.storage.sizing import SizingStorage
 from shrinkpoint.store import Store
 from shrinkpoint.store.single_file import decode_file
-from shrinkpoint.store.single_file import save as save_file
 from shrinkpoint.tensors.flat_state import flatten
 
 

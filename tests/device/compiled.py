@@ -15,9 +15,8 @@ from helpers.kernel_bits import kernels_on
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from shrinkpoint.comm.compressors.base import CompressorContext
+from shrinkpoint.comm import CompressorContext, parse
 from shrinkpoint.comm.compressors.index_coding import index_code
-from shrinkpoint.comm.spec import parse
 from shrinkpoint.device import block_float, feedback, hadamard, indices, kernels, normal_float, uniform
 from shrinkpoint.device.rows import flat_rows
 

@@ -20,9 +20,9 @@ import shrinkpoint as sp
 from shrinkpoint.container import FileReader
 from shrinkpoint.errors import NotFoundError
 from shrinkpoint.storage import LocalStorage
+from shrinkpoint.store import scan
 from shrinkpoint.store.decode import decode_directory
 from shrinkpoint.store.directory import verify_directory
-from shrinkpoint.store.listing import scan
 from shrinkpoint.sync import Subscriber
 from shrinkpoint.tensors.flat_state import unflatten
 from shrinkpoint.train.dcp import load

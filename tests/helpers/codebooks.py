@@ -14,7 +14,7 @@ from torch import Tensor
 from shrinkpoint.codec.codebook_record import CODERS
 from shrinkpoint.codec.codebook_tensor import MAX_CODES, CodebookTensor
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.schemes.base import QuantizedState
+from shrinkpoint.schemes import QuantizedState
 from shrinkpoint.schemes.encode.records import encode_records
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON, EncodedRecord, Role

@@ -19,9 +19,7 @@ from helpers.timeouts import PATIENCE
 from torch.distributed import TCPStore
 from torch.nn.functional import mse_loss
 
-from shrinkpoint.comm.compressed_manager import CompressedManager
-from shrinkpoint.comm.link import LinkStats
-from shrinkpoint.comm.local_steps import LocalSteps, OuterSGD
+from shrinkpoint.comm import CompressedManager, LinkStats, LocalSteps, OuterSGD
 
 SETUPS: dict[str, dict[str, Any]] = {
     "exact": {},

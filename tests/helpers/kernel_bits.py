@@ -10,8 +10,7 @@ from helpers.strategies import bits
 from torch import Tensor
 
 import shrinkpoint.device
-from shrinkpoint.comm.compressors.base import Compressor, CompressorContext
-from shrinkpoint.comm.spec import parse
+from shrinkpoint.comm import Compressor, CompressorContext, parse
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SPECIAL = (

@@ -11,13 +11,13 @@ import torch
 from helpers.strategies import bits, from_bytes
 from torch import Tensor
 
+from shrinkpoint import Lossless
 from shrinkpoint.codec.record import decode
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.container import FileReader
-from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.storage import MemoryStorage
+from shrinkpoint.store import SaveReport
 from shrinkpoint.store.checkpoint_file import read_file, write_file
-from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.dtypes import dtype_name
 from shrinkpoint.tensors.flat_state import flatten, unflatten
 from shrinkpoint.tensors.info import EncodedRecord

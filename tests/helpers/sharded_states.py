@@ -13,7 +13,7 @@ from helpers.timeouts import PATIENCE
 from torch import Tensor
 
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.schemes.base import QuantizedState, Scheme
+from shrinkpoint.schemes import QuantizedState, Scheme
 from shrinkpoint.schemes.evaluate import ShardedModelEvaluator
 from shrinkpoint.schemes.planner import plan_shards
 from shrinkpoint.sharding.collectives import Collectives

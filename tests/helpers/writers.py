@@ -274,7 +274,7 @@ def _accelerate(root: Path, done: Callable[[], None]) -> None:
 
 
 def _newest_accelerate(root: Path) -> Newest | None:
-    from shrinkpoint.train.newest_valid import latest_valid
+    from shrinkpoint.train import latest_valid
 
     folders = (root / "checkpoints").glob("checkpoint_*")
     found, _ = latest_valid(sorted(folders, key=lambda path: -int(path.name.rpartition("_")[2])))

@@ -19,7 +19,7 @@ from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store import SaveReport
 from shrinkpoint.store.delta_base import retained_fraction
 from shrinkpoint.tensors.flat_state import flatten
-from shrinkpoint.train.checkpointer import Checkpointer
+from shrinkpoint.train import Checkpointer
 
 BINS = {"bins": 16, "embedding_bins": 16}
 TRACKED = {

@@ -14,7 +14,8 @@ from torch import nn
 
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.quantize.layer_types import EMBEDDING
-from shrinkpoint.schemes.evaluate import ModelEvaluator, TrialEvaluator, strip_wrapper_prefix
+from shrinkpoint.schemes import ModelEvaluator
+from shrinkpoint.schemes.evaluate import TrialEvaluator, strip_wrapper_prefix
 from shrinkpoint.tensors.flat_state import flatten
 
 

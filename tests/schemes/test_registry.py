@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import shrinkpoint as sp
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.schemes.registry import get_scheme, scheme_factory
+from shrinkpoint.schemes import get_scheme, scheme_factory
 
 CONFIG = {"bins": 8, "embedding_bins": 16, "prune": 0.5, "protect": 0.005}
 TEXTS = (

@@ -17,8 +17,7 @@ from torch import Tensor
 import shrinkpoint as sp
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import LossWarning, UnmeasuredLossWarning
-from shrinkpoint.schemes.base import QuantizedState
-from shrinkpoint.schemes.registry import get_scheme
+from shrinkpoint.schemes import QuantizedState, get_scheme
 from shrinkpoint.tensors.flat_state import flatten
 
 SCHEMES = {

@@ -22,7 +22,7 @@ from shrinkpoint.schemes.evaluate import Reading
 from shrinkpoint.schemes.planner import plan_shards
 from shrinkpoint.sharding.global_tensors import ShardLayout
 from shrinkpoint.storage import MemoryStorage
-from shrinkpoint.train.checkpointer import Checkpointer
+from shrinkpoint.train import Checkpointer
 
 CONFIG = {"bins": 16, "embedding_bins": 32, "prune": 0.1, "protect": 0.005}
 UNMEASURED: dict[str, Callable[[], Any]] = {

@@ -27,7 +27,7 @@ from shrinkpoint.schemes.planner import plan_shards
 from shrinkpoint.sharding.global_tensors import ShardLayout
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.tensors.flat_state import flatten
-from shrinkpoint.train.checkpointer import Checkpointer
+from shrinkpoint.train import Checkpointer
 
 SCHEMES: dict[str, Callable[..., Any]] = {
     "fisher": lambda **more: sp.Fisher(budget="1%", **more),

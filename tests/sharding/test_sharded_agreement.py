@@ -16,7 +16,7 @@ from torch import nn
 import shrinkpoint as sp
 from shrinkpoint.codec.lattice import as_matrix
 from shrinkpoint.errors import LossWarning, MismatchError, PolicyError, StateError
-from shrinkpoint.schemes.base import Scheme
+from shrinkpoint.schemes import Scheme
 from shrinkpoint.schemes.evaluate import ShardedModelEvaluator
 from shrinkpoint.schemes.fisher.curvature import Curvature
 from shrinkpoint.schemes.fisher.steps import StepCandidates

@@ -14,7 +14,7 @@ from helpers.small_state import BINS, PRUNED, SCHEMES, SLOTS, Tiny, assert_agree
 import shrinkpoint as sp
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.errors import LossWarning
-from shrinkpoint.schemes.base import Scheme
+from shrinkpoint.schemes import Scheme
 from shrinkpoint.schemes.planner import plan_shards
 from shrinkpoint.sharding.collectives import LocalCollectives
 from shrinkpoint.sharding.global_tensors import ShardLayout, ShardSpec

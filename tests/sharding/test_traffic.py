@@ -12,7 +12,7 @@ from helpers.small_state import assert_agreed
 
 import shrinkpoint as sp
 from shrinkpoint.codec.lattice import matrix_shape
-from shrinkpoint.schemes.base import Scheme
+from shrinkpoint.schemes import Scheme
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 
 MANY = 16

@@ -14,7 +14,7 @@ SETUP = """
     import torch
     import shrinkpoint as sp
     from shrinkpoint.errors import ShrinkpointError
-    from shrinkpoint.train.checkpointer import Checkpointer
+    from shrinkpoint.train import Checkpointer
     from shrinkpoint.store import directory as directories
     from shrinkpoint.convert import discover
     from shrinkpoint.train.dcp import latest_valid

@@ -20,7 +20,7 @@ from shrinkpoint.storage.local import LocalSource
 from shrinkpoint.store import delta_base
 from shrinkpoint.store import directory as folders
 from shrinkpoint.store.delta_base import MAX_SAVES_PER_PASS
-from shrinkpoint.train.checkpointer import Checkpointer
+from shrinkpoint.train import Checkpointer
 from shrinkpoint.train.dcp import Reader, Writer, reset_chains
 
 LENGTH = 4

@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shrinkpoint as sp
+from shrinkpoint import Lossless
 from shrinkpoint.errors import ChainError, CorruptError, FormatError, NotFoundError, ShrinkpointError, StorageError
-from shrinkpoint.schemes.base import Scheme
-from shrinkpoint.schemes.lossless import Lossless
+from shrinkpoint.schemes import Scheme
 from shrinkpoint.schemes.planner import plan_shards
 from shrinkpoint.sharding.collectives import LocalCollectives
 from shrinkpoint.sharding.global_tensors import ShardLayout, ShardSpec

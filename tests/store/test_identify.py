@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import shrinkpoint as sp
 from shrinkpoint.errors import CorruptError, FormatError, NotFoundError, TruncatedError
 from shrinkpoint.store.identify import identify
-from shrinkpoint.train.checkpointer import Checkpointer
+from shrinkpoint.train import Checkpointer
 
 STATE = {"a.weight": torch.arange(12.0).reshape(3, 4)}
 

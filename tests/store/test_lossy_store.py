@@ -12,8 +12,8 @@ from helpers.round_trip import Loop
 from helpers.stores import Linkless, flip, payloads, place, remove
 from helpers.strategies import difference
 
+from shrinkpoint import Lossless
 from shrinkpoint.errors import ChainError, FormatError
-from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.storage import MemoryStorage, Storage
 from shrinkpoint.store import Keep, Store
 from shrinkpoint.tensors.flat_state import flatten, snapshot

@@ -18,9 +18,8 @@ from helpers.strategies import difference
 from helpers.timeouts import PATIENCE
 
 import shrinkpoint
-from shrinkpoint import Keep, Store
+from shrinkpoint import Keep, Store, load
 from shrinkpoint.errors import ChainError, LockedError, MissingExtraError, NotFoundError, PolicyError, StorageError
-from shrinkpoint.store.load import load
 
 _numbers = itertools.count()
 KINDS = ("lost", "slow_down", "cut_before", "cut_answer")

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import shrinkpoint as sp
+from shrinkpoint import Lossless, save
 from shrinkpoint.errors import (
     ChainError,
     CorruptError,
@@ -33,10 +34,9 @@ from shrinkpoint.errors import (
     NotFoundError,
     PolicyError,
 )
-from shrinkpoint.schemes.base import Scheme
-from shrinkpoint.schemes.lossless import Lossless
+from shrinkpoint.schemes import Scheme
 from shrinkpoint.store.partial_reader import PartialReader, contiguous_ranges
-from shrinkpoint.store.single_file import decode_file, save
+from shrinkpoint.store.single_file import decode_file
 from shrinkpoint.tensors.info import TensorInfo
 
 CHUNK = 100

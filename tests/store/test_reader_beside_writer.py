@@ -20,7 +20,7 @@ from helpers.timeouts import PATIENCE
 
 import shrinkpoint as sp
 from shrinkpoint import CheckpointManager, Keep, Store
-from shrinkpoint.train.checkpointer import Checkpointer
+from shrinkpoint.train import Checkpointer
 
 _NUM_READS = int(os.environ.get("SHRINKPOINT_READS", "60"))
 

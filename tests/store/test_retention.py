@@ -10,10 +10,11 @@ from helpers.manifests import EPOCH, manifest, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shrinkpoint import Keep
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.store import chain
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.store.retention import Keep, apply_policy
+from shrinkpoint.store.retention import apply_policy
 
 NOW = EPOCH + timedelta(hours=10)
 ALONE = [

@@ -83,7 +83,7 @@ def prune_store(url: str, seed: int) -> None:
 
 
 def save_directory(url: str, seed: int) -> None:
-    from shrinkpoint.train.checkpointer import Checkpointer
+    from shrinkpoint.train import Checkpointer
 
     with Checkpointer(threads=1) as checkpointer:
         checkpointer.save(f"{url}/last", large_state(seed), step=5)

@@ -366,7 +366,7 @@ def test_one_checkpoint_is_in_the_making_at_a_time(storage: Storage) -> None:
 
 
 def _lossless() -> Any:
-    from shrinkpoint.schemes.lossless import Lossless
+    from shrinkpoint import Lossless
 
     return Lossless()
 
@@ -556,7 +556,7 @@ def test_mirror_is_not_written_through_a_link(tmp_path):
 
 
 def test_directory_of_a_framework_that_is_a_link_is_refused(tmp_path):
-    from shrinkpoint.train.checkpointer import Checkpointer
+    from shrinkpoint.train import Checkpointer
 
     (tmp_path / "foreign").mkdir()
     (tmp_path / "last").symlink_to(tmp_path / "foreign")

@@ -21,8 +21,8 @@ from shrinkpoint.storage.paths import parse_object_url
 from shrinkpoint.store import Keep
 from shrinkpoint.store.directory import find_checkpoints, is_checkpoint, read_directory_manifest
 from shrinkpoint.store.directory_retention import plan_run
+from shrinkpoint.train import Checkpointer
 from shrinkpoint.train.accelerate import AcceleratorCheckpointer, load_state
-from shrinkpoint.train.checkpointer import Checkpointer
 from shrinkpoint.train.dcp import Writer, reset_chains
 from shrinkpoint.train.lightning import ShrinkIO, ShrinkIOCallback, load_from_checkpoint
 from shrinkpoint.train.lightning import latest_valid as latest_valid_of_lightning

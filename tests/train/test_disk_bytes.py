@@ -27,8 +27,8 @@ from shrinkpoint import CheckpointManager, Keep, Store, humanize
 from shrinkpoint.cli.app import app
 from shrinkpoint.report.checkpoints import run_report
 from shrinkpoint.storage import object_size
+from shrinkpoint.store import scan
 from shrinkpoint.store.chain import payload_bytes
-from shrinkpoint.store.listing import scan
 from shrinkpoint.train.accelerate import save_state
 from shrinkpoint.train.dcp import Manager, Writer, reset_chains
 from shrinkpoint.train.lightning import ShrinkIO

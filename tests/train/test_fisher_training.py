@@ -27,8 +27,7 @@ from shrinkpoint.errors import LossWarning
 from shrinkpoint.storage import MemoryStorage, Storage
 from shrinkpoint.store import SaveReport
 from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.train import GradientRecorder
-from shrinkpoint.train.checkpointer import Checkpointer
+from shrinkpoint.train import Checkpointer, GradientRecorder
 
 WARM = 60
 """Steps before the first save."""

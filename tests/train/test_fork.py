@@ -92,7 +92,8 @@ print(json.dumps(said))
 
 DIRECTORIES = """
 from shrinkpoint.train.journal_segments import AppendFile
-from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
+from shrinkpoint.train import Checkpointer
+from shrinkpoint.train.checkpointer import wait_for_writes
 
 state = {"w": torch.randn(64, 64)}
 slow = Checkpointer(background=True, on_save=lambda report: report.step == 2 and block())

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import shrinkpoint as sp
 from shrinkpoint.container import FileReader as ContainerReader
-from shrinkpoint.schemes.base import Scheme
+from shrinkpoint.schemes import Scheme
 from shrinkpoint.storage import LocalStorage, MemoryStorage
-from shrinkpoint.train.checkpointer import Checkpointer
+from shrinkpoint.train import Checkpointer
 
 BINS = {"bins": 16, "embedding_bins": 16, "prune": 0.1, "protect": 0.005}
 SCHEMES: dict[str, Callable[[], Scheme | str]] = {

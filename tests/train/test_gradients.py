@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import shrinkpoint as sp
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.train.gradients import GradientRecorder
+from shrinkpoint.train import GradientRecorder
 
 
 def network() -> nn.Sequential:

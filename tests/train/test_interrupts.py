@@ -19,8 +19,8 @@ from helpers.timeouts import PATIENCE
 
 import shrinkpoint as sp
 from shrinkpoint.errors import StorageError
+from shrinkpoint.train import Checkpointer
 from shrinkpoint.train.background import BackgroundWorker
-from shrinkpoint.train.checkpointer import Checkpointer
 
 OURS = str(Path(sp.__file__).parent)
 MAX_STACK = 1 << 46

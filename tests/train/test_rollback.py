@@ -20,8 +20,7 @@ from shrinkpoint import CheckpointManager, Keep, Store
 from shrinkpoint.cli.app import app
 from shrinkpoint.storage import LocalStorage, Storage
 from shrinkpoint.store.mirror import Mirror
-from shrinkpoint.train import FixedIntervalPolicy
-from shrinkpoint.train.checkpointer import Checkpointer
+from shrinkpoint.train import Checkpointer, FixedIntervalPolicy
 from shrinkpoint.train.dcp import Manager, Writer
 from shrinkpoint.train.dcp import latest_valid as latest_valid_of_dcp
 

@@ -17,7 +17,7 @@ from helpers.strategies import difference
 import shrinkpoint as sp
 from shrinkpoint.errors import LossWarning
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
-from shrinkpoint.train.checkpointer import Checkpointer
+from shrinkpoint.train import Checkpointer
 from shrinkpoint.train.dcp import Reader, Writer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

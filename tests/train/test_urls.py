@@ -18,16 +18,14 @@ from transformers import GPT2Model, Trainer, TrainingArguments
 
 import shrinkpoint as sp
 from shrinkpoint.cli.app import app
-from shrinkpoint.comm import parse
-from shrinkpoint.comm.aqsgd import AQSGD
+from shrinkpoint.comm import AQSGD, parse
 from shrinkpoint.comm.ddp import DDPCompression
 from shrinkpoint.errors import PolicyError, StorageError
 from shrinkpoint.storage import LocalStorage, MemoryStorage, is_object_url, is_url, local_path
 from shrinkpoint.store import directory as directories
-from shrinkpoint.train import Journal, best_valid, dcp
+from shrinkpoint.train import Checkpointer, Journal, best_valid, dcp
 from shrinkpoint.train import lightning as ours
 from shrinkpoint.train import transformers as hugging
-from shrinkpoint.train.checkpointer import Checkpointer
 
 SECRET = "hunter2"
 URLS = ["s3://bucket/run", "gs://bucket", "hf://datasets/x", "file:///tmp/x", "memory://x", "simplecache::s3://x"]

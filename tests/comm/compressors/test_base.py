@@ -6,7 +6,7 @@ import torch
 from contracts.compressor import CompressorContract, noise
 from helpers.strategies import bits
 
-from shrinkpoint.comm.compressors.base import Cast, Identity
+from shrinkpoint.comm import Cast, Identity
 
 
 class TestExact(CompressorContract):

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from shrinkpoint import _native
+from shrinkpoint.comm import CompressorContext, parse
 from shrinkpoint.comm.compressors import hadamard, quantizers
-from shrinkpoint.comm.compressors.base import CompressorContext
 from shrinkpoint.comm.compressors.layout import fill_tensor
-from shrinkpoint.comm.spec import parse
 
 SPECS = (
     *("q8", "q4", "q3:64", "q4:64:dither", "q5:7", "q4:row", "q2:100000"),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shrinkpoint.comm.compressors.quantizers import BlockFloat
+from shrinkpoint.comm import BlockFloat
 
 WIDTHS = tuple(range(2, 9))
 

@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shrinkpoint.comm.compressors.base import Compressor, Identity
-from shrinkpoint.comm.compressors.hadamard import BLOCK_SIZES, Hadamard, hadamard_transform
-from shrinkpoint.comm.compressors.quantizers import BlockFloat, NormalFloat, Uniform
-from shrinkpoint.comm.compressors.sparse import TopK
+from shrinkpoint.comm import BlockFloat, Compressor, Hadamard, Identity, NormalFloat, TopK, Uniform
+from shrinkpoint.comm.compressors.hadamard import BLOCK_SIZES, hadamard_transform
 
 OUTLIERS = 0.05
 """Share of groups that hold one in the trials."""

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shrinkpoint import _native
-from shrinkpoint.comm.compressors.quantizers import CENTERS, MIN_SCALE, NormalFloat, Uniform
+from shrinkpoint.comm import NormalFloat, Uniform
+from shrinkpoint.comm.compressors.quantizers import CENTERS, MIN_SCALE
 
 GROUPS = 200
 

@@ -12,10 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shrinkpoint.comm import Compressor, CompressorContext, RandomK, Uniform
 from shrinkpoint.comm.compressors import sparse
-from shrinkpoint.comm.compressors.base import Compressor, CompressorContext
-from shrinkpoint.comm.compressors.quantizers import Uniform
-from shrinkpoint.comm.compressors.sparse import RandomK
 
 CPU = torch.device("cpu")
 

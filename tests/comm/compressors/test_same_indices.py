@@ -10,10 +10,9 @@ from contracts.compressor import CompressorContract, noise
 from helpers.strategies import bits
 from torch import Tensor
 
+from shrinkpoint.comm import Compressor, CompressorContext, RandomK, SameIndices, TopK, Uniform
 from shrinkpoint.comm.compressors import sparse
-from shrinkpoint.comm.compressors.base import NO_CONTEXT, Compressor, CompressorContext
-from shrinkpoint.comm.compressors.quantizers import Uniform
-from shrinkpoint.comm.compressors.sparse import RandomK, SameIndices, TopK
+from shrinkpoint.comm.compressors.base import NO_CONTEXT
 from shrinkpoint.errors import MismatchError, PolicyError
 
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shrinkpoint.comm.compressors.base import CompressorContext, SharedSteps
+from shrinkpoint.comm import CompressorContext
+from shrinkpoint.comm.compressors.base import SharedSteps
 from shrinkpoint.comm.compressors.step_codes import (
     MAX_LEVEL,
     SMALLEST_ROOT,

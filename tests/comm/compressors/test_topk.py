@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shrinkpoint import _native
-from shrinkpoint.comm.compressors.base import NO_CONTEXT, CompressorContext
-from shrinkpoint.comm.compressors.quantizers import Uniform
-from shrinkpoint.comm.compressors.sparse import TopK
-from shrinkpoint.comm.spec import parse
+from shrinkpoint.comm import CompressorContext, TopK, Uniform, parse
+from shrinkpoint.comm.compressors.base import NO_CONTEXT
 from shrinkpoint.errors import MismatchError
 
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shrinkpoint import _native
-from shrinkpoint.comm.compressors.base import CompressorContext
+from shrinkpoint.comm import CompressorContext, Uniform
 from shrinkpoint.comm.compressors.layout import unpack_planes
-from shrinkpoint.comm.compressors.quantizers import Uniform
 
 
 class TestUniform(CompressorContract):

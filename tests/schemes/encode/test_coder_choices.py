@@ -11,8 +11,8 @@ import torch
 from helpers.round_trip import Loop, Written, nudged, write
 from helpers.strategies import difference
 
+from shrinkpoint import Lossless
 from shrinkpoint.schemes.encode.records import ChainChoices, CoderChoice
-from shrinkpoint.schemes.lossless import Lossless
 
 SHAPE = (300, 300)
 

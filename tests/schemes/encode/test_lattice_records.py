@@ -14,11 +14,11 @@ from helpers.small_training import Silent
 from helpers.strategies import bits
 
 import shrinkpoint as sp
+from shrinkpoint import Lossless
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.reference import Reference
+from shrinkpoint.schemes import QuantizationPlan, Recode
 from shrinkpoint.schemes.encode.record_groups import MAX_SHARED_NUMEL
-from shrinkpoint.schemes.lossless import Lossless, Recode
-from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store.checkpoint_file import read_file, write_file
 from shrinkpoint.tensors.flat_state import flatten, unflatten

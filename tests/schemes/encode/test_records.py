@@ -11,13 +11,12 @@ from helpers.codebooks import Rounding, alike, moved, same_reference, symbols_of
 from helpers.round_trip import Loop, Written
 from helpers.strategies import difference
 
+from shrinkpoint import Lossless
 from shrinkpoint.codec.codebook_record import CODERS
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.schemes.base import QuantizedState
+from shrinkpoint.schemes import QuantizationPlan, QuantizedState, Recode
 from shrinkpoint.schemes.encode.record_groups import MAX_BUNDLE_NUMEL, MAX_SHARED_NUMEL
-from shrinkpoint.schemes.lossless import Lossless, Recode
-from shrinkpoint.schemes.plan import QuantizationPlan
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store.checkpoint_file import read_file, write_file
 from shrinkpoint.tensors.flat_state import flatten, unflatten

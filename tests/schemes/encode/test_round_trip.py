@@ -12,7 +12,7 @@ from helpers.strategies import DTYPES, TORCH_DTYPES, bits, difference, states, t
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shrinkpoint.schemes.lossless import Lossless
+from shrinkpoint import Lossless
 
 SIZES = [0, 1, 2, 31, 32, 33, 2047, 2048, 2049, 9000]
 

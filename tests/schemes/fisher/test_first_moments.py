@@ -16,7 +16,7 @@ from shrinkpoint.errors import LossWarning
 from shrinkpoint.schemes.fisher.first_moments import SHARE_OF_WEIGHTS
 from shrinkpoint.schemes.fisher.run_memory import Progress
 from shrinkpoint.storage import MemoryStorage
-from shrinkpoint.store.save_report import SaveReport
+from shrinkpoint.store import SaveReport
 
 
 class Descent:

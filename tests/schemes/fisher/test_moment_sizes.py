@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import shrinkpoint as sp
 from shrinkpoint.schemes.fisher.moment_statistics import MomentSamples, choose_matrix
 from shrinkpoint.storage import MemoryStorage
-from shrinkpoint.store.save_report import SaveReport
+from shrinkpoint.store import SaveReport
 from shrinkpoint.tensors.flat_state import flatten
 
 

@@ -21,7 +21,7 @@ from torch import nn
 import shrinkpoint as sp
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.errors import LossWarning, PolicyError
-from shrinkpoint.schemes.registry import get_scheme
+from shrinkpoint.schemes import get_scheme
 from shrinkpoint.schemes.select import TensorSelection, select_tensors
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.storage import MemoryStorage, Storage

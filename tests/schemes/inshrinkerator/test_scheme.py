@@ -10,9 +10,10 @@ import torch
 from helpers.round_trip import write
 from helpers.small_training import LettersRun, Run
 
+from shrinkpoint import Inshrinkerator
 from shrinkpoint.codec.codebook_record import CODERS
 from shrinkpoint.schemes.evaluate import TrialEvaluator
-from shrinkpoint.schemes.inshrinkerator.scheme import SPACE, Inshrinkerator
+from shrinkpoint.schemes.inshrinkerator.scheme import SPACE
 from shrinkpoint.schemes.search.candidates import PreviousCodes
 from shrinkpoint.schemes.select import select_tensors
 from shrinkpoint.sharding.global_stats import GlobalStats

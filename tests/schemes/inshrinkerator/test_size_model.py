@@ -11,10 +11,11 @@ import torch
 from helpers.round_trip import Written, write
 from helpers.small_training import Digits, LettersRun, Run
 
+from shrinkpoint import Inshrinkerator
 from shrinkpoint.quantize.statistics import MIN_MAGNITUDE
 from shrinkpoint.schemes.evaluate import TrialEvaluator
 from shrinkpoint.schemes.inshrinkerator.partition import MAGNITUDE
-from shrinkpoint.schemes.inshrinkerator.scheme import SPACE, Inshrinkerator
+from shrinkpoint.schemes.inshrinkerator.scheme import SPACE
 from shrinkpoint.schemes.search.candidates import PreviousCodes
 from shrinkpoint.schemes.search.space import Point
 from shrinkpoint.schemes.select import select_tensors

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import shrinkpoint as sp
 from shrinkpoint.codec.reference import Reference
-from shrinkpoint.schemes.base import QuantizedState
+from shrinkpoint.schemes import QuantizedState
 from shrinkpoint.tensors.flat_state import flatten
 
 RANDOM = torch.Generator()

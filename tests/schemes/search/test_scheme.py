@@ -14,9 +14,8 @@ from helpers.strategies import difference, same
 
 import shrinkpoint as sp
 from shrinkpoint.errors import LossWarning, PolicyError
+from shrinkpoint.schemes import SearchScheme, get_scheme
 from shrinkpoint.schemes.inshrinkerator.scheme import SPACE
-from shrinkpoint.schemes.registry import get_scheme
-from shrinkpoint.schemes.search.scheme import SearchScheme
 from shrinkpoint.schemes.search.space import is_dominated
 from shrinkpoint.tensors.flat_state import flatten
 

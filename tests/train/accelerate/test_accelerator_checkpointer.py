@@ -14,8 +14,8 @@ from helpers.accelerate_runs import Loop
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from shrinkpoint import Fisher
 from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError, StateError
-from shrinkpoint.schemes.fisher.scheme import Fisher
 from shrinkpoint.store import directory as folders
 from shrinkpoint.train.accelerate import AcceleratorCheckpointer, load_state, record_gradients, save_state
 

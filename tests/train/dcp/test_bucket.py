@@ -181,7 +181,7 @@ def test_failed_upload_is_an_error_and_leaves_no_checkpoint(url, s3) -> None:
 
 @_nightly
 def test_one_process_checkpoint_loads_by_its_url(url) -> None:
-    from shrinkpoint.schemes.lossless import Lossless
+    from shrinkpoint import Lossless
     from shrinkpoint.store import directory
     from shrinkpoint.store.delta_writer import DeltaWriter
     from shrinkpoint.tensors.flat_state import flatten

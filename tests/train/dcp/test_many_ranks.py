@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shrinkpoint.schemes.lossless import Lossless
+from shrinkpoint import Lossless
 from shrinkpoint.storage import LocalStorage, local
 from shrinkpoint.store import manifest as manifests
 from shrinkpoint.store.delta_writer import DeltaWriter

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from shrinkpoint import Fisher, errors
-from shrinkpoint.schemes.registry import get_scheme
+from shrinkpoint.schemes import get_scheme
 from shrinkpoint.store import directory as directories
 from shrinkpoint.store.delta_writer import DeltaWriter
 from shrinkpoint.train.dcp import Reader, Writer, chain_registry, latest_valid, load, reset_chains

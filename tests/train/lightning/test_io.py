@@ -18,8 +18,8 @@ from helpers.timeouts import PATIENCE
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import nn
 
+from shrinkpoint import Lossless
 from shrinkpoint.errors import ChainError, CorruptError, NotFoundError, StorageError
-from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.store.directory import verify_directory
 from shrinkpoint.train.lightning import ShrinkIO, latest_valid, load_from_checkpoint
 

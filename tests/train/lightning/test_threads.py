@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 import shrinkpoint as sp
+from shrinkpoint import Lossless
 from shrinkpoint.errors import PolicyError, StorageError
-from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.store.directory import verify_directory
 from shrinkpoint.train.lightning import ShrinkIO, latest_valid, load_from_checkpoint
 

@@ -21,8 +21,8 @@ from transformers.trainer_jit_checkpoint import CheckpointManager
 from transformers.trainer_utils import get_last_checkpoint
 
 import shrinkpoint as sp
+from shrinkpoint import Lossless
 from shrinkpoint.errors import MismatchError, PolicyError
-from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.store.directory import is_checkpoint, read_directory_manifest, verify_directory
 from shrinkpoint.train.transformers import ShrinkCallback, ShrinkConfig, ShrinkTrainer, latest_valid
 
