@@ -79,13 +79,6 @@ class ChainState:
                 self.delta_writer.drop()
         self.unconfirmed = None
 
-    def record_write(self, directory: AnyDirectory) -> Payload:
-        """Make the payload that was just written the base of the next delta, to be confirmed at the next save."""
-        payload = self.delta_writer.payload
-        self.unconfirmed = (str(directory), payload)
-        self.delta_writer.commit_reference()
-        return payload
-
     def scheme_for(self, scheme: Scheme, origin: RestoreOrigin | None) -> Scheme:
         """The scheme of the next save: that of the last save if its settings are equal, as it may have learned since.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -132,23 +131,18 @@ def file_share(directory: Path | ObjectUrl, collectives: Collectives) -> tuple[i
     n is the number of ranks that see the same manifest: the same inode, changed at the same nanosecond. A copy on
     another disk differs in both; only a copy of a whole disk, block by block, is taken for the disk.
     """
-    stamp = _manifest_stamp(directory)
+    storage = directory_storage(directory)
+    stamp: object = None
+    with suppress(ShrinkpointError):
+        if isinstance(storage, LocalStorage):
+            stamp = storage.stamp(MANIFEST)
+        elif (version := getattr(storage, "version", None)) is not None:
+            stamp = version(MANIFEST)
     stamps = collectives.all_gather(stamp)
     if stamp is None:  # nothing to compare: this rank alone says what it finds
         return 0, 1
     ranks = [rank for rank, other in enumerate(stamps) if other == stamp]
     return ranks.index(collectives.rank), len(ranks)
-
-
-def _manifest_stamp(directory: Path | ObjectUrl) -> object:
-    """Key that tells the manifest of a directory from its copies; None if it cannot be asked for."""
-    storage = directory_storage(directory)
-    with suppress(ShrinkpointError):
-        if isinstance(storage, LocalStorage):
-            return storage.stamp(MANIFEST)
-        version: Callable[[str], object] | None = getattr(storage, "version", None)
-        return None if version is None else version(MANIFEST)
-    return None
 
 
 def _own_candidate_names(root: Path | ObjectUrl, rank: int) -> set[str] | ShrinkpointError:

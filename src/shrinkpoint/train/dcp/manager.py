@@ -370,11 +370,7 @@ def _by_number(objects: Mapping[str, Any], state: Any) -> dict[str, Any]:
 
 
 def _targets(entries: Mapping[str, EntryMetadata], objects: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Targets of a checkpoint's entries: the modules' own tensors, and new ones.
-
-    Raises:
-        MismatchError: it lacks an object, or a module has other tensors.
-    """
+    """Targets of a checkpoint's entries: the modules' own tensors, and new ones; a MismatchError if it does not fit."""
     names = _parameter_names(objects)
     paths = {fqn: tuple(map(str, entry.path or (fqn,))) for fqn, entry in entries.items()}
     for name in objects.keys() - {path[0] for path in paths.values()}:

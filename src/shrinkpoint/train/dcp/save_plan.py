@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -265,7 +266,7 @@ def _target_ranks(plans: Sequence[SavePlan], paths: _Paths, ranks: _RanksOfSlots
     shards: dict[tuple[StatePath, _Box], list[_ItemKey]] = {}
     for (rank, index), box in moments:
         item_index = plans[rank].items[index].index
-        path = paths[item_index.fqn][:-1]
+        path = paths.of(item_index.fqn)[:-1]
         target = weights.find_rank(str(path[-1]), box)
         if target is not None and (target == rank or ranks.has(target, item_index)):
             owned.add((rank, index))
@@ -306,22 +307,9 @@ class _Paths:
     """The path of each entry in the nest, found once for each name: all ranks have the same names."""
 
     def __init__(self, mappings: Mapping[str, Any]) -> None:
-        self._mappings = mappings
-        self._by_name: dict[str, StatePath] = {}
-        self._slots: dict[str, bool] = {}
-
-    def __getitem__(self, fqn: str) -> StatePath:
-        path = self._by_name.get(fqn)
-        if path is None:
-            path = self._by_name[fqn] = nest_path(fqn, self._mappings)
-        return path
-
-    def is_slot(self, fqn: str) -> bool:
-        """True if an entry is what an optimizer keeps for a parameter."""
-        is_slot = self._slots.get(fqn)
-        if is_slot is None:
-            is_slot = self._slots[fqn] = _is_slot(self[fqn])
-        return is_slot
+        self.of = cache(lambda fqn: nest_path(fqn, mappings))
+        # True if an entry is what an optimizer keeps for a parameter
+        self.is_slot = cache(lambda fqn: _is_slot(self.of(fqn)))
 
     def is_moment(self, item: WriteItem) -> bool:
         """True if an item is a shard of such an entry that has axes and values: only these are moved."""
@@ -335,7 +323,7 @@ class _RanksOfSlots:
     def __init__(self, reports: Sequence[Any]) -> None:
         # A planner that drops storage_data: nothing is moved.
         self._joined = [report.slot_hashes if isinstance(report, RankSlots) else b"" for report in reports]
-        self._by_rank: dict[int, frozenset[bytes]] = {}
+        self._hashes = cache(lambda rank: frozenset(self._unpack(rank)))
         self._ranks: dict[bytes, set[int]] | None = None
 
     @property
@@ -345,10 +333,7 @@ class _RanksOfSlots:
 
     def has(self, rank: int, index: MetadataIndex) -> bool:
         """True if a rank has a slot."""
-        hashes = self._by_rank.get(rank)
-        if hashes is None:
-            hashes = self._by_rank[rank] = frozenset(self._unpack(rank))
-        return _slot_hash(index) in hashes
+        return _slot_hash(index) in self._hashes(rank)
 
     def with_all(self, indices: Sequence[MetadataIndex]) -> set[int]:
         """The ranks that have all of several slots; found without a look at every rank."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -223,6 +223,10 @@ class Writer(CheckpointDirectory, StorageWriter):
             if missing:
                 found = f"{sum(missing.values())} entries that no rank wrote, such as {next(iter(missing))!r}"
             raise StorageError(str(directory), found=found, expected="all that was planned", do="report this")
+        names = dict.fromkeys(name for write in writes for name in write.stats)
+        by_name = {name: [write.stats[name] for write in writes if name in write.stats] for name in names}
+        # of all ranks the worst
+        stats = {name: min(values) if name == "retention" else max(values) for name, values in by_name.items()}
         options = replace(self._save_options, extra={DCP_KEY: metadata_to_json(metadata, owners)})
         manifest = commit(
             directory,
@@ -230,7 +234,7 @@ class Writer(CheckpointDirectory, StorageWriter):
             scheme=writes[0].scheme,
             lossy_restores=max(write.lossy_restores for write in writes),
             loss=next((write.loss for write in writes if write.loss is not None), None),
-            stats=_worst_stats([write.stats for write in writes]),
+            stats=stats,
             id=self.save_id,
             condition=self._condition,
             keep_payloads=isinstance(directory, ObjectUrl) and self._keyframe_every != 1,
@@ -276,7 +280,9 @@ class Writer(CheckpointDirectory, StorageWriter):
             report = chain.delta_writer.write(
                 directory, copy or collected.state, scheme=scheme, rank=rank, adopt=copy is not None
             )
-            payload = chain.record_write(directory)
+            payload = chain.delta_writer.payload
+            chain.unconfirmed = str(directory), payload  # the base of the next delta, once the next save confirms it
+            chain.delta_writer.commit_reference()
             entries, restores = report_entries(collected.indices), chain.lossy_restores
             write = _WriteInfo(payload, entries, report.scheme, report.loss_report, restores, report.stats)
         return [WriteResult(MetadataIndex("~payload"), payload.size, write)]  # one for all entries: torch reads none
@@ -284,13 +290,13 @@ class Writer(CheckpointDirectory, StorageWriter):
     def _plan_across_ranks(
         self, scheme: Scheme, collect: Callable[[], CollectedState], chain: ChainState, world_size: int
     ) -> tuple[Scheme, CollectedState]:
-        """The plan of a lossy scheme, by which every shard of a tensor gets the same recipe, and the collected state.
-
-        Raises:
-            PolicyError: a scheme that cannot be used here.
-            Exception: whatever any rank raised, on all of them.
-        """
-        collectives = self._make_collectives(world_size)
+        """The plan of a lossy scheme, which gives every shard of a tensor the same recipe, and the collected state."""
+        collectives: Collectives = LocalCollectives()
+        if world_size > 1:
+            if dist.get_world_size(self._group) != world_size:
+                found = f"{dist.get_world_size(self._group)} ranks in its group, while {world_size} save"
+                raise PolicyError("Writer", found=found, do="pass group=, the same as process_group= of dcp.save")
+            collectives = make_collectives(self._group)
 
         def prepare() -> tuple[CollectedState, ShardedModelEvaluator | None]:
             is_sent = self._restored is not None  # to another process than the model's
@@ -312,17 +318,3 @@ class Writer(CheckpointDirectory, StorageWriter):
         reference = writer.last_reference if isinstance(scheme, Planner) else writer.reference
         layout = ShardLayout(collected.shards, collectives)
         return plan_shards(scheme, collected.state, reference, layout, evaluator), collected
-
-    def _make_collectives(self, world_size: int) -> Collectives:
-        if world_size == 1:
-            return LocalCollectives()
-        if dist.get_world_size(self._group) != world_size:
-            found = f"{dist.get_world_size(self._group)} ranks in its group, while {world_size} save"
-            raise PolicyError("Writer", found=found, do="pass group=, the same as process_group= of dcp.save")
-        return make_collectives(self._group)
-
-
-def _worst_stats(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for rank in stats for name in rank)
-    by_name = {name: [rank[name] for rank in stats if name in rank] for name in names}
-    return {name: min(values) if name == "retention" else max(values) for name, values in by_name.items()}
