@@ -468,15 +468,6 @@ def require_place(path: _PATH) -> Path | ObjectUrl:
     return place
 
 
-def require_local_path(path: _PATH) -> Path:
-    """Return the absolute path of a directory; raises PolicyError if it is not on a file system of this machine."""
-    place = place_or_none(path)
-    if not isinstance(place, Path):
-        found, do = hide_credentials(str(path)), "name a checkpoint itself"
-        raise PolicyError("ShrinkIO", found=found, expected="a path of a local file system", do=do)
-    return place
-
-
 def is_own_directory(place: Path | ObjectUrl) -> bool:
     """True if a place is to be read as a checkpoint of ours: on this machine any directory."""
     return place.is_dir() if isinstance(place, Path) else is_checkpoint(place)

@@ -16,12 +16,13 @@ from lightning.pytorch.utilities.migration.utils import _pl_migrate_checkpoint
 from torch import Tensor
 
 from shrinkpoint.errors import PolicyError, ShrinkpointError
+from shrinkpoint.storage import hide_credentials
 from shrinkpoint.store.directory import newest_first, read_directory_manifest
 from shrinkpoint.store.identify import is_checkpoint
 from shrinkpoint.tensors.wrappers import match_state_keys
 from shrinkpoint.train import newest_valid
 from shrinkpoint.train.checkpointer import Checkpointer
-from shrinkpoint.train.lightning.io import is_own_directory, load_checkpoint_dict, place_or_none, require_local_path
+from shrinkpoint.train.lightning.io import is_own_directory, load_checkpoint_dict, place_or_none
 
 LightningT = TypeVar("LightningT", pl.LightningModule, pl.LightningDataModule)
 
@@ -63,7 +64,12 @@ def load_from_checkpoint(
         return stock_module
     checkpoint = _pl_migrate_checkpoint(load_checkpoint_dict(Checkpointer(), directory, map_location), directory)
     if hparams_file is not None:
-        checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = _load_hparams(hparams_file)
+        extension = str(hparams_file).rsplit(".", 1)[-1].lower()
+        if extension not in ("csv", "yml", "yaml"):
+            do, expected = "name the file of hyperparameters, or leave hparams_file out", "a .csv, .yml or .yaml file"
+            raise PolicyError("hparams_file", found=str(hparams_file), expected=expected, do=do)
+        read: Any = load_hparams_from_tags_csv if extension == "csv" else load_hparams_from_yaml
+        checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = read(hparams_file)
     checkpoint.setdefault(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}).update(kwargs)
     if not issubclass(cls, pl.LightningModule):
         return _load_state(cls, checkpoint, **kwargs)
@@ -107,7 +113,10 @@ def latest_valid(directory: _PATH) -> Path | None:
     Raises:
         PolicyError: the directory is not on a local file system.
     """
-    root = require_local_path(directory)
+    root = place_or_none(directory)
+    if not isinstance(root, Path):
+        found, do = hide_credentials(str(directory)), "name a checkpoint itself"
+        raise PolicyError("ShrinkIO", found=found, expected="a path of a local file system", do=do)
     if not root.is_dir():
         return None
     paths = sorted(root.rglob("*"), key=Path.is_symlink, reverse=True)  # directories replace links that point to them
@@ -127,13 +136,3 @@ def _creation_time(directory: Path) -> tuple[float, str]:
         return datetime.fromisoformat(read_directory_manifest(directory).created).timestamp(), directory.name
     except ShrinkpointError:
         return directory.stat().st_mtime, directory.name
-
-
-def _load_hparams(path: _PATH) -> Any:
-    extension = str(path).rsplit(".", 1)[-1].lower()
-    if extension == "csv":
-        return load_hparams_from_tags_csv(path)
-    if extension in ("yml", "yaml"):
-        return load_hparams_from_yaml(path)
-    do = "name the file of hyperparameters, or leave hparams_file out"
-    raise PolicyError("hparams_file", found=str(path), expected="a .csv, .yml or .yaml file", do=do)

@@ -108,7 +108,15 @@ class Validation:
             PolicyError: there is no validation data, or `validation_step` returns no loss.
         """
         trainer = module.trainer
-        self._batches = self._batches or _first_batches(trainer, self._num_batches)
+        if not self._batches:
+            if trainer.val_dataloaders is None:
+                trainer.fit_loop.epoch_loop.val_loop.setup_data()
+            loaders: Any = trainer.val_dataloaders
+            loader = loaders[0] if isinstance(loaders, list | tuple) and loaders else loaders
+            self._batches = [batch for batch, _ in zip(loader or (), range(self._num_batches), strict=False)]
+        if not self._batches:
+            do = "pass one to fit"
+            raise PolicyError("Validation", found="no validation data", expected="a val_dataloader", do=do)
         module.eval()  # the caller restores the modes
         with silence_logging(module):
             losses = [self._loss(trainer, module, batch, index) for index, batch in enumerate(self._batches)]
@@ -147,14 +155,3 @@ def silence_logging(module: pl.LightningModule) -> Iterator[None]:
         for name in silenced:
             del vars(module)[name]
         attributes.restore()
-
-
-def _first_batches(trainer: pl.Trainer, count: int) -> list[Any]:
-    if trainer.val_dataloaders is None:
-        trainer.fit_loop.epoch_loop.val_loop.setup_data()
-    loaders: Any = trainer.val_dataloaders
-    loader = loaders[0] if isinstance(loaders, list | tuple) and loaders else loaders
-    batches = [batch for batch, _ in zip(loader or (), range(count), strict=False)]
-    if not batches:
-        raise PolicyError("Validation", found="no validation data", expected="a val_dataloader", do="pass one to fit")
-    return batches
