@@ -407,7 +407,7 @@ def test_a_run_of_an_adapter_loads_its_base_with_it(adapters, monkeypatch):
     config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": None}))
     with pytest.raises(NotFoundError, match=r"a base without a name.* Build the base, and call PeftModel"):
         from_pretrained(AutoModelForCausalLM, run, step=8)
-    monkeypatch.setattr("shrinkpoint.train.transformers.adapters.is_peft_available", lambda: False)
+    monkeypatch.setattr("shrinkpoint.train.transformers.pretrained.is_peft_available", lambda: False)
     with pytest.raises(MissingExtraError, match="Run pip install peft"):
         from_pretrained(AutoModelForCausalLM, run)
 

@@ -1,9 +1,9 @@
-"""Settings of a `ShrinkTrainer`, and the Trainer's evaluation as the function that a scheme evaluates with."""
+"""Settings of a `ShrinkTrainer`, and its loss: as the Trainer evaluates it, or on its last training batches."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +25,9 @@ from shrinkpoint.store import Keep
 from shrinkpoint.store.retention import check_keep
 from shrinkpoint.store.save_settings import OnSave, SaveSettings
 from shrinkpoint.train.checkpointer import Checkpointer
-from shrinkpoint.train.default_evaluation import AttributeSnapshot
+from shrinkpoint.train.default_evaluation import AttributeSnapshot, DefaultEvaluation, LossSource
 from shrinkpoint.train.gradients import GradientRecorder
+from shrinkpoint.train.recent_batches import DEFAULT_BATCHES, BatchRing
 from shrinkpoint.train.save_decision import SaveDecisionPolicy, check_policy
 from shrinkpoint.validate import check_bool, check_optional_int, check_str
 
@@ -187,7 +188,7 @@ class Evaluation:
         """Return the metric, and the loss of each batch if the metric is their mean, to estimate its confidence."""
         losses: list[tuple[float, int | None]] = []
         loss_only = self._metric == f"{self._prefix}_loss" or self._trainer.compute_metrics is None
-        with isolate(self._trainer), _record_batch_losses(self._trainer, losses):
+        with _isolate(self._trainer), _record_batch_losses(self._trainer, losses):
             metrics = self._trainer.evaluation_loop(
                 self._get_loader(),
                 description="Measurement",
@@ -255,7 +256,7 @@ def _find_dataset(datasets: Any, metric: str) -> tuple[str, Any]:
 
 
 @contextmanager
-def isolate(trainer: Any) -> Iterator[None]:
+def _isolate(trainer: Any) -> Iterator[None]:
     """Restore the attributes of the Trainer and its modules afterwards, and call no callbacks meanwhile."""
     attributes = AttributeSnapshot([trainer, *trainer.model.modules()], exclude=_TENSOR_ATTRIBUTES)
     handler = trainer.callback_handler
@@ -268,3 +269,41 @@ def isolate(trainer: Any) -> Iterator[None]:
         yield
     finally:
         attributes.restore()
+
+
+class TrainingLoss(DefaultEvaluation):
+    """Measures a Trainer's loss, without a callback or a logger that hears of it.
+
+    With an evaluation dataset and one process: on its first batches, by the Trainer's own evaluation. Else by
+    `compute_loss` on the last training batches of the process that saves.
+
+    Args:
+        trainer: the Trainer.
+        batches: how many; None: all of the evaluation dataset.
+    """
+
+    def __init__(self, trainer: Any, batches: int | None) -> None:
+        self._trainer, self._ring = trainer, BatchRing(DEFAULT_BATCHES if batches is None else batches)
+        datasets = trainer.eval_dataset
+        self._evaluates = bool(datasets) if isinstance(datasets, dict) else datasets is not None
+        self._evaluates = self._evaluates and trainer.args.world_size == 1
+        if self._evaluates:
+            metric = f"eval_{next(iter(datasets))}_loss" if isinstance(datasets, dict) else "eval_loss"
+            evaluation = Evaluation(trainer, metric, batches)
+            source = LossSource(evaluation.reading, evaluation.describe)
+        else:
+            source = LossSource(self._measure_ring, self._ring.describe)
+        super().__init__([source])
+
+    def add(self, batches: Sequence[Any]) -> None:
+        """Keep the batches of an optimizer step, if they will be measured."""
+        for batch in () if self._evaluates else batches:
+            self._ring.add(batch)
+
+    def _measure_ring(self, model: Any) -> Reading:
+        with _isolate(self._trainer):
+            return self._ring.measure(self._loss_of_batch, model)
+
+    def _loss_of_batch(self, model: Any, batch: Any) -> Any:
+        with self._trainer.compute_loss_context_manager():
+            return self._trainer.compute_loss(model, self._trainer._prepare_inputs(batch))

@@ -1,7 +1,11 @@
-"""Loads a Hugging Face model straight from a compressed checkpoint, and exports it for those that read no others."""
+"""Loads a Hugging Face model straight from a compressed checkpoint, and exports it for those that read no others.
+
+A checkpoint may hold adapters (PEFT) in place of a model's weights.
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,19 +15,22 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
-from transformers.utils import logging
+from transformers.utils import is_peft_available, logging
 
-from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
+from shrinkpoint.errors import MismatchError, MissingExtraError, NotFoundError, PolicyError
 from shrinkpoint.storage import Storage, atomic_replace, check_no_loss, local_path
-from shrinkpoint.train.transformers.adapters import copy_adapter, find_adapter, load_adapter
 from shrinkpoint.train.transformers.checkpoint_dirs import WEIGHT_FILES
 from shrinkpoint.train.transformers.weights import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     CONFIG_FILE,
     GENERATION_FILE,
     SMALL_FILES,
     PretrainedWeights,
+    find_adapter,
     load_weights,
 )
 
@@ -84,8 +91,9 @@ def from_pretrained(
         found, do = "a part of the model on the disk", "export it first, with export_pretrained"
         raise PolicyError("device_map", found=found, expected="devices, or the CPU", do=do)
     if key is None and (adapter := find_adapter(where, step)) is not None:
+        _check_adapter(adapter)
         options = kwargs if config is None else {"config": config, **kwargs}
-        return load_adapter(model_class, adapter, model_args, options)
+        return model_class.from_pretrained(str(adapter), *model_args, **options)
     weights = load_weights(where, step, key, threads=threads, max_bytes=max_bytes)
     with weights.small_files() as directory:
         return _build_model(model_class, weights, directory, model_args, config=config, strict=strict, kwargs=kwargs)
@@ -149,7 +157,7 @@ def export_pretrained(
     with _without_progress(), atomic_replace(target) as temporary:
         temporary.mkdir(parents=True)
         if adapter is not None:
-            tensors = copy_adapter(adapter, temporary)
+            tensors = _copy_adapter(adapter, temporary)
         else:
             weights = load_weights(where, step, key, threads=threads, max_bytes=max_bytes)
             tensors = len(weights.tensors)
@@ -167,7 +175,13 @@ def _write_model(
     with weights.small_files() as directory:
         if not isinstance(config, PreTrainedConfig):
             config, _ = _load_config(AutoConfig, _config_source(config, weights, directory), {})
-        model_class = _named_class(config, weights.where) if model_class is None else model_class
+        if model_class is None:
+            names = config.architectures or []
+            model_class = getattr(transformers, names[0], None) if names else None
+            if model_class is None:
+                found = f"the architecture {names[0]!r}" if names else "a configuration without architectures"
+                expected, do = "the name of a class of transformers", "pass model_class=, such as AutoModelForCausalLM"
+                raise PolicyError(weights.where, found=found, expected=expected, do=do)
         dtype, saved = _main_dtype(weights.tensors), dict(weights.tensors)
         model = _build_model(model_class, weights, directory, (), config=config, strict=True, kwargs={"dtype": dtype})
         state = model.state_dict()
@@ -204,8 +218,11 @@ def _build_model(
     if not isinstance(config, PreTrainedConfig):
         config_class = AutoConfig if _is_auto(model_class) else model_class.config_class
         config, options = _load_config(config_class, _config_source(config, weights, directory), options)
-    if _is_auto(model_class):
-        model_class, config = _resolve_auto(model_class, config, options)
+    if _is_auto(model_class):  # the class that it makes of a configuration, and the configuration that this class takes
+        trust = {name: options[name] for name in ("trust_remote_code",) if name in options}
+        with torch.device("meta"):
+            made = model_class.from_config(config, **trust)
+        model_class, config = type(made), config if type(made.config) is type(config) else made.config
     if directory is not None and (directory / GENERATION_FILE).is_file():
         options.setdefault("generation_config", GenerationConfig.from_pretrained(str(directory)))
     returns_info = options.pop("output_loading_info", False)
@@ -227,7 +244,13 @@ def _build_model(
     except NotImplementedError:  # transformers compares tied weights of another shape, which have no memory yet
         model, info = load(_without_aliases(weights.tensors))
     _check_fit(info, weights, type(model).__name__, strict=strict, ignores_sizes=ignores_sizes)
-    _separate_memory(model)
+    # Parameters that share memory and are not tied in the model get memory of their own
+    addresses: set[int] = set()
+    for parameter in model.parameters():
+        if parameter.numel() and parameter.device.type != "meta":
+            if parameter.data_ptr() in addresses:
+                parameter.data = parameter.data.clone()
+            addresses.add(parameter.data_ptr())
     model.config.name_or_path = weights.where
     return (model, info) if returns_info else model
 
@@ -248,11 +271,7 @@ def _config_source(config: Any, weights: PretrainedWeights, directory: Path | No
 
 
 def _load_config(config_class: Any, source: Any, options: Mapping[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
-    """A configuration with those options that are its attributes, and the other options.
-
-    Raises:
-        PolicyError: there is none at `source`, or it cannot be read.
-    """
+    """A configuration with those options that are its attributes, and the other options."""
     others = {name: value for name, value in options.items() if name not in _MODEL_ARGUMENTS}
     try:
         config, unused = config_class.from_pretrained(str(source), return_unused_kwargs=True, **others)
@@ -262,24 +281,6 @@ def _load_config(config_class: Any, source: Any, options: Mapping[str, Any]) -> 
     # the Auto class needs these again
     reserved = {name: options[name] for name in (*_MODEL_ARGUMENTS, "trust_remote_code") if name in options}
     return config, {**unused, **reserved}
-
-
-def _resolve_auto(auto_class: Any, config: PreTrainedConfig, options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The class that an Auto class makes of a configuration, and the configuration that this class takes."""
-    trust = {name: options[name] for name in ("trust_remote_code",) if name in options}
-    with torch.device("meta"):
-        model = auto_class.from_config(config, **trust)
-    return type(model), config if type(model.config) is type(config) else model.config
-
-
-def _named_class(config: PreTrainedConfig, where: str) -> Any:
-    names = config.architectures or []
-    model_class = getattr(transformers, names[0], None) if names else None
-    if model_class is None:
-        found = f"the architecture {names[0]!r}" if names else "a configuration without architectures"
-        do = "pass model_class=, such as AutoModelForCausalLM"
-        raise PolicyError(where, found=found, expected="the name of a class of transformers", do=do)
-    return model_class
 
 
 def _check_fit(
@@ -317,16 +318,6 @@ def _without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name in kept or not tensor.numel()}
 
 
-def _separate_memory(model: Any) -> None:
-    """Give parameters that share memory and are not tied in the model memory of their own."""
-    addresses: set[int] = set()
-    for parameter in model.parameters():
-        if parameter.numel() and parameter.device.type != "meta":
-            if parameter.data_ptr() in addresses:
-                parameter.data = parameter.data.clone()
-            addresses.add(parameter.data_ptr())
-
-
 def _main_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
     counts: dict[torch.dtype, int] = {}
     for tensor in tensors.values():
@@ -344,3 +335,34 @@ def _without_progress() -> Iterator[None]:
     finally:
         if was_enabled:
             logging.enable_progress_bar()
+
+
+def _copy_adapter(directory: Path, target: Path) -> int:
+    """Copy an adapter, and the tokenizer beside it, into a new directory; returns the number of its tensors."""
+    _check_complete(directory)
+    for path in sorted(directory.iterdir()):
+        if path.name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) or SMALL_FILES.fullmatch(path.name):
+            shutil.copyfile(path, target / path.name)
+    with safe_open(target / ADAPTER_WEIGHTS, framework="pt") as file:
+        return len(file.keys())
+
+
+def _check_adapter(directory: Path) -> None:
+    """Raise unless PEFT is installed, and finds the adapter's weights and its base."""
+    if not is_peft_available():
+        expected, do = f"what reads the adapter in {directory}", "run pip install peft"
+        raise MissingExtraError("peft", found="not installed", expected=expected, do=do)
+    _check_complete(directory)
+    if not json.loads((directory / ADAPTER_CONFIG).read_bytes()).get("base_model_name_or_path"):
+        found, expected = (
+            f"a base without a name in {ADAPTER_CONFIG}",
+            "the directory or the name of the adapter's base",
+        )
+        do = f"build the base, and call PeftModel.from_pretrained(base, {str(directory)!r})"
+        raise NotFoundError(str(directory), found=found, expected=expected, do=do)
+
+
+def _check_complete(directory: Path) -> None:
+    if not (directory / ADAPTER_WEIGHTS).is_file():
+        do = "load another checkpoint of the run: step="
+        raise NotFoundError(str(directory), found=f"no {ADAPTER_WEIGHTS}", expected="that of the adapter", do=do)

@@ -31,8 +31,7 @@ from shrinkpoint.train.state_dicts import check_storable, check_tensor_fits, loa
 from shrinkpoint.train.transformers import checkpoint_dirs
 from shrinkpoint.train.transformers.callback import BeginCallback, GradientCallback, SavePolicyCallback
 from shrinkpoint.train.transformers.checkpoint_dirs import has_adapters, save_auxiliary_files
-from shrinkpoint.train.transformers.config import Evaluation, ShrinkConfig
-from shrinkpoint.train.transformers.training_loss import TrainingLoss
+from shrinkpoint.train.transformers.config import Evaluation, ShrinkConfig, TrainingLoss
 from shrinkpoint.validate import check_instance
 
 _log = logging.getLogger("shrinkpoint")
@@ -152,8 +151,12 @@ class ShrinkTrainer(Trainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """The batches of an optimizer step, of which schemes learn what the loss averages."""
         batches, num_items = super().get_batch_samples(*args, **kwargs)
-        if self._has_full_state and self._saver.participates:
-            self._saver.note_step(batches)
+        saver = self._saver
+        if self._has_full_state and saver.participates and counts_terms(saver.for_model().scheme):
+            shift = bool(getattr(self, "_loss_shifts_labels", False))
+            saver.counter.add(batches, scale=self.args.world_size, shift=shift)
+            if saver.training_loss is not None:
+                saver.training_loss.add(batches)
         return batches, num_items
 
     # overridden methods of the Trainer: saving
@@ -356,7 +359,7 @@ class _ModelCheckpointer:
 
     def __init__(self, trainer: ShrinkTrainer) -> None:
         self._trainer, self.counter = trainer, TermCounter()
-        self._training_loss: TrainingLoss | None = None
+        self.training_loss: TrainingLoss | None = None
         self.checkpointer: Checkpointer | None = None  # None until `for_model` is called
         self._model: nn.Module | None = None
         self._recorder: GradientRecorder | None = None
@@ -371,7 +374,7 @@ class _ModelCheckpointer:
             if shrink.evaluate is not None:
                 evaluation = Evaluation(trainer, shrink.evaluate, shrink.batches)
             elif shrink.measures_by_default:
-                evaluation = self._training_loss = TrainingLoss(trainer, shrink.batches)
+                evaluation = self.training_loss = TrainingLoss(trainer, shrink.batches)
             # Number of optimizer steps between two saves, where that is fixed
             steps = trainer.args.save_steps if trainer.args.save_strategy == SaveStrategy.STEPS else 0
             self._recorder = shrink.make_recorder(model, int(steps) if steps >= 1 else None)
@@ -379,15 +382,6 @@ class _ModelCheckpointer:
             self.checkpointer = shrink.make_checkpointer(evaluation, higher_is_better, self._recorder)
             self._model = model
         return self.checkpointer
-
-    def note_step(self, batches: list[Any]) -> None:
-        """Count the loss terms of an optimizer step, and keep its batches if the loss is measured on them."""
-        if not counts_terms(self.for_model().scheme):
-            return
-        shift = bool(getattr(self._trainer, "_loss_shifts_labels", False))
-        self.counter.add(batches, scale=self._trainer.args.world_size, shift=shift)
-        if self._training_loss is not None:
-            self._training_loss.add(batches)
 
     def get_recorder(self) -> GradientRecorder:
         """The recorder of the model's gradients, which the settings must ask for."""
@@ -404,7 +398,7 @@ class _ModelCheckpointer:
         """Release the checkpointer, and with it the model."""
         self.close()
         self.checkpointer, self._model, self._recorder = None, None, None
-        self.counter, self._training_loss = TermCounter(), None
+        self.counter, self.training_loss = TermCounter(), None
 
     @property
     def participates(self) -> bool:
@@ -499,11 +493,7 @@ def _resolve_resume(trainer: ShrinkTrainer, resume: Any) -> Any:
 
 
 def _find_newest(args: Any) -> str | None:
-    """The newest valid checkpoint, one with an optimizer if there is one; None if there are no checkpoints at all.
-
-    Raises:
-        NotFoundError: there are checkpoints, and none is valid.
-    """
+    """The newest valid checkpoint, one with an optimizer if there is one; None if there are no checkpoints at all."""
     if args.save_only_model:
         return checkpoint_dirs.find_resume_checkpoint(args.output_dir, optimizer=False)
     try:

@@ -1,4 +1,4 @@
-"""Finds a model's weights in a checkpoint of any kind, and decodes them alone."""
+"""Finds a model's weights, or its adapter, in a checkpoint of any kind, and decodes the weights alone."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from shrinkpoint.tensors.wrappers import plain_names
 from shrinkpoint.train.checkpointer import wait_for_writes
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SMALL_FILES = re.compile(
     r"config\.json|generation_config\.json|tokenizer.*\.json|(special_tokens_map|added_tokens|vocab|chat_template)\.json"
     r"|(pre|video_pre)?processor_config\.json|vocab\.txt|merges\.txt|.*\.(model|tiktoken|jinja)"
@@ -232,3 +233,15 @@ def _no_weights_error(where: str, names: Sequence[str], directories: Sequence[Pa
             do = f"the weights beside it are plain: call from_pretrained({str(directory)!r}) of the class itself"
     found = f"no weights, but {list_names(names).removeprefix('one of ')}"
     return NotFoundError(where, found=found, expected=_EXPECTED, do=do)
+
+
+def find_adapter(where: str | Path | Storage, step: int | None) -> Path | None:
+    """The checkpoint directory of a Trainer that has an adapter in place of weights; None for other checkpoints."""
+    if is_object_url(where) or not isinstance(where, str | Path):
+        return None
+    wait_for_writes(where)
+    path = local_path(where).absolute()
+    if what_is_at(path) != "a directory" or find_store(LocalStorage(path)) is not None:
+        return None
+    directory = find_directory(path, step)
+    return directory if (directory / ADAPTER_CONFIG).is_file() else None
