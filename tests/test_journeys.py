@@ -17,8 +17,8 @@ from torch import nn
 
 import shrinkpoint as sp
 
-SAVE = (637, 74, 1261)
-RESTORE = (376, 48, 1259)
+SAVE = (613, 73, 1237)
+RESTORE = (352, 48, 1187)
 GRADIENT = (82, 10, 118)
 
 
