@@ -18,7 +18,7 @@ from torch import nn
 import shrinkpoint as sp
 
 SAVE = (613, 73, 1237)
-RESTORE = (352, 48, 1187)
+RESTORE = (351, 48, 1187)
 GRADIENT = (82, 10, 118)
 
 

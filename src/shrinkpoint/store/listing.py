@@ -275,7 +275,7 @@ class Lister:
     """
 
     def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+        self.storage = storage
         self._cache: dict[int, tuple[_Stamps, StepDirectory]] = {}
         self._version_cache: dict[int, tuple[dict[str, object], StepDirectory]] = {}
         self._listing = Listing({})
@@ -293,7 +293,7 @@ class Lister:
 
     def scan_steps(self, steps: Iterable[int]) -> Listing:
         """As `scan`, of some steps only; nothing else is listed."""
-        entries = (read_step(self._storage, step) for step in sorted({*steps}))
+        entries = (read_step(self.storage, step) for step in sorted({*steps}))
         return Listing({entry.step: entry for entry in entries if entry is not None})
 
     def scan_chain(self, step: int, parent: int) -> Listing:
@@ -301,12 +301,12 @@ class Lister:
 
         Of steps that only have bases the manifests are not read. Where all keys come in one list, all are listed.
         """
-        if hasattr(self._storage, "versions"):
+        if hasattr(self.storage, "versions"):
             return self.scan()
         listing = self.scan_steps((step, parent))
         entry = listing.directories.get(parent)
         steps = {layout.step_of(key) for key in entry.foreign_keys} if entry is not None else set()
-        others = {other: read_names(self._storage, other) for other in steps if other is not None}
+        others = {other: read_names(self.storage, other) for other in steps if other is not None}
         bases = {other: StepDirectory(other, names) for other, names in others.items() if names}
         return Listing(dict(sorted({**bases, **listing.directories}.items())))
 
@@ -317,25 +317,16 @@ class Lister:
         versions, _ = self._version_cache.get(-1 if step is None else step, ({}, None))
         return versions.get(name)
 
-    @property
-    def has_rollback(self) -> bool:
-        """True if the order of saving may be another than that of the steps, so that only manifests tell it.
-
-        Raises:
-            StorageError: the store cannot be listed.
-        """
-        return layout.ROLLBACK in self._storage.list(layout.ROLLBACK)
-
     def iter_directories(self) -> Iterator[StepDirectory]:
         """The directories of all steps, the highest step first, each read when it is asked for.
 
         Raises:
             StorageError: the store cannot be listed. (Why a step's directory cannot be listed is its `error`.)
         """
-        dirs = {*_list_dirs(self._storage), *map(layout.step_dir, _linked_steps(self._storage))}
+        dirs = {*_list_dirs(self.storage), *map(layout.step_dir, _linked_steps(self.storage))}
         names = sorted(dirs, key=lambda name: (len(name), name), reverse=True)
         for step in map(layout.step_of_dir, names):
-            entry = None if step is None else _read_leniently(self._storage, step)
+            entry = None if step is None else _read_leniently(self.storage, step)
             if entry is not None:
                 yield entry
 
@@ -345,22 +336,22 @@ class Lister:
         Args:
             read: reads a directory on this machine; None: as `iter_directories`, whose errors this raises.
         """
-        if isinstance(self._storage, LocalStorage):
-            return self._read_directories(self._storage, read or _read_leniently)
+        if isinstance(self.storage, LocalStorage):
+            return self._read_directories(self.storage, read or _read_leniently)
         return self._read_keys()
 
     def _read_keys(self) -> list[StepDirectory]:
         """The directories of all steps, from a list of all keys; those that have changed read again."""
-        list_versions: Callable[[], Mapping[str, object]] | None = getattr(self._storage, "versions", None)
-        versions = dict.fromkeys(self._storage.list("")) if list_versions is None else list_versions()
+        list_versions: Callable[[], Mapping[str, object]] | None = getattr(self.storage, "versions", None)
+        versions = dict.fromkeys(self.storage.list("")) if list_versions is None else list_versions()
         names = layout.files_by_step(versions)
         old = {step: entry for step, (seen, entry) in self._version_cache.items() if names.get(step) == seen}
         changed = names.keys() - old.keys()
 
         def read_manifest(step: int) -> StepDirectory:
-            return _read_manifest_of(self._storage, step, frozenset(names[step]))
+            return _read_manifest_of(self.storage, step, frozenset(names[step]))
 
-        new = map_requests(self._storage, read_manifest, sorted(changed))
+        new = map_requests(self.storage, read_manifest, sorted(changed))
         entries = sorted((*old.values(), *new), key=lambda entry: entry.step)
         if list_versions is not None:
             self._version_cache = {entry.step: (names[entry.step], entry) for entry in entries if entry.error is None}
@@ -394,7 +385,8 @@ def iter_newest(listers: Sequence[Lister]) -> Iterator[tuple[StepDirectory, int]
     Raises:
         StorageError: a copy cannot be listed. (Why a step's directory cannot be listed is its `error`.)
     """
-    if not any(lister.has_rollback for lister in listers):
+    # Only where a run has gone back to an older step, manifests alone tell the order of saving
+    if not any(layout.ROLLBACK in lister.storage.list(layout.ROLLBACK) for lister in listers):
         copies = [zip(lister.iter_directories(), repeat(index)) for index, lister in enumerate(listers)]
         yield from heapq.merge(*copies, key=lambda pair: -pair[0].step)
         return
