@@ -147,3 +147,48 @@ def test_all_ranks_restore_the_same_and_search_near_it(group):
     results, _ = group
     assert all(result["restored"] == results[0]["restored"] for result in results)
     assert results[0]["restored"][0] == 4 and results[0]["restored"][2] != "None"
+
+
+ONE_SAVES = """
+    import json, warnings
+    import torch
+    import torch.distributed as dist
+    import shrinkpoint as sp
+    from shrinkpoint.errors import LossWarning
+    from torch import nn
+
+    warnings.simplefilter("error", LossWarning)
+
+
+    def of_rank(rank, width, folder):
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=width)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
+        optimizer = torch.optim.AdamW(model.parameters())
+        replicas = nn.parallel.DistributedDataParallel(model)  # whose forward pass sends rank 0's running averages
+        x, seen, ratio = torch.randn(64, 64), set(), 0.0
+
+        def evaluate(models):
+            seen.add(type(models["net"]).__name__)
+            return (models["net"](x) - x).square().mean(1)
+
+        scheme = sp.Fisher(budget="5%", evaluate=evaluate)
+        with sp.CheckpointManager(f"{folder}/{rank}", scheme=scheme) as manager:
+            for step in range(4):
+                batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+                optimizer.zero_grad()
+                (replicas(batch) - batch).square().mean().backward()
+                optimizer.step()
+                if rank == 0 and step % 2:
+                    ratio = manager.save(step, model={"net": replicas}, optimizer=optimizer).ratio
+        weights = [float(p.detach().double().sum()) for p in model.parameters()]
+        with open(f"{folder}/{rank}.json", "w") as file:
+            json.dump({"weights": weights, "seen": [*seen], "ratio": ratio}, file)
+        dist.barrier()
+"""
+
+
+def test_one_rank_of_replicas_measures_without_their_collectives(tmp_path):
+    first, other = ranks(ONE_SAVES, 2, tmp_path)
+    assert first["weights"] == other["weights"]
+    assert first["seen"] == ["Sequential"] and first["ratio"] > 3

@@ -23,6 +23,7 @@ from shrinkpoint.tensors.dtypes import as_bits
 from shrinkpoint.tensors.flat_state import FlatState, unflatten
 from shrinkpoint.tensors.memory import callers_device, is_out_of_memory
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
+from shrinkpoint.tensors.wrappers import unwrapped
 
 _STUDENT_T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Quantiles of Student's t at 0.975, for 1 to 9 degrees of freedom."""
@@ -422,7 +423,7 @@ class ModelEvaluator(TrialEvaluator):
         for name, value in values.items():
             if name in self.quantizable or name in self._buffers:
                 self._state.tensors[name].copy_(value)
-        return self._model
+        return _without_replicas(self._model)
 
     def _make_guard(self) -> ModelStateGuard:
         saved = {
@@ -566,6 +567,16 @@ def call_evaluate(evaluate: Evaluate, argument: Any) -> Reading:
         do = "make evaluate take what is saved (a model, or a state) and return a loss or a score"
         do = MEMORY_ADVICE if is_out_of_memory(error) else do
         raise PolicyError("evaluate", found=found, expected=expected, do=do) from error
+
+
+def _without_replicas(model: Any) -> Any:
+    """A model, or a nest of them, without DistributedDataParallel: one rank measures, and its forward pass waits."""
+    if isinstance(model, Mapping):
+        return {name: _without_replicas(part) for name, part in model.items()}
+    if isinstance(model, list | tuple):
+        return type(model)(map(_without_replicas, model))
+    is_replicated = isinstance(getattr(model, "_orig_mod", model), nn.parallel.DistributedDataParallel)
+    return unwrapped(model) if is_replicated else model
 
 
 def iter_modules(model: Any) -> Iterator[nn.Module]:
