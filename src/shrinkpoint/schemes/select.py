@@ -55,8 +55,9 @@ class TensorSelection:
             reference: the decoded parent checkpoint; None if there is none.
             frozen: local names of parameters that take no gradients: a constant, unless the parent has other values.
         """
-        wide = [name for name, tensor in state.tensors.items() if _is_left_by_dtype(tensor, state.infos[name].role)]
-        if wide and not self.global_names:
+        candidates = () if self.global_names else state.tensors.items()
+        wide = [name for name, tensor in candidates if _is_left_by_dtype(tensor, state.infos[name].role)]
+        if wide:
             dtypes = ", ".join(sorted({str(state.tensors[name].dtype) for name in wide}))
             warn_user(
                 f"all weights are of a dtype that stays exact, so that nothing is lossy ({dtypes}): "

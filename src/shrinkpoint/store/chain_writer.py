@@ -25,7 +25,6 @@ from shrinkpoint.store.delta_base import BaseVerifier, ReferenceCache, StoredFil
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON
-from shrinkpoint.tensors.memory import host_by_default
 
 M = TypeVar("M")
 
@@ -62,7 +61,6 @@ class CheckpointPlace(ABC):
     def free_key(self) -> str:
         """A key for the payload that no file has."""
 
-    @host_by_default()
     def add(self, state: FlatState, *, scheme: Scheme, threads: int | None = None) -> SaveReport:
         """Write the payload, durably, after whatever keeps its base.
 

@@ -21,7 +21,6 @@ from shrinkpoint.store.manifest import DirectoryManifest, Manifest, Payload
 from shrinkpoint.tensors.compare import LeafInfo
 from shrinkpoint.tensors.flat_state import unflatten
 from shrinkpoint.tensors.info import JSON
-from shrinkpoint.tensors.memory import host_by_default
 from shrinkpoint.tensors.tree_decoder import SelectedLeaves, list_leaves
 
 SelectLeaves: TypeAlias = Callable[[JSON, str], SelectedLeaves]
@@ -35,7 +34,6 @@ _MAX_AHEAD_BYTES = 1 << 25
 _BATCH = 16  # Files of which the headers are read at once
 
 
-@host_by_default()
 def decode_chain(
     chain: Iterable[ChainFile],
     *,

@@ -7,10 +7,9 @@ import re
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +31,8 @@ _OUT_OF_MEMORY = re.compile("OutOfMemoryError|MemoryError|out of memory|can't al
 """torch raises an OutOfMemoryError for some devices, and a RuntimeError for others and for the host."""
 
 
-_callers_device: ContextVar[torch.device | None] = ContextVar("callers_device", default=None)
+callers_device: ContextVar[torch.device | None] = ContextVar("callers_device", default=None)
+"""The default device of whoever called what is `host_by_default`, for a function of theirs; None: the host."""
 
 
 @contextmanager
@@ -42,17 +42,12 @@ def host_by_default() -> Iterator[None]:
     if device.type == "cpu":
         yield
         return
-    token = _callers_device.set(device)
+    token = callers_device.set(device)
     try:
         with torch.device("cpu"):
             yield
     finally:
-        _callers_device.reset(token)
-
-
-def callers_device() -> AbstractContextManager[Any]:
-    """The default device of whoever called what is `host_by_default`, for a function of theirs."""
-    return _callers_device.get() or nullcontext()
+        callers_device.reset(token)
 
 
 def is_out_of_memory(error: Exception) -> bool:
