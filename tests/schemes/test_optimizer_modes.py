@@ -7,7 +7,7 @@ from helpers.small_training import Run
 from helpers.strategies import same
 
 import shrinkpoint as sp
-from shrinkpoint.schemes.optimizer_modes import quantize_moments, zeroed_moments
+from shrinkpoint.schemes.plan import quantize_moments, zeroed_moments
 from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.store import SaveReport

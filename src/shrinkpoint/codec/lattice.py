@@ -173,10 +173,6 @@ class Lattice:
         rows = self.rows.numel()
         return rows in row_counts(shape) and self.columns.numel() == scale_counts(self.spacing, shape, rows)[1]
 
-    def has_normal_steps(self, shape: tuple[int, ...]) -> bool:
-        """True if every scale of a tensor of this shape is a normal float32."""
-        return self.to_native(shape).has_normal_steps
-
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if name != _NATIVE_FORM}
 

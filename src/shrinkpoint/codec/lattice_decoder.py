@@ -481,7 +481,7 @@ def _decode_exponents(
         Lattice(recipe.spacing, rows, columns, recipe.step, seed)
         for rows, columns, seed in zip(sides[::2], sides[1::2], seeds, strict=True)
     ]
-    if not all(lattice.has_normal_steps(info.shape) for lattice, info in zip(lattices, infos, strict=True)):
+    if not all(lattice.to_native(info.shape).has_normal_steps for lattice, info in zip(lattices, infos, strict=True)):
         raise ValueError("scales out of range")
     return lattices
 

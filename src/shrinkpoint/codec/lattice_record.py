@@ -280,5 +280,7 @@ def _check_input(record: LatticeInput) -> None:
             raise ValueError(f"lattice tensor {info.name!r} with an origin of another shape or spacing")
         if not MIN_GAIN <= member.gain <= MAX_GAIN or (member.origin is None and member.gain != 1):
             raise ValueError(f"lattice tensor {info.name!r}: a gain out of range, or without an origin")
-        if not member.lattice.has_normal_steps(info.shape) or (first.spacing == "log" and member.lattice.seed):
+        if not member.lattice.to_native(info.shape).has_normal_steps or (
+            first.spacing == "log" and member.lattice.seed
+        ):
             raise ValueError(f"lattice tensor {info.name!r}: scales or seed out of range")

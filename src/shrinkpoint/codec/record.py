@@ -237,7 +237,7 @@ def encode_plain(name: str, infos: Sequence[TensorInfo], tensors: Mapping[str, T
 
 def encode_same(name: str, infos: Sequence[TensorInfo], reference: Reference) -> EncodedRecord:
     """Encode tensors as equal to the parent's tensors of the same names."""
-    digest = _digest_of_members(infos, reference.tensors)
+    digest = digest_arrays(tensor_bytes(reference.tensors[info.name]) for info in infos)
     return EncodedRecord(name, tuple(infos), recipes.to_json(SameRecipe()), {}, digest, digest)
 
 
@@ -245,12 +245,8 @@ def encode_copies(
     name: str, infos: Sequence[TensorInfo], ordinals: Sequence[int], tensors: Mapping[str, Tensor]
 ) -> EncodedRecord:
     """Encode tensors as copies of earlier tensors of the same file, which `ordinals` refer to."""
-    digest = _digest_of_members(infos, tensors)
+    digest = digest_arrays(tensor_bytes(tensors[info.name]) for info in infos)
     return EncodedRecord(name, tuple(infos), recipes.to_json(CopyRecipe(tuple(ordinals))), {}, digest)
-
-
-def _digest_of_members(infos: Sequence[TensorInfo], tensors: Mapping[str, Tensor]) -> str:
-    return digest_arrays(tensor_bytes(tensors[info.name]) for info in infos)
 
 
 class PlainDecoder(RecordDecoder):

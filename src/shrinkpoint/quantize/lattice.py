@@ -76,13 +76,25 @@ def quantize_to_lattice(
     Returns:
         The quantized tensor, with codes of one byte if all of them fit; None if some value lies beyond all points.
     """
-    if tensor.is_cpu and second_dtype == torch.float32:
-        threads = threads or torch.get_num_threads()
-        codes = _quantize_native(tensor, lattice, second_moment, previous_codes, hysteresis, threads)
-    else:
+    if not tensor.is_cpu or second_dtype != torch.float32:
         squares = None if second_moment is None else second_moment.dequantize(second_dtype)
         codes = _quantize_torch(tensor, lattice, squares, previous_codes, hysteresis)
-    return None if codes is None else LatticeTensor(codes.reshape(tensor.shape), lattice, relative_to)
+        return None if codes is None else LatticeTensor(codes.reshape(tensor.shape), lattice, relative_to)
+    for dtype in (torch.int8, torch.int16):
+        codes = torch.from_numpy(_native.empty(dtype.itemsize * tensor.numel())).view(dtype)
+        code_bytes = _native.lattice_quantize(
+            lattice.to_native(tuple(tensor.shape)),
+            tensor_bytes(as_native_float(tensor)),
+            tensor_bytes(codes),
+            seconds=None if second_moment is None else second_moment.to_native(),
+            second_codes=None if second_moment is None else tensor_bytes(second_moment.codes.cpu()),
+            previous=None if previous_codes is None else tensor_bytes(previous_codes.cpu()),
+            hysteresis=hysteresis,
+            threads=threads or torch.get_num_threads(),
+        )
+        if code_bytes <= dtype.itemsize:
+            return LatticeTensor(codes.reshape(tensor.shape), lattice, relative_to) if code_bytes else None
+    return None
 
 
 def quantize_with_errors(
@@ -122,31 +134,6 @@ def quantize_with_errors(
         if code_bytes <= dtype.itemsize:
             points = LatticeTensor(codes.reshape(tensor.shape), lattice, origin=origin, gain=gain)
             return (points, ErrorSums(*sums)) if code_bytes else None
-    return None
-
-
-def _quantize_native(
-    tensor: Tensor,
-    lattice: Lattice,
-    second_moment: LatticeTensor | None,
-    previous_codes: Tensor | None,
-    hysteresis: float,
-    threads: int,
-) -> Tensor | None:
-    for dtype in (torch.int8, torch.int16):
-        codes = torch.from_numpy(_native.empty(dtype.itemsize * tensor.numel())).view(dtype)
-        code_bytes = _native.lattice_quantize(
-            lattice.to_native(tuple(tensor.shape)),
-            tensor_bytes(as_native_float(tensor)),
-            tensor_bytes(codes),
-            seconds=None if second_moment is None else second_moment.to_native(),
-            second_codes=None if second_moment is None else tensor_bytes(second_moment.codes.cpu()),
-            previous=None if previous_codes is None else tensor_bytes(previous_codes.cpu()),
-            hysteresis=hysteresis,
-            threads=threads,
-        )
-        if code_bytes <= dtype.itemsize:
-            return codes if code_bytes else None
     return None
 
 

@@ -68,10 +68,6 @@ class LogHistogram:
         return LogHistogram.from_bucket_ids(LogHistogram.bucket_ids(tensor, alpha, where=where), alpha, mask)
 
     @staticmethod
-    def empty(alpha: float = 0.01, device: torch.device | str = "cpu") -> LogHistogram:
-        return LogHistogram(alpha, torch.zeros(2 * max_bucket(alpha) + 1, dtype=torch.int64, device=device))
-
-    @staticmethod
     def bucket_ids(tensor: Tensor, alpha: float = 0.01, *, where: str = "values") -> Tensor:
         """Return the bucket of each value, which sketches under different masks can share.
 

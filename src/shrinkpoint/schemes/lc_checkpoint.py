@@ -17,8 +17,8 @@ from shrinkpoint import validate
 from shrinkpoint.codec.codebook_record import CODERS
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.quantize.exponent_buckets import Representative, promote
-from shrinkpoint.schemes import optimizer_modes
 from shrinkpoint.schemes.base import check_seed
+from shrinkpoint.schemes.plan import OptimizerMode
 from shrinkpoint.schemes.residual import ResidualScheme
 from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.tensors.flat_state import FlatState
@@ -51,7 +51,7 @@ class LCCheckpoint(ResidualScheme):
         scope: Scope | None = None,
         representative: Representative | None = None,
         paper: bool = False,
-        optimizer: optimizer_modes.Mode = "exact",
+        optimizer: OptimizerMode = "exact",
     ) -> None:
         super().__init__(optimizer=optimizer)
         defaults: tuple[Scope, Representative] = ("model", "middle") if paper else ("tensor", "mean")
@@ -96,7 +96,7 @@ class SparseUpdate(ResidualScheme):
         optimizer: as of `ResidualScheme`.
     """
 
-    def __init__(self, *, fraction: float | str, optimizer: optimizer_modes.Mode = "exact") -> None:
+    def __init__(self, *, fraction: float | str, optimizer: OptimizerMode = "exact") -> None:
         super().__init__(optimizer=optimizer)
         self._fraction = validate.check_fraction("fraction", fraction)
 
@@ -160,7 +160,7 @@ class SCAR(SparseUpdate):
         fraction: float | str = 1 / 8,
         order: Order = "largest",
         seed: int = 0,
-        optimizer: optimizer_modes.Mode = "exact",
+        optimizer: OptimizerMode = "exact",
     ) -> None:
         super().__init__(fraction=fraction, optimizer=optimizer)
         self._order: Order = validate.check_choice("order", order, get_args(Order))
@@ -215,7 +215,7 @@ class TOPN(SparseUpdate):
 
     id: ClassVar[str] = "topn"
 
-    def __init__(self, *, fraction: float | str = 0.01, optimizer: optimizer_modes.Mode = "exact") -> None:
+    def __init__(self, *, fraction: float | str = 0.01, optimizer: OptimizerMode = "exact") -> None:
         super().__init__(fraction=fraction, optimizer=optimizer)
 
     @property

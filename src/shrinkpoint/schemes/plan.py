@@ -1,14 +1,22 @@
-"""A quantization plan for one state: codes are chosen, and applying them is exact."""
+"""A quantization plan for one state: codes are chosen, and applying them is exact.
+
+Modes of lossy schemes for the optimizer's state are exact, reset or quantized moments: two thirds of an Adam state are
+moments, so that a scheme for weights alone cannot reach more than about 1.5x (arXiv 2406.11257).
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 import torch
+from torch import Tensor
 
+from shrinkpoint import validate
 from shrinkpoint.codec.codebook_record import CODERS
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.reference import (
     CastSource,
@@ -21,15 +29,90 @@ from shrinkpoint.codec.reference import (
     to_host,
 )
 from shrinkpoint.errors import warn_user
-from shrinkpoint.schemes import optimizer_modes
+from shrinkpoint.quantize.levels import (
+    CELL_SHIFT,
+    MAX_SHARE_BELOW,
+    log_range_from_counts,
+    magnitude_cells,
+    quantize_log,
+)
 from shrinkpoint.schemes.base import QuantizedState, Scheme
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
-from shrinkpoint.schemes.select import exact_reasons
+from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL, exact_reasons
 from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flat_state import FlatState, snapshot
 from shrinkpoint.tensors.info import JSON, Role
 from shrinkpoint.tensors.memory import is_out_of_memory, wait_for_devices
+
+OptimizerMode = Literal["exact", "reset", "lossy"]
+"""exact: bit-exact moments. reset: moments of zero. lossy: moments on 254 logarithmic levels."""
+PlanMode = OptimizerMode | Literal["reset first"]  # Also "reset first": first moments of zero, all else as it is
+
+_MOMENTS = (Role.MOMENT1, Role.MOMENT2)
+
+
+def check_optimizer_mode(mode: str) -> OptimizerMode:
+    """Return the mode if it is valid; raises PolicyError if it is not."""
+    checked: OptimizerMode = validate.check_choice("optimizer", mode, get_args(OptimizerMode))
+    return checked
+
+
+def zeroed_moments(state: FlatState, *, first_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and zeros of every moment, and of the step counters next to them.
+
+    Counters are reset for Adam's bias correction, without which zero moments would make the first steps too long.
+
+    Args:
+        first_only: of first moments alone; counters stay, because second moments do.
+    """
+    roles = (Role.MOMENT1,) if first_only else _MOMENTS
+    moments = [name for name, info in state.infos.items() if info.role in roles]
+    parents = set() if first_only else {name.rpartition("/")[0] for name in moments}
+    counters = [f"{parent}/step" for parent in parents if f"{parent}/step" in state.tensors]
+    for name in (*moments, *counters):
+        yield name, torch.zeros_like(state.tensors[name], device="cpu", memory_format=torch.contiguous_format)
+
+
+def quantize_moments(state: FlatState, stats: GlobalStats) -> dict[str, CodebookTensor]:
+    """Return the codes of each moment that is large enough and finite, on the CPU; a collective.
+
+    The others stay exact. Levels are those of the global moment.
+    """
+    moments = {
+        name: state.tensors[name]
+        for name, info in state.infos.items()
+        if info.role in _MOMENTS
+        and state.tensors[name].dtype in (torch.float32, torch.bfloat16)
+        and stats.global_tensors.global_numel(name) >= MIN_WEIGHT_NUMEL
+    }
+    finite = stats.global_tensors.tensors_where_all(
+        {name: bool(moment.isfinite().all()) for name, moment in moments.items()}
+    )
+    moments = {name: x for name, x in moments.items() if stats.global_name(name) in finite and x.numel()}
+    limits = _global_limits({name: x for name, x in moments.items() if name not in stats.global_tensors.whole}, stats)
+    codes = {}
+    for name, moment in moments.items():
+        is_signed = state.infos[name].role is Role.MOMENT1
+        codes[name] = quantize_log(moment, signed=is_signed, limits=limits.get(stats.global_name(name))).cpu()
+    return codes
+
+
+def _global_limits(moments: Mapping[str, Tensor], stats: GlobalStats) -> dict[str, tuple[float, float]]:
+    """The lowest and the highest level of sharded moments, by global name; a collective."""
+    magnitudes = {name: moment.detach().float().abs() for name, moment in moments.items()}
+    counts = stats.sum_histograms({name: _all_cells(magnitude_cells(x)) for name, x in magnitudes.items()})
+    ends = stats.min_max({name: x[x > 0] for name, x in magnitudes.items()})
+    return {
+        name: log_range_from_counts(*ends[name], counts[name], MAX_SHARE_BELOW) if ends.get(name) else (0.0, 0.0)
+        for name in counts
+    }
+
+
+def _all_cells(counts: Tensor) -> Tensor:
+    """Counts padded with zeros to all cells that magnitudes may be in, so that those of shards add up."""
+    return torch.nn.functional.pad(counts, (0, (1 << 31 >> CELL_SHIFT) - counts.numel()))
+
 
 _log = logging.getLogger("shrinkpoint")
 _FREE_MEMORY = "free memory, or save less often"
@@ -57,7 +140,7 @@ class QuantizationPlan(RecordEncodingMixin):
     id: str
     quantized: Mapping[str, QuantizedTensor] = field(repr=False)
     cast_sources: Mapping[str, str] = field(default_factory=dict)
-    optimizer: optimizer_modes.PlanMode = "exact"
+    optimizer: PlanMode = "exact"
     coders: Sequence[str] = CODERS
     loss: JSON = None
     keyframe: bool = False
@@ -74,9 +157,9 @@ class QuantizationPlan(RecordEncodingMixin):
         wait_for_devices(tensor.codes for tensor in self.quantized.values())
         if self.optimizer in ("reset", "reset first"):
             first_only = self.optimizer == "reset first"
-            changed.update(optimizer_modes.zeroed_moments(state, first_only=first_only))
+            changed.update(zeroed_moments(state, first_only=first_only))
         elif self.optimizer == "lossy":
-            quantized_tensors |= optimizer_modes.quantize_moments(state, GlobalStats(GlobalTensors.from_state(state)))
+            quantized_tensors |= quantize_moments(state, GlobalStats(GlobalTensors.from_state(state)))
         for name, quantized in quantized_tensors.items():
             dtype = state.tensors[name].dtype
             if isinstance(quantized, LatticeTensor):
@@ -88,7 +171,13 @@ class QuantizationPlan(RecordEncodingMixin):
             if source in changed:
                 changed[name] = CastSource(source, state.tensors[name].dtype)
         tensors = DecodedTensors({name: changed.get(name, tensor) for name, tensor in state.tensors.items()})
-        exact = {} if self.min_size is None else exact_reasons(state, changed, self._left_out, *self.min_size)
+        exact: dict[str, str] = {}
+        if self.min_size is not None:
+            loss = self.loss if isinstance(self.loss, dict) else {}
+            left_out = dict.fromkeys(loss.get("left_out") or (), "not finite")
+            left_out |= dict.fromkeys(loss.get("unmeasured") or (), "not measured by evaluate")
+            left_out |= dict.fromkeys(loss.get("out_of_reach") or (), "out of reach of its steps")
+            exact = exact_reasons(state, changed, left_out, *self.min_size)
         return QuantizedState(
             replace(state, tensors=tensors),
             quantized_tensors,
@@ -119,14 +208,6 @@ class QuantizationPlan(RecordEncodingMixin):
             if state.infos[name].role not in (Role.MOMENT1, Role.MOMENT2)
         }
         return replace(self, samples=samples)
-
-    @property
-    def _left_out(self) -> dict[str, str]:
-        """Reasons for which weights stay exact, by name, from what the manifest records."""
-        loss = self.loss if isinstance(self.loss, dict) else {}
-        reasons = dict.fromkeys(loss.get("left_out") or (), "not finite")
-        reasons |= dict.fromkeys(loss.get("unmeasured") or (), "not measured by evaluate")
-        return reasons | dict.fromkeys(loss.get("out_of_reach") or (), "out of reach of its steps")
 
 
 def plan_within_memory(

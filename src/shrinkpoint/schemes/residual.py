@@ -20,11 +20,10 @@ from shrinkpoint.codec.codebook_record import CODERS
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import warn_user
-from shrinkpoint.schemes import optimizer_modes
 from shrinkpoint.schemes.base import QuantizedState, SpecMixin
 from shrinkpoint.schemes.calibration import UnmeasuredLossNotice
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
-from shrinkpoint.schemes.plan import QuantizationPlan
+from shrinkpoint.schemes.plan import OptimizerMode, QuantizationPlan, check_optimizer_mode, quantize_moments
 from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL, max_abs, select_tensors
 from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.sharding.global_tensors import GlobalTensors
@@ -96,8 +95,8 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
     id: ClassVar[str]
     coders: Sequence[str] = CODERS
 
-    def __init__(self, *, optimizer: optimizer_modes.Mode = "exact") -> None:
-        self._optimizer = optimizer_modes.check_mode(optimizer)
+    def __init__(self, *, optimizer: OptimizerMode = "exact") -> None:
+        self._optimizer = check_optimizer_mode(optimizer)
         self._unmeasured_notice = UnmeasuredLossNotice()
 
     # implemented by subclasses
@@ -170,7 +169,7 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
         num_residuals, num_moments = tensors.collectives.sum_over_ranks(len(residuals), len(moments))
         optimizer = self._optimizer
         if optimizer == "lossy" and global_tensors is not None:  # levels are of all ranks: now, while these take part
-            moments |= optimizer_modes.quantize_moments(state, stats)
+            moments |= quantize_moments(state, stats)
             optimizer = "exact"
         loss: JSON = None
         if num_residuals or num_moments or self._optimizer != "exact":

@@ -45,7 +45,7 @@ class GlobalStats:
     def local_seed(self, name: str, global_seed: int) -> int:
         """The seed of random numbers that differ between the shards of a tensor."""
         shard = self.global_tensors.local_shards[name]
-        return global_seed if shard.is_whole else shard.spec.dither_seed(global_seed, shard.sizes)
+        return global_seed if name in self.global_tensors.whole else shard.spec.dither_seed(global_seed, shard.sizes)
 
     # collectives
 

@@ -171,11 +171,6 @@ class TensorShard:
     # The box has values, and no rank before has the same box; sums over ranks count only such shards.
     is_primary: bool = True
 
-    @property
-    def is_whole(self) -> bool:
-        """True if the box is all of the global tensor."""
-        return self.sizes == self.spec.global_shape
-
 
 @dataclass(frozen=True)
 class Marginals:
@@ -273,7 +268,8 @@ class GlobalTensors:
             is_primary = position not in duplicates and math.prod(report.sizes) > 0
             self.local_shards[name] = TensorShard(spec, report.sizes, is_primary)
         self.global_names = {name: shard.spec.global_name for name, shard in self.local_shards.items()}
-        self.whole = frozenset(name for name, shard in self.local_shards.items() if shard.is_whole)
+        shards = self.local_shards
+        self.whole = frozenset(name for name, shard in shards.items() if shard.sizes == shard.spec.global_shape)
         self.primary = frozenset(name for name, shard in self.local_shards.items() if shard.is_primary)
         self._name_of_box = {
             (shard.spec.global_name, shard.spec.offsets, shard.sizes): name for name, shard in self.local_shards.items()

@@ -71,13 +71,15 @@ class TreeEncoder:
         self._byte_rows: dict[bytes, torch.Tensor] = {}
         self._array_copies: dict[int, tuple[np.ndarray[Any, Any], torch.Tensor]] = {}  # by id; the array must live on
         self._value_encoders: dict[type, Callable[[Any, StatePath], JSON]] = {
-            type(None): _unchanged,
-            bool: _unchanged,
-            int: _integer,
-            float: _float,
-            str: _text,
+            type(None): lambda value, path: value,
+            bool: lambda value, path: value,
+            int: lambda value, path: value if -(2**63) <= value < 2**63 else {"$i": f"{value:x}"},
+            float: lambda value, path: value if math.isfinite(value) else {"$f": struct.pack(">d", value).hex()},
+            str: lambda value, path: (
+                value if _is_unicode(value) else {"$s": value.encode("utf-8", "surrogatepass").hex()}
+            ),
             bytes: self._bytes,
-            torch.Tensor: self._tensor,
+            torch.Tensor: lambda value, path: {"$t": self._add_leaf(_plain_tensor(value, path), path)},
             torch.nn.Parameter: self._parameter,
             np.ndarray: self._array,
         }
@@ -215,9 +217,6 @@ class TreeEncoder:
             self._byte_rows[value] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
         return {"$B": self._add_leaf(self._byte_rows[value], path)}
 
-    def _tensor(self, value: torch.Tensor, path: StatePath) -> JSON:
-        return {"$t": self._add_leaf(_plain_tensor(value, path), path)}
-
     def _parameter(self, value: torch.nn.Parameter, path: StatePath) -> JSON:
         return {"$p" if value.requires_grad else "$q": self._add_leaf(_plain_tensor(value, path), path)}
 
@@ -245,22 +244,6 @@ class TreeEncoder:
 def is_optimizer_state(value: dict[Any, Any]) -> bool:
     """True if a dict has the shape of `torch.optim.Optimizer.state_dict()`."""
     return isinstance(value.get("state"), dict) and isinstance(value.get("param_groups"), list)
-
-
-def _unchanged(value: Any, path: StatePath) -> JSON:
-    return value
-
-
-def _integer(value: int, path: StatePath) -> JSON:
-    return value if -(2**63) <= value < 2**63 else {"$i": f"{value:x}"}
-
-
-def _float(value: float, path: StatePath) -> JSON:
-    return value if math.isfinite(value) else {"$f": struct.pack(">d", value).hex()}
-
-
-def _text(value: str, path: StatePath) -> JSON:
-    return value if _is_unicode(value) else {"$s": value.encode("utf-8", "surrogatepass").hex()}
 
 
 def _is_unicode(value: str) -> bool:

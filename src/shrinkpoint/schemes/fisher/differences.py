@@ -144,10 +144,8 @@ class DifferenceCandidates:
         integers = torch.arange(-largest, largest + 1, device=multiples.device)
         centers = integers[integers != 0].to(torch.float32) * step
         codes = torch.where(multiples < 0, multiples + largest, multiples + largest - 1) + RESERVED_CODES
-        codes = (
-            torch.where(multiples == 0, 0, codes).to(torch.uint8).reshape(self._differences[name].shape).contiguous()
-        )
-        return CodebookTensor(codes, centers, torch.empty(0), residual=True), multiples * step - difference
+        codes = torch.where(multiples == 0, 0, codes).to(torch.uint8).reshape(self._differences[name].shape)
+        return CodebookTensor(codes.contiguous(), centers, torch.empty(0), residual=True), multiples * step - difference
 
 
 def _relative_widths(curvature: Curvature, difference: Tensor) -> tuple[Tensor, Tensor]:

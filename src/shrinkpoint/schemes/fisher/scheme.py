@@ -61,8 +61,7 @@ from shrinkpoint.schemes.fisher.steps import (
     reference_curvature,
     warn_of_unreached,
 )
-from shrinkpoint.schemes.optimizer_modes import PlanMode
-from shrinkpoint.schemes.plan import QuantizationPlan
+from shrinkpoint.schemes.plan import PlanMode, QuantizationPlan
 from shrinkpoint.schemes.planner import Measurement, PlannedSave, Planner
 from shrinkpoint.schemes.select import TensorSelection, select_tensors
 from shrinkpoint.sharding.global_tensors import GlobalTensors
@@ -289,7 +288,7 @@ class Fisher(Planner["FisherChoice"]):
             self.coders,
             loss,
             sampled_rows={name: tensors.local_shards[name].spec.sampled_rows(MAX_SAMPLED_VALUES) for name in points},
-            min_size=self.min_size(tensors),
+            min_size=self.min_weight_size if tensors.is_complete else None,
             copies=frozenset(tracked),
         )
 

@@ -18,7 +18,6 @@ from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.quantize import codebook
 from shrinkpoint.quantize.layer_types import EMBEDDING
 from shrinkpoint.quantize.statistics import LogHistogram
-from shrinkpoint.schemes import optimizer_modes
 from shrinkpoint.schemes.base import check_recorder
 from shrinkpoint.schemes.evaluate import Evaluate, TrialEvaluator
 from shrinkpoint.schemes.inshrinkerator.partition import (
@@ -30,6 +29,7 @@ from shrinkpoint.schemes.inshrinkerator.partition import (
     SizeModel,
     score_weights,
 )
+from shrinkpoint.schemes.plan import OptimizerMode
 from shrinkpoint.schemes.search.candidates import UNIFORM_SPACE, CandidateSet, PreviousCodes, UniformCandidates
 from shrinkpoint.schemes.search.scheme import Fallback, SearchScheme
 from shrinkpoint.schemes.search.space import METRIC, Axis, Point, Progress, SearchResult, Space, Trials
@@ -90,7 +90,7 @@ class Inshrinkerator(SearchScheme):
         evaluate: Evaluate | None = None,
         higher_is_better: bool = False,
         config: Mapping[str, Any] | None = None,
-        optimizer: optimizer_modes.Mode = "exact",
+        optimizer: OptimizerMode = "exact",
         fallback: Fallback = "lossless",
         coarser: bool = False,
         group: Any = None,

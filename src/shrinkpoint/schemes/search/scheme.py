@@ -18,11 +18,10 @@ from shrinkpoint import validate
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.progress import Task
-from shrinkpoint.schemes import optimizer_modes
 from shrinkpoint.schemes.base import finite_or_text
 from shrinkpoint.schemes.calibration import Calibration, EvaluateProblem, find_failure
 from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, TrialEvaluator, never_called
-from shrinkpoint.schemes.plan import QuantizationPlan
+from shrinkpoint.schemes.plan import OptimizerMode, QuantizationPlan, check_optimizer_mode, quantize_moments
 from shrinkpoint.schemes.planner import Measurement, PlannedSave, Planner
 from shrinkpoint.schemes.search.candidates import CachedCandidates, CandidateSet, PreviousCodes, common_previous_codes
 from shrinkpoint.schemes.search.space import METRIC, Point, Progress, SearchResult, Space, Trial, Trials, is_dominated
@@ -147,7 +146,7 @@ class SearchScheme(Planner["SearchChoice"]):
         evaluate: Evaluate | None = None,
         higher_is_better: bool = False,
         config: Mapping[str, Any] | None = None,
-        optimizer: optimizer_modes.Mode = "exact",
+        optimizer: OptimizerMode = "exact",
         fallback: Fallback = "lossless",
         coarser: bool = False,
         group: Any = None,
@@ -157,7 +156,7 @@ class SearchScheme(Planner["SearchChoice"]):
         super().__init__(evaluate, higher_is_better=higher_is_better, seed=seed)
         self._threshold = validate.check_fraction("threshold", threshold, allow_zero=True)
         self._fixed_point = None if config is None else self.space.point_from_config(config)
-        self._optimizer = optimizer_modes.check_mode(optimizer)
+        self._optimizer = check_optimizer_mode(optimizer)
         self._fallback: Fallback = validate.check_choice("fallback", fallback, get_args(Fallback))
         if isinstance(group, str | int | float | type):
             do = "pass what torch.distributed.new_group returned"
@@ -274,13 +273,14 @@ class SearchScheme(Planner["SearchChoice"]):
             "left_out": list(save.selection.nonfinite),
             "seconds": save.seconds,
         }
-        optimizer: optimizer_modes.Mode = "exact" if choice.lossless else self._optimizer
+        optimizer: OptimizerMode = "exact" if choice.lossless else self._optimizer
         quantized = save.unchanged | {name: tensor.cpu() for name, tensor in choice.quantized.items()}
         if optimizer == "lossy" and save.is_shared:  # levels are of all ranks: now, while these take part
             stats = GlobalStats(save.tensors, save.selection.global_names)
-            quantized |= optimizer_modes.quantize_moments(save.state, stats)
+            quantized |= quantize_moments(save.state, stats)
             optimizer = "exact"
-        casts, min_size = save.selection.cast_sources, self.min_size(save.tensors)
+        # A rank that lacks parts of tensors cannot tell why its shards stay exact.
+        casts, min_size = save.selection.cast_sources, self.min_weight_size if save.tensors.is_complete else None
         return QuantizationPlan(self.id, quantized, casts, optimizer, self.coders, record, min_size=min_size)
 
     # settings of `measure`
