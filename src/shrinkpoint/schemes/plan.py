@@ -13,13 +13,14 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from shrinkpoint import validate
 from shrinkpoint.codec.codebook_record import CODERS
-from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.reference import (
     CastSource,
+    CodebookTensor,
     DecodedTensors,
     LatticeSource,
     QuantizedTensor,
@@ -101,17 +102,14 @@ def quantize_moments(state: FlatState, stats: GlobalStats) -> dict[str, Codebook
 def _global_limits(moments: Mapping[str, Tensor], stats: GlobalStats) -> dict[str, tuple[float, float]]:
     """The lowest and the highest level of sharded moments, by global name; a collective."""
     magnitudes = {name: moment.detach().float().abs() for name, moment in moments.items()}
-    counts = stats.sum_histograms({name: _all_cells(magnitude_cells(x)) for name, x in magnitudes.items()})
+    cells = {name: magnitude_cells(x) for name, x in magnitudes.items()}
+    # Padded with zeros to all cells that magnitudes may be in, so that those of shards add up.
+    counts = stats.sum_histograms({n: F.pad(x, (0, (1 << 31 >> CELL_SHIFT) - x.numel())) for n, x in cells.items()})
     ends = stats.min_max({name: x[x > 0] for name, x in magnitudes.items()})
     return {
         name: log_range_from_counts(*ends[name], counts[name], MAX_SHARE_BELOW) if ends.get(name) else (0.0, 0.0)
         for name in counts
     }
-
-
-def _all_cells(counts: Tensor) -> Tensor:
-    """Counts padded with zeros to all cells that magnitudes may be in, so that those of shards add up."""
-    return torch.nn.functional.pad(counts, (0, (1 << 31 >> CELL_SHIFT) - counts.numel()))
 
 
 _log = logging.getLogger("shrinkpoint")

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from shrinkpoint import humanize
 from shrinkpoint.codec.codebook_record import CODERS
-from shrinkpoint.codec.codebook_tensor import CodebookTensor
-from shrinkpoint.codec.reference import Reference
+from shrinkpoint.codec.reference import CodebookTensor, Reference
 from shrinkpoint.errors import warn_user
 from shrinkpoint.schemes.base import QuantizedState, SpecMixin
 from shrinkpoint.schemes.calibration import UnmeasuredLossNotice

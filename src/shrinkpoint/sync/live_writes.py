@@ -13,7 +13,7 @@ from torch import Tensor
 from shrinkpoint.errors import MismatchError
 from shrinkpoint.sync.local_tensors import LocalTensor, Piece, Sizes
 from shrinkpoint.tensors.dtypes import as_bits
-from shrinkpoint.tensors.shared_storage import num_reached
+from shrinkpoint.tensors.tree import num_reached
 from shrinkpoint.tensors.wrappers import match_state_keys
 
 _MAX_SPARSE_SHARE = 16

@@ -18,8 +18,7 @@ from shrinkpoint.tensors.info import JSON, OptimizerInfo, Role, TensorInfo
 from shrinkpoint.tensors.memory import Arena, wait_for_devices
 from shrinkpoint.tensors.optimizers import MomentKind, drop_optimizer_state
 from shrinkpoint.tensors.roles import infer_roles
-from shrinkpoint.tensors.shared_storage import deduplicate
-from shrinkpoint.tensors.tree import TreeEncoder
+from shrinkpoint.tensors.tree import TreeEncoder, deduplicate
 from shrinkpoint.tensors.tree_decoder import MAX_COPY_BYTES, TreeDecoder
 
 _MIN_STREAMED_BYTES = 1 << 16

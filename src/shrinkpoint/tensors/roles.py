@@ -31,7 +31,7 @@ from shrinkpoint.tensors.optimizers import (
     is_master_key,
     moment_kinds,
 )
-from shrinkpoint.tensors.shared_storage import Leaf
+from shrinkpoint.tensors.tree import Leaf
 
 _BUFFER = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked|inv_freq|mask|\w+_(ids|mask|cached|cache))$")
 _CONSTANT = re.compile(r"(^|_)(freqs?|rope|rotary|sin|cos|anchors?|grid|mean|std|var|stats?|index|pe)($|_)")

@@ -22,8 +22,7 @@ from shrinkpoint.tensors.info import JSON, is_nest_form
 from shrinkpoint.tensors.memory import TENSOR_ALIGN
 from shrinkpoint.tensors.names import StatePath, format_key, format_path, short_repr, tensor_name, unique_name
 from shrinkpoint.tensors.plain_forms import form_items, from_form, has_colliding_keys
-from shrinkpoint.tensors.shared_storage import num_reached
-from shrinkpoint.tensors.tree import MAX_DEPTH
+from shrinkpoint.tensors.tree import MAX_DEPTH, num_reached
 
 MAX_COPY_BYTES = 1 << 30  # Default limit of the bytes that copies in a tree may take
 

@@ -239,7 +239,9 @@ def record_calibration(
     with _preserved_gradients() as preserve, torch.enable_grad():
         handles = [register_module_forward_hook(preserve), register_module_forward_hook(record)]
         try:
-            for item in _items(calibrate(argument)):
+            result = calibrate(argument)
+            is_iterable = isinstance(result, Iterable) and not isinstance(result, Tensor | str | bytes | Mapping)
+            for item in result if is_iterable else (result,):
                 if isinstance(item, Tensor) and item.numel() == 1 and item.requires_grad:
                     item.backward()
         except Exception as error:
@@ -255,11 +257,6 @@ def record_calibration(
         do = "load the state into the model that it runs; a compiled model runs no hooks"
         raise PolicyError("calibrate", found=found, expected=expected, do=do)
     return layers
-
-
-def _items(result: Any) -> Iterable[Any]:
-    is_iterable = isinstance(result, Iterable) and not isinstance(result, Tensor | str | bytes | Mapping)
-    return result if is_iterable else (result,)
 
 
 def _has_equal_values(tensor: Tensor, weight: Tensor) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shrinkpoint.codec.codebook_tensor import RESERVED_CODES
+from shrinkpoint.codec.reference import RESERVED_CODES
 from shrinkpoint.quantize.layer_types import layer_type_from_name
 from shrinkpoint.quantize.statistics import LogHistogram
 from shrinkpoint.schemes.search.candidates import SIZE_SAMPLE, PreviousCodes, subsample

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shrinkpoint import validate
 from shrinkpoint.codec.codebook_record import CODERS
-from shrinkpoint.codec.codebook_tensor import CodebookTensor
+from shrinkpoint.codec.reference import CodebookTensor
 from shrinkpoint.quantize import codebook
 from shrinkpoint.quantize.layer_types import EMBEDDING
 from shrinkpoint.quantize.statistics import LogHistogram
@@ -235,10 +235,12 @@ class InshrinkeratorCandidates:
         global_weights = {
             name: ScoredWeight(nothing, global_layer_types[name], nothing, scores[name]) for name in stats.global_names
         }
-        self._weights = {
-            name: _with_global_scores(weight, global_weights[stats.global_name(name)].scores)
-            for name, weight in weights.items()
-        }
+        self._weights: dict[str, ScoredWeight] = {}
+        for name, weight in weights.items():
+            # The scores of the global weight; without sensitivity if any shard has none.
+            merged = global_weights[stats.global_name(name)].scores
+            sensitivity = weight.sensitivity if SENSITIVITY in merged else None
+            self._weights[name] = replace(weight, scores=merged, sensitivity=sensitivity)
         self._partition = PrunePartition(global_weights, clustering.paper)
         is_embedding = [weight.layer_type == EMBEDDING for weight in self._weights.values()]
         self._embedding_mask = torch.tensor(is_embedding, dtype=torch.bool)
@@ -319,8 +321,3 @@ class InshrinkeratorCandidates:
 
     def _seed(self, name: str) -> int:
         return self._clustering.seed ^ zlib.crc32(self._stats.global_name(name).encode())
-
-
-def _with_global_scores(weight: ScoredWeight, scores: dict[str, LogHistogram]) -> ScoredWeight:
-    """A local weight with the scores of the global one; without sensitivity if any shard has none."""
-    return replace(weight, scores=scores, sensitivity=weight.sensitivity if SENSITIVITY in scores else None)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint import validate
-from shrinkpoint.codec.codebook_tensor import CodebookTensor
+from shrinkpoint.codec.reference import CodebookTensor
 from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.progress import Task
 from shrinkpoint.schemes.base import finite_or_text

@@ -24,8 +24,7 @@ from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import Role, TensorInfo
 from shrinkpoint.tensors.names import StatePath, tensor_name, unique_name
 from shrinkpoint.tensors.roles import InferredRoles, infer_roles
-from shrinkpoint.tensors.shared_storage import Leaf
-from shrinkpoint.tensors.tree import TreeEncoder
+from shrinkpoint.tensors.tree import Leaf, TreeEncoder
 from shrinkpoint.train.dcp.checkpoint_metadata import Offsets, chunk_name, offsets_key
 from shrinkpoint.train.dcp.payload import unpickle_plain
 
