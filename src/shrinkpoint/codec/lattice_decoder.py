@@ -467,7 +467,12 @@ def _decode_exponents(
     if recipe.moved:
         counts = [(lattice.rows.numel(), lattice.columns.numel()) for lattice in parents]
     else:
-        rows = _row_counts(infos, recipe)
+        axes = recipe.axes or (1,) * len(infos)
+        if len(axes) != len(infos) or any(
+            leading > len(row_counts(info.shape)) for leading, info in zip(axes, infos, strict=True)
+        ):
+            raise ValueError("more or other leading axes of matrices than the tensors have")
+        rows = [row_counts(info.shape)[leading - 1] for leading, info in zip(axes, infos, strict=True)]
         counts = [scale_counts(recipe.spacing, info.shape, n) for info, n in zip(infos, rows, strict=True)]
     differences = _decode_differences(data, sum(rows + columns for rows, columns in counts))
     if recipe.moved:
@@ -484,17 +489,6 @@ def _decode_exponents(
     if not all(lattice.to_native(info.shape).has_normal_steps for lattice, info in zip(lattices, infos, strict=True)):
         raise ValueError("scales out of range")
     return lattices
-
-
-def _row_counts(infos: Sequence[TensorInfo], recipe: LatticeRecipe) -> list[int]:
-    """How many rows each member has, viewed as a matrix."""
-    if not recipe.axes:
-        return [row_counts(info.shape)[0] for info in infos]
-    if len(recipe.axes) != len(infos) or any(
-        axes > len(row_counts(info.shape)) for axes, info in zip(recipe.axes, infos, strict=True)
-    ):
-        raise ValueError("more or other leading axes of matrices than the tensors have")
-    return [row_counts(info.shape)[axes - 1] for axes, info in zip(recipe.axes, infos, strict=True)]
 
 
 def _decode_differences(data: Bytes, total: int) -> NDArray[np.int32]:
