@@ -17,8 +17,8 @@ from torch import nn
 
 import shrinkpoint as sp
 
-SAVE = (613, 73, 1237)
-RESTORE = (351, 48, 1187)
+SAVE = (586, 68, 1208)
+RESTORE = (342, 46, 1171)
 GRADIENT = (82, 10, 118)
 
 

@@ -7,6 +7,7 @@ import re
 import shlex
 import struct
 from dataclasses import dataclass
+from glob import glob
 from itertools import islice
 from pathlib import Path
 from typing import overload
@@ -71,9 +72,10 @@ def find_checkpoints(root: str | Path | ObjectUrl) -> list[Path] | list[ObjectUr
     path = local_path(root)
     if is_checkpoint(path):
         return [path]
-    names = [file.parent.relative_to(path) for pattern in ("*", "*/*") for file in path.glob(f"{pattern}/{MANIFEST}")]
-    visible = [name for name in names if not any(part.startswith(".") for part in name.parts)]
-    return [path / name for name in sorted(visible, key=lambda name: natural_key(name.as_posix()))]
+    # Hidden directories do not match, and those that vanish meanwhile are passed over: `Path.glob` would raise.
+    patterns = f"*/{MANIFEST}", f"*/*/{MANIFEST}"
+    names = [Path(file).parent for pattern in patterns for file in glob(pattern, root_dir=path)]  # noqa: PTH207
+    return [path / name for name in sorted(names, key=lambda name: natural_key(name.as_posix()))]
 
 
 def is_of_run(root: Path | ObjectUrl, place: Path | ObjectUrl) -> bool:
