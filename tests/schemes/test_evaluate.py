@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import namedtuple
 
 import numpy as np
 import pytest
@@ -217,6 +218,14 @@ def test_of_several_models_every_parameter_is_alive_and_names_that_two_have_are_
     with found:
         assert found.evaluate({name: torch.full((64, 64), 7.0)}).value == 7.0
     assert models["b"][0].weight[0, 0] != 7.0
+
+
+def test_evaluate_gets_a_named_tuple_of_models_as_it_was_passed():
+    nest = namedtuple("Nest", "encoder decoder")(nn.Linear(2, 2), nn.Linear(2, 2))
+    flat = flatten({"model": {"encoder": nest.encoder.state_dict(), "decoder": nest.decoder.state_dict()}})
+    found = ModelEvaluator(flat, lambda models: models.decoder.weight[0, 0], nest, "model/")
+    with found:
+        assert found.evaluate({}).value == nest.decoder.weight[0, 0]
 
 
 @pytest.mark.parametrize("name", ["module.a.weight", "_orig_mod.a.weight", "module._orig_mod.a.weight", "a.weight"])

@@ -22,6 +22,7 @@ from shrinkpoint.sharding.global_tensors import GlobalTensors, matches_parameter
 from shrinkpoint.tensors.dtypes import as_bits
 from shrinkpoint.tensors.flat_state import FlatState, unflatten
 from shrinkpoint.tensors.memory import callers_device, is_out_of_memory
+from shrinkpoint.tensors.names import map_nested_tensors
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.tensors.wrappers import unwrapped
 
@@ -423,7 +424,7 @@ class ModelEvaluator(TrialEvaluator):
         for name, value in values.items():
             if name in self.quantizable or name in self._buffers:
                 self._state.tensors[name].copy_(value)
-        return _without_replicas(self._model)
+        return map_nested_tensors(self._model, _without_replicas, nn.Module)
 
     def _make_guard(self) -> ModelStateGuard:
         saved = {
@@ -569,14 +570,10 @@ def call_evaluate(evaluate: Evaluate, argument: Any) -> Reading:
         raise PolicyError("evaluate", found=found, expected=expected, do=do) from error
 
 
-def _without_replicas(model: Any) -> Any:
-    """A model, or a nest of them, without DistributedDataParallel: one rank measures, and its forward pass waits."""
-    if isinstance(model, Mapping):
-        return {name: _without_replicas(part) for name, part in model.items()}
-    if isinstance(model, list | tuple):
-        return type(model)(map(_without_replicas, model))
-    is_replicated = isinstance(getattr(model, "_orig_mod", model), nn.parallel.DistributedDataParallel)
-    return unwrapped(model) if is_replicated else model
+def _without_replicas(module: nn.Module) -> nn.Module:
+    """A module without DistributedDataParallel around it: one rank measures, and its forward pass waits for others."""
+    is_replicated = isinstance(getattr(module, "_orig_mod", module), nn.parallel.DistributedDataParallel)
+    return unwrapped(module) if is_replicated else module
 
 
 def iter_modules(model: Any) -> Iterator[nn.Module]:

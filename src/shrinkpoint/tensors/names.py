@@ -144,24 +144,24 @@ def iter_tensors(nest: Any) -> Iterator[Tensor]:
             yield from iter_tensors(item)
 
 
-def map_nested_tensors(nest: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The nest with `function` of each tensor in its place, in order; other values stay as they are."""
-    if isinstance(nest, Tensor):
+def map_nested_tensors(nest: Any, function: Callable[[Any], Any], kind: type = Tensor) -> Any:
+    """The nest with `function` of each tensor, or value of another `kind`, in its place; other values stay."""
+    if isinstance(nest, kind):
         return function(nest)
     if isinstance(nest, Mapping):
-        items = {key: map_nested_tensors(item, function) for key, item in nest.items()}
-        kind: Any = type(nest)
-        if kind is dict:
+        items = {key: map_nested_tensors(item, function, kind) for key, item in nest.items()}
+        nest_type: Any = type(nest)
+        if nest_type is dict:
             return items
         try:
-            return kind(**items)  # as transformers' ModelOutput
+            return nest_type(**items)  # as transformers' ModelOutput
         except TypeError:
             try:
-                return kind(items)  # as its BatchEncoding
+                return nest_type(items)  # as its BatchEncoding
             except TypeError:
                 return items
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)(*(map_nested_tensors(item, function) for item in nest))
+        return type(nest)(*(map_nested_tensors(item, function, kind) for item in nest))
     if isinstance(nest, list | tuple):
-        return type(nest)(map_nested_tensors(item, function) for item in nest)
+        return type(nest)(map_nested_tensors(item, function, kind) for item in nest)
     return nest
