@@ -28,7 +28,7 @@ from shrinkpoint.store.directory import delete_expired, read_directory_manifest
 from shrinkpoint.store.directory_retention import Directory, RunPlan, chains_to_strip
 from shrinkpoint.store.directory_rewrite import RunRewriter
 from shrinkpoint.store.identify import is_checkpoint, is_stock_dcp
-from shrinkpoint.store.manifest import Payload
+from shrinkpoint.store.manifest import DirectoryManifest, Payload
 from shrinkpoint.store.retention import best_first
 from shrinkpoint.tensors.dtypes import torch_dtype
 from shrinkpoint.tensors.names import StatePath
@@ -155,9 +155,11 @@ class Manager(ScheduledSaver):
 
     def best_step(self) -> int | None:
         """The step with the best metric of the rule `best`, or of `val_loss`; None if none has it."""
-        paths = [path for path in self._run.newest_first() if is_checkpoint(path)]
-        ranked = best_first([read_directory_manifest(path) for path in paths[::-1]], self._keep or Keep())
+        ranked = best_first(self._previous_manifests()[::-1], self._keep or Keep())
         return ranked[0].step if ranked else None
+
+    def _previous_manifests(self) -> list[DirectoryManifest]:
+        return [read_directory_manifest(path) for path in self._run.newest_first() if is_checkpoint(path)]
 
     def _find_step(self, step: int | str | None) -> Any:
         """The number of the step to restore, on all ranks; None: the newest that is valid."""
