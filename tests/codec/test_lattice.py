@@ -222,6 +222,13 @@ def test_lattices_are_equal_if_all_of_them_is():
     assert all(one != other for other in others) and one != "a lattice"
 
 
+def test_values_do_not_depend_on_how_codes_and_squares_lie_in_memory():
+    points, other = points_of("relative", (6, 8), seed=3), squares((6, 8))
+    strided = replace(points, codes=points.codes.t().contiguous().t())
+    expected = bits(points.dequantize(torch.float32, other))
+    assert bits(strided.dequantize(torch.float32, other.t().contiguous().t())) == expected
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("law", ["linear", "relative", "log"])

@@ -30,7 +30,7 @@ def random_points(shape: tuple[int, ...], spacing: str, seed: int) -> LatticeTen
     return LatticeTensor(codes, Lattice(spacing, *sides, seed=seed))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("dtype", "shape"), each_value([torch.float32, torch.bfloat16], SHAPES))
+@pytest.mark.parametrize(("dtype", "shape"), each_value([torch.float32, torch.bfloat16], [*SHAPES, (), (0, 4)]))
 def test_rows_have_the_values_they_have_in_the_whole_tensor(shape, dtype):
     for spacing, seed in [("linear", 0), ("linear", 7), ("log", 0), ("relative", 9)]:
         for rows in ROWS:
