@@ -7,6 +7,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -355,10 +356,17 @@ def test_save_and_load_refuse_before_they_touch_a_disk(name, tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_refused_manager_leaves_no_directory(tmp_path):
-    for name, values in {**COMMON, "background": NO_FLAG, "keep": [3]}.items():
-        for wrong in values:
-            refused(lambda **given: sp.CheckpointManager(tmp_path / "run", **given), name, wrong)
+def test_a_refused_manager_or_save_leaves_no_directory(tmp_path):
+    def save(**given):
+        sp.Store(tmp_path / "run").save(1, {"a": 1}, **given)
+
+    for entry, settings in (
+        (partial(sp.CheckpointManager, tmp_path / "run"), {**COMMON, "background": NO_FLAG, "keep": [3]}),
+        (save, {"scheme": NO_SCHEME, "metrics": NO_METRICS, "keyframe": NO_FLAG}),
+    ):
+        for name, values in settings.items():
+            for wrong in values:
+                refused(entry, name, wrong)
     assert not (tmp_path / "run").exists()
 
 
