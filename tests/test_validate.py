@@ -28,7 +28,7 @@ NO_SCHEME = [None, sp.Fisher, 3, len, "zip", "fisher(error=3)"]
 NO_SEED = ["x", -1, 1.5, True, None, 1 << 40]
 NO_CHOICE = ["nonsense", None, 1, ["exact"]]
 NO_NUMBER = ["x", None, math.nan, math.inf, True, -1.0, [1.0]]
-NO_SHARE = ["201%", 5, "1", -0.5, math.nan, True, [0.1], "5 percent"]
+NO_SHARE = ["201%", 5, "1", -0.5, math.nan, True, [0.1], "5 percent", "nan%", "%"]
 NO_FUNCTION = [3.0, "loss", [len]]
 NO_METRICS = [3, {"loss": "low"}, {"loss": None}, {"loss": 10**400}, {"loss": torch.ones(2)}]
 NO_RECORDER = [True, "gradients", 3, sp.train.GradientRecorder, torch.nn.Linear(2, 2)]
@@ -131,14 +131,14 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
         sp.Fisher,
         {
             "budget": [0.01, "101%", "1", True, "1%"],
-            "nats": NO_NUMBER[2:],
+            "nats": [0, *NO_NUMBER[2:]],
             "ratio": [0.5, 1, *NO_NUMBER[2:]],
-            "relative_error": [3, *NO_SHARE],
+            "relative_error": [0, 3, *NO_SHARE],
             "evaluate": NO_FUNCTION,
             "higher_is_better": NO_FLAG,
-            "terms": NO_NUMBER[2:],
+            "terms": [0, *NO_NUMBER[2:]],
             "gradients": NO_RECORDER,
-            "evaluate_every": [0, -1, 1.5, "2"],
+            "evaluate_every": NO_COUNT,
             "activations": [3, "seen", MODEL],
             "calibrate": NO_FUNCTION,
             "moments": NO_CHOICE,
@@ -169,8 +169,8 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
             "optimizer": NO_CHOICE,
         },
     ),
-    "SCAR": (sp.SCAR, {"fraction": NO_SHARE, "order": NO_CHOICE, "seed": NO_SEED, "optimizer": NO_CHOICE}),
-    "TOPN": (sp.TOPN, {"fraction": NO_SHARE, "optimizer": NO_CHOICE}),
+    "SCAR": (sp.SCAR, {"fraction": [0, *NO_SHARE], "order": NO_CHOICE, "seed": NO_SEED, "optimizer": NO_CHOICE}),
+    "TOPN": (sp.TOPN, {"fraction": [0, *NO_SHARE], "optimizer": NO_CHOICE}),
     "ExCP": (
         sp.ExCP,
         {
