@@ -248,6 +248,3 @@ def test_a_failed_lossy_save_leaves_the_one_before_and_the_next_goes_on_from_it(
     store.save(3, last, scheme=SCHEME)
     assert_loads(Store(storage), {**expected, 3: SCHEME.expected(last)})
     assert store.verify(deep=True) == []
-
-
-# looking

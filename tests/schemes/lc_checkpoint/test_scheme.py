@@ -85,6 +85,14 @@ def test_with_eight_bits_all_codes_of_a_byte_are_used():
     assert float(((found - x).abs() / x.abs())[found != 0].max()) < 0.5
 
 
+@pytest.mark.parametrize("representative", ["mean", "middle"])
+def test_a_bucket_becomes_what_was_asked_for(representative):
+    x = noise(64, 64)
+    found = moves(sp.LCCheckpoint(bits=3, representative=representative), {"a.weight": x})["a.weight"]
+    (symbols,) = quantize_exponents([x], 3, representative=representative)
+    assert torch.equal(found, symbols.dequantize(torch.float32, torch.zeros_like(x)))
+
+
 # over what it is chosen
 
 
@@ -122,6 +130,3 @@ def test_by_the_paper_the_model_shares_its_buckets_and_codes_are_huffman():
     assert (free.settings["scope"], free.settings["representative"]) == ("tensor", "mean")
     shared = moves(sp.LCCheckpoint(bits=2, paper=True), {"a.weight": noise(64, 64), "b.weight": noise(64, 64, seed=1)})
     assert len(torch.cat([*shared.values()]).unique()) == 4
-
-
-# what is asked for
