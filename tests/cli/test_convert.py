@@ -55,6 +55,13 @@ def test_one_checkpoint_becomes_one_file_of_ours_and_back(run, source, tmp_path)
     assert run("convert", source, tmp_path / "b.safetensors").code == 2
 
 
+def test_a_safetensors_file_goes_back_with_its_metadata(run, tmp_path):
+    save_file({"w": torch.arange(9.0), "b": torch.ones(2).bfloat16()}, tmp_path / "a.safetensors", {"made": "here"})
+    assert run("convert", tmp_path / "a.safetensors", tmp_path / "store").code == 0
+    assert run("convert", tmp_path / "store", tmp_path / "b.safetensors").code == 0
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_dcp_directory_goes_in_and_any_state_comes_out_as_one(run, source, tmp_path):
     state = {"model": {"w": torch.arange(6.0).view(2, 3)}, "step": 3}

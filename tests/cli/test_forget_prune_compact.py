@@ -35,6 +35,15 @@ def test_one_step_that_is_not_there_and_none_is_forgotten(run, store):
     assert steps(run, store) == [10, 20, 30, 40]
 
 
+def test_a_checkpoint_with_a_broken_manifest_can_be_forgotten_and_pruned(run, store, flip):
+    flip(store / "step-000000040" / "manifest.json")
+    assert run("verify", store).code == 1
+    assert run("forget", store, 40).code == 0
+    assert run("prune", store, "--apply").code == 0
+    assert run("verify", store).code == 0
+    assert not (store / "step-000000040").exists()
+
+
 def test_prune_only_tells_until_it_is_applied(run, store):
     done = run("prune", store, "--keep-last", 1)
     assert done.code == 0
