@@ -57,10 +57,9 @@ def join_names(patterns: Sequence[JSON], indexes: Sequence[int], numbers: Sequen
     count = sum(marks[index] for index in indexes)
     if count != len(numbers):
         raise corrupt_error(where, f"{len(numbers)} numbers in names", f"{count}, as their patterns say")
+    # A `%` format with as many numbers as the pattern; the name itself if there are none
     formats = [
-        str(pattern).replace("%", "%%").replace(NUMBER_MARK, "%d")
-        if mark
-        else str(pattern[0] if type(pattern) is list else pattern)
+        str(pattern).replace("%", "%%").replace(NUMBER_MARK, "%d") if mark else _text_of(pattern)
         for pattern, mark in zip(patterns, marks, strict=True)
     ]
     values: list[tuple[int, ...]] = [(0,) * mark for mark in marks]
@@ -79,6 +78,10 @@ def join_names(patterns: Sequence[JSON], indexes: Sequence[int], numbers: Sequen
         names.append(formats[index] % current)
         begin += mark
     return names
+
+
+def _text_of(pattern: JSON) -> str:
+    return str(pattern[0] if type(pattern) is list else pattern)
 
 
 def _count_numbers(pattern: JSON) -> int:
@@ -221,10 +224,7 @@ def description_size(
     """Return about how many bytes the descriptions of all tensors take in memory: names, shapes, and 64 for each."""
     dims = [len(shape) + len(offsets or ()) for shape, _, _, offsets in kinds]
     sizes = sum(dims[kind] * times for kind, times in Counter(kind_column).items())
-    chars = [
-        len(pattern[0] if type(pattern) is list else pattern) + _MAX_DIGITS * _count_numbers(pattern)
-        for pattern in patterns
-    ]
+    chars = [len(_text_of(pattern)) + _MAX_DIGITS * _count_numbers(pattern) for pattern in patterns]
     name_chars = sum(chars[i] * times for i, times in Counter(indexes).items())
     return name_chars + 8 * sizes + 64 * len(indexes)
 
@@ -238,13 +238,15 @@ def parse_index(header: Header, source: Readable, where: str) -> tuple[Mapping[s
     Raises:
         CorruptError: the index is malformed, or contradicts the entries or itself.
     """
-    size, text, digests, max_size = _read_index(header, source, where)
+    data = _read_index(header, source, where)
+    max_text, max_size = size_limits(len(data))
+    text, digests = _inflate(data, max_text, where)
     document = expect_type(load_json(text, where, "the index"), dict, where, "the index")
     if document.keys() != _KEYS:
         raise corrupt_error(where, f"an index with the keys {sorted(document)}", f"{sorted(_KEYS)}")
     infos = _parse_tensors(document, max_size, where)
     records, layout = _parse_records(document, infos, digests, header.start, where)
-    layout.end(size, marked=header.fields["format"] != 2)
+    layout.end(len(data), marked=header.fields["format"] != 2)
     for slot, required in zip(header.slots, layout.slots, strict=False):
         if slot != required:
             raise corrupt_error(where, f"entry {slot}", f"{required}, as the index says")
@@ -253,8 +255,7 @@ def parse_index(header: Header, source: Readable, where: str) -> tuple[Mapping[s
     return document, records
 
 
-def _read_index(header: Header, source: Readable, where: str) -> tuple[int, bytes, bytes, int]:
-    """The bytes that an index takes, its JSON text, the digests behind that, and the limit of `description_size`."""
+def _read_index(header: Header, source: Readable, where: str) -> bytes:
     fields = header.fields
     if fields.keys() != {"format", "writer", "index"}:
         raise corrupt_error(where, f"a document with the keys {sorted(fields)}", "format, writer and index")
@@ -268,7 +269,11 @@ def _read_index(header: Header, source: Readable, where: str) -> tuple[int, byte
     digest = xxh3_128(data)
     if digest != expected:
         raise corrupt_error(where, f"an index with digest {digest}", expected)
-    limit, max_size = size_limits(len(data))
+    return data
+
+
+def _inflate(data: bytes, limit: int, where: str) -> tuple[bytes, bytes]:
+    """The JSON text of an index, of at most `limit` bytes, and the digests behind it."""
     inflater = zlib.decompressobj()
     try:
         text = inflater.decompress(data, limit + 1)
@@ -277,7 +282,7 @@ def _read_index(header: Header, source: Readable, where: str) -> tuple[int, byte
     if len(text) > limit or not inflater.eof:
         found = f"an index of {len(data)} bytes that is cut, or expands to more than {limit}"
         raise corrupt_error(where, found, "a whole zlib stream, of what a writer compresses")
-    return len(data), text, inflater.unused_data, max_size
+    return text, inflater.unused_data
 
 
 def _columns(value: JSON, columns: Sequence[str], where: str, what: str) -> list[list[JSON]]:
