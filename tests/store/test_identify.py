@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import pickle
 import warnings
 from collections.abc import Callable
@@ -16,8 +18,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import shrinkpoint as sp
-from shrinkpoint.errors import CorruptError, FormatError, NotFoundError, TruncatedError
-from shrinkpoint.store.identify import identify
+from shrinkpoint.errors import CorruptError, FormatError, NotFoundError, StorageError, TruncatedError
+from shrinkpoint.store.identify import find_checkpoints, identify
 from shrinkpoint.train import Checkpointer
 
 STATE = {"a.weight": torch.arange(12.0).reshape(3, 4)}
@@ -153,3 +155,12 @@ def test_what_cannot_be_told_stays_the_error_of_its_bytes(tmp_path):
 def test_directories_that_vanish_are_passed_over():
     with pytest.raises(NotFoundError):
         sp.load("/proc")
+
+
+def test_a_run_that_cannot_be_listed_is_none_without_checkpoints(tmp_path, monkeypatch):
+    def scandir(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("os.scandir", scandir)
+    with pytest.raises(StorageError, match="listing failed"):
+        find_checkpoints(tmp_path)

@@ -6,14 +6,15 @@ import os
 import re
 import shlex
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
-from glob import glob
 from itertools import islice
 from pathlib import Path
 from typing import overload
 
 from shrinkpoint.container.header import MAX_HEADER_BYTES, PREFIX
 from shrinkpoint.storage import AnyDirectory, ObjectUrl, directory_storage, local_path, natural_key, resolve_directory
+from shrinkpoint.storage.local import os_errors
 from shrinkpoint.store import layout
 from shrinkpoint.store.file_place import place_file
 
@@ -66,16 +67,33 @@ def find_checkpoints(root: ObjectUrl) -> list[ObjectUrl]: ...
 
 def find_checkpoints(root: str | Path | ObjectUrl) -> list[Path] | list[ObjectUrl]:
     """The checkpoints of a run: the directory itself, else those in it, at most two levels down, in the order of the
-    numbers in their names."""
+    numbers in their names.
+
+    Hidden directories do not count, and those that vanish meanwhile are passed over.
+
+    Raises:
+        StorageError: the directory itself, or the bucket, cannot be listed.
+    """
     if isinstance(root, ObjectUrl):
         return _find_in_bucket(root)
     path = local_path(root)
     if is_checkpoint(path):
         return [path]
-    # Hidden directories do not match, and those that vanish meanwhile are passed over: `Path.glob` would raise.
-    patterns = f"*/{MANIFEST}", f"*/*/{MANIFEST}"
-    names = [Path(file).parent for pattern in patterns for file in glob(pattern, root_dir=path)]  # noqa: PTH207
-    return [path / name for name in sorted(names, key=lambda name: natural_key(name.as_posix()))]
+    places: list[Path] = []
+    with os_errors(str(path), "listing"), suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        places += _visible_dirs(path)
+    for child in [*places]:
+        with suppress(OSError):  # it vanishes meanwhile, or may not be read
+            places += _visible_dirs(child)
+    found = [place for place in places if os.path.isfile(place / MANIFEST)]  # noqa: PTH113 (it raises no error)
+    return sorted(found, key=lambda place: natural_key(place.relative_to(path).as_posix()))
+
+
+def _visible_dirs(directory: Path) -> list[Path]:
+    """The directories in a directory, and symbolic links, which may lead to one or to nothing."""
+    with os.scandir(directory) as entries:
+        names = [entry.name for entry in entries if not entry.is_file(follow_symlinks=False)]
+    return [directory / name for name in names if not name.startswith(".")]
 
 
 def is_of_run(root: Path | ObjectUrl, place: Path | ObjectUrl) -> bool:
