@@ -97,7 +97,8 @@ class ObjectCache:
         """
         if self._has_copy(url):
             meta = ask()
-            version, path = ObjectVersion(url, meta["e_tag"] or "", int(meta["size"])), self._path_of(url)
+            version = ObjectVersion(url, meta["e_tag"] or "", int(meta["size"]))
+            path = self._path_of(url)
             try:
                 copy = CachedFile(path, version)
                 os.utime(path)  # used now

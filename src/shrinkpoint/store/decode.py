@@ -138,8 +138,10 @@ def needed_records(reader: FileReader, names: Collection[str] | None) -> tuple[f
         except (ValueError, LookupError):  # decoding it says what is wrong
             continue
         needed.update(record_of[name] for name in others if record_of[name] < index)
-        is_delta = not isinstance(recipe, PlainRecipe | CopyRecipe)
-        if recipe.base if isinstance(recipe, LatticeRecipe) else is_delta:
+        may_need_parent = not isinstance(recipe, PlainRecipe | CopyRecipe)
+        if isinstance(recipe, LatticeRecipe):
+            may_need_parent = recipe.base
+        if may_need_parent:
             parents.update(others, (info.name for info in head.infos))
     return frozenset(needed), frozenset(parents)
 

@@ -399,27 +399,26 @@ class _FileScan:
 
     def begin(self, file: StoredFile) -> None:
         """Compare the header with its digest, and begin with the first part; the index is parsed once."""
-        reader: FileReader | None = None
         with file.storage.open(file.key) as source:
             _drop_page_cache(source)
             size, where = source.size, file.where
-            if self._windows:
-                _, digest = read_header(source, where)
-            else:
-                reader = FileReader(source, where)
-                digest = reader.digest
+            reader = None if self._windows else FileReader(source, where)
+            digest = read_header(source, where)[1] if reader is None else reader.digest
             if digest != file.digest or size != file.size:
                 found, expected = f"{size} bytes with header digest {digest}", f"{file.size} bytes with {file.digest}"
                 raise ChainError(where, found=found, expected=expected, do=_DO)
             if reader is not None:
-                entries = [entry for record in reader.records for entry in record.parts.values()]
-                parts = [(entry.offset, entry.size, entry.pad, entry.digest) for entry in entries]
-                end = max((offset + length for offset, length, *_ in parts), default=size)
-                if end < size:  # the index, which the header's digest covers: it is a part like others from now on
-                    parts.append((end, size - end, 0, xxh3_128(source.read(end, size - end))))
-                self.header_bytes = size - sum(pad + part_size for _, part_size, pad, _ in parts)
-                self._windows = _windows(parts)
+                self._plan_windows(reader, source)
         self._next, self._hasher = 0, Hasher()
+
+    def _plan_windows(self, reader: FileReader, source: Source) -> None:
+        entries = [entry for record in reader.records for entry in record.parts.values()]
+        parts = [(entry.offset, entry.size, entry.pad, entry.digest) for entry in entries]
+        end = max((offset + size for offset, size, *_ in parts), default=source.size)
+        if end < source.size:  # the index, which the header's digest covers: it is a part like others from now on
+            parts.append((end, source.size - end, 0, xxh3_128(source.read(end, source.size - end))))
+        self.header_bytes = source.size - sum(pad + size for _, size, pad, _ in parts)
+        self._windows = _windows(parts)
 
     @property
     def is_done(self) -> bool:
@@ -428,25 +427,28 @@ class _FileScan:
 
     def read(self, file: StoredFile, max_bytes: int) -> int:
         """Read on by `max_bytes` bytes or a little more, and return how many were read."""
-        read, where = 0, file.where
+        read = 0
         with file.storage.open(file.key) as source:
             _drop_page_cache(source)
             while read < max_bytes and self._next < len(self._windows):
-                window = self._windows[self._next]
-                start = window[0].begin
-                data = memoryview(source.read(start, window[-1].end - start))
-                for offset, size, pad, digest, begin, end in window:
-                    if pad and begin < offset and any(data[begin - start : offset - start]):
-                        raise CorruptError(where, found=f"a filler that is not zero, at byte {begin}", do=_DO)
-                    self._hasher.update(data[max(begin, offset) - start : end - start])
-                    if end == offset + size:
-                        actual, self._hasher = self._hasher.hexdigest(), Hasher()
-                        if actual != digest:
-                            found = f"bytes {offset} to {end} with digest {actual}"
-                            raise CorruptError(where, found=found, expected=digest, do=_DO)
+                read += self._read_window(source, file.where)
                 self._next += 1
-                read += data.nbytes
         return read
+
+    def _read_window(self, source: Source, where: str) -> int:
+        window = self._windows[self._next]
+        start = window[0].begin
+        data = memoryview(source.read(start, window[-1].end - start))
+        for offset, size, pad, digest, begin, end in window:
+            if pad and begin < offset and any(data[begin - start : offset - start]):
+                raise CorruptError(where, found=f"a filler that is not zero, at byte {begin}", do=_DO)
+            self._hasher.update(data[max(begin, offset) - start : end - start])
+            if end == offset + size:
+                actual, self._hasher = self._hasher.hexdigest(), Hasher()
+                if actual != digest:
+                    found = f"bytes {offset} to {end} with digest {actual}"
+                    raise CorruptError(where, found=found, expected=digest, do=_DO)
+        return data.nbytes
 
 
 def _windows(parts: Iterable[tuple[int, int, int, str]]) -> list[list[_Piece]]:

@@ -441,10 +441,10 @@ def own_files(directory: str | Path) -> set[Path]:
     """Every file in a directory that was written for its checkpoint."""
     root = Path(directory)
     files = {root / MANIFEST, *(root / key for key in own_keys(root))}
-    readme, first = root / README, _README.partition("\n")[0].encode()  # as in any release
+    readme, first_line = root / README, _README.partition("\n")[0].encode()
     if readme.is_file():  # reading a pipe would wait
         with readme.open("rb") as file:
-            if file.read(len(first)) == first:
+            if file.read(len(first_line)) == first_line:  # the README of any release of this package
                 files.add(readme)
     return files
 

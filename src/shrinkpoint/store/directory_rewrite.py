@@ -37,6 +37,10 @@ class MomentFilter:
     extra: Callable[[JSON], JSON] = lambda extra: extra  # makes the `extra` of the manifest one without it
 
 
+def _map_serially(write: Callable[[int], Payload], count: int) -> list[Payload]:
+    return [write(index) for index in range(count)]
+
+
 @dataclass(frozen=True)
 class _Parent:
     """The payload that a delta is to be made against, and its values."""
@@ -64,9 +68,7 @@ class RunRewriter:
         kept: Mapping[Directory, DirectoryManifest],
         *,
         threads: int | None = None,
-        map_payloads: Callable[[Callable[[int], Payload], int], list[Payload]] = lambda write, count: [
-            *map(write, range(count))
-        ],
+        map_payloads: Callable[[Callable[[int], Payload], int], list[Payload]] = _map_serially,
         commits: bool = True,
     ) -> None:
         self._kept = dict(kept)

@@ -178,7 +178,8 @@ class Mirror:
             The manifest as it is written to the target; and for each file of the chain, keyframe first, its key there,
             and whether it is to be copied.
         """
-        content, digests = self._content, dict[str, str]()  # of what manifests name there, by key
+        content = self._content
+        digests: dict[str, str] = {}  # of the files that manifests name there, by key
         for entry in content.directories.values():
             for base in entry.manifest.bases if entry.manifest is not None else ():
                 if base.name not in entry.names:
@@ -194,11 +195,11 @@ class Mirror:
             if name is None:
                 free = (name for name, key in keys.items() if key not in digests and self._holds(key, link.digest))
                 name = next(free, None)
-            places.append((f"{head}/{name}", False))
+            is_missing = name is None
             if name is None:
                 is_free = link.file not in names and not getattr(self.target, "lock_expires", False)
                 name = link.file if is_free else layout.payload_name(self.target, names)
-                places[-1] = (f"{head}/{name}", True)
+            places.append((f"{head}/{name}", is_missing))
             links.append(replace(link, file=name, name=""))
         payload = replace(manifest.payloads[0], name=links[-1].file)
         payloads, bases = (payload, *manifest.payloads[1:]), tuple(links[:-1])

@@ -145,8 +145,6 @@ def _none_loads_error(names: Sequence[str], skipped: Sequence[SkippedCheckpoint]
         reasons = [f"step {checkpoint.step}: {checkpoint.reason}" for checkpoint in skipped]
         if len(reasons) > _MAX_REASONS:
             reasons[_MAX_REASONS:] = [f"and {len(reasons) - _MAX_REASONS} more"]
-        found, do = (
-            f"no checkpoint that loads ({'; '.join(reasons)})",
-            f"run `shrinkpoint verify {shlex.quote(names[0])} --deep`",
-        )
+        found = f"no checkpoint that loads ({'; '.join(reasons)})"
+        do = f"run `shrinkpoint verify {shlex.quote(names[0])} --deep`"
     return NotFoundError(", ".join(names), found=found, do=do)

@@ -216,8 +216,8 @@ def merge_orphaned_deltas(storage: Storage, *, threads: int | None = None) -> It
             manifest = listing.visible[step]
             if not is_orphaned(listing.visible, manifest):
                 continue
-            ids = {step: other.id for step, other in listing.visible.items()}
             # A checkpoint with the id of a base holds the values that it held when the delta was made
+            ids = {other.step: other.id for other in listing.visible.values()}
             intact = (base.step for base in reversed(manifest.bases) if ids.get(base.step) == base.id)
             target = RewriteTarget(manifest, manifest.weights_only, next(intact, None))
             yield rewrite_and_commit(storage, listing, target, threads)

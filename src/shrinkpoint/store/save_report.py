@@ -50,9 +50,10 @@ class LossIncrease:
         restored = (_number(loss.get("restored_rise")) or 0.0) / _loss_scale(loss)
         measured = loss.get("measured", value is not None) is True
         chosen = loss["chosen"]
-        # All weights are exact, and only optimizer moments are quantized
-        keeps_weights = isinstance(chosen, dict) and chosen.get("step_in_deviations", math.nan) is None
-        if measured and value is None and keeps_weights:
+        has_exact_weights = (
+            isinstance(chosen, dict) and "step_in_deviations" in chosen and chosen["step_in_deviations"] is None
+        )
+        if measured and value is None and has_exact_weights:  # only optimizer moments are quantized
             value, scale = 0.0, 1.0
         if not measured:
             return cls(True, False, predicted=_predicted_increase(loss), restored=restored)

@@ -54,9 +54,8 @@ def verify(storage: Storage, *, deep: bool = False, threads: int | None = None) 
             do = f"restore another checkpoint; `forget` and `prune` step {step}"
             findings.append(Finding(step, where, str(error), do))
     checker = _FileChecker(storage)
-    with Task(
-        f"reading {storage.describe()}", sum(manifest.stored_bytes for manifest in listing.visible.values()), "bytes"
-    ) as task:
+    stored_bytes = sum(manifest.stored_bytes for manifest in listing.visible.values())
+    with Task(f"reading {storage.describe()}", stored_bytes, "bytes") as task:
         for manifest in listing.visible.values():
             findings += checker.current_findings(manifest)
             task.advance(manifest.stored_bytes)
@@ -102,8 +101,9 @@ class _FileChecker:
                     continue
                 what = "its payload" if base.step == manifest.step else f"its base from step {base.step}"
                 problem = f"{what} is missing" if missing else f"{what}: {error}"
-                do = "restore another checkpoint; `forget` and `prune` this one"
-                do = f"`compact` step {manifest.step}" if loads else do
+                do = f"`compact` step {manifest.step}"
+                if not loads:
+                    do = "restore another checkpoint; `forget` and `prune` this one"
                 yield Finding(manifest.step, self._storage.describe(key), problem, do, loads)
 
     def _error(self, key: str, file: ChainFile) -> ShrinkpointError | None:
