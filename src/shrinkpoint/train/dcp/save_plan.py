@@ -306,9 +306,12 @@ class _Paths:
     """The path of each entry in the nest, found once for each name: all ranks have the same names."""
 
     def __init__(self, mappings: Mapping[str, Any]) -> None:
+        # No lambda holds `self`: a loop may have turned garbage collection off, and a cycle would stay in memory
         self.of = cache(lambda fqn: nest_path(fqn, mappings))
-        # True if an entry is what an optimizer keeps for a parameter
-        self.is_slot = cache(lambda fqn: _is_slot(self.of(fqn)))
+
+    def is_slot(self, fqn: str) -> bool:
+        """True if an entry is what an optimizer keeps for a parameter."""
+        return _is_slot(self.of(fqn))
 
     def is_moment(self, item: WriteItem) -> bool:
         """True if an item is a shard of such an entry that has axes and values: only these are moved."""
@@ -321,8 +324,9 @@ class _RanksOfSlots:
 
     def __init__(self, reports: Sequence[Any]) -> None:
         # A planner that drops storage_data: nothing is moved.
-        self._joined = [report.slot_hashes if isinstance(report, RankSlots) else b"" for report in reports]
-        self._hashes = cache(lambda rank: frozenset(self._unpack(rank)))
+        joined = [report.slot_hashes if isinstance(report, RankSlots) else b"" for report in reports]
+        self._joined = joined
+        self._hashes = cache(lambda rank: frozenset(_split_hashes(joined[rank])))
         self._ranks: dict[bytes, set[int]] | None = None
 
     @property
@@ -338,14 +342,14 @@ class _RanksOfSlots:
         """The ranks that have all of several slots; found without a look at every rank."""
         if self._ranks is None:
             self._ranks = {}
-            for rank in range(len(self._joined)):
-                for slot_hash in self._unpack(rank):
+            for rank, joined in enumerate(self._joined):
+                for slot_hash in _split_hashes(joined):
                     self._ranks.setdefault(slot_hash, set()).add(rank)
         return set.intersection(*(self._ranks.get(_slot_hash(index), set()) for index in indices))
 
-    def _unpack(self, rank: int) -> Iterator[bytes]:
-        joined = self._joined[rank]
-        return (joined[start : start + _HASH_BYTES] for start in range(0, len(joined), _HASH_BYTES))
+
+def _split_hashes(joined: bytes) -> Iterator[bytes]:
+    return (joined[start : start + _HASH_BYTES] for start in range(0, len(joined), _HASH_BYTES))
 
 
 class _WeightOwners:
