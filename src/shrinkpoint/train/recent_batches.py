@@ -133,9 +133,11 @@ def measure_batches(loss: LossOfBatch, model: Any, batches: Sequence[Any]) -> Re
         torch.cuda.synchronize(device)  # copies of batches may still be on their way
     for module in modules:
         module.eval()
-    # Of copies: a loss may change what it is given
-    copies = (map_nested_tensors(batch, lambda x: x.to(device, copy=True)) for batch in batches)
-    return Reading.of_batches([_as_number(loss(model, batch)) for batch in copies])
+
+    def measure(batch: Any) -> Any:  # of a copy, which a loss may change; it is freed before the next one is made
+        return _as_number(loss(model, map_nested_tensors(batch, lambda x: x.to(device, copy=True))))
+
+    return Reading.of_batches([measure(batch) for batch in batches])
 
 
 def copy_batch(batch: Any, max_bytes: int) -> Any:
