@@ -363,9 +363,11 @@ class _WholeCheckpointer(Checkpointer):
     def load_prepared(self, directory: Path | ObjectUrl, *, strict: bool) -> AlignedState:
         """Load a checkpoint; all processes call this."""
         accelerator, where = self._accelerator, str(directory)
-        state, models = _run_on_all(lambda: self._read_state(directory)), list(accelerator._models)
-        live = prepared_state.live_objects(accelerator)
-        aligned = _run_on_all(lambda: align_state(live, state, where, strict=strict))
+        state = _run_on_all(lambda: self._read_state(directory))
+        models = list(accelerator._models)
+        aligned = _run_on_all(
+            lambda: align_state(prepared_state.live_objects(accelerator), state, where, strict=strict)
+        )
         state = aligned.state
         options: dict[str, Any] = {"strict": strict, "saved_dtypes": aligned.saved_dtypes}
         gather_or_raise(lambda: prepared_state.check_prepared(accelerator, state, models, where, **options))

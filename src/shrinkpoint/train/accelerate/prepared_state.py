@@ -55,7 +55,7 @@ def has_sharded_model(accelerator: Accelerator) -> bool:
 
 def collect_prepared(
     accelerator: Accelerator, directory: Path | ObjectUrl, *, models: bool
-) -> tuple[dict[str, Any], ...]:
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Call the registered hooks, then collect the state.
 
     Args:

@@ -50,10 +50,8 @@ class TrainingLoss(DefaultEvaluation):
         except Exception as error:
             if not isinstance(model, list):
                 raise
-            text = (
-                f"{type(error).__name__}: {error}; loss= gets the list of the {len(model)} prepared models, and a batch"
-            )
-            return Reading(math.nan, failure=text)
+            hint = f"loss= gets the list of the {len(model)} prepared models, and a batch"
+            return Reading(math.nan, failure=f"{type(error).__name__}: {error}; {hint}")
 
     def _describe(self) -> str:
         return f"{len(self._batches)} batches of the training dataset"
