@@ -325,17 +325,12 @@ class ShrinkIO(CheckpointIO):
         scheme = self._checkpointer.scheme
         if self._model not in checkpoint and self._module is not None:
             return {}
-        if self._module is not None:
-            # The saved tensors may be another module's, or averages of its parameters
-            addresses = {parameter.data_ptr() for parameter in self._module.parameters() if parameter.numel()}
-            saved = checkpoint[self._model]
-            tensors = saved.values() if isinstance(saved, Mapping) else ()
-            if any(isinstance(value, Tensor) and value.data_ptr() in addresses for value in tensors):
-                return {self._model: self._module}
+        if self._module is not None and _owns_parameters(self._module, checkpoint[self._model]):
+            return {self._model: self._module}
         evaluate = scheme.evaluate if isinstance(scheme, Planner) else None
+        if isinstance(evaluate, TrainingLoss) and self._module is not None:
+            evaluate.unknown = OTHER_WEIGHTS
         if evaluate is None or isinstance(evaluate, TrainingLoss):
-            if evaluate is not None and self._module is not None:
-                evaluate.unknown = OTHER_WEIGHTS
             return {}
         do = "add ShrinkIOCallback() to the Trainer's callbacks; with Fabric, call watch(model) of this plugin"
         if self._is_other_thread():
@@ -500,6 +495,13 @@ def remove_empty(directory: Path | ObjectUrl) -> None:
 
 class _OptionsError(PolicyError, TypeError):
     """The TypeError that Lightning expects of a plugin that takes no options."""
+
+
+def _owns_parameters(module: nn.Module, state: Any) -> bool:
+    """True if the saved tensors are a module's own parameters, and not another module's or averages of them."""
+    addresses = {parameter.data_ptr() for parameter in module.parameters() if parameter.numel()}
+    saved = state.values() if isinstance(state, Mapping) else ()
+    return any(isinstance(value, Tensor) and value.data_ptr() in addresses for value in saved)
 
 
 def _target_device(map_location: Any) -> torch.device | None:

@@ -143,7 +143,7 @@ def silence_logging(module: pl.LightningModule) -> Iterator[None]:
     """Disable `log` and `log_dict`, and restore the attributes of all modules afterwards."""
     submodules = [*module.modules()]
     attributes = AttributeSnapshot(submodules, exclude=_SKIPPED_ATTRIBUTES)
-    silenced = dict.fromkeys(("log", "log_dict"), lambda *_, **__: None)
+    silenced = dict.fromkeys(("log", "log_dict"), _noop)
     vars(module).update(silenced)
     try:
         for metric in (submodule for submodule in submodules if isinstance(submodule, Metric)):
@@ -155,3 +155,7 @@ def silence_logging(module: pl.LightningModule) -> Iterator[None]:
         for name in silenced:
             del vars(module)[name]
         attributes.restore()
+
+
+def _noop(*_: Any, **__: Any) -> None:
+    """Does nothing; unlike a lambda, it does not keep a module from being pickled in a validation step."""
