@@ -141,10 +141,12 @@ class Journal:
         validate.check_choice("journal, feedback", feedback, ("refuse", "restart"))
         self._directory = JournalDirectory(_place(manager, directory))
         if compression.has_feedback and feedback == "refuse":
-            found, expected = "error feedback, which is not on the wire", "a compressor without it"
-            restart = 'feedback="restart", with which all memories are empty after a replay'
-            do = f'compress with "q4:64", say, or pass {restart}'
-            raise PolicyError("journal", found=found, expected=expected, do=do)
+            raise PolicyError(
+                "journal",
+                found="error feedback, which is not on the wire",
+                expected="a compressor without it",
+                do='compress with "q4:64", say, or pass feedback="restart", which empties all memories at a replay',
+            )
         self._manager, self._compression, self._update = manager, compression, update
         self._group = compression.group
         self._rank: int = self._group.rank()
@@ -313,11 +315,8 @@ class Journal:
         self._is_clean = False
         self._delete_before(start)  # what a run that was killed had not deleted yet
         assert self._step is not None
-        # After a crash the newest checkpoint is restored, whoever has made it
-        later = [other for other in self._directory.starts(self._rank) if other > self._step]
-        if step is not None and later and self._rank == 0:
-            text = f"the run goes on from step {self._step}, and there are checkpoints up to step {later[-1]} or beyond"
-            warn_user(f"journal: {text}; remove them, or a crash resumes from the newest of them", UserWarning)
+        if step is not None and self._rank == 0:
+            self._warn_of_later(self._step)
         return JournalRestore(self._step, self._step - start, checkpoint, time.perf_counter() - begin)
 
     def rehearse(self, **arguments: Any) -> JournalRestore:
@@ -364,6 +363,13 @@ class Journal:
         if self._has_failed:
             found, expected = "an `update` that raised: the state is that of no step", "the state of a step"
             raise PolicyError("journal", found=found, expected=expected, do="call restore first")
+
+    def _warn_of_later(self, last: int) -> None:
+        """Warn of checkpoints of another course: after a crash the newest one is restored, whoever has made it."""
+        later = [start for start in self._directory.starts(self._rank) if start > last]
+        if later:
+            text = f"the run goes on from step {last}, and there are checkpoints up to step {later[-1]} or beyond"
+            warn_user(f"journal: {text}; remove them, or a crash resumes from the newest of them", UserWarning)
 
     def _agree(self, compute: Callable[[], T]) -> list[T]:
         return [compute()] if self._group.size() == 1 else gather_or_raise(compute, self._group)
