@@ -373,21 +373,24 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
                 self._uploader.start()
 
     def _finish_save(self, step: int) -> None:
-        """Delete what `keep` does not keep; warn once if it means nothing yet because no checkpoint has its metric."""
         try:
             if self._keep is not None:
-                self.store.prune(self._keep, dry_run=False, defer=True)
-        except PolicyError as error:
-            if error.where != NO_METRIC:
-                raise
-            assert self._keep is not None
-            if not self._has_warned and len(self.store.steps()) > 1:
-                self._has_warned = True
-                text = f"{error.found}: no checkpoint is deleted. Pass metrics={{{self._keep.metric!r}: ...}} to save"
-                warn_user(f"{NO_METRIC}: {text}", UserWarning)
+                self._apply_retention(self._keep)
         finally:
             if self._uploader is not None:
                 self._uploader.start(step)
+
+    def _apply_retention(self, keep: Keep) -> None:
+        """Delete what `keep` does not keep; warn once if it means nothing yet because no checkpoint has its metric."""
+        try:
+            self.store.prune(keep, dry_run=False, defer=True)
+        except PolicyError as error:
+            if error.where != NO_METRIC:
+                raise
+            if not self._has_warned and len(self.store.steps()) > 1:
+                self._has_warned = True
+                text = f"{error.found}: no checkpoint is deleted. Pass metrics={{{keep.metric!r}: ...}} to save"
+                warn_user(f"{NO_METRIC}: {text}", UserWarning)
 
     def _load_checkpoint(self, step: int | None, *, weights_only: bool, max_bytes: int | None) -> StoreRestore | None:
         """The checkpoint of a step, or the newest that loads; None if there is none.
@@ -453,15 +456,16 @@ def _load_all(objects: Mapping[str, Any], state: Any, where: str, *, rng: bool, 
         found, do = f"no {missing[0]!r} in the checkpoint, only {saved_names}", "leave it out, or strict=False"
         raise MismatchError(where, found=found, expected="all that is to be restored", do=do)
     present = {name: obj for name, obj in objects.items() if name in state}
-    models, others = dict[str, Any](), dict[str, Any]()
-    for name, obj in present.items():
-        group = models if all(isinstance(leaf, nn.Module) for _, leaf in iter_leaves(obj)) else others
-        group[name] = obj
+    models = {
+        name: obj for name, obj in present.items() if all(isinstance(leaf, nn.Module) for _, leaf in iter_leaves(obj))
+    }
     for name, obj in models.items():  # models first: where layers differ, so do the optimizer's parameters
         state_dicts.check_state_dicts(obj, state[name], f"{where}, {name}", strict=strict)
     aligned = align_state(objects, state, where, strict=strict)
     options: dict[str, Any] = {"strict": strict, "saved_dtypes": aligned.saved_dtypes}
-    for name, obj in others.items():
+    for name, obj in present.items():
+        if name in models:
+            continue
         state_dicts.check_state_dicts(obj, aligned.state[name], f"{where}, {name}", **options)
     for name, obj in sorted(present.items(), key=lambda item: state_dicts.is_checked(item[1])):
         state_dicts.load_state_dicts(obj, aligned.state[name], f"{where}, {name}", **options)

@@ -33,7 +33,7 @@ class DefaultEvaluation:
         advice: what to do where it is not known which model is saved.
 
     Attributes:
-        unknown: the reading where it is not.
+        unknown: the reading of a model that is not known.
     """
 
     def __init__(self, sources: Sequence[LossSource], *, advice: str = "pass the model to the save") -> None:

@@ -160,14 +160,8 @@ class MirrorUploader:
             self._mirror.begin()
         elif self._error is not None:
             self._mirror.begin()
-        if not self._has_compared and (found := self._mirror.find_newer()) is not None:
-            self._has_compared, (mine, other) = True, found
-            if other is not None:
-                self._warn(
-                    f"{self.where}: step {other.step} is there of another run, and counts as newer than step "
-                    f"{mine.step}, which may not be copied: a restore from there takes the other one. Call restore() "
-                    "before the first save, or name another mirror"
-                )
+        if not self._has_compared:
+            self._warn_of_newer()
         is_tidy = False
         while missing := self._find_missing():
             self._mirror.copy(missing[0])
@@ -175,6 +169,20 @@ class MirrorUploader:
             is_tidy = True
         if not is_tidy:
             self._mirror.tidy()
+
+    def _warn_of_newer(self) -> None:
+        """Warn of a newer checkpoint of another run in the mirror, once the store has one to compare it with."""
+        newest = self._mirror.find_newer()
+        if newest is None:
+            return
+        self._has_compared = True
+        mine, other = newest
+        if other is not None:
+            self._warn(
+                f"{self.where}: step {other.step} is there of another run, and counts as newer than step {mine.step}, "
+                "which may not be copied: a restore from there takes the other one. Call restore() before the first "
+                "save, or name another mirror"
+            )
 
     def _find_missing(self) -> Sequence[Manifest]:
         """The checkpoints that are to be copied; they, and those committed meanwhile, are the lag."""

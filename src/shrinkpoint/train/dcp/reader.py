@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -274,15 +275,7 @@ def _load(
             chunks_by_payload.setdefault(chunk.payload, []).append((entry, chunk))
     for index, chunks in sorted(chunks_by_payload.items()):  # before memory for what the manifest declares is allocated
         check_stored_tensors(root, manifest, index, [(entry, chunk) for entry, chunk in chunks if entry.is_tensor])
-    state: dict[str, Any] = {}
-    for entry in entries:
-        chunk_bytes = sum(entry.nbytes(chunk.sizes) for chunk in entry.chunks) if entry.is_tensor else 0
-        if entry.is_tensor and chunk_bytes != entry.nbytes(entry.size):
-            found, expected = f"boxes of {chunk_bytes} bytes", f"{entry.nbytes(entry.size)}, all of the tensor"
-            raise CorruptError(
-                f"{root}: {entry.fqn!r}", found=found, expected=expected, do="restore another checkpoint"
-            )
-        state[entry.fqn] = empty(entry.size, torch_dtype(entry.dtype)) if entry.is_tensor else None
+    state: dict[str, Any] = {entry.fqn: _allocate(entry, root) if entry.is_tensor else None for entry in entries}
     for index, chunks in sorted(chunks_by_payload.items()):
         requested = sum(entry.nbytes(chunk.sizes) for entry, chunk in chunks if entry.is_tensor)
         whole = only is None or 2 * requested >= manifest.payloads[index].raw_bytes
@@ -294,6 +287,14 @@ def _load(
                 values = payload.read_box(entry, chunk, (0,) * len(chunk.sizes), chunk.sizes)
                 as_bits(state[entry.fqn])[box_slices(chunk.offsets, chunk.sizes)].copy_(as_bits(values))
     return unflatten(state, metadata.entries) if nested else state
+
+
+def _allocate(entry: EntryMetadata, root: Path | ObjectUrl) -> Tensor:
+    chunk_bytes = sum(entry.nbytes(chunk.sizes) for chunk in entry.chunks)
+    if chunk_bytes != entry.nbytes(entry.size):
+        found, expected = f"boxes of {chunk_bytes} bytes", f"{entry.nbytes(entry.size)}, all of the tensor"
+        raise CorruptError(f"{root}: {entry.fqn!r}", found=found, expected=expected, do="restore another checkpoint")
+    return empty(entry.size, torch_dtype(entry.dtype))
 
 
 def unflatten(state: Mapping[str, Any], entries: Mapping[str, EntryMetadata]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -223,10 +223,6 @@ class Writer(CheckpointDirectory, StorageWriter):
             if missing:
                 found = f"{sum(missing.values())} entries that no rank wrote, such as {next(iter(missing))!r}"
             raise StorageError(str(directory), found=found, expected="all that was planned", do="report this")
-        names = dict.fromkeys(name for write in writes for name in write.stats)
-        by_name = {name: [write.stats[name] for write in writes if name in write.stats] for name in names}
-        # of all ranks the worst
-        stats = {name: min(values) if name == "retention" else max(values) for name, values in by_name.items()}
         options = replace(self._save_options, extra={DCP_KEY: metadata_to_json(metadata, owners)})
         manifest = commit(
             directory,
@@ -234,7 +230,7 @@ class Writer(CheckpointDirectory, StorageWriter):
             scheme=writes[0].scheme,
             lossy_restores=max(write.lossy_restores for write in writes),
             loss=next((write.loss for write in writes if write.loss is not None), None),
-            stats=stats,
+            stats=_worst_stats([write.stats for write in writes]),
             id=self.save_id,
             condition=self._condition,
             keep_payloads=isinstance(directory, ObjectUrl) and self._keyframe_every != 1,
@@ -318,3 +314,9 @@ class Writer(CheckpointDirectory, StorageWriter):
         reference = writer.last_reference if isinstance(scheme, Planner) else writer.reference
         layout = ShardLayout(collected.shards, collectives)
         return plan_shards(scheme, collected.state, reference, layout, evaluator), collected
+
+
+def _worst_stats(stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for rank in stats for name in rank)
+    by_name = {name: [rank[name] for rank in stats if name in rank] for name in names}
+    return {name: min(values) if name == "retention" else max(values) for name, values in by_name.items()}
