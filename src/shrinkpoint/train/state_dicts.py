@@ -51,9 +51,9 @@ def collect_state_dicts(obj: Any, name: str, do: str = "pass plain values and te
         PolicyError: an object has no `state_dict`.
     """
     if isinstance(obj, Mapping):
-        return {key: collect_state_dicts(member, f"{name}[{key!r}]") for key, member in obj.items()}
+        return {key: collect_state_dicts(member, f"{name}[{key!r}]", do) for key, member in obj.items()}
     if isinstance(obj, list | tuple):
-        return [collect_state_dicts(member, f"{name}[{index}]") for index, member in enumerate(obj)]
+        return [collect_state_dicts(member, f"{name}[{index}]", do) for index, member in enumerate(obj)]
     if isinstance(obj, type) or not callable(getattr(obj, "state_dict", None)):
         found = f"the class {obj.__name__}" if isinstance(obj, type) else validate.type_name(obj)
         do = f"pass the module or optimizer itself, not its state_dict(), or {do}" if isinstance(obj, Tensor) else do

@@ -179,8 +179,9 @@ class ShrinkCallback(TrainerCallback):
         extra = checkpoint_dirs.manifest_extra(directory, states)
         checkpoint_dirs.retain(self._checkpointer, self._keep, args, state)
         metrics = checkpoint_dirs.eval_metrics(state)
-        options: dict[str, Any] = {"step": state.global_step, "metrics": metrics, "extra": extra}
-        self._checkpointer.save(directory, states, objects=objects, **options)
+        self._checkpointer.save(
+            directory, states, objects=objects, step=state.global_step, metrics=metrics, extra=extra
+        )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Wait for the last save, and free the memory.

@@ -218,11 +218,8 @@ def _build_model(
     if not isinstance(config, PreTrainedConfig):
         config_class = AutoConfig if _is_auto(model_class) else model_class.config_class
         config, options = _load_config(config_class, _config_source(config, weights, directory), options)
-    if _is_auto(model_class):  # the class that it makes of a configuration, and the configuration that this class takes
-        trust = {name: options[name] for name in ("trust_remote_code",) if name in options}
-        with torch.device("meta"):
-            made = model_class.from_config(config, **trust)
-        model_class, config = type(made), config if type(made.config) is type(config) else made.config
+    if _is_auto(model_class):
+        model_class, config = _resolve_auto(model_class, config, options)
     if directory is not None and (directory / GENERATION_FILE).is_file():
         options.setdefault("generation_config", GenerationConfig.from_pretrained(str(directory)))
     returns_info = options.pop("output_loading_info", False)
@@ -281,6 +278,14 @@ def _load_config(config_class: Any, source: Any, options: Mapping[str, Any]) -> 
     # the Auto class needs these again
     reserved = {name: options[name] for name in (*_MODEL_ARGUMENTS, "trust_remote_code") if name in options}
     return config, {**unused, **reserved}
+
+
+def _resolve_auto(auto_class: Any, config: PreTrainedConfig, options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The class that an Auto class makes of a configuration, and the configuration that this class takes."""
+    trust = {name: options[name] for name in ("trust_remote_code",) if name in options}
+    with torch.device("meta"):
+        model = auto_class.from_config(config, **trust)
+    return type(model), config if type(model.config) is type(config) else model.config
 
 
 def _check_fit(
@@ -354,10 +359,8 @@ def _check_adapter(directory: Path) -> None:
         raise MissingExtraError("peft", found="not installed", expected=expected, do=do)
     _check_complete(directory)
     if not json.loads((directory / ADAPTER_CONFIG).read_bytes()).get("base_model_name_or_path"):
-        found, expected = (
-            f"a base without a name in {ADAPTER_CONFIG}",
-            "the directory or the name of the adapter's base",
-        )
+        found = f"a base without a name in {ADAPTER_CONFIG}"
+        expected = "the directory or the name of the adapter's base"
         do = f"build the base, and call PeftModel.from_pretrained(base, {str(directory)!r})"
         raise NotFoundError(str(directory), found=found, expected=expected, do=do)
 

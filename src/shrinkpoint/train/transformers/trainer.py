@@ -90,9 +90,9 @@ class ShrinkTrainer(Trainer):
     shrink: ShrinkConfig = ShrinkConfig()
 
     def __init__(self, *args: Any, shrink: ShrinkConfig | None = None, **kwargs: Any) -> None:
-        shrink, expected = self.shrink if shrink is None else shrink, "settings, a ShrinkConfig(...)"
-        do = 'write shrink=ShrinkConfig("fisher")'
-        self.shrink = check_instance("shrink", shrink, ShrinkConfig, expected=expected, do=do)
+        expected, do = "settings, a ShrinkConfig(...)", 'write shrink=ShrinkConfig("fisher")'
+        config = self.shrink if shrink is None else shrink
+        self.shrink = check_instance("shrink", config, ShrinkConfig, expected=expected, do=do)
         self._saver = _ModelCheckpointer(self)
         self._pending_checkpoint: _PendingCheckpoint | None = None  # while the Trainer collects one
         self._unfinished_checkpoint: _PendingCheckpoint | None = None  # being written, or just written

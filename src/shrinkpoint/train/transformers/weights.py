@@ -106,7 +106,7 @@ def load_weights(
     if is_object_url(where) or not isinstance(where, str | Path):
         storage = resolve_storage(where, "where")
         weights = _decode_weights(where, step, key, (), threads, max_bytes)
-        files = dict[str, bytes]()  # at the top of a store that is no directory here
+        files: dict[str, bytes] = {}  # the configurations at the top of a store that is no directory here
         for name in (CONFIG_FILE, GENERATION_FILE):
             with suppress(NotFoundError):
                 files[name] = bytes(storage.get(name))
@@ -116,10 +116,10 @@ def load_weights(
     is_directory = what_is_at(path) == "a directory"
     directories = [path if is_directory else path.parent]
     if is_directory and find_store(LocalStorage(path)) is None:
-        directory = find_directory(path, step)
-        directories = [*dict.fromkeys((directory, *directories, directory.parent))]
         from shrinkpoint.train.dcp.checkpoint_metadata import DCP_KEY
 
+        directory = find_directory(path, step)
+        directories = [*dict.fromkeys((directory, *directories, directory.parent))]
         manifest = read_directory_manifest(directory)
         if len(manifest.payloads) != 1 or (isinstance(manifest.extra, dict) and DCP_KEY in manifest.extra):
             tensors = _load_distributed(directory, key, threads, max_bytes)
