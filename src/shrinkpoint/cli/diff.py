@@ -74,10 +74,15 @@ def _rank(row: TensorDifference, sort: SortKey) -> tuple[Any, ...]:
     """A sort key: other dtypes and shapes first, then the largest measure, then the largest share; equal ones last."""
     if sort is SortKey.NAME:
         return ()
-    # nan is larger than any number, None smaller
-    values: list[float | None] = [getattr(row, _MEASURES[sort]), row.share]
-    falling = (math.inf if value is None else -math.inf if math.isnan(value) else -value for value in values)
-    return row.equal, not row.change, *falling
+    measure: float | None = getattr(row, _MEASURES[sort])
+    return row.equal, not row.change, _descending(measure), _descending(row.share)
+
+
+def _descending(value: float | None) -> float:
+    """A sort key by which the largest value comes first: nan is larger than any number, None smaller."""
+    if value is None:
+        return math.inf
+    return -math.inf if math.isnan(value) else -value
 
 
 def _open_sides(a: Location, b: Location) -> tuple[LeafSource, LeafSource]:

@@ -25,14 +25,11 @@ def command(store: StoreArgument, steps: StepsArgument, json: JsonOption = False
     storage, _ = open_store(store)
     with storage.lock():
         listing = scan(storage)
-        for step in steps:
-            if step not in listing.manifests and step not in listing.broken:
-                expected = (
-                    f"one of {preview(sorted(listing.visible))}" if listing.visible else "a store with checkpoints"
-                )
-                raise NotFoundError(
-                    store, found=f"no checkpoint of step {step}", expected=expected, do="list the store"
-                )
+        unknown = [step for step in steps if step not in listing.manifests and step not in listing.broken]
+        if unknown:
+            known = f"one of {preview(sorted(listing.visible))}" if listing.visible else "a store with checkpoints"
+            found = f"no checkpoint of step {unknown[0]}"
+            raise NotFoundError(store, found=found, expected=known, do="list the store")
         forgotten = [step for step in dict.fromkeys(steps) if step not in listing.forgotten]
         for step in forgotten:
             forget(storage, listing, step)

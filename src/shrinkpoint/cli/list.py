@@ -42,25 +42,23 @@ def command(
             print_note(f"{store}: {count} of a framework, such as {directories[-1]}, are not listed")
     if json:
         print_json(report.to_json())
+        return
+    place = report.where if report.is_run else store
+    if report.checkpoints or report.is_run:
+        styles = ["dim" if row.forgotten else "" for row in report.checkpoints]
+        count = humanize.count(len(report.checkpoints), "checkpoint")
+        sizes = f"{humanize.size(report.raw_bytes)} of state in {humanize.size(report.stored_bytes)}"
+        ratio = humanize.ratio(report.raw_bytes, report.stored_bytes)
+        with paged():
+            print_line(f"{place}: {count}, {sizes} ({ratio})")
+            print_line("")
+            print_table(_columns(report.checkpoints, report.is_run), styles=styles)
     else:
-        place = report.where if report.is_run else store
-        if report.checkpoints or report.is_run:
-            styles = ["dim" if row.forgotten else "" for row in report.checkpoints]
-            count = humanize.count(len(report.checkpoints), "checkpoint")
-            sizes = f"{humanize.size(report.raw_bytes)} of state in {humanize.size(report.stored_bytes)}"
-            ratio = humanize.ratio(report.raw_bytes, report.stored_bytes)
-            with paged():
-                print_line(f"{place}: {count}, {sizes} ({ratio})")
-                print_line("")
-                print_table(_columns(report.checkpoints, report.is_run), styles=styles)
-        else:
-            print_line(f"{store}: no checkpoint yet")
-        if hidden:
-            print_note(f"{humanize.count(hidden, 'checkpoint')} forgotten, shown by --all, deleted by `prune`")
-        for where, reason in report.broken:
-            print_note(
-                f"{where}: {reason} (see `shrinkpoint verify {shlex.quote(str(place))}`)", "unreadable", "bold red"
-            )
+        print_line(f"{store}: no checkpoint yet")
+    if hidden:
+        print_note(f"{humanize.count(hidden, 'checkpoint')} forgotten, shown by --all, deleted by `prune`")
+    for where, reason in report.broken:
+        print_note(f"{where}: {reason} (see `shrinkpoint verify {shlex.quote(str(place))}`)", "unreadable", "bold red")
 
 
 def _columns(rows: Sequence[CheckpointReport], is_run: bool) -> list[Column]:

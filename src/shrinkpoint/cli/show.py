@@ -97,7 +97,8 @@ def _store_rows(report: CheckpointReport, file: FileReport) -> Iterator[tuple[st
     manifest = report.manifest
     yield "made", _created_text(manifest.created)
     chain = [str(step) for step in report.chain]
-    chain = chain if len(chain) <= 8 else [*chain[:2], f"({len(chain) - 5} more)", *chain[-3:]]
+    if len(chain) > 8:
+        chain[2:-3] = [f"({len(chain) - 5} more)"]
     yield "kind", f"delta; chain {' > '.join(chain)}" if manifest.depth else "keyframe"
     yield from _manifest_rows(report)
     yield "weights only", "retention has deleted the optimizer's moments" if manifest.weights_only else ""

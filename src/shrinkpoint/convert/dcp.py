@@ -102,22 +102,7 @@ def read(directory: Path, metadata: ParsedMetadata) -> Part:
     """
     with closing(_MappedFiles(directory)) as files:
         values = {name: _read_item(name, item, files) for name, item in metadata.items.items()}
-    # The nest of the values at their paths; an int in a path is an index of a list
-    where = str(directory)
-    root: dict[Any, Any] = {}
-    leaf_ids = {id(value) for value in values.values() if isinstance(value, dict)}
-    for name, value in values.items():
-        *parents, last = metadata.paths[name]
-        nest: Any = root
-        for key in parents:
-            nest = nest.setdefault(key, {})
-            if not isinstance(nest, dict) or id(nest) in leaf_ids:
-                break
-        if not isinstance(nest, dict) or id(nest) in leaf_ids or last in nest:
-            found, expected = f"{name!r:.80} at the path of another value", "a path of its own"
-            raise CorruptError(where, found=found, expected=expected, do="fetch it again")
-        nest[last] = value
-    content: dict[str, Any] = _dicts_to_lists(root, leaf_ids, where)
+    content = _build_nest(values, metadata.paths, str(directory))
     return Part("dcp", content, unchecked=(METADATA_FILE, *sorted(files.unchecked)))
 
 
@@ -402,6 +387,25 @@ def _read_chunk(name: str, chunk: TensorChunk, dtype: torch.dtype, mapped_files:
         where, expected = f"{chunk.entry.file}: {name}", f"{dtype} of shape {list(chunk.sizes)}"
         raise CorruptError(where, found=found, expected=expected, do="fetch it again")
     return value.detach()
+
+
+def _build_nest(values: Mapping[str, Any], paths: Mapping[str, NestPath], where: str) -> dict[str, Any]:
+    """Builds the nest of the values at their paths; an int in a path is an index of a list."""
+    root: dict[Any, Any] = {}
+    leaf_ids = {id(value) for value in values.values() if isinstance(value, dict)}
+    for name, value in values.items():
+        *parents, last = paths[name]
+        nest: Any = root
+        for key in parents:
+            nest = nest.setdefault(key, {})
+            if not isinstance(nest, dict) or id(nest) in leaf_ids:
+                break
+        if not isinstance(nest, dict) or id(nest) in leaf_ids or last in nest:
+            found, expected = f"{name!r:.80} at the path of another value", "a path of its own"
+            raise CorruptError(where, found=found, expected=expected, do="fetch it again")
+        nest[last] = value
+    state: dict[str, Any] = _dicts_to_lists(root, leaf_ids, where)
+    return state
 
 
 def _dicts_to_lists(value: Any, leaf_ids: set[int], where: str) -> Any:

@@ -241,22 +241,7 @@ def _discover_at(path: Path) -> CheckpointSeries:
         )
     if (path / dcp.METADATA_FILE).is_file():
         return single
-    # The children of a directory that are checkpoints with a step in their names
-    checkpoints: list[SourceCheckpoint] = []
-    ignored_paths: list[Path] = []
-    for child in sorted(path.iterdir()):
-        step = None if _SHARD_PATTERN.search(child.name) else step_from_name(child.name)
-        checkpoint = None if step is None else _child_checkpoint(child, step)
-        if checkpoint is None:
-            ignored_paths.append(child)
-        else:
-            checkpoints.append(checkpoint)
-    ignored_paths = [
-        child  # unless a file (`last.ckpt`) is another name of one of the checkpoints
-        for child in ignored_paths
-        if not (child.exists() and any(child.samefile(checkpoint.path) for checkpoint in checkpoints))
-    ]
-    run = CheckpointSeries(checkpoints, ignored_paths, is_run_dir=True)
+    run = _series_in(path)
     has_tensor_files = any(child.suffix in TENSOR_SUFFIXES for child in path.iterdir())
     # a directory with one of the same step in it is one checkpoint: DeepSpeed's `checkpoint-500/global_step500`
     is_engine_checkpoint = has_tensor_files and [c.step for c in run.checkpoints] == [step_from_name(path.name)]
@@ -267,6 +252,25 @@ def _discover_at(path: Path) -> CheckpointSeries:
     if not directory.scan_directory(path).holds_tensors:
         raise directory.no_checkpoint_error(path)
     return single
+
+
+def _series_in(path: Path) -> CheckpointSeries:
+    """The children of a directory that are checkpoints with a step in their names."""
+    checkpoints: list[SourceCheckpoint] = []
+    others: list[Path] = []
+    for child in sorted(path.iterdir()):
+        step = None if _SHARD_PATTERN.search(child.name) else step_from_name(child.name)
+        checkpoint = None if step is None else _child_checkpoint(child, step)
+        if checkpoint is None:
+            others.append(child)
+        else:
+            checkpoints.append(checkpoint)
+
+    def is_alias(child: Path) -> bool:
+        """True if a file (`last.ckpt`) is another name of one of the checkpoints."""
+        return child.exists() and any(child.samefile(checkpoint.path) for checkpoint in checkpoints)
+
+    return CheckpointSeries(checkpoints, [child for child in others if not is_alias(child)], is_run_dir=True)
 
 
 def _child_checkpoint(path: Path, step: int) -> SourceCheckpoint | None:

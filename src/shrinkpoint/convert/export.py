@@ -76,8 +76,10 @@ def select_state(state: Any, patterns: Sequence[str]) -> Any:
 
 def _select(value: Any, matches: MatchPath, path: StatePath) -> Any:
     items = child_items(value)
-    if items is None or (path and matches(path)):
-        return value if matches(path) else _ABSENT
+    if (items is None or path) and matches(path):
+        return value
+    if items is None:
+        return _ABSENT
     pairs = [(key, _select(item, matches, (*path, key))) for key, item in items]
     selected = [(key, item) for key, item in pairs if item is not _ABSENT]
     return _rebuild(value, selected) if selected else _ABSENT

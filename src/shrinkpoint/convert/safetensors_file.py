@@ -68,7 +68,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], info: Mapping[str, An
         if type(name) is not str or not isinstance(tensor, torch.Tensor):
             found, do = f"{type(tensor).__name__} under the key {name!r:.80}", "write a torch file"
             raise PolicyError(str(path), found=found, expected="tensors by name", do=do)
-        # A tensor that is not contiguous and alone in its memory is copied: safetensors shares no memory
+        # safetensors shares no memory: a tensor is copied unless it is contiguous, and alone in its memory
         tensor = tensor.detach()
         storage = tensor.untyped_storage()
         fills_storage = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes
