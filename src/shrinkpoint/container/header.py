@@ -113,7 +113,10 @@ def decode_header(source: Readable, where: str) -> Header:
 
 
 def read_header(source: Readable, where: str) -> tuple[bytes, str]:
-    """Read the header's length and the header, and verify the digest in it, which is returned, too.
+    """Read the header, and verify the digest in it.
+
+    Returns:
+        The length and the header, as they are in the file, and the digest.
 
     Raises:
         TruncatedError, CorruptError: as `decode_header`.

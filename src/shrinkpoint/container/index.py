@@ -213,7 +213,7 @@ class IndexBuilder:
 
 
 def size_limits(index_bytes: int) -> tuple[int, int]:
-    """Return the most bytes that the JSON of an index of `index_bytes` bytes may have, and its `description_size`."""
+    """Return the most bytes that the JSON of an index of this size may have, and its largest `description_size`."""
     max_text = min(MAX_INDEX_BYTES, max(MIN_TEXT_LIMIT, MAX_TEXT_RATIO * index_bytes))
     return max_text, max(MIN_SIZE_LIMIT, MAX_SIZE_RATIO * index_bytes)
 

@@ -110,7 +110,7 @@ class FileReader:
         return memoryview(self._source.read(entry.offset + begin, end - begin))
 
     def check(self) -> Iterator[FormatError | StorageError]:
-        """Verify the digests of all stored bytes without decoding, in little memory; yields what is damaged."""
+        """Verify the digests of all stored bytes without decoding, in little memory; yields an error a damaged part."""
         for record in self.records:
             for part, entry in record.parts.items():
                 try:

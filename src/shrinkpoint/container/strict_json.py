@@ -122,7 +122,7 @@ def check_nests(data: str | bytes, where: str, what: str) -> None:
 
 
 def count_nests(data: str | bytes) -> tuple[int, int]:
-    """Count the lists and objects of a JSON text; return this, and how many a text of its length may have."""
+    """Count the lists and objects of a JSON text; returns the count, and how many a text of its length may have."""
     text = data.encode("utf-8", "replace") if isinstance(data, str) else data
     limit = max(MAX_NESTS, len(text) // MIN_NEST_BYTES)
     if (count := text.count(b"[") + text.count(b"{")) <= limit:

@@ -69,7 +69,7 @@ class CheckpointPlace(ABC):
         reference, self.base_reference = self.base_reference, None
         quantized = scheme.quantize(state, reference)
         if reference is not None and not reference.is_base:
-            # What a plan for a delta, which then was impossible, wanted to store as differences is stored exactly
+            # A plan for a delta that then was impossible has differences: these tensors are stored exactly
             tensors = {
                 name: tensor
                 for name, tensor in quantized.quantized.items()

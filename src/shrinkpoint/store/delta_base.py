@@ -378,7 +378,7 @@ class _Piece(NamedTuple):
     size: int
     pad: int
     digest: str
-    # `begin`, `end`: offsets of the bytes in the file; with the first ones of a part the filler before it is read.
+    # `begin`, `end`: offsets of the bytes in the file; the first piece of a part has the filler before it, too.
     begin: int
     end: int
 
@@ -394,7 +394,7 @@ class _FileScan:
     def __init__(self, digest: str) -> None:
         self.digest, self.header_bytes = digest, 0
         self._windows: list[list[_Piece]] = []  # pieces that lie one behind the other; none until `begin`
-        self._next = 0  # the window that is read next
+        self._next = 0  # index of the window that is read next
         self._hasher = Hasher()  # of the current part
 
     def begin(self, file: StoredFile) -> None:
@@ -452,7 +452,7 @@ class _FileScan:
 
 
 def _windows(parts: Iterable[tuple[int, int, int, str]]) -> list[list[_Piece]]:
-    """The parts, with as many in a window as fit; one that is larger has several windows."""
+    """Groups parts into windows: as many as fit into one; a part that is larger has several windows."""
     windows: list[list[_Piece]] = []
     for offset, size, pad, digest in parts:
         begin, part_end = offset - pad, offset + size

@@ -195,7 +195,7 @@ class Listing:
         return Listing({step: entry for step, entry in sorted(directories.items()) if entry is not None})
 
     def with_files(self, step: int, names: Iterable[str], **changes: Any) -> Listing:
-        """This listing with more files in the directory of a step, and with `changes` of other fields of that."""
+        """This listing with more files in the directory of a step, and with other fields of the directory changed."""
         entry = self.directories.get(step, StepDirectory(step, frozenset()))
         return self.replace(step, replace(entry, names=entry.names.union(names), **changes))
 
@@ -385,7 +385,7 @@ def iter_newest(listers: Sequence[Lister]) -> Iterator[tuple[StepDirectory, int]
     Raises:
         StorageError: a copy cannot be listed. (Why a step's directory cannot be listed is its `error`.)
     """
-    # Only where a run has gone back to an older step, manifests alone tell the order of saving
+    # The order of saving is that of the steps, unless a run went back to an older step: then manifests tell it
     if not any(layout.ROLLBACK in lister.storage.list(layout.ROLLBACK) for lister in listers):
         copies = [zip(lister.iter_directories(), repeat(index)) for index, lister in enumerate(listers)]
         yield from heapq.merge(*copies, key=lambda pair: -pair[0].step)

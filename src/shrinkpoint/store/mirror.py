@@ -95,10 +95,10 @@ class Mirror:
         ]
 
     def find_newer(self) -> tuple[Manifest, Manifest | None] | None:
-        """The store's newest checkpoint, and what a restore takes before it: one of the target that is no copy of its.
+        """The newest checkpoint of the store, and one of another run in the target that a restore prefers to it.
 
         Returns:
-            None if the store has no checkpoint yet.
+            None if the store has no checkpoint yet; in place of the second one, None if the target has none such.
         """
         mine = self._lister.scan().visible.values()
         if not mine:

@@ -128,7 +128,8 @@ class GradientRecorder:
         if not self.is_recording:
             return
         window = 0 if self._save_interval is None else self._step // self._save_interval
-        has_gaps = self._save_interval is not None and self._batches < self._save_interval  # of steps between windows
+        # With gaps, steps between two windows are not recorded; without, the average never starts anew
+        has_gaps = self._save_interval is not None and self._batches < self._save_interval
         if window != self._window_index and has_gaps:
             self._reset_averages()
         self._window_index = window

@@ -181,12 +181,12 @@ class TitanCheckpointManager(CheckpointManager):
             raise MismatchError(str(directory), found="another name", expected="step-N", do="move it elsewhere")
 
         def check() -> None:
-            # steps that another writer of torch.distributed.checkpoint has completed
-            files = [*root.glob(f"*/{METADATA_FILE}")]
-            foreign = {number: file.parent for file in files if (number := _step_of(file.parent.name)) is not None}
-            foreign = {number: path for number, path in foreign.items() if number > step and not _is_own(path)}
+            # By directory, the steps that a writer of torch.distributed.checkpoint has completed, ours or another
+            steps = {file.parent: _step_of(file.parent.name) for file in root.glob(f"*/{METADATA_FILE}")}
+            later = {path: number for path, number in steps.items() if number is not None and number > step}
+            foreign = [path for path in later if not _is_own(path)]
             if foreign:
-                latest = foreign[max(foreign)]
+                latest = max(foreign, key=lambda path: later[path])
                 found, do = "a checkpoint of torchtitan's own manager", "go on with that manager, or use another folder"
                 raise MismatchError(str(latest), found=found, expected="one of shrinkpoint", do=do)
 
