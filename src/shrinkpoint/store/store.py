@@ -409,8 +409,8 @@ class Store:
         with self._mutex.lock:
             if keep:
                 self._writer.references.drop()  # else there would be three states in memory
+            stamps = self._stamps(manifest) if keep else {}
             files = chain.store_chain(self.storage, manifest)
-            stamps = self._stamps(files) if keep else {}
             decode = partial(decode_chain, files, threads=self._threads, max_bytes=max_bytes)
             decoded = decode()
             holds = keep and is_mostly_codes(decoded.reference.tensors)
@@ -425,10 +425,12 @@ class Store:
             _log.info("loaded step %d of %s (%s), in %.2f s", manifest.step, where, manifest.kind, seconds)
             return state
 
-    def _stamps(self, chain_files: Sequence[chain.ChainFile]) -> dict[str, object]:
+    def _stamps(self, manifest: Manifest) -> dict[str, object]:
         """`StoredFile.stamp` by digest of the files that decoding reads; not of a digest with two different files."""
         files = [
-            StoredFile(file.digest, file.size or 0, self.storage, key) for file in chain_files for key in file.keys
+            StoredFile(link.digest, link.size, self.storage, key)
+            for link in chain.chain_links(manifest)
+            for key in chain.candidate_keys(manifest, link)
         ]
         different: dict[str, set[object]] = {file.digest: set() for file in files}
         for file, stamp in zip(files, map_requests(self.storage, StoredFile.stamp, files), strict=True):
