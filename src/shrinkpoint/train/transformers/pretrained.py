@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -358,7 +358,10 @@ def _check_adapter(directory: Path) -> None:
         expected, do = f"what reads the adapter in {directory}", "run pip install peft"
         raise MissingExtraError("peft", found="not installed", expected=expected, do=do)
     _check_complete(directory)
-    if not json.loads((directory / ADAPTER_CONFIG).read_bytes()).get("base_model_name_or_path"):
+    config: Any = None
+    with suppress(ValueError):  # damaged: PEFT says so
+        config = json.loads((directory / ADAPTER_CONFIG).read_bytes())
+    if isinstance(config, dict) and not config.get("base_model_name_or_path"):
         found = f"a base without a name in {ADAPTER_CONFIG}"
         expected = "the directory or the name of the adapter's base"
         do = f"build the base, and call PeftModel.from_pretrained(base, {str(directory)!r})"
