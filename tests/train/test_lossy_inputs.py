@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import shrinkpoint as sp
 from shrinkpoint.errors import LossWarning, PolicyError
+from shrinkpoint.tensors.memory import callers_default, host_by_default
 
 CONFIG = {"bins": 16, "embedding_bins": 32, "prune": 0.1, "protect": 0.005}
 
@@ -309,3 +310,27 @@ def test_weights_of_a_dtype_that_stays_exact_are_announced(tmp_path, scheme):
     state = {"model": nn.Linear(64, 64).double().state_dict()}
     with pytest.warns(LossWarning, match=r"nothing is lossy \(torch.float64\): model/weight. Save them in float32"):
         sp.save(state, tmp_path / "a", scheme=scheme)
+
+
+def test_calibrate_has_the_default_device_of_who_saves(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Linear(64, 64), torch.randn(8192, 64)  # more rows than are recorded
+    devices = []
+
+    def calibrate(state):
+        devices.append(torch.empty(0).device.type)
+        model(x)
+
+    plan = sp.Fisher(relative_error=0.3, calibrate=calibrate)
+    with torch.device("meta"):
+        sp.save({"model": model.state_dict()}, tmp_path / "model", scheme=plan)
+    loaded = sp.load(tmp_path / "model")["model"]
+    assert devices == ["meta"] and not torch.equal(loaded["weight"], model.weight)
+
+
+def test_a_function_of_the_caller_sets_a_default_device_of_its_own():
+    with torch.device("meta"), host_by_default(), callers_default(), torch.device("cpu"):
+        assert torch.empty(0).device.type == "cpu"
+        with host_by_default(), callers_default():  # what that function calls is called on the host
+            assert torch.empty(0).device.type == "cpu"
+    assert torch.empty(0).device.type == "cpu"

@@ -1,4 +1,6 @@
-"""Evaluates trial values with the user's `evaluate`, restores the model, and compares the results."""
+"""Evaluates trial values with the user's `evaluate`, restores the model, and compares the results.
+
+Results of single examples are compared by a confidence interval of their mean difference."""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from shrinkpoint.schemes.influence import InfluenceRecorder, local_shard
 from shrinkpoint.sharding.global_tensors import GlobalTensors, matches_parameter, recorder_values
 from shrinkpoint.tensors.dtypes import as_bits
 from shrinkpoint.tensors.flat_state import FlatState, unflatten
-from shrinkpoint.tensors.memory import callers_device, is_out_of_memory
+from shrinkpoint.tensors.memory import callers_default, is_out_of_memory
 from shrinkpoint.tensors.names import map_nested_tensors
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.tensors.wrappers import unwrapped
@@ -560,7 +562,7 @@ def call_evaluate(evaluate: Evaluate, argument: Any) -> Reading:
     """
     try:
         torch.clear_autocast_cache()  # within autocast, it has casts of the values of before
-        with callers_device.get() or nullcontext():
+        with callers_default():
             return Reading.from_answer(getattr(evaluate, "reading", evaluate)(argument))
     except Exception as error:
         found = f"{type(error).__name__}: {error}"

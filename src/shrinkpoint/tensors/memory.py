@@ -1,4 +1,4 @@
-"""Memory for many tensors, in a few large blocks, out-of-memory errors, and the side streams of copies."""
+"""Memory for many tensors in a few large blocks, out-of-memory errors, side streams of copies, and default devices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -31,8 +31,8 @@ _OUT_OF_MEMORY = re.compile("OutOfMemoryError|MemoryError|out of memory|can't al
 """torch raises an OutOfMemoryError for some devices, and a RuntimeError for others and for the host."""
 
 
-callers_device: ContextVar[torch.device | None] = ContextVar("callers_device", default=None)
-"""The default device of whoever called what is `host_by_default`, for a function of theirs; None: the host."""
+_callers_device: ContextVar[torch.device | None] = ContextVar("callers_device", default=None)
+"""The default device of the caller of a function that is `host_by_default`; None: theirs holds."""
 
 
 @contextmanager
@@ -42,12 +42,24 @@ def host_by_default() -> Iterator[None]:
     if device.type == "cpu":
         yield
         return
-    token = callers_device.set(device)
+    token = _callers_device.set(device)
     try:
         with torch.device("cpu"):
             yield
     finally:
-        callers_device.reset(token)
+        _callers_device.reset(token)
+
+
+@contextmanager
+def callers_default() -> Iterator[None]:
+    """Within `host_by_default`, give a function of the caller the default device that the caller has set."""
+    device = _callers_device.get()
+    token = _callers_device.set(None)  # within that function, what is `host_by_default` has another caller
+    try:
+        with device or nullcontext():
+            yield
+    finally:
+        _callers_device.reset(token)
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shrinkpoint import validate
 from shrinkpoint.errors import PolicyError
+from shrinkpoint.tensors.memory import callers_default
 
 MAX_POSITIONS = 1 << 13
 """Positions (tokens, places of an image) of one forward pass whose inputs are multiplied at most: a sample of them."""
@@ -129,7 +130,7 @@ class _LayerRecorder:
     def _sample(self, values: Tensor, count: int) -> Tensor:
         if len(values) <= count:
             return values
-        chosen = torch.randint(len(values), (count,), generator=self._generator)
+        chosen = torch.randint(len(values), (count,), generator=self._generator, device="cpu")
         return values[chosen.to(values.device)]
 
 
@@ -239,11 +240,12 @@ def record_calibration(
     with _preserved_gradients() as preserve, torch.enable_grad():
         handles = [register_module_forward_hook(preserve), register_module_forward_hook(record)]
         try:
-            result = calibrate(argument)
-            is_iterable = isinstance(result, Iterable) and not isinstance(result, Tensor | str | bytes | Mapping)
-            for item in result if is_iterable else (result,):
-                if isinstance(item, Tensor) and item.numel() == 1 and item.requires_grad:
-                    item.backward()
+            with callers_default():
+                result = calibrate(argument)
+                is_iterable = isinstance(result, Iterable) and not isinstance(result, Tensor | str | bytes | Mapping)
+                for item in result if is_iterable else (result,):  # a generator runs the model here
+                    if isinstance(item, Tensor) and item.numel() == 1 and item.requires_grad:
+                        item.backward()
         except Exception as error:
             found, expected = f"{type(error).__name__}: {error}", "a function that runs the model on some batches"
             do = "make it take what is saved (a model, or a state) and run the model, as evaluate= does"
