@@ -206,10 +206,11 @@ class CompressedCollective:
         if messages is None:
             return [self._pack(row, state, info, copies=copies) for row, info in zip(rows, infos, strict=True)]
         size, padded = sender.wire_bytes(rows[0].shape, rows[0].dtype, infos[0]), messages[0].wire.numel()
-        options: dict[str, Any] = {"sample_every": SAMPLE_INTERVAL, "copies": copies, "nonfinite": 0}
         for row, message, info in zip(rows, messages, infos, strict=True):
             sent = PackedMessage(message.wire[:size], message.decoded)
-            self.stats.add_packed(row, sent, padded, sender, info, **options)
+            self.stats.add_packed(
+                row, sent, padded, sender, info, sample_every=SAMPLE_INTERVAL, copies=copies, nonfinite=0
+            )
         return [message.wire for message in messages]
 
     @staticmethod

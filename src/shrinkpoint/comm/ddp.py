@@ -346,27 +346,7 @@ class DDPCompression(GradientAveraging[AverageRecord]):
             PolicyError: the gradients do not follow from these bytes alone, or they are kept for another journal; a
                 compressor, since what is kept is what was sent.
         """
-        problem = advice = ""
-        if self._low_rank is not None:
-            problem, advice = f"{self._low_rank.spec}, whose factors each rank remembers", 'use "q4:64"'
-        elif self._moments is not None:
-            problem, advice = f"{self._moments.spec}, whose steps are not on the wire", 'use "q4:64"'
-        elif self._ranks_per_node > 1:
-            problem, advice = "averages of which each rank decodes a share", "leave out ranks_per_node"
-        elif not (last := self._all_reduce.all_gather.feedback).has_stateless_receiver:
-            problem = f"{last} on the second hop, where each rank remembers what it has received"
-            advice = f'compress with "ef({last.compressor})", or set average_compressor="{last.compressor}"'
-        elif self.model.find_unused_parameters:
-            problem, advice = "find_unused_parameters=True: which have no gradient is not on the wire", "use them all"
-        elif getattr(self.model, "mixed_precision", None) is not None:
-            problem, advice = "gradients in another dtype than their parameters", "use torch.autocast"
-        else:
-            trained = [name for name, p in self.module.named_parameters() if p.requires_grad]
-            ignored = [name for name in trained if name in self.model.parameters_to_ignore]
-            if ignored:
-                problem, advice = f"{ignored[0]}, which DDP ignores", "freeze it, or let DDP average it"
-        if problem:
-            raise not_replayable(problem, advice)
+        self._check_recordable()
         self._check_not_recorded()
         if compressor is not None:
             found, advice = f"shard_compressor={compressor}", "leave it out: DDP keeps what it has sent"
@@ -390,6 +370,30 @@ class DDPCompression(GradientAveraging[AverageRecord]):
             segments = [segment for segment in self._layout.segments if segment.is_exact == bool(is_exact)]
             all_reduce.restart({segment.name: counts for segment in segments if counts})
         self._config_check = self._make_config_check()
+
+    def _check_recordable(self) -> None:
+        """Raise PolicyError if the gradients do not follow from the bytes of the second hop alone."""
+        problem = advice = ""
+        if self._low_rank is not None:
+            problem, advice = f"{self._low_rank.spec}, whose factors each rank remembers", 'use "q4:64"'
+        elif self._moments is not None:
+            problem, advice = f"{self._moments.spec}, whose steps are not on the wire", 'use "q4:64"'
+        elif self._ranks_per_node > 1:
+            problem, advice = "averages of which each rank decodes a share", "leave out ranks_per_node"
+        elif not (last := self._all_reduce.all_gather.feedback).has_stateless_receiver:
+            problem = f"{last} on the second hop, where each rank remembers what it has received"
+            advice = f'compress with "ef({last.compressor})", or set average_compressor="{last.compressor}"'
+        elif self.model.find_unused_parameters:
+            problem, advice = "find_unused_parameters=True: which have no gradient is not on the wire", "use them all"
+        elif getattr(self.model, "mixed_precision", None) is not None:
+            problem, advice = "gradients in another dtype than their parameters", "use torch.autocast"
+        else:
+            trained = [name for name, p in self.module.named_parameters() if p.requires_grad]
+            ignored = [name for name in trained if name in self.model.parameters_to_ignore]
+            if ignored:
+                problem, advice = f"{ignored[0]}, which DDP ignores", "freeze it, or let DDP average it"
+        if problem:
+            raise not_replayable(problem, advice)
 
     def config(self) -> dict[str, Any]:
         """The configuration that all ranks, and a state to load, must have in common."""

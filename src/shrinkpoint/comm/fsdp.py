@@ -254,6 +254,17 @@ class FSDPCompression(GradientAveraging[ShardRecord]):
         if id(group) in self._config_checks:
             self._config_checks.pop(id(group)).check()
 
+    def check_finite(self, name: str, shard: Tensor, group: dist.ProcessGroup) -> None:
+        """Raise PolicyError on every rank if the summed gradients of a module must be finite and are not."""
+        if self._nonfinite != "raise":
+            return
+        count = reduce_numbers([float(shard.isfinite().logical_not().sum())], group, shard.device)
+        if name in self._replicate_groups:  # whose ranks would wait for an average
+            count = reduce_numbers(count, self._replicate_groups[name], shard.device)
+        if count[0]:
+            advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
+            raise PolicyError(f"gradients of {name or 'the root'}", found="values that are not finite", do=advice)
+
     def _named_shards(self) -> list[tuple[str, Tensor]]:
         for module in self._root.modules():
             if isinstance(module, FSDPModule):
@@ -329,25 +340,8 @@ class _ReduceScatter(_CommAllocator):
         # Complex gradients cannot be rounded.
         is_exact = not input_tensor.is_floating_point() or rows.shape[1] < max(self._min_numel, 1)
         scatter = self._uncompressed if is_exact else self.scatter
-        kinds: Any = dist.ReduceOp.RedOpType
-        total, kind = scatter(rows, group, f"{rows.shape[1]}"), getattr(op, "op", op)
-        if kind == kinds.AVG:
-            total.div_(group.size())
-        elif kind == kinds.PREMUL_SUM:
-            total.mul_(op.factor)
-        elif kind != kinds.SUM:
-            expected, advice = "SUM, AVG or PREMUL_SUM", "reduce by one of these"
-            raise PolicyError("reduce-scatter", found=str(kind), expected=expected, do=advice)
-        output_tensor.copy_(total)
-        if self._compression._nonfinite == "raise":
-            count = reduce_numbers([float(output_tensor.isfinite().logical_not().sum())], group, output_tensor.device)
-            replicas = self._compression._replicate_groups.get(self._name)
-            if replicas is not None:  # its ranks would wait for an average
-                count = reduce_numbers(count, replicas, output_tensor.device)
-            if count[0]:
-                advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
-                where = f"gradients of {self._name or 'the root'}"
-                raise PolicyError(where, found="values that are not finite", do=advice)
+        output_tensor.copy_(_apply_reduce_op_(scatter(rows, group, f"{rows.shape[1]}"), op, group.size()))
+        self._compression.check_finite(self._name, output_tensor, group)
 
 
 class _ReplicaAllReduce:
@@ -398,6 +392,20 @@ class _ReplicaAllReduce:
 def _is_counts(value: JSON) -> TypeGuard[dict[str, dict[str, int]]]:
     layouts = value.values() if isinstance(value, dict) else [None]
     return all(isinstance(x, dict) and all(type(n) is int and n >= 0 for n in x.values()) for x in layouts)
+
+
+def _apply_reduce_op_(total: Tensor, op: Any, world_size: int) -> Tensor:
+    """Turn a sum into the result of a reduction, in place, and return it."""
+    kinds: Any = dist.ReduceOp.RedOpType
+    kind = getattr(op, "op", op)
+    if kind == kinds.AVG:
+        return total.div_(world_size)
+    if kind == kinds.PREMUL_SUM:
+        return total.mul_(op.factor)
+    if kind != kinds.SUM:
+        expected, advice = "SUM, AVG or PREMUL_SUM", "reduce by one of these"
+        raise PolicyError("reduce-scatter", found=str(kind), expected=expected, do=advice)
+    return total
 
 
 def _check_param_group(name: str, param_group: Any, is_lossy: bool) -> None:

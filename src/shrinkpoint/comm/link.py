@@ -428,13 +428,7 @@ class Link:
 
     def _message_info(self, context: MessageContext, ids: Tensor | None = None) -> MessageInfo:
         index = self._counts.get(context.key, 0)
-        count = index + 1 if context.training else 0
-        # A key different for the first 2^24 messages of 64 slots of 4 tensors: each step is invertible.
-        key = zlib.crc32(self.name.encode()) + (count << 8 | (context.slot & 63) << 2 | context.tensor & 3)
-        key &= _KEY_MASK
-        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-            key = (key ^ key >> shift) * factor & _KEY_MASK
-        key ^= key >> 16
+        key = _message_key(self.name, context.slot, context.tensor, index + 1 if context.training else 0)
         ids = context.ids if ids is None else ids
         return MessageInfo(context.slot, context.tensor, index, CompressorContext(key, context.indices), ids)
 
@@ -481,3 +475,11 @@ def _raise_if_nonfinite(name: str, count: Tensor | int, context: MessageContext)
         advice = 'look for what overflowed, or let such values pass: nonfinite="pass"'
         problem = f"{int(count)} values that are not finite"
         raise PolicyError(where, found=problem, expected=FINITE_VALUES, do=advice)
+
+
+def _message_key(name: str, slot: int, tensor: int, count: int) -> int:
+    """A key below 2^32, different for the first 2^24 messages of 64 slots of 4 tensors: each step is invertible."""
+    key = (zlib.crc32(name.encode()) + (count << 8 | (slot & 63) << 2 | tensor & 3)) & _KEY_MASK
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        key = (key ^ key >> shift) * factor & _KEY_MASK
+    return key ^ key >> 16

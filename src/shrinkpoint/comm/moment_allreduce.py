@@ -162,23 +162,27 @@ class MomentAllReduce:
 
     def _steps(self, name: str, row: int, hop: int) -> SharedSteps:
         if name not in self._rows:  # by the thread that encodes first
-            # The roots of this rank's share by row, and 32 bits of the digest of all roots: so all ranks notice another
-            # root on one of them, as each gets a message with the digest of that rank.
-            segment, places = self._layout.segments[int(name)], self._num_places
-            numel = share_numel(segment.numel, places) if places > 1 else segment.numel
-            row_numel = share_numel(numel, self._world_size)
-            padded = row_numel * self._world_size
-            roots = self._roots.roots(segment, numel * places if places > 1 else padded)
-            share = roots[self._place * numel :][:numel] if places > 1 else roots
-            share = F.pad(share, (0, padded - numel), value=SMALLEST_ROOT) if places > 1 else share
-            self._shares[name] = int(np.count_nonzero(share.numpy() > SMALLEST_ROOT)) / padded
-            digest = int(_native.xxh3_128(tensor_bytes(roots))[:8], 16)
-            self._rows[name] = share.view(self._world_size, row_numel), digest
+            self._rows[name] = self._make_rows(name)
         rows, digest = self._rows[name]
         factor = self._step * self._scales.get(name, FIRST_SCALE)
         if hop == 0:  # the gradient of one rank is noisier than the average
             factor *= self._world_size**0.5
         return SharedSteps(rows[row], factor, zlib.crc32(struct.pack("<d", factor), digest))
+
+    def _make_rows(self, name: str) -> tuple[Tensor, int]:
+        """The roots of this rank's share of a segment by row, and 32 bits of the digest of all roots of the segment.
+
+        All ranks notice another root on one of them: each gets a message with the digest of that rank.
+        """
+        segment, places = self._layout.segments[int(name)], self._num_places
+        numel = share_numel(segment.numel, places) if places > 1 else segment.numel
+        row_numel = share_numel(numel, self._world_size)
+        padded = row_numel * self._world_size
+        roots = self._roots.roots(segment, numel * places if places > 1 else padded)
+        share = roots[self._place * numel :][:numel] if places > 1 else roots
+        share = F.pad(share, (0, padded - numel), value=SMALLEST_ROOT) if places > 1 else share
+        self._shares[name] = int(np.count_nonzero(share.numpy() > SMALLEST_ROOT)) / padded
+        return share.view(self._world_size, row_numel), int(_native.xxh3_128(tensor_bytes(roots))[:8], 16)
 
     def _update_scale(self, name: str, messages: Sequence[Tensor]) -> None:
         """Move the scale of a segment towards the mean magnitude of its average gradient, and free its steps."""

@@ -168,16 +168,19 @@ class SegmentRoots:
         for index, piece in self._members[segment.index]:
             moment = self._moments[index]
             assert moment is not None  # of a segment that `begin` has returned
-            # Its values in the order in which DDP's buckets have those of the gradient
-            moment, parameter = moment.detach(), self._parameters[index]
-            if is_dense(parameter):
-                if moment.stride() != parameter.stride():
-                    like = torch.empty_like(parameter, dtype=moment.dtype, memory_format=torch.preserve_format)
-                    moment = like.copy_(moment)
-                flat = moment.as_strided((moment.numel(),), (1,), moment.storage_offset())
-            else:
-                flat = moment.reshape(-1)
-            flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-            roots[piece.offset : piece.offset + piece.numel] = flat[piece.start : piece.start + piece.numel]
+            flat = _flat(moment, self._parameters[index])[piece.start : piece.start + piece.numel]
+            roots[piece.offset : piece.offset + piece.numel] = flat
         _native.step_roots(tensor_bytes(roots), least=SMALLEST_ROOT)  # torch rounds roots otherwise elsewhere
         return roots
+
+
+def _flat(moment: Tensor, parameter: Tensor) -> Tensor:
+    """The values of a second moment in the order in which DDP's buckets have those of the gradient; 1-d."""
+    moment = moment.detach()
+    if is_dense(parameter):
+        if moment.stride() != parameter.stride():
+            moment = torch.empty_like(parameter, dtype=moment.dtype, memory_format=torch.preserve_format).copy_(moment)
+        flat = moment.as_strided((moment.numel(),), (1,), moment.storage_offset())
+    else:
+        flat = moment.reshape(-1)
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

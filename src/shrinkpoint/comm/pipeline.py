@@ -82,19 +82,7 @@ class _BoundaryPlan:
         num_stages: int,
         options: Mapping[str, Any],
     ) -> None:
-        where, do = "compress_pipeline, per_link", 'write e.g. {0: {"forward": "q4"}}'
-        expected = 'a mapping with "forward" or "backward" or both, by the index of a boundary'
-        validate.check_instance(where, per_link, Mapping, expected=expected, do=do, allow_none=True)
-        self.options, overrides, expected = options, dict(per_link or {}), "forward, backward or both"
-        for boundary, specs in overrides.items():
-            if boundary not in range(num_stages - 1):
-                problem, known = f"boundary {boundary!r}", f"0 to {num_stages - 2}, for {num_stages} stages"
-                advice = "count boundaries from 0: boundary 0 lies between stages 0 and 1"
-                raise PolicyError(where, found=problem, expected=known, do=advice)
-            validate.check_instance(f"{where}[{boundary}]", specs, Mapping, expected=expected, do=do)
-            if not specs.keys() <= common.keys():
-                problem = f"{sorted(map(str, specs))} for boundary {boundary}"
-                raise PolicyError(where, found=problem, expected=expected, do=do)
+        self.options, overrides = options, _check_per_link(per_link, common, num_stages)
         self.compressors: list[dict[str, Compressor | ErrorFeedback | None]] = [
             parse_directions("compress_pipeline", boundary, {**common, **overrides.get(boundary, {})})
             for boundary in range(num_stages - 1)
@@ -137,7 +125,7 @@ class CompressedPipeline:
         self._ids: Tensor | None = None
         self._started_stages: set[int] = set()
         self._finished_stages: set[int] = set()
-        self.deferred_errors: list[PolicyError] = []
+        self.deferred_errors: list[PolicyError] = []  # raised when no other rank waits for a message of this one
         self._verified_mode: tuple[bool, bool] | None = None
         self._is_config_verified = False
         group, is_source = stages[0].group, any(stage.is_first for stage in stages)
@@ -216,14 +204,7 @@ class CompressedPipeline:
             do = "load it on the rank that had these links"
             raise MismatchError("pipeline", found=f"links {found}", expected=f"those of this rank, {expected}", do=do)
         for name, saved_state in saved_states.items():
-            entries = check_entries(f"link {name}", saved_state, ("how", "counts", "feedback"))
-            where = f"link {name}, counts"
-            for key, count in check_mapping(where, entries["counts"]).items():
-                if not isinstance(key, str) or not _COUNT_NAME.fullmatch(key):
-                    raise part_error(where, validate.describe_value(key), "micro-batch.tensor")
-                if type(count) is not int or count < 0:
-                    raise part_error(f"{where}, {key}", validate.describe_value(count), "a whole number from 0")
-            check_mapping(f"link {name}, feedback", entries["feedback"])
+            _check_link_state(f"link {name}", saved_state)
         # Load the states of all links, or of none if one of them does not fit
         before = {name: link.state_dict() for name, link in links.items()}
         try:
@@ -336,3 +317,31 @@ def _find_stages(schedule_or_stages: Any) -> tuple[list[Any], Any]:
         has, advice = f"stages {compressed} are compressed already", "call detach() on their handle first"
         raise PolicyError("compress_pipeline", found=has, do=advice)
     return stages, schedule
+
+
+def _check_per_link(per_link: Any, common: Mapping[str, Any], num_stages: int) -> dict[int, Mapping[str, Any]]:
+    """The compressors of some boundaries; a PolicyError if there are no such boundaries or directions."""
+    where, do = "compress_pipeline, per_link", 'write e.g. {0: {"forward": "q4"}}'
+    expected = 'a mapping with "forward" or "backward" or both, by the index of a boundary'
+    validate.check_instance(where, per_link, Mapping, expected=expected, do=do, allow_none=True)
+    overrides, ways = dict(per_link or {}), "forward, backward or both"
+    for boundary, specs in overrides.items():
+        if boundary not in range(num_stages - 1):
+            found, expected = f"boundary {boundary!r}", f"0 to {num_stages - 2}, for {num_stages} stages"
+            advice = "count boundaries from 0: boundary 0 lies between stages 0 and 1"
+            raise PolicyError(where, found=found, expected=expected, do=advice)
+        validate.check_instance(f"{where}[{boundary}]", specs, Mapping, expected=ways, do=do)
+        if not specs.keys() <= common.keys():
+            found = f"{sorted(map(str, specs))} for boundary {boundary}"
+            raise PolicyError(where, found=found, expected=ways, do=do)
+    return overrides
+
+
+def _check_link_state(where: str, state: object) -> None:
+    entries = check_entries(where, state, ("how", "counts", "feedback"))
+    for name, count in check_mapping(f"{where}, counts", entries["counts"]).items():
+        if not isinstance(name, str) or not _COUNT_NAME.fullmatch(name):
+            raise part_error(f"{where}, counts", validate.describe_value(name), "micro-batch.tensor")
+        if type(count) is not int or count < 0:
+            raise part_error(f"{where}, counts, {name}", validate.describe_value(count), "a whole number from 0")
+    check_mapping(f"{where}, feedback", entries["feedback"])

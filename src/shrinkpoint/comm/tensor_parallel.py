@@ -124,6 +124,16 @@ class TensorParallelCompression:
         """Send torch's own messages from now on, in modules that were parallelized already, too; on every rank."""
         self._is_attached, self._checks = False, {}
 
+    def publish_config(self, group: dist.ProcessGroup) -> None:
+        """Tell the ranks of a group the configuration of this one, which they compare before the first message."""
+        ranks = tuple(dist.get_process_group_ranks(group))
+        if len(ranks) > 1 and self._is_attached and ranks not in self._checks:
+            self._checks[ranks] = replica_check(group, "compress_tensor_parallel", self._config, self._timeout)
+
+    def check_config(self, group: dist.ProcessGroup) -> None:
+        """Raise an error on every rank of a group unless all of them have one configuration."""
+        self._checks[tuple(dist.get_process_group_ranks(group))].check()
+
     def _compress(self, name: str, style: ParallelStyle) -> ParallelStyle:
         if isinstance(style, ColwiseParallel | RowwiseParallel) and type(style) in _STYLES:
             return _LinearStyle(style, name, self)
@@ -162,7 +172,7 @@ class _PlacementExchange:
         if exchange is None:
             return tensor.redistribute(placements=[target])
         group = mesh.get_group()
-        self._compression._checks[tuple(dist.get_process_group_ranks(group))].check()
+        self._compression.check_config(group)
         local = exchange(_local(tensor), group)
         if self._compression._nonfinite == "raise":
             count = float(local.isfinite().logical_not().sum())
@@ -294,15 +304,10 @@ class _CompressedStyle(ParallelStyle):
 
     def _exchanges(self, module: nn.Module, mesh: DeviceMesh) -> _Exchanges:
         """The exchanges of the next module that the style is applied to, forward and backward."""
-        group, compression = mesh.get_group(), self._compression
-        ranks = tuple(dist.get_process_group_ranks(group))
-        if len(ranks) > 1 and compression._is_attached and ranks not in compression._checks:
-            # tell the others the configuration of this rank, which they compare before the first message
-            check = replica_check(group, "compress_tensor_parallel", compression._config, compression._timeout)
-            compression._checks[ranks] = check
+        self._compression.publish_config(mesh.get_group())
         self._num_modules += 1
         name = f"{self._name or 'module'} {self._num_modules}"
-        make = partial(_PlacementExchange, compression, name, module)
+        make = partial(_PlacementExchange, self._compression, name, module)
         return make("forward"), make("backward")
 
 
@@ -316,13 +321,8 @@ class _LinearStyle(_CompressedStyle):
         self._style = style
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        desired: Placement | None = None
-        style: ParallelStyle = self._style
-        if isinstance(module, nn.Linear):  # the placement of inputs, and a style that has nothing to redistribute
-            is_column = isinstance(style, ColwiseParallel)
-            desired = Replicate() if is_column else Shard(-1)
-            row = RowwiseParallel(output_layouts=Partial(), use_local_output=False)
-            style = ColwiseParallel(use_local_output=False) if is_column else row
+        is_linear = isinstance(module, nn.Linear)
+        desired, style = self._linear_style() if is_linear else (None, self._style)
         if hasattr(self, "src_data_rank"):  # parallelize_module sets it, in newer releases of torch
             style.src_data_rank = self.src_data_rank
         module = style._apply(module, device_mesh)
@@ -342,6 +342,12 @@ class _LinearStyle(_CompressedStyle):
         module.register_forward_pre_hook(prepare_input, prepend=True)
         module.register_forward_hook(prepare_output)
         return module
+
+    def _linear_style(self) -> tuple[Placement, ParallelStyle]:
+        """The placement of inputs that the style needs, and a style that has nothing to redistribute."""
+        if isinstance(self._style, ColwiseParallel):
+            return Replicate(), ColwiseParallel(use_local_output=False)
+        return Shard(-1), RowwiseParallel(output_layouts=Partial(), use_local_output=False)
 
 
 class _ModuleStyle(_CompressedStyle):

@@ -339,6 +339,10 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
         _log.debug("%s decides: %s", self.id, plan.loss)
         return plan
 
+    def min_size(self, tensors: GlobalTensors) -> tuple[int, int] | None:
+        """`min_weight_size`; None if this rank lacks parts of tensors, and cannot tell why its shards stay exact."""
+        return self.min_weight_size if tensors.is_complete else None
+
 
 def plan_shards(
     scheme: Scheme,

@@ -115,8 +115,9 @@ class Published:
     def to_bytes(self) -> bytes:
         files = []
         for file in self.files:
-            content: list[JSON] = [[_part_to_json(part) for part in file.parts]]
-            if not file.parts:
+            if file.parts:
+                content: list[JSON] = [[_part_to_json(part) for part in file.parts]]
+            else:
                 content = _part_to_json(StoredPart(file.size, file.digest, file.token))
             files.append([file.version, file.base, *content])
         number = _TOKEN_FORMAT if any(file.token for file in self.files) else FORMAT
@@ -157,24 +158,23 @@ class Published:
         """
         keyframes = {file.version: file for file in self.files if file.is_keyframe}
         deltas_by_version = {file.version: file for file in self.files if not file.is_keyframe}
-        # The deltas back from the newest version. Of a route only the bytes of all its files, the number of its deltas
-        # and its keyframe are kept: all files of all routes would be as many as the square of those that are named.
-        deltas = list[VersionFile]()
-        found = list[tuple[int, int, tuple[VersionFile, ...]]]()
+        # The deltas back from the newest version, and the routes over the first ones of them. A route keeps only how
+        # many deltas it has: lists of them would have as many files as the square of those that are named here.
+        deltas, found = list[VersionFile](), list[_Route]()
         version, nbytes = self.version, 0
         while True:
             if version == held:
-                found.append((nbytes, len(deltas), ()))
+                found.append(_Route(nbytes, len(deltas)))
                 break
             if version in keyframes:
                 keyframe = keyframes[version]
-                found.append((nbytes + keyframe.size, len(deltas), (keyframe,)))
+                found.append(_Route(nbytes + keyframe.size, len(deltas), (keyframe,)))
             if version not in deltas_by_version:
                 break
             deltas.append(deltas_by_version[version])
             version, nbytes = deltas[-1].base, nbytes + deltas[-1].size
-        for _, num_deltas, begin in sorted(found, key=lambda route: (route[0], route[1] + len(route[2]))):
-            yield (*begin, *reversed(deltas[:num_deltas]))
+        for route in sorted(found, key=lambda route: (route.nbytes, route.num_deltas + len(route.keyframe))):
+            yield (*route.keyframe, *reversed(deltas[: route.num_deltas]))
 
     def deltas_behind_keyframe(self) -> tuple[VersionFile, ...]:
         """The deltas that a process which joins now decodes after the newest keyframe."""
@@ -190,6 +190,14 @@ class Published:
             file for file in self.files if (file.version == newest if file.is_keyframe else file.version >= oldest)
         ]
         return replace(self, files=tuple(files))
+
+
+class _Route(NamedTuple):
+    """A route to the newest version."""
+
+    nbytes: int  # Of all its files
+    num_deltas: int  # So many of the newest deltas
+    keyframe: tuple[VersionFile, ...] = ()  # That they begin with; none where they begin with the version that is held
 
 
 def _check_parts(files: Sequence[VersionFile]) -> None:

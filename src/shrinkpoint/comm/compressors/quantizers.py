@@ -430,19 +430,8 @@ class NormalFloat(_Quantizer):
 
     def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor:
         values, centers = to_groups(tensor, self.group), self._centers(tensor.device)
-        magnitudes, count, root = values.abs(), tensor.numel(), math.sqrt(math.pi / 2)
-        factors = torch.full_like(magnitudes[:, :1], root / self.group)
-        if count % self.group:
-            factors[-1] = root / (count % self.group)
-        mean = pairwise_sum(magnitudes * factors)
-        tried = [mean]
-        if len(centers) > 1:
-            max_scale = magnitudes.amax(1, keepdim=True) * (1 / centers[-1])
-            tried += [*(mean + (max_scale - mean) * fraction for fraction in SCALE_FRACTIONS), max_scale]
-        # all are 0, or not finite, where the first one is
-        too_small = round_to_bf16(mean) < MIN_SCALE
-        tried = [torch.where(too_small, 0.0, round_to_bf16(scale)) for scale in tried]
-        scales, codes = _best_scale(magnitudes, tried, centers)
+        magnitudes = values.abs()
+        scales, codes = _best_scale(magnitudes, _scale_candidates(magnitudes, tensor.numel(), centers), centers)
         codes = codes | (values < 0).to(torch.uint8) << (self.bits - 1)
         codes = codes.masked_fill_(~((scales >= MIN_SCALE) & scales.isfinite()), 0)
         return torch.cat([bf16_to_bytes(scales), pack_planes(codes.reshape(-1)[: tensor.numel()], self.bits)])
@@ -452,6 +441,21 @@ class NormalFloat(_Quantizer):
         codes = torch.nn.functional.pad(unpack_planes(wire[head:], count, self.bits), (0, -count % self.group))
         values = torch.cat([centers, -centers])[codes.reshape(-1, self.group).long()] * bf16_from_bytes(wire[:head])
         return fill_tensor(out, values.reshape(-1)[:count])
+
+
+def _scale_candidates(magnitudes: Tensor, count: int, centers: Tensor) -> list[Tensor]:
+    """The scales to try, each of shape (groups, 1); all are 0, or not finite, where the first one is."""
+    group, root = magnitudes.shape[1], math.sqrt(math.pi / 2)
+    factors = torch.full_like(magnitudes[:, :1], root / group)
+    if count % group:
+        factors[-1] = root / (count % group)
+    mean = pairwise_sum(magnitudes * factors)
+    scales = [mean]
+    if len(centers) > 1:
+        max_scale = magnitudes.amax(1, keepdim=True) * (1 / centers[-1])
+        scales += [*(mean + (max_scale - mean) * fraction for fraction in SCALE_FRACTIONS), max_scale]
+    too_small = round_to_bf16(mean) < MIN_SCALE
+    return [torch.where(too_small, 0.0, round_to_bf16(scale)) for scale in scales]
 
 
 def _best_scale(magnitudes: Tensor, candidates: list[Tensor], centers: Tensor) -> tuple[Tensor, Tensor]:

@@ -424,8 +424,7 @@ def remote_owners(global_tensors: GlobalTensors, weights: Collection[str]) -> di
             matches = [
                 weight
                 for weight in weights
-                if global_tensors.shapes[weight] == shape
-                and (suffix := _name_parts(weight)[1:] or [weight]) == parts[-len(suffix) :]
+                if global_tensors.shapes[weight] == shape and _is_named_after(parts, _name_parts(weight))
             ]
             if len(matches) == 1:
                 owners[moment] = matches[0]
@@ -480,6 +479,12 @@ def rank_one_squares(marginals: Marginals, shard: TensorShard, device: torch.dev
 
 def _name_parts(global_name: str) -> list[str]:
     return re.split("[/.]", global_name)
+
+
+def _is_named_after(moment: list[str], weight: list[str]) -> bool:
+    """True if a moment's name ends as a weight's does behind the key of the model; both in parts."""
+    suffix = weight[1:] or weight
+    return moment[-len(suffix) :] == suffix
 
 
 _HEALING = 0.5

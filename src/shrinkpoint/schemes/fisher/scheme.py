@@ -288,7 +288,7 @@ class Fisher(Planner["FisherChoice"]):
             self.coders,
             loss,
             sampled_rows={name: tensors.local_shards[name].spec.sampled_rows(MAX_SAMPLED_VALUES) for name in points},
-            min_size=self.min_weight_size if tensors.is_complete else None,
+            min_size=self.min_size(tensors),
             copies=frozenset(tracked),
         )
 

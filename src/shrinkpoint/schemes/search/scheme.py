@@ -279,8 +279,7 @@ class SearchScheme(Planner["SearchChoice"]):
             stats = GlobalStats(save.tensors, save.selection.global_names)
             quantized |= quantize_moments(save.state, stats)
             optimizer = "exact"
-        # A rank that lacks parts of tensors cannot tell why its shards stay exact.
-        casts, min_size = save.selection.cast_sources, self.min_weight_size if save.tensors.is_complete else None
+        casts, min_size = save.selection.cast_sources, self.min_size(save.tensors)
         return QuantizationPlan(self.id, quantized, casts, optimizer, self.coders, record, min_size=min_size)
 
     # settings of `measure`

@@ -172,9 +172,8 @@ def _choose_variant(alternatives: Sequence[Point], log: TrialLog) -> Point:
     """Measure all alternatives, of which the first is the last choice, and choose the one to search around."""
     for i in range(0, len(alternatives), log.width):
         log.measure(alternatives[i : i + log.width], eligible=False)
-    degradations = [
-        math.inf if math.isnan(degradation := log.trials[point].degradation) else degradation for point in alternatives
-    ]
+    measured = [log.trials[point].degradation for point in alternatives]
+    degradations = [math.inf if math.isnan(degradation) else degradation for degradation in measured]
     least = min(degradations)
     significant = degradations[0] - least > MIN_VARIANT_GAIN * log.threshold  # inf - inf is no gain
     return alternatives[degradations.index(least) if significant else 0]
