@@ -1,7 +1,7 @@
 """Encodes a record of codebook tensors to recipe and bytes, and decodes it. All arithmetic is exact.
 
-Centers and exact values are short arrays inside the record: entropy-coded where that saves bytes, else stored
-unchanged."""
+The codes of all members are one stream, in the smallest of several lossless formats. Centers and exact values are short
+arrays inside the record: entropy-coded where that saves bytes, else stored unchanged."""
 
 from __future__ import annotations
 

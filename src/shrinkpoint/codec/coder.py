@@ -1,4 +1,4 @@
-"""Entropy coding of one array of numbers: its number format, the coder's configuration, the context of a decoder.
+"""Entropy coding of an array of numbers: how tensors are packed into it, number format, configuration and context.
 
 The tensors of a record (members) are packed into one array: they follow each other, each in row-major order. A tap is
 one position of the axes after the second, such as one of the nine of a 3 x 3 convolution. With taps, the array is

@@ -302,12 +302,7 @@ class LatticeDecoder(RecordDecoder):
         if seeds.size != len(infos):
             raise _native.Truncated("the lattices end too early")
         if self._recipe.inherited or self._recipe.moved:
-            if len(parents) != len(infos) or not all(
-                lattice.has_counts_for(info.shape) for lattice, info in zip(parents, infos, strict=True)
-            ):
-                raise ValueError("a parent whose tensors are not on lattices of these shapes")
-            if any(lattice.spacing != self._recipe.spacing or lattice.step != self._recipe.step for lattice in parents):
-                raise ValueError("the parent's lattices have another spacing or step")
+            _check_parents(infos, self._recipe, parents)
         if self._recipe.inherited and data.nbytes:
             raise ValueError("bytes behind inherited lattices")
         if self._recipe.spacing == "log" and seeds.any():
@@ -458,6 +453,16 @@ class LatticeDecoder(RecordDecoder):
     def _parent_lattices(self, fetch: FetchParams) -> list[Lattice]:
         params = [fetch(name) for name in self.required_parents()]
         return [param for param in params if isinstance(param, Lattice)]
+
+
+def _check_parents(infos: Sequence[TensorInfo], recipe: LatticeRecipe, parents: Sequence[Lattice]) -> None:
+    """Raise ValueError unless the parent has a lattice of each member that its exponents can be taken from."""
+    if len(parents) != len(infos) or not all(
+        lattice.has_counts_for(info.shape) for lattice, info in zip(parents, infos, strict=True)
+    ):
+        raise ValueError("a parent whose tensors are not on lattices of these shapes")
+    if any(lattice.spacing != recipe.spacing or lattice.step != recipe.step for lattice in parents):
+        raise ValueError("the parent's lattices have another spacing or step")
 
 
 def _decode_exponents(

@@ -218,15 +218,7 @@ def from_json(data: JSON, members: int | None = None) -> Recipe:
     """
     if not isinstance(data, dict):
         raise ValueError("a recipe is not an object")
-    # Ranges list no more ordinals than there are members: a range of few bytes can have a million.
-    max_ordinals = MAX_MEMBERS if members is None else members
-    moments = data.get("moments")
-    sides = [data.get("of"), data.get("under"), data.get("others"), *(moments if isinstance(moments, list) else ())]
-    for side in sides:
-        ranges = side if isinstance(side, list) else ()
-        counts = [item[2] for item in ranges if isinstance(item, list) and len(item) == 3 and type(item[2]) is int]
-        if sum(counts) > max_ordinals:
-            raise ValueError(f"a recipe has {sum(counts)} ordinals for {max_ordinals} tensors")
+    _check_ordinals(data, MAX_MEMBERS if members is None else members)
     rest = {key: value for key, value in data.items() if key != "kind"}
     match data.get("kind"), rest:
         case "plain", {**extra} if not extra:
@@ -404,6 +396,17 @@ def _ranges_to_json(ordinals: Sequence[int]) -> JSON:
         else:
             out.append([ordinal, 0, 1])
     return out
+
+
+def _check_ordinals(data: dict[str, JSON], members: int) -> None:
+    """Raise ValueError if ranges list more ordinals than there are members: a range of few bytes can have a million."""
+    moments = data.get("moments")
+    sides = [data.get("of"), data.get("under"), data.get("others"), *(moments if isinstance(moments, list) else ())]
+    for side in sides:
+        ranges = side if isinstance(side, list) else ()
+        counts = [item[2] for item in ranges if isinstance(item, list) and len(item) == 3 and type(item[2]) is int]
+        if sum(counts) > members:
+            raise ValueError(f"a recipe has {sum(counts)} ordinals for {members} tensors")
 
 
 def _ordinals_from_json(data: JSON) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint held as what they are made from, and the decoded parent, which writer and reader have."""
+"""Codebook tensors, tensors held as what they are made from, and the decoded parent, which writer and reader have."""
 
 from __future__ import annotations
 

@@ -48,11 +48,7 @@ def assign(tensor: Tensor, centers: Tensor, first_code: int) -> Tensor:
     """
     check_bins(centers.numel(), first_code)
     distinct, counts = torch.unique_consecutive(centers.to("cpu", torch.float32), return_counts=True)
-    wide = distinct.double()
-    exact = (wide[1:] + wide[:-1]) / 2
-    nearest = exact.float()
-    below = torch.nextafter(nearest, torch.full_like(nearest, -torch.inf))
-    bounds, flat = torch.where(nearest.double() > exact, below, nearest), tensor.detach().reshape(-1)
+    bounds, flat = _midpoints(distinct), tensor.detach().reshape(-1)
     if flat.device.type == "cpu":
         cells = _count_bounds_below(flat, bounds)
     else:
@@ -68,6 +64,15 @@ def check_bins(bins: int, first_code: int) -> None:
     max_bins = MAX_CODES - first_code
     if not 1 <= bins <= max_bins:
         raise PolicyError("bins", found=f"{bins}", expected=f"1 to {max_bins}", do="ask for a number in that range")
+
+
+def _midpoints(centers: Tensor) -> Tensor:
+    """Midpoints of neighbouring centers, rounded down to float32."""
+    wide = centers.double()
+    exact = (wide[1:] + wide[:-1]) / 2
+    nearest = exact.float()
+    below = torch.nextafter(nearest, torch.full_like(nearest, -torch.inf))
+    return torch.where(nearest.double() > exact, below, nearest)
 
 
 def _count_bounds_below(flat: Tensor, bounds: Tensor) -> Tensor:
@@ -167,7 +172,7 @@ def kmeans_codebook(
             previous, centers = None, fresh  # the previous centers are of other weights
     if previous is not None and _max_center_move(previous, centers) < MIN_CENTER_MOVE:
         return previous.float()
-    limit = torch.finfo(torch.float32).max  # above which a center may lie, as that of a bucket does
+    limit = torch.finfo(torch.float32).max  # a center may lie above it, as the middle of the last bucket does
     return centers.clamp(-limit, limit).float()
 
 

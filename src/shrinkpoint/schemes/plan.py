@@ -1,7 +1,7 @@
 """A quantization plan for one state: codes are chosen, and applying them is exact.
 
-Modes of lossy schemes for the optimizer's state are exact, reset or quantized moments: two thirds of an Adam state are
-moments, so that a scheme for weights alone cannot reach more than about 1.5x (arXiv 2406.11257).
+A plan also says what becomes of moments: they stay exact, are reset, or are quantized. Two thirds of an Adam state are
+moments, so a scheme for weights alone cannot reach more than about 1.5x (arXiv 2406.11257).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The tensors of all ranks: their shapes, which shards this rank has, and reductions by tensor over all shards.
 
-Ranks exchange sums by row and by column, counts and single numbers, never values."""
+A shard is a box in its global tensor. Ranks exchange sums by row and by column, counts and single numbers, never
+values."""
 
 from __future__ import annotations
 
@@ -178,8 +179,7 @@ class Marginals:
 
     shape: tuple[int, ...]  # the shape of the tensor
     total: float  # the sum of all values
-    # `row_sums`, `column_sums`: of each row and each column, float64; empty for a matrix of one row, or if not
-    # requested.
+    # `row_sums`, `column_sums`: of each row and each column, float64; empty for a matrix of one row.
     row_sums: Tensor = field(repr=False)
     column_sums: Tensor = field(repr=False)
 

@@ -1,4 +1,6 @@
-"""Paths inside a state, the tensor names made from them, and the leaves under these names; maps of nests."""
+"""Paths inside a state, the tensor names made from them, and the leaves under these names.
+
+`iter_tensors` and `map_nested_tensors` walk over the tensors of any nest, such as a batch or the output of a module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Decodes the JSON tree of a state, which is not trusted; `tree` says what its tags mean."""
+"""Decodes the JSON tree of a state, which is not trusted, or leaves of it; `tree` says what its tags mean.
+
+Leaves are selected by their paths, so that only their tensors need be decoded."""
 
 from __future__ import annotations
 

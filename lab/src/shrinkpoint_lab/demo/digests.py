@@ -1,4 +1,6 @@
-"""Digests of every tensor and plain value of a state, by name: small enough to log at every step of a training."""
+"""Digests of every tensor and plain value of a state, and comparisons of two states.
+
+Digests are small enough to log at every step of a training."""
 
 from __future__ import annotations
 

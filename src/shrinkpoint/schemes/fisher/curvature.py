@@ -7,6 +7,8 @@ the Hessian. So the mean of g^2 that Adam keeps (v, without its bias towards zer
     rise(d) = sum(m d) + 1/2 N sum(v d^2)
 
 predicts by how much an error d of the weights raises the loss; m, Adam's first moment, is the mean gradient.
+
+`remaining_share` estimates what is left of the rise that earlier restores have caused.
 """
 
 from __future__ import annotations

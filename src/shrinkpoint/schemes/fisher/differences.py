@@ -139,12 +139,7 @@ class DifferenceCandidates:
         else:
             multiples = _round_with_feedback(scaled, zones, limits, factor)
         multiples *= strides
-        largest = max(1, int(multiples.abs().max()))
-        integers = torch.arange(-largest, largest + 1, device=multiples.device)
-        centers = integers[integers != 0].to(torch.float32) * step
-        codes = torch.where(multiples < 0, multiples + largest, multiples + largest - 1) + RESERVED_CODES
-        codes = torch.where(multiples == 0, 0, codes).to(torch.uint8).reshape(self._differences[name].shape)
-        return CodebookTensor(codes.contiguous(), centers, torch.empty(0), residual=True), multiples * step - difference
+        return _codebook(multiples, step, self._differences[name].shape), multiples * step - difference
 
 
 def _relative_widths(curvature: Curvature, difference: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,6 +181,16 @@ def _round_with_feedback(values: Tensor, zones: Tensor, limits: Tensor, factor: 
             integers[:, column] = _round(target, zones[:, column], limits[:, 0])
             errors[:, column] = integers[:, column] - values[:, column]
     return integers
+
+
+def _codebook(multiples: Tensor, step: float, shape: torch.Size) -> CodebookTensor:
+    """Codes of multiples of a step, and the step's multiples as centers, as few as these codes need."""
+    largest = max(1, int(multiples.abs().max()))
+    integers = torch.arange(-largest, largest + 1, device=multiples.device)
+    centers = integers[integers != 0].to(torch.float32) * step
+    codes = torch.where(multiples < 0, multiples + largest, multiples + largest - 1) + RESERVED_CODES
+    codes = torch.where(multiples == 0, 0, codes).to(torch.uint8).reshape(shape).contiguous()
+    return CodebookTensor(codes, centers, torch.empty(0), residual=True)
 
 
 def _rise_terms(curvature: Curvature, errors: Tensor) -> tuple[float, float]:

@@ -1,4 +1,6 @@
-"""Chooses the step size of the weights for a relative error, a compression ratio or a budget of loss."""
+"""Chooses the step size of the weights for a relative error, a compression ratio or a budget of loss.
+
+For a ratio, `StateBits` estimates the size of all that is stored besides the weights."""
 
 from __future__ import annotations
 
@@ -256,7 +258,7 @@ class RatioTarget(Objective):
         if low == MAX_LOG_STEP and candidates.bits(low) > target:
             reachable = state_bits.ratio(candidates.bits(low))
             found = f"{self.ratio:g}x, while the largest steps there are make this state about {reachable:.3g}x smaller"
-            if state_bits.is_first:
+            if state_bits.is_first:  # later ones warn: what is reachable changes during a run
                 unit = 10.0 ** (math.floor(math.log10(reachable)) - 1)
                 expected = f"at most {math.floor(reachable / unit) * unit:g}"  # two digits
                 do = "ask for less, or for a budget with evaluate="
@@ -328,6 +330,7 @@ class LossBudget(Objective):
             trials.append(trial.record)
             if is_larger and held is not None:
                 is_larger = False
+                # Not by a narrow margin, since few weights were held by the steps before.
                 is_accepted = trial.rise <= MAX_SHARE_OF_LARGER * self._max_rise
                 memory.quiet = memory.quiet.after_trial(is_accepted=is_accepted)
                 if not is_accepted:
@@ -349,9 +352,7 @@ class LossBudget(Objective):
             elif weights.hysteresis > 0.5:  # rounding to the nearest costs fewer bits than other steps
                 limit, can_grow = 0.5, False
             else:
-                share = TARGET_SHARE * self._max_rise / trial.rise if math.isfinite(trial.rise) else 0.0
-                change = max(-6 * _CHANGE_THRESHOLD, to_log_step(math.sqrt(max(share, 1e-9))))
-                log_step, can_grow = max(MIN_LOG_STEP, weights.log_step + min(-_CHANGE_THRESHOLD, change)), False
+                log_step, can_grow = self._reduce_step(weights, trial.rise), False
         return best or StepChoice(None, trials)
 
     def scan(self, candidates: Candidates, memory: RunMemory, measure: Measure) -> StepChoice:
@@ -427,6 +428,12 @@ class LossBudget(Objective):
             return DEFAULT_LOG_STEP
         step = to_log_step(_FIRST_STEP * (self.budget / self.scale / _FIRST_SHARE) ** _FIRST_EXPONENT)
         return min(max(step, MIN_LOG_STEP), MAX_LOG_STEP)
+
+    def _reduce_step(self, weights: QuantizedWeights, rise: float) -> int:
+        """A smaller step size after one whose rise is too large, by a factor of sqrt(2) to 8."""
+        share = TARGET_SHARE * self._max_rise / rise if math.isfinite(rise) else 0.0
+        change = max(-6 * _CHANGE_THRESHOLD, to_log_step(math.sqrt(max(share, 1e-9))))
+        return max(MIN_LOG_STEP, weights.log_step + min(-_CHANGE_THRESHOLD, change))
 
 
 def make_objective(

@@ -1,5 +1,6 @@
-"""Scores values, decides which are pruned, protected or quantized (arXiv 2306.11800, parameter ranking), and predicts
-the sizes of that."""
+"""Decides by scores which values are pruned, protected or quantized, and predicts the bytes of all settings.
+
+Scores and decisions are the parameter ranking of arXiv 2306.11800."""
 
 from __future__ import annotations
 
@@ -106,6 +107,20 @@ class PrunePartition:
     _prune_thresholds: dict[tuple[str, float], dict[tuple[str, str], float]] = field(default_factory=dict)
     _protect_thresholds: dict[float, dict[str, float]] = field(default_factory=dict)
 
+    def prune_threshold(self, weight: ScoredWeight, metric: str, share: float) -> float:
+        """The score below which a value of `weight` is pruned."""
+        key = (metric, share)
+        if key not in self._prune_thresholds:
+            groups: dict[tuple[str, str], list[LogHistogram]] = {}
+            for scored in self.weights.values():
+                used = scored.usable_metric(metric)
+                groups.setdefault((scored.layer_type, used), []).append(scored.scores[used])
+            self._prune_thresholds[key] = {
+                group: self._bucket_edge(sketches, share, above=self.paper) if share else 0.0
+                for group, sketches in groups.items()
+            }
+        return self._prune_thresholds[key][weight.layer_type, weight.usable_metric(metric)]
+
     def protect_thresholds(self, share: float) -> dict[str, float]:
         """The scores above which a value is protected, by metric."""
         if share not in self._protect_thresholds:
@@ -144,19 +159,7 @@ class PrunePartition:
         if sensitivity is not None:
             protected |= sensitivity > limits[SENSITIVITY]
         scores = sensitivity if metric == SENSITIVITY and sensitivity is not None else magnitudes
-        key = (metric, prune)
-        if key not in self._prune_thresholds:
-            groups: dict[tuple[str, str], list[LogHistogram]] = {}
-            for scored in self.weights.values():
-                used = scored.usable_metric(metric)
-                groups.setdefault((scored.layer_type, used), []).append(scored.scores[used])
-            self._prune_thresholds[key] = {
-                group: self._bucket_edge(sketches, prune, above=self.paper) if prune else 0.0
-                for group, sketches in groups.items()
-            }
-        pruned = (scores < self._prune_thresholds[key][weight.layer_type, weight.usable_metric(metric)]) | (
-            magnitudes == 0
-        )
+        pruned = (scores < self.prune_threshold(weight, metric, prune)) | (magnitudes == 0)
         return pruned & ~protected, protected
 
 

@@ -216,25 +216,7 @@ class InshrinkeratorCandidates:
     ) -> None:
         self._space, self._shapes, self._previous = space, shapes, previous
         self._clustering, self._stats = clustering, stats
-        scores: dict[str, dict[str, LogHistogram]] = {}
-        for metric in (MAGNITUDE, SENSITIVITY):
-            complete = stats.global_tensors.tensors_where_all(
-                {name: metric in weight.scores for name, weight in weights.items()}
-            )
-            sketches = stats.merge_sketches(
-                {
-                    name: weight.scores[metric]
-                    for name, weight in weights.items()
-                    if stats.global_name(name) in complete
-                },
-                SKETCH_ALPHA,
-            )
-            for global_name, sketch in sketches.items():
-                scores.setdefault(global_name, {})[metric] = sketch
-        nothing = torch.empty(0)
-        global_weights = {
-            name: ScoredWeight(nothing, global_layer_types[name], nothing, scores[name]) for name in stats.global_names
-        }
+        global_weights = _merge_weights(weights, stats, global_layer_types)
         self._weights: dict[str, ScoredWeight] = {}
         for name, weight in weights.items():
             # The scores of the global weight; without sensitivity if any shard has none.
@@ -321,3 +303,21 @@ class InshrinkeratorCandidates:
 
     def _seed(self, name: str) -> int:
         return self._clustering.seed ^ zlib.crc32(self._stats.global_name(name).encode())
+
+
+def _merge_weights(
+    weights: Mapping[str, ScoredWeight], stats: GlobalStats, global_layer_types: Mapping[str, str]
+) -> dict[str, ScoredWeight]:
+    """Layer types and scores of global weights, without values, by global name; a collective."""
+    scores: dict[str, dict[str, LogHistogram]] = {}
+    for metric in (MAGNITUDE, SENSITIVITY):
+        has_scores = {name: metric in weight.scores for name, weight in weights.items()}
+        complete = stats.global_tensors.tensors_where_all(has_scores)
+        sketches = stats.merge_sketches(
+            {name: weight.scores[metric] for name, weight in weights.items() if stats.global_name(name) in complete},
+            SKETCH_ALPHA,
+        )
+        for global_name, sketch in sketches.items():
+            scores.setdefault(global_name, {})[metric] = sketch
+    nothing = torch.empty(0)
+    return {name: ScoredWeight(nothing, global_layer_types[name], nothing, scores[name]) for name in stats.global_names}

@@ -1,7 +1,8 @@
-"""The space of settings that is searched: a grid whose axes are ordered by quality, for each of several variants.
+"""The space of settings that is searched, and trials of its points, which ranks measure together.
 
-This is the configuration cube of arXiv 2306.11800 sec. 3.4: bins, pruning and protection are axes; the pruning metric
-is a variant, because neither metric is better everywhere.
+The space is a grid whose axes are ordered by quality, for each of several variants. It is the configuration cube of
+arXiv 2306.11800 sec. 3.4: bins, pruning and protection are axes; the pruning metric is a variant, because neither
+metric is better everywhere.
 
 Data-parallel replicas hold the same state, so each can try another point (sec. 3.4). After every round all of them know
 all answers, and each continues alone to the same next round.
@@ -22,7 +23,6 @@ from shrinkpoint.sharding.collectives import gather_or_raise
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
 
 METRIC = "metric"  # The setting that names a point's variant
 
