@@ -259,6 +259,11 @@ def test_a_save_within_autocast_measures_the_weights_of_each_trial(tmp_path):
     with sp.CheckpointManager(tmp_path, scheme=scheme) as manager, torch.autocast("cpu", torch.bfloat16):
         (model(x) - x).square().mean().backward()  # autocast keeps its cast of the weight from here on
         assert manager.save(1, model=model, optimizer=torch.optim.AdamW(model.parameters())).weights_ratio > 4
+        model.zero_grad()
+        after = model(x)  # with casts of the weights as they are, not of a trial's
+        after.float().sum().backward()
+        assert torch.equal(after, F.linear(x, model.weight.detach(), model.bias.detach()))
+        assert model.weight.grad is not None
 
 
 SCHEMES = {

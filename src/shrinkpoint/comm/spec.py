@@ -38,10 +38,10 @@ def parse(text: str) -> Compressor | ErrorFeedback | LowRank | MomentSteps:
     n3:64                   3 bits (1 to 4), levels for a normal distribution, a scale for each 64 values
     block4:32               4 bits (2 to 8), an exponent for each 32 values
     h64(q4:64)              rotated in blocks of 64 first; "h64>5(..)" only blocks with outliers
-    top10, top10:bf16,      the 10 % largest of each sample, with fp32, fp16 or bf16 values or through a compressor;
+    top10, top10:bf16,      the 10% largest of each sample, with fp32, fp16 or bf16 values or through a compressor;
     top10:q4:64             with ":tensor" of the tensor, with ":4096" of each 4096 values
     same, same:bf16         backward: at the indices of the forward message
-    rand10                  10 % at random indices
+    rand10                  10% at random indices
     ef(..), efmixed(..),    with error feedback, "ef(.., decay=0.95)"; "aq(q2:64, warmup=2, dtype=bf16)" by sample
     ef21(..), aq(..)
     lowrank4,               gradients of matrices as factors of rank 4, through a compressor if there is one: for

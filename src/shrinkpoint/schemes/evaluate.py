@@ -123,6 +123,7 @@ class ModelStateGuard:
             for tensor, copy in self._copies:
                 if not torch.equal(tensor, copy):  # a write would increase the version, which other code may watch
                     tensor.copy_(copy)
+        torch.clear_autocast_cache()  # within autocast, it has casts of the values of a trial, and without gradients
         set_rng_state(self._rng_state)
 
 

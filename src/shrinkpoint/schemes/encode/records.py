@@ -228,7 +228,7 @@ class ChainChoices:
     """The choices that hold now: made by the first delta of a chain, and again by its 2nd, 4th, 8th, ...
 
     What codes smallest changes most at the beginning of a run: twenty steps after its start the levels of second
-    moments do, and soon the square of the gradient, which the first moments tell, takes 15 % less. A choice costs a
+    moments do, and soon the square of the gradient, which the first moments tell, takes 15% less. A choice costs a
     measurement, so it is made ever less often.
     """
 

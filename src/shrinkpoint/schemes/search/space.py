@@ -323,7 +323,7 @@ class TrialLog:
         self, method: str, trials: Trials, sizes: Mapping[Point, float], threshold: float, progress: Progress | None
     ) -> None:
         if not threshold >= 0:
-            raise PolicyError("threshold", found=f"{threshold}", expected="0 or more", do="say e.g. 0.01 for 1 %")
+            raise PolicyError("threshold", found=f"{threshold}", expected="0 or more", do="say e.g. 0.01 for 1%")
         self._method, self._trials, self._progress = method, trials, progress
         self.sizes, self.threshold, self.width = sizes, threshold, trials.width
         self.trials: dict[Point, Trial] = {}
