@@ -44,7 +44,8 @@ def group_by_pattern(weights: Mapping[str, Tensor]) -> dict[str, str]:
 def probe(weights: GlobalWeights, loss_increase: MeasureLossIncrease) -> dict[str, float]:
     """The mean curvature of the loss by group of weights, from one measured rise of each: `2 rise / sum(d^2)`.
 
-    A collective: all ranks perturb their shards of a group at once.
+    A collective: all ranks perturb their shards of a group at once. A group whose rise is not finite gets the largest
+    curvature.
 
     Returns:
         Nothing if no group raises the loss.
