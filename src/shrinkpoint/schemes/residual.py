@@ -19,7 +19,7 @@ from shrinkpoint import humanize
 from shrinkpoint.codec.codebook_record import CODERS
 from shrinkpoint.codec.reference import CodebookTensor, Reference
 from shrinkpoint.errors import warn_user
-from shrinkpoint.schemes.base import QuantizedState, SpecMixin
+from shrinkpoint.schemes.base import QuantizedState, SpecMixin, finite_or_text
 from shrinkpoint.schemes.calibration import UnmeasuredLossNotice
 from shrinkpoint.schemes.encode.records import RecordEncodingMixin
 from shrinkpoint.schemes.plan import OptimizerMode, QuantizationPlan, check_optimizer_mode, quantize_moments
@@ -177,7 +177,7 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
             loss |= {"measured": False, "left_out": [*selection.nonfinite]}
             self._unmeasured_notice.warn_once(self, quiet=tensors.collectives.rank > 0)
         if diverged:
-            far = {name: float(f"{x:.4g}") if math.isfinite(x) else str(x) for name, x in diverged.items()}
+            far = {name: finite_or_text(float(f"{x:.4g}")) for name, x in diverged.items()}
             loss = (loss or {"scheme": self.id, "left_out": [*selection.nonfinite]}) | {"far": far}
         return QuantizationPlan(
             self.id,
