@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from shrinkpoint.schemes.evaluate import paired_mean_interval, student_t_quantile
+from shrinkpoint.schemes.confidence_interval import paired_mean_interval, student_t_quantile
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""Evaluates trial values with the user's `evaluate`, restores the model, and compares the results.
-
-Results of single examples are compared by a confidence interval of their mean difference."""
+"""Evaluates trial values with the user's `evaluate`, restores the model, and compares the results."""
 
 from __future__ import annotations
 
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.progress import Task
 from shrinkpoint.quantize.layer_types import layer_types_of_model
+from shrinkpoint.schemes.confidence_interval import paired_mean_interval
 from shrinkpoint.schemes.influence import InfluenceRecorder, local_shard
 from shrinkpoint.sharding.global_tensors import GlobalTensors, matches_parameter, recorder_values
 from shrinkpoint.tensors.dtypes import as_bits
@@ -27,46 +26,6 @@ from shrinkpoint.tensors.memory import callers_default, is_out_of_memory
 from shrinkpoint.tensors.names import map_nested_tensors
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.tensors.wrappers import unwrapped
-
-_STUDENT_T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Quantiles of Student's t at 0.975, for 1 to 9 degrees of freedom."""
-_NORMAL_QUANTILE = 1.959964
-
-
-def paired_mean_interval(reference: Tensor, trial: Tensor) -> tuple[float, float]:
-    """The 95% confidence interval of the mean of `trial - reference`, over the examples of both.
-
-    It is Student's interval of the mean difference. If all values are 0 or 1 (right or wrong), it is that of two paired
-    proportions with half a count added to each cell (Agresti and Min 2005), which is not empty if no example changed.
-
-    Args:
-        reference, trial: float64 [n], n >= 2, in the same order.
-
-    Returns:
-        The ends; infinite if a difference is not finite.
-    """
-    difference = trial - reference
-    count = difference.numel()
-    if not bool(difference.isfinite().all()):
-        return -math.inf, math.inf
-    if bool(torch.stack([reference, trial]).square().eq(torch.stack([reference, trial])).all()):
-        up, down = (float((difference == sign).sum()) + 0.5 for sign in (1, -1))
-        mean = (up - down) / (count + 2)
-        error = _NORMAL_QUANTILE * math.sqrt(up + down - (up - down) ** 2 / (count + 2)) / (count + 2)
-        return mean - error, mean + error
-    mean = float(difference.mean())
-    error = student_t_quantile(count - 1) * float(difference.std()) / math.sqrt(count)
-    return mean - error, mean + error
-
-
-def student_t_quantile(degrees_of_freedom: int) -> float:
-    """The quantile of Student's t at 0.975, to a thousandth; `degrees_of_freedom` from 1."""
-    if degrees_of_freedom <= len(_STUDENT_T_QUANTILES):
-        return _STUDENT_T_QUANTILES[degrees_of_freedom - 1]
-    z, n = _NORMAL_QUANTILE, float(degrees_of_freedom)
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
-    return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n * n) + third
-
 
 _log = logging.getLogger("shrinkpoint")
 MEMORY_ADVICE = "free memory, or evaluate on fewer examples at once"
