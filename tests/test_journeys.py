@@ -17,8 +17,8 @@ from torch import nn
 
 import shrinkpoint as sp
 
-SAVE = (586, 68, 1208)
-RESTORE = (342, 46, 1171)
+SAVE = (591, 68, 1220)
+RESTORE = (346, 46, 1188)
 GRADIENT = (82, 10, 118)
 
 
