@@ -16,19 +16,19 @@ from shrinkpoint.comm import CompressorContext, Link, MessageContext, parse
 from shrinkpoint.errors import MismatchError, PolicyError
 
 
-def test_both_ends_hold_the_same_reference():
+@pytest.mark.parametrize("spec", [*STATELESS, *STATEFUL])
+def test_both_ends_hold_the_same_reference(spec):
     """What the sender believes the other end to have is what it has: its own account of the loss is exact."""
-    for spec in (*STATELESS, *STATEFUL):
-        sender, receiver = ends(spec, sample_every=1)
-        lost = []
-        for x, context in batches(80 if spec in STATEFUL else 20):
-            out = cross(sender, receiver, x, context)
-            assert sender.fingerprint() == receiver.fingerprint()
-            assert out.isfinite().all()
-            lost.append(float(torch.linalg.vector_norm(x - out) / torch.linalg.vector_norm(x)))
-        assert sender.stats.relative_error == pytest.approx(math.fsum(lost) / len(lost), rel=1e-5)
-        assert sender.stats.wire_bytes == receiver.stats.wire_bytes
-        assert sender.stats.raw_bytes == receiver.stats.raw_bytes
+    sender, receiver = ends(spec, sample_every=1)
+    lost = []
+    for x, context in batches(80 if spec in STATEFUL else 20):
+        out = cross(sender, receiver, x, context)
+        assert sender.fingerprint() == receiver.fingerprint()
+        assert out.isfinite().all()
+        lost.append(float(torch.linalg.vector_norm(x - out) / torch.linalg.vector_norm(x)))
+    assert sender.stats.relative_error == pytest.approx(math.fsum(lost) / len(lost), rel=1e-5)
+    assert sender.stats.wire_bytes == receiver.stats.wire_bytes
+    assert sender.stats.raw_bytes == receiver.stats.raw_bytes
 
 
 @pytest.mark.parametrize("spec", ["q4:64", "top10", *STATEFUL])
@@ -93,40 +93,40 @@ def test_links_of_other_names_have_other_noise():
     assert not torch.equal(a, b) and torch.equal(a, Link("q2:64:dither").pack(x))
 
 
-def test_evaluation_changes_no_state_and_uses_the_compressor_alone():
-    for spec in (*STATELESS, *STATEFUL):
-        sender, receiver = ends(spec)
-        for x, context in batches(7):
-            cross(sender, receiver, x, context)
-        before = sender.fingerprint(), receiver.fingerprint()
-        for x, context in batches(4, seed=5):
-            out = cross(sender, receiver, x, MessageContext(context.slot, training=False))
-            compressor, key = (
-                sender.compressor,
-                CompressorContext(sender._message_info(MessageContext(context.slot, training=False)).context.key),
-            )
-            assert same(out, compressor.decode(compressor.encode(x, key), torch.empty_like(x), key))
-        assert (sender.fingerprint(), receiver.fingerprint()) == before
-        other, twin = ends(spec)
-        for number, (x, context) in enumerate(batches(9)):
-            expected = cross(other, twin, x, context)
-            if number >= 7:
-                assert same(cross(sender, receiver, x, context), expected)
+@pytest.mark.parametrize("spec", [*STATELESS, *STATEFUL])
+def test_evaluation_changes_no_state_and_uses_the_compressor_alone(spec):
+    sender, receiver = ends(spec)
+    for x, context in batches(7):
+        cross(sender, receiver, x, context)
+    before = sender.fingerprint(), receiver.fingerprint()
+    for x, context in batches(4, seed=5):
+        out = cross(sender, receiver, x, MessageContext(context.slot, training=False))
+        compressor, key = (
+            sender.compressor,
+            CompressorContext(sender._message_info(MessageContext(context.slot, training=False)).context.key),
+        )
+        assert same(out, compressor.decode(compressor.encode(x, key), torch.empty_like(x), key))
+    assert (sender.fingerprint(), receiver.fingerprint()) == before
+    other, twin = ends(spec)
+    for number, (x, context) in enumerate(batches(9)):
+        expected = cross(other, twin, x, context)
+        if number >= 7:
+            assert same(cross(sender, receiver, x, context), expected)
 
 
 # ---- what is not finite ----------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_finite_passes_and_is_then_forgotten():
-    for spec in (*STATELESS, *STATEFUL):
-        for bad in [math.nan, math.inf, -math.inf]:
-            sender, receiver = ends(spec)
-            for number, (x, context) in enumerate(batches(24)):
-                if number in (3, 4, 10):
-                    x[0, 1] = bad
-                out = cross(sender, receiver, x, context)
-                assert bool(out.isfinite().all()) == (number not in (3, 4, 10))
-                assert sender.fingerprint() == receiver.fingerprint()
+@pytest.mark.parametrize("spec", [*STATELESS, *STATEFUL])
+def test_what_is_not_finite_passes_and_is_then_forgotten(spec):
+    for bad in [math.nan, math.inf, -math.inf]:
+        sender, receiver = ends(spec)
+        for number, (x, context) in enumerate(batches(24)):
+            if number in (3, 4, 10):
+                x[0, 1] = bad
+            out = cross(sender, receiver, x, context)
+            assert bool(out.isfinite().all()) == (number not in (3, 4, 10))
+            assert sender.fingerprint() == receiver.fingerprint()
 
 
 @pytest.mark.parametrize("spec", ["q4:64", "top10", "ef(top10)", "ef21(q4:64)", "aq(q2:64)"])
@@ -267,16 +267,16 @@ def test_the_two_ends_describe_themselves_alike_and_others_differently(tmp_path)
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_gpu_sends_the_messages_that_a_cpu_sends():
-    for spec in (*STATELESS, *STATEFUL):
-        sender, receiver = ends(spec, sample_every=3)
-        host, other = ends(spec, sample_every=3)
-        sender.stats.events = True
-        for (x, context), (y, _) in zip(batches(20, device="cuda"), batches(20), strict=True):
-            wire, expected = sender.pack(x, context), host.pack(y, context)
-            assert wire.is_cuda and torch.equal(wire.cpu(), expected)
-            out = receiver.unpack(wire, torch.empty_like(x), MessageContext(context.slot))
-            assert same(out.cpu(), other.unpack(expected, torch.empty_like(y), MessageContext(context.slot)))
-        assert sender.fingerprint() == receiver.fingerprint() == host.fingerprint() == other.fingerprint()
-        assert sender.stats.relative_error == pytest.approx(host.stats.relative_error, rel=1e-4)
-        assert sender.stats.encode_seconds > 0
+@pytest.mark.parametrize("spec", [*STATELESS, *STATEFUL])
+def test_a_gpu_sends_the_messages_that_a_cpu_sends(spec):
+    sender, receiver = ends(spec, sample_every=3)
+    host, other = ends(spec, sample_every=3)
+    sender.stats.events = True
+    for (x, context), (y, _) in zip(batches(20, device="cuda"), batches(20), strict=True):
+        wire, expected = sender.pack(x, context), host.pack(y, context)
+        assert wire.is_cuda and torch.equal(wire.cpu(), expected)
+        out = receiver.unpack(wire, torch.empty_like(x), MessageContext(context.slot))
+        assert same(out.cpu(), other.unpack(expected, torch.empty_like(y), MessageContext(context.slot)))
+    assert sender.fingerprint() == receiver.fingerprint() == host.fingerprint() == other.fingerprint()
+    assert sender.stats.relative_error == pytest.approx(host.stats.relative_error, rel=1e-4)
+    assert sender.stats.encode_seconds > 0

@@ -21,6 +21,7 @@ from shrinkpoint._native import Corrupt, Truncated
 Codes = NDArray[np.uint8]
 WAYS = [(rearranged, runs) for rearranged in (False, True) for runs in (False, True)]
 several = settings(deadline=None, max_examples=50)
+each_way = pytest.mark.parametrize(("rearranged", "runs"), WAYS)
 
 
 def encode(form: Cyclic, codes: Codes, previous: Codes | None) -> bytes:
@@ -77,30 +78,28 @@ def test_native_decodes_what_the_reference_encoded(case: tuple[Cyclic, Codes, Co
     np.testing.assert_array_equal(decode(form, data, previous, codes.size), codes)
 
 
-def test_every_pair_of_numbers_of_codes_comes_back() -> None:
-    for rearranged, runs in WAYS:
-        numbers = [*range(1, 19), 32, 34, 255, 256]
-        for before, now in product(numbers, numbers):
-            codes, previous = pair(before * 257 + now, before, now, 300)
-            round_trip(Cyclic(max(before, now), rearranged, runs), codes, previous)
+@each_way
+def test_every_pair_of_numbers_of_codes_comes_back(rearranged: bool, runs: bool) -> None:
+    numbers = [*range(1, 19), 32, 34, 255, 256]
+    for before, now in product(numbers, numbers):
+        codes, previous = pair(before * 257 + now, before, now, 300)
+        round_trip(Cyclic(max(before, now), rearranged, runs), codes, previous)
 
 
-def test_every_size_comes_back() -> None:
-    for rearranged, runs in WAYS:
-        for count in (*range(70), 1023, 1024, 1025, 100_003):
-            codes, previous = pair(count, 8, 12, count)
-            for before in (None, previous):
-                round_trip(Cyclic(12, rearranged, runs), codes, before)
+@each_way
+def test_every_size_comes_back(rearranged: bool, runs: bool) -> None:
+    for count in (*range(70), 1023, 1024, 1025, 100_003):
+        codes, previous = pair(count, 8, 12, count)
+        for before in (None, previous):
+            round_trip(Cyclic(12, rearranged, runs), codes, before)
 
 
-def test_runs_beyond_sixteen_bits_come_back() -> None:
-    for rearranged, runs in WAYS:
-        for length in (65535, 65536, 65537, 1_000_001):
-            codes = np.concatenate(
-                [np.full(length, 3, np.uint8), np.full(length, 7, np.uint8), np.array([3], np.uint8)]
-            )
-            for previous in (None, np.zeros_like(codes), codes, np.full_like(codes, 7)):
-                round_trip(Cyclic(8, rearranged, runs), codes, previous)
+@each_way
+def test_runs_beyond_sixteen_bits_come_back(rearranged: bool, runs: bool) -> None:
+    for length in (65535, 65536, 65537, 1_000_001):
+        codes = np.concatenate([np.full(length, 3, np.uint8), np.full(length, 7, np.uint8), np.array([3], np.uint8)])
+        for previous in (None, np.zeros_like(codes), codes, np.full_like(codes, 7)):
+            round_trip(Cyclic(8, rearranged, runs), codes, previous)
 
 
 def test_codes_that_stay_cost_nearly_nothing_with_runs_and_a_bit_each_without() -> None:
@@ -162,32 +161,33 @@ SMALL = [
     for rearranged, runs in WAYS
     for before, now, modulus in ((8, 12, 12), (256, 256, 256), (1, 2, 2))
 ]
+small = pytest.mark.parametrize(("form", "codes", "previous"), SMALL, ids=[str(form) for form, _, _ in SMALL])
 
 
-def test_a_stream_cut_anywhere_is_refused() -> None:
-    for form, codes, previous in SMALL:
-        for before in (previous, None):
-            data = encode(form, codes, before)
-            for length in range(len(data)):
-                with pytest.raises((Corrupt, Truncated)):
-                    decode(form, data[:length], before, codes.size)
+@small
+def test_a_stream_cut_anywhere_is_refused(form: Cyclic, codes: Codes, previous: Codes) -> None:
+    for before in (previous, None):
+        data = encode(form, codes, before)
+        for length in range(len(data)):
+            with pytest.raises((Corrupt, Truncated)):
+                decode(form, data[:length], before, codes.size)
 
 
-def test_a_stream_that_goes_on_is_refused() -> None:
-    for form, codes, previous in SMALL:
-        data = encode(form, codes, previous)
-        for more in (b"\0", b"\1", bytes(8), bytes(9)):
-            with pytest.raises(Corrupt):
-                decode(form, data + more, previous, codes.size)
+@small
+def test_a_stream_that_goes_on_is_refused(form: Cyclic, codes: Codes, previous: Codes) -> None:
+    data = encode(form, codes, previous)
+    for more in (b"\0", b"\1", bytes(8), bytes(9)):
+        with pytest.raises(Corrupt):
+            decode(form, data + more, previous, codes.size)
 
 
-def test_no_flipped_bit_crashes() -> None:
-    for form, codes, previous in SMALL:
-        data = encode(form, codes, previous)
-        for bit in range(8 * len(data)):
-            damaged = bytearray(data)
-            damaged[bit // 8] ^= 1 << bit % 8
-            survives(form, bytes(damaged), previous, codes.size)
+@small
+def test_no_flipped_bit_crashes(form: Cyclic, codes: Codes, previous: Codes) -> None:
+    data = encode(form, codes, previous)
+    for bit in range(8 * len(data)):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        survives(form, bytes(damaged), previous, codes.size)
 
 
 @several

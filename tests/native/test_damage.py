@@ -33,6 +33,8 @@ LARGE = {
     "codes": make(11, Run("codes", 8, predictor="base", chunk=40000), 80000),
     "delta": make(9, Run("delta", 16, 7, predictor="base", top=125, chunk=33000), 66000, "wild"),
 }
+small = pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
+large = pytest.mark.parametrize("case", LARGE.values(), ids=LARGE)
 
 
 def survives(case: Case, side: bytes, codes: bytes) -> None:
@@ -48,51 +50,51 @@ def resized(side: bytes, length: int) -> bytes:
     return side[:-4] + length.to_bytes(4, "little")
 
 
-def test_side_data_cut_anywhere_are_refused() -> None:
-    for case in SMALL.values():
-        side, codes = case.encode()
-        for length in range(len(side)):
-            with pytest.raises((Corrupt, Truncated)):
-                case.decode(side[:length], codes)
+@small
+def test_side_data_cut_anywhere_are_refused(case: Case) -> None:
+    side, codes = case.encode()
+    for length in range(len(side)):
         with pytest.raises((Corrupt, Truncated)):
-            case.decode(side + b"\0", codes)
+            case.decode(side[:length], codes)
+    with pytest.raises((Corrupt, Truncated)):
+        case.decode(side + b"\0", codes)
 
 
-def test_codes_cut_anywhere_are_refused() -> None:
-    for case in SMALL.values():
-        side, codes = case.encode()
-        for length in range(len(codes)):
-            with pytest.raises(Truncated):
-                case.decode(side, codes[:length])
-        with pytest.raises(Corrupt):
-            case.decode(side, codes + b"\0")
+@small
+def test_codes_cut_anywhere_are_refused(case: Case) -> None:
+    side, codes = case.encode()
+    for length in range(len(codes)):
+        with pytest.raises(Truncated):
+            case.decode(side, codes[:length])
+    with pytest.raises(Corrupt):
+        case.decode(side, codes + b"\0")
 
 
-def test_a_chunk_cut_anywhere_is_refused_though_its_announced_size_fits() -> None:
-    for case in SMALL.values():
-        side, codes = case.encode()
-        last = int.from_bytes(side[-4:], "little")
-        for length in range(last):
-            with pytest.raises((Corrupt, Truncated)):
-                case.decode(resized(side, length), codes[: len(codes) - last + length])
+@small
+def test_a_chunk_cut_anywhere_is_refused_though_its_announced_size_fits(case: Case) -> None:
+    side, codes = case.encode()
+    last = int.from_bytes(side[-4:], "little")
+    for length in range(last):
+        with pytest.raises((Corrupt, Truncated)):
+            case.decode(resized(side, length), codes[: len(codes) - last + length])
 
 
-def test_a_chunk_of_32_lanes_cut_anywhere_is_refused() -> None:
-    for case in LARGE.values():
-        side, codes = case.encode()
-        last = int.from_bytes(side[-4:], "little")
-        for length in [*range(0, 200, 7), *range(200, last, max(1, last // 40)), last - 9, last - 8, last - 1]:
-            with pytest.raises((Corrupt, Truncated)):
-                case.decode(resized(side, length), codes[: len(codes) - last + length])
+@large
+def test_a_chunk_of_32_lanes_cut_anywhere_is_refused(case: Case) -> None:
+    side, codes = case.encode()
+    last = int.from_bytes(side[-4:], "little")
+    for length in [*range(0, 200, 7), *range(200, last, max(1, last // 40)), last - 9, last - 8, last - 1]:
+        with pytest.raises((Corrupt, Truncated)):
+            case.decode(resized(side, length), codes[: len(codes) - last + length])
 
 
-def test_a_symbol_stream_that_announces_another_size_is_refused() -> None:
-    for case in LARGE.values():
-        side, codes = case.encode()
-        stream = int.from_bytes(codes[:4], "little")
-        for other in (0, 127, 128, stream - 2, stream - 1, stream + 1, stream + 2, len(codes) - 4, 2**31, 2**32 - 1):
-            with pytest.raises((Corrupt, Truncated)):
-                case.decode(side, other.to_bytes(4, "little") + codes[4:])
+@large
+def test_a_symbol_stream_that_announces_another_size_is_refused(case: Case) -> None:
+    side, codes = case.encode()
+    stream = int.from_bytes(codes[:4], "little")
+    for other in (0, 127, 128, stream - 2, stream - 1, stream + 1, stream + 2, len(codes) - 4, 2**31, 2**32 - 1):
+        with pytest.raises((Corrupt, Truncated)):
+            case.decode(side, other.to_bytes(4, "little") + codes[4:])
 
 
 @settings(deadline=None, max_examples=30)
@@ -105,21 +107,21 @@ def test_flipped_bytes_never_crash(case: Case, data: st.DataObject) -> None:
     survives(case, *map(bytes, parts))
 
 
-def test_no_single_flipped_byte_crashes() -> None:
-    for case in SMALL.values():
-        side, codes = case.encode()
-        for at in range(len(side)):
-            survives(case, side[:at] + bytes([side[at] ^ 0x85]) + side[at + 1 :], codes)
-        for at in range(len(codes)):
-            survives(case, side, codes[:at] + bytes([codes[at] ^ 0x85]) + codes[at + 1 :])
+@small
+def test_no_single_flipped_byte_crashes(case: Case) -> None:
+    side, codes = case.encode()
+    for at in range(len(side)):
+        survives(case, side[:at] + bytes([side[at] ^ 0x85]) + side[at + 1 :], codes)
+    for at in range(len(codes)):
+        survives(case, side, codes[:at] + bytes([codes[at] ^ 0x85]) + codes[at + 1 :])
 
 
-def test_flipped_bytes_of_32_lanes_never_crash() -> None:
-    for case in LARGE.values():
-        side, codes = case.encode()
-        random = np.random.default_rng(1)
-        for at in [*range(140), *random.integers(0, len(codes), 60)]:
-            survives(case, side, codes[:at] + bytes([codes[at] ^ 0xFF]) + codes[at + 1 :])
+@large
+def test_flipped_bytes_of_32_lanes_never_crash(case: Case) -> None:
+    side, codes = case.encode()
+    random = np.random.default_rng(1)
+    for at in [*range(140), *random.integers(0, len(codes), 60)]:
+        survives(case, side, codes[:at] + bytes([codes[at] ^ 0xFF]) + codes[at + 1 :])
 
 
 @settings(deadline=None, max_examples=30)

@@ -49,12 +49,12 @@ def test_the_reference_decodes_codes(case: Case) -> None:
     agree(case)
 
 
-def test_the_reference_decodes_every_kind_of_number() -> None:
-    for run in RUNS.values():
-        for kind in KINDS:
-            with_moments = run.tokens == "codes" or (run.tokens == "delta" and run.mantissa > 0)
-            for moments in (False, True) if with_moments else (False,):
-                agree(make(9, replace(run, chunk=200), 500, kind, moments=moments))
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_the_reference_decodes_every_kind_of_number(run: Run) -> None:
+    for kind in KINDS:
+        with_moments = run.tokens == "codes" or (run.tokens == "delta" and run.mantissa > 0)
+        for moments in (False, True) if with_moments else (False,):
+            agree(make(9, replace(run, chunk=200), 500, kind, moments=moments))
 
 
 WIDE = [

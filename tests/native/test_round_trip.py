@@ -15,6 +15,8 @@ from reference.run import Run
 
 from shrinkpoint import _native
 
+each_run = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+
 
 def with_moments(run: Run) -> bool:
     return run.tokens == "codes" or (run.mantissa > 0 and run.tokens == "delta")
@@ -26,17 +28,17 @@ def round_trip(case: Case) -> tuple[bytes, bytes]:
     return side, codes
 
 
-def test_every_size_comes_back() -> None:
-    for run in RUNS.values():
-        for count in (*range(1, 71), *range(2047, 2050), *range(32767, 32770)):
-            for chunk in (32, 64, 100, 262144) if count < 100 else (2000, 262144):
-                round_trip(make(count, replace(run, chunk=chunk), count, hint=run.predictor == "base"))
+@each_run
+def test_every_size_comes_back(run: Run) -> None:
+    for count in (*range(1, 71), *range(2047, 2050), *range(32767, 32770)):
+        for chunk in (32, 64, 100, 262144) if count < 100 else (2000, 262144):
+            round_trip(make(count, replace(run, chunk=chunk), count, hint=run.predictor == "base"))
 
 
-def test_every_kind_of_number_comes_back() -> None:
-    for run in RUNS.values():
-        for kind in KINDS:
-            round_trip(make(1, run, 5000, kind))
+@each_run
+def test_every_kind_of_number_comes_back(run: Run) -> None:
+    for kind in KINDS:
+        round_trip(make(1, run, 5000, kind))
 
 
 def test_a_chunk_of_the_largest_size_and_its_neighbours_come_back() -> None:
@@ -44,25 +46,25 @@ def test_a_chunk_of_the_largest_size_and_its_neighbours_come_back() -> None:
         round_trip(make(count, RUNS["adam"], count))
 
 
-def test_threads_change_no_byte() -> None:
-    for run in RUNS.values():
-        case = make(2, replace(run, chunk=5000), 64001)
-        alone = case.encode(threads=1)
-        for threads in (2, 3, 16):
-            assert case.encode(threads=threads) == alone
-            np.testing.assert_array_equal(case.decode(*alone, threads=threads), case.values)
+@each_run
+def test_threads_change_no_byte(run: Run) -> None:
+    case = make(2, replace(run, chunk=5000), 64001)
+    alone = case.encode(threads=1)
+    for threads in (2, 3, 16):
+        assert case.encode(threads=threads) == alone
+        np.testing.assert_array_equal(case.decode(*alone, threads=threads), case.values)
 
 
-def test_instruction_sets_change_no_byte() -> None:
-    for run in RUNS.values():
-        for kind in ["normal", "wild"]:
-            case = make(3, replace(run, chunk=33000), 70001, kind, moments=with_moments(run))
-            _native._use_simd(0)
-            plain = case.encode()
-            for most in (0, 1, 2):
-                _native._use_simd(most)
-                assert case.encode() == plain
-                np.testing.assert_array_equal(case.decode(*plain), case.values)
+@each_run
+def test_instruction_sets_change_no_byte(run: Run) -> None:
+    for kind in ["normal", "wild"]:
+        case = make(3, replace(run, chunk=33000), 70001, kind, moments=with_moments(run))
+        _native._use_simd(0)
+        plain = case.encode()
+        for most in (0, 1, 2):
+            _native._use_simd(most)
+            assert case.encode() == plain
+            np.testing.assert_array_equal(case.decode(*plain), case.values)
 
 
 @settings(deadline=None, max_examples=60)

@@ -15,6 +15,7 @@ from shrinkpoint import _native
 SAMPLED = {name: run for name, run in RUNS.items() if run.tokens in ("level", "delta")}
 COUNT = 3 * 65536 + 1001  # every third tile is in the sample
 TILE = 2048
+each_run = pytest.mark.parametrize("run", SAMPLED.values(), ids=SAMPLED)
 
 
 def with_outliers(case: Case, places: list[int], seed: int = 0) -> Case:
@@ -32,41 +33,41 @@ def assert_comes_back(case: Case) -> tuple[bytes, bytes]:
     return side, codes
 
 
-def test_numbers_unlike_all_of_the_sample_come_back() -> None:
-    for run in SAMPLED.values():
-        case = make(7, replace(run, chunk=50_000), COUNT)
-        unsampled: NDArray[np.int64] = TILE + np.arange(0, TILE, 7)
-        for places in ([TILE], [COUNT - 1], unsampled.tolist()):
-            assert_comes_back(with_outliers(case, list(places)))
+@each_run
+def test_numbers_unlike_all_of_the_sample_come_back(run: Any) -> None:
+    case = make(7, replace(run, chunk=50_000), COUNT)
+    unsampled: NDArray[np.int64] = TILE + np.arange(0, TILE, 7)
+    for places in ([TILE], [COUNT - 1], unsampled.tolist()):
+        assert_comes_back(with_outliers(case, list(places)))
 
 
-def test_a_sample_of_one_number_comes_back() -> None:
-    for run in SAMPLED.values():
-        case = make(8, run, COUNT, "constant")
-        assert_comes_back(with_outliers(case, [TILE + 3, 2 * TILE + 5]))
-        zeros = replace(case, values=np.zeros_like(case.values))
-        assert_comes_back(zeros)
-        assert_comes_back(with_outliers(zeros, [TILE + 3, COUNT - 1]))
+@each_run
+def test_a_sample_of_one_number_comes_back(run: Any) -> None:
+    case = make(8, run, COUNT, "constant")
+    assert_comes_back(with_outliers(case, [TILE + 3, 2 * TILE + 5]))
+    zeros = replace(case, values=np.zeros_like(case.values))
+    assert_comes_back(zeros)
+    assert_comes_back(with_outliers(zeros, [TILE + 3, COUNT - 1]))
 
 
-def test_threads_and_instruction_sets_change_no_byte() -> None:
-    for run in SAMPLED.values():
-        case = with_outliers(make(9, replace(run, chunk=30_000), COUNT), [TILE + 1, 5 * TILE, COUNT - 2])
-        alone = assert_comes_back(case)
-        for threads in (2, 5):
-            assert case.encode(threads=threads) == alone
-        for most in (0, 1, 2):
-            _native._use_simd(most)
-            assert case.encode() == alone
+@each_run
+def test_threads_and_instruction_sets_change_no_byte(run: Any) -> None:
+    case = with_outliers(make(9, replace(run, chunk=30_000), COUNT), [TILE + 1, 5 * TILE, COUNT - 2])
+    alone = assert_comes_back(case)
+    for threads in (2, 5):
+        assert case.encode(threads=threads) == alone
+    for most in (0, 1):
+        _native._use_simd(most)
+        assert case.encode() == alone
 
 
-def test_a_sample_costs_less_than_a_thousandth() -> None:
-    for run in SAMPLED.values():
-        case = make(10, replace(run, chunk=COUNT), COUNT, moments=True)
-        few = replace(case, values=case.values[: COUNT // 3], known=_first(case, COUNT // 3))
-        sampled = sum(map(len, case.encode()))
-        counted = sum(map(len, few.encode()))  # fewer than two samples: tables are made from all
-        assert sampled < 3 * counted * 1.001 + 600
+@each_run
+def test_a_sample_costs_less_than_a_thousandth(run: Any) -> None:
+    case = make(10, replace(run, chunk=COUNT), COUNT, moments=True)
+    few = replace(case, values=case.values[: COUNT // 3], known=_first(case, COUNT // 3))
+    sampled = sum(map(len, case.encode()))
+    counted = sum(map(len, few.encode()))  # fewer than two samples: tables are made from all
+    assert sampled < 3 * counted * 1.001 + 600
 
 
 def _first(case: Case, count: int) -> Any:
