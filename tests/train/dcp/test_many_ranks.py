@@ -324,7 +324,7 @@ def plans_of(ranks: int, replicas: int, tensors: int) -> list[Any]:
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_the_coordinator_looks_at_each_entry_a_few_times_only(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: Counter[int] = Counter()
-    stock, unpack = save_plan._slot_hash, save_plan._RanksOfSlots._unpack
+    stock, split = save_plan._slot_hash, save_plan._split_hashes
     plans_by_ranks = {ranks: plans_of(ranks, replicas, tensors=5) for ranks in (16, 64)}
     for ranks, plans in plans_by_ranks.items():
 
@@ -332,13 +332,13 @@ def test_the_coordinator_looks_at_each_entry_a_few_times_only(replicas: int, mon
             hashed[ranks] += 1
             return stock(index)
 
-        def count_unpacked(self: Any, rank: int, ranks: int = ranks) -> Iterator[bytes]:
-            for slot_hash in unpack(self, rank):
+        def count_split(joined: bytes, ranks: int = ranks) -> Iterator[bytes]:
+            for slot_hash in split(joined):
                 hashed[ranks] += 1
                 yield slot_hash
 
         monkeypatch.setattr(save_plan, "_slot_hash", count_hash)
-        monkeypatch.setattr(save_plan._RanksOfSlots, "_unpack", count_unpacked)
+        monkeypatch.setattr(save_plan, "_split_hashes", count_split)
         moved = colocate_moments(plans)
         assert sum(len(plan.items) for plan in moved) == sum(len(plan.items) for plan in plans)
         owners = {item.index.fqn: rank for rank, plan in enumerate(moved) for item in plan.items}
