@@ -15,8 +15,9 @@ from helpers.codebooks import alike, symbols_of
 
 from shrinkpoint import _native
 from shrinkpoint.codec.codebook_record import CodebookInput, encode_codebook_record
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.record import coding_context, decode
-from shrinkpoint.codec.reference import CodebookTensor, Reference
+from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import CorruptError, FormatError, TruncatedError
 from shrinkpoint.tensors.info import EncodedRecord, TensorInfo
 

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shrinkpoint.codec.codebook_record import CODERS, CodebookInput, encode_codebook_record
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.coder import MAX_CHUNK, CodingContext
 from shrinkpoint.codec.record import decode
-from shrinkpoint.codec.reference import CodebookTensor, Reference
+from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import ChainError
 from shrinkpoint.tensors.dtypes import torch_dtype
 from shrinkpoint.tensors.info import EncodedRecord, TensorInfo

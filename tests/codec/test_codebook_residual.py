@@ -17,9 +17,10 @@ from torch import Tensor
 
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.codec.codebook_record import CodebookInput, encode_codebook_record
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.parallel import decode_all
 from shrinkpoint.codec.record import coding_context, decode
-from shrinkpoint.codec.reference import CodebookTensor, Reference
+from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import ChainError, CorruptError
 from shrinkpoint.tensors.dtypes import dtype_name, torch_dtype
 from shrinkpoint.tensors.info import EncodedRecord, TensorInfo

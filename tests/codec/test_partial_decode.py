@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 
 from shrinkpoint import Lossless
 from shrinkpoint.codec.codebook_record import CodebookInput, encode_codebook_record
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.coder import MAX_CHUNK, NUMBER_FORMATS, CoderConfig, CodingContext, pack_tensors
 from shrinkpoint.codec.decoder import ByteRange, decode_errors
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.record import RecordInput, coding_context, decode, encode
-from shrinkpoint.codec.reference import CodebookTensor, Reference
+from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import FormatError
 from shrinkpoint.tensors.info import EncodedRecord, TensorInfo
 

@@ -20,8 +20,9 @@ from helpers.strategies import bits
 
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.codec.codebook_record import CODERS, CodebookInput, encode_codebook_record
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.record import coding_context, decode
-from shrinkpoint.codec.reference import CodebookTensor, Reference
+from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import ChainError, CorruptError, FormatError, TruncatedError
 from shrinkpoint.tensors.info import EncodedRecord, Role, TensorInfo
 

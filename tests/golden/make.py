@@ -38,8 +38,9 @@ from helpers.round_trip import Loop  # noqa: E402
 from helpers.strategies import TORCH_DTYPES  # noqa: E402
 
 import shrinkpoint as sp  # noqa: E402
+from shrinkpoint.codec.codebook_tensor import CodebookTensor  # noqa: E402
 from shrinkpoint.codec.lattice import Lattice, LatticeTensor  # noqa: E402
-from shrinkpoint.codec.reference import CodebookTensor, Reference  # noqa: E402
+from shrinkpoint.codec.reference import Reference  # noqa: E402
 from shrinkpoint.container import FileReader, FileWriter  # noqa: E402
 from shrinkpoint.container.metadata import FORMAT_VERSION  # noqa: E402
 from shrinkpoint.schemes.plan import QuantizationPlan  # noqa: E402

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shrinkpoint.codec.codebook_record import CODERS
-from shrinkpoint.codec.reference import MAX_CODES, CodebookTensor, Reference
+from shrinkpoint.codec.codebook_tensor import MAX_CODES, CodebookTensor
+from shrinkpoint.codec.reference import Reference
 from shrinkpoint.schemes import QuantizedState
 from shrinkpoint.schemes.encode.records import encode_records
 from shrinkpoint.tensors.flat_state import FlatState

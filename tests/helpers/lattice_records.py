@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from reference.lattice_record import Floats, Grid, Member, guess, sides, spans
 from torch import Tensor
 
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.lattice import Lattice, LatticeTensor
 from shrinkpoint.codec.lattice_record import LatticeInput, encode_lattice_record
-from shrinkpoint.codec.reference import CodebookTensor, QuantizedTensor, Reference
+from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.tensors.dtypes import torch_dtype
 from shrinkpoint.tensors.info import EncodedRecord, TensorInfo
 

@@ -9,11 +9,12 @@ import numpy as np
 from helpers.strategies import bits
 from torch import Tensor
 
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.coder import Bytes
 from shrinkpoint.codec.decoder import ByteRange, DecodeInputs, QuantizerParams, RecordDecoder, RecordView
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.record import record_decoder
-from shrinkpoint.codec.reference import CodebookTensor, Reference
+from shrinkpoint.codec.reference import Reference
 from shrinkpoint.tensors.dtypes import dtype_name
 from shrinkpoint.tensors.info import EncodedRecord, TensorInfo
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from hypothesis import strategies as st
 
-from shrinkpoint.schemes.search.space import Axis, Point, Space, Trials
+from shrinkpoint.schemes.search.space import Axis, Point, Space
+from shrinkpoint.schemes.search.trials import Trials
 
 
 @dataclass

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import shrinkpoint as sp
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.lattice import LatticeTensor
-from shrinkpoint.codec.reference import CodebookTensor
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 
 BINS = {"bins": 16, "embedding_bins": 16}

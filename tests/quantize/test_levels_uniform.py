@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shrinkpoint.codec.reference import CodebookTensor
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.quantize.levels import grid_histogram, min_max, quantize_to_grid, uniform_grid, variable_bins
 from shrinkpoint.quantize.statistics import entropy_per_value

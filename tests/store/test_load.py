@@ -24,7 +24,8 @@ from shrinkpoint.storage import LocalStorage, MemoryStorage
 from shrinkpoint.store import decode
 from shrinkpoint.store.partial_reader import PartialReader
 from shrinkpoint.sync import Publisher, Subscriber
-from shrinkpoint.tensors.names import iter_tensors, named_leaves
+from shrinkpoint.tensors.names import named_leaves
+from shrinkpoint.tensors.nest import iter_tensors
 from shrinkpoint.train import Checkpointer, dcp
 
 

@@ -5,7 +5,7 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from shrinkpoint.tensors.names import iter_tensors, map_nested_tensors
+from shrinkpoint.tensors.nest import iter_tensors, map_nested_tensors
 
 Pair = namedtuple("Pair", "left right")
 ONE, TWO = torch.ones(2), torch.full((2,), 2.0)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shrinkpoint import _native
 from shrinkpoint.codec import recipe as recipes
+from shrinkpoint.codec.codebook_tensor import MAX_CODES, RESERVED_CODES, CodebookTensor
 from shrinkpoint.codec.coder import (
     BYTE_FORMAT,
     MAX_CHUNK,
@@ -45,7 +46,7 @@ from shrinkpoint.codec.decoder import (
     moment_pairs,
 )
 from shrinkpoint.codec.recipe import BitPacked, CodebookRecipe, CodesRecipe, CyclicDelta, LzmaCodes
-from shrinkpoint.codec.reference import MAX_CODES, RESERVED_CODES, CodebookTensor, Reference
+from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.tensors.dtypes import tensor_bytes, torch_dtype
 from shrinkpoint.tensors.info import DTYPES, ITEMSIZE, EncodedRecord, TensorInfo

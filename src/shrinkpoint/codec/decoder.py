@@ -22,17 +22,11 @@ from torch import Tensor
 
 from shrinkpoint import _native
 from shrinkpoint.codec import recipe as recipes
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.coder import Bytes, num_numbers
 from shrinkpoint.codec.lattice import Lattice, LatticeTensor
 from shrinkpoint.codec.recipe import Recipe
-from shrinkpoint.codec.reference import (
-    CodebookTensor,
-    DecodedTensors,
-    QuantizedTensor,
-    Reference,
-    lattice_source,
-    tensor_layout,
-)
+from shrinkpoint.codec.reference import DecodedTensors, QuantizedTensor, Reference, lattice_source, tensor_layout
 from shrinkpoint.errors import ChainError, CorruptError, ShrinkpointError, TruncatedError
 from shrinkpoint.guard import read_guard
 from shrinkpoint.tensors.dtypes import dtype_name, tensor_bytes, tensor_from_bytes, torch_dtype

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TypeAlias
 
+from shrinkpoint.codec.codebook_tensor import MAX_CODES, RESERVED_CODES
 from shrinkpoint.codec.coder import MAX_CHUNK, CoderConfig
 from shrinkpoint.codec.lattice import SPACINGS, Spacing
-from shrinkpoint.codec.reference import MAX_CODES, RESERVED_CODES
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.tensors.names import short_repr
 

@@ -17,7 +17,7 @@ from shrinkpoint.comm.compressors.base import Compressor
 from shrinkpoint.comm.error_feedback import ErrorFeedback
 from shrinkpoint.comm.link import CompressorLike, Link, LinkStats, MessageContext, NonfinitePolicy
 from shrinkpoint.errors import MismatchError, PolicyError
-from shrinkpoint.tensors.names import map_nested_tensors
+from shrinkpoint.tensors.nest import map_nested_tensors
 
 
 def insert_compression(

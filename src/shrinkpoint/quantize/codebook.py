@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint import _native
-from shrinkpoint.codec.reference import MAX_CODES, RESERVED_CODES, CodebookTensor
+from shrinkpoint.codec.codebook_tensor import MAX_CODES, RESERVED_CODES, CodebookTensor
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.quantize.statistics import HistogramArray, to_float64
 

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shrinkpoint.codec.reference import MAX_CODES, RESERVED_CODES, CodebookTensor
+from shrinkpoint.codec.codebook_tensor import MAX_CODES, RESERVED_CODES, CodebookTensor
 
 Representative = Literal["middle", "mean"]
 """The value of a bucket: the middle of its minimum and maximum (the paper), or the mean (the least squared error)."""

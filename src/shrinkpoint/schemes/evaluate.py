@@ -23,7 +23,7 @@ from shrinkpoint.sharding.global_tensors import GlobalTensors, matches_parameter
 from shrinkpoint.tensors.dtypes import as_bits
 from shrinkpoint.tensors.flat_state import FlatState, unflatten
 from shrinkpoint.tensors.memory import callers_default, is_out_of_memory
-from shrinkpoint.tensors.names import map_nested_tensors
+from shrinkpoint.tensors.nest import map_nested_tensors
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.tensors.wrappers import unwrapped
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shrinkpoint import validate
 from shrinkpoint.codec.codebook_record import CODERS
-from shrinkpoint.codec.reference import CodebookTensor
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.quantize.exponent_buckets import Representative, promote
 from shrinkpoint.schemes.base import check_seed
 from shrinkpoint.schemes.plan import OptimizerMode

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 
 from shrinkpoint import validate
 from shrinkpoint.codec.codebook_record import CODERS
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.reference import (
     CastSource,
-    CodebookTensor,
     DecodedTensors,
     LatticeSource,
     QuantizedTensor,

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from shrinkpoint import humanize
 from shrinkpoint.codec.codebook_record import CODERS
-from shrinkpoint.codec.reference import CodebookTensor, Reference
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
+from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import warn_user
 from shrinkpoint.schemes.base import QuantizedState, SpecMixin, finite_or_text
 from shrinkpoint.schemes.calibration import UnmeasuredLossNotice

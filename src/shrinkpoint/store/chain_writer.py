@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
 
 from shrinkpoint import validate
-from shrinkpoint.codec.reference import CodebookTensor, Reference
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
+from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.plan import QuantizationPlan

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.coder import Bytes, num_numbers
 from shrinkpoint.codec.decoder import (
     ByteRange,
@@ -33,7 +34,7 @@ from shrinkpoint.codec.decoder import (
 )
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.record import decode, record_decoder, required_tensors
-from shrinkpoint.codec.reference import CodebookTensor, Reference, as_decoded
+from shrinkpoint.codec.reference import Reference, as_decoded
 from shrinkpoint.container import FileReader, RecordHead
 from shrinkpoint.errors import ChainError, NotFoundError, PolicyError
 from shrinkpoint.storage import Source

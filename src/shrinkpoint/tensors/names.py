@@ -1,11 +1,9 @@
-"""Paths inside a state, the tensor names made from them, and the leaves under these names.
-
-`iter_tensors` and `map_nested_tensors` walk over the tensors of any nest, such as a batch or the output of a module."""
+"""Paths inside a state, the tensor names made from them, and the leaves under these names."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from reprlib import Repr
 from typing import Any, TypeAlias
 
@@ -136,34 +134,3 @@ def as_tensor(leaf: TensorOrArray) -> Tensor:
     if isinstance(leaf, Tensor):
         return leaf.detach()
     return torch.from_numpy(np.ascontiguousarray(leaf, leaf.dtype.newbyteorder("=")).reshape(leaf.shape))
-
-
-def iter_tensors(nest: Any) -> Iterator[Tensor]:
-    if isinstance(nest, Tensor):
-        yield nest
-    elif isinstance(nest, Mapping | list | tuple):
-        for item in nest.values() if isinstance(nest, Mapping) else nest:
-            yield from iter_tensors(item)
-
-
-def map_nested_tensors(nest: Any, function: Callable[[Any], Any], kind: type = Tensor) -> Any:
-    """The nest with `function` of each tensor, or value of another `kind`, in its place; other values stay."""
-    if isinstance(nest, kind):
-        return function(nest)
-    if isinstance(nest, Mapping):
-        items = {key: map_nested_tensors(item, function, kind) for key, item in nest.items()}
-        nest_type: Any = type(nest)
-        if nest_type is dict:
-            return items
-        try:
-            return nest_type(**items)  # as transformers' ModelOutput
-        except TypeError:
-            try:
-                return nest_type(items)  # as its BatchEncoding
-            except TypeError:
-                return items
-    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)(*(map_nested_tensors(item, function, kind) for item in nest))
-    if isinstance(nest, list | tuple):
-        return type(nest)(map_nested_tensors(item, function, kind) for item in nest)
-    return nest

@@ -16,7 +16,7 @@ from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.evaluate import Reading, iter_modules
 from shrinkpoint.schemes.planner import Planner
-from shrinkpoint.tensors.names import iter_tensors, map_nested_tensors
+from shrinkpoint.tensors.nest import iter_tensors, map_nested_tensors
 
 LossOfBatch = Callable[[Any, Any], Any]  # The loss of a model on a batch: a number, or a tensor of each example's loss
 DEFAULT_BATCHES = 8  # Batches that one measurement evaluates

@@ -13,7 +13,8 @@ from helpers.strategies import difference
 
 from shrinkpoint import Lossless
 from shrinkpoint.codec.codebook_record import CODERS
-from shrinkpoint.codec.reference import CodebookTensor, Reference
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
+from shrinkpoint.codec.reference import Reference
 from shrinkpoint.schemes import QuantizationPlan, QuantizedState, Recode
 from shrinkpoint.schemes.encode.record_groups import MAX_BUNDLE_NUMEL, MAX_SHARED_NUMEL
 from shrinkpoint.storage import MemoryStorage

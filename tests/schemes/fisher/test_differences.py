@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import shrinkpoint as sp
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.lattice import LatticeTensor
-from shrinkpoint.codec.reference import CodebookTensor
 from shrinkpoint.errors import ChainError
 from shrinkpoint.schemes.fisher.differences import _round_with_feedback
 from shrinkpoint.store.single_file import decode_file

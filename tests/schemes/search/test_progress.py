@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from shrinkpoint.schemes.search.scheme import progress_printer
-from shrinkpoint.schemes.search.space import Axis, Point, Space, Trial
+from shrinkpoint.schemes.search.space import Axis, Point, Space
+from shrinkpoint.schemes.search.trials import Trial
 
 SPACE = Space(
     (Axis("bins", (8, 16)), Axis("prune", (0.2, 0.0)), Axis("protect", (0.005,))), ("magnitude", "sensitivity")

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.schemes.search.space import Axis, Point, SearchResult, Space, Trial, is_dominated
+from shrinkpoint.schemes.search.space import Axis, Point, Space, is_dominated
+from shrinkpoint.schemes.search.trials import SearchResult, Trial
 
 PAPER = Space(
     (

@@ -7,8 +7,9 @@ from helpers.processes import ranks
 from helpers.search_spaces import random_landscape
 
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.schemes.search.space import Point, Trials
+from shrinkpoint.schemes.search.space import Point
 from shrinkpoint.schemes.search.strategies import branch_and_bound, diagonal, neighbourhood
+from shrinkpoint.schemes.search.trials import Trials
 
 SEEDS = range(6)
 RANKS = """
@@ -20,7 +21,7 @@ RANKS = """
     from shrinkpoint.schemes.search.strategies import diagonal
     from shrinkpoint.schemes.search.strategies import neighbourhood
     from shrinkpoint.schemes.search.space import Point
-    from shrinkpoint.schemes.search.space import Trials
+    from shrinkpoint.schemes.search.trials import Trials
 
 
     def plain(outcome):

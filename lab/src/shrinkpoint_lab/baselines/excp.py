@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shrinkpoint import validate
 from shrinkpoint.codec.codebook_record import CODERS
-from shrinkpoint.codec.reference import MAX_CODES, RESERVED_CODES, CodebookTensor
+from shrinkpoint.codec.codebook_tensor import MAX_CODES, RESERVED_CODES, CodebookTensor
 from shrinkpoint.quantize.codebook import assign, kmeans_codebook
 from shrinkpoint.quantize.statistics import LogHistogram
 from shrinkpoint.schemes.base import check_seed

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shrinkpoint.codec.reference import MAX_CODES, CodebookTensor
+from shrinkpoint.codec.codebook_tensor import MAX_CODES, CodebookTensor
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.quantize.codebook import assign, check_bins
 from shrinkpoint.quantize.layer_types import EMBEDDING

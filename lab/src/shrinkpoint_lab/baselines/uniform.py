@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shrinkpoint.codec.reference import CodebookTensor
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.quantize.codebook import check_bins
 from shrinkpoint.quantize.levels import min_max, quantize_to_grid, uniform_grid

@@ -11,17 +11,11 @@ import torch
 from torch import Tensor
 
 from shrinkpoint._native import xxh3_128
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.coder import num_numbers, num_taps
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.recipe import MAX_TAPS
-from shrinkpoint.codec.reference import (
-    CodebookTensor,
-    LatticeSource,
-    QuantizedTensor,
-    Reference,
-    lattice_sources,
-    tensor_rows,
-)
+from shrinkpoint.codec.reference import LatticeSource, QuantizedTensor, Reference, lattice_sources, tensor_rows
 from shrinkpoint.guard import no_gc
 from shrinkpoint.tensors.compare import same_bits
 from shrinkpoint.tensors.dtypes import as_bits, joined_bytes, materialize, tensor_bytes, torch_dtype

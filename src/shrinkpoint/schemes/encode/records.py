@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shrinkpoint import _native
 from shrinkpoint.codec.codebook_record import CODERS, DELTA_CODERS, CodebookInput, encode_codebook_record
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.coder import (
     MAX_CHUNK,
     NUMBER_FORMATS,
@@ -36,7 +37,7 @@ from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.lattice_record import LatticeInput, encode_lattice_record
 from shrinkpoint.codec.parallel import map_ordered
 from shrinkpoint.codec.record import RecordInput, coding_context, encode, encode_copies, encode_plain, encode_same
-from shrinkpoint.codec.reference import CodebookTensor, QuantizedTensor, Reference, lattice_source
+from shrinkpoint.codec.reference import QuantizedTensor, Reference, lattice_source
 from shrinkpoint.schemes.encode.record_groups import ContextMap, RecordGroup, plan_records
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import EncodedRecord, OptimizerInfo, Role

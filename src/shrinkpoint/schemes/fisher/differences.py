@@ -8,9 +8,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from shrinkpoint.codec.codebook_tensor import MAX_CODES, RESERVED_CODES, CodebookTensor
 from shrinkpoint.codec.lattice import LatticeTensor, as_matrix
 from shrinkpoint.codec.parallel import map_tensors
-from shrinkpoint.codec.reference import MAX_CODES, RESERVED_CODES, CodebookTensor, Reference, RowSample
+from shrinkpoint.codec.reference import Reference, RowSample
 from shrinkpoint.schemes.base import QuantizedState
 from shrinkpoint.schemes.encode.records import encode_records
 from shrinkpoint.schemes.fisher.curvature import Curvature, GlobalWeights

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shrinkpoint import validate
 from shrinkpoint.codec.codebook_record import CODERS
-from shrinkpoint.codec.reference import CodebookTensor
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.quantize import codebook
 from shrinkpoint.quantize.layer_types import EMBEDDING
 from shrinkpoint.quantize.statistics import LogHistogram
@@ -26,14 +26,15 @@ from shrinkpoint.schemes.inshrinkerator.partition import (
     SKETCH_ALPHA,
     PrunePartition,
     ScoredWeight,
-    SizeModel,
     score_weights,
 )
+from shrinkpoint.schemes.inshrinkerator.size_model import SizeModel
 from shrinkpoint.schemes.plan import OptimizerMode
 from shrinkpoint.schemes.search.candidates import UNIFORM_SPACE, CandidateSet, PreviousCodes, UniformCandidates
 from shrinkpoint.schemes.search.scheme import Fallback, SearchScheme
-from shrinkpoint.schemes.search.space import METRIC, Axis, Point, Progress, SearchResult, Space, Trials
+from shrinkpoint.schemes.search.space import METRIC, Axis, Point, Space
 from shrinkpoint.schemes.search.strategies import diagonal
+from shrinkpoint.schemes.search.trials import Progress, SearchResult, Trials
 from shrinkpoint.sharding.global_stats import GlobalStats
 
 SPACE = Space(

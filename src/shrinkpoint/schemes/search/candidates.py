@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shrinkpoint.codec.reference import CodebookTensor
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.quantize.levels import grid_histogram, quantize_to_grid, uniform_grid, variable_bins
 from shrinkpoint.quantize.statistics import code_entropy, entropy_per_value
 from shrinkpoint.schemes.search.space import Axis, Point, Space

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shrinkpoint import validate
-from shrinkpoint.codec.reference import CodebookTensor
+from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.progress import Task
 from shrinkpoint.schemes.base import finite_or_text
@@ -24,8 +24,9 @@ from shrinkpoint.schemes.evaluate import DegradationMetric, Evaluate, TrialEvalu
 from shrinkpoint.schemes.plan import OptimizerMode, QuantizationPlan, check_optimizer_mode, quantize_moments
 from shrinkpoint.schemes.planner import Measurement, PlannedSave, Planner
 from shrinkpoint.schemes.search.candidates import CachedCandidates, CandidateSet, PreviousCodes, common_previous_codes
-from shrinkpoint.schemes.search.space import METRIC, Point, Progress, SearchResult, Space, Trial, Trials, is_dominated
+from shrinkpoint.schemes.search.space import METRIC, Point, Space, is_dominated
 from shrinkpoint.schemes.search.strategies import branch_and_bound, neighbourhood
+from shrinkpoint.schemes.search.trials import Progress, SearchResult, Trial, Trials
 from shrinkpoint.schemes.select import MIN_WEIGHT_NUMEL
 from shrinkpoint.sharding.global_stats import GlobalStats
 from shrinkpoint.tensors.info import JSON

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from shrinkpoint.errors import PolicyError
-from shrinkpoint.schemes.search.space import Point, Progress, SearchResult, Space, TrialLog, Trials, is_dominated
+from shrinkpoint.schemes.search.space import Point, Space, is_dominated
+from shrinkpoint.schemes.search.trials import Progress, SearchResult, TrialLog, Trials
 
 Array = np.ndarray[Any, np.dtype[Any]]
 MIN_VARIANT_GAIN = 0.1  # The share of the threshold by which another variant must be better

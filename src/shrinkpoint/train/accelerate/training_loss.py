@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.schemes.evaluate import Reading
-from shrinkpoint.tensors.names import iter_tensors
+from shrinkpoint.tensors.nest import iter_tensors
 from shrinkpoint.tensors.rng import get_rng_state, set_rng_state
 from shrinkpoint.train.default_evaluation import DefaultEvaluation, LossSource
 from shrinkpoint.train.recent_batches import (
