@@ -274,10 +274,8 @@ def _decode_directory(directory: Path | ObjectUrl) -> DecodedFile:
     from shrinkpoint.store.decode import decode_directory
     from shrinkpoint.tensors.flat_state import flatten
     from shrinkpoint.train.dcp import load
-    from shrinkpoint.train.dcp.checkpoint_metadata import DCP_KEY
 
-    extra = read_directory_manifest(directory).extra
-    if not isinstance(extra, dict) or DCP_KEY not in extra:
+    if not read_directory_manifest(directory).is_dcp:
         return decode_directory(directory)
     state = flatten(load(directory))
     return DecodedFile(state.tree, Reference(state.tensors))
@@ -290,14 +288,13 @@ def open_leaves(location: Location) -> LeafSource:
     from shrinkpoint.tensors.compare import StateLeaves
     from shrinkpoint.tensors.flat_state import flatten
     from shrinkpoint.train.dcp import load
-    from shrinkpoint.train.dcp.checkpoint_metadata import DCP_KEY
 
     if location.file is not None:
         return ChainLeaves(file_chain(location.file))
     if location.is_run:
         directory = location.run_directory
         manifest = read_directory_manifest(directory)
-        if isinstance(manifest.extra, dict) and DCP_KEY in manifest.extra:
+        if manifest.is_dcp:
             state = load(directory)
             return StateLeaves(state, flatten(state).tree)
         return ChainLeaves(directory_chain(directory, manifest.payloads[0]))

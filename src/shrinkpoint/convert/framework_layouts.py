@@ -17,14 +17,13 @@ from shrinkpoint.convert.part import Part
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.store.manifest import DirectoryManifest
 
-_DCP_KEY = "torch.distributed.checkpoint"
-
 
 def framework_of(manifest: DirectoryManifest) -> str:
     """Name of the integration that wrote a directory; "" if the manifest does not have it."""
+    if manifest.is_dcp:
+        return "dcp"
     extra = manifest.extra if isinstance(manifest.extra, dict) else {}
-    names = {_DCP_KEY: "dcp", "lightning": "lightning"}
-    return next((name for key, name in names.items() if key in extra), str(extra.get("framework", "")))
+    return "lightning" if "lightning" in extra else str(extra.get("framework", ""))
 
 
 def to_framework_part(path: Path, manifest: DirectoryManifest, state: Any, *, opaque: bool = False) -> Part | None:

@@ -47,6 +47,7 @@ MAX_MANIFEST_BYTES = 16 << 20
 """A reader refuses a larger manifest of a store before it allocates; each file of the chain takes below 300 bytes."""
 MAX_DIRECTORY_MANIFEST_BYTES = 256 << 20
 """A reader refuses a larger manifest before it allocates; `extra` of a run on thousands of ranks takes megabytes."""
+DCP_KEY = "torch.distributed.checkpoint"  # In `extra`: the metadata of what `dcp.save` wrote
 _DIGEST = re.compile("[0-9a-f]{32}")
 _OWN_DIGEST = re.compile(rb'\{"created":"[^"\\]*",("digest":"([0-9a-f]{32})",)')
 """The beginning of a directory's manifest: keys are sorted."""
@@ -176,6 +177,11 @@ class Manifest(Generic[StepT]):
     def is_lossy(self) -> bool:
         """True if a restore gives other values than were saved."""
         return isinstance(self.loss, dict) and self.loss.get("chosen") is not None
+
+    @property
+    def is_dcp(self) -> bool:
+        """True if it was saved through torch.distributed.checkpoint."""
+        return isinstance(self.extra, dict) and DCP_KEY in self.extra
 
     @property
     def digest(self) -> str:

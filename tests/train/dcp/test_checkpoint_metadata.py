@@ -13,8 +13,9 @@ from helpers.multi_rank_training import save
 
 from shrinkpoint import errors
 from shrinkpoint.store import directory as directories
+from shrinkpoint.store.manifest import DCP_KEY
 from shrinkpoint.train.dcp import Reader, load, reset_chains
-from shrinkpoint.train.dcp.checkpoint_metadata import DCP_KEY, metadata_from_json
+from shrinkpoint.train.dcp.checkpoint_metadata import metadata_from_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -36,10 +36,10 @@ from shrinkpoint.storage import LocalStorage, local
 from shrinkpoint.store import manifest as manifests
 from shrinkpoint.store.delta_writer import DeltaWriter
 from shrinkpoint.store.directory import MANIFEST, commit, has_committed, read_directory_manifest
+from shrinkpoint.store.manifest import DCP_KEY
 from shrinkpoint.tensors.flat_state import flatten
 from shrinkpoint.train.dcp import Reader, chain_registry, directory, latest_valid, load, reset_chains, save_plan
 from shrinkpoint.train.dcp.checkpoint_metadata import (
-    DCP_KEY,
     CheckpointMetadata,
     ChunkMetadata,
     EntryMetadata,

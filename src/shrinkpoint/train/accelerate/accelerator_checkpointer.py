@@ -37,7 +37,7 @@ from shrinkpoint.tensors.flat_state import unflatten
 from shrinkpoint.train.accelerate import prepared_state
 from shrinkpoint.train.accelerate.checkpoint_dirs import CheckpointDirs, is_stock_checkpoint
 from shrinkpoint.train.accelerate.prepared_state import collect_prepared
-from shrinkpoint.train.accelerate.sharded_checkpointer import ShardedCheckpointer, is_sharded_checkpoint
+from shrinkpoint.train.accelerate.sharded_checkpointer import ShardedCheckpointer
 from shrinkpoint.train.accelerate.training_loss import TrainingLoss, count_step_terms
 from shrinkpoint.train.checkpointer import Checkpointer, wait_for_writes
 from shrinkpoint.train.default_evaluation import add_evaluation
@@ -326,7 +326,7 @@ class AcceleratorCheckpointer(ScheduledSaver):
         if manifest.weights_only:
             found, do = "weights only: retention has deleted the moments", "load a newer one; shrinkpoint.load reads it"
             raise NoCheckpointError(str(directory), found=found, expected="a checkpoint to resume from", do=do)
-        if is_sharded_checkpoint(manifest):
+        if manifest.is_dcp:
             self._whole.close()
             self._sharded.load(directory)
             return directory, manifest, None

@@ -31,12 +31,10 @@ from shrinkpoint.storage import ObjectUrl
 from shrinkpoint.storage.base import MemorySource, MemoryStorage
 from shrinkpoint.store import Keep
 from shrinkpoint.store.checkpoint_file import read_file, write_file
-from shrinkpoint.store.manifest import DirectoryManifest
 from shrinkpoint.tensors.flat_state import flatten, unflatten
 from shrinkpoint.tensors.wrappers import match_names
 from shrinkpoint.train.accelerate import prepared_state
 from shrinkpoint.train.dcp import Reader, Writer
-from shrinkpoint.train.dcp.checkpoint_metadata import DCP_KEY
 from shrinkpoint.train.state_dicts import restore_slot_dtypes
 
 T = TypeVar("T")
@@ -164,11 +162,6 @@ class ShardedCheckpointer:
         if rank_key in states:
             rank_states[rank] = states[rank_key]
         return shared | {"ranks": rank_states}
-
-
-def is_sharded_checkpoint(manifest: DirectoryManifest) -> bool:
-    """True if a checkpoint was saved through torch.distributed.checkpoint."""
-    return isinstance(manifest.extra, dict) and DCP_KEY in manifest.extra
 
 
 def _sharded_state(accelerator: Accelerator) -> dict[str, Any]:

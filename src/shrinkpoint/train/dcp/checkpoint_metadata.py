@@ -38,13 +38,13 @@ from shrinkpoint.errors import CorruptError, MismatchError, StateError
 from shrinkpoint.sharding.global_tensors import check_disjoint
 from shrinkpoint.store.directory_rewrite import MomentFilter
 from shrinkpoint.store.identify import MANIFEST
+from shrinkpoint.store.manifest import DCP_KEY
 from shrinkpoint.tensors.dtypes import dtype_name, torch_dtype
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.info import ITEMSIZE, JSON
 from shrinkpoint.tensors.names import tensor_name
 from shrinkpoint.tensors.optimizers import is_master_key
 
-DCP_KEY = "torch.distributed.checkpoint"  # The key of this metadata in a manifest's `extra`
 METADATA_FILE = ".metadata"
 _PICKLE_ERROR_TEXT = (
     "shrinkpoint wrote this checkpoint: load it with shrinkpoint.train.dcp.Reader, or have it as torch writes it by "

@@ -32,13 +32,12 @@ from shrinkpoint.store.chain import manifest_identity, use_current
 from shrinkpoint.store.directory import read_directory_manifest
 from shrinkpoint.store.identify import MANIFEST, identify
 from shrinkpoint.store.load import check_patterns, no_match_error
-from shrinkpoint.store.manifest import DirectoryManifest
+from shrinkpoint.store.manifest import DCP_KEY, DirectoryManifest
 from shrinkpoint.tensors.dtypes import as_bits, empty, torch_dtype
 from shrinkpoint.tensors.names import tensor_name
 from shrinkpoint.tensors.tree_decoder import is_selected, match_patterns
 from shrinkpoint.train.dcp import chain_registry
 from shrinkpoint.train.dcp.checkpoint_metadata import (
-    DCP_KEY,
     CheckpointMetadata,
     ChunkMetadata,
     EntryMetadata,
@@ -210,11 +209,12 @@ def open_checkpoint(directory: Path | ObjectUrl) -> tuple[DirectoryManifest, Che
             raise
         expected = f"the directory of one checkpoint, with {MANIFEST}"
         raise NotFoundError(str(directory), found=identity.description, expected=expected, do=identity.do) from None
-    if not isinstance(manifest.extra, dict) or DCP_KEY not in manifest.extra:
+    if not manifest.is_dcp:
         found, do = "a checkpoint that `dcp.save` did not write", "read it with what wrote it"
         raise MismatchError(str(directory), found=found, expected="one of torch.distributed.checkpoint", do=do)
     where = str(directory / MANIFEST)
-    return manifest, metadata_from_json(manifest.extra[DCP_KEY], len(manifest.payloads), where)
+    extra: Any = manifest.extra
+    return manifest, metadata_from_json(extra[DCP_KEY], len(manifest.payloads), where)
 
 
 @torch.no_grad()

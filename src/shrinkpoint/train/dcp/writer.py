@@ -29,7 +29,7 @@ from shrinkpoint.storage import AnyDirectory, ObjectUrl, directory_storage
 from shrinkpoint.store import Keep
 from shrinkpoint.store.directory import commit, manifest_condition
 from shrinkpoint.store.identify import MANIFEST, has_file
-from shrinkpoint.store.manifest import Payload, check_note
+from shrinkpoint.store.manifest import DCP_KEY, Payload, check_note
 from shrinkpoint.store.retention import check_keep
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.store.save_settings import OnSave, SaveSettings
@@ -40,7 +40,6 @@ from shrinkpoint.train.checkpointer import SaveOptions
 from shrinkpoint.train.dcp import chain_registry, checkpoint_metadata
 from shrinkpoint.train.dcp.chain_registry import ChainState, RestoreOrigin
 from shrinkpoint.train.dcp.checkpoint_metadata import (
-    DCP_KEY,
     METADATA_FILE,
     WrittenEntries,
     find_owners,

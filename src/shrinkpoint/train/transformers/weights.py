@@ -116,12 +116,10 @@ def load_weights(
     is_directory = what_is_at(path) == "a directory"
     directories = [path if is_directory else path.parent]
     if is_directory and find_store(LocalStorage(path)) is None:
-        from shrinkpoint.train.dcp.checkpoint_metadata import DCP_KEY
-
         directory = find_directory(path, step)
         directories = [*dict.fromkeys((directory, *directories, directory.parent))]
         manifest = read_directory_manifest(directory)
-        if len(manifest.payloads) != 1 or (isinstance(manifest.extra, dict) and DCP_KEY in manifest.extra):
+        if len(manifest.payloads) != 1 or manifest.is_dcp:
             tensors = _load_distributed(directory, key, threads, max_bytes)
             return PretrainedWeights(str(where), tensors, tuple(directories))
     return _decode_weights(where, step, key, tuple(directories), threads, max_bytes)
