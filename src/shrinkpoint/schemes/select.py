@@ -137,19 +137,14 @@ def select_tensors(
     optimized = frozenset(optimized_names or ()).intersection(candidates)
     twins = {dtype: {n for n in optimized if candidates[n].dtype == dtype} for dtype in WEIGHT_DTYPES}
     float32 = {name for name, tensor in candidates.items() if tensor.dtype == torch.float32}
-    # Local tensors that are the same shard of global tensors of one shape.
-    shards = {name: global_tensors.local_shards[name] for name in candidates}
-    keys = {name: (shard.sizes, shard.spec.global_shape, shard.spec.offsets) for name, shard in shards.items()}
-    colocated: dict[object, list[str]] = {}
-    for name, key in keys.items():
-        colocated.setdefault(key, []).append(name)
+    colocated = _group_by_shard(global_tensors, candidates)
 
     def sources(name: str, allowed: Collection[str]) -> tuple[str, ...] | None:
         """Global names of those allowed of which a shard is a cast; None if it has no values."""
         tensor = candidates[name]
         if not tensor.numel() or name in allowed:
             return () if tensor.numel() else None
-        others = [other for other in colocated[keys[name]] if other in allowed]
+        others = [other for other in colocated[name] if other in allowed]
         return tuple(global_tensors.global_names[n] for n in others if is_cast(tensor, candidates[n]))
 
     sums = map_tensors(lambda name, threads: value_sums(candidates[name], threads), candidates)
@@ -182,6 +177,15 @@ def select_tensors(
         names,
         sums,
     )
+
+
+def _group_by_shard(global_tensors: GlobalTensors, names: Iterable[str]) -> dict[str, list[str]]:
+    """For each local tensor those that are the same shard of global tensors of one shape, itself among them."""
+    groups: dict[object, list[str]] = {}
+    for name in names:
+        shard = global_tensors.local_shards[name]
+        groups.setdefault((shard.sizes, shard.spec.global_shape, shard.spec.offsets), []).append(name)
+    return {name: group for group in groups.values() for name in group}
 
 
 class _ShardReport(NamedTuple):
