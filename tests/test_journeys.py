@@ -17,8 +17,8 @@ from torch import nn
 
 import shrinkpoint as sp
 
-SAVE = (591, 68, 1220)
-RESTORE = (346, 46, 1188)
+SAVE = (591, 68, 1216)
+RESTORE = (347, 46, 1188)
 GRADIENT = (82, 10, 118)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,9 +20,10 @@ from shrinkpoint._native import xxh3_128
 from shrinkpoint.codec.parallel import (
     MAX_AHEAD_BYTES,
     MIN_PARALLEL_BYTES,
+    MIN_SHARED_BYTES,
     decode_all,
     map_ordered,
-    native_threads,
+    share_out,
 )
 from shrinkpoint.errors import CorruptError, FormatError
 from shrinkpoint.tensors.info import EncodedRecord, TensorInfo
@@ -125,7 +127,7 @@ def test_results_come_in_order_whatever_finishes_first(workers):
         time.sleep(0.02 * (index % 2 == 0))
         return index
 
-    assert [*map_ordered(late_if_even, [1] * 12, workers)] == [*range(12)]
+    assert [*map_ordered(late_if_even, [MIN_SHARED_BYTES] * 12, workers)] == [*range(12)]
     assert [*map_ordered(late_if_even, [], workers)] == []
 
 
@@ -163,10 +165,19 @@ def test_an_error_is_raised_in_its_turn_and_ends_the_work():
 
 def test_a_record_gets_all_threads_where_others_cannot_occupy_them():
     large = MIN_PARALLEL_BYTES
-    assert native_threads([large] * 4, 2) == [1, 1, 1, 2]
-    assert native_threads([large // 2] * 4, 4) == [1, 1, 1, 1]
-    assert native_threads([2 * MAX_AHEAD_BYTES, *[large] * 30], 2)[0] == 2
-    assert native_threads([large] * 2, 1) == [1, 1]
+    assert share_out([large] * 4, 2) == (True, [1, 1, 1, 2])
+    assert share_out([large // 2] * 4, 4) == (True, [1, 1, 1, 1])
+    assert share_out([2 * MAX_AHEAD_BYTES, *[large] * 30], 2)[1][0] == 2
+    assert share_out([large] * 2, 1) == (False, [1, 1])
+
+
+def test_one_thread_takes_small_records_and_codes_a_large_one_among_them_on_all():
+    def code(index: int, threads: int) -> tuple[int, int, bool]:
+        return index, threads, threading.get_ident() == here
+
+    here, sizes = threading.get_ident(), [9, MIN_PARALLEL_BYTES, *[9] * 8]
+    assert [*map_ordered(code, sizes, 2)] == [(index, 2 if index == 1 else 1, True) for index in range(10)]
+    assert not any(alone for _, _, alone in map_ordered(code, [MIN_SHARED_BYTES] * 10, 2))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")

@@ -11,7 +11,7 @@ import torch
 import shrinkpoint as sp
 from shrinkpoint.codec.parallel import MIN_BATCH_NUMEL, map_tensors
 
-SIZES = [3, 1, MIN_BATCH_NUMEL, 0, 5, MIN_BATCH_NUMEL + 1, 2]
+SIZES = [3, 1, 2 * MIN_BATCH_NUMEL, 0, 5, 2 * MIN_BATCH_NUMEL + 1, 2]
 
 
 @pytest.fixture(params=[1, 2, 3])

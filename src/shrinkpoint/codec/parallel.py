@@ -48,24 +48,29 @@ def thread_pool(workers: int) -> ThreadPoolExecutor:
 
 
 MIN_PARALLEL_BYTES = 1 << 22  # Bytes from which a single record may be coded by several threads
-MIN_SHARED_BYTES = 1 << 19
-"""Bytes from which several records are shared out among threads, whose start takes as long as coding some kilobytes."""
+MIN_SHARED_BYTES = 1 << 20
+"""Mean bytes of records from which threads share them: Python takes longer over a smaller one than the native core,
+and threads that wait for each other's Python are slower than one thread."""
 MAX_AHEAD_BYTES = 1 << 25
 """Bytes of records that `map_ordered` begins behind the first unfinished one; more only to occupy all threads."""
 
 
-def native_threads(sizes: Sequence[int], workers: int) -> list[int]:
-    """Number of threads for each of several records, which are begun one after the other by so many workers.
+def share_out(sizes: Sequence[int], workers: int) -> tuple[bool, list[int]]:
+    """How so many threads take several records, which are begun one after the other.
 
-    Records are coded beside each other, each by one thread, which wastes none; a record gets all threads if those
-    behind it are too few to occupy the other workers meanwhile.
+    Returns:
+        Whether the threads share the records; otherwise the caller takes them all. And the number of threads for each
+        record: shared ones are coded beside each other, each by one thread, which wastes none; a record gets all
+        threads if those behind it are too few to occupy the other workers meanwhile.
     """
+    if workers == 1 or len(sizes) < 2 or sum(sizes) < MIN_SHARED_BYTES * len(sizes):
+        return False, [workers if size >= MIN_PARALLEL_BYTES else 1 for size in sizes]
     counts, rest = [], sum(sizes)
     for size in sizes:
         rest -= size
         is_alone = size >= MIN_PARALLEL_BYTES and min(rest, MAX_AHEAD_BYTES) < size * (workers - 1)
         counts.append(workers if is_alone else 1)
-    return counts
+    return True, counts
 
 
 def map_ordered(function: Callable[[int, int], T], sizes: Sequence[int], workers: int) -> Iterator[T]:
@@ -76,8 +81,8 @@ def map_ordered(function: Callable[[int, int], T], sizes: Sequence[int], workers
         sizes: bytes of each record. Behind the first that is under way, `workers` more are begun, or as many as have
             `MAX_AHEAD_BYTES`: results wait in memory.
     """
-    counts = native_threads(sizes, workers)
-    if workers == 1 or len(sizes) == 1 or sum(sizes) < MIN_SHARED_BYTES:
+    is_shared, counts = share_out(sizes, workers)
+    if not is_shared:
         yield from map(function, range(len(sizes)), counts)
         return
     starts = [0, *accumulate(sizes)]
@@ -186,14 +191,15 @@ def _map_largest_first(
 
     Records that have not been started are cancelled when one fails.
     """
-    if workers == 1 or sum(sizes) < MIN_SHARED_BYTES:
-        return (decode_record(index, 1) for index in indices)
     order = sorted(range(len(indices)), key=lambda position: -sizes[position])
-    counts = native_threads([sizes[position] for position in order], workers)
+    is_shared, counts = share_out([sizes[position] for position in order], workers)
+    threads = dict(zip(order, counts, strict=True))
+    if not is_shared:
+        return (decode_record(index, threads[position]) for position, index in enumerate(indices))
     futures: dict[int, Future[T]] = {}
     try:
-        for position, count in zip(order, counts, strict=True):
-            futures[position] = submit_or_run(pool, decode_record, indices[position], count)
+        for position in order:
+            futures[position] = submit_or_run(pool, decode_record, indices[position], threads[position])
         return [futures[position].result() for position in range(len(indices))]
     finally:
         for future in futures.values():
@@ -233,8 +239,12 @@ def map_tensors(function: Callable[[str, int], T], tensors: Mapping[str, Tensor]
     CUDA stream is current.
     """
     workers = torch.get_num_threads()
-    if workers == 1 or not all(tensor.is_cpu for tensor in tensors.values()):
+    sizes = [4 * tensor.numel() for tensor in tensors.values()]
+    if not all(tensor.is_cpu for tensor in tensors.values()):
         return {name: function(name, workers) for name in tensors}
+    is_shared, counts = share_out(sizes, workers)
+    if not is_shared:
+        return dict(zip(tensors, map(function, tensors, counts), strict=True))
     batches, sizes = list[list[str]](), list[int]()
     for name, tensor in tensors.items():
         if not sizes or sizes[-1] >= MIN_BATCH_NUMEL or tensor.numel() >= MIN_BATCH_NUMEL:
