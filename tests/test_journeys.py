@@ -17,7 +17,7 @@ from torch import nn
 
 import shrinkpoint as sp
 
-SAVE = (591, 68, 1216)
+SAVE = (592, 68, 1220)
 RESTORE = (347, 46, 1188)
 GRADIENT = (82, 10, 118)
 

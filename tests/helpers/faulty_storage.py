@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from shrinkpoint.errors import StorageError
-from shrinkpoint.storage import Sink, Source, Storage, storage_error
+from shrinkpoint.storage import LocalStorage, Sink, Source, Storage, storage_error
 
 
 class FaultyStorage:
@@ -75,6 +75,11 @@ class FaultyStorage:
     def link(self, source: str, target: str) -> bool:
         with self._call("link", target):
             return self.inner.link(source, target)
+
+    def flush_dir(self, key: str) -> None:
+        with self._call("flush", key):
+            if isinstance(self.inner, LocalStorage):
+                self.inner.flush_dir(key)
 
     def lock(self) -> AbstractContextManager[None]:
         return self.inner.lock()

@@ -72,12 +72,15 @@ class TestDurability:
         storage.put("a/b/c", b"")
         assert steps[:4] == [("mkdir", "a"), ("fsync", tmp_path.name), ("mkdir", "b"), ("fsync", "a")]
 
-    def test_link_is_flushed(self, storage, steps):
+    def test_links_are_flushed_with_their_directory(self, storage, steps):
         storage.put("a", b"")
         del steps[:]
-        storage.link("a", "d/b")
+        assert storage.link("a", "d/b") and storage.link("a", "d/c")
         del steps[:2]  # the directory
-        assert steps[:3] == [("link", "link"), ("replace", "b"), ("fsync", "d")]
+        moves = [step for step in steps if step[0] != "unlink"]
+        assert moves == [("link", "link"), ("replace", "b"), ("link", "link"), ("replace", "c")]
+        storage.flush_dir("d")
+        assert steps[-1] == ("fsync", "d")
 
     def test_deletion_is_flushed(self, storage, tmp_path, steps):
         storage.put("a/b/c", b"")

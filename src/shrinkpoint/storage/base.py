@@ -72,10 +72,11 @@ class Sink(Protocol):
 class Storage(Protocol):
     """A set of objects under keys. Several threads may call it at once; only the holder of its lock should write.
 
-    It may also have, each of which spares requests or reading:
+    It may also have, each of which spares requests, reading or flushes:
 
     * `list_dirs() -> list[str]`: the first parts of all keys that have several; a restore need not list every object.
     * `has_links = False`: `link` need not be tried.
+    * `flush_dir(key)` makes the links in a directory survive a power cut; without it, `link` returns once they do.
     * `lock_expires = True`: a holder of its lock that stands still loses the lock, and may go on to write later.
     * `condition(key) -> object`: identifies the object that is there now, or that there is none.
     * `put_if(key, data, condition)`: as `put`, if the condition still holds; else an error, and nothing is written.
@@ -123,6 +124,8 @@ class Storage(Protocol):
 
     def link(self, source: str, target: str) -> bool:
         """Give the bytes of `source` a second key without copying them; deleting one key keeps the other.
+
+        A power cut may take the new key until `flush_dir` of its directory returns, where the storage has that.
 
         Returns:
             False if this storage has no links; then nothing has changed.

@@ -248,11 +248,10 @@ class LocalStorage:
     def link(self, source: str, target: str) -> bool:
         return self.link_file(self._existing_path(source), target)
 
-    def link_file(self, old: Path, target: str, *, flush: bool = True) -> bool:
+    def link_file(self, old: Path, target: str) -> bool:
         """Hard-link a file, also one outside of this directory, as `target`; a symbolic link is resolved.
 
-        Args:
-            flush: the link survives a power cut when this returns; False: when `flush_dir` has returned.
+        The link survives a power cut once `flush_dir` of its directory has returned.
 
         Returns:
             False if the file system has no hard links between these places.
@@ -269,8 +268,6 @@ class LocalStorage:
                     raise _not_found(str(old)) from None
                 raise
             temporary.replace(new)
-            if flush:
-                _fsync_dir(new.parent)
         return True
 
     def flush_dir(self, key: str) -> None:

@@ -71,7 +71,7 @@ def link_chain(place: DirectoryPlace, base_dir: Path, base: Payload) -> Sequence
         key = layout.base_name(digest)
         if not (storage.path / key).is_file():
             place.written_keys.append(key)
-            if not storage.link_file(path, key, flush=False):
+            if not storage.link_file(path, key):
                 return None
     storage.flush_dir(layout.BASES)
     return [StoredFile(digest, size, storage, layout.base_name(digest)) for digest, size in chain_digests(base)]

@@ -180,6 +180,9 @@ class CheckpointTransaction(CheckpointPlace):
             replace(base, name=layout.base_name(base.digest) if self._link_file(parent, base) else "")
             for base in chain.chain_links(parent)
         )
+        flush_dir = getattr(self.storage, "flush_dir", None)
+        if flush_dir is not None and any(base.name for base in self._bases):
+            flush_dir(f"{layout.step_dir(self.step)}/{layout.BASES}")
         base = self._bases[-1]
         return {"name": base.name or f"../{base.sibling_key}", "digest": base.digest, "step": base.step}
 
