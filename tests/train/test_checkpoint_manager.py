@@ -116,7 +116,7 @@ def test_training_on_after_a_restore_does_not_spoil_the_next_delta(tmp_path: Pat
     assert same(saved, other.copy())
 
 
-def test_a_damaged_newest_checkpoint_is_skipped_and_named(tmp_path: Path) -> None:
+def test_a_damaged_newest_checkpoint_is_skipped_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     loop = Loop()
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, **loop.parts)
@@ -129,6 +129,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_named(tmp_path: Path) -> Non
     assert at is not None and at.step == 1
     assert [skip.step for skip in at.skipped] == [2]
     assert "rank-00000" in at.skipped[0].reason
+    assert f"step 2 is passed over: {at.skipped[0].reason}" in caplog.messages
     assert same(first, loop.copy())
     with pytest.raises(FormatError):
         manager.restore(2, **loop.parts)

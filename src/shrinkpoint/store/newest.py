@@ -70,7 +70,7 @@ def restore_newest(
     weights_only: bool = False,
     max_bytes: int | None = None,
 ) -> StoreRestore:
-    """Load the newest checkpoint of one or more stores that loads; what it passes over is in the result.
+    """Load the newest checkpoint of one or more stores that loads; what it passes over is in the result and the log.
 
     Args:
         stores: of copies of one checkpoint, that in the first of them that loads. What one has forgotten counts in none
@@ -111,6 +111,8 @@ def restore_newest(
         if not _has_changed(listers, given, is_over=restored is None):
             break
     if restored is not None:
+        for checkpoint in skipped:
+            _log.warning("step %s is passed over: %s", checkpoint.step, checkpoint.reason)
         return replace(restored, skipped=skipped)
     raise _none_loads_error([store.storage.describe() for store in stores], skipped)
 
