@@ -434,3 +434,30 @@ def test_a_number_of_each_example_may_be_returned_and_nothing_else():
             pytest.warns(LossWarning, match="Error: .*return a loss or a score"),
         ):
             assert not manager.save(1, **run.parts).loss_report["chosen"]
+
+
+@pytest.mark.parametrize(("higher", "name"), [(False, "fisher by share"), (True, "fisher by share"), (False, "gobo")])
+def test_an_answer_that_is_infinitely_better_is_not_believed(higher, name):
+    run = Run(steps=20)
+    plain = run.model.body[0].weight.detach().clone()
+
+    def evaluate(model: Any) -> Any:
+        loss = run.evaluate(model)
+        if torch.equal(model.body[0].weight, plain):
+            return -loss if higher else loss
+        return math.inf if higher else -math.inf  # the logarithm of a probability that has become 0
+
+    storage = MemoryStorage()
+    scheme = SCHEMES[name](evaluate=evaluate, higher_is_better=higher)
+    with sp.CheckpointManager(storage, scheme=scheme) as manager, pytest.warns(LossWarning):
+        manager.save(1, **run.parts)
+    other = Run()
+    sp.CheckpointManager(storage).restore(**other.parts)
+    assert same(run.model.state_dict(), other.model.state_dict())
+
+
+def test_a_loss_near_the_smallest_number_does_not_end_a_save():
+    run = Run(steps=20)
+    scheme = sp.Fisher(evaluate=lambda model: float(run.evaluate(model)) * 1e-310)
+    with sp.CheckpointManager(MemoryStorage(), scheme=scheme) as manager, Silent():
+        assert manager.save(1, **run.parts).loss_report["quality"] < 1e-308

@@ -223,6 +223,8 @@ class DegradationMetric:
         self.first_trial = self.first_trial or reading
         before, after = self.baseline.examples, reading.examples
         rise = sign * (reading.value - self.baseline.value)
+        if rise == -math.inf:  # no weights are that much better: something broke
+            return Degradation(math.nan)
         if before is None or after is None or before.shape != after.shape:
             return Degradation(rise)
         interval = (

@@ -226,7 +226,7 @@ class _Numbers:
         if not (self._count and math.isfinite(self._sum) and math.isfinite(answer) and answer):
             return 0
         divisor = self._sum / answer
-        is_share = divisor > 0.5 and abs(divisor - round(divisor)) <= 1e-9 * max(1.0, min(divisor, 1e3))
+        is_share = 0.5 < divisor < math.inf and abs(divisor - round(divisor)) <= 1e-9 * max(1.0, min(divisor, 1e3))
         means = [(self._sum - last) / max(1, self._count - 1), self._sum / self._count]
         is_ragged = self._count > 1 and min(means) <= answer <= max(means)
         return self._common if is_share or is_ragged else 0
