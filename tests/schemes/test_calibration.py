@@ -461,3 +461,33 @@ def test_a_loss_near_the_smallest_number_does_not_end_a_save():
     scheme = sp.Fisher(evaluate=lambda model: float(run.evaluate(model)) * 1e-310)
     with sp.CheckpointManager(MemoryStorage(), scheme=scheme) as manager, Silent():
         assert manager.save(1, **run.parts).loss_report["quality"] < 1e-308
+
+
+@pytest.mark.parametrize("higher", [False, True])
+def test_a_score_that_is_taken_for_a_loss_costs_bytes_and_no_values(higher):
+    run, storage = Run(steps=60), MemoryStorage()
+    loss_or_score = run.evaluate if higher else lambda model: -run.evaluate(model)
+    scheme = sp.Fisher(budget="1%", evaluate=loss_or_score, higher_is_better=higher)
+    do = "leave higher_is_better out for a loss" if higher else "pass higher_is_better=True for a score"
+    with sp.CheckpointManager(storage, scheme=scheme) as manager:
+        for step in range(2):
+            with pytest.warns(
+                LossWarning, match=f"which counts as better, for noise, so this checkpoint is exact.*{do}"
+            ):
+                manager.save(step, **run.parts)
+            run.steps(5)
+    other = Run()
+    at = sp.CheckpointManager(storage).restore(**other.parts)
+    assert at is not None and not at.manifest.is_lossy
+
+
+def test_trials_that_are_better_by_chance_are_believed():
+    run = Run(steps=20)
+    state = copy.deepcopy(run.model.state_dict())
+
+    def evaluate(model: Any) -> float:
+        loss = float(run.evaluate(model))
+        return loss if same(model.state_dict(), state) else 0.9 * loss
+
+    with sp.CheckpointManager(MemoryStorage(), scheme=sp.Fisher(budget="1%", evaluate=evaluate)) as manager, Silent():
+        assert manager.save(1, **run.parts).loss_report["chosen"] is not None

@@ -49,6 +49,7 @@ _MIN_COMPARED_EXAMPLES, _MIN_CORRELATION = 8, 0.9
 _MIN_MATCHES, _METRIC_ERROR = 2, 1e-6
 """Saves in a row at which a metric was the answer for the unchanged weights, from which it replaces that answer, and by
 how much it may differ, relative to it."""
+_CLEARLY_BETTER = 4.0  # Times what may be lost by which a trial is better that is no chance
 _EXTRA_REPEATS = 3  # Further answers for the same weights, the first time, where noise deserves a warning
 
 
@@ -83,6 +84,7 @@ class Calibration:
         has_reacted: True if clearly different weights had another answer.
         num_saves: number of saves that were measured.
         is_measured: by global name of a weight, True if `evaluate` looks at it; without an entry, it is not known.
+        is_directed: noise was worse than the state, though a trial was clearly better.
         is_tested: `is_measured` is what this process has found out, with this `evaluate`.
 
     Args:
@@ -93,6 +95,7 @@ class Calibration:
         self.noise: float | None = None
         self.has_reacted, self.num_saves = False, 0
         self.is_measured, self.is_tested = dict.fromkeys(unmeasured, False), False
+        self.is_directed = False
         self._sample_text, self._is_interval_warned = "", False
         self._matches = dict[str, int]()  # saves in a row at which a metric was the answer
 
@@ -195,12 +198,16 @@ class Calibration:
         return self._find_reaction(metric, perturbations, compute_on_all)
 
     def find_late_problem(
-        self, metric: DegradationMetric, perturbations: Sequence[MakeValues]
+        self,
+        metric: DegradationMetric,
+        perturbations: Sequence[MakeValues],
+        max_rise: Callable[[float], float] | None = None,
     ) -> EvaluateProblem | None:
         """Find out from the trials of a save what `find_problem` has left to them; arguments as there.
 
-        Other weights have another answer. Where examples keep their losses but for a little, they are the same ones;
-        otherwise `evaluate` is called again with the unchanged weights, and noise makes this checkpoint exact.
+        Other weights have another answer, and noise no better one than a trial that is clearly better than the state.
+        Where examples keep their losses but for a little, they are the same ones; otherwise `evaluate` is called again
+        with the unchanged weights, and noise makes this checkpoint exact.
         """
         trial, failure = metric.first_trial, find_failure(metric)
         if trial is None or failure is not None:
@@ -216,7 +223,28 @@ class Calibration:
         if not self.has_reacted and not self._differs(metric, trial, metric.baseline):
             return self._find_reaction(metric, perturbations, lambda compute: [compute()])
         self.has_reacted = True
-        return None
+        return self._find_inversion(metric, perturbations[0], max_rise)
+
+    def _find_inversion(
+        self, metric: DegradationMetric, make_noisy: MakeValues, max_rise: Callable[[float], float] | None
+    ) -> EvaluateProblem | None:
+        """A problem if a score is taken for a loss, or a loss for a score: then the coarsest steps are the best.
+
+        A trial was clearly better, and noise as large as the weights is better still.
+        """
+        limit = math.inf if max_rise is None else max_rise(metric.scale) * metric.scale
+        if self.is_directed or not metric.least_rise < -_CLEARLY_BETTER * limit:
+            return None
+        noisy = metric.evaluate(make_noisy())
+        if failure := find_failure(metric):
+            return failure
+        if not metric.rise_of(noisy) < metric.least_rise:
+            self.is_directed = True
+            return None
+        answers = f"{metric.baseline.value:g} for the state, and {noisy.value:g}, which counts as better, for noise"
+        is_score = metric.higher_is_better
+        do = "leave higher_is_better out for a loss" if is_score else "pass higher_is_better=True for a score"
+        return EvaluateProblem(f"evaluate returns {answers}", do)
 
     def _find_reaction(
         self, metric: DegradationMetric, perturbations: Sequence[MakeValues], compute_on_all: ComputeOnAll

@@ -183,6 +183,7 @@ class DegradationMetric:
         baseline: the reading of the unchanged weights; the caller sets it before the first comparison.
         failure: the first reading that failed; nothing is evaluated after it. None: none has failed.
         first_trial: the first reading of other weights that was compared with it.
+        least_rise: of all degradations; negative if one was better than the baseline.
     """
 
     def __init__(
@@ -192,6 +193,7 @@ class DegradationMetric:
         self.baseline = Reading(math.nan)
         self.failure: Reading | None = None
         self.first_trial: Reading | None = None
+        self.least_rise = 0.0
 
     def evaluate(self, values: TrialValues) -> Reading:
         """The reading for these values; once a reading has failed, that one."""
@@ -217,14 +219,25 @@ class DegradationMetric:
         """The number that rises are divided by to make them relative."""
         return scale_of(self.baseline.value)
 
+    @property
+    def higher_is_better(self) -> bool:
+        """True if answers are scores, not losses."""
+        return self._higher_is_better
+
+    def rise_of(self, reading: Reading) -> float:
+        """By how much a reading is worse than the baseline; negative if it is better."""
+        return (-1.0 if self._higher_is_better else 1.0) * (reading.value - self.baseline.value)
+
     def degradation(self, values: TrialValues) -> Degradation:
         """The degradation that these values cause."""
         reading, sign = self.evaluate(values), -1.0 if self._higher_is_better else 1.0
         self.first_trial = self.first_trial or reading
         before, after = self.baseline.examples, reading.examples
-        rise = sign * (reading.value - self.baseline.value)
+        rise = self.rise_of(reading)
         if rise == -math.inf:  # no weights are that much better: something broke
             return Degradation(math.nan)
+        if rise < self.least_rise:
+            self.least_rise = rise
         if before is None or after is None or before.shape != after.shape:
             return Degradation(rise)
         interval = (

@@ -193,7 +193,10 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
                 metric, find_influence(), save.selection, save.state, save.tensors, self.compute_on_all
             )
             yield Measurement(
-                metric, problem, task, partial(self._calibration.find_late_problem, metric, perturbations)
+                metric,
+                problem,
+                task,
+                partial(self._calibration.find_late_problem, metric, perturbations, self.max_rise),
             )
 
     @abstractmethod
