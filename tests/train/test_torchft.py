@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 import threading
@@ -94,6 +95,16 @@ def test_coded_moments_leave_all_else_exact_and_take_fewer_bytes(transports):
     assert_same(received, state)
     with pytest.raises(PolicyError, match="no state 'other'; expected one of"):
         transports(own_moments=["other"]).send_checkpoint([1], 7, state, SECONDS)
+
+
+def test_own_moments_are_those_of_the_key_alone_whatever_it_contains(transports):
+    inner, model = trained_state()["user"]["inner"], trained_state()["user"]["model"]
+    state = {"user": {"a/b": inner, "a": {"b": copy.deepcopy(inner)}, "model": model}, "torchft": {"step": 7}}
+    sender = transports(own_moments=["a/b"])
+    sender.send_checkpoint([1], 7, state, SECONDS)
+    received = transports().recv_checkpoint(0, sender.metadata(), 7, SECONDS)
+    assert_same(received["user"]["a"], state["user"]["a"])
+    assert not torch.equal(received["user"]["a/b"]["state"][0]["exp_avg"], inner["state"][0]["exp_avg"])
 
 
 def test_a_request_waits_until_there_is_a_state(transports):

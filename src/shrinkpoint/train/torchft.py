@@ -28,6 +28,7 @@ from shrinkpoint.storage.base import MemorySource
 from shrinkpoint.store.checkpoint_file import Allowance, build_state, read_file, write_file
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.memory import available_bytes
+from shrinkpoint.tensors.names import tensor_name
 
 try:
     from torchft.checkpointing import HTTPTransport
@@ -127,7 +128,7 @@ class _OwnMoments(Fisher):
 
     def __init__(self, keys: Sequence[str]) -> None:
         super().__init__(copies="exact", evaluate=lambda state: 0.0)
-        self._prefixes = tuple(f"user/{key}/" for key in keys)
+        self._prefixes = tuple(f"{tensor_name(('user', key))}/" for key in keys)
 
     def select(self, state: FlatState, tensors: GlobalTensors, quantizable: frozenset[str] | None) -> TensorSelection:
         return super().select(state, tensors, frozenset())
