@@ -254,26 +254,35 @@ def test_a_shape_that_no_bytes_so_few_could_have_is_refused_before_memory_is_tak
             info = TensorInfo(record.infos[0].name, shape, "F32")
             tracemalloc.start()
             try:
-                with pytest.raises((FormatError, ChainError)):
-                    read(replace(record, infos=(info,), base=None), decoded, parent())
+                with pytest.raises((FormatError, ChainError)):  # as many members as centers, so that codes are reached
+                    read(replace(record, infos=(info, *record.infos[1:]), base=None), decoded, parent())
                 assert tracemalloc.get_traced_memory()[1] < 1 << 20
             finally:
                 tracemalloc.stop()
 
 
-def test_a_side_of_codes_that_have_none_is_refused():
-    codes, centers = bytes(2), torch.tensor([1.0]).numpy().tobytes()
+@pytest.mark.parametrize(
+    ("side", "codes", "match"),
+    [
+        (b"", b"\0\0", ""),
+        (b"\0", b"\0\0", "side"),
+        (b"", b"\0\x80", "beyond the last center"),
+    ],
+)
+def test_codes_of_a_side_or_size_that_they_have_not_or_beyond_the_centers_are_refused(
+    side: bytes, codes: bytes, match: str
+):
+    centers = torch.tensor([1.0]).numpy().tobytes()
     info = TensorInfo("w", (16,), "F32")
     digest = xxh3_128(torch.ones(16).numpy().tobytes())
-    for side, fine in ((b"", True), (b"\0", False)):
-        symbols = struct.pack("<IQQ", len(side), len(codes), len(centers)) + side + codes + centers
-        recipe = {"kind": "quantized", "bins": 1, "first": 0, "codes": {"packed": 1}}
-        record = EncodedRecord("w", (info,), recipe, {"symbols": symbols}, digest)
-        if fine:
-            assert torch.equal(decode(record, {}, None).tensors["w"], torch.ones(16))
-        else:
-            with pytest.raises(CorruptError, match="side"):
-                decode(record, {}, None)
+    symbols = struct.pack("<IQQ", len(side), len(codes), len(centers)) + side + codes + centers
+    recipe = {"kind": "quantized", "bins": 1, "first": 0, "codes": {"packed": 1}}
+    record = EncodedRecord("w", (info,), recipe, {"symbols": symbols}, digest)
+    if not match:
+        assert torch.equal(decode(record, {}, None).tensors["w"], torch.ones(16))
+    else:
+        with pytest.raises((CorruptError, TruncatedError), match=match):
+            decode(record, {}, None)
 
 
 def test_padding_of_cyclic_codes_that_is_not_zero_is_refused():
