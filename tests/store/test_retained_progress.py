@@ -64,6 +64,12 @@ def test_a_step_along_the_loss_counts_and_noise_across_it_does_not():
     assert retained_fraction(of(w=before), of(w=before), of(w=now), of(w=torch.tensor([0.5, 9.0]))) == 0.5
 
 
+def test_after_a_spike_that_was_rolled_back_what_counts_is_how_much_of_the_weights_is_stored():
+    spike, now = of(w=torch.full((3,), 1e3)), of(w=torch.ones(3))
+    for share in (0.0, 0.5, 1.0):
+        assert retained_fraction(spike, spike, now, of(w=torch.full((3,), share))) == share
+
+
 # in a store
 
 
@@ -119,6 +125,17 @@ def test_a_movement_far_below_the_rounding_errors_is_not_judged_by_chance(moveme
             weight = randn(40, 30) * 0.1 + step * movement * randn(40, 30, seed=1)
             report = store.save(step, {"model": {"w": weight}}, scheme=Rounding(bins=20 + more_bins * step))
             assert report.retention is None
+
+
+def test_a_share_that_may_be_low_by_chance_is_reported_without_a_warning():
+    """40 weights that moved by less than a center's width: three standard errors are more than the whole share."""
+    store = Store(MemoryStorage())
+    store.save(1, {"model": {"w": randn(4, 10, seed=6) * 0.1}}, scheme=Rounding())
+    moved = randn(4, 10, seed=6) * 0.1 + 0.01 * randn(4, 10, seed=106)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LossWarning)
+        retention = store.save(2, {"model": {"w": moved}}, scheme=Rounding()).retention
+    assert retention is not None and retention < MIN_RETENTION
 
 
 def test_movement_at_the_resolution_of_float32_is_not_judged_after_a_restore():
