@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 import shrinkpoint as sp
 from shrinkpoint.codec.lattice import Lattice, LatticeTensor, as_matrix, scale_counts
-from shrinkpoint.schemes.fisher.curvature import estimate_curvatures
+from shrinkpoint.schemes.fisher.curvature import estimate_curvatures, remote_owners
 from shrinkpoint.schemes.fisher.moment_statistics import MomentStatistics
-from shrinkpoint.tensors.flat_state import flatten
+from shrinkpoint.sharding.global_tensors import GlobalTensors
+from shrinkpoint.tensors.flat_state import FlatState, flatten
+from shrinkpoint.tensors.info import Role, TensorInfo
 
 SHAPES = [(40,), (6, 9), (4, 3, 2, 2)]
 
@@ -178,3 +180,22 @@ def test_second_moments_in_8_bits_serve_as_what_they_stand_for(shape):
     wanted = values[codes.reshape(-1).long()] * tops[torch.arange(count) // block]
     assert found.squares is not None
     assert torch.equal(found.squares.reshape(-1), wanted)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "owner"),
+    [
+        ({"model.layers.0.weight": (4, 6)}, "model.layers.0.weight"),
+        ({"model.layers.0.weight": (6, 4)}, None),
+        ({"model.layers.0.weight": (4, 6), "model.weight": (4, 6)}, None),  # it could be that of either
+        ({"model.layers.0.weight": (4, 6), "model.weight": (6, 4)}, "model.layers.0.weight"),
+        ({"model.layers.1.weight": (4, 6)}, None),
+    ],
+)
+def test_a_second_moment_on_another_rank_is_that_of_the_one_weight_it_is_named_after(shapes, owner):
+    moment = "optim.state.layers.0.weight.exp_avg_sq"
+    tensors = {name: torch.zeros(shape) for name, shape in {**shapes, moment: (4, 6)}.items()}
+    roles = {**dict.fromkeys(shapes, Role.PARAMETER), moment: Role.MOMENT2}
+    infos = {name: TensorInfo(name, tuple(x.shape), "F32", roles[name]) for name, x in tensors.items()}
+    global_tensors = GlobalTensors.from_state(FlatState({}, tensors, infos, {}, {}))
+    assert remote_owners(global_tensors, [*shapes]) == ({moment: owner} if owner else {})

@@ -40,6 +40,7 @@ def test_nothing_is_made_good_where_nothing_has_moved():
     reference = restored()
     assert share(dict(reference.tensors), reference) == 1.0
     assert share(WEIGHTS, None) == 1.0
+    assert share({name: x * math.nan for name, x in WEIGHTS.items()}, reference) == 1.0  # nothing can be said
 
 
 def test_the_further_weights_move_the_less_is_left():
@@ -69,14 +70,20 @@ def test_what_lies_where_the_loss_is_steep_counts_more():
     assert left(slice(48, None)) > 0.9 and left(slice(0, 48)) < 0.1
 
 
-def test_a_sample_of_a_large_weight_tells_what_all_of_it_does():
-    weights = {"a": normal(4 * MAX_SAMPLED_VALUES // 64, 64, scale=0.02)}
-    known = known_of(adam(weights))
+@pytest.mark.parametrize(("moved", "left"), [({"a": 0.5}, 0.6), ({"a": 1.0}, 0.2), ({"b": 1.0}, 0.8)])
+def test_a_sample_of_a_large_weight_tells_what_all_of_it_does(moved, left):
+    """Of a weight four times as large as the sample, and of another that is sampled whole, a share moves far."""
+    weights = {name: normal(n * MAX_SAMPLED_VALUES // 64, 64, scale=0.02) for name, n in (("a", 4), ("b", 1))}
+    known = known_of(adam(weights, {name: torch.ones_like(x) for name, x in weights.items()}))
     points = StepCandidates(global_weights(weights), known, None, None, 0, 0).quantize(-8).points
-    values = points["a"].dequantize(torch.float32)
-    moved = {"a": torch.where(torch.rand(values.shape, generator=torch.Generator().manual_seed(0)) < 0.5, values, 1e3)}
-    found = remaining_share(global_weights(moved), known, Reference({"a": values}, dict(points)))
-    assert found == pytest.approx(0.5, abs=0.02)
+    values = {name: x.dequantize(torch.float32) for name, x in points.items()}
+    chance = torch.Generator().manual_seed(0)
+    now = {
+        name: torch.where(torch.rand(x.shape, generator=chance) < moved.get(name, 0.0), 1e3, x)
+        for name, x in values.items()
+    }
+    found = remaining_share(global_weights(now), known, Reference(values, dict(points)))
+    assert found == pytest.approx(left, abs=0.02)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ def test_chains_by_name_do_not_depend_on_paths(tmp_path: Path) -> None:
     run = Run(None)
     save(run.state(), tmp_path / "here", chain="mine")
     assert save(run.state(), tmp_path / "there", chain="mine").depth == 1
+    assert save(run.state(), tmp_path / "nowhere", chain="mine", keyframe_every=9).depth == 0  # as options say now
     assert save(run.state(), tmp_path / "elsewhere").depth == 0
 
 
