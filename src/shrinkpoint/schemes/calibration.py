@@ -84,7 +84,7 @@ class Calibration:
         has_reacted: True if clearly different weights had another answer.
         num_saves: number of saves that were measured.
         is_measured: by global name of a weight, True if `evaluate` looks at it; without an entry, it is not known.
-        is_directed: noise was worse than the state, though a trial was clearly better.
+        is_directed: clearly different weights were worse than the state, though a trial was clearly better.
         is_tested: `is_measured` is what this process has found out, with this `evaluate`.
 
     Args:
@@ -205,7 +205,7 @@ class Calibration:
     ) -> EvaluateProblem | None:
         """Find out from the trials of a save what `find_problem` has left to them; arguments as there.
 
-        Other weights have another answer, and noise no better one than a trial that is clearly better than the state.
+        Other weights have another answer, and clearly different ones no better one than a trial does.
         Where examples keep their losses but for a little, they are the same ones; otherwise `evaluate` is called again
         with the unchanged weights, and noise makes this checkpoint exact.
         """
@@ -223,25 +223,34 @@ class Calibration:
         if not self.has_reacted and not self._differs(metric, trial, metric.baseline):
             return self._find_reaction(metric, perturbations, lambda compute: [compute()])
         self.has_reacted = True
-        return self._find_inversion(metric, perturbations[0], max_rise)
+        return self._find_inversion(metric, perturbations, max_rise)
 
     def _find_inversion(
-        self, metric: DegradationMetric, make_noisy: MakeValues, max_rise: Callable[[float], float] | None
+        self,
+        metric: DegradationMetric,
+        perturbations: Sequence[MakeValues],
+        max_rise: Callable[[float], float] | None,
     ) -> EvaluateProblem | None:
         """A problem if a score is taken for a loss, or a loss for a score: then the coarsest steps are the best.
 
-        A trial was clearly better, and noise as large as the weights is better still.
+        A trial was clearly better, and all clearly different weights, noise and zeros, are better still.
         """
         limit = math.inf if max_rise is None else max_rise(metric.scale) * metric.scale
         if self.is_directed or not metric.least_rise < -_CLEARLY_BETTER * limit:
             return None
-        noisy = metric.evaluate(make_noisy())
+        least_rise, readings = metric.least_rise, list[Reading]()
+        for make in perturbations:
+            readings.append(metric.evaluate(make()))
+            if not metric.rise_of(readings[-1]) < least_rise:
+                break
         if failure := find_failure(metric):
             return failure
-        if not metric.rise_of(noisy) < metric.least_rise:
+        if not metric.rise_of(readings[-1]) < least_rise:
             self.is_directed = True
             return None
-        answers = f"{metric.baseline.value:g} for the state, and {noisy.value:g}, which counts as better, for noise"
+        answers = (
+            f"{metric.baseline.value:g} for the state, and {readings[0].value:g}, which counts as better, for noise"
+        )
         is_score = metric.higher_is_better
         do = "leave higher_is_better out for a loss" if is_score else "pass higher_is_better=True for a score"
         return EvaluateProblem(f"evaluate returns {answers}", do)
