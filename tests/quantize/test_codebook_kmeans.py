@@ -132,6 +132,22 @@ def test_warm_start_follows_values_that_move_and_keeps_their_codes():
     assert kept[0] > 0.9 > kept[1]
 
 
+def test_centers_of_other_weights_are_no_start():
+    """All values lie below the previous centers, so that nearly all of these would stay where they are."""
+    values, counts = torch.linspace(0, 1, 200), torch.ones(200)
+    found = kmeans_codebook(values, counts, 8, init=torch.linspace(100, 101, 8))
+    assert torch.equal(found, kmeans_codebook(values, counts, 8))
+
+
+def test_a_random_start_depends_on_the_seed_and_on_the_power_of_the_distance():
+    values, counts = torch.linspace(-1, 1, 200) ** 3, torch.ones(200)
+    starts = [
+        kmeans_codebook(values, counts, 8, seed=seed, squared=squared, iterations=1)
+        for seed, squared in ((0, True), (1, True), (0, False), (1, False), (0, True))
+    ]
+    assert len({tuple(centers.tolist()) for centers in starts}) == 4 and torch.equal(starts[0], starts[-1])
+
+
 def test_warm_start_with_another_number_of_centers_is_refused():
     with pytest.raises(PolicyError, match="start: 8 centers; expected 16"):
         kmeans_codebook(*counted(laplace(100)), 16, init=torch.arange(8.0))

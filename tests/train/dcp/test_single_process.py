@@ -23,7 +23,7 @@ from shrinkpoint.schemes import get_scheme
 from shrinkpoint.store import directory as directories
 from shrinkpoint.store.delta_writer import DeltaWriter
 from shrinkpoint.train.dcp import Reader, Writer, chain_registry, latest_valid, load, reset_chains
-from shrinkpoint.train.dcp.chain_registry import ChainState
+from shrinkpoint.train.dcp.chain_registry import ChainState, RestoreOrigin, find_origin
 from shrinkpoint.train.dcp.checkpoint_metadata import report_entries
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -65,6 +65,31 @@ def test_a_chain_that_is_full_ends_after_a_restore_as_it_does_before(tmp_path: P
     run.restore(storage_reader=Reader(tmp_path / "step-1"))
     depths = [save(run.state(), tmp_path / f"step-{step}", keyframe_every=3).depth for step in range(2, 7)]
     assert depths == [2, 0, 1, 2, 0]
+
+
+def test_every_lossy_restore_is_counted(tmp_path: Path) -> None:
+    run = Run(None)
+    for count in range(3):
+        made = save(run.state(), tmp_path / f"step-{count}", scheme="fisher(relative_error=.3)")
+        assert made.lossy_restores == count
+        reset_chains()
+        run.restore(storage_reader=Reader(tmp_path / f"step-{count}"))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "found"),
+    [("a", "z", "a"), ("b", "", "b"), ("new", "xy", "b"), ("new", "x", "c"), ("new", "xw", None), ("new", "", None)],
+)
+def test_training_resumed_from_the_last_of_its_chain_else_the_last_with_all_its_tensors(
+    name: str, tensors: str, found: str | None
+) -> None:
+    held = {"a": "xy", "b": "xyz", "c": "x"}
+    origins = {
+        key: RestoreOrigin(key, key, 0, signatures=frozenset((tensor, (3,), "F32") for tensor in names))
+        for key, names in held.items()
+    }
+    origin = find_origin(origins, name, {(tensor, (3,), "F32") for tensor in tensors})
+    assert (None if origin is None else origin.id) == found
 
 
 def test_what_a_checkpoint_of_another_layout_holds_is_nothing_to_stand_on(tmp_path: Path) -> None:
