@@ -133,6 +133,31 @@ def test_medians_and_the_largest_are_exact(count, width, seed, scale):
     assert all(map(int.__le__, above, among))
 
 
+def test_shards_sample_the_rows_that_the_whole_does():
+    sampled = []
+    for start, stop in ((0, 3), (3, 21), (21, 22), (22, 50)):
+        part = ShardSpec("a", (50, 10), (start, 0))
+        sampled += range(50)[start:stop][part.sampled_rows(125)]
+    assert sampled == [*range(50)[ShardSpec("a", (50, 10), (0, 0)).sampled_rows(125)]] == [*range(0, 50, 4)]
+
+
+@pytest.mark.parametrize(
+    ("count", "flags", "found"),
+    [(4, (True, True), True), (4, (True, False), False), (4, (True, None), False), (1, (True, False), True)],
+)
+def test_all_shards_of_a_tensor_that_have_values_are_to_be_flagged(count, flags, found):
+    """None: a rank says nothing about its shard. One value lies on the first of two ranks."""
+    parts = parts_of(normal(count), 2, rows)
+    (name,) = parts[0][0].tensors
+
+    def work(rank, collectives):
+        flat, places = parts[rank]
+        own = {} if flags[rank] is None else {name: flags[rank]}
+        return GlobalTensors(flat, ShardLayout(places, collectives)).tensors_where_all(own)
+
+    assert Ranks(2).all(work) == [{name} if found else set()] * 2
+
+
 def test_what_two_ranks_have_twice_counts_once():
     x = normal(6, 5)
     (name,) = (flat := flatten({"a.weight": x})).tensors
