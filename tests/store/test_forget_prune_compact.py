@@ -88,14 +88,20 @@ def test_a_file_with_another_name_elsewhere_frees_nothing(tmp_path: Path) -> Non
     assert store.prune(Keep(last=1)).bytes == size
 
 
+@pytest.mark.parametrize("forgotten", [(), (6, 7)])
 @pytest.mark.parametrize("kind", ["memory", "linkless"])
-def test_freed_bytes_without_a_file_system(kind: str) -> None:
+def test_freed_bytes_without_a_file_system(kind: str, forgotten: tuple[int, ...]) -> None:
+    """Links free nothing: what the forgotten ones link to stays for the checkpoint before them."""
     store = saved(place(kind, Path()), *range(1, 8))
+    for step in forgotten:
+        store.forget(step)
     sizes = {key: len(store.storage.get(key)) for key in store.storage.list()}
     store.prune(Keep(last=1), dry_run=False)
     plan = {key for key in sizes if key not in store.storage.list()}
     counted = [key for key in plan if "/bases/" not in key]
     fresh = saved(place(kind, Path()), *range(1, 8))
+    for step in forgotten:
+        fresh.forget(step)
     assert fresh.prune(Keep(last=1)).bytes == pytest.approx(sum(sizes[key] for key in counted), abs=20)
 
 
