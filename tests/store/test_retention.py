@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 import pytest
@@ -14,7 +15,7 @@ from shrinkpoint import Keep
 from shrinkpoint.errors import PolicyError
 from shrinkpoint.store import chain
 from shrinkpoint.store.manifest import Manifest
-from shrinkpoint.store.retention import apply_policy
+from shrinkpoint.store.retention import apply_policy, parents_to_reverse
 
 NOW = EPOCH + timedelta(hours=10)
 ALONE = [
@@ -55,6 +56,17 @@ def test_reasons_are_sentences_a_person_can_use() -> None:
         "younger than 6h",
     )
     assert decision.reasons[1] == ("no rule keeps it",)
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_of_equally_good_checkpoints_the_newer_is_kept(mode) -> None:
+    equals = [manifest(step, hours=step, metrics={"val_loss": 1.0} if step < 4 else {}) for step in range(1, 5)]
+    assert apply_policy(equals, Keep(best=1, mode=mode), NOW).keep == (3, 4)
+
+
+def test_weights_alone_are_not_written_again_and_are_no_parent() -> None:
+    kept = {one.step: replace(one, weights_only=one.step == 2) for one in run(4)}
+    assert parents_to_reverse(kept, Keep(last=4), lambda _: False) == {3: 4, 1: 3}
 
 
 def test_a_base_of_something_kept_is_kept_and_says_so() -> None:
