@@ -268,7 +268,7 @@ def test_a_file_s_records_wait_for_the_tensors_they_are_relative_to(threads):
     second = made({"v": points_of("log", (40, 50), at=-200, step=24)})
     first = made({"m": points_of("relative", (40, 50), seed=1)}, others=[second.values["v"]])
     records = [replace(one.encoded, name=name) for name, one in (("v", second), ("m", first))]
-    heads = [(record.recipe, 1, 8000) for record in records]
+    heads = [(record.recipe, 1, 1 << 21) for record in records]
     found = decode_all(heads, records.__getitem__, None, threads=threads)
     assert [*found.tensors] == ["v", "m"]
     for name, one in (("v", second), ("m", first)):
@@ -277,7 +277,7 @@ def test_a_file_s_records_wait_for_the_tensors_they_are_relative_to(threads):
     for ordinal in (1, 2):  # itself, and one that does not come
         forged = [records[0], replace(records[1], recipe={**records[1].recipe, "others": [[ordinal, 0, 1]]})]
         with pytest.raises(CorruptError):
-            decode_all([(one.recipe, 1, 8000) for one in forged], forged.__getitem__, None, threads=threads)
+            decode_all([(one.recipe, 1, 1 << 21) for one in forged], forged.__getitem__, None, threads=threads)
 
 
 def test_what_points_are_relative_to_must_be_there_and_fit():

@@ -48,22 +48,26 @@ def thread_pool(workers: int) -> ThreadPoolExecutor:
 
 
 MIN_PARALLEL_BYTES = 1 << 22  # Bytes from which a single record may be coded by several threads
-MIN_SHARED_BYTES = 1 << 20
+MIN_SHARED_BYTES = 1 << 19
 """Mean bytes of records from which threads share them: Python takes longer over a smaller one than the native core,
 and threads that wait for each other's Python are slower than one thread."""
+_MIN_SHARED_DECODING = 1 << 21  # The same of records to decode, which takes the native core less time than coding
 MAX_AHEAD_BYTES = 1 << 25
 """Bytes of records that `map_ordered` begins behind the first unfinished one; more only to occupy all threads."""
 
 
-def share_out(sizes: Sequence[int], workers: int) -> tuple[bool, list[int]]:
+def share_out(sizes: Sequence[int], workers: int, least: int = MIN_SHARED_BYTES) -> tuple[bool, list[int]]:
     """How so many threads take several records, which are begun one after the other.
+
+    Args:
+        least: mean bytes of records from which they are shared.
 
     Returns:
         Whether the threads share the records; otherwise the caller takes them all. And the number of threads for each
         record: shared ones are coded beside each other, each by one thread, which wastes none; a record gets all
         threads if those behind it are too few to occupy the other workers meanwhile.
     """
-    if workers == 1 or len(sizes) < 2 or sum(sizes) < MIN_SHARED_BYTES * len(sizes):
+    if workers == 1 or len(sizes) < 2 or sum(sizes) < least * len(sizes):
         return False, [workers if size >= MIN_PARALLEL_BYTES else 1 for size in sizes]
     counts, rest = [], sum(sizes)
     for size in sizes:
@@ -192,7 +196,7 @@ def _map_largest_first(
     Records that have not been started are cancelled when one fails.
     """
     order = sorted(range(len(indices)), key=lambda position: -sizes[position])
-    is_shared, counts = share_out([sizes[position] for position in order], workers)
+    is_shared, counts = share_out([sizes[position] for position in order], workers, _MIN_SHARED_DECODING)
     threads = dict(zip(order, counts, strict=True))
     if not is_shared:
         return (decode_record(index, threads[position]) for position, index in enumerate(indices))
