@@ -54,11 +54,16 @@ def newest_that_loads(
             step, directory = (place, None) if isinstance(place, int) else (None, place)
             skipped.append(SkippedCheckpoint(str(error), step, directory, own))
             if warn:
-                _log.warning("%s is passed over: %s", place, error)
+                _warn_of(skipped[-1])
         else:
             if loaded is not None:
                 return loaded, tuple(skipped)
     return None, tuple(skipped)
+
+
+def _warn_of(checkpoint: SkippedCheckpoint) -> None:
+    place = checkpoint.directory or f"step {checkpoint.step}"
+    _log.warning("%s is passed over: %s", place, checkpoint.reason)
 
 
 def restore_newest(
@@ -112,7 +117,7 @@ def restore_newest(
             break
     if restored is not None:
         for checkpoint in skipped:
-            _log.warning("step %s is passed over: %s", checkpoint.step, checkpoint.reason)
+            _warn_of(checkpoint)
         return replace(restored, skipped=skipped)
     raise _none_loads_error([store.storage.describe() for store in stores], skipped)
 
