@@ -238,21 +238,25 @@ class Calibration:
         limit = math.inf if max_rise is None else max_rise(metric.scale) * metric.scale
         if self.is_directed or not metric.least_rise < -_CLEARLY_BETTER * limit:
             return None
-        least_rise, readings = metric.least_rise, list[Reading]()
-        for make in perturbations:
+        readings = list[Reading]()
+
+        def is_better(make: MakeValues) -> bool:
             readings.append(metric.evaluate(make()))
-            if not metric.rise_of(readings[-1]) < least_rise:
-                break
+            return metric.rise_of(readings[-1]) < metric.least_rise
+
+        is_inverted = all(map(is_better, perturbations))
         if failure := find_failure(metric):
             return failure
-        if not metric.rise_of(readings[-1]) < least_rise:
-            self.is_directed = True
+        self.is_directed = not is_inverted
+        if not is_inverted:
             return None
-        answers = (
-            f"{metric.baseline.value:g} for the state, and {readings[0].value:g}, which counts as better, for noise"
+        before, noisy = metric.baseline.value, readings[0].value
+        answers = f"{before:g} for the state, and {noisy:g}, which counts as better, for noise"
+        do = (
+            "leave higher_is_better out for a loss"
+            if metric.higher_is_better
+            else "pass higher_is_better=True for a score"
         )
-        is_score = metric.higher_is_better
-        do = "leave higher_is_better out for a loss" if is_score else "pass higher_is_better=True for a score"
         return EvaluateProblem(f"evaluate returns {answers}", do)
 
     def _find_reaction(

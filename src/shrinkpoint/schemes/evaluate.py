@@ -180,6 +180,7 @@ class DegradationMetric:
         task: counts the evaluations; None: nothing does.
 
     Attributes:
+        higher_is_better: as given.
         baseline: the reading of the unchanged weights; the caller sets it before the first comparison.
         failure: the first reading that failed; nothing is evaluated after it. None: none has failed.
         first_trial: the first reading of other weights that was compared with it.
@@ -189,7 +190,8 @@ class DegradationMetric:
     def __init__(
         self, evaluate: Callable[[TrialValues], Reading], *, higher_is_better: bool, task: Task | None = None
     ) -> None:
-        self._evaluate, self._higher_is_better, self._task = evaluate, higher_is_better, task
+        self._evaluate, self.higher_is_better, self._task = evaluate, higher_is_better, task
+        self._sign = -1.0 if higher_is_better else 1.0
         self.baseline = Reading(math.nan)
         self.failure: Reading | None = None
         self.first_trial: Reading | None = None
@@ -209,7 +211,7 @@ class DegradationMetric:
     def of_other_weights(self, complete: Callable[[TrialValues], TrialValues]) -> DegradationMetric:
         """A metric of other weights in the model, measured at once; `complete` adds those that a trial leaves out."""
         other = DegradationMetric(
-            lambda values: self._evaluate(complete(values)), higher_is_better=self._higher_is_better, task=self._task
+            lambda values: self._evaluate(complete(values)), higher_is_better=self.higher_is_better, task=self._task
         )
         other.baseline = other.evaluate({})
         return other
@@ -219,31 +221,23 @@ class DegradationMetric:
         """The number that rises are divided by to make them relative."""
         return scale_of(self.baseline.value)
 
-    @property
-    def higher_is_better(self) -> bool:
-        """True if answers are scores, not losses."""
-        return self._higher_is_better
-
     def rise_of(self, reading: Reading) -> float:
         """By how much a reading is worse than the baseline; negative if it is better."""
-        return (-1.0 if self._higher_is_better else 1.0) * (reading.value - self.baseline.value)
+        return self._sign * (reading.value - self.baseline.value)
 
     def degradation(self, values: TrialValues) -> Degradation:
         """The degradation that these values cause."""
-        reading, sign = self.evaluate(values), -1.0 if self._higher_is_better else 1.0
+        reading = self.evaluate(values)
         self.first_trial = self.first_trial or reading
         before, after = self.baseline.examples, reading.examples
         rise = self.rise_of(reading)
         if rise == -math.inf:  # no weights are that much better: something broke
             return Degradation(math.nan)
-        if rise < self.least_rise:
-            self.least_rise = rise
+        self.least_rise = min(self.least_rise, rise)  # which it stays where the rise is nan
         if before is None or after is None or before.shape != after.shape:
             return Degradation(rise)
-        interval = (
-            paired_mean_interval(after, before) if self._higher_is_better else paired_mean_interval(before, after)
-        )
-        return Degradation(rise, interval, sign * (after - before))
+        interval = paired_mean_interval(after, before) if self.higher_is_better else paired_mean_interval(before, after)
+        return Degradation(rise, interval, self._sign * (after - before))
 
 
 def scale_of(baseline: float) -> float:
