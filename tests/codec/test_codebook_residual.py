@@ -18,7 +18,7 @@ from torch import Tensor
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.codec.codebook_record import CodebookInput, encode_codebook_record
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
-from shrinkpoint.codec.parallel import decode_all
+from shrinkpoint.codec.parallel import MIN_SHARED_DECODING, decode_all
 from shrinkpoint.codec.record import coding_context, decode
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import ChainError, CorruptError
@@ -350,13 +350,13 @@ def test_a_file_s_records_wait_for_the_codes_they_are_under(threads):
         record, held = made({str(i): one}, "F32", coders=("context",), **under)
         records.append(replace(record, name=str(i)))
         values.append(held[str(i)])
-    heads = [(record.recipe, 1, 1 << 21) for record in records]
+    heads = [(record.recipe, 1, MIN_SHARED_DECODING) for record in records]
     found = decode_all(heads, records.__getitem__, None, threads=threads)
     expected = Reference({str(i): x for i, x in enumerate(values)}, {str(i): x for i, x in enumerate(chain)})
     assert same_reference(found, expected)
     for ordinal in (1, 2):  # itself, and one that comes later
         recipe = {**records[1].recipe, "under": [[ordinal, 0, 1]]}
         forged = [records[0], replace(records[1], recipe=recipe), records[2]]
-        heads = [(record.recipe, 1, 1 << 21) for record in forged]
+        heads = [(record.recipe, 1, MIN_SHARED_DECODING) for record in forged]
         with pytest.raises(CorruptError):
             decode_all(heads, forged.__getitem__, None, threads=threads)

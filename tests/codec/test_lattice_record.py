@@ -32,7 +32,7 @@ from shrinkpoint._native import xxh3_128
 from shrinkpoint.codec.coder import MAX_CHUNK
 from shrinkpoint.codec.lattice import Lattice, LatticeTensor
 from shrinkpoint.codec.lattice_record import LatticeInput, encode_lattice_record
-from shrinkpoint.codec.parallel import decode_all
+from shrinkpoint.codec.parallel import MIN_SHARED_DECODING, decode_all
 from shrinkpoint.codec.record import decode
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import ChainError, CorruptError
@@ -268,7 +268,7 @@ def test_a_file_s_records_wait_for_the_tensors_they_are_relative_to(threads):
     second = made({"v": points_of("log", (40, 50), at=-200, step=24)})
     first = made({"m": points_of("relative", (40, 50), seed=1)}, others=[second.values["v"]])
     records = [replace(one.encoded, name=name) for name, one in (("v", second), ("m", first))]
-    heads = [(record.recipe, 1, 1 << 21) for record in records]
+    heads = [(record.recipe, 1, MIN_SHARED_DECODING) for record in records]
     found = decode_all(heads, records.__getitem__, None, threads=threads)
     assert [*found.tensors] == ["v", "m"]
     for name, one in (("v", second), ("m", first)):
@@ -277,7 +277,9 @@ def test_a_file_s_records_wait_for_the_tensors_they_are_relative_to(threads):
     for ordinal in (1, 2):  # itself, and one that does not come
         forged = [records[0], replace(records[1], recipe={**records[1].recipe, "others": [[ordinal, 0, 1]]})]
         with pytest.raises(CorruptError):
-            decode_all([(one.recipe, 1, 1 << 21) for one in forged], forged.__getitem__, None, threads=threads)
+            decode_all(
+                [(one.recipe, 1, MIN_SHARED_DECODING) for one in forged], forged.__getitem__, None, threads=threads
+            )
 
 
 def test_what_points_are_relative_to_must_be_there_and_fit():

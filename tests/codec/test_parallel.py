@@ -21,6 +21,7 @@ from shrinkpoint.codec.parallel import (
     MAX_AHEAD_BYTES,
     MIN_PARALLEL_BYTES,
     MIN_SHARED_BYTES,
+    MIN_SHARED_DECODING,
     decode_all,
     map_ordered,
     share_out,
@@ -38,7 +39,7 @@ def record(recipe: Any, names: Sequence[str], value: int) -> EncodedRecord:
 
 
 def decoded(records: Sequence[EncodedRecord], threads: int) -> dict[str, torch.Tensor]:
-    recipes = [(one.recipe, len(one.infos), 1 << 21) for one in records]  # so large that threads share them
+    recipes = [(one.recipe, len(one.infos), MIN_SHARED_DECODING) for one in records]
     return decode_all(recipes, records.__getitem__, None, threads=threads).tensors
 
 

@@ -51,7 +51,7 @@ MIN_PARALLEL_BYTES = 1 << 22  # Bytes from which a single record may be coded by
 MIN_SHARED_BYTES = 1 << 19
 """Mean bytes of records from which threads share them: Python takes longer over a smaller one than the native core,
 and threads that wait for each other's Python are slower than one thread."""
-_MIN_SHARED_DECODING = 1 << 21  # The same of records to decode, which takes the native core less time than coding
+MIN_SHARED_DECODING = 1 << 21  # The same of records to decode, which takes the native core less time than coding
 MAX_AHEAD_BYTES = 1 << 25
 """Bytes of records that `map_ordered` begins behind the first unfinished one; more only to occupy all threads."""
 
@@ -196,7 +196,7 @@ def _map_largest_first(
     Records that have not been started are cancelled when one fails.
     """
     order = sorted(range(len(indices)), key=lambda position: -sizes[position])
-    is_shared, counts = share_out([sizes[position] for position in order], workers, _MIN_SHARED_DECODING)
+    is_shared, counts = share_out([sizes[position] for position in order], workers, MIN_SHARED_DECODING)
     threads = dict(zip(order, counts, strict=True))
     if not is_shared:
         return (decode_record(index, threads[position]) for position, index in enumerate(indices))
@@ -243,10 +243,9 @@ def map_tensors(function: Callable[[str, int], T], tensors: Mapping[str, Tensor]
     CUDA stream is current.
     """
     workers = torch.get_num_threads()
-    sizes = [4 * tensor.numel() for tensor in tensors.values()]
     if not all(tensor.is_cpu for tensor in tensors.values()):
         return {name: function(name, workers) for name in tensors}
-    is_shared, counts = share_out(sizes, workers)
+    is_shared, counts = share_out([4 * tensor.numel() for tensor in tensors.values()], workers)
     if not is_shared:
         return dict(zip(tensors, map(function, tensors, counts), strict=True))
     batches, sizes = list[list[str]](), list[int]()
