@@ -586,23 +586,24 @@ Tuple<bool, bool, DoubleArray> sum_second_moments(Input seconds, uint64_t rows, 
     return nb::make_tuple(finite, negative, array_of(std::move(all)));
 }
 
-DoubleArray quantize_seconds(Input seconds, uint64_t rows, uint64_t columns, Input row_exponents,
-                             Input column_exponents, Output codes, Input firsts, int32_t step, float dead_zone,
+DoubleArray quantize_seconds(const Lattice& lattice, uint64_t rows, Input seconds, Output codes, Input firsts,
+                             float dead_zone, const Lattice* earlier, Input earlier_codes, float above, float below,
                              unsigned threads) {
     const Bytes second_bytes(seconds), first_bytes(firsts), code_bytes(codes, PyBUF_WRITABLE);
-    check_overlap(code_bytes, {&second_bytes, &first_bytes});
-    const Floats second_floats = matrix_of(rows, columns, second_bytes, "seconds");
-    const Floats first_floats = floats_of(rows * columns, first_bytes, "firsts");
-    auto* code_data = array_of_size<int8_t>(rows * columns, code_bytes, "codes");
-    const std::vector<int16_t> by_row = exponents_of(row_exponents, "rows"),
-                               by_column = exponents_of(column_exponents, "columns");
-    if (by_row.size() != rows || (by_column.size() != 1 && by_column.size() != columns))
-        throw nb::value_error("exponents: expected one for each row, and one for each column or for all");
+    const Bytes earlier_bytes(earlier_codes);
+    check_overlap(code_bytes, {&second_bytes, &first_bytes, &earlier_bytes});
+    const uint64_t count = lattice.count();
+    if (rows != lattice.rows && rows != lattice.columns) throw nb::value_error("rows: expected those of the lattice");
+    const Floats second_floats = floats_of(count, second_bytes, "seconds");
+    const Floats first_floats = floats_of(count, first_bytes, "firsts");
+    auto* code_data = array_of_size<int8_t>(count, code_bytes, "codes");
+    const EarlierPowers before{
+        earlier, earlier == nullptr ? nullptr : array_of_size<const int8_t>(count, earlier_bytes, "earlier codes")};
     std::vector<double> sums;
     {
         nb::gil_scoped_release release;
-        const PowerGrid grid{by_row.data(), by_column.data(), by_column.size(), step};
-        sums = quantize_second_moments(second_floats, first_floats, rows, columns, grid, dead_zone, code_data, threads);
+        sums = quantize_second_moments(lattice, rows, second_floats, first_floats, before, {dead_zone, above, below},
+                                       code_data, threads);
     }
     return array_of(std::move(sums));
 }
@@ -610,9 +611,9 @@ DoubleArray quantize_seconds(Input seconds, uint64_t rows, uint64_t columns, Inp
 void bind_statistics(nb::module_& m) {
     m.def("second_moment_sums", sum_second_moments, "seconds"_a, "rows"_a, "columns"_a, nb::kw_only(),
           "firsts"_a.none() = nb::none(), "by_column"_a = true, "threads"_a = 1);
-    m.def("quantize_second_moments", quantize_seconds, "seconds"_a, "rows"_a, "columns"_a, "row_exponents"_a,
-          "column_exponents"_a, "codes"_a, nb::kw_only(), "firsts"_a.none() = nb::none(), "step"_a, "dead_zone"_a,
-          "threads"_a = 1);
+    m.def("quantize_second_moments", quantize_seconds, "lattice"_a, "rows"_a, "seconds"_a, "codes"_a,
+          nb::kw_only(), "firsts"_a.none() = nb::none(), "dead_zone"_a, "earlier"_a.none() = nb::none(),
+          "earlier_codes"_a.none() = nb::none(), "above"_a = 0.0f, "below"_a = 0.0f, "threads"_a = 1);
     m.def(
         "value_sums",
         [](Input values, uint64_t count, unsigned threads) -> Tuple<double, double, double> {

@@ -85,27 +85,61 @@ SHRINKPOINT_KERNEL(int32_t, add_row_without_columns,
     return add_values_of_row<false>(seconds, firsts, count, columns, row);
 }
 
-// Codes of one byte and of two, and the exponents of code 0.
-SHRINKPOINT_KERNEL(void, quantize_row,
-                   (const float* seconds, const float* firsts, size_t count, int32_t row_exponent,
-                    const int32_t* column_exponents, int32_t step, float dead_zone, int8_t* codes, int16_t* wide_codes,
-                    int32_t* exponents),
-                   (seconds, firsts, count, row_exponent, column_exponents, step, dead_zone, codes, wide_codes,
-                    exponents)) {
-    const float scale = 1.0f / static_cast<float>(step << kLogBits);
+// The exponents of code 0 in a part of a row, and codes of one byte and of two.
+struct CodedRow {
+    const int32_t* exponents;
+    int8_t* codes;
+    int16_t* wide_codes;
+};
+
+// The exponents of a part of a row of an earlier checkpoint, and its codes; codes are null if there is none.
+struct EarlierRow {
+    const int32_t* exponents;
+    const int8_t* codes;
+    int32_t step;
+};
+
+template <bool kEarlier>
+SHRINKPOINT_INLINE void quantize_row_of(const float* seconds, const float* firsts, size_t count, int32_t step,
+                                        const EarlierRow& earlier, const PowerZones& zones, const CodedRow& out) {
+    const float scale = 1.0f / static_cast<float>(step << kLogBits), per_step = 1.0f / static_cast<float>(step);
+    // Copies: through the structures a code of a byte might overwrite them, and nothing would become vectors.
+    const auto [exponents, codes, wide_codes] = out;
+    const auto [earlier_exponents, earlier_codes, earlier_step] = earlier;
+    const auto [dead, above, below] = zones;
     for (size_t i = 0; i < count; ++i) {
         const auto bits = static_cast<int32_t>(bits_of(seconds[i]));
         const bool present = (bits > 0) | ((bits_of(firsts[i]) & 0x7fffffff) != 0);
-        const int32_t exponent = row_exponent + column_exponents[i];
+        const int32_t exponent = exponents[i];
         const int32_t distance = log2_units(std::max(bits, kSmallest)) * kStepsPerOctave - exponent * (1 << kLogBits);
         const float position = static_cast<float>(distance) * scale;
-        int32_t code = rounded(std::min(std::max(position, -200.0f), 200.0f));
-        code =
-            std::min(std::max(code, kMinCode), kMaxPowerCode) & -static_cast<int32_t>(std::fabs(position) >= dead_zone);
-        code = chosen(present, code, kZeroCode);
+        int32_t code = rounded(std::min(std::max(position, -200.0f), 200.0f)) &
+                       -static_cast<int32_t>(std::fabs(position) >= dead);
+        if (kEarlier) {
+            const int32_t earlier_code = earlier_codes[i];
+            const int32_t moved = earlier_exponents[i] + earlier_step * earlier_code - exponent;
+            const int32_t nearest = rounded(static_cast<float>(moved) * per_step);
+            const float beyond = position - static_cast<float>(nearest);
+            const bool stays = (earlier_code != kZeroCode) & (beyond < above) & (beyond > -below);
+            code = chosen(stays, nearest, code);
+        }
+        code = chosen(present, std::min(std::max(code, kMinCode), kMaxPowerCode), kZeroCode);
         codes[i] = static_cast<int8_t>(code), wide_codes[i] = static_cast<int16_t>(code);
-        exponents[i] = exponent;
     }
+}
+
+SHRINKPOINT_KERNEL(void, quantize_row,
+                   (const float* seconds, const float* firsts, size_t count, int32_t step, const PowerZones& zones,
+                    const CodedRow& out),
+                   (seconds, firsts, count, step, zones, out)) {
+    quantize_row_of<false>(seconds, firsts, count, step, {}, zones, out);
+}
+
+SHRINKPOINT_KERNEL(void, quantize_row_after,
+                   (const float* seconds, const float* firsts, size_t count, int32_t step, const EarlierRow& earlier,
+                    const PowerZones& zones, const CodedRow& out),
+                   (seconds, firsts, count, step, earlier, zones, out)) {
+    quantize_row_of<true>(seconds, firsts, count, step, earlier, zones, out);
 }
 
 SHRINKPOINT_KERNEL(double, sum_relative_squares, (const float* firsts, const float* decoded, size_t count),
@@ -121,7 +155,7 @@ SHRINKPOINT_KERNEL(double, sum_relative_squares, (const float* firsts, const flo
 
 struct Buffers {
     float seconds[kBlockColumns], firsts[kBlockColumns], decoded[kBlockColumns];
-    int32_t column_exponents[kBlockColumns], exponents[kBlockColumns];
+    int32_t exponents[kBlockColumns], earlier_exponents[kBlockColumns];
     int16_t codes[kBlockColumns];
     ColumnSums columns;
 };
@@ -201,23 +235,34 @@ SecondMomentSums second_moment_sums(Floats seconds, Floats firsts, uint64_t rows
     return out;
 }
 
-std::vector<double> quantize_second_moments(Floats seconds, Floats firsts, uint64_t rows, uint64_t columns,
-                                            const PowerGrid& grid, float dead_zone, int8_t* codes, unsigned threads) {
-    if (grid.step < 1 || grid.step > kMaxPowerStep) throw std::invalid_argument("step: expected 1 to 64");
+std::vector<double> quantize_second_moments(const Lattice& lattice, uint64_t rows, Floats seconds, Floats firsts,
+                                            const EarlierPowers& earlier, const PowerZones& zones, int8_t* codes,
+                                            unsigned threads) {
+    if (!lattice.powers || lattice.step < 1 || lattice.step > kMaxPowerStep)
+        throw std::invalid_argument("lattice: expected powers that are 1 to 64 eighths of an octave apart");
+    const bool follows = earlier.codes != nullptr;
+    if (follows && (!earlier.lattice->powers || earlier.lattice->count() != lattice.count()))
+        throw std::invalid_argument("earlier lattice: expected powers, as many as the lattice has");
+    const uint64_t columns = rows == 0 ? 0 : lattice.count() / rows;
     const Floats others = firsts_or(firsts, seconds);
     const size_t segments = chunk_count(columns, kBlockColumns);
     std::vector<double> parts(firsts.data == nullptr ? 0 : rows * segments);
     by_blocks(rows, columns, threads, [&](const Block& block, Buffers& buffers) {
-        for (size_t i = 0; i < block.count; ++i)
-            buffers.column_exponents[i] = grid.columns[grid.column_count == 1 ? 0 : block.column + i];
         for (uint64_t row = block.first_row; row < block.end_row; ++row) {
             const uint64_t start = row * columns + block.column;
             const float* values = read_floats(seconds, start, block.count, buffers.seconds);
             const float* first_values = read_floats(others, start, block.count, buffers.firsts);
-            quantize_row(values, first_values, block.count, grid.rows[row], buffers.column_exponents, grid.step,
-                         dead_zone, codes + start, buffers.codes, buffers.exponents);
+            fill_exponents(lattice, start, block.count, buffers.exponents);
+            const CodedRow out{buffers.exponents, codes + start, buffers.codes};
+            if (follows) {
+                fill_exponents(*earlier.lattice, start, block.count, buffers.earlier_exponents);
+                const EarlierRow before{buffers.earlier_exponents, earlier.codes + start, earlier.lattice->step};
+                quantize_row_after(values, first_values, block.count, lattice.step, before, zones, out);
+            } else {
+                quantize_row(values, first_values, block.count, lattice.step, zones, out);
+            }
             if (parts.empty()) continue;
-            make_powers(buffers.codes, buffers.exponents, grid.step, block.count, buffers.decoded);
+            make_powers(buffers.codes, buffers.exponents, lattice.step, block.count, buffers.decoded);
             parts[row * segments + block.segment] = sum_relative_squares(first_values, buffers.decoded, block.count);
         }
     });

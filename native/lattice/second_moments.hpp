@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "base/floats.hpp"
+#include "lattice/grid.hpp"
 
 namespace shrinkpoint {
 
@@ -23,18 +24,25 @@ struct SecondMomentSums {
 SecondMomentSums second_moment_sums(Floats seconds, Floats firsts, uint64_t rows, uint64_t columns, bool by_column,
                                     unsigned threads);
 
-// A grid of powers of two: exponents in eighths of an octave, one for each row, and one for each column or one for all.
-struct PowerGrid {
-    const int16_t* rows;
-    const int16_t* columns;
-    size_t column_count;
-    int32_t step;
+// The codes of an earlier checkpoint, on a lattice of powers of its own; null if there is none.
+struct EarlierPowers {
+    const Lattice* lattice = nullptr;
+    const int8_t* codes = nullptr;
 };
 
-// Computes the codes of finite second moments >= 0. Moments nearer to the mean than `dead_zone` steps get code 0,
-// moments that are not present the code of zero. Returns, by row, the sums of squared first moments divided by the
-// decoded second moments where that is finite; empty without first moments. Throws std::invalid_argument.
-std::vector<double> quantize_second_moments(Floats seconds, Floats firsts, uint64_t rows, uint64_t columns,
-                                            const PowerGrid& grid, float dead_zone, int8_t* codes, unsigned threads);
+// How far a moment may be from the point that it becomes, in steps.
+struct PowerZones {
+    float dead;          // from code 0
+    float above, below;  // from the point nearest to the earlier value, for values above it and below
+};
+
+// Computes the codes of finite second moments >= 0 on a lattice of powers of two. Moments within the zone of the
+// earlier value get its nearest code, of the others those within the dead zone code 0. Moments that are not present
+// get the code of zero. Returns, by row, the sums of squared first moments divided by the decoded second moments where
+// that is finite; empty without first moments. A lattice of one column has it as its row, so `rows` says how many the
+// matrix has. Throws std::invalid_argument.
+std::vector<double> quantize_second_moments(const Lattice& lattice, uint64_t rows, Floats seconds, Floats firsts,
+                                            const EarlierPowers& earlier, const PowerZones& zones, int8_t* codes,
+                                            unsigned threads);
 
 }  // namespace shrinkpoint

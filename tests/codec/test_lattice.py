@@ -222,6 +222,21 @@ def test_lattices_are_equal_if_all_of_them_is():
     assert all(one != other for other in others) and one != "a lattice"
 
 
+@given(st.integers(0, 99), st.integers(0, 4), st.integers(0, 4), st.booleans())
+def test_exponents_are_rounded_to_few_differences_to_the_parents(seed, by_row, by_column, follows):
+    random = np.random.default_rng(seed)
+    own, other = (
+        Lattice("log", *(torch.from_numpy(random.integers(-90, 90, n).astype(np.int16)) for n in (30, 20)), step=8)
+        for _ in range(2)
+    )
+    found = own.rounded(other if follows else None, (by_row, by_column))
+    for side, allowed in (("rows", by_row), ("columns", by_column)):
+        x, y, z = (getattr(lattice, side).to(torch.int32) for lattice in (found, own, other))
+        assert int((x - y).abs().max()) <= allowed and not (((x - z) if follows else x) % (2 * allowed + 1)).any()
+    assert found.rounded(found, (by_row, by_column)) is found
+    assert torch.equal(own.rounded(replace(other, step=4), (0, 0)).rows, own.rows)
+
+
 def test_values_do_not_depend_on_how_codes_and_squares_lie_in_memory():
     points, other = points_of("relative", (6, 8), seed=3), squares((6, 8))
     strided = replace(points, codes=points.codes.t().contiguous().t())

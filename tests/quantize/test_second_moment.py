@@ -18,6 +18,7 @@ from shrinkpoint.quantize import lattice as lattices
 from shrinkpoint.quantize import statistics
 from shrinkpoint.quantize.lattice import (
     ErrorWeights,
+    PowerZones,
     quantization_error_sums,
     quantize_second_moment,
     quantize_to_lattice,
@@ -32,6 +33,7 @@ from shrinkpoint.quantize.statistics import (
 
 SHAPES = [(1, 1), (7,), (1, 3000), (300, 5), (259, 1030), (3, 2, 3, 3), (2050, 1), (0, 4)]
 DTYPES = [torch.float32, torch.bfloat16]
+NEAREST = PowerZones(0.5)
 
 
 def moments(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -78,13 +80,18 @@ def test_the_native_core_and_torch_give_the_same_sums_and_codes(shape, dtype):
             assert torch.equal(part.rows, getattr(native, name).rows) and not part.columns.numel()
         torch.testing.assert_close(native.values.columns, plain.values.columns, rtol=1e-12, atol=0)
         for step in (4, 24) if v.numel() else ():
-            lattice = lattice_of(shape, step)
-            points, sums = quantize_second_moment(v, first, lattice, 0.6)
-            other, other_sums = lattices._quantize_second_moment_torch(v, first, lattice, 0.6)
-            assert points.codes.dtype == torch.int8 and torch.equal(points.codes, other.codes.reshape(shape))
-            assert (sums is None) == (other_sums is None) == (first is None)
-            if sums is not None and other_sums is not None:
-                torch.testing.assert_close(sums, other_sums, rtol=1e-9, atol=0)
+            lattice, earlier = (
+                lattice_of(shape, step),
+                quantize_second_moment(v * 3, m, lattice_of(shape, 8, 1), NEAREST),
+            )
+            for zones, parent in ((PowerZones(0.6), None), (PowerZones(0.5, 0.7, 1.2), earlier[0])):
+                points, sums = quantize_second_moment(v, first, lattice, zones, parent)
+                matrices = as_matrix(v), None if first is None else as_matrix(first)
+                other, other_sums = lattices._quantize_second_moment_torch(*matrices, lattice, zones, parent)
+                assert points.codes.dtype == torch.int8 and torch.equal(points.codes, other.codes.reshape(shape))
+                assert (sums is None) == (other_sums is None) == (first is None)
+                if sums is not None and other_sums is not None:
+                    torch.testing.assert_close(sums, other_sums, rtol=1e-9, atol=0)
 
 
 @settings(max_examples=30, deadline=None)
@@ -104,7 +111,7 @@ def test_logarithms_are_within_an_eighth_of_a_thousandth_of_an_octave(shape, see
 def test_codes_are_the_nearest_powers_and_zero_where_nothing_is_present():
     m, v = moments((64, 96), torch.float32)
     lattice = lattice_of((64, 96), 8)
-    points, sums = quantize_second_moment(v, m, lattice, 0.5)
+    points, sums = quantize_second_moment(v, m, lattice, NEAREST)
     present = (v > 0) | (m != 0)
     assert torch.equal(points.codes == ZERO_CODE, ~present)
     decoded = points.dequantize(torch.float32)
@@ -112,6 +119,23 @@ def test_codes_are_the_nearest_powers_and_zero_where_nothing_is_present():
     assert float((decoded[inside] / v[inside]).log2().abs().max()) < 0.5 + 1e-3
     assert sums is not None
     torch.testing.assert_close(sums, relative_squares(m, decoded).sum(1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_has_moved_a_little_keeps_its_point(threads):
+    v, step, zones = normal(300, 96, scale=4).exp2(), 16, PowerZones(0.5, above=0.75, below=1.25)
+    rows, columns = (torch.zeros(n, dtype=torch.int16) for n in v.shape)
+    before = quantize_second_moment(v, None, Lattice("log", rows, columns, step=8), NEAREST)[0]
+    moved = v * normal(300, 96, seed=1, scale=2).exp2()
+    lattice = Lattice("log", rows + 7, columns, step=step)
+    after = quantize_second_moment(moved, None, lattice, zones, before, threads)[0]
+    nearest = ((before.codes.float() * 8 - 7) / step).round()
+    places = (moved.log2() * 8 - 7) / step
+    stays = (places - nearest < zones.above) & (places - nearest > -zones.below)
+    assert 0.2 < float(stays.float().mean()) < 0.9
+    certain = ((places - nearest - zones.above).abs() > 0.01) & ((places - nearest + zones.below).abs() > 0.01)
+    certain &= ((places % 1) - 0.5).abs() > 0.01
+    assert torch.equal(after.codes[certain], torch.where(stays, nearest, places.round())[certain].to(torch.int8))
 
 
 @pytest.mark.parametrize(("where", "value"), each_value(["m", "v"], [math.nan, math.inf, -math.inf, -1.0]))

@@ -84,23 +84,23 @@ class Lattice:
         kinds = ((one.spacing, one.step, one.rows.numel(), one.columns.numel()) for one in (self, other))
         return len({*kinds}) == 1
 
-    def nearest_to(self, parent: Lattice, tolerance: int, *, with_seed: bool = False) -> Lattice:
-        """Return this lattice with those exponents of the parent's that differ by at most `tolerance`.
+    def rounded(self, parent: Lattice | None, tolerance: tuple[int, int]) -> Lattice:
+        """Return this lattice with exponents that take fewer bits, each within the tolerance of its own.
 
-        They are not written again. A lattice of another kind than the parent's is returned unchanged.
+        They are multiples of twice the tolerance and 1; or differ by such from those of a parent of the same kind, so
+        that most of them are the parent's.
 
         Args:
-            tolerance: in eighths of an octave.
-            with_seed: take the parent's dither as well, so that values which have not changed keep their codes.
+            tolerance: of rows and of columns, in eighths of an octave.
         """
-        if not self.is_like(parent):
-            return self
-        rows, columns = (
-            torch.where((own.int() - before.int()).abs() <= tolerance, before, own)
-            for own, before in ((self.rows, parent.rows), (self.columns, parent.columns))
-        )
-        held = replace(self, rows=rows, columns=columns, seed=parent.seed if with_seed else self.seed)
-        return parent if held == parent else held  # the parent has its native form already
+        known = parent if parent is not None and self.is_like(parent) else None
+        sides = []
+        for index, (side, allowed) in enumerate(zip((self.rows, self.columns), tolerance, strict=True)):
+            own, unit = side.numpy().astype(np.int32), 2 * allowed + 1  # numpy: there are few
+            center = 0 if known is None else (known.rows, known.columns)[index].numpy()
+            sides.append(torch.from_numpy((center + (own - center + allowed) // unit * unit).astype(np.int16)))
+        out = replace(self, rows=sides[0], columns=sides[1])
+        return known if known is not None and out == known else out  # the parent has its native form already
 
     def exponents(self, device: torch.device | str = "cpu") -> Tensor:
         """Return the exponents of `s` in eighths of an octave: int32, of shape (rows, columns) or (rows, 1)."""

@@ -304,8 +304,27 @@ def quantize_with_feedback(
     return LatticeTensor(codes.reshape(tensor.shape), lattice).narrow() if fits else None
 
 
+class PowerZones(NamedTuple):
+    """How far a second moment may be from the power of two that it becomes, in steps.
+
+    Attributes:
+        dead: from the mean of its row and column.
+        above, below: from the point nearest to its value in the parent checkpoint, where the moment is larger than that
+            point, and where it is smaller.
+    """
+
+    dead: float
+    above: float = 0.0
+    below: float = 0.0
+
+
 def quantize_second_moment(
-    v: Tensor, m: Tensor | None, lattice: Lattice, dead_zone: float, threads: int | None = None
+    v: Tensor,
+    m: Tensor | None,
+    lattice: Lattice,
+    zones: PowerZones,
+    parent: LatticeTensor | None = None,
+    threads: int | None = None,
 ) -> tuple[LatticeTensor, Tensor | None]:
     """Quantize a finite second moment to powers of two; where it is not present it stays zero.
 
@@ -313,7 +332,8 @@ def quantize_second_moment(
         v: float32 or bfloat16, from zero on.
         m: the first moment, of the same shape: what is not zero there counts as present in `v`. None: unknown.
         lattice: of spacing "log".
-        dead_zone: half the width of what becomes the mean of row and column, in steps.
+        zones: where a moment becomes another point than the nearest one.
+        parent: of the parent checkpoint, of the same shape, with codes of one byte; None: nothing is known of it.
         threads: native threads; None: as many as torch uses.
 
     Returns:
@@ -323,18 +343,21 @@ def quantize_second_moment(
     if not v.is_cpu:
         shape = lattice.matrix_shape(tuple(v.shape))
         matrices = v.reshape(shape), None if m is None else m.reshape(shape)
-        points, relative_sums = _quantize_second_moment_torch(*matrices, lattice, dead_zone)
+        points, relative_sums = _quantize_second_moment_torch(*matrices, lattice, zones, parent)
         return replace(points, codes=points.codes.reshape(v.shape)), relative_sums
     codes = _native.empty(v.numel())
+    earlier, earlier_codes = (None, None) if parent is None else parent.cpu().native_values()
     sums = _native.quantize_second_moments(
+        lattice.to_native(tuple(v.shape)),
+        lattice.rows.numel(),
         tensor_bytes(v),
-        *lattice.matrix_shape(tuple(v.shape)),
-        tensor_bytes(lattice.rows),
-        tensor_bytes(lattice.columns),
         codes,
         firsts=None if m is None else tensor_bytes(m),
-        step=lattice.step,
-        dead_zone=dead_zone,
+        dead_zone=zones.dead,
+        earlier=earlier,
+        earlier_codes=earlier_codes,
+        above=zones.above,
+        below=zones.below,
         threads=threads or torch.get_num_threads(),
     )
     quantized = LatticeTensor(torch.from_numpy(codes).view(torch.int8).reshape(v.shape), lattice)
@@ -342,17 +365,25 @@ def quantize_second_moment(
 
 
 def _quantize_second_moment_torch(
-    v: Tensor, m: Tensor | None, lattice: Lattice, dead_zone: float
+    v: Tensor, m: Tensor | None, lattice: Lattice, zones: PowerZones, parent: LatticeTensor | None
 ) -> tuple[LatticeTensor, Tensor | None]:
     bits = float_bits(v)
     present = (bits > 0) | (float_bits(v if m is None else m) & MAGNITUDE_MASK != 0)
     exponents = lattice.exponents(v.device)
     distances = log2_units(bits) * STEPS_PER_OCTAVE - exponents * LOG_UNITS_PER_OCTAVE
-    # Times a float32 reciprocal, as the native core does, so that the same values are rounded up.
-    scale = torch.tensor(1.0, device=v.device) / (lattice.step * LOG_UNITS_PER_OCTAVE)
+    # Times float32 reciprocals, as the native core does, so that the same values are rounded up.
+    scale, per_step = (torch.tensor(1.0, device=v.device) / (lattice.step * n) for n in (LOG_UNITS_PER_OCTAVE, 1))
     positions = distances.to(torch.float32) * scale
-    codes = positions.clamp(-200, 200).round().clamp(ZERO_CODE + 1, -ZERO_CODE)
-    codes = codes.masked_fill(positions.abs() < dead_zone, 0).to(torch.int32)
+    codes = positions.clamp(-200, 200).round().masked_fill(positions.abs() < zones.dead, 0)
+    if parent is not None:
+        shape, earlier = parent.lattice.matrix_shape(tuple(parent.codes.shape)), parent.lattice
+        before = parent.codes.to(v.device, torch.int32).reshape(shape)
+        moved = (earlier.exponents(v.device) + earlier.step * before).reshape(v.shape) - exponents
+        nearest = (moved.to(torch.float32) * per_step).round()
+        beyond = positions - nearest
+        stays = (before.reshape(v.shape) != ZERO_CODE) & (beyond < zones.above) & (beyond > -zones.below)
+        codes = torch.where(stays, nearest, codes)
+    codes = codes.clamp(ZERO_CODE + 1, -ZERO_CODE).to(torch.int32)
     decoded = exp2_eighths(exponents + lattice.step * codes).masked_fill(~present, 0)
     codes = codes.masked_fill(~present, ZERO_CODE).to(torch.int8)
     sums = None if m is None else relative_squares(m, decoded).sum(1, dtype=torch.float64).cpu()

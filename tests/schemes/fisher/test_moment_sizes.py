@@ -91,6 +91,32 @@ def test_ten_moved_rows_of_many_cost_what_ten_rows_cost():
             assert float((early != restored[1][name]).float().mean()) < 0.02
 
 
+def test_rows_that_are_looked_up_for_the_first_time_cost_a_few_bits_a_value():
+    """A code above 0 has no difference of a byte to the code of zero: each would take 40 bits."""
+    torch.manual_seed(0)
+    table = nn.Embedding(3000, 32, sparse=True)
+    optimizer = torch.optim.SparseAdam([*table.parameters()], lr=1e-2)
+    with Silent(), sp.CheckpointManager(MemoryStorage(), scheme=sp.Fisher(relative_error=0.3), threads=1) as manager:
+        for number in range(4):
+            rows = torch.arange(number * 500, number * 500 + 500)
+            optimizer.zero_grad()
+            (table(rows) * torch.randn(500, 32)).sum().backward()
+            optimizer.step()
+            report = manager.save(number, model=table, optimizer=optimizer)
+            if number:
+                assert 8 * report.roles["moment2"].stored / rows.numel() / 32 < 8
+
+
+def test_second_moments_that_vary_by_octaves_keep_their_points():
+    """As in experts that few tokens reach."""
+    run = Noise(betas=(0.9, 0.98), size=torch.randn(256, 128, generator=torch.Generator().manual_seed(1)).mul(2).exp2())
+    taken = []
+    for _ in range(4):
+        run.size = run.size * torch.randn(256, 128, generator=run.random).exp2()
+        taken.append(bits(run.train(40).save(), "moment2"))
+    assert max(taken[1:]) < 0.75 * taken[0]
+
+
 def test_stacked_matrices_take_the_bits_of_one_matrix():
     size = torch.randn(8, 32, 1, generator=torch.Generator().manual_seed(1)).exp()
     size = size * torch.randn(8, 1, 64, generator=torch.Generator().manual_seed(2)).exp()

@@ -22,6 +22,7 @@ from shrinkpoint.codec.lattice import (
     MAX_LATTICE_CODE,
     MAX_SCALE_EXPONENT,
     STEPS_PER_OCTAVE,
+    ZERO_CODE,
     Lattice,
     LatticeTensor,
     dither,
@@ -30,7 +31,7 @@ from shrinkpoint.codec.lattice import (
 )
 from shrinkpoint.codec.parallel import map_tensors
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
-from shrinkpoint.quantize.lattice import lattice_positions, quantize_second_moment, quantize_to_lattice
+from shrinkpoint.quantize.lattice import PowerZones, lattice_positions, quantize_second_moment, quantize_to_lattice
 from shrinkpoint.quantize.statistics import (
     LOG_UNITS_PER_OCTAVE,
     SecondMomentSums,
@@ -75,13 +76,22 @@ DEAD_ZONES: Mapping[MomentKind, float] = {
 }
 _STOCHASTIC_KINDS = (MomentKind.MOMENTUM, MomentKind.SCALED)
 """What has zeros that must stay zeros is rounded up or down by chance: its error is zero on average, as with dither."""
-_TOLERANCE = 1
-"""Eighths of an octave by which exponents may differ from those that a moment would get now."""
-_RESTING_TOLERANCE = 4
-"""The same of a moment most of which has not changed since the parent checkpoint."""
+_SPREAD = 12
+"""Eighths of an octave by which a second moment differs from the mean of its row and column, about. So the mean of n of
+them is known to 12 / sqrt(n) eighths, and its exponent need not be nearer."""
+_MAX_TOLERANCE = 4
+"""Eighths of an octave by which an exponent may differ at most from what it would be now."""
+_MAX_HALF_OCTAVES = 30
+"""By how much the step of a row of a first moment is below the largest at most. It hardly moves a weight then, and all
+exponents of the tensor differ by less than a byte says."""
+_LIMIT = MAX_SCALE_EXPONENT // 2 - 2 * _MAX_TOLERANCE
+"""The largest exponent of a row or column, from which `Lattice.rounded` may still go on by its tolerance."""
 
 Exponents = tuple[Tensor, Tensor]
 """Exponents of a lattice's rows and columns, int16, in eighths of an octave."""
+
+
+_SECOND_ZONES = PowerZones(dead=0.5, above=0.5, below=0.8)
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,8 @@ class MomentPrecision:
             beta1 is below 0.9, as far as the moment moves its weight less.
         first_max: the largest step of a first moment, in root mean squares of its row.
         second_step: of a second moment, in eighths of an octave.
-        dead_zone: half the width of what becomes the mean of row and column, in steps.
+        second_zones: where it becomes another point than the nearest. One that is decoded too large makes small updates
+            until it has decayed, which costs little; one that is decoded too small makes large ones.
         accumulator_step: like `second_step`, of what never forgets (a sum, a maximum), where no error heals.
         momentum_steps: of first moments that are not relative to a second one, by kind, in root mean squares of their
             row and column.
@@ -103,8 +114,8 @@ class MomentPrecision:
 
     first_step: float = 2.0
     first_max: float = 10.0
-    second_step: int = 24
-    dead_zone: float = 0.6
+    second_step: int = 40
+    second_zones: PowerZones = _SECOND_ZONES
     accumulator_step: int = 4
     momentum_steps: Mapping[MomentKind, float] = field(default_factory=lambda: MOMENTUM_STEPS)
     dead_zones: Mapping[MomentKind, float] = field(default_factory=lambda: DEAD_ZONES)
@@ -251,16 +262,22 @@ class _MomentQuantizer:
         }
 
     def _inherit(self, name: str, lattice: Lattice) -> Lattice:
-        """A lattice with the parent's exponents where these are about as good, and with its dither if it is resting."""
+        """A lattice with exponents that take few bits, most of them the parent's; with its dither if it is resting."""
         parent, is_resting = self._parents.get(name), self._tensors.global_names[name] in self._resting
-        if parent is None:
-            return lattice
-        if lattice.seed == parent.lattice.seed and lattice.seed and not is_resting:
+        before = None if parent is None else parent.lattice
+        if before is not None and is_resting:
+            lattice = replace(lattice, seed=before.seed)
+        elif before is not None and lattice.seed == before.seed and lattice.seed:
             lattice = replace(lattice, seed=lattice.seed ^ 1 or 1)  # two saves of one step
-        if lattice.spacing == "relative" and not is_resting:
+        if lattice.spacing == "log":
+            shape, is_whole = self._tensors.local_shards[name].spec.global_shape, name in self._tensors.whole
+            rows, columns = lattice.matrix_shape(shape) if is_whole else matrix_shape(shape)
+            by_row, by_column = _SPREAD / math.sqrt(max(columns, 1)), _SPREAD / math.sqrt(max(rows, 1))
+            tolerance = min(max(round(by_row), 1), _MAX_TOLERANCE), min(max(round(by_column), 1), _MAX_TOLERANCE)
+            return lattice.rounded(before, tolerance)
+        if before is None or (lattice.spacing == "relative" and not is_resting):
             return lattice  # with new dither nothing is coded as a difference to the parent
-        tolerance = _RESTING_TOLERANCE if is_resting else _TOLERANCE
-        return lattice.nearest_to(parent.lattice, tolerance, with_seed=is_resting)
+        return lattice.rounded(before, (_MAX_TOLERANCE, _MAX_TOLERANCE) if is_resting else (1, 1))
 
     def _moments_of_kinds(self, kinds: Collection[MomentKind]) -> dict[str, Tensor]:
         return {
@@ -287,15 +304,21 @@ class _MomentQuantizer:
         of_all = {name: second_exponents_from_sums(log, counts.get(name)) for name, log in logs.items()}
         exponents = {name: self._slice(name, Lattice("log", *of_all[tensors.global_names[name]])) for name in split}
         # finer if it is not a decaying average
-        finer = replace(self._precision, second_step=self._precision.accumulator_step, dead_zone=0.5)
+        finer = replace(
+            self._precision, second_step=self._precision.accumulator_step, second_zones=PowerZones(dead=0.5)
+        )
 
         def quantize(name: str, threads: int) -> tuple[LatticeTensor, Tensor | None]:
-            v, m = moments[name], firsts[name]
+            v, m, parent = moments[name], firsts[name], self._parents.get(name)
+            if parent is not None and (parent.lattice.spacing != "log" or parent.codes.dtype != torch.int8):
+                parent = None
             is_mean = self._state.moment_kinds[name] is MomentKind.SQUARE_MEAN
             precision = self._precision if is_mean else finer
             rows, columns = exponents.get(name) or second_exponents(v.numel(), sums[name])
+            if parent is not None and name in tensors.whole and sums[name].has_absent(v.numel()):
+                rows = rows + precision.second_step * _fresh_rows(sums[name], parent)
             lattice = self._inherit(name, Lattice("log", rows, columns, step=precision.second_step))
-            return quantize_second_moment(v, m, lattice, precision.dead_zone, threads)
+            return quantize_second_moment(v, m, lattice, precision.second_zones, parent, threads)
 
         results = map_tensors(quantize, {name: moments[name] for name in sums})
         for name, (_, relative_sums) in results.items():
@@ -423,15 +446,28 @@ class _MomentQuantizer:
         return part.rows, part.columns
 
 
+def _fresh_rows(sums: SecondMomentSums, parent: LatticeTensor) -> Tensor:
+    """1 for each row of which something is present for the first time, such as of an embedding's, and 0 for others.
+
+    A code is stored as the difference to the parent's, and none above 0 has a difference of a byte to a zero's. With
+    exponents of a step more hardly any code of such a row is above 0.
+    """
+    present = sums.counts.rows > 0
+    was_zero = (parent.codes.reshape(len(present), -1) == ZERO_CODE).all(1).cpu()
+    return (was_zero & present).to(torch.int16)
+
+
 def first_row_exponents(means: Tensor, largest: Tensor, precision: MomentPrecision) -> Tensor:
-    """Exponents of the rows of a first moment.
+    """Exponents of the rows of a first moment: of the largest step, or of one so many half octaves below it.
 
     Args:
         means: of its squares relative to the second moment, by row.
         largest: steps; `first_step_factor`.
     """
-    steps = torch.minimum(means.to(torch.float32).sqrt() * precision.first_max, largest.to(torch.float32))
-    return _log2_exponents(steps.clamp(min=2.0 ** (-MAX_SCALE_EXPONENT / STEPS_PER_OCTAVE)))
+    steps = means.to(torch.float32).sqrt() * precision.first_max
+    largest = largest.to(torch.float32)
+    half_octaves = ((steps / largest).log2() * 2).round().clamp(-_MAX_HALF_OCTAVES, 0)
+    return _log2_exponents(largest * (half_octaves / 2).exp2())
 
 
 def quantize_momentum(m: Tensor, lattice: Lattice, dead_zone: float | None = None) -> LatticeTensor | None:
@@ -503,7 +539,7 @@ def second_exponents_from_sums(logs: Marginals, present: Marginals | None) -> Ex
         present: counts of these values; None: all of them are.
     """
     nrows, ncolumns = scale_counts("log", logs.shape)
-    unit, limit = STEPS_PER_OCTAVE / LOG_UNITS_PER_OCTAVE, MAX_SCALE_EXPONENT // 2
+    unit, limit = STEPS_PER_OCTAVE / LOG_UNITS_PER_OCTAVE, _LIMIT
     if present is None:
         mean, rows, columns = logs.mean, logs.mean_along(1).numpy(), logs.mean_along(0).numpy()
     else:
@@ -527,5 +563,4 @@ def _means(sums: Tensor, counts: Tensor, mean: float) -> NDArray[np.float64]:
 
 
 def _log2_exponents(values: Tensor) -> Tensor:
-    limit = MAX_SCALE_EXPONENT // 2
-    return (values.log2() * STEPS_PER_OCTAVE).round().clamp(-limit, limit).to(torch.int16).cpu()
+    return (values.log2() * STEPS_PER_OCTAVE).round().clamp(-_LIMIT, _LIMIT).to(torch.int16).cpu()
