@@ -13,6 +13,7 @@ from shrinkpoint.codec.coder import MAX_CHUNK, CoderConfig
 from shrinkpoint.codec.recipe import (
     MAX_LATTICE_STEP,
     MAX_MEMBERS,
+    MAX_REFILLS,
     MAX_TAPS,
     BitPacked,
     CodebookRecipe,
@@ -24,6 +25,7 @@ from shrinkpoint.codec.recipe import (
     PlainRecipe,
     RecipeParser,
     SameRecipe,
+    TwisterRecipe,
     from_json,
     to_json,
 )
@@ -115,7 +117,13 @@ def gridded(draw: st.DrawFn) -> LatticeRecipe:
 @settings(deadline=None, max_examples=60)
 @given(
     st.one_of(
-        st.just(PlainRecipe()), st.just(SameRecipe()), st.builds(CopyRecipe, ordinals), coded(), quantized(), gridded()
+        st.just(PlainRecipe()),
+        st.just(SameRecipe()),
+        st.builds(CopyRecipe, ordinals),
+        coded(),
+        quantized(),
+        gridded(),
+        st.builds(TwisterRecipe, st.lists(st.integers(0, MAX_REFILLS), max_size=4).map(tuple)),
     )
 )
 def test_a_recipe_survives_json(recipe):

@@ -17,6 +17,7 @@ from shrinkpoint.tensors.names import short_repr
 
 MAX_MEMBERS = 1 << 20  # Largest number of tensors in one record
 MAX_LATTICE_STEP = 1 << 10  # Largest `LatticeRecipe.step`, in eighths of an octave
+MAX_REFILLS = 1 << 10  # Largest number of refills of a generator
 MAX_TAPS = 64  # Largest number of taps; larger trailing axes are not a convolution kernel
 
 
@@ -112,12 +113,19 @@ class LatticeRecipe:
     axes: tuple[int, ...] = field(default=())
 
 
+@dataclass(frozen=True)
+class TwisterRecipe:
+    """States of Mersenne Twisters that follow from the parent's."""
+
+    refills: tuple[int, ...]  # how often the words of each member have been refilled since
+
+
 _CODED_KEYS = {"taps", "base", "moments"}
 _CODEBOOK_KEYS = {"centers", "exact", "exacts", "base", "moments", "residual", "under"}
 _LATTICE_KEYS = {"step", "base", "inherited", "others", "gains", "origin", "moved", "axes"}
 """Optional keys of the JSON by kind of recipe."""
 
-Recipe: TypeAlias = PlainRecipe | SameRecipe | CopyRecipe | CodedRecipe | CodebookRecipe | LatticeRecipe
+Recipe: TypeAlias = PlainRecipe | SameRecipe | CopyRecipe | CodedRecipe | CodebookRecipe | LatticeRecipe | TwisterRecipe
 
 
 def to_json(recipe: Recipe) -> JSON:
@@ -129,6 +137,8 @@ def to_json(recipe: Recipe) -> JSON:
             required = {"kind": "plain"}
         case SameRecipe():
             required = {"kind": "same"}
+        case TwisterRecipe(refills):
+            required = {"kind": "twister", "refills": [*refills]}
         case CopyRecipe(sources):
             required = {"kind": "copy", "of": _ranges_to_json(sources)}
         case CodedRecipe(runs, taps, base, moments):
@@ -227,6 +237,10 @@ def from_json(data: JSON, members: int | None = None) -> Recipe:
             return SameRecipe()
         case "copy", {"of": list(sources), **extra} if not extra:
             return CopyRecipe(_ordinals_from_json(sources))
+        case "twister", {"refills": list(refills), **extra} if not extra:
+            if not all(type(count) is int and 0 <= count <= MAX_REFILLS for count in refills):
+                raise ValueError("a twister recipe has refills out of range")
+            return TwisterRecipe(tuple(refills))
         case "coded", {"runs": list(runs), **extra} if extra.keys() <= _CODED_KEYS:
             return _coded_from_json(runs, **extra)
         case "quantized", {"bins": int(bins), "first": int(first), "codes": dict(codes), **extra} if (

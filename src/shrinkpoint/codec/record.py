@@ -56,8 +56,10 @@ from shrinkpoint.codec.recipe import (
     PlainRecipe,
     Recipe,
     SameRecipe,
+    TwisterRecipe,
 )
 from shrinkpoint.codec.reference import DecodedTensors, LatticeSource, QuantizedTensor, Reference, TensorSource
+from shrinkpoint.codec.twister_record import TwisterDecoder
 from shrinkpoint.tensors.dtypes import tensor_bytes, tensor_from_bytes, torch_dtype
 from shrinkpoint.tensors.info import ITEMSIZE, EncodedRecord, TensorInfo
 
@@ -339,6 +341,8 @@ def record_decoder(view: RecordView) -> RecordDecoder:
             return CodebookDecoder(view, recipe)
         case LatticeRecipe() as recipe:
             return LatticeDecoder(view, recipe)
+        case TwisterRecipe() as recipe:
+            return TwisterDecoder(view, recipe)
         case SameRecipe():
             raise ValueError("a record of kind same has no bytes to decode")
 

@@ -142,7 +142,12 @@ def describe_recipe(recipe: JSON) -> str:
     return _EXACT.get(str(kind), "unknown")
 
 
-_EXACT = {"plain": "exact, as it is", "same": "exact, as in the base", "copy": "exact, as another tensor"}
+_EXACT = {
+    "plain": "exact, as it is",
+    "same": "exact, as in the base",
+    "copy": "exact, as another tensor",
+    "twister": "exact, as refills of the generator in the base",
+}
 _PREDICTORS = {
     "adam": "from the base by Adam's step",
     "square": "from the base by Adam's average",

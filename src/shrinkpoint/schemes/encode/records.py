@@ -38,6 +38,7 @@ from shrinkpoint.codec.lattice_record import LatticeInput, encode_lattice_record
 from shrinkpoint.codec.parallel import map_ordered
 from shrinkpoint.codec.record import RecordInput, coding_context, encode, encode_copies, encode_plain, encode_same
 from shrinkpoint.codec.reference import QuantizedTensor, Reference, lattice_source
+from shrinkpoint.codec.twister_record import encode_twisters
 from shrinkpoint.schemes.encode.record_groups import ContextMap, RecordGroup, plan_records
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import EncodedRecord, OptimizerInfo, Role
@@ -535,6 +536,10 @@ class _RecordEncoder:
     def encode(self, index: int, group: RecordGroup, threads: int) -> list[EncodedRecord]:
         """Return the records of a group; one, unless its tensors are stored as they are."""
         name = group.infos[0].name if len(group.infos) == 1 else f"~{index}"
+        if self.reference is not None and group.has_reference and group.kind == "values":
+            twisters = encode_twisters(name, group.infos, self.state.tensors, self.reference)
+            if twisters is not None:
+                return [twisters]
         encode_group = {"codes": self._encode_codebooks, "points": self._encode_lattices, "values": self.values.encode}
         encoded = encode_group[group.kind](name, group, threads)
         if encoded is not None:
