@@ -122,6 +122,8 @@ def tensor_bytes(tensor: Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 _JOINED_DTYPES = {*_NUMPY_DTYPES, torch.bfloat16}
+_MAX_JOINED_NUMEL = 1 << 15
+"""Values of a tensor up to which torch joins it with others; it would share the copy of a larger one among threads."""
 
 
 def joined_bytes(tensors: Sequence[Tensor]) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -132,13 +134,13 @@ def joined_bytes(tensors: Sequence[Tensor]) -> np.ndarray[tuple[int], np.dtype[n
     with no_gc():
         if size and all(tensor.is_cpu and tensor.dtype in _JOINED_DTYPES for tensor in tensors):
             dtypes = {tensor.dtype for tensor in tensors}
-            if len(dtypes) == 1:
+            if len(dtypes) == 1 and max(tensor.numel() for tensor in tensors) <= _MAX_JOINED_NUMEL:
                 out = _native.empty(size)  # from the pool, since each save asks for it again
                 with torch.no_grad():  # one call of torch instead of three of numpy for each tensor
                     flat = torch.from_numpy(out).view(dtypes.pop())
                     torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors], out=flat)
                 return out
-        return np.concatenate([tensor_bytes(tensor) for tensor in tensors])
+        return np.concatenate([tensor_bytes(tensor) for tensor in tensors], out=_native.empty(size))
 
 
 def tensor_from_bytes(data: np.ndarray[tuple[int], np.dtype[np.uint8]], info: TensorInfo) -> Tensor:
