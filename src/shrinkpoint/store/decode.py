@@ -28,7 +28,7 @@ SelectLeaves: TypeAlias = Callable[[JSON, str], SelectedLeaves]
 MAX_KEPT_TENSORS = 1 << 12
 """Tensors of a file up to which its header is parsed once for a chain; of larger ones, again before it is decoded."""
 _MAX_OPEN = 64
-"""Files of a chain in a bucket that stay open from the reading of their headers on: each holds a block of its bytes."""
+"""Files of a chain that stay open once their headers are read: in a bucket, each holds a block of its bytes."""
 _MAX_AHEAD_BYTES = 1 << 25
 """Bytes of files in a bucket that are fetched while others are decoded; one file more may begin below."""
 _BATCH = 16  # Files of which the headers are read at once
@@ -147,13 +147,11 @@ def needed_records(reader: FileReader, names: Collection[str] | None) -> tuple[f
 
 
 def _iter_headers(files: Sequence[ChainFile]) -> Iterator[tuple[ChainFile, FileReader]]:
-    """The files of a chain with their headers, the last first; many at a time from a service, and open then."""
+    """The files of a chain with their headers, the last first, open; many at a time from a service."""
     storage, order = files[0].storage, files[::-1]
-    if not hasattr(storage, "request_pool"):
-        yield from ((replace(file, header=reader), reader) for file in order for reader in [file.read_header()])
-        return
-    for begin in range(0, len(order), _BATCH):
-        for file in map_requests(storage, ChainFile.open_ahead, order[begin : begin + _BATCH]):
+    batch = _BATCH if hasattr(storage, "request_pool") else 1
+    for begin in range(0, len(order), batch):
+        for file in map_requests(storage, ChainFile.open_ahead, order[begin : begin + batch]):
             assert file.header is not None
             yield file, file.header
 
