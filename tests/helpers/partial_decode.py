@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -59,21 +59,22 @@ class Part:
         """The bytes of the units [lo, hi) of the stream."""
         needs = set(pieces.required_ranges(lo, hi))
 
-        def supply(span: ByteRange) -> Bytes:
-            assert span in needs
-            self.asked.append(span)
-            held, symbols = (
-                (self.decoded, self.symbols) if span.same_file else (self.parent.tensors, self.parent.quantized)
-            )
-            data = bits(symbols[span.name].codes if span.codes else held[span.name])
-            assert 0 <= span.start <= span.stop <= len(data)
-            return np.frombuffer(data[span.start : span.stop], np.uint8)
+        def supply(spans: Sequence[ByteRange]) -> Bytes:
+            assert needs.issuperset(spans)
+            self.asked.extend(spans)
+            return np.frombuffer(b"".join(map(self._bytes_of, spans)), np.uint8)
 
         made = pieces.quantizer_params(self._origin)
         block = pieces.decode_range(lo, hi, DecodeInputs(supply, self._origin))
         assert made.keys() <= {info.name for info in self.encoded.infos}
         assert block.codes is None or block.codes.nbytes == hi - lo
         return block.values.tobytes()
+
+    def _bytes_of(self, span: ByteRange) -> bytes:
+        held, symbols = (self.decoded, self.symbols) if span.same_file else (self.parent.tensors, self.parent.quantized)
+        data = bits(symbols[span.name].codes if span.codes else held[span.name])
+        assert 0 <= span.start <= span.stop <= len(data)
+        return data[span.start : span.stop]
 
     def _origin(self, name: str) -> QuantizerParams:
         one = self.parent.quantized[name]

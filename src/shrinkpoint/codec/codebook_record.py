@@ -37,10 +37,11 @@ from shrinkpoint.codec.decoder import (
     DecodedPart,
     DecodeInputs,
     FetchParams,
-    FetchRange,
+    FetchRanges,
     QuantizerParams,
     RecordDecoder,
     RecordView,
+    TensorRange,
     concat,
     flat_tensor,
     moment_pairs,
@@ -468,10 +469,11 @@ class CodebookDecoder(RecordDecoder):
         self._centers: list[Tensor] = []
 
     def required_ranges(self, lo: int, hi: int) -> Sequence[ByteRange]:
-        out = self._parent_ranges(lo, hi) if self._recipe.residual else []
-        out += self._context_ranges(lo, hi)
+        ranges = self._tensor_ranges(lo, hi)
+        out = self._parent_ranges(ranges) if self._recipe.residual else []
+        out += self._context_ranges(ranges)
         for moments in self._used_moments():
-            out += self._ranges_of(moments, lo, hi)
+            out += self._ranges_of(moments, ranges)
         return out
 
     def required_parents(self) -> Sequence[str]:
@@ -497,16 +499,18 @@ class CodebookDecoder(RecordDecoder):
         }
 
     def decode(self, lo: int, hi: int, inputs: DecodeInputs) -> list[DecodedPart]:
-        recipe, ranges = self._recipe, [*self._tensor_ranges(lo, hi)]
+        recipe, ranges = self._recipe, self._tensor_ranges(lo, hi)
         if inputs.base_digests is not None and self.uses_parent:
-            parents = self._parent_codes(lo, hi) if recipe.base else []
-            inputs.base_digests.check_base(digest_arrays(map(inputs.fetch, parents + self._parent_ranges(lo, hi))))
+            parents = (self._parent_codes(ranges) if recipe.base else []) + self._parent_ranges(ranges)
+            inputs.base_digests.check_base(digest_arrays(inputs.fetch([span]) for span in parents))
         if not self._centers:
             self.quantizer_params(inputs.fetch_params)
-        context = [inputs.fetch(span) for span in self._context_ranges(lo, hi)]
-        moments = [self._fetch_float32(moments, lo, hi, inputs.fetch) for moments in self._used_moments()]
+        context = self._context_ranges(ranges)
+        moments = [self._fetch_float32(moments, ranges, inputs.fetch) for moments in self._used_moments()]
         moment1, moment2 = moments or (None, None)
-        arrays = CodingContext(base=concat(context) if context else None, moment1=moment1, moment2=moment2)
+        arrays = CodingContext(
+            base=concat([inputs.fetch(context)]) if context else None, moment1=moment1, moment2=moment2
+        )
         stored = self._view.read_array("symbols", *self._codes.byte_range(lo, hi))
         codes = self._codes.decode(stored, lo, hi, arrays, inputs.threads)
         if int(codes.max(initial=0)) >= self._recipe.first + self._recipe.bins:
@@ -516,8 +520,8 @@ class CodebookDecoder(RecordDecoder):
             torch.from_numpy(part).reshape(info.shape if part.size == info.numel else -1)
             for part, (_, info, _, _) in zip(np.split(codes, ends[:-1]), ranges, strict=True)
         ]
-        bases = self._parent_values(lo, hi, inputs.fetch) if recipe.residual else [None] * len(ranges)
-        exact = self._decode_exact(lo, hi, shaped, inputs.fetch)
+        bases = self._parent_values(ranges, inputs.fetch) if recipe.residual else [None] * len(ranges)
+        exact = self._decode_exact(ranges, shaped, inputs.fetch)
         out = []
         for (index, info, _, _), member, values, base in zip(ranges, shaped, exact, bases, strict=True):
             name = self._context_infos[index].name if self._context_infos else ""
@@ -528,7 +532,7 @@ class CodebookDecoder(RecordDecoder):
             inputs.value_digests.check_values(digest_arrays(part.values for part in out if part.values is not None))
         return out
 
-    def _decode_exact(self, lo: int, hi: int, codes: Sequence[Tensor], fetch: FetchRange) -> list[Tensor]:
+    def _decode_exact(self, ranges: Sequence[TensorRange], codes: Sequence[Tensor], fetch: FetchRanges) -> list[Tensor]:
         """Return the exact values of each part; codes that stand for values which are not there are refused."""
         recipe, dtype = self._recipe, torch_dtype(self._recipe.exact)
         if not recipe.first:
@@ -538,7 +542,7 @@ class CodebookDecoder(RecordDecoder):
         counts = [int(mask.sum()) for mask in masks]
         base = None
         if recipe.exacts is not None and recipe.exacts.needs_base and self.uses_parent:
-            parents = zip(self._parent_values(lo, hi, fetch), masks, strict=True)
+            parents = zip(self._parent_values(ranges, fetch), masks, strict=True)
             base = np.concatenate([tensor_bytes(parent[mask.reshape(-1)].to(dtype)) for parent, mask in parents])
         out = np.empty(sum(counts) * dtype.itemsize, np.uint8)
         stored = self._view.read_array("symbols", self._exact_begin)
@@ -551,20 +555,18 @@ class CodebookDecoder(RecordDecoder):
         uses_moments = isinstance(self._recipe.codes, CoderConfig) and self._recipe.codes.moments
         return [[pair[side] for pair in self._moments] for side in (0, 1)] if self._moments and uses_moments else []
 
-    def _context_ranges(self, lo: int, hi: int) -> list[ByteRange]:
+    def _context_ranges(self, ranges: Sequence[TensorRange]) -> list[ByteRange]:
         if not recipes.uses_context(self._recipe.codes):
             return []
         if self._context_infos:
-            ranges = self._tensor_ranges(lo, hi)
             return [
                 ByteRange(True, self._context_infos[index].name, begin, end, True) for index, _, begin, end in ranges
             ]
-        return self._parent_codes(lo, hi) if self._recipe.base else []
+        return self._parent_codes(ranges) if self._recipe.base else []
 
-    def _parent_codes(self, lo: int, hi: int) -> list[ByteRange]:
-        ranges = self._tensor_ranges(lo, hi)
+    def _parent_codes(self, ranges: Sequence[TensorRange]) -> list[ByteRange]:
         return [ByteRange(False, info.name, begin, end, codes=True) for _, info, begin, end in ranges]
 
-    def _parent_values(self, lo: int, hi: int, fetch: FetchRange) -> list[Tensor]:
-        ranges = zip(self._parent_ranges(lo, hi), self._tensor_ranges(lo, hi), strict=True)
-        return [flat_tensor(fetch(span), info.dtype, end - begin) for span, (_, info, begin, end) in ranges]
+    def _parent_values(self, ranges: Sequence[TensorRange], fetch: FetchRanges) -> list[Tensor]:
+        spans = zip(self._parent_ranges(ranges), ranges, strict=True)
+        return [flat_tensor(fetch([span]), info.dtype, end - begin) for span, (_, info, begin, end) in spans]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,8 +29,8 @@ from shrinkpoint.codec.recipe import Recipe
 from shrinkpoint.codec.reference import DecodedTensors, QuantizedTensor, Reference, lattice_source, tensor_layout
 from shrinkpoint.errors import ChainError, CorruptError, ShrinkpointError, TruncatedError
 from shrinkpoint.guard import read_guard
-from shrinkpoint.tensors.dtypes import dtype_name, tensor_bytes, tensor_from_bytes, torch_dtype
-from shrinkpoint.tensors.info import DTYPES, ITEMSIZE, JSON, EncodedRecord, TensorInfo
+from shrinkpoint.tensors.dtypes import dtype_name, joined_bytes, tensor_bytes, tensor_from_bytes, torch_dtype
+from shrinkpoint.tensors.info import DTYPES, ITEMSIZE, JSON, EncodedRecord, TensorInfo, shared_info
 
 _ADVICE = "restore an older checkpoint; `shrinkpoint verify` names what else is hit"
 
@@ -139,7 +139,7 @@ class RecordDigests:
             raise ValueError(f"decoded values with digest {digest}, expected {self.values}")
 
 
-FetchRange: TypeAlias = Callable[[ByteRange], Bytes]
+FetchRanges: TypeAlias = Callable[[Sequence[ByteRange]], Bytes]
 FetchParams: TypeAlias = Callable[[str], QuantizerParams]
 
 
@@ -147,7 +147,7 @@ FetchParams: TypeAlias = Callable[[str], QuantizerParams]
 class DecodeInputs:
     """Inputs of a decoder besides the bytes of its record."""
 
-    fetch: FetchRange  # returns the bytes of a required range
+    fetch: FetchRanges  # returns the bytes of required ranges one after the other
     fetch_params: FetchParams  # returns the quantizer parameters of the parent's tensor of a name
     threads: int = 1
     allocate: Callable[[int], Bytes] = _native.empty  # returns uninitialized uint8 memory for values
@@ -254,41 +254,50 @@ class RecordDecoder(ABC):
         values = [part.values for part in parts if part.values is not None]
         return DecodedRange(concat(values), concat(codes) if codes else None)
 
-    def _tensor_ranges(self, lo: int, hi: int) -> Iterator[TensorRange]:
-        """Yield the range of each tensor that a range of the stream overlaps; tensors without values are included."""
-        offset = 0
+    def _tensor_ranges(self, lo: int, hi: int) -> list[TensorRange]:
+        """Return the range of each tensor that a range of the stream overlaps; tensors without values are included."""
+        offset, out = 0, []
         for index, (info, count) in enumerate(zip(self._view.infos, self._counts, strict=True)):
             begin, end = max(lo - offset, 0), min(hi - offset, count)
             if begin < end or begin == end == count == 0:
-                yield TensorRange(index, info, begin, end)
+                out.append(TensorRange(index, info, begin, end))
             offset += count
+        return out
 
-    def _parent_ranges(self, lo: int, hi: int) -> list[ByteRange]:
-        """Return the ranges of the parent's values that a range of the stream overlaps."""
+    def _parent_ranges(self, ranges: Sequence[TensorRange]) -> list[ByteRange]:
+        """Return the same ranges of the parent's values."""
+        sizes = [self._unit_bytes(info) for _, info, _, _ in ranges]
         return [
-            ByteRange(False, info.name, begin * self._unit_bytes(info), end * self._unit_bytes(info))
-            for _, info, begin, end in self._tensor_ranges(lo, hi)
+            ByteRange(False, info.name, begin * size, end * size)
+            for (_, info, begin, end), size in zip(ranges, sizes, strict=True)
         ]
 
-    def _ranges_of(self, moments: Sequence[TensorInfo], lo: int, hi: int, *, same_file: bool = True) -> list[ByteRange]:
-        """Return the ranges of tensors of the same shapes, one for each of the record, of any float dtype."""
+    def _ranges_of(
+        self, moments: Sequence[TensorInfo], ranges: Sequence[TensorRange], *, same_file: bool = True
+    ) -> list[ByteRange]:
+        """Return the same ranges of tensors of the same shapes, one for each of the record, of any float dtype."""
         out = []
-        for index, info, begin, end in self._tensor_ranges(lo, hi):
+        for index, info, begin, end in ranges:
             size = self._unit_bytes(info) // ITEMSIZE[info.dtype] * ITEMSIZE[moments[index].dtype]
             out.append(ByteRange(same_file, moments[index].name, begin * size, end * size))
         return out
 
     def _fetch_float32(
-        self, moments: Sequence[TensorInfo], lo: int, hi: int, fetch: FetchRange, *, same_file: bool = True
+        self,
+        moments: Sequence[TensorInfo],
+        ranges: Sequence[TensorRange],
+        fetch: FetchRanges,
+        *,
+        same_file: bool = True,
     ) -> Bytes:
-        dtypes = [moments[index].dtype for index, *_ in self._tensor_ranges(lo, hi)]
-        spans = self._ranges_of(moments, lo, hi, same_file=same_file)
-        return concat([cast(fetch(span), dtype, "F32") for span, dtype in zip(spans, dtypes, strict=True)])
+        spans = self._ranges_of(moments, ranges, same_file=same_file)
+        groups = groupby(zip(ranges, spans, strict=True), lambda pair: moments[pair[0].member].dtype)
+        return concat([cast(fetch([span for _, span in group]), dtype, "F32") for dtype, group in groups])
 
-    def _split(self, values: Bytes, lo: int, hi: int) -> list[DecodedPart]:
-        """Split the bytes of a range of the stream into its tensors."""
+    def _split(self, values: Bytes, ranges: Sequence[TensorRange]) -> list[DecodedPart]:
+        """Split the bytes of ranges one after the other."""
         out, start = [], 0
-        for _, info, begin, end in self._tensor_ranges(lo, hi):
+        for _, info, begin, end in ranges:
             stop = start + (end - begin) * self._unit_bytes(info)
             out.append(DecodedPart(values[start:stop]))
             start = stop
@@ -324,6 +333,9 @@ def concat(arrays: Sequence[Bytes]) -> Bytes:
     return np.concatenate(arrays, out=_native.empty(sum(array.nbytes for array in arrays)))
 
 
+_FLOATS = {name for name, dtype in DTYPES.items() if dtype.kind == "float"}
+
+
 def moment_pairs(view: RecordView, moments: Sequence[tuple[int, int]]) -> list[tuple[TensorInfo, TensorInfo]]:
     """Return the (first, second) moment of each tensor of the record; [] for none.
 
@@ -335,8 +347,8 @@ def moment_pairs(view: RecordView, moments: Sequence[tuple[int, int]]) -> list[t
     pairs = [(view.tensor_at(first), view.tensor_at(second)) for first, second in moments]
     if len(pairs) != len(view.infos):
         raise ValueError(f"{len(pairs)} pairs of moments for {len(view.infos)} tensors")
-    for info, pair in zip(view.infos, pairs, strict=True):
-        fits = all(moment.shape == info.shape and DTYPES[moment.dtype].kind == "float" for moment in pair)
+    for info, (first, second) in zip(view.infos, pairs, strict=True):
+        fits = first.shape == second.shape == info.shape and {first.dtype, second.dtype} <= _FLOATS
         if not fits or num_numbers(info) != info.numel:
             raise ValueError(f"moments of {info.name!r} that do not fit it")
     return pairs
@@ -386,20 +398,27 @@ class DecodedSources:
                 raise ChainError(self.digests.where, found=found, expected=expected, do=do)
         return self.reference
 
-    def fetch(self, span: ByteRange) -> Bytes:
+    def fetch(self, spans: Sequence[ByteRange]) -> Bytes:
+        """The bytes of whole tensors, all that a record that is decoded whole needs."""
+        values = joined_bytes([self._fetch(span) for span in spans])
+        if values.nbytes != sum(span.stop - span.start for span in spans):
+            raise ValueError("the record needs ranges of other tensors")
+        return values
+
+    def _fetch(self, span: ByteRange) -> Tensor:
         if span.codes and span.same_file:
             tensor = self.own_quantized[span.name]
             if not isinstance(tensor, CodebookTensor):
                 raise ValueError(f"the context codes are those of {span.name!r}, which has none")
-            return tensor_bytes(tensor.codes)[span.start : span.stop]
+            return tensor.codes
         if span.same_file:
-            return tensor_bytes(self.own[span.name])[span.start : span.stop]
+            return self.own[span.name]
         assert self.reference is not None
         if span.codes:
             if not self.reference.has_codes(span.name):
                 self.digests.check_base("none: its tensors are not quantized")
-            return tensor_bytes(self.reference.quantized[span.name].codes)[span.start : span.stop]
-        return tensor_bytes(self.reference.tensors[span.name])[span.start : span.stop]
+            return self.reference.quantized[span.name].codes
+        return self.reference.tensors[span.name]
 
     def fetch_codes(self, span: ByteRange) -> LatticeTensor | None:
         tensors = self.own if span.same_file else self.reference.tensors if self.reference is not None else {}
@@ -424,4 +443,4 @@ class DecodedSources:
 
 def _info_of(name: str, tensors: Mapping[str, Tensor]) -> TensorInfo:
     shape, dtype = tensor_layout(tensors, name)
-    return TensorInfo(name, shape, dtype_name(dtype))
+    return shared_info(name, shape, dtype_name(dtype))

@@ -228,7 +228,7 @@ class _FetchedValues:
             self._lattice, self._codes = source.native_values()
             self._code_bytes = source.codes.element_size()
             return
-        self.stored = inputs.fetch(span)
+        self.stored = inputs.fetch([span])
         # The native core reads no float16.
         is_cast = dtype == "F16" or (widen and dtype == "BF16")
         self.values = as_aligned(cast(self.stored, dtype, "F32") if is_cast else self.stored, 4)
@@ -281,8 +281,8 @@ class LatticeDecoder(RecordDecoder):
         self._gains: list[float | None] = [None] * len(infos)
 
     def required_ranges(self, lo: int, hi: int) -> Sequence[ByteRange]:
-        out = self._parent_ranges(lo, hi) if self._recipe.base else []
-        return out + self._moment_ranges(lo, hi)
+        ranges = self._tensor_ranges(lo, hi)
+        return [*(self._parent_ranges(ranges) if self._recipe.base else ()), *self._moment_ranges(ranges)]
 
     def required_parents(self) -> Sequence[str]:
         return [info.name for info in self._view.infos] if self._recipe.inherited or self._recipe.moved else []
@@ -319,10 +319,10 @@ class LatticeDecoder(RecordDecoder):
     def decode(self, lo: int, hi: int, inputs: DecodeInputs) -> list[DecodedPart]:
         if not self._lattices:
             self.quantizer_params(inputs.fetch_params)
-        ranges = [*self._tensor_ranges(lo, hi)]
-        parents = self._parent_ranges(lo, hi) if self._recipe.base else []
+        ranges = self._tensor_ranges(lo, hi)
+        parents = self._parent_ranges(ranges) if self._recipe.base else []
         continued = self._continued_tensors(ranges, inputs)
-        sources = zip_longest(ranges, parents, self._moment_ranges(lo, hi), continued)
+        sources = zip_longest(ranges, parents, self._moment_ranges(ranges), continued)
         members = [
             MemberDecoder(
                 self._lattices[span.member],
@@ -350,7 +350,7 @@ class LatticeDecoder(RecordDecoder):
                 whole = self._base_hasher(inputs)
                 for parent, tensor in zip_longest(parents, continued):
                     points = None if tensor is None else tensor.points().dequantize(torch.float32)
-                    whole.update(inputs.fetch(parent) if points is None else tensor_bytes(points))
+                    whole.update(inputs.fetch([parent]) if points is None else tensor_bytes(points))
                 base_digests.check_base(whole.hexdigest())
             raise
         if base_digests is not None and base is not None:
@@ -447,8 +447,8 @@ class LatticeDecoder(RecordDecoder):
             hasher.update(exponents)
         return hasher
 
-    def _moment_ranges(self, lo: int, hi: int) -> list[ByteRange]:
-        return self._ranges_of(self._moments, lo, hi) if self._moments else []
+    def _moment_ranges(self, ranges: Sequence[TensorRange]) -> list[ByteRange]:
+        return self._ranges_of(self._moments, ranges) if self._moments else []
 
     def _parent_lattices(self, fetch: FetchParams) -> list[Lattice]:
         params = [fetch(name) for name in self.required_parents()]

@@ -159,22 +159,25 @@ class CodedDecoder(RecordDecoder):
         self._shapes = matrix_shapes(infos, self._taps) if factors else None
 
     def required_ranges(self, lo: int, hi: int) -> Sequence[ByteRange]:
-        out = self._parent_ranges(lo, hi) if self.uses_parent else []
+        ranges = self._tensor_ranges(lo, hi)
+        out = self._parent_ranges(ranges) if self.uses_parent else []
         if self._uses_moments:
-            out += self._ranges_of(self._first_moments, lo, hi) + self._ranges_of(self._second_moments, lo, hi)
+            out += self._ranges_of(self._first_moments, ranges) + self._ranges_of(self._second_moments, ranges)
         if self._uses_parent_moments:
-            out += self._ranges_of(self._first_moments, lo, hi, same_file=False)
+            out += self._ranges_of(self._first_moments, ranges, same_file=False)
         return out
 
     def decode(self, lo: int, hi: int, inputs: DecodeInputs) -> list[DecodedPart]:
+        ranges = self._tensor_ranges(lo, hi)
+
         def floats(moments: Sequence[TensorInfo], *, same_file: bool = True) -> Bytes:
             return taps_outermost(
-                self._fetch_float32(moments, lo, hi, inputs.fetch, same_file=same_file), 4, self._taps
+                self._fetch_float32(moments, ranges, inputs.fetch, same_file=same_file), 4, self._taps
             )
 
         base = moment1 = moment2 = None
         if self.uses_parent:
-            base = concat([inputs.fetch(span) for span in self._parent_ranges(lo, hi)])
+            base = concat([inputs.fetch(self._parent_ranges(ranges))])
             base = taps_outermost(base, self._number_format.itemsize, self._taps)
         if self._uses_moments:
             moment1, moment2 = floats(self._first_moments), floats(self._second_moments)
@@ -199,7 +202,7 @@ class CodedDecoder(RecordDecoder):
         if inputs.value_digests is not None:
             inputs.value_digests.check_values(digest_arrays([values]))
         values = taps_innermost(values, self._number_format.itemsize, self._taps)
-        return self._split(values, lo, hi)
+        return self._split(values, ranges)
 
     def _unit_bytes(self, info: TensorInfo) -> int:
         return self.unit
@@ -266,7 +269,7 @@ class PlainDecoder(RecordDecoder):
         values[:] = self._view.read_array("values", lo, hi)
         if inputs.digests is not None:
             inputs.digests.check_values(digest_arrays([values]))
-        return self._split(values, lo, hi)
+        return self._split(values, self._tensor_ranges(lo, hi))
 
     def _unit_bytes(self, info: TensorInfo) -> int:
         return 1
@@ -295,12 +298,12 @@ class CopyDecoder(RecordDecoder):
         out: list[DecodedPart] = []
         for (source, dtype, _), batch in groupby(self._tensor_ranges(lo, hi), self._batch_key):
             spans = [*batch]
-            values = [inputs.fetch(self._source_range(span)) for span in spans]
-            if len(values) == 1 and source != dtype:
-                copies = cast(values[0], source, dtype)
+            values = inputs.fetch([self._source_range(span) for span in spans])
+            if source == dtype:
+                copies = inputs.allocate(values.nbytes)
+                copies[:] = values
             else:
-                copies = inputs.allocate(sum(array.nbytes for array in values))
-                copies = cast(np.concatenate(values, out=copies), source, dtype)
+                copies = cast(values, source, dtype)
             size, start = 1 if source == dtype else ITEMSIZE[dtype], 0
             for span in spans:  # the first and the last may begin and end inside of a number
                 begin = start + span.begin % size

@@ -35,7 +35,7 @@ from shrinkpoint.container.strict_json import (
     expect_unique,
     load_json,
 )
-from shrinkpoint.tensors.info import JSON, EncodedRecord, TensorInfo
+from shrinkpoint.tensors.info import JSON, EncodedRecord, TensorInfo, shared_info
 
 NUMBER_MARK = "\n"  # Stands for a number in a pattern
 _MAX_DIGITS = 19  # Digits of the largest number
@@ -311,7 +311,7 @@ def _parse_tensors(document: Mapping[str, JSON], limit: int, where: str) -> list
     if size > limit:
         raise corrupt_error(where, f"{len(indexes)} tensors, whose names and shapes take {size} bytes", f"{limit}")
     names = join_names(patterns, indexes, numbers, where)
-    return [TensorInfo(name, *kinds[kind]) for name, kind in zip(names, kind_column, strict=True)]
+    return [shared_info(name, *kinds[kind]) for name, kind in zip(names, kind_column, strict=True)]
 
 
 def _parse_records(

@@ -435,9 +435,11 @@ class DecodePlan:
                 self._decode_ranges(node, step, step.decoder)
 
     def _decode_ranges(self, node: Node, step: DecodeNode, decoder: RecordDecoder) -> None:
-        def supply(span: ByteRange) -> Bytes:
-            other = self._resolve(node[0] if span.same_file else node[0] - 1, span.name)
-            return self._nodes[other].read(span.name, span.start, span.stop, codes=span.codes)
+        def supply(spans: Sequence[ByteRange]) -> Bytes:
+            files = [node[0] if span.same_file else node[0] - 1 for span in spans]
+            others = [self._nodes[self._resolve(file, span.name)] for file, span in zip(files, spans, strict=True)]
+            reads = zip(others, spans, strict=True)
+            return concat([other.read(span.name, span.start, span.stop, codes=span.codes) for other, span in reads])
 
         inputs = DecodeInputs(supply, lambda name: self._quantizer(node[0] - 1, name), self._threads)
         if node not in self._cache.quantizers and (step.undecoded or step.needs_quantizers):

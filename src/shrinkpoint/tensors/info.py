@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, TypeAlias
 
 JSON: TypeAlias = Any
@@ -111,6 +111,10 @@ class TensorInfo:
     @cached_property
     def nbytes(self) -> int:
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+shared_info = lru_cache(1 << 12)(TensorInfo)
+"""Returns one and the same `TensorInfo` for the same arguments, as the files of a chain have them."""
 
 
 @dataclass(frozen=True)
