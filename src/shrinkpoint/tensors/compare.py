@@ -9,6 +9,7 @@ import math
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,13 +17,14 @@ import torch
 from torch import Tensor
 
 from shrinkpoint.progress import Task
-from shrinkpoint.tensors.dtypes import as_bits, dtype_name, tensor_bytes
+from shrinkpoint.tensors.dtypes import as_bits, dtype_name, joined_bytes, tensor_bytes
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.tensors.names import as_tensor, child_items, is_array, named_leaves, tensor_name
 
 _MISSING = object()
 GROUP_BYTES = 1 << 27  # Bytes of two states that are compared at a time: what is read of both is in memory meanwhile
+_HEAD_BYTES = 1 << 12  # Bytes of a tensor that are compared first
 _CHUNK_VALUES = 1 << 20  # values compared at a time: 8 MiB of doubles a side
 
 
@@ -49,8 +51,29 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     first, second = tensor_bytes(a), tensor_bytes(b)
-    head = slice(0, 4096)
+    head = slice(0, _HEAD_BYTES)
     return bool((first[head] == second[head]).all()) and torch.equal(torch.from_numpy(first), torch.from_numpy(second))
+
+
+def same_tensors(names: Iterable[str], left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> set[str]:
+    """Return the names of the tensors that have the same bits on both sides; small ones are compared together.
+
+    Args:
+        names: of tensors that have one shape and dtype on both sides.
+    """
+    out, small = set[str](), dict[torch.dtype, list[tuple[str, Tensor]]]()
+    for name in names:
+        tensor = left[name]
+        if 0 < tensor.nbytes <= _HEAD_BYTES:
+            small.setdefault(tensor.dtype, []).append((name, tensor))
+        elif same_bits(tensor, right[name]):
+            out.add(name)
+    for members in small.values():
+        differs = joined_bytes([tensor for _, tensor in members]) != joined_bytes([right[name] for name, _ in members])
+        starts = [*accumulate((tensor.nbytes for _, tensor in members), initial=0)][:-1]
+        have_changed = np.logical_or.reduceat(differs, starts)
+        out.update(name for (name, _), has_changed in zip(members, have_changed, strict=True) if not has_changed)
+    return out
 
 
 def differing_paths(left: Any, right: Any, path: str = "") -> Iterator[str]:

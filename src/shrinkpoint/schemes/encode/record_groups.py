@@ -15,9 +15,9 @@ from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.coder import num_numbers, num_taps
 from shrinkpoint.codec.lattice import LatticeTensor
 from shrinkpoint.codec.recipe import MAX_TAPS
-from shrinkpoint.codec.reference import LatticeSource, QuantizedTensor, Reference, lattice_sources, tensor_rows
+from shrinkpoint.codec.reference import QuantizedTensor, Reference, lattice_sources, tensor_rows
 from shrinkpoint.guard import no_gc
-from shrinkpoint.tensors.compare import same_bits
+from shrinkpoint.tensors.compare import same_bits, same_tensors
 from shrinkpoint.tensors.dtypes import as_bits, joined_bytes, materialize, tensor_bytes, torch_dtype
 from shrinkpoint.tensors.flat_state import FlatState
 from shrinkpoint.tensors.info import DTYPES, OptimizerInfo, Role, TensorInfo
@@ -128,18 +128,10 @@ def plan_records(
         quantized: name of a quantized tensor -> its codes and codebook or lattice.
         separate: names of tensors on lattices that share no record with others.
     """
-    unchanged: list[TensorInfo] = []
-    changed: list[TensorInfo] = []
     shared = set[str]() if reference is None else reference.shared_names(state.infos.values())
-    parents = {} if reference is None else reference.tensors
-    sources = [lattice_sources(tensors, shared) for tensors in (state.tensors, parents)]
-    for info in state.infos.values():
-        codes, is_shared = quantized.get(info.name), info.name in shared
-        pair = [held.get(info.name) for held in sources]
-        if reference is not None and is_shared and _is_unchanged(info.name, state, reference, codes, pair):
-            unchanged.append(info)
-        else:
-            changed.append(info)
+    same = set[str]() if reference is None else _unchanged_names(shared, state, reference, quantized)
+    unchanged = [info for info in state.infos.values() if info.name in same]
+    changed = [info for info in state.infos.values() if info.name not in same]
     copies = _find_copies([info for info in changed if info.name not in quantized], state, quantized)
     copied = {info.name for info, _ in copies}
     contexts = ContextMap(state, copied)
@@ -173,31 +165,26 @@ def plan_records(
 # unchanged tensors
 
 
-def _is_unchanged(
-    name: str,
-    state: FlatState,
-    reference: Reference,
-    quantized_tensor: QuantizedTensor | None,
-    sources: Sequence[LatticeSource | None],
-) -> bool:
-    """True if a tensor equals the parent's of the same layout.
-
-    Args:
-        sources: the codes that its values, and the parent's, are made from.
-    """
-    is_residual = isinstance(quantized_tensor, CodebookTensor) and quantized_tensor.residual
-    if quantized_tensor is not None and not is_residual:
-        # A reader keeps the codes for the next delta, so they must be equal; where they are, values mostly are.
-        parent_codes = reference.quantized.get(name)
-        if parent_codes is None or not _have_equal_codes(quantized_tensor, parent_codes):
-            return False
-        if all(source is not None and not source.quantized.relative_to for source in sources):
-            return True
-    if sources[1] is not None:  # decoding more than the first row is mostly needless
-        heads = [tensor_rows(tensors, name, slice(1)) for tensors in (state.tensors, reference.tensors)]
-        if not same_bits(*heads):
-            return False
-    return same_bits(state.tensors[name], reference.tensors[name])
+def _unchanged_names(
+    shared: Collection[str], state: FlatState, reference: Reference, quantized: Mapping[str, QuantizedTensor]
+) -> set[str]:
+    """The names of the tensors that equal the parent's, of those that have the same layout there."""
+    out, candidates, pair = set[str](), list[str](), (state.tensors, reference.tensors)
+    sources = [lattice_sources(tensors, shared) for tensors in pair]  # the codes that values are made from
+    for name in shared:
+        codes = quantized.get(name)
+        if codes is not None and not (isinstance(codes, CodebookTensor) and codes.residual):
+            # A reader keeps the codes for the next delta, so they must be equal; where they are, values mostly are.
+            parent_codes = reference.quantized.get(name)
+            if parent_codes is None or not _have_equal_codes(codes, parent_codes):
+                continue
+            if all(name in held and not held[name].quantized.relative_to for held in sources):
+                out.add(name)
+                continue
+        # Decoding more than the first row is mostly needless
+        if name not in sources[1] or same_bits(*[tensor_rows(tensors, name, slice(1)) for tensors in pair]):
+            candidates.append(name)
+    return out | same_tensors(candidates, *pair)
 
 
 def _have_equal_codes(a: QuantizedTensor, b: QuantizedTensor) -> bool:
