@@ -355,7 +355,6 @@ class BaseVerifier:
                 if file is None:  # of an earlier chain
                     continue
                 self._scan = self._begin_scan(file)
-                budget -= self._scan.header_bytes
             scan = self._scan
             if scan.digest not in files:
                 self._scan = None
@@ -366,7 +365,7 @@ class BaseVerifier:
 
     def _begin_scan(self, file: StoredFile) -> _FileScan:
         scan = self._scans.setdefault(file.digest, _FileScan(file.digest))
-        scan.begin(file)
+        scan.begin()
         return scan
 
 
@@ -388,36 +387,34 @@ class _FileScan:
 
     Attributes:
         digest: of the file's header.
-        header_bytes: bytes of the header, which are read when the scan begins.
     """
 
     def __init__(self, digest: str) -> None:
-        self.digest, self.header_bytes = digest, 0
-        self._windows: list[list[_Piece]] = []  # pieces that lie one behind the other; none until `begin`
-        self._next = 0  # index of the window that is read next
+        self.digest, self._header_bytes = digest, 0
+        self._windows: list[list[_Piece]] = []  # pieces that lie one behind the other; none until the first is read
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin with the header, and then the first part."""
+        self._next = -1  # index of the window that is read next; -1: the header
         self._hasher = Hasher()  # of the current part
 
-    def begin(self, file: StoredFile) -> None:
-        """Compare the header with its digest, and begin with the first part; the index is parsed once."""
-        with file.storage.open(file.key) as source:
-            _drop_page_cache(source)
-            size, where = source.size, file.where
-            reader = None if self._windows else FileReader(source, where)
-            digest = read_header(source, where)[1] if reader is None else reader.digest
-            if digest != file.digest or size != file.size:
-                found, expected = f"{size} bytes with header digest {digest}", f"{file.size} bytes with {file.digest}"
-                raise ChainError(where, found=found, expected=expected, do=_DO)
-            if reader is not None:
-                self._plan_windows(reader, source)
-        self._next, self._hasher = 0, Hasher()
-
-    def _plan_windows(self, reader: FileReader, source: Source) -> None:
+    def _check_header(self, source: Source, file: StoredFile) -> None:
+        """Compare the header with its digest; the index is parsed once, and tells the windows."""
+        size, where = source.size, file.where
+        reader = None if self._windows else FileReader(source, where)
+        digest = read_header(source, where)[1] if reader is None else reader.digest
+        if digest != file.digest or size != file.size:
+            found, expected = f"{size} bytes with header digest {digest}", f"{file.size} bytes with {file.digest}"
+            raise ChainError(where, found=found, expected=expected, do=_DO)
+        if reader is None:
+            return
         entries = [entry for record in reader.records for entry in record.parts.values()]
         parts = [(entry.offset, entry.size, entry.pad, entry.digest) for entry in entries]
-        end = max((offset + size for offset, size, *_ in parts), default=source.size)
-        if end < source.size:  # the index, which the header's digest covers: it is a part like others from now on
-            parts.append((end, source.size - end, 0, xxh3_128(source.read(end, source.size - end))))
-        self.header_bytes = source.size - sum(pad + size for _, size, pad, _ in parts)
+        end = max((begin + length for begin, length, *_ in parts), default=size)
+        if end < size:  # the index, which the header's digest covers: it is a part like others from now on
+            parts.append((end, size - end, 0, xxh3_128(source.read(end, size - end))))
+        self._header_bytes = size - sum(pad + length for _, length, pad, _ in parts)
         self._windows = _windows(parts)
 
     @property
@@ -430,6 +427,9 @@ class _FileScan:
         read = 0
         with file.storage.open(file.key) as source:
             _drop_page_cache(source)
+            if self._next < 0:
+                self._check_header(source, file)
+                self._next, read = 0, self._header_bytes
             while read < max_bytes and self._next < len(self._windows):
                 read += self._read_window(source, file.where)
                 self._next += 1
