@@ -400,25 +400,21 @@ class DecodedSources:
 
     def fetch(self, spans: Sequence[ByteRange]) -> Bytes:
         """The bytes of whole tensors, all that a record that is decoded whole needs."""
-        values = joined_bytes([self._fetch(span) for span in spans])
+        parent, tensors = self.reference or Reference({}), list[Tensor]()
+        for span in spans:
+            if not span.codes:
+                tensors.append((self.own if span.same_file else parent.tensors)[span.name])
+                continue
+            if not span.same_file and not parent.has_codes(span.name):
+                self.digests.check_base("none: its tensors are not quantized")
+            tensor = (self.own_quantized if span.same_file else parent.quantized)[span.name]
+            if not isinstance(tensor, CodebookTensor):
+                raise ValueError(f"the context codes are those of {span.name!r}, which has none")
+            tensors.append(tensor.codes)
+        values = joined_bytes(tensors)
         if values.nbytes != sum(span.stop - span.start for span in spans):
             raise ValueError("the record needs ranges of other tensors")
         return values
-
-    def _fetch(self, span: ByteRange) -> Tensor:
-        if span.codes and span.same_file:
-            tensor = self.own_quantized[span.name]
-            if not isinstance(tensor, CodebookTensor):
-                raise ValueError(f"the context codes are those of {span.name!r}, which has none")
-            return tensor.codes
-        if span.same_file:
-            return self.own[span.name]
-        assert self.reference is not None
-        if span.codes:
-            if not self.reference.has_codes(span.name):
-                self.digests.check_base("none: its tensors are not quantized")
-            return self.reference.quantized[span.name].codes
-        return self.reference.tensors[span.name]
 
     def fetch_codes(self, span: ByteRange) -> LatticeTensor | None:
         tensors = self.own if span.same_file else self.reference.tensors if self.reference is not None else {}

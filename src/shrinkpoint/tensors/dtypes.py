@@ -130,17 +130,18 @@ def joined_bytes(tensors: Sequence[Tensor]) -> np.ndarray[tuple[int], np.dtype[n
     """Return the row-major values of tensors one after the other, as uint8; a single one as `tensor_bytes` does."""
     if len(tensors) == 1:
         return tensor_bytes(tensors[0])
-    size = sum(tensor.nbytes for tensor in tensors)
+    dtypes = {tensor.dtype if tensor.is_cpu else None for tensor in tensors}
+    numels = [tensor.numel() for tensor in tensors]
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
     with no_gc():
-        if size and all(tensor.is_cpu and tensor.dtype in _JOINED_DTYPES for tensor in tensors):
-            dtypes = {tensor.dtype for tensor in tensors}
-            if len(dtypes) == 1 and max(tensor.numel() for tensor in tensors) <= _MAX_JOINED_NUMEL:
-                out = _native.empty(size)  # from the pool, since each save asks for it again
-                with torch.no_grad():  # one call of torch instead of three of numpy for each tensor
-                    flat = torch.from_numpy(out).view(dtypes.pop())
-                    torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors], out=flat)
-                return out
-        return np.concatenate([tensor_bytes(tensor) for tensor in tensors], out=_native.empty(size))
+        if dtype is not None and dtype in _JOINED_DTYPES and 0 < max(numels) <= _MAX_JOINED_NUMEL:
+            out = _native.empty(sum(numels) * dtype.itemsize)  # from the pool, since each save asks for it again
+            with torch.no_grad():  # one call of torch instead of three of numpy for each tensor
+                flat = torch.from_numpy(out).view(dtype)
+                torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors], out=flat)
+            return out
+        parts = [tensor_bytes(tensor) for tensor in tensors]
+        return np.concatenate(parts, out=_native.empty(sum(part.nbytes for part in parts)))
 
 
 def tensor_from_bytes(data: np.ndarray[tuple[int], np.dtype[np.uint8]], info: TensorInfo) -> Tensor:

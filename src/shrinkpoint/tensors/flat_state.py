@@ -14,7 +14,7 @@ import torch
 from shrinkpoint._native import stream_copy
 from shrinkpoint.guard import no_gc, read_guard
 from shrinkpoint.tensors.dtypes import as_bits, dtype_name, empty, tensor_bytes
-from shrinkpoint.tensors.info import JSON, OptimizerInfo, Role, TensorInfo
+from shrinkpoint.tensors.info import JSON, OptimizerInfo, Role, TensorInfo, shared_info
 from shrinkpoint.tensors.memory import Arena, wait_for_devices
 from shrinkpoint.tensors.optimizers import MomentKind, drop_optimizer_state
 from shrinkpoint.tensors.roles import infer_roles
@@ -119,15 +119,18 @@ def copy_tensors(
     """
     old, arena = reuse or {}, Arena()
     copies: dict[str, torch.Tensor] = {}
-    streamed: list[str] = []
+    streamed, small = list[str](), list[str]()
     for name, tensor in tensors.items():
         target = copies[name] = _usable_target(tensor, old.get(name), arena)
-        if tensor.nbytes >= _MIN_STREAMED_BYTES and _is_plain(tensor) and _is_plain(target):
-            streamed.append(name)
+        is_plain = tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        if is_plain and target.is_contiguous():
+            (streamed if tensor.nbytes >= _MIN_STREAMED_BYTES else small).append(name)
         else:
             as_bits(target).copy_(as_bits(tensor), non_blocking=tensor.is_cuda)
     sources, targets = ([tensor_bytes(group[name]) for name in streamed] for group in (tensors, copies))
     stream_copy(sources, targets, torch.get_num_threads())
+    if small:
+        torch._foreach_copy_([copies[name] for name in small], [tensors[name] for name in small])
     return copies
 
 
@@ -154,11 +157,6 @@ def allocate_like(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
     return copies
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """True if `tensor_bytes` shares a tensor's memory."""
-    return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-
-
 def flatten(state: Any) -> FlatState:
     """Split a state into a JSON tree and named tensors. Nothing is copied; the caller's tensors do not change.
 
@@ -172,7 +170,7 @@ def flatten(state: Any) -> FlatState:
         encoder.count_references()
         inferred = infer_roles(encoder.leaves, encoder.optimizers)
         infos = {
-            name: TensorInfo(name, tuple(tensor.shape), dtype_name(tensor.dtype), inferred.roles.get(name, Role.OTHER))
+            name: shared_info(name, tuple(tensor.shape), dtype_name(tensor.dtype), inferred.roles.get(name, Role.OTHER))
             for name, tensor in tensors.items()
         }
         return FlatState(tree, tensors, infos, inferred.optimizer_info, inferred.moment_kinds)

@@ -113,7 +113,7 @@ class TensorInfo:
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
 
-shared_info = lru_cache(1 << 12)(TensorInfo)
+shared_info = lru_cache(1 << 14)(TensorInfo)
 """Returns one and the same `TensorInfo` for the same arguments, as the files of a chain have them."""
 
 
