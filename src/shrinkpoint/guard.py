@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from shrinkpoint.errors import CorruptError, ShrinkpointError, StorageError
 
 _DO = "restore another checkpoint, or fetch an intact copy of this file"
+_SHORT_BYTES, _MAX_MEAN_BYTES = 1 << 26, 1024
+"""Bytes of a state, and mean bytes of its tensors, up to which saving or loading it takes seconds at most."""
 MAX_MESSAGE_CHARS = 200  # Characters of another error's message that are repeated
 
 
@@ -56,3 +58,8 @@ def no_gc() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def pause_gc(nbytes: int, tensors: int = 0) -> AbstractContextManager[None]:
+    """Returns `no_gc` for saving or loading a state of so many bytes and tensors, if that is short; else nothing."""
+    return no_gc() if nbytes <= max(_SHORT_BYTES, _MAX_MEAN_BYTES * tensors) else nullcontext()

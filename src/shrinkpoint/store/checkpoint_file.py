@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,7 +16,7 @@ from shrinkpoint.codec.parallel import decode_all
 from shrinkpoint.codec.reference import QuantizedTensor, Reference, RowSample, lattice_source
 from shrinkpoint.container import FileReader, FileWriter
 from shrinkpoint.errors import CorruptError, PolicyError
-from shrinkpoint.guard import no_gc, read_guard
+from shrinkpoint.guard import pause_gc, read_guard
 from shrinkpoint.schemes.base import QuantizedState, Scheme
 from shrinkpoint.schemes.select import summarize_reasons
 from shrinkpoint.storage import Source, Storage
@@ -29,10 +28,6 @@ from shrinkpoint.tensors.memory import available_bytes
 MIN_LIMIT = 1 << 30  # Bytes of tensors that any file may hold, however small it is and however little memory is free
 MAX_EXPANSION = 1000  # Bytes of tensors that each stored byte of a chain may decode to, beyond that
 ENV_VARIABLE = validate.MAX_BYTES_VARIABLE
-
-_MANY_TENSORS, _MAX_MEAN_BYTES = 1000, 1024
-"""From this number of tensors on, and up to this many bytes of each, a save or load is short and makes very many
-objects."""
 
 _DO = f"if you trust it, pass max_bytes= (--max-bytes on the command line), or set {ENV_VARIABLE}"
 
@@ -82,7 +77,7 @@ def write_file(
     state = quantized.state
     roles: dict[str, RoleBytes] = {}
     codes: dict[str, QuantizedTensor] = {}
-    with storage.create(key) as sink, _pause_gc(len(state.infos), state.nbytes):
+    with storage.create(key) as sink, pause_gc(state.nbytes, len(state.infos)):
         writer = FileWriter(sink, scheme=scheme.id, parent=parent, tree=state.tree, expected=list(state.infos.values()))
         for encoded in scheme.encode(state, reference, quantized=quantized.quantized, threads=threads):
             _count_roles(roles, encoded, writer.add(encoded), quantized.copies)
@@ -121,12 +116,6 @@ def _sample_weights(
         for name in codes
         if infos[name].role not in (Role.MOMENT1, Role.MOMENT2)
     }
-
-
-def _pause_gc(tensors: int, nbytes: int) -> AbstractContextManager[None]:
-    """Pauses the garbage collector for a state of very many small tensors, where it would take a third of the time."""
-    many = tensors >= _MANY_TENSORS and nbytes <= _MAX_MEAN_BYTES * tensors
-    return no_gc() if many else nullcontext()
 
 
 def _count_roles(
@@ -239,7 +228,7 @@ def decode_records(
         counted = range(len(recipes)) if records is None or verify_others else records
         raw = sum(recipes[index][2] for index in counted)
         allowance.admit(reader.where, reader.size, raw)
-        with _pause_gc(sum(tensors for _, tensors, _ in recipes), raw):
+        with pause_gc(raw, sum(tensors for _, tensors, _ in recipes)):
             decoded = decode_all(
                 recipes,
                 lambda index: reader.read(heads[index]),

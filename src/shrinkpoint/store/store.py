@@ -16,6 +16,7 @@ from typing import Any
 from shrinkpoint import validate
 from shrinkpoint.codec.reference import Reference, is_mostly_codes
 from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
+from shrinkpoint.guard import pause_gc
 from shrinkpoint.schemes.base import Scheme
 from shrinkpoint.schemes.plan import plan_within_memory
 from shrinkpoint.schemes.planner import Planner
@@ -261,7 +262,7 @@ class Store:
         note, fill_in = check_note(note), validate.check_bool("fill_in", fill_in)
         lossy_restores = check_lossy_restores(lossy_restores)
         flat_state = state if isinstance(state, FlatState) else flatten(state)
-        with self._mutex.lock, self._store_lock.cleanup_on_error():
+        with self._mutex.lock, self._store_lock.cleanup_on_error(), pause_gc(flat_state.nbytes):
             with ExitStack() as transactions:  # one that is open at the end is aborted
                 transaction = transactions.enter_context(self._begin(step, keyframe, fill_in))
                 written = self._write(transaction, flat_state, scheme, adopt)
@@ -406,7 +407,7 @@ class Store:
 
     def _load(self, manifest: Manifest, device: Device, tie: bool, keep: bool, max_bytes: int | None) -> Any:
         began = time.perf_counter()
-        with self._mutex.lock:
+        with self._mutex.lock, pause_gc(manifest.raw_bytes):
             if keep:
                 self._writer.references.drop()  # else there would be three states in memory
             stamps = self._stamps(manifest) if keep else {}
