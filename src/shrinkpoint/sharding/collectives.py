@@ -215,6 +215,12 @@ class LocalCollectives(Collectives):
     def all_gather(self, obj: T) -> list[T]:
         return raise_remote([pack_error(obj)])
 
+    def reduce(self, reports: Iterable[tuple[Key, T]], merge: Callable[[list[T]], R]) -> dict[Key, R]:
+        received: dict[Key, list[T]] = {}
+        for key, report in reports:
+            received.setdefault(key, []).append(report)
+        return {key: merge(parts) for key, parts in received.items()}
+
     def reduce_arrays(self, reports: Mapping[int, list[R]], kind: ArrayReduction[R]) -> dict[int, R]:
         return {key: kind.merge(arrays) for key, arrays in reports.items()}
 
