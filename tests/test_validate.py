@@ -114,7 +114,11 @@ TABLE: dict[str, tuple[Entry, dict[str, list[Any]]]] = {
     ),
     "CheckpointManager.save": (
         lambda **wrong: sp.CheckpointManager(MemoryStorage()).save(1, extra={}, **wrong),
-        {"metrics": NO_METRICS},
+        {"metrics": NO_METRICS, "rng": [*NO_FLAG, torch.Generator()]},
+    ),
+    "CheckpointManager.restore": (
+        lambda **wrong: sp.CheckpointManager(MemoryStorage()).restore(**wrong),
+        {"rng": [*NO_FLAG, torch.Generator()], "strict": NO_FLAG},
     ),
     "Keep": (
         sp.Keep,

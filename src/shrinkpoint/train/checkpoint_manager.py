@@ -219,6 +219,7 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
             StorageError: writing failed; every checkpoint that was there still loads.
             Exception: whatever the previous save raised in the background; then this call has saved nothing.
         """
+        validate.check_bool("rng", rng)  # a generator, say, which would not be saved
         with self._next_save():
             if isinstance(self._scheme, Planner):
                 self._scheme.run_on_writer(lambda: self._lock_store(step))
@@ -304,6 +305,8 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
             PolicyError: `only` together with objects other than a model and its optimizer, without a match, or with a
                 part that a tensor does not have.
         """
+        for name, flag in (("rng", rng), ("strict", strict)):
+            validate.check_bool(name, flag)
         start = time.perf_counter()
         self.join()
         step = self._find_step(step) if isinstance(step, str) else step
