@@ -156,6 +156,16 @@ def test_a_batch_that_is_not_finite_is_passed_over():
     torch.testing.assert_close(seen.layers["weight"].inputs.mean, torch.ones(3, 3))
 
 
+def test_training_may_follow_a_validation_in_inference_mode():
+    model = nn.ModuleDict({"embedding": nn.Embedding(4, 3), "linear": nn.Linear(3, 3)})
+    with sp.Activations(model) as seen:
+        with torch.inference_mode():
+            model["linear"](model["embedding"](torch.arange(4)))
+        model["linear"](model["embedding"](torch.arange(4))).square().sum().backward()
+    assert seen.layers["linear.weight"].inputs.weight == 0.95 + 1
+    assert seen.layers["embedding.weight"].lookups.weight == 1
+
+
 def test_gradients_and_the_state_are_as_before_a_calibration(trained: Any, tmp_path: Path):
     model = copy.deepcopy(trained[0])
     loss_of(model, 1).backward()

@@ -81,6 +81,7 @@ class _LayerRecorder:
         self._generator = torch.Generator().manual_seed(0)  # not the global one: training must not notice
         self.layers: dict[str, LayerStatistics] = {}
 
+    @torch.inference_mode(False)  # tensors of inference mode, as of a first validation, take no training pass
     @torch.no_grad()
     def record(self, name: str, layer: nn.Module, inputs: Tensor, output: Tensor) -> None:
         """Record a forward pass, and the gradient of its output when it is computed."""
