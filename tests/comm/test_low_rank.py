@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shrinkpoint.comm import Link, LowRank
-from shrinkpoint.comm.gradient_layout import PARAMETER_ALIGN, FilledSegment, GradientCollector
+from shrinkpoint.comm.gradient_layout import PARAMETER_ALIGN, FilledSegment, GradientCollector, Piece
 from shrinkpoint.comm.low_rank import orthonormal_rows, start_rows, subtract_product, unit_rows
-from shrinkpoint.comm.low_rank_allreduce import MatrixLayout
+from shrinkpoint.comm.low_rank_allreduce import Matrix, MatrixLayout, MatrixMemory
 from shrinkpoint.errors import PolicyError
 
 
@@ -94,6 +94,16 @@ def test_what_rounding_to_the_gradients_dtype_loses_stays_in_the_residual(dtype)
     before = residual.clone()
     subtract_product(drawn(2, 30), drawn(2, 40), residual, out)
     assert torch.allclose(residual + out.float(), before, atol=1e-6)
+
+
+def test_factors_are_float32_under_another_default_dtype():
+    piece = Piece(0, 0, 0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        memory = MatrixMemory(Matrix("weight", 6, 5, piece, piece), 2, torch.device("cpu"))
+        assert memory.first_factor(drawn(6, 5).to(torch.float32)).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_rows_have_length_1_and_spare_ones_replace_zero_and_nan():

@@ -310,6 +310,28 @@ def test_another_default_device_changes_nothing_but_what_evaluate_makes(tmp_path
     assert (scheme == "lossless") == same(values, model.state_dict())
 
 
+@pytest.mark.filterwarnings("ignore::shrinkpoint.errors.LossWarning")
+@pytest.mark.parametrize("scheme", [*SCHEMES, "scar"])
+def test_another_default_dtype_changes_nothing(tmp_path, scheme):
+    def loaded_under(dtype):
+        torch.manual_seed(0)
+        model, x = nn.Linear(64, 64), torch.randn(64, 64)
+        optimizer = torch.optim.AdamW(model.parameters())
+        chosen = SCHEMES.get(scheme, lambda _: scheme)(lambda model: (model(x) - x).square().mean(1))
+        with sp.CheckpointManager(tmp_path / str(dtype), scheme=chosen) as manager:
+            for step in range(3):
+                (model(x) - x).square().mean().backward()
+                optimizer.step()
+                torch.set_default_dtype(dtype)
+                try:
+                    manager.save(step, model=model, optimizer=optimizer)
+                finally:
+                    torch.set_default_dtype(torch.float32)
+        return sp.load(tmp_path / str(dtype))["model"]
+
+    assert same(loaded_under(torch.float64), loaded_under(torch.float32))
+
+
 @pytest.mark.parametrize("scheme", [sp.Fisher(relative_error=0.3), sp.LCCheckpoint()])
 def test_weights_of_a_dtype_that_stays_exact_are_announced(tmp_path, scheme):
     state = {"model": nn.Linear(64, 64).double().state_dict()}

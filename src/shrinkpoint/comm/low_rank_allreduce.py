@@ -140,7 +140,7 @@ class MatrixMemory:
     """
 
     def __init__(self, matrix: Matrix, rank: int, device: torch.device) -> None:
-        self.residual = torch.zeros(matrix.rows, matrix.columns, device=device)
+        self.residual = torch.zeros(matrix.rows, matrix.columns, dtype=torch.float32, device=device)
         self._start = start_rows(rank, matrix.columns, zlib.crc32(matrix.name.encode())).to(device)
         self.right = self._start
         self._left = self._start  # until the first step

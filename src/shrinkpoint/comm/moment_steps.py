@@ -164,7 +164,7 @@ class SegmentRoots:
     def roots(self, segment: Segment, numel: int) -> Tensor:
         """The root for each of so many values of a segment: float32, 1-d; between and behind gradients, and where the
         second moment is 0 or not finite, `SMALLEST_ROOT`."""
-        roots = torch.zeros(numel, device="cpu")
+        roots = torch.zeros(numel, dtype=torch.float32, device="cpu")
         for index, piece in self._members[segment.index]:
             moment = self._moments[index]
             assert moment is not None  # of a segment that `begin` has returned

@@ -157,7 +157,7 @@ def kmeans_codebook(
     cells, cell_counts = to_float64(values)[present], to_float64(counts)[present]
     points, sizes, weights = cells.numpy(), cell_counts.numpy(), sample_weights(cells, cell_counts, sigma).numpy()
     if not points.size:
-        return torch.zeros(bins) if previous is None else previous.float()
+        return torch.zeros(bins, dtype=torch.float32) if previous is None else previous.float()
 
     def random_start() -> _Array:
         return _native.kmeans_plus_plus(points, weights, bins, seed=seed, squared=squared)
@@ -189,7 +189,9 @@ def _mean_squared_error(points: _Array, counts: _Array, centers: Tensor) -> floa
 
 def _is_poor_fit(points: _Array, counts: _Array, centers: Tensor) -> bool:
     """True if the error is so large, for this number of centers, that others should be tried: `MAX_REUSED_ERROR`."""
-    variance = _mean_squared_error(points, counts, torch.tensor([np.average(points, weights=counts)]))
+    variance = _mean_squared_error(
+        points, counts, torch.tensor([np.average(points, weights=counts)], dtype=torch.float32)
+    )
     return _mean_squared_error(points, counts, centers) > MAX_REUSED_ERROR * variance / centers.numel() ** 2
 
 
@@ -254,7 +256,7 @@ def _assign_stochastic(tensor: Tensor, centers: Tensor, noise: Tensor, *, zero: 
     codes = torch.arange(RESERVED_CODES, RESERVED_CODES + centers.numel(), dtype=torch.uint8)
     levels = centers
     if zero:
-        levels, order = torch.cat([levels, torch.zeros(1)]).sort(stable=True)
+        levels, order = torch.cat([levels, levels.new_zeros(1)]).sort(stable=True)
         codes = torch.cat([codes, torch.zeros(1, dtype=torch.uint8)])[order]
     levels, flat = levels.to(tensor.device), tensor.detach().reshape(-1).to(torch.float32)
     below = torch.bucketize(flat, levels, right=True, out_int32=True).sub_(1).clamp_(0, max(levels.numel() - 2, 0))

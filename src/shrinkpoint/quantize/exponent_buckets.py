@@ -94,6 +94,6 @@ def promote(tensor: Tensor, buckets: ExponentBuckets, bits: int, representative:
     table = torch.full((NUM_BUCKETS,), zero_code, dtype=torch.uint8)
     table[promoted] = torch.arange(first_code, first_code + promoted.numel(), dtype=torch.uint8)
     codes = table.to(tensor.device).index_select(0, bucket_ids(tensor)).reshape(tensor.shape)
-    centers = values if values.numel() else torch.zeros(1)
+    centers = values if values.numel() else torch.zeros(1, dtype=torch.float32)
     no_exact = torch.empty(0, dtype=torch.bfloat16, device=tensor.device)
     return CodebookTensor(codes, centers.to(tensor.device), no_exact, first_code, residual=True)

@@ -372,7 +372,8 @@ def _quantize_second_moment_torch(
     exponents = lattice.exponents(v.device)
     distances = log2_units(bits) * STEPS_PER_OCTAVE - exponents * LOG_UNITS_PER_OCTAVE
     # Times float32 reciprocals, as the native core does, so that the same values are rounded up.
-    scale, per_step = (torch.tensor(1.0, device=v.device) / (lattice.step * n) for n in (LOG_UNITS_PER_OCTAVE, 1))
+    one = torch.tensor(1.0, dtype=torch.float32, device=v.device)
+    scale, per_step = one / (lattice.step * LOG_UNITS_PER_OCTAVE), one / lattice.step
     positions = distances.to(torch.float32) * scale
     codes = positions.clamp(-200, 200).round().masked_fill(positions.abs() < zones.dead, 0)
     if parent is not None:

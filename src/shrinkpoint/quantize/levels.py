@@ -48,7 +48,7 @@ def quantize_to_grid(tensor: Tensor, centers: Tensor) -> CodebookTensor:
     Raises:
         PolicyError: there is no center, or there are more than 256.
     """
-    return CodebookTensor(assign(tensor, centers, 0), centers, torch.empty(0, device=tensor.device), 0)
+    return CodebookTensor(assign(tensor, centers, 0), centers, tensor.new_empty(0, dtype=torch.float32), 0)
 
 
 def grid_histogram(tensor: Tensor, limits: tuple[float, float], bins: int = MAX_CODES) -> Tensor:
@@ -140,7 +140,7 @@ def quantize_log(
 def log_levels(low: float, high: float, count: int) -> Tensor:
     """Return `count` geometric levels from `low` to `high`: float32, ascending, on the CPU; a single one is `high`."""
     if count == 1 or high == 0:
-        return torch.full((count,), high)
+        return torch.full((count,), high, dtype=torch.float32)
     logs = torch.tensor([low, high], dtype=torch.float64).log()
     fractions = torch.linspace(0, 1, count, dtype=torch.float64)
     levels = torch.exp(logs[0] * (1 - fractions) + logs[1] * fractions).clamp(low, high)

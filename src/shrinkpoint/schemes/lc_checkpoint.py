@@ -120,7 +120,12 @@ class SparseUpdate(ResidualScheme):
         if not count:
             return {}
         device = next((distance.device for distance in distances.values()), torch.device("cpu"))
-        joined = torch.cat([torch.empty(0, device=device), *(distance.to(device) for distance in distances.values())])
+        joined = torch.cat(
+            [
+                torch.empty(0, dtype=torch.float32, device=device),
+                *(distance.to(device) for distance in distances.values()),
+            ]
+        )
         is_written = torch.zeros(joined.numel(), dtype=torch.bool, device=device)
         is_written[self.select_indices(joined, count, counts, stats)] = True
         is_written &= joined != 0
@@ -226,5 +231,5 @@ class TOPN(SparseUpdate):
 def _sparse_codes(x: Tensor, stale: Tensor) -> CodebookTensor:
     """Codes of one weight: 0 is the exact value, 1 no difference to the parent."""
     dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-    zero = torch.zeros(1, device=x.device)
+    zero = torch.zeros(1, dtype=torch.float32, device=x.device)
     return CodebookTensor(stale, zero, x[stale == 0].to(dtype), first_code=1, residual=True)

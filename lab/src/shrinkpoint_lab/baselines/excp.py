@@ -106,7 +106,7 @@ class ExCP(ResidualScheme):
             keeps[name], global_name = residual != 0, stats.global_name(name)
             if name in moments:
                 v = moments[name].v.to(residual.device)
-                median, mean = (torch.tensor(values[global_name], device=v.device) for values in (medians, means))
+                median, mean = (v.new_tensor(values[global_name], dtype=torch.float32) for values in (medians, means))
                 keeps[name] &= residual.abs() > self.threshold(median, v, mean)
         centers = self._centers(differences, keeps, stats)
         return {

@@ -105,7 +105,7 @@ def find_centroids(values: Tensor, bins: int, *, iterations: int = 1000, toleran
     if iterations < 0:
         raise PolicyError("iterations", found=f"{iterations}", expected="0 or more", do="take 1000")
     if not values.numel():
-        return torch.zeros(bins)
+        return torch.zeros(bins, dtype=torch.float32)
     cells = SortedValues.from_values(values)
     best = cells.initial_centers(bins)
     min_error = cells.l1_error(best)

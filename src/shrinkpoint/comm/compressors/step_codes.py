@@ -80,7 +80,7 @@ class StepCodes(Compressor):
             advice = "load the same states of optimizer and gradients on every rank, and change none on one alone"
             raise MismatchError("second moments", found=problem, expected=expected, do=advice)
         is_plain = out.dtype == torch.float32 and out.is_contiguous()
-        values = out.detach().view(-1) if is_plain else torch.empty(out.numel(), device="cpu")
+        values = out.detach().view(-1) if is_plain else torch.empty(out.numel(), dtype=torch.float32, device="cpu")
         message.decode(steps, values)
         return out if is_plain else fill_tensor(out, values)
 

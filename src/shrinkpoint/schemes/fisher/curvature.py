@@ -473,7 +473,7 @@ def rank_one_squares(marginals: Marginals, shard: TensorShard, device: torch.dev
     """A shard's squares as the product of the means of its rows and columns, a float32 matrix."""
     rows, columns = matrix_shape(shard.sizes)
     if matrix_shape(marginals.shape)[0] == 1 or marginals.mean == 0:
-        return torch.full((1, 1), marginals.mean, device=device).expand(rows, columns)
+        return torch.full((1, 1), marginals.mean, dtype=torch.float32, device=device).expand(rows, columns)
     by_row = marginals.mean_along(1)[shard.spec.first_row : shard.spec.first_row + rows]
     by_column = marginals.mean_along(0)[shard.spec.columns(shard.sizes)]
     return (by_row[:, None] * (by_column / marginals.mean)).to(device, torch.float32)

@@ -148,7 +148,7 @@ def _relative_widths(curvature: Curvature, difference: Tensor) -> tuple[Tensor, 
     widths = []
     for axis, count, exponent in ((1, difference.shape[0], _ROW_EXPONENT), (0, difference.shape[1], _ZONE_EXPONENT)):
         means = curvature.mean_along(axis)
-        logs = torch.zeros(count, device=difference.device)
+        logs = torch.zeros(count, dtype=torch.float32, device=difference.device)
         if means is not None and 0 < float(means.mean()) < math.inf:
             logs = means.to(difference.device).clamp(min=float(means.mean()) * MIN_RELATIVE_CURVATURE).log() * -exponent
         widths.append((logs - logs.mean()).exp())
@@ -191,7 +191,7 @@ def _codebook(multiples: Tensor, step: float, shape: torch.Size) -> CodebookTens
     centers = integers[integers != 0].to(torch.float32) * step
     codes = torch.where(multiples < 0, multiples + largest, multiples + largest - 1) + RESERVED_CODES
     codes = torch.where(multiples == 0, 0, codes).to(torch.uint8).reshape(shape).contiguous()
-    return CodebookTensor(codes, centers, torch.empty(0), residual=True)
+    return CodebookTensor(codes, centers, centers.new_empty(0), residual=True)
 
 
 def _rise_terms(curvature: Curvature, errors: Tensor) -> tuple[float, float]:

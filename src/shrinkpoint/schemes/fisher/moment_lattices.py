@@ -515,8 +515,10 @@ def momentum_exponents(
     """
     if not 0 < mean_square < math.inf:
         return None
-    rows = (rows / mean_square).sqrt() if counts[0] > 1 else torch.ones(1, device=rows.device)
-    columns = (columns / mean_square).sqrt() if counts[1] > 1 else torch.ones(1, device=columns.device)
+    rows = (rows / mean_square).sqrt() if counts[0] > 1 else torch.ones(1, dtype=torch.float32, device=rows.device)
+    columns = (
+        (columns / mean_square).sqrt() if counts[1] > 1 else torch.ones(1, dtype=torch.float32, device=columns.device)
+    )
     tiny = 2.0**-20
     return _log2_exponents(rows.clamp(min=tiny) * (mean_square**0.5 * step)), _log2_exponents(columns.clamp(min=tiny))
 

@@ -189,7 +189,7 @@ class MomentSamples:
 
 def _copy_together(parts: list[Tensor]) -> list[Tensor]:
     """Copies of small vectors in host memory, float32; those of one device in one transfer."""
-    out: list[Tensor] = [torch.empty(0)] * len(parts)
+    out: list[Tensor] = [torch.empty(0, dtype=torch.float32)] * len(parts)
     for device in {part.device for part in parts}:
         places = [i for i, part in enumerate(parts) if part.device == device]
         joined = torch.cat([parts[i].to(torch.float32) for i in places]).cpu()

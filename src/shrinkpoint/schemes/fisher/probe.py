@@ -87,7 +87,7 @@ def curvatures_from_probe(weights: GlobalWeights, group_curvatures: Mapping[str,
     for name, weight in weights.local.items():
         template = weights.templates[weights.tensors.global_names[name]]
         value = group_curvatures.get(groups[weights.tensors.global_names[name]], default)
-        squares = torch.full((1, 1), value, device=weight.device).expand(as_matrix(weight).shape)
+        squares = torch.full((1, 1), value, dtype=torch.float32, device=weight.device).expand(as_matrix(weight).shape)
         marginals = None if name in weights.tensors.whole else _constant_marginals(tuple(template.shape), value)
         curvatures[name] = Curvature(squares, probed=True, marginals=marginals)
     return curvatures

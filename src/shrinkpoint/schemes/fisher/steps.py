@@ -105,7 +105,7 @@ def make_lattice(
         return None
     rows, columns = scale_counts("linear", shape, curvature.num_rows(shape))
     level = _mean_log2_step(curvature, reference_curvature, std)
-    by_row, by_column = torch.zeros(rows), torch.zeros(columns)
+    by_row, by_column = (torch.zeros(count, dtype=torch.float32) for count in (rows, columns))
     if rows > 1:
         by_row, by_column = (
             _log_step_profile(curvature.mean_along(axis), count) for axis, count in ((1, rows), (0, columns))
@@ -128,7 +128,7 @@ def _mean_log2_step(curvature: Curvature, reference_curvature: float, std: float
 def _log_step_profile(means: Tensor | None, count: int) -> Tensor:
     """log2 of the steps along an axis, given the means of squares along it (None: constant); 0 on average."""
     if means is None:
-        return torch.zeros(count)
+        return torch.zeros(count, dtype=torch.float32)
     means = means.clamp(min=float(means.mean()) * MIN_RELATIVE_CURVATURE)
     if not bool((means > 0).all()):
         return torch.zeros_like(means)
@@ -450,7 +450,8 @@ class StepCandidates:
         """
         count = len(self._global.templates)
         share = 1.0 / (self._std[name] ** 2 * self._shards[name].spec.global_numel * count)
-        return Curvature(torch.full((1, 1), share, device=weight.device).expand(as_matrix(weight).shape))
+        squares = torch.full((1, 1), share, dtype=torch.float32, device=weight.device)
+        return Curvature(squares.expand(as_matrix(weight).shape))
 
     def _inherited_lattices(self) -> dict[str, Lattice]:
         """The parent's lattices, rescaled to `log_step` 0, of weights that have such in all their shards; by name."""

@@ -300,7 +300,7 @@ class InshrinkeratorCandidates:
         """Uniform noise in [0, 1), 1-d, the same for the same seed, so that what is saved is what was tried."""
         values, seed = self._weights[name].values, self._seed(name) + self._clustering.noise_generation
         generator = torch.Generator(values.device).manual_seed(self._stats.local_seed(name, seed))
-        return torch.rand(values.shape, generator=generator, device=values.device)
+        return torch.rand(values.shape, generator=generator, dtype=torch.float32, device=values.device)
 
     def _seed(self, name: str) -> int:
         return self._clustering.seed ^ zlib.crc32(self._stats.global_name(name).encode())
@@ -320,5 +320,5 @@ def _merge_weights(
         )
         for global_name, sketch in sketches.items():
             scores.setdefault(global_name, {})[metric] = sketch
-    nothing = torch.empty(0)
+    nothing = torch.empty(0, dtype=torch.float32)
     return {name: ScoredWeight(nothing, global_layer_types[name], nothing, scores[name]) for name in stats.global_names}

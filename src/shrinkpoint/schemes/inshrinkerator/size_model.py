@@ -69,7 +69,8 @@ class SizeModel:
         ]
         self._noise_rows = _pad_rows(noise_rows, 0.0) if noise_rows else None
         self.scale = torch.tensor(
-            [weight.values.numel() / row.numel() for weight, row in zip(self.weights.values(), rows, strict=True)]
+            [weight.values.numel() / row.numel() for weight, row in zip(self.weights.values(), rows, strict=True)],
+            dtype=torch.float32,
         )
 
     def predict(self, bins: int, metric: str, prune: float, protect: float) -> Tensor:
@@ -105,7 +106,7 @@ class SizeModel:
         weight = torch.where(free, weight, 0.0)
         mass, moment = _running_sums(weight), _running_sums(weight * x)
         # Initial centers, and the rows in which they stay: those of the parent checkpoint hardly move.
-        targets = (torch.arange(bins) + 0.5) / bins * mass[:, -1:]
+        targets = (torch.arange(bins, dtype=torch.float32) + 0.5) / bins * mass[:, -1:]
         indices = torch.searchsorted(mass[:, 1:].contiguous(), targets).clamp_(max=self.values.shape[1] - 1)
         centers = torch.where(self.present, self.values, 0.0).double().gather(1, indices)
         warm = torch.zeros(len(self.weights), 1, dtype=torch.bool)
