@@ -98,6 +98,15 @@ def test_the_smaller_of_points_and_differences_is_written(states, base, tmp_path
     assert target.stored_bytes < sizes[0] and kinds(tmp_path / "target") == {LatticeTensor}
 
 
+def test_errors_are_fed_back_in_float32_within_autocast(states, base, tmp_path):
+    plain = torch.autocast("cpu", enabled=False)
+    fed = {"budget": "1%", "evaluate": plain(loss), "calibrate": plain(calibrate)}
+    expected = saved(states[1], tmp_path / "without", base, **fed)[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        state = saved(states[1], tmp_path / "within", base, **fed)[1]
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
 def test_an_instance_serves_one_fine_tune_after_the_other(states, base, tmp_path):
     one = sp.Fisher(budget="1%", evaluate=loss, calibrate=calibrate)
     sizes = [sp.save(states[1], tmp_path / name, base=base, scheme=one).stored_bytes for name in ("a", "b")]

@@ -127,6 +127,14 @@ def test_second_moments_are_those_of_inputs_and_patches():
     torch.testing.assert_close(layers["conv.weight"].inputs.mean, patches.T @ patches / len(patches))
 
 
+def test_second_moments_are_float32_within_autocast():
+    layer, x = nn.Linear(6, 4), torch.randn(7, 6)
+    with sp.Activations(layer) as seen, torch.autocast("cpu", torch.bfloat16):
+        layer(x)
+    mean = seen.layers["weight"].inputs.mean
+    assert mean.dtype == torch.float32 and torch.allclose(mean, x.T @ x / 7, atol=1e-6)
+
+
 def test_a_recorder_changes_nothing_and_leaves_no_hooks(trained: Any):
     model = copy.deepcopy(trained[0])
     x = words(3)[0]

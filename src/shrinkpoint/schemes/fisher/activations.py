@@ -96,7 +96,8 @@ class _LayerRecorder:
             positions = self._positions(layer, inputs.detach())
             if positions is None:
                 return
-            statistics.inputs.add(positions.T @ positions / len(positions), self._decay)
+            with torch.autocast(positions.device.type, enabled=False):  # its products are those of bfloat16
+                statistics.inputs.add(positions.T @ positions / len(positions), self._decay)
             places = 0 if isinstance(layer, nn.Linear) else cast(Tensor, layer.weight).dim() - 2
             gradients, axis = statistics.outputs, output.dim() - 1 - places
         if output.requires_grad:
@@ -246,7 +247,8 @@ def record_calibration(
                 is_iterable = isinstance(result, Iterable) and not isinstance(result, Tensor | str | bytes | Mapping)
                 for item in result if is_iterable else (result,):  # a generator runs the model here
                     if isinstance(item, Tensor) and item.numel() == 1 and item.requires_grad:
-                        item.backward()
+                        with torch.autocast(item.device.type, enabled=False):
+                            item.backward()
         except Exception as error:
             found, expected = f"{type(error).__name__}: {error}", "a function that runs the model on some batches"
             do = "make it take what is saved (a model, or a state) and run the model, as evaluate= does"

@@ -138,7 +138,8 @@ class DifferenceCandidates:
         if factor is None:
             multiples = _round(scaled, zones, limits)
         else:
-            multiples = _round_with_feedback(scaled, zones, limits, factor)
+            with torch.autocast(scaled.device.type, enabled=False):  # its products are those of bfloat16
+                multiples = _round_with_feedback(scaled, zones, limits, factor)
         multiples *= strides
         return _codebook(multiples, step, self._differences[name].shape), multiples * step - difference
 

@@ -146,7 +146,8 @@ def _output_powers(weight: Tensor, layer: LayerStatistics) -> tuple[float, float
     inputs, frequencies = layer.inputs.mean, layer.frequencies.mean
     power = looked_up = 0.0
     if inputs is not None:
-        power = float(((matrix @ inputs.to(matrix.device)) * matrix).sum()) / len(matrix)
+        with torch.autocast(matrix.device.type, enabled=False):
+            power = float(((matrix @ inputs.to(matrix.device)) * matrix).sum()) / len(matrix)
     if frequencies is not None:
         looked_up = float((matrix.square().mean(1) * frequencies.to(matrix.device)).sum())
     return power, looked_up
