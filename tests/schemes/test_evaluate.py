@@ -233,10 +233,11 @@ def test_a_wrapped_model_has_the_names_of_the_plain_one(name):
     assert strip_wrapper_prefix(name) == "a.weight"
 
 
-def test_a_state_dict_that_gives_copies_is_refused():
+@pytest.mark.parametrize("prefix", ["", "net."])
+def test_a_state_dict_that_gives_copies_is_refused(prefix):
     class Copies(Digits):
         def state_dict(self, *args, **kwargs):
-            return {name: x.clone() for name, x in super().state_dict(*args, **kwargs).items()}
+            return {prefix + name: x.clone() for name, x in super().state_dict(*args, **kwargs).items()}
 
     model = Copies()
     with pytest.raises(PolicyError, match="shares memory"):

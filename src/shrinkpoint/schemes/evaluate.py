@@ -405,8 +405,14 @@ class ModelEvaluator(TrialEvaluator):
         return ModelStateGuard((buffers | saved).values(), self._modules)
 
     def _check_shares_memory(self, names: Iterable[str]) -> None:
-        """Check that what is saved under a parameter's name is that parameter, so that trial values reach it."""
+        """Check that what is saved under a parameter's name is that parameter, so that trial values reach it.
+
+        Where no parameter is saved, what is saved under other names is a copy.
+        """
         assert self.quantizable is not None
+        if not self.quantizable and any(True for module in self._modules for _ in module.parameters()):
+            floats = (name for name, tensor in self._state.tensors.items() if tensor.is_floating_point())
+            names = (name for name in floats if name.startswith(self._prefix) and name not in self._buffers)
         for name in names:
             if name in self._state.tensors and name not in self.quantizable and self._state.tensors[name].numel():
                 found, do = "a weight that is no parameter of the model in memory", "pass a plain module as model="
