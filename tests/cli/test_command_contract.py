@@ -142,6 +142,8 @@ def test_a_reader_who_leaves_ends_the_command_quietly(store, options):
 def test_a_terminal_that_knows_only_ascii_is_served(child, store):
     for arguments in (["list", store], ["show", store, "--tensors"], ["prune", store, "--keep-last", "1"]):
         assert child(*arguments, PYTHONIOENCODING="ascii", PYTHONUTF8="0").code == 0
+    where = store.rename(store.with_name("Läufe"))
+    assert "L\\xe4ufe: 4 checkpoints" in child("list", where, PYTHONIOENCODING="ascii", PYTHONUTF8="0").stdout
 
 
 def test_the_console_script_and_the_module_are_the_same(child):

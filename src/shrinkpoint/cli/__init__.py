@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -25,5 +26,8 @@ def main() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the caller has closed it: `>&-`
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
+
+    if isinstance(sys.stdout, io.TextIOWrapper):  # paths and names may have characters that a terminal's encoding lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
 
     app(prog_name="shrinkpoint")
