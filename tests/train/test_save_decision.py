@@ -103,6 +103,7 @@ def test_what_is_no_policy_or_no_step_is_an_error():
         lambda: FixedIntervalPolicy(0),
         lambda: FixedIntervalPolicy(1.5),
         lambda: SpecificStepsPolicy([-1]),
+        lambda: SpecificStepsPolicy(100),
         lambda: ContinuousCheckpointingPolicy(-1),
         lambda: ContinuousCheckpointingPolicy(float("nan")),
         lambda: BestMetricPolicy("loss", mode="least"),

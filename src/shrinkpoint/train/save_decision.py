@@ -93,6 +93,8 @@ class SpecificStepsPolicy:
     is_by_step = True
 
     def __post_init__(self) -> None:
+        expected, do = "steps, such as [100, 200]", "put them into a list"
+        validate.check_instance("SpecificStepsPolicy, steps", self.steps, Iterable, expected=expected, do=do)
         object.__setattr__(self, "steps", tuple(layout.check_step(step) for step in self.steps))
 
     def should_save(self, step: int, previous_steps: Sequence[int], *, context: DecisionContext) -> bool:
