@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -312,3 +314,21 @@ def test_what_is_no_step_is_refused(tmp_path: Path) -> None:
             manager.restore("best", model=model)
         with pytest.raises(PolicyError, match="mode"):
             manager.best_step("loss", "lowest")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_pickled_or_copied_manager_saves_when_the_first_one_has_ended(tmp_path, background):
+    model = nn.Linear(64, 64)
+    manager = CheckpointManager(tmp_path / "run", background=background, mirror=tmp_path / "mirror")
+    manager.save(1, model=model)
+    manager.flush()
+    copies = pickle.loads(pickle.dumps(manager)), copy.deepcopy(manager)
+    for other in copies:
+        with pytest.raises(LockedError):
+            other.save(2, model=model)
+    manager.close()
+    for step, other in zip((2, 3), copies, strict=True):
+        other.save(step, model=model)
+        other.flush()
+        assert manager.restore(model=model).step == other.mirror.restore().step == step
+        other.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import replace
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from shrinkpoint import validate
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
@@ -134,6 +134,10 @@ class ChainWriter(Generic[M]):
         self.chain_limit = ChainLimit(keyframe_every)  # where chains end; whoever deletes checkpoints sets its `keep`
         self.references: ReferenceCache[M] = ReferenceCache()  # the last checkpoint that was committed or loaded
         self.base_verifier = BaseVerifier()  # finds damage in the files of the base
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and copy: the next payload of a copy is a keyframe."""
+        return {**vars(self), "references": ReferenceCache(), "base_verifier": BaseVerifier()}
 
     def reset_after_fork(self) -> None:
         """In a forked child: leave files to the parent; the next payload is a keyframe."""

@@ -94,6 +94,10 @@ class Store:
         self._settled: set[str] = set()  # checkpoints that a prune with `defer` has found nothing to delete of
         reset_in_children(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and copy: a copy writes nothing yet."""
+        return {**vars(self), "_transaction": None}
+
     def __repr__(self) -> str:
         return f"Store({self.storage.describe()!r})"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from shrinkpoint.codec.reference import Reference
 from shrinkpoint.errors import PolicyError, StorageError
@@ -36,6 +36,10 @@ class StoreLock:
         self._storage, self._lister, self._mutex = storage, lister, mutex
         self._storage_lock: Generator[None, None, None] | None = None
         self._is_clean = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and copy: a copy does not hold the lock."""
+        return {**vars(self), "_storage_lock": None, "_is_clean": False}
 
     def acquire(self) -> None:
         """Take the lock until `release`, and remove the files of interrupted saves.

@@ -212,6 +212,16 @@ class BackgroundSaver:
         if isinstance(self._scheme, Planner):
             self._scheme = self._scheme.of_run(self, place)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and copy: a copy has no save that is running, and no memory of its own."""
+        own: dict[str, Any] = {
+            "_worker": BackgroundWorker(),
+            "_stalls_since": None,
+            "_held_copies": {},
+            "_free_copies": {},
+        }
+        return {**vars(self), **own}
+
     def reset_after_fork(self) -> None:
         """In a forked child: a save that was running is the parent's, and so are its copies."""
         self._worker, self._stalls_since = BackgroundWorker(), None

@@ -113,6 +113,9 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
         self._has_warned = False  # that retention deletes nothing
         self._is_locked = False  # the store's lock is ours
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_is_locked": False}
+
     def __repr__(self) -> str:
         return f"CheckpointManager({self.store.storage.describe()!r})"
 

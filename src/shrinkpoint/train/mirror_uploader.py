@@ -43,6 +43,9 @@ class MirrorUploader:
         self._is_locked = False
         reset_in_children(self)
 
+    def __reduce__(self) -> tuple[type[MirrorUploader], tuple[Mirror]]:
+        return (MirrorUploader, (self._mirror,))
+
     def reset_after_fork(self) -> None:
         """In a forked child: the thread and the mirror's lock are the parent's."""
         self._num_waiting, self._behind, self._committed = 0, set(), set()
