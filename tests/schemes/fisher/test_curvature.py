@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import shrinkpoint as sp
 from shrinkpoint.codec.lattice import Lattice, LatticeTensor, as_matrix, scale_counts
-from shrinkpoint.schemes.fisher.curvature import estimate_curvatures, remote_owners
+from shrinkpoint.schemes.fisher.curvature import Curvature, estimate_curvatures, remote_owners
 from shrinkpoint.schemes.fisher.moment_statistics import MomentStatistics
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flat_state import FlatState, flatten
@@ -51,6 +51,14 @@ def test_the_prediction_is_exact_for_a_quadratic_loss_of_that_curvature(shape, r
         -d, zeros_like(d)
     )
     assert slope + terms * curved == pytest.approx(loss(w + d) - loss(w), rel=1e-3, abs=1e-4 * loss(w))
+
+
+def test_one_square_for_all_weights_is_a_matrix_of_equal_ones():
+    w, rows, columns = normal(6, 9), squares(6, 1).double()[:, 0], squares(1, 9).double()[0]
+    number, matrix = Curvature(torch.full((1, 1), 0.25).expand(6, 9)), Curvature(torch.full((6, 9), 0.25))
+    assert number.rise_terms(w, zeros_like(w)) == pytest.approx(matrix.rise_terms(w, zeros_like(w)))
+    for weights in (columns, columns[:1]):
+        assert number.weighted_sum(rows, weights) == pytest.approx(matrix.weighted_sum(rows, weights))
 
 
 @pytest.mark.parametrize("step", [1, 2, 30, 5000])
