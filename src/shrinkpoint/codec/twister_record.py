@@ -112,10 +112,11 @@ class TwisterDecoder(RecordDecoder):
             raise ValueError(f"{view.sizes['rest']} bytes beside the words, expected {sum(self._rests)}")
 
     def required_ranges(self, lo: int, hi: int) -> Sequence[ByteRange]:
-        return self._parent_ranges(lo, hi)
+        return self._parent_ranges(self._tensor_ranges(lo, hi))
 
     def decode(self, lo: int, hi: int, inputs: DecodeInputs) -> list[DecodedPart]:
-        before = [inputs.fetch(span) for span in self._parent_ranges(lo, hi)]
+        ranges = self._tensor_ranges(lo, hi)
+        before = [inputs.fetch([span]) for span in self._parent_ranges(ranges)]
         if inputs.base_digests is not None:
             inputs.base_digests.check_base(digest_arrays(before))
         values, start, rests = inputs.allocate(self.count), 0, self._view.read_array("rest")
@@ -125,7 +126,7 @@ class TwisterDecoder(RecordDecoder):
             start, rests = start + info.nbytes, rests[size:]
         if inputs.value_digests is not None:
             inputs.value_digests.check_values(digest_arrays([values]))
-        return self._split(values, lo, hi)
+        return self._split(values, ranges)
 
     def _unit_bytes(self, info: TensorInfo) -> int:
         return 1
