@@ -17,8 +17,8 @@ from torch import nn
 
 import shrinkpoint as sp
 
-SAVE = (591, 67, 1200)
-RESTORE = (347, 46, 1110)
+SAVE = (583, 68, 1170)
+RESTORE = (353, 47, 1095)
 GRADIENT = (82, 10, 118)
 
 
