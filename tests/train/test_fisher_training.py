@@ -91,7 +91,7 @@ def test_without_dither_progress_is_lost():
             found.append(run.loss())
         losses[name] = mean(found)
     progress = {name: (start(1e-3) - loss) / (start(1e-3) - whole(50, 1e-3)) for name, loss in losses.items()}
-    assert progress["nearest"] < 0.5 < 0.8 < progress["dithered"], progress
+    assert progress["nearest"] < 0.65 < 0.8 < progress["dithered"], progress
 
 
 @pytest.mark.parametrize(("lr", "steps"), [(3e-3, 5), (1e-3, 20)])
