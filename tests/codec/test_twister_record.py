@@ -15,6 +15,7 @@ from shrinkpoint.codec.record import decode
 from shrinkpoint.codec.reference import DecodedTensors, Reference
 from shrinkpoint.codec.twister_record import encode_twisters
 from shrinkpoint.errors import ChainError, CorruptError
+from shrinkpoint.store.partial_reader import PartialReader
 from shrinkpoint.tensors.info import EncodedRecord, Role, TensorInfo
 
 KINDS = ["torch", "python", "numpy"]
@@ -114,6 +115,17 @@ def test_another_parent_and_damaged_bytes_are_refused():
     damaged = EncodedRecord("rng", (small,), record.recipe, {"rest": rest}, record.digest, record.base)
     with pytest.raises(CorruptError):
         decode(damaged, {}, reference_of(rng=torch.zeros(8, dtype=torch.uint8)))
+
+
+def test_a_part_of_a_state_is_read_alone(tmp_path):
+    paths, state = [], torch.empty(0)
+    for draws in (0, 2000, 4000):
+        state = state_of("torch", draws)
+        sp.save({"rng": state}, tmp_path / str(draws), base=paths[-1] if paths else None)
+        paths.append(tmp_path / str(draws))
+    with PartialReader(paths) as reader:
+        for first, size in ((0, 5056), (20, 40), (5000, 56)):
+            assert torch.equal(reader.read("rng", (first,), (size,)), state[first : first + size])
 
 
 def test_the_generators_of_a_run_cost_a_delta_next_to_nothing(tmp_path):
