@@ -8,14 +8,16 @@ import zlib
 from contextlib import suppress
 
 import pytest
+import torch
 from helpers.malformed import assert_corrupt, changed, coded, file, plain, reader, sealed, split, unpacked, with_index
 from helpers.mutations import Mutator, at, everywhere
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shrinkpoint as sp
 from shrinkpoint.container import index as indexing
 from shrinkpoint.errors import CorruptError, FormatError, PolicyError
-from shrinkpoint.tensors.info import TensorInfo
+from shrinkpoint.tensors.info import TensorInfo, shared_info
 
 BUNDLE = [TensorInfo("x.7", (1,), "F32"), TensorInfo("x.9", (1,), "F32", offsets=(0,))]
 RECORDS = [
@@ -305,3 +307,11 @@ def test_any_changed_index_is_read_or_refused(seed):
         data = changed(DATA, change)
     if data is not None:
         read_or_refused(data)
+
+
+@pytest.mark.parametrize(("name", "kept"), [("weight", 1), ("w" * 5000, 0)])
+def test_long_names_do_not_stay_in_memory(tmp_path, name, kept):
+    sp.save({name: torch.zeros(9)}, tmp_path / "file")
+    shared_info.cache_clear()
+    assert list(sp.load(tmp_path / "file")) == [name]
+    assert shared_info.cache_info().currsize == kept

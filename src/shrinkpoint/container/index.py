@@ -39,6 +39,7 @@ from shrinkpoint.tensors.info import JSON, EncodedRecord, TensorInfo, shared_inf
 
 NUMBER_MARK = "\n"  # Stands for a number in a pattern
 _MAX_DIGITS = 19  # Digits of the largest number
+_MAX_SHARED_BYTES = 512  # of a tensor's description, in the mean, up to which it stays in memory for the next file
 _NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,14})(?![0-9])")
 
 
@@ -311,7 +312,8 @@ def _parse_tensors(document: Mapping[str, JSON], limit: int, where: str) -> list
     if size > limit:
         raise corrupt_error(where, f"{len(indexes)} tensors, whose names and shapes take {size} bytes", f"{limit}")
     names = join_names(patterns, indexes, numbers, where)
-    return [shared_info(name, *kinds[kind]) for name, kind in zip(names, kind_column, strict=True)]
+    describe = shared_info if size <= _MAX_SHARED_BYTES * len(names) else TensorInfo
+    return [describe(name, *kinds[kind]) for name, kind in zip(names, kind_column, strict=True)]
 
 
 def _parse_records(
