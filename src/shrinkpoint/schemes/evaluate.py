@@ -407,11 +407,12 @@ class ModelEvaluator(TrialEvaluator):
     def _check_shares_memory(self, names: Iterable[str]) -> None:
         """Check that what is saved under a parameter's name is that parameter, so that trial values reach it.
 
-        Where no parameter is saved, what is saved under other names is a copy.
+        Where no parameter is saved, what has the shape of one under another name is a copy.
         """
         assert self.quantizable is not None
-        if not self.quantizable and any(True for module in self._modules for _ in module.parameters()):
-            floats = (name for name, tensor in self._state.tensors.items() if tensor.is_floating_point())
+        if not self.quantizable:
+            shapes = {tensor.shape for module in self._modules for tensor in module.parameters()}
+            floats = (name for name, x in self._state.tensors.items() if x.is_floating_point() and x.shape in shapes)
             names = (name for name in floats if name.startswith(self._prefix) and name not in self._buffers)
         for name in names:
             if name in self._state.tensors and name not in self.quantizable and self._state.tensors[name].numel():
