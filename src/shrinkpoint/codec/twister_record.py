@@ -33,7 +33,7 @@ def encode_twisters(
     Args:
         reference: the parent, which has tensors of the same names, shapes and dtypes.
     """
-    if not all(map(_is_state, infos)):
+    if not all(map(is_generator_state, infos)):
         return None
     refills, rests = [], []
     before = [tensor_bytes(reference.tensors[info.name]) for info in infos]
@@ -77,7 +77,8 @@ def _count_refills(before: Bytes, after: Bytes) -> int | None:
     return None
 
 
-def _is_state(info: TensorInfo) -> bool:
+def is_generator_state(info: TensorInfo) -> bool:
+    """True if a tensor has the layout of a state; a delta of it then costs next to nothing, mostly."""
     return (info.dtype, info.nbytes) == _TORCH_STATE[:2] or (info.dtype == "U32" and WORDS <= info.numel <= WORDS + 1)
 
 
@@ -104,7 +105,7 @@ class TwisterDecoder(RecordDecoder):
 
     def __init__(self, view: RecordView, recipe: TwisterRecipe) -> None:
         super().__init__(view, [info.nbytes for info in view.infos])
-        if len(recipe.refills) != len(view.infos) or not all(map(_is_state, view.infos)):
+        if len(recipe.refills) != len(view.infos) or not all(map(is_generator_state, view.infos)):
             raise ValueError("refills of tensors that are no states of generators")
         self._refills = recipe.refills
         self._rests = [len(_split(info, np.zeros(info.nbytes, np.uint8))[1]) for info in view.infos]

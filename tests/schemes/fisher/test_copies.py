@@ -132,7 +132,7 @@ def test_average_that_nothing_measures_is_lossy_by_the_curvature_of_the_model(ta
     if "nats" in target:
         assert 0 < found.predicted <= 0.01
     if "ratio" in target:
-        assert 7 < report.ratio < 10.5  # the average takes fewer bits than the weights, which is not foreseen
+        assert 7 < report.ratio < 15 and report.loss_report["tried"][0]["step"] < 0.016  # the finest of a ratio
 
 
 def test_frozen_copy_costs_nothing_and_is_not_measured_again():

@@ -16,6 +16,7 @@ from torch import Tensor
 from shrinkpoint import validate
 from shrinkpoint.codec.lattice import STEPS_PER_OCTAVE, LatticeTensor, dither, matrix_shape
 from shrinkpoint.codec.reference import QuantizedTensor
+from shrinkpoint.codec.twister_record import is_generator_state
 from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.schemes.base import finite_or_text
 from shrinkpoint.schemes.evaluate import Degradation
@@ -70,6 +71,8 @@ def count_state_bits(
     coded = {*coded, *others, *(name for copy in copies for name in copy.sources)}
     coded |= {name for name, info in save.state.infos.items() if info.role in dropped}
     sizes = {name: 8 * info.nbytes for name, info in save.state.infos.items() if name in tensors.primary}
+    if save.base is not None:
+        coded |= {name for name, info in save.state.infos.items() if is_generator_state(info)}
     exact, raw = tensors.collectives.sum_over_ranks(
         sum(size for name, size in sizes.items() if name not in coded), sum(sizes.values())
     )
