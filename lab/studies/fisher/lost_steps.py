@@ -47,7 +47,7 @@ def losses_after(kind: Kind, train: tuple[Tensor, Tensor], batches: list[Tensor]
     for number, chosen in enumerate(batches, 1):
         kind.step((train[0][chosen], train[1][chosen]))
         if number % EVERY == 0:
-            found.append(measured(kind, cast(nn.Module, kind.model), held))
+            found.append(float(measured(kind, cast(nn.Module, kind.model), held).mean()))
     return found
 
 

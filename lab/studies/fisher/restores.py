@@ -52,10 +52,12 @@ def run(name: str, seed: int, course: str) -> dict[str, Any]:
         for _ in range(kind.every if number else kind.first):
             chosen = torch.randint(len(train[0]), (16 if isinstance(kind, Text) else 64,), generator=batches)
             kind.step((train[0][chosen], train[1][chosen]))
-        losses.append(measured(kind, kind.model, unseen))
+        losses.append(float(measured(kind, kind.model, unseen).mean()))
         if number < RESTORES and course != "exact":
             ratio = save_and_restore(manager, kind, number, course)
-            checkpoints.append({"ratio": ratio, "rise": 100 * (measured(kind, kind.model, unseen) / losses[-1] - 1)})
+            checkpoints.append(
+                {"ratio": ratio, "rise": 100 * (float(measured(kind, kind.model, unseen).mean()) / losses[-1] - 1)}
+            )
     return {"losses": losses, "checkpoints": checkpoints}
 
 

@@ -80,7 +80,8 @@ class Managed:
 def rise(kind: Kind, stored: torch.nn.Module, batches: list[Batch]) -> float:
     """The rise of the mean loss of a stored model against the one that trains, in per cent."""
     after, before = (
-        statistics.fmean(measured(kind, model, batch) for batch in batches) for model in (stored, kind.model)
+        statistics.fmean(float(measured(kind, model, batch).mean()) for batch in batches)
+        for model in (stored, kind.model)
     )
     return 100 * (after / before - 1)
 
