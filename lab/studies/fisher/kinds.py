@@ -41,9 +41,10 @@ class Kind(ABC):
         optimizers: that are saved.
         first, every: steps before the first save, and between two.
         width: bits of a value that is saved.
+        batch: examples of a step.
     """
 
-    first, every, width = 150, 40, 32
+    first, every, width, batch = 150, 40, 32, 64
 
     def __init__(self) -> None:
         self.model: nn.Module = self.build()
@@ -70,12 +71,20 @@ class Kind(ABC):
         for optimizer in self.optimizers:
             optimizer.step()
 
+    def train(self, examples: Batch, steps: int, generator: torch.Generator | None = None) -> None:
+        """Make steps on examples that are chosen by chance, by the global generator if none is given."""
+        for _ in range(steps):
+            chosen = torch.randint(len(examples[0]), (self.batch,), generator=generator)
+            self.step((examples[0][chosen], examples[1][chosen]))
+
     def parts(self) -> dict[str, Any]:
         """What a manager saves."""
         return {"model": self.model, **{f"optimizer{i}": x for i, x in enumerate(self.optimizers)}}
 
 
 class Text(Kind):
+    batch = 16
+
     def data(self) -> tuple[Batch, Batch]:
         return text()
 
@@ -320,6 +329,11 @@ def measured(kind: Kind, model: nn.Module, batch: Batch) -> Tensor:
     return kind.loss(model.eval(), batch).double()
 
 
+def mean_loss(kind: Kind, batch: Batch, model: nn.Module | None = None) -> float:
+    """The mean loss of a model, by default of the one that trains."""
+    return float(measured(kind, kind.model if model is None else model, batch).mean())
+
+
 def run(name: str, seed: int, budgets: list[str]) -> dict[str, list[dict[str, Any]]]:
     """A row for each save, by budget."""
     torch.manual_seed(seed)
@@ -337,11 +351,8 @@ def run(name: str, seed: int, budgets: list[str]) -> dict[str, list[dict[str, An
         for budget, storage in storages.items()
     }
     rows: dict[str, list[dict[str, Any]]] = {budget: [] for budget in budgets}
-    size = 16 if isinstance(kind, Text) else 64
     for number in range(SAVES):
-        for _ in range(kind.every if number else kind.first):
-            chosen = torch.randint(len(train[0]), (size,))
-            kind.step((train[0][chosen], train[1][chosen]))
+        kind.train(train, kind.every if number else kind.first)
         live = [measured(kind, kind.model, batch) for batch in (seen, unseen)]
         for budget, manager in managers.items():
             report = manager.save(number, **kind.parts())

@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import shrinkpoint as sp
-from lab.studies.fisher.kinds import KINDS, Kind, Text, measured
+from lab.studies.fisher.kinds import KINDS, Kind, mean_loss
 from lab.studies.harness.seeded import run_seeds
 from shrinkpoint.schemes.fisher.scheme import MomentsMode
 from shrinkpoint.storage import MemoryStorage
@@ -47,7 +47,7 @@ def losses_after(kind: Kind, train: tuple[Tensor, Tensor], batches: list[Tensor]
     for number, chosen in enumerate(batches, 1):
         kind.step((train[0][chosen], train[1][chosen]))
         if number % EVERY == 0:
-            found.append(float(measured(kind, cast(nn.Module, kind.model), held).mean()))
+            found.append(mean_loss(kind, held))
     return found
 
 
@@ -67,9 +67,8 @@ def run(name: str, seed: int, courses: list[MomentsMode]) -> dict[str, Any]:
     kind = KINDS[name]()
     train, held = kind.data()
     unseen = held[0][:EXAMPLES], held[1][:EXAMPLES]
-    size = 16 if isinstance(kind, Text) else 64
     draw = torch.Generator().manual_seed(1000 + seed)
-    batches = [torch.randint(len(train[0]), (size,), generator=draw) for _ in range(AT + AFTER)]
+    batches = [torch.randint(len(train[0]), (kind.batch,), generator=draw) for _ in range(AT + AFTER)]
     losses_after(kind, train, batches[:AT], unseen)
     followed = {course: restored(kind, course) for course in courses}
     own = losses_after(kind, train, batches[AT:], unseen)

@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 
 import shrinkpoint as sp
-from lab.studies.fisher.kinds import EXAMPLES, KINDS, Kind, Text, measured
+from lab.studies.fisher.kinds import EXAMPLES, KINDS, Kind, mean_loss
 from lab.studies.harness.seeded import run_seeds
 from shrinkpoint.quantize.lattice import PowerZones
 from shrinkpoint.schemes.fisher import scheme
@@ -55,7 +55,7 @@ def follow(kind: Kind, parts: dict[str, Any], batches: torch.Tensor) -> list[flo
         for chosen in batches[done:count]:
             kind.step((train[0][chosen], train[1][chosen]))
         done = count
-        found.append(float(measured(kind, kind.model, unseen).mean()))
+        found.append(mean_loss(kind, unseen))
     return found
 
 
@@ -72,9 +72,7 @@ def study(name: str, seed: int, rules: list[str]) -> dict[str, list[dict[str, An
     }
     rows: dict[str, list[dict[str, Any]]] = {rule: [] for rule in rules}
     for number in range(SAVES):
-        for _ in range(kind.every if number else kind.first):
-            chosen = torch.randint(len(train[0]), (16 if isinstance(kind, Text) else 64,), generator=generator)
-            kind.step((train[0][chosen], train[1][chosen]))
+        kind.train(train, kind.every if number else kind.first, generator)
         live = copy.deepcopy({part: x.state_dict() for part, x in kind.parts().items()})
         reports = {}
         for rule, manager in managers.items():
@@ -83,8 +81,7 @@ def study(name: str, seed: int, rules: list[str]) -> dict[str, list[dict[str, An
         if not number:
             continue
         state = generator.get_state()
-        size = (max(AFTER), 16 if isinstance(kind, Text) else 64)
-        batches = torch.randint(len(train[0]), size, generator=generator)
+        batches = torch.randint(len(train[0]), (max(AFTER), kind.batch), generator=generator)
         generator.set_state(state)
         own = follow(kind, live, batches)
         for rule, storage in storages.items():

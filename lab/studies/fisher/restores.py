@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import shrinkpoint as sp
-from lab.studies.fisher.kinds import EXAMPLES, KINDS, Kind, Text, measured
+from lab.studies.fisher.kinds import EXAMPLES, KINDS, Kind, mean_loss
 from lab.studies.harness.seeded import run_seeds
 from shrinkpoint.schemes.fisher.objective import LossBudget
 from shrinkpoint.storage import MemoryStorage
@@ -49,15 +49,11 @@ def run(name: str, seed: int, course: str) -> dict[str, Any]:
     losses: list[float] = []
     checkpoints: list[dict[str, float]] = []
     for number in range(RESTORES + 1):
-        for _ in range(kind.every if number else kind.first):
-            chosen = torch.randint(len(train[0]), (16 if isinstance(kind, Text) else 64,), generator=batches)
-            kind.step((train[0][chosen], train[1][chosen]))
-        losses.append(float(measured(kind, kind.model, unseen).mean()))
+        kind.train(train, kind.every if number else kind.first, batches)
+        losses.append(mean_loss(kind, unseen))
         if number < RESTORES and course != "exact":
             ratio = save_and_restore(manager, kind, number, course)
-            checkpoints.append(
-                {"ratio": ratio, "rise": 100 * (float(measured(kind, kind.model, unseen).mean()) / losses[-1] - 1)}
-            )
+            checkpoints.append({"ratio": ratio, "rise": 100 * (mean_loss(kind, unseen) / losses[-1] - 1)})
     return {"losses": losses, "checkpoints": checkpoints}
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 import shrinkpoint as sp
-from lab.studies.fisher.kinds import EXAMPLES, KINDS, Batch, Kind, Text, measured
+from lab.studies.fisher.kinds import EXAMPLES, KINDS, Batch, Kind, mean_loss
 from lab.studies.harness.seeded import run_seeds
 from lab.studies.retention.meter import Meter
 
@@ -80,8 +80,7 @@ class Managed:
 def rise(kind: Kind, stored: torch.nn.Module, batches: list[Batch]) -> float:
     """The rise of the mean loss of a stored model against the one that trains, in per cent."""
     after, before = (
-        statistics.fmean(float(measured(kind, model, batch).mean()) for batch in batches)
-        for model in (stored, kind.model)
+        statistics.fmean(mean_loss(kind, batch, model) for batch in batches) for model in (stored, kind.model)
     )
     return 100 * (after / before - 1)
 
@@ -104,11 +103,10 @@ def run(name: str, seed: int, schemes: list[str], root: Path) -> dict[str, dict[
         "1%": sp.Fisher(budget="1%", evaluate=evaluate),
     }
     plain, ours = Plain(root / "plain"), {scheme: Managed(root / scheme, made[scheme]) for scheme in schemes}
-    size = 16 if isinstance(kind, Text) else 64
     last: deque[Batch] = deque(maxlen=8)
     for number in range(SAVES):
         for _ in range(kind.every if number else kind.first):
-            chosen = torch.randint(len(train[0]), (size,))
+            chosen = torch.randint(len(train[0]), (kind.batch,))
             batch = (train[0][chosen], train[1][chosen])
             recent.add(batch)
             last.append(batch)
