@@ -6,7 +6,7 @@ coder makes them smaller. But once all are used they are refilled from the words
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -20,9 +20,20 @@ from shrinkpoint.tensors.dtypes import tensor_bytes
 from shrinkpoint.tensors.info import EncodedRecord, TensorInfo
 
 WORDS = 624
+_PLACES = {"U8": (24, 8), "U32": (0, 4)}
+"""Where the words of a state begin, and the bytes of each, by the dtype of its tensor.
+
+torch's is of bytes, and the upper 4 of each word are zeros; those of Python and numpy are of the words themselves.
+"""
+_TORCH_BYTES = 5056
 _BLOCK = 64  # refills that are compared in one call
-_TORCH_STATE = ("U8", 5056, 24, 8)
-"""torch's state: its dtype, its bytes, where its words begin, and the bytes of each, of which 4 are zeros."""
+
+
+def is_generator_state(info: TensorInfo) -> bool:
+    """True if a tensor has the layout of a state; a delta of it then costs next to nothing, mostly."""
+    if info.dtype == "U8":
+        return info.nbytes == _TORCH_BYTES
+    return info.dtype == "U32" and WORDS <= info.numel <= WORDS + 1
 
 
 def encode_twisters(
@@ -39,9 +50,11 @@ def encode_twisters(
     before = [tensor_bytes(reference.tensors[info.name]) for info in infos]
     after = [tensor_bytes(tensors[info.name]) for info in infos]
     for info, old, new in zip(infos, before, after, strict=True):
-        words, rest = _split(info, new)
-        count = _count_refills(_split(info, old)[0], words)
-        if count is None or not np.array_equal(_join(info, words, rest), new):
+        begin, size = _PLACES[info.dtype]
+        rest = np.concatenate([new[:begin], new[begin + WORDS * size :]])
+        counts = _possible_refills(_words(info, old), _words(info, new))
+        count = next((n for n in counts if np.array_equal(_next_state(info, old, n, rest), new)), None)
+        if count is None:
             return None
         refills.append(count)
         rests.append(rest)
@@ -50,52 +63,38 @@ def encode_twisters(
     return EncodedRecord(name, tuple(infos), recipe, {"rest": rest.data}, digest_arrays(after), digest_arrays(before))
 
 
+def _words(info: TensorInfo, state: Bytes) -> Bytes:
+    """The words of a state, of shape (624, 4): a view of its bytes."""
+    begin, size = _PLACES[info.dtype]
+    return state[begin : begin + WORDS * size].reshape(WORDS, size)[:, :4]
+
+
 def _generator(words: Bytes, position: int = WORDS) -> np.random.MT19937:
     """The generator of these words, of which so many have been used; it refills them when all have been."""
     generator = np.random.MT19937(0)
-    generator.state = {"bit_generator": "MT19937", "state": {"key": words.view("<u4"), "pos": position}}
+    key = np.ascontiguousarray(words).view("<u4").reshape(-1)
+    generator.state = {"bit_generator": "MT19937", "state": {"key": key, "pos": position}}
     return generator
 
 
-def _refill(words: Bytes, count: int) -> Bytes:
-    generator = _generator(words)
-    generator.random_raw(WORDS * count, output=False)
-    return np.asarray(generator.state["state"]["key"]).astype("<u4").view(np.uint8)
-
-
-def _count_refills(before: Bytes, after: Bytes) -> int | None:
-    """How many refills lead from words to others; None if it is more than `MAX_REFILLS`, or never."""
-    if np.array_equal(before, after):
-        return 0
+def _possible_refills(before: Bytes, after: Bytes) -> Iterator[int]:
+    """Yield how many refills lead from words to others, by the first of them; at most `MAX_REFILLS`."""
+    yield 0
     first = int(_generator(after, 0).random_raw())  # a word is another number than what is returned for it
     generator = _generator(before)
     for start in range(0, MAX_REFILLS, _BLOCK):
         found = np.flatnonzero(generator.random_raw(WORDS * _BLOCK)[::WORDS] == first)
-        for count in (start + 1 + int(place) for place in found):
-            if np.array_equal(_refill(before, count), after):
-                return count
-    return None
+        yield from (start + 1 + int(place) for place in found)
 
 
-def is_generator_state(info: TensorInfo) -> bool:
-    """True if a tensor has the layout of a state; a delta of it then costs next to nothing, mostly."""
-    return (info.dtype, info.nbytes) == _TORCH_STATE[:2] or (info.dtype == "U32" and WORDS <= info.numel <= WORDS + 1)
-
-
-def _split(info: TensorInfo, state: Bytes) -> tuple[Bytes, Bytes]:
-    """The words of a state, 4 bytes each, and all bytes before and after them."""
-    begin, size = _TORCH_STATE[2:] if info.dtype == "U8" else (0, 4)
-    end = begin + WORDS * size
-    words = state[begin:end].reshape(WORDS, size)[:, :4].reshape(-1)
-    return np.ascontiguousarray(words), np.concatenate([state[:begin], state[end:]])
-
-
-def _join(info: TensorInfo, words: Bytes, rest: Bytes) -> Bytes:
-    """The state of these words, and of these bytes before and after them."""
-    begin, size = _TORCH_STATE[2:] if info.dtype == "U8" else (0, 4)
-    wide = np.zeros((WORDS, size), np.uint8)
-    wide[:, :4] = words.reshape(WORDS, 4)
-    return np.concatenate([rest[:begin], wide.reshape(-1), rest[begin:]])
+def _next_state(info: TensorInfo, state: Bytes, refills: int, rest: Bytes) -> Bytes:
+    """The state after so many refills, with these bytes before and after its words."""
+    generator, out = _generator(_words(info, state)), state.copy()
+    generator.random_raw(WORDS * refills, output=False)
+    _words(info, out)[:] = np.asarray(generator.state["state"]["key"]).astype("<u4").view(np.uint8).reshape(WORDS, 4)
+    begin, size = _PLACES[info.dtype]
+    out[:begin], out[begin + WORDS * size :] = rest[:begin], rest[begin:]
+    return out
 
 
 class TwisterDecoder(RecordDecoder):
@@ -104,11 +103,11 @@ class TwisterDecoder(RecordDecoder):
     splittable, uses_parent, cacheable = False, True, False
 
     def __init__(self, view: RecordView, recipe: TwisterRecipe) -> None:
-        super().__init__(view, [info.nbytes for info in view.infos])
+        super().__init__(view, [info.numel for info in view.infos])
         if len(recipe.refills) != len(view.infos) or not all(map(is_generator_state, view.infos)):
             raise ValueError("refills of tensors that are no states of generators")
         self._refills = recipe.refills
-        self._rests = [len(_split(info, np.zeros(info.nbytes, np.uint8))[1]) for info in view.infos]
+        self._rests = [info.nbytes - WORDS * _PLACES[info.dtype][1] for info in view.infos]
         if sum(self._rests) != view.sizes["rest"]:
             raise ValueError(f"{view.sizes['rest']} bytes beside the words, expected {sum(self._rests)}")
 
@@ -120,14 +119,11 @@ class TwisterDecoder(RecordDecoder):
         before = [inputs.fetch([span]) for span in self._parent_ranges(ranges)]
         if inputs.base_digests is not None:
             inputs.base_digests.check_base(digest_arrays(before))
-        values, start, rests = inputs.allocate(self.count), 0, self._view.read_array("rest")
-        for info, old, count, size in zip(self._view.infos, before, self._refills, self._rests, strict=True):
-            words = _refill(_split(info, old)[0], count)
-            values[start : start + info.nbytes] = _join(info, words, rests[:size])
-            start, rests = start + info.nbytes, rests[size:]
+        values, start = inputs.allocate(sum(map(len, before))), 0
+        rests = np.split(self._view.read_array("rest"), np.cumsum(self._rests)[:-1])
+        for info, old, count, rest in zip(self._view.infos, before, self._refills, rests, strict=True):
+            values[start : start + info.nbytes] = _next_state(info, old, count, rest)
+            start += info.nbytes
         if inputs.value_digests is not None:
             inputs.value_digests.check_values(digest_arrays([values]))
         return self._split(values, ranges)
-
-    def _unit_bytes(self, info: TensorInfo) -> int:
-        return 1
