@@ -594,7 +594,7 @@ DoubleArray quantize_seconds(const Lattice& lattice, uint64_t rows, Input second
     check_overlap(code_bytes, {&second_bytes, &first_bytes, &earlier_bytes});
     const uint64_t count = lattice.count();
     if (rows != lattice.rows && rows != lattice.columns) throw nb::value_error("rows: expected those of the lattice");
-    const Floats second_floats = floats_of(count, second_bytes, "seconds");
+    const Floats second_floats = matrix_of(1, count, second_bytes, "seconds");
     const Floats first_floats = floats_of(count, first_bytes, "firsts");
     auto* code_data = array_of_size<int8_t>(count, code_bytes, "codes");
     const EarlierPowers before{

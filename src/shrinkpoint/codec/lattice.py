@@ -94,10 +94,10 @@ class Lattice:
             tolerance: of rows and of columns, in eighths of an octave.
         """
         known = parent if parent is not None and self.is_like(parent) else None
-        sides = []
-        for index, (side, allowed) in enumerate(zip((self.rows, self.columns), tolerance, strict=True)):
-            own, unit = side.numpy().astype(np.int32), 2 * allowed + 1  # numpy: there are few
-            center = 0 if known is None else (known.rows, known.columns)[index].numpy()
+        zero, sides = np.zeros(1, np.int16), []  # numpy: they are short
+        centers = (zero, zero) if known is None else (known.rows.numpy(), known.columns.numpy())
+        for side, center, allowed in zip((self.rows, self.columns), centers, tolerance, strict=True):
+            own, unit = side.numpy().astype(np.int32), 2 * allowed + 1
             sides.append(torch.from_numpy((center + (own - center + allowed) // unit * unit).astype(np.int16)))
         out = replace(self, rows=sides[0], columns=sides[1])
         return known if known is not None and out == known else out  # the parent has its native form already

@@ -180,7 +180,7 @@ class LocalStorage:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._given_path = local_path(path)
         self.path = self._root = self._given_path.absolute()
-        self._root_text, self._given_prefix = str(self._root), str(self._given_path / "x")[:-1]
+        self._root_text = str(self._root)
 
     def put(self, key: str, data: Buffer) -> None:
         with self.create(key) as sink:
@@ -316,7 +316,7 @@ class LocalStorage:
         return sorted(swept)
 
     def describe(self, key: str = "") -> str:
-        return self._given_prefix + key if key else str(self._given_path)
+        return str(self._given_path / key)
 
     def _path_to_write(self, key: str, *, replaces_link: bool = False) -> Path:
         """The path of a key, after a check that nothing is written through a symbolic link below the root.
