@@ -17,8 +17,8 @@ from torch import nn
 
 import shrinkpoint as sp
 
-SAVE = (583, 68, 1170)
-RESTORE = (353, 47, 1095)
+SAVE = (582, 68, 1170)
+RESTORE = (351, 47, 1090)
 GRADIENT = (82, 10, 118)
 
 
