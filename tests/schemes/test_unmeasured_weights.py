@@ -527,3 +527,23 @@ def test_many_entries_are_joined():
     paths = {f"model/{name}.weight": f"model/{name}.weight" for name in "abcdefghijkl"}
     entries = top_level_entries(paths, {name: (size + 1, 2) for size, name in enumerate(paths)})
     assert len(entries) == MAX_ENTRIES and sorted(name for names in entries.values() for name in names) == [*paths]
+
+
+class Copies(nn.Sequential):
+    """A net whose `state_dict` gives copies."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: x.clone() for name, x in super().state_dict(*args, **kwargs).items()}
+
+
+def test_a_first_save_names_trained_weights_that_trials_do_not_reach(recwarn):
+    nets = {"plain": mlp(), "copies": Copies(*mlp())}
+    optimizer = torch.optim.AdamW([x for net in nets.values() for x in net.parameters()])
+    sum(loss(net).mean() for net in nets.values()).backward()
+    optimizer.step()
+    scheme = sp.Fisher(budget="1%", evaluate=lambda nets: sum(map(loss, nets.values())))
+    with sp.CheckpointManager(MemoryStorage(), scheme=scheme) as manager:
+        for step in range(2):
+            manager.save(step, model=nets, optimizer=optimizer)
+    warned = [str(x.message) for x in recwarn if "stay exact" in str(x.message)]
+    assert len(warned) == 1 and "model/copies/0.weight, model/copies/2.weight" in warned[0]

@@ -6,6 +6,7 @@
 
 Each kind is a small training that this file defines. A run saves its whole state as a chain of checkpoints by each
 budget. Every checkpoint is loaded again, and its loss is measured on the examples that `evaluate` has and on others.
+`evaluate` has 96 held-out examples; of a budget that ends in "recent", the last eight batches of training.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import argparse
 import copy
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -29,8 +31,8 @@ from lab.studies.fisher.first_moments import muon
 from lab.studies.harness.seeded import run_seeds
 from shrinkpoint.storage import MemoryStorage
 
-SAVES, EXAMPLES = 8, 96
-BUDGETS = ("1%", "0.1%")
+SAVES, EXAMPLES, RECENT = 8, 96, 8
+BUDGETS = ("1%", "0.1%", "1% recent", "0.1% recent")
 
 
 class Kind(ABC):
@@ -42,6 +44,7 @@ class Kind(ABC):
         first, every: steps before the first save, and between two.
         width: bits of a value that is saved.
         batch: examples of a step.
+        recent: the last batches of training.
     """
 
     first, every, width, batch = 150, 40, 32, 64
@@ -49,6 +52,7 @@ class Kind(ABC):
     def __init__(self) -> None:
         self.model: nn.Module = self.build()
         self.optimizers: list[torch.optim.Optimizer] = self.make_optimizers()
+        self.recent: deque[Batch] = deque(maxlen=RECENT)
 
     @abstractmethod
     def build(self) -> nn.Module: ...
@@ -75,7 +79,8 @@ class Kind(ABC):
         """Make steps on examples that are chosen by chance, by the global generator if none is given."""
         for _ in range(steps):
             chosen = torch.randint(len(examples[0]), (self.batch,), generator=generator)
-            self.step((examples[0][chosen], examples[1][chosen]))
+            self.recent.append((examples[0][chosen], examples[1][chosen]))
+            self.step(self.recent[-1])
 
     def parts(self) -> dict[str, Any]:
         """What a manager saves."""
@@ -324,14 +329,14 @@ KINDS: dict[str, Callable[[], Kind]] = {
 
 
 @torch.no_grad()
-def measured(kind: Kind, model: nn.Module, batch: Batch) -> Tensor:
+def measured(kind: Kind, model: nn.Module, batches: Iterable[Batch]) -> Tensor:
     """The loss of each example."""
-    return kind.loss(model.eval(), batch).double()
+    return torch.cat([kind.loss(model.eval(), batch).double() for batch in batches])
 
 
 def mean_loss(kind: Kind, batch: Batch, model: nn.Module | None = None) -> float:
     """The mean loss of a model, by default of the one that trains."""
-    return float(measured(kind, kind.model if model is None else model, batch).mean())
+    return float(measured(kind, kind.model if model is None else model, [batch]).mean())
 
 
 def run(name: str, seed: int, budgets: list[str]) -> dict[str, list[dict[str, Any]]]:
@@ -341,24 +346,28 @@ def run(name: str, seed: int, budgets: list[str]) -> dict[str, list[dict[str, An
     train, held = kind.data()
     seen, unseen = ((held[0][part], held[1][part]) for part in (slice(EXAMPLES), slice(EXAMPLES, 9 * EXAMPLES)))
 
-    @torch.no_grad()
     def evaluate(model: nn.Module) -> Tensor:
-        return kind.loss(model.eval(), seen).double()
+        return measured(kind, model, [seen])
+
+    def evaluate_recent(model: nn.Module) -> Tensor:
+        return measured(kind, model, kind.recent).unflatten(0, (RECENT, -1)).mean(1)
 
     storages = {budget: MemoryStorage() for budget in budgets}
-    managers = {
-        budget: sp.CheckpointManager(storage, scheme=sp.Fisher(budget=budget, evaluate=evaluate), threads=1)
-        for budget, storage in storages.items()
-    }
+    managers: dict[str, sp.CheckpointManager] = {}
+    for budget, storage in storages.items():
+        share, *is_recent = budget.split()
+        scheme = sp.Fisher(budget=share, evaluate=evaluate_recent if is_recent else evaluate)
+        managers[budget] = sp.CheckpointManager(storage, scheme=scheme, threads=1)
     rows: dict[str, list[dict[str, Any]]] = {budget: [] for budget in budgets}
     for number in range(SAVES):
         kind.train(train, kind.every if number else kind.first)
-        live = [measured(kind, kind.model, batch) for batch in (seen, unseen)]
         for budget, manager in managers.items():
+            own = kind.recent if "recent" in budget else [seen]
+            live = [measured(kind, kind.model, batches) for batches in (own, [unseen])]
             report = manager.save(number, **kind.parts())
             other = copy.deepcopy(kind.model)
             other.load_state_dict(sp.Store(storages[budget]).load(number)["model"])
-            stored = [measured(kind, other, batch) for batch in (seen, unseen)]
+            stored = [measured(kind, other, batches) for batches in (own, [unseen])]
             rises = [100 * float(after.mean() / before.mean() - 1) for after, before in zip(stored, live, strict=True)]
             error = 100 * float((stored[1] - live[1]).std() / len(live[1]) ** 0.5 / live[1].mean())
             roles = {role: part for role, part in report.roles.items() if part.raw}
@@ -388,7 +397,7 @@ def report(document: dict[str, Any]) -> None:
             ]
             every = [row["rises"] for rows in runs for row in rows]
             seen, unseen = (statistics.mean(rises[i] for rises in every) for i in (0, 1))
-            allowed = float(budget.rstrip("%"))
+            allowed = float(budget.split("%")[0])
             kept = [sum(rises[i] <= allowed for rises in every) for i in (0, 1)]
             errors = [row["unseen error"] for rows in runs for row in rows]
             kept.append(sum(rises[1] - 2 * error <= allowed for rises, error in zip(every, errors, strict=True)))

@@ -75,6 +75,26 @@ class TensorSelection:
                 "has diverged"
             )
 
+    def warn_outside_model(self, state: FlatState, quantizable: Collection[str], frozen: Collection[str]) -> None:
+        """Warn of large weights that an optimizer trains and that stay exact, as no trial values reach them.
+
+        Args:
+            quantizable: names of the model's own parameters.
+            frozen: names of those that take no gradients.
+        """
+        known = {*quantizable, *frozen, *self.tensors, *self.cast_sources}
+        outside = [
+            name
+            for name, info in state.infos.items()
+            if info.role is Role.PARAMETER and name in state.optimizer_info and name not in known
+            if is_large_weight(state.tensors[name])
+        ]
+        if outside:
+            warn_user(
+                f"trained weights that are no parameters of the model in memory stay exact: {humanize.names(outside)}. "
+                "Pass their modules as model=, with a state_dict that shares memory"
+            )
+
     def optimizer_info_of_masters(self, state: FlatState) -> dict[str, OptimizerInfo]:
         """The optimizer's facts by name, those of a narrow weight also under the name of its master copy."""
         out = {name: facts for name, facts in state.optimizer_info.items() if name not in self.cast_sources}
@@ -245,9 +265,13 @@ def _first_allowed(names: Iterable[str] | None, allowed: Collection[str]) -> str
 
 
 def _is_left_by_dtype(tensor: Tensor, role: Role) -> bool:
-    is_large = tensor.dim() >= 2 and tensor.numel() >= MIN_WEIGHT_NUMEL
     is_weight = role in (Role.MASTER, Role.PARAMETER) and tensor.is_floating_point()
-    return is_large and is_weight and tensor.dtype not in WEIGHT_DTYPES
+    return is_large_weight(tensor) and is_weight and tensor.dtype not in WEIGHT_DTYPES
+
+
+def is_large_weight(tensor: Tensor) -> bool:
+    """True if a weight has the dimensions and values from which every scheme quantizes it."""
+    return tensor.dim() >= 2 and tensor.numel() >= MIN_WEIGHT_NUMEL
 
 
 def max_abs(tensor: Tensor) -> float:
