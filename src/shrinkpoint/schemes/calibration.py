@@ -223,17 +223,18 @@ class Calibration:
         if not self.has_reacted and not self._differs(metric, trial, metric.baseline):
             return self._find_reaction(metric, perturbations, lambda compute: [compute()])
         self.has_reacted = True
-        return self._find_inversion(metric, perturbations, max_rise)
+        return self.find_inversion(metric, perturbations, max_rise)
 
-    def _find_inversion(
+    def find_inversion(
         self,
         metric: DegradationMetric,
         perturbations: Sequence[MakeValues],
         max_rise: Callable[[float], float] | None,
     ) -> EvaluateProblem | None:
-        """A problem if a score is taken for a loss, or a loss for a score: then the coarsest steps are the best.
+        """Find out from the trials of a save whether a score is taken for a loss, or a loss for a score.
 
-        A trial was clearly better, and all clearly different weights, noise and zeros, are better still.
+        Then the coarsest steps are the best: a trial was clearly better, and all clearly different weights, noise and
+        zeros, are better still. Arguments as of `find_problem`.
         """
         limit = math.inf if max_rise is None else max_rise(metric.scale) * metric.scale
         if self.is_directed or not metric.least_rise < -_CLEARLY_BETTER * limit:

@@ -83,12 +83,14 @@ class Measurement:
         problem: why nothing may be lost; None: `evaluate` can be believed.
         task: counts the evaluations.
         find_late_problem: says after the trials why nothing may be lost; of a scheme that `learns_from_trials`.
+        find_inversion: the same of any scheme, where a score was taken for a loss.
     """
 
     metric: DegradationMetric | None = None
     problem: EvaluateProblem | None = None
     task: Task | None = None
     find_late_problem: Callable[[], EvaluateProblem | None] = lambda: None
+    find_inversion: Callable[[], EvaluateProblem | None] = lambda: None
 
 
 class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
@@ -192,11 +194,13 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
             problem = problem or self._calibration.test_entries(
                 metric, find_influence(), save.selection, save.state, save.tensors, self.compute_on_all
             )
+            arguments = metric, perturbations, self.max_rise
             yield Measurement(
                 metric,
                 problem,
                 task,
-                partial(self._calibration.find_late_problem, metric, perturbations, self.max_rise),
+                partial(self._calibration.find_late_problem, *arguments),
+                partial(self._calibration.find_inversion, *arguments),
             )
 
     @abstractmethod

@@ -354,7 +354,7 @@ class SearchScheme(Planner["SearchChoice"]):
         variants = self.variants(evaluator, stats)
         results = [*self._search_results(own, max_degradation, variants, task)]
         record["searches"] = [result.to_json(own.space) for result in results]
-        if problem := find_failure(metric, own.trials.run_on_all_ranks):
+        if problem := _find_problem(measurement, own.trials):
             return _lossless_choice(problem, record)
         if (chosen := results[-1].chosen) is not None:
             self._last_choice = chosen.point
@@ -367,7 +367,7 @@ class SearchScheme(Planner["SearchChoice"]):
                 other.space, other.candidates.size, other.trials, max_degradation, progress=progress
             )
             record["searches"].append(result.to_json(other.space) | {"space": other.name})
-            if problem := find_failure(metric, own.trials.run_on_all_ranks):
+            if problem := _find_problem(measurement, own.trials):
                 return _lossless_choice(problem, record)
             if result.chosen is not None:
                 record["space"] = other.name
@@ -459,6 +459,13 @@ class SearchChoice:
     record: dict[str, Any] = field(default_factory=dict)  # for the manifest
     lossless: bool = False  # the moments stay exact, too
     interval: tuple[float, float] | None = None  # the confidence interval of the degradation; None if unknown
+
+
+def _find_problem(measurement: Measurement, trials: Trials) -> EvaluateProblem | None:
+    """What the trials of all replicas have shown of `evaluate`; None where it can be trusted."""
+    assert measurement.metric is not None
+    failure = find_failure(measurement.metric, trials.run_on_all_ranks)
+    return failure or next(filter(None, trials.run_on_all_ranks(measurement.find_inversion)), None)
 
 
 def _lossless_choice(problem: EvaluateProblem, record: dict[str, Any]) -> SearchChoice:
