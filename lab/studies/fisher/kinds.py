@@ -32,7 +32,7 @@ from lab.studies.harness.seeded import run_seeds
 from shrinkpoint.storage import MemoryStorage
 
 SAVES, EXAMPLES, RECENT = 8, 96, 8
-BUDGETS = ("1%", "0.1%", "1% recent", "0.1% recent")
+BUDGETS = ("1%", "0.1%")
 
 
 class Kind(ABC):

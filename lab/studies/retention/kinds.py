@@ -19,7 +19,6 @@ import os
 import statistics
 import tempfile
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -103,17 +102,13 @@ def run(name: str, seed: int, schemes: list[str], root: Path) -> dict[str, dict[
         "1%": sp.Fisher(budget="1%", evaluate=evaluate),
     }
     plain, ours = Plain(root / "plain"), {scheme: Managed(root / scheme, made[scheme]) for scheme in schemes}
-    last: deque[Batch] = deque(maxlen=8)
     for number in range(SAVES):
-        for _ in range(kind.every if number else kind.first):
-            chosen = torch.randint(len(train[0]), (kind.batch,))
-            batch = (train[0][chosen], train[1][chosen])
+        kind.train(train, kind.every if number else kind.first)
+        for batch in kind.recent:
             recent.add(batch)
-            last.append(batch)
-            kind.step(batch)
         plain.save(number, kind.parts())
         for scheme, managed in ours.items():
-            managed.save(number, kind, [*last] if scheme == "fisher" else [seen], [unseen])
+            managed.save(number, kind, [*kind.recent] if scheme == "fisher" else [seen], [unseen])
     for managed in ours.values():
         managed.manager.close()
     figures = plain.meter.figures()
