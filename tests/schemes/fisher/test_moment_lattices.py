@@ -289,6 +289,27 @@ def test_the_noise_of_a_momentum_is_what_its_optimizer_bears():
     assert noise_of_momentum({"momentum": 0.9}) == 0.0
 
 
+@pytest.mark.parametrize("name", ["Muon", "SGD"])
+def test_momentum_that_is_rounded_is_coded_finer_after_restores(name):
+    torch.manual_seed(0)
+    net, moments = nn.Linear(96, 64, bias=False), list[Tensor]()
+    optimizer = torch.optim.Muon(net.parameters()) if name == "Muon" else torch.optim.SGD(net.parameters(), 0.1, 0.9)
+    net(torch.randn(99, 96)).square().mean().backward()
+    optimizer.step()
+    momentum = optimizer.state[net.weight]["momentum_buffer"]
+    for restores in (0, 1, 3, 9):
+        scheme = sp.Fisher(relative_error=0.3)
+        scheme.resume({"scheme": "fisher"}, restores)
+        planned = scheme.plan(flatten({"model": net.state_dict(), "optimizer": optimizer.state_dict()}), None)
+        (points,) = (x for key, x in planned.quantized.items() if key.endswith("momentum_buffer"))
+        moments.append(points.dequantize(torch.float32))
+    errors = [float((x - momentum).norm() / momentum.norm()) for x in moments]
+    if name == "Muon":
+        assert errors[1] < 0.9 * errors[0] and errors[2] < 0.6 * errors[0] and errors[3] == errors[2]
+    else:
+        assert max(errors) < 1.1 * min(errors)
+
+
 def test_a_state_with_muon_and_adamw_has_both_coded_and_nothing_else():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(48, 64), nn.Linear(64, 48))

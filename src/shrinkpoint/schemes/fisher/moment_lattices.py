@@ -76,6 +76,8 @@ DEAD_ZONES: Mapping[MomentKind, float] = {
 }
 _STOCHASTIC_KINDS = (MomentKind.MOMENTUM, MomentKind.SCALED)
 """What has zeros that must stay zeros is rounded up or down by chance: its error is zero on average, as with dither."""
+_MAX_FINER = 2.5
+"""By how much steps of momentum with a dead zone become smaller with restores, each of which loses small values."""
 _SPREAD = 12
 """Eighths of an octave by which a second moment differs from the mean of its row and column, about. So the mean of n of
 them is known to 12 / sqrt(n) eighths, and its exponent need not be nearer."""
@@ -119,6 +121,12 @@ class MomentPrecision:
     accumulator_step: int = 4
     momentum_steps: Mapping[MomentKind, float] = field(default_factory=lambda: MOMENTUM_STEPS)
     dead_zones: Mapping[MomentKind, float] = field(default_factory=lambda: DEAD_ZONES)
+
+    @classmethod
+    def after_restores(cls, restores: int) -> MomentPrecision:
+        """The precision in a run that lossy checkpoints were restored in so often."""
+        finer = min(1 + restores / 2, _MAX_FINER)
+        return cls(momentum_steps={k: x / finer if k in DEAD_ZONES else x for k, x in MOMENTUM_STEPS.items()})
 
 
 def quantize_moments(

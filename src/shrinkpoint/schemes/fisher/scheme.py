@@ -427,7 +427,8 @@ class Fisher(Planner["FisherChoice"]):
         if mode not in ("coded", "second"):
             return {}
         number = self._num_saves + (self._lossy_restores << 20) if updates is None else updates
-        precision, samples = MomentPrecision(), self._moment_samples if mode == "coded" else None
+        precision = MomentPrecision.after_restores(self._lossy_restores)
+        samples = self._moment_samples if mode == "coded" else None
         coarser = coarser_steps(save, precision.first_step, self._memory, self._lossy_restores)
         return quantize_moments(save, number, self._seed, precision, statistics, samples, coarser)
 
