@@ -90,6 +90,44 @@ std::string hex(const Digest128& digest) {
 
 }  // namespace
 
+bool Bytes::borrow_tensor(nb::handle object, int flags) {
+    if (PyObject_CheckBuffer(object.ptr())) return false;
+    static nb::handle tensor_type, parameter_type;  // of torch, which whoever has a tensor has imported
+    if (!tensor_type.is_valid()) {
+        const auto modules = nb::borrow<nb::dict>(nb::module_::import_("sys").attr("modules"));
+        if (!modules.contains("torch")) return false;
+        tensor_type = nb::object(modules["torch"].attr("Tensor")).release();
+        parameter_type = nb::object(modules["torch"].attr("nn").attr("Parameter")).release();
+    }
+    const nb::handle type = object.type();
+    const bool known = type.is(tensor_type) || type.is(parameter_type);
+    if (!known && PyObject_IsInstance(object.ptr(), tensor_type.ptr()) != 1) return false;
+    static PyObject* const is_cpu = PyUnicode_InternFromString("is_cpu");
+    static PyObject* const nbytes = PyUnicode_InternFromString("nbytes");
+    static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
+    static PyObject* const methods[] = {PyUnicode_InternFromString("is_contiguous"),
+                                        PyUnicode_InternFromString("is_neg"), PyUnicode_InternFromString("is_conj")};
+    const auto valid = [](PyObject* result) {
+        if (result == nullptr) throw nb::python_error();
+        return nb::steal(result);
+    };
+    const auto attribute = [&](PyObject* name) { return valid(PyObject_GetAttr(object.ptr(), name)); };
+    const auto call = [&](PyObject* name) {
+        return valid(PyObject_CallMethodObjArgs(object.ptr(), name, nullptr));
+    };
+    if (known && attribute(is_cpu).is(Py_True) && call(methods[0]).is(Py_True) && call(methods[1]).is(Py_False) &&
+        call(methods[2]).is(Py_False)) {
+        data_ = reinterpret_cast<uint8_t*>(nb::cast<uintptr_t>(call(data_ptr)));
+        size_ = nb::cast<size_t>(attribute(nbytes)), present_ = true;
+        if (data_ == nullptr && size_ != 0) throw nb::value_error("a tensor without memory");
+        return true;
+    }
+    if ((flags & PyBUF_WRITABLE) != 0) throw nb::value_error("a tensor to write to is not contiguous in host memory");
+    copy_ = nb::module_::import_("shrinkpoint.tensors.dtypes").attr("tensor_bytes")(object);
+    get_buffer(copy_, flags);
+    return true;
+}
+
 ChunkRange shrinkpoint::chunk_range_of(uint64_t count, size_t chunk, size_t first, uint64_t here) {
     if (first > count / chunk || here > count - first * chunk) throw nb::value_error("a range beyond the record");
     const uint64_t start = first * chunk;
@@ -337,6 +375,18 @@ NB_MODULE(_native, m) {
             stream_copy(copies, threads);
         },
         "sources"_a, "targets"_a, "threads"_a = 1);
+    m.def(
+        "digest",
+        [](const nb::typed<nb::iterable, Input>& arrays) {
+            Hasher hasher;
+            for (nb::handle array : arrays) {
+                const Bytes bytes(array);
+                nb::gil_scoped_release release;
+                hasher.update(bytes.data(), bytes.size());
+            }
+            return hex(hasher.digest());
+        },
+        "arrays"_a);
     nb::class_<Hasher>(m, "Hasher")
         .def(nb::init<>())
         .def("update",

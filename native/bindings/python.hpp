@@ -14,26 +14,25 @@ namespace shrinkpoint {
 
 namespace nb = nanobind;
 
-// A contiguous buffer, borrowed while a call lasts. None is an empty buffer.
+// A contiguous buffer, or the memory of a tensor, borrowed while a call lasts. None is an empty buffer.
 class Bytes {
    public:
     explicit Bytes(nb::handle object, int flags = PyBUF_SIMPLE) {
-        if (object.is_none()) return;
-        if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) throw nb::python_error();
-        held_ = true;
+        if (object.is_none() || borrow_tensor(object, flags)) return;
+        get_buffer(object, flags);
     }
     ~Bytes() {
         if (held_) PyBuffer_Release(&view_);
     }
     Bytes(const Bytes&) = delete;
     Bytes& operator=(const Bytes&) = delete;
-    uint8_t* data() const { return held_ ? static_cast<uint8_t*>(view_.buf) : nullptr; }
-    size_t size() const { return held_ ? static_cast<size_t>(view_.len) : 0; }
+    uint8_t* data() const { return data_; }
+    size_t size() const { return size_; }
 
     // Returns the data after checking that it has `size` bytes and can be read as words of `align` bytes; null for
     // None.
     uint8_t* checked(size_t size, size_t align, const char* name) const {
-        if (!held_) return nullptr;
+        if (!present_) return nullptr;
         if (this->size() != size) throw nb::value_error((std::string(name) + ": wrong number of bytes").c_str());
         if (reinterpret_cast<uintptr_t>(data()) % align != 0)
             throw nb::value_error((std::string(name) + ": not aligned").c_str());
@@ -41,8 +40,20 @@ class Bytes {
     }
 
    private:
+    void get_buffer(nb::handle object, int flags) {
+        if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) throw nb::python_error();
+        data_ = static_cast<uint8_t*>(view_.buf), size_ = static_cast<size_t>(view_.len);
+        held_ = true, present_ = true;
+    }
+    // Borrows a tensor of torch, a contiguous one in host memory by its address: `Tensor.numpy` takes longer than many
+    // a call here. Of another one that is read, a copy is borrowed. False: it is no tensor.
+    bool borrow_tensor(nb::handle object, int flags);
+
     Py_buffer view_{};
-    bool held_ = false;
+    nb::object copy_;
+    uint8_t* data_ = nullptr;
+    size_t size_ = 0;
+    bool held_ = false, present_ = false;
 };
 
 using Array = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>;

@@ -319,7 +319,7 @@ def encode_codebook_record(
     Raises:
         ValueError: the quantized tensors are malformed, or do not decode to the given values.
     """
-    digest = digest_arrays(tensor_bytes(tensor) for tensor in record.tensors)
+    digest = digest_arrays(record.tensors)
     infos, first = record.infos, record.quantized[0]
     codes = _concat_codes([tensor.codes for tensor in record.quantized])
     parent = ParentCodes.from_reference(infos, record.reference, residual=first.residual)
@@ -385,7 +385,7 @@ def _check_readable(record: CodebookInput, parent: ParentCodes | None, digest: s
         tensor.dequantize(torch_dtype(info.dtype), base)
         for info, tensor, base in zip(record.infos, record.quantized, bases, strict=True)
     ]
-    if digest_arrays(map(tensor_bytes, values)) != digest:
+    if digest_arrays(values) != digest:
         raise ValueError("codebook tensors that stand for other values than the tensors have")
 
 
@@ -422,8 +422,7 @@ class ParentCodes:
     @property
     def digest(self) -> str:
         """Digest of the codes, if any, followed by the values."""
-        values = [tensor_bytes(tensor) for tensor in self.tensors]
-        return digest_arrays(values if self.codes is None else [self.codes, *values])
+        return digest_arrays(self.tensors if self.codes is None else [self.codes, *self.tensors])
 
 
 def _stack_centers(parents: Sequence[CodebookTensor], bins: int) -> Bytes | None:

@@ -308,12 +308,9 @@ def matrix_shapes(infos: Sequence[TensorInfo], taps: int) -> Shapes:
     return out
 
 
-def digest_arrays(arrays: Iterable[Bytes]) -> str:
-    """Return the xxh3-128 digest of arrays one after the other, in hex."""
-    hasher = _native.Hasher()
-    for array in arrays:
-        hasher.update(array)
-    return hasher.hexdigest()
+def digest_arrays(arrays: Iterable[Bytes | Tensor]) -> str:
+    """Return the xxh3-128 digest of the bytes of arrays and tensors one after the other, in hex."""
+    return _native.digest(arrays)
 
 
 def tap(array: Bytes | None, index: int, taps: int) -> Bytes | None:

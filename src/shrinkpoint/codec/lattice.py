@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from shrinkpoint import _native
-from shrinkpoint.tensors.dtypes import tensor_bytes
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
@@ -148,8 +147,10 @@ class Lattice:
         cached: tuple[tuple[int, ...], _native.Lattice] | None = self.__dict__.get(_NATIVE_FORM)
         if cached is not None and cached[0] == shape:
             return cached[1]
-        sides, matrix = (code_bytes(self.rows), code_bytes(self.columns)), self.matrix_shape(shape)
-        form = _native.Lattice(*sides, *matrix, powers=self.spacing == "log", step=self.step, seed=self.seed)
+        matrix = self.matrix_shape(shape)
+        form = _native.Lattice(
+            self.rows, self.columns, *matrix, powers=self.spacing == "log", step=self.step, seed=self.seed
+        )
         limit = max(_MAX_SMALL_EXPONENTS, matrix[0] * matrix[1] // _MIN_VALUES_PER_EXPONENT)
         if self.rows.numel() + self.columns.numel() <= limit:
             self.__dict__[_NATIVE_FORM] = shape, form
@@ -217,9 +218,9 @@ class LatticeTensor:
         form = self.lattice.to_native(tuple(self.codes.shape))
         return form if self.origin is None or self.gain == 1 else form.with_gain(code_bytes(self.origin), self.gain)
 
-    def native_values(self) -> tuple[_native.Lattice, Bytes]:
+    def native_values(self) -> tuple[_native.Lattice, Tensor]:
         """Return the values as the native core takes them: a lattice, and codes on it."""
-        return self.to_native(), code_bytes(self.codes)
+        return self.to_native(), self.codes
 
     def cpu(self) -> LatticeTensor:
         """Return the same tensor in CPU memory."""
@@ -247,7 +248,7 @@ class LatticeTensor:
         """
         if self.codes.is_cpu:
             out = _native.empty(4 * self.codes.numel())
-            stored = None if second_moments is None else tensor_bytes(second_moments.to(torch.float32))
+            stored = None if second_moments is None else second_moments.to(torch.float32)
             _native.lattice_values(*self.native_values(), out, squares=stored, threads=torch.get_num_threads())
             return torch.from_numpy(out.view(np.float32)).reshape(self.codes.shape).to(dtype)
         lattice = self.lattice
@@ -275,18 +276,18 @@ class LatticeTensor:
         """
         height, width = matrix_shape(tuple(self.codes.shape))
         indices = range(height)[rows]
-        out = np.empty((len(indices), width), np.float32)
-        if out.size:
+        out = torch.empty((len(indices), width), dtype=torch.float32)
+        if out.numel():
             _native.lattice_run_values(
                 *self.native_values(),
-                out.reshape(-1).view(np.uint8),
-                squares=None if second_moments is None else tensor_bytes(second_moments.to(torch.float32)),
+                out,
+                squares=None if second_moments is None else second_moments.to(torch.float32),
                 first=indices.start * width,
                 length=width,
                 stride=indices.step * width,
                 count=len(indices),
             )
-        return torch.from_numpy(out).to(dtype)
+        return out.to(dtype)
 
 
 def all_exponents(lattices: Sequence[Lattice]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

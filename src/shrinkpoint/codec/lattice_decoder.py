@@ -42,13 +42,13 @@ from shrinkpoint.codec.lattice import (
     Lattice,
     LatticeTensor,
     all_exponents,
+    code_bytes,
     narrow_codes,
     row_counts,
     scale_counts,
 )
 from shrinkpoint.codec.lattice_record import ESCAPE, PART_SIZES, SIDE_SIZES, exponents_of
 from shrinkpoint.codec.recipe import LatticeRecipe
-from shrinkpoint.tensors.dtypes import tensor_bytes
 from shrinkpoint.tensors.info import TensorInfo
 
 _BLOCK_VALUES = 1 << 19  # Values that are decoded before the next ones are looked at
@@ -225,7 +225,7 @@ class _FetchedValues:
         self.name, self.values = span.name, None
         self.stored = _NO_BYTES
         if source is not None:
-            self._lattice, self._codes = source.native_values()
+            self._lattice, self._codes = source.to_native(), code_bytes(source.codes)
             self._code_bytes = source.codes.element_size()
             return
         self.stored = inputs.fetch([span])
@@ -350,7 +350,7 @@ class LatticeDecoder(RecordDecoder):
                 whole = self._base_hasher(inputs)
                 for parent, tensor in zip_longest(parents, continued):
                     points = None if tensor is None else tensor.points().dequantize(torch.float32)
-                    whole.update(inputs.fetch([parent]) if points is None else tensor_bytes(points))
+                    whole.update(inputs.fetch([parent]) if points is None else points)
                 base_digests.check_base(whole.hexdigest())
             raise
         if base_digests is not None and base is not None:

@@ -72,8 +72,8 @@ def encode_lattice_record(record: LatticeInput, *, threads: int | None = None) -
     )
     digests = _Digests(_native.Hasher(), None if reference is None else _native.Hasher())
     if digests.base is not None:
-        for side in exponents_of(parents if inherited or moved else []):
-            digests.base.update(side)
+        for exponent_side in exponents_of(parents if inherited or moved else []):
+            digests.base.update(exponent_side)
     ends = [*accumulate((info.numel for info in infos), initial=0)]
     contexts, tokens = _native.empty(ends[-1]), _native.empty(ends[-1])
     escape_parts, top = list[bytes](), 0
@@ -124,9 +124,9 @@ class _Digests(NamedTuple):
     base: _native.Hasher | None  # of the parent's; None without parent
 
 
-def exponents_of(lattices: Iterable[Lattice]) -> list[Bytes]:
+def exponents_of(lattices: Iterable[Lattice]) -> list[Tensor]:
     """Return the exponents of each lattice as the digest of a base covers them."""
-    return [tensor_bytes(side) for lattice in lattices for side in (lattice.rows, lattice.columns)]
+    return [side for lattice in lattices for side in (lattice.rows, lattice.columns)]
 
 
 def _encode_tokens(
@@ -159,20 +159,20 @@ def _encode_tokens(
         )
         if tensor is not None and not np.array_equal(tensor_bytes(values), tensor_bytes(tensor)):
             raise ValueError(_OTHER_VALUES)
-        digests.values.update(tensor_bytes(values))
+        digests.values.update(values)
     parent, base = _parent_values(record, info, digests, continued=continued)
     squares: _native.LatticeValues | None = None
     if isinstance(moment, LatticeTensor):
         squares = moment.native_values()
     elif moment is not None:
-        squares = tensor_bytes(moment.to(torch.float32))
+        squares = moment.to(torch.float32)
     escapes, largest_context, in_range, same = _native.lattice_encode(
         *quantized.native_values(),
         contexts,
         tokens,
         parent=parent,
         squares=squares,
-        expected=tensor_bytes(tensor) if is_native and tensor is not None else None,
+        expected=tensor if is_native else None,
         digest=digests.values if is_native else None,
         base=base,
         threads=threads,
@@ -200,8 +200,8 @@ def _parent_values(
     if source is not None and source.dtype == torch.float32 and not source.quantized.relative_to:
         return source.quantized.native_values(), digests.base
     values = record.reference.tensors[info.name]
-    digests.base.update(tensor_bytes(values))
-    return tensor_bytes(as_native_float(values)), None
+    digests.base.update(values)
+    return as_native_float(values), None
 
 
 def _encode_exponents(lattices: Sequence[Lattice], parents: Sequence[Lattice]) -> tuple[bytes, bool]:

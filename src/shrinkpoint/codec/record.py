@@ -60,7 +60,7 @@ from shrinkpoint.codec.recipe import (
 )
 from shrinkpoint.codec.reference import DecodedTensors, LatticeSource, QuantizedTensor, Reference, TensorSource
 from shrinkpoint.codec.twister_record import TwisterDecoder
-from shrinkpoint.tensors.dtypes import tensor_bytes, tensor_from_bytes, torch_dtype
+from shrinkpoint.tensors.dtypes import tensor_from_bytes, torch_dtype
 from shrinkpoint.tensors.info import ITEMSIZE, EncodedRecord, TensorInfo
 
 
@@ -242,7 +242,7 @@ def encode_plain(name: str, infos: Sequence[TensorInfo], tensors: Mapping[str, T
 
 def encode_same(name: str, infos: Sequence[TensorInfo], reference: Reference) -> EncodedRecord:
     """Encode tensors as equal to the parent's tensors of the same names."""
-    digest = digest_arrays(tensor_bytes(reference.tensors[info.name]) for info in infos)
+    digest = digest_arrays(reference.tensors[info.name] for info in infos)
     return EncodedRecord(name, tuple(infos), recipes.to_json(SameRecipe()), {}, digest, digest)
 
 
@@ -250,7 +250,7 @@ def encode_copies(
     name: str, infos: Sequence[TensorInfo], ordinals: Sequence[int], tensors: Mapping[str, Tensor]
 ) -> EncodedRecord:
     """Encode tensors as copies of earlier tensors of the same file, which `ordinals` refer to."""
-    digest = digest_arrays(tensor_bytes(tensors[info.name]) for info in infos)
+    digest = digest_arrays(tensors[info.name] for info in infos)
     return EncodedRecord(name, tuple(infos), recipes.to_json(CopyRecipe(tuple(ordinals))), {}, digest)
 
 
@@ -408,7 +408,7 @@ def decode(
         if isinstance(view.parsed_recipe, SameRecipe):
             parent = sources.check_parent(encoded.infos)
             if with_values:
-                digests.check_base(digest_arrays(tensor_bytes(parent.tensors[info.name]) for info in encoded.infos))
+                digests.check_base(digest_arrays(parent.tensors[info.name] for info in encoded.infos))
             return parent.subset(info.name for info in encoded.infos)
         decoder = record_decoder(view)
         if decoder.uses_parent:

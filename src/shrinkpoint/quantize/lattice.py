@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from shrinkpoint import _native
-from shrinkpoint.codec.coder import Bytes
 from shrinkpoint.codec.lattice import (
     MAX_LATTICE_CODE,
     STEPS_PER_OCTAVE,
@@ -17,6 +16,7 @@ from shrinkpoint.codec.lattice import (
     Lattice,
     LatticeTensor,
     as_matrix,
+    code_bytes,
     exp2_eighths,
     matrix_shape,
 )
@@ -27,7 +27,9 @@ from shrinkpoint.quantize.statistics import (
     log2_units,
     relative_squares,
 )
-from shrinkpoint.tensors.dtypes import as_native_float, tensor_bytes
+from shrinkpoint.tensors.dtypes import as_native_float
+
+_MIN_POOLED_BYTES = 1 << 14  # of codes: fewer are not asked of the system at each save
 
 
 class ErrorWeights(NamedTuple):
@@ -36,10 +38,6 @@ class ErrorWeights(NamedTuple):
     # `slopes`, `squares`: matrices of as many values, float32 or bfloat16; None: zero.
     slopes: Tensor | None = None
     squares: Tensor | None = None
-
-    def native_arrays(self) -> dict[str, Bytes | None]:
-        """The same as arguments of the native core."""
-        return {name: None if x is None else tensor_bytes(x.cpu()) for name, x in self._asdict().items()}
 
 
 class ErrorSums(NamedTuple):
@@ -81,20 +79,27 @@ def quantize_to_lattice(
         codes = _quantize_torch(tensor, lattice, squares, previous_codes, hysteresis)
         return None if codes is None else LatticeTensor(codes.reshape(tensor.shape), lattice, relative_to)
     for dtype in (torch.int8, torch.int16):
-        codes = torch.from_numpy(_native.empty(dtype.itemsize * tensor.numel())).view(dtype)
+        codes = empty_codes(tensor.shape, dtype)
         code_bytes = _native.lattice_quantize(
             lattice.to_native(tuple(tensor.shape)),
-            tensor_bytes(as_native_float(tensor)),
-            tensor_bytes(codes),
+            as_native_float(tensor),
+            codes,
             seconds=None if second_moment is None else second_moment.to_native(),
-            second_codes=None if second_moment is None else tensor_bytes(second_moment.codes.cpu()),
-            previous=None if previous_codes is None else tensor_bytes(previous_codes.cpu()),
+            second_codes=None if second_moment is None else second_moment.codes,
+            previous=previous_codes,
             hysteresis=hysteresis,
             threads=threads or torch.get_num_threads(),
         )
         if code_bytes <= dtype.itemsize:
-            return LatticeTensor(codes.reshape(tensor.shape), lattice, relative_to) if code_bytes else None
+            return LatticeTensor(codes, lattice, relative_to) if code_bytes else None
     return None
+
+
+def empty_codes(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A CPU tensor for codes; a large one from the pool, since each save asks for as much again."""
+    if (size := shape.numel() * dtype.itemsize) < _MIN_POOLED_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(_native.empty(size)).view(dtype).view(shape)
 
 
 def quantize_with_errors(
@@ -121,19 +126,24 @@ def quantize_with_errors(
             return None
         points = replace(points, origin=origin, gain=gain)
         return points, quantization_error_sums(tensor, points, weights)
-    form, values = lattice.to_native(tuple(tensor.shape)), tensor_bytes(as_native_float(tensor))
-    if origin is not None:
-        form = form.with_gain(tensor_bytes(origin), gain)
-    previous, arrays = None if previous_codes is None else tensor_bytes(previous_codes.cpu()), weights.native_arrays()
-    threads = threads or torch.get_num_threads()
+    form, values = lattice.to_native(tuple(tensor.shape)), as_native_float(tensor)
+    if origin is not None and gain != 1:
+        form = form.with_gain(code_bytes(origin), gain)
     for dtype in (torch.int8, torch.int16):
-        codes = torch.from_numpy(_native.empty(dtype.itemsize * tensor.numel())).view(dtype)
-        code_bytes, sums = _native.lattice_quantize_with_errors(
-            form, values, tensor_bytes(codes), previous=previous, hysteresis=hysteresis, threads=threads, **arrays
+        codes = empty_codes(tensor.shape, dtype)
+        width, sums = _native.lattice_quantize_with_errors(
+            form,
+            values,
+            codes,
+            slopes=weights.slopes,
+            squares=weights.squares,
+            previous=previous_codes,
+            hysteresis=hysteresis,
+            threads=threads or torch.get_num_threads(),
         )
-        if code_bytes <= dtype.itemsize:
-            points = LatticeTensor(codes.reshape(tensor.shape), lattice, origin=origin, gain=gain)
-            return (points, ErrorSums(*sums)) if code_bytes else None
+        if width <= dtype.itemsize:
+            points = LatticeTensor(codes, lattice, origin=origin, gain=gain)
+            return (points, ErrorSums(*sums)) if width else None
     return None
 
 
@@ -165,10 +175,11 @@ def quantization_error_sums(
     if weight.is_cpu:
         sums = _native.quantization_error_sums(
             quantized.to_native(),
-            tensor_bytes(quantized.codes),
-            tensor_bytes(as_native_float(weight)),
+            quantized.codes,
+            as_native_float(weight),
+            slopes=weights.slopes,
+            squares=weights.squares,
             threads=threads or torch.get_num_threads(),
-            **weights.native_arrays(),
         )
         return ErrorSums(*sums)
     errors = (quantized.dequantize(torch.float32) - weight.to(torch.float32)).to(torch.float64)
@@ -203,14 +214,14 @@ def movement_sums(
         For each time the squared movement; the movement times that of the points since `first_codes`; and the movement
         times what is written of it with the hysteresis of level 0, 1, ... `levels`.
     """
-    codes, first = points.codes, points.first_codes
-    form = points.lattice.to_native(tuple(codes.shape))
-    floats = [as_native_float(matrix) for matrix in (rows, *earlier)]
-    a, b, c, d, e = (tensor_bytes(tensor) for tensor in (codes, first, *floats))
+    form = points.lattice.to_native(tuple(points.codes.shape))
+    values, start, originals = (as_native_float(matrix) for matrix in (rows, *earlier))
+    arrays = points.codes, points.first_codes, values, start, originals
     runs = _runs(indices, rows.shape[1])
-    sums = _native.movement_sums(form, a, b, c, d, e, *runs, max_hysteresis=max_hysteresis, levels=levels)
-    out: list[float] = sums.tolist()
-    return out
+    sums: list[float] = _native.movement_sums(
+        form, *arrays, *runs, max_hysteresis=max_hysteresis, levels=levels
+    ).tolist()
+    return sums
 
 
 def are_near_first_points(points: LatticeTensor, rows: Tensor, indices: range, max_steps: float) -> bool:
@@ -221,10 +232,9 @@ def are_near_first_points(points: LatticeTensor, rows: Tensor, indices: range, m
         rows: some rows of the weight, viewed as a matrix, on the CPU.
         indices: which rows these are.
     """
-    first, values = points.first_codes, as_native_float(rows)
+    first, runs = points.first_codes, _runs(indices, rows.shape[1])
     form = points.lattice.to_native(tuple(first.shape))
-    arrays, runs = (tensor_bytes(first), tensor_bytes(values)), _runs(indices, rows.shape[1])
-    return _native.near_points(form, *arrays, *runs, max_steps=max_steps)
+    return _native.near_points(form, first, as_native_float(rows), *runs, max_steps=max_steps)
 
 
 def _runs(rows: range, width: int) -> tuple[int, int, int, int]:
@@ -293,12 +303,12 @@ def quantize_with_feedback(
     if factor.shape != (columns, columns):
         raise ValueError(f"factor: {tuple(factor.shape)} for a matrix of {columns} columns")
     codes = torch.from_numpy(_native.empty(2 * tensor.numel())).view(torch.int16)
-    values = as_native_float(as_matrix(tensor)).cpu().contiguous()
+    values = as_native_float(as_matrix(tensor))
     fits = _native.quantize_with_feedback(
         lattice.to_native((rows, columns)),
-        tensor_bytes(values),
-        tensor_bytes(factor),
-        tensor_bytes(codes),
+        values,
+        factor,
+        codes,
         threads=threads or torch.get_num_threads(),
     )
     return LatticeTensor(codes.reshape(tensor.shape), lattice).narrow() if fits else None
@@ -345,14 +355,14 @@ def quantize_second_moment(
         matrices = v.reshape(shape), None if m is None else m.reshape(shape)
         points, relative_sums = _quantize_second_moment_torch(*matrices, lattice, zones, parent)
         return replace(points, codes=points.codes.reshape(v.shape)), relative_sums
-    codes = _native.empty(v.numel())
+    codes = empty_codes(v.shape, torch.int8)
     earlier, earlier_codes = (None, None) if parent is None else parent.cpu().native_values()
     sums = _native.quantize_second_moments(
         lattice.to_native(tuple(v.shape)),
         lattice.rows.numel(),
-        tensor_bytes(v),
+        v,
         codes,
-        firsts=None if m is None else tensor_bytes(m),
+        firsts=m,
         dead_zone=zones.dead,
         earlier=earlier,
         earlier_codes=earlier_codes,
@@ -360,8 +370,7 @@ def quantize_second_moment(
         below=zones.below,
         threads=threads or torch.get_num_threads(),
     )
-    quantized = LatticeTensor(torch.from_numpy(codes).view(torch.int8).reshape(v.shape), lattice)
-    return quantized, None if m is None else torch.from_numpy(sums)
+    return LatticeTensor(codes, lattice), None if m is None else torch.from_numpy(sums)
 
 
 def _quantize_second_moment_torch(

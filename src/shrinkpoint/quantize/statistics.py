@@ -13,7 +13,7 @@ from torch import Tensor
 from shrinkpoint import _native
 from shrinkpoint.codec.lattice import as_matrix, matrix_shape
 from shrinkpoint.errors import PolicyError, StateError
-from shrinkpoint.tensors.dtypes import as_native_float, tensor_bytes
+from shrinkpoint.tensors.dtypes import as_native_float
 
 HistogramArray: TypeAlias = Tensor | npt.NDArray[Any]  # Values or counts of a histogram's cells: 1-d, on any device
 
@@ -249,7 +249,7 @@ def value_sums(tensor: Tensor, threads: int | None = None) -> ValueSums:
     values, count = as_native_float(tensor), tensor.numel()
     if values.is_cpu:
         threads = threads or torch.get_num_threads()
-        return ValueSums(*_native.value_sums(tensor_bytes(values), count, threads=threads), count)
+        return ValueSums(*_native.value_sums(values, count, threads=threads), count)
     if not count:
         return ValueSums(0.0, 0.0, 0.0, 0)
     low, high = (float(end) for end in torch.aminmax(values))
@@ -330,10 +330,10 @@ def second_moment_sums(
         return _second_moment_sums_torch(v, m, by_column)
     rows, columns = matrix_shape(tuple(v.shape))
     is_finite, has_negative, sums = _native.second_moment_sums(
-        tensor_bytes(v),
+        v,
         rows,
         columns,
-        firsts=None if m is None else tensor_bytes(m),
+        firsts=m,
         by_column=by_column,
         threads=threads or torch.get_num_threads(),
     )

@@ -26,7 +26,7 @@ from shrinkpoint.container.header import read_header
 from shrinkpoint.container.reader import WINDOW_BYTES
 from shrinkpoint.errors import ChainError, CorruptError, ShrinkpointError, warn_user
 from shrinkpoint.storage import LocalStorage, Source, Storage
-from shrinkpoint.tensors.dtypes import as_native_float, tensor_bytes
+from shrinkpoint.tensors.dtypes import as_native_float
 from shrinkpoint.tensors.flat_state import copy_tensors
 from shrinkpoint.threads import submit_or_run
 
@@ -70,8 +70,7 @@ def retained_fraction(
         parent_weight = parent_weights.get(name)
         if parent_weight is None or parent_weight.shape != weight.shape:
             continue
-        tensors = weight, parent_weight, stored[name], parent_stored[name]
-        a, b, c, d = (tensor_bytes(as_native_float(tensor)) for tensor in tensors)
+        a, b, c, d = map(as_native_float, (weight, parent_weight, stored[name], parent_stored[name]))
         sums = progress_sums(a, b, c, d, weight.numel(), threads=torch.get_num_threads())
         movement, stored_movement, squared_weight, stored_weight = sums
         if movement > 100 * squared_weight > 0:

@@ -127,7 +127,7 @@ def copy_tensors(
             (streamed if tensor.nbytes >= _MIN_STREAMED_BYTES else small).append(name)
         else:
             as_bits(target).copy_(as_bits(tensor), non_blocking=tensor.is_cuda)
-    sources, targets = ([tensor_bytes(group[name]) for name in streamed] for group in (tensors, copies))
+    sources, targets = ([group[name] for name in streamed] for group in (tensors, copies))
     stream_copy(sources, targets, torch.get_num_threads())
     if small:
         torch._foreach_copy_([copies[name] for name in small], [tensors[name] for name in small])
