@@ -82,6 +82,9 @@ class LatticeInput : public nb::object {
 class LatticeParts : public nb::list {
     NB_OBJECT(LatticeParts, nb::list, "list[LatticePart]", PyList_Check)
 };
+class LatticeRuns : public nb::list {
+    NB_OBJECT(LatticeRuns, nb::list, "list[LatticeRun]", PyList_Check)
+};
 template <typename... Types>
 using Tuple = nb::typed<nb::tuple, Types...>;
 

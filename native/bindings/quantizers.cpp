@@ -393,6 +393,44 @@ void decode_run_values(const Lattice& lattice, Input codes, Output values, Input
     lattice_run_values(lattice, code_data, {reinterpret_cast<const uint8_t*>(square_data), 4}, runs, value_data);
 }
 
+// Decodes runs of several tensors one after the other: of each a lattice, codes, and first, length, stride and count.
+void decode_rows(const LatticeRuns& parts, Output values) {
+    const Bytes value_bytes(values, PyBUF_WRITABLE);
+    auto* out = reinterpret_cast<float*>(value_bytes.checked(value_bytes.size(), 4, "values"));
+    uint64_t room = value_bytes.size() / 4;
+    for (nb::handle part : parts) {
+        const Lattice& lattice = *nb::cast<const Lattice*>(part[0], false);
+        const Bytes code_bytes(part[1]);
+        check_overlap(value_bytes, {&code_bytes});
+        const auto number = [&](int index) { return nb::cast<uint64_t>(part[index]); };
+        const Runs runs = runs_of(lattice, number(2), number(3), number(4), number(5));
+        const uint64_t total = runs.length * runs.count;
+        if (total > room) throw nb::value_error("values: too few");
+        const Codes codes = required_codes(lattice.count(), code_bytes);
+        nb::gil_scoped_release release;
+        lattice_run_values(lattice, codes, {}, runs, out);
+        out += total, room -= total;
+    }
+    if (room != 0) throw nb::value_error("values: too many");
+}
+
+bool starts_with(const Lattice& lattice, Input codes, Input values, uint64_t count) {
+    const Bytes code_bytes(codes), value_bytes(values);
+    const Codes code_data = required_codes(lattice.count(), code_bytes);
+    const auto* floats = array_of_size<const float>(lattice.count(), value_bytes, "values");
+    nb::gil_scoped_release release;
+    return lattice_starts_with(lattice, code_data, floats, std::min(count, lattice.count()));
+}
+
+bool rounded_exponents(Input exponents, Input centers, int32_t allowed, Output out) {
+    const Bytes own(exponents), center_bytes(centers), rounded(out, PyBUF_WRITABLE);
+    const size_t count = own.size() / 2;
+    if (allowed < 0 || allowed > 1 << 12) throw nb::value_error("allowed: expected 0 to 4096");
+    return round_exponents(array_of_size<const int16_t>(count, own, "exponents"),
+                           optional_array<const int16_t>(count, center_bytes, "centers"), count, allowed,
+                           array_of_size<int16_t>(count, rounded, "out"));
+}
+
 ErrorWeights error_weights_of(uint64_t count, const Bytes& slopes, const Bytes& squares) {
     return {floats_of(count, slopes, "slopes"), floats_of(count, squares, "squares")};
 }
@@ -531,6 +569,9 @@ void bind_lattice(nb::module_& m) {
           "squares"_a.none() = nb::none(), "digest"_a.none() = nb::none(), "first"_a.none() = nb::none(), "threads"_a = 1);
     m.def("lattice_run_values", decode_run_values, "lattice"_a, "codes"_a, "values"_a, nb::kw_only(),
           "squares"_a.none() = nb::none(), "first"_a, "length"_a, "stride"_a, "count"_a);
+    m.def("lattice_rows", decode_rows, "parts"_a, "values"_a);
+    m.def("lattice_starts_with", starts_with, "lattice"_a, "codes"_a, "values"_a, "count"_a);
+    m.def("round_exponents", rounded_exponents, "exponents"_a, "centers"_a.none(), "allowed"_a, "out"_a);
     m.def("lattice_quantize", quantize_lattice, "lattice"_a, "values"_a, "codes"_a, nb::kw_only(),
           "seconds"_a.none() = nb::none(), "second_codes"_a.none() = nb::none(), "previous"_a.none() = nb::none(),
           "hysteresis"_a = 0.5f, "threads"_a = 1);
@@ -586,6 +627,24 @@ Tuple<bool, bool, DoubleArray> sum_second_moments(Input seconds, uint64_t rows, 
     return nb::make_tuple(finite, negative, array_of(std::move(all)));
 }
 
+LogSums log_sums_of(const Bytes& logs, const Bytes& counts) {
+    const size_t size = logs.size() / 8;
+    return {array_of_size<const double>(size, logs, "logs"), array_of_size<const double>(size, counts, "counts"),
+            size};
+}
+
+void exponents_of_seconds(Input row_logs, Input row_counts, Input column_logs, Input column_counts, int32_t limit,
+                          Output rows, Output columns) {
+    const Bytes arrays[] = {Bytes(row_logs), Bytes(row_counts), Bytes(column_logs), Bytes(column_counts)};
+    const Bytes row_bytes(rows, PyBUF_WRITABLE), column_bytes(columns, PyBUF_WRITABLE);
+    const LogSums by_row = log_sums_of(arrays[0], arrays[1]), by_column = log_sums_of(arrays[2], arrays[3]);
+    const size_t row_count = row_bytes.size() / 2, column_count = column_bytes.size() / 2;
+    if ((row_count > 1 && row_count != by_row.size) || (column_count > 1 && column_count != by_column.size))
+        throw nb::value_error("rows and columns: expected one exponent, or one for each sum");
+    second_exponents(by_row, by_column, limit, array_of_size<int16_t>(row_count, row_bytes, "rows"), row_count,
+                     array_of_size<int16_t>(column_count, column_bytes, "columns"), column_count);
+}
+
 DoubleArray quantize_seconds(const Lattice& lattice, uint64_t rows, Input seconds, Output codes, Input firsts,
                              float dead_zone, const Lattice* earlier, Input earlier_codes, float above, float below,
                              unsigned threads) {
@@ -611,6 +670,8 @@ DoubleArray quantize_seconds(const Lattice& lattice, uint64_t rows, Input second
 void bind_statistics(nb::module_& m) {
     m.def("second_moment_sums", sum_second_moments, "seconds"_a, "rows"_a, "columns"_a, nb::kw_only(),
           "firsts"_a.none() = nb::none(), "by_column"_a = true, "threads"_a = 1);
+    m.def("second_exponents", exponents_of_seconds, "row_logs"_a, "row_counts"_a, "column_logs"_a,
+          "column_counts"_a, "limit"_a, "rows"_a, "columns"_a);
     m.def("quantize_second_moments", quantize_seconds, "lattice"_a, "rows"_a, "seconds"_a, "codes"_a,
           nb::kw_only(), "firsts"_a.none() = nb::none(), "dead_zone"_a, "earlier"_a.none() = nb::none(),
           "earlier_codes"_a.none() = nb::none(), "above"_a = 0.0f, "below"_a = 0.0f, "threads"_a = 1);

@@ -583,6 +583,16 @@ void lattice_run_values(const Lattice& lattice, Codes codes, Floats squares, Run
     });
 }
 
+bool lattice_starts_with(const Lattice& lattice, Codes codes, const float* values, uint64_t count) {
+    std::vector<float> decoded(static_cast<size_t>(std::min<uint64_t>(count, kTile)));
+    for (uint64_t start = 0; start < count; start += kTile) {
+        const uint64_t length = std::min<uint64_t>(kTile, count - start);
+        lattice_run_values(lattice, codes, {}, {start, length, length, 1}, decoded.data());
+        if (std::memcmp(decoded.data(), values + start, 4 * length) != 0) return false;
+    }
+    return true;
+}
+
 std::vector<WideCodes> lattice_decode_codes(const std::vector<CodedPart>& parts, const Model& model,
                                             const uint8_t* side, size_t side_size, const uint8_t* coded,
                                             size_t coded_size, const ChunkRange& range, unsigned threads) {

@@ -153,4 +153,16 @@ SHRINKPOINT_KERNEL(void, fill_dithers, (uint32_t seed, uint64_t start, size_t co
     }
 }
 
+bool round_exponents(const int16_t* exponents, const int16_t* centers, size_t count, int32_t allowed, int16_t* out) {
+    const int32_t unit = 2 * allowed + 1;
+    bool same = true;
+    for (size_t i = 0; i < count; ++i) {
+        const int32_t center = centers == nullptr ? 0 : centers[i], moved = exponents[i] - center + allowed;
+        const int32_t multiple = moved >= 0 ? moved / unit : -((unit - 1 - moved) / unit);
+        out[i] = static_cast<int16_t>(center + multiple * unit);
+        same = same && multiple == 0;
+    }
+    return same;
+}
+
 }  // namespace shrinkpoint

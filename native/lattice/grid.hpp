@@ -108,6 +108,10 @@ void fill_step_classes(const Lattice& lattice, uint64_t start, size_t count, uin
 void fill_exponents(const Lattice& lattice, uint64_t start, size_t count, int32_t* out);
 void fill_exponents(const Lattice& lattice, uint64_t start, size_t count, int16_t* out);  // exponents must fit
 
+// Fills in exponents within `allowed` of these: centers plus multiples of 2 * allowed + 1. Returns whether all are the
+// centers, which are 0 if null.
+bool round_exponents(const int16_t* exponents, const int16_t* centers, size_t count, int32_t allowed, int16_t* out);
+
 // Fills dithers, which are added to codes: odd multiples of 1/512 in (-1/2, 1/2), by a hash of the position.
 //
 // Example: seed 7, position 1. 1 * 0x9E3779B1 + 7 = 0x9E3779B8 hashes to 0xA4F7896C. The top byte is 0xA4 = 164, so the

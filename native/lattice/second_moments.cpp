@@ -273,4 +273,24 @@ std::vector<double> quantize_second_moments(const Lattice& lattice, uint64_t row
     return out;
 }
 
+void second_exponents(const LogSums& row_sums, const LogSums& column_sums, int32_t limit, int16_t* rows,
+                      size_t row_count, int16_t* columns, size_t column_count) {
+    const double unit = kStepsPerOctave / static_cast<double>(1 << kLogBits), quarter = limit / 4;
+    double total = 0, present = 0;
+    for (size_t i = 0; i < row_sums.size; ++i) total += row_sums.logs[i], present += row_sums.counts[i];
+    const double mean = total / std::max(1.0, present);
+    const auto mean_of = [mean](const LogSums& sums, size_t i) {
+        return sums.counts[i] > 0 ? sums.logs[i] / sums.counts[i] : mean;
+    };
+    const auto rounded = [unit](double value, double low, double high) {
+        return static_cast<int16_t>(std::clamp(std::nearbyint(value * unit), low, high));
+    };
+    for (size_t i = 0; i < row_count; ++i) {
+        const double value = row_count == 1 ? static_cast<float>(mean) : mean_of(row_sums, i);
+        rows[i] = rounded(value, quarter - 2.0 * limit, limit);
+    }
+    for (size_t i = 0; i < column_count; ++i)
+        columns[i] = column_count == 1 ? int16_t{0} : rounded(mean_of(column_sums, i) - mean, -quarter, quarter);
+}
+
 }  // namespace shrinkpoint

@@ -24,6 +24,18 @@ struct SecondMomentSums {
 SecondMomentSums second_moment_sums(Floats seconds, Floats firsts, uint64_t rows, uint64_t columns, bool by_column,
                                     unsigned threads);
 
+// Whole numbers by row or by column: the sums of logarithms, and how many values are present.
+struct LogSums {
+    const double* logs;
+    const double* counts;
+    size_t size;
+};
+
+// Fills in exponents, in eighths of an octave: the means of the logarithms of rows, and those of columns beside the mean
+// of all, which stands for what has no value. A single exponent of rows is of all values, one of columns is 0.
+void second_exponents(const LogSums& row_sums, const LogSums& column_sums, int32_t limit, int16_t* rows,
+                      size_t row_count, int16_t* columns, size_t column_count);
+
 // The codes of an earlier checkpoint, on a lattice of powers of its own; null if there is none.
 struct EarlierPowers {
     const Lattice* lattice = nullptr;

@@ -80,8 +80,8 @@ class Lattice:
 
     def is_like(self, other: Lattice) -> bool:
         """True if two lattices differ in nothing but their exponents and seeds."""
-        kinds = ((one.spacing, one.step, one.rows.numel(), one.columns.numel()) for one in (self, other))
-        return len({*kinds}) == 1
+        same_counts = self.rows.shape == other.rows.shape and self.columns.shape == other.columns.shape
+        return same_counts and (self.spacing, self.step) == (other.spacing, other.step)
 
     def rounded(self, parent: Lattice | None, tolerance: tuple[int, int]) -> Lattice:
         """Return this lattice with exponents that take fewer bits, each within the tolerance of its own.
@@ -93,13 +93,13 @@ class Lattice:
             tolerance: of rows and of columns, in eighths of an octave.
         """
         known = parent if parent is not None and self.is_like(parent) else None
-        zero, sides = np.zeros(1, np.int16), []  # numpy: they are short
-        centers = (zero, zero) if known is None else (known.rows.numpy(), known.columns.numpy())
-        for side, center, allowed in zip((self.rows, self.columns), centers, tolerance, strict=True):
-            own, unit = side.numpy().astype(np.int32), 2 * allowed + 1
-            sides.append(torch.from_numpy((center + (own - center + allowed) // unit * unit).astype(np.int16)))
-        out = replace(self, rows=sides[0], columns=sides[1])
-        return known if known is not None and out == known else out  # the parent has its native form already
+        centers = (None, None) if known is None else (known.rows, known.columns)
+        rows, columns = torch.empty_like(self.rows), torch.empty_like(self.columns)
+        same_rows = _native.round_exponents(self.rows, centers[0], tolerance[0], rows)
+        same_columns = _native.round_exponents(self.columns, centers[1], tolerance[1], columns)
+        if known is not None and same_rows and same_columns and known.seed == self.seed:
+            return known  # which has its native form already
+        return Lattice(self.spacing, rows, columns, self.step, self.seed)
 
     def exponents(self, device: torch.device | str = "cpu") -> Tensor:
         """Return the exponents of `s` in eighths of an octave: int32, of shape (rows, columns) or (rows, 1)."""
@@ -266,6 +266,20 @@ class LatticeTensor:
             values = dithered * lattice.scales(squares, codes.device)
         return values.reshape(self.codes.shape).to(dtype)
 
+    def starts_with(self, values: Tensor, count: int) -> bool:
+        """True if the first `count` values are these bits.
+
+        Args:
+            values: float32, contiguous, of the shape of `codes`, on the CPU. Neither spacing is "relative".
+        """
+        return _native.lattice_starts_with(*self.native_values(), values, count)
+
+    def runs(self, rows: slice) -> tuple[_native.LatticeRun, int]:
+        """Return some rows of the tensor viewed as a matrix as the native core takes them, and their length."""
+        height, width = matrix_shape(tuple(self.codes.shape))
+        indices = range(height)[rows]
+        return (*self.native_values(), indices.start * width, width, indices.step * width, len(indices)), width
+
     def dequantize_rows(self, rows: slice, dtype: torch.dtype, second_moments: Tensor | None = None) -> Tensor:
         """Return the values of some rows of the tensor viewed as a matrix; codes are on the CPU.
 
@@ -314,10 +328,12 @@ def equal_codes(codes: Tensor, others: Tensor) -> bool:
     """True if two tensors of codes on the CPU, of either width, are equal."""
     if codes is others or codes.shape != others.shape:
         return codes is others
-    codes, others = codes.reshape(-1), others.reshape(-1)
-    dtype = codes.dtype if codes.dtype == others.dtype else torch.int16
-    ends = _HEAD_CODES, codes.numel()  # a difference is mostly found before torch wakes its threads
-    return all(torch.equal(codes[:end].to(dtype), others[:end].to(dtype)) for end in ends)
+    if codes.dtype != others.dtype:
+        codes, others = codes.to(torch.int16), others.to(torch.int16)
+    if codes.numel() > _HEAD_CODES:  # a difference is mostly found before torch wakes its threads
+        head, other_head = codes.view(-1)[:_HEAD_CODES], others.view(-1)[:_HEAD_CODES]
+        return torch.equal(head, other_head) and torch.equal(codes, others)
+    return torch.equal(codes, others)
 
 
 def as_matrix(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import math
 import pickle
 import zlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -138,6 +139,10 @@ class Collectives(ABC):
         in_order = sorted(chain.from_iterable(gathered), key=lambda item: item[0])
         return {key: result for _, key, result in in_order}
 
+    def count_keys(self, keys: Iterable[Key]) -> Mapping[Key, int]:
+        """Count how often ranks report each key."""
+        return self.reduce(((key, None) for key in keys), len)
+
     def reduce_arrays(self, reports: Mapping[int, list[R]], kind: ArrayReduction[R]) -> dict[int, R]:
         """Merge arrays cell by cell, by their keys; the result is that of `kind.merge`, in no particular order.
 
@@ -220,6 +225,9 @@ class LocalCollectives(Collectives):
         for key, report in reports:
             received.setdefault(key, []).append(report)
         return {key: merge(parts) for key, parts in received.items()}
+
+    def count_keys(self, keys: Iterable[Key]) -> Mapping[Key, int]:
+        return Counter(keys)
 
     def reduce_arrays(self, reports: Mapping[int, list[R]], kind: ArrayReduction[R]) -> dict[int, R]:
         return {key: kind.merge(arrays) for key, arrays in reports.items()}

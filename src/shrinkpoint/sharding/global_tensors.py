@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from shrinkpoint.sharding.collectives import (
     split_cells,
 )
 from shrinkpoint.tensors.flat_state import FlatState
-from shrinkpoint.tensors.info import Role
+from shrinkpoint.tensors.info import Role, TensorInfo
 
 _INDEX_MULTIPLIER = 0x9E3779B1  # The factor of a value's index in `codec.lattice.dither`
 
@@ -238,6 +238,8 @@ class GlobalTensors:
         StateError: a box is not within its tensor, on this rank.
     """
 
+    _last: ClassVar[tuple[list[tuple[str, TensorInfo]], GlobalTensors] | None] = None  # of a single process
+
     def __init__(self, state: FlatState, layout: ShardLayout) -> None:
         self.collectives = layout.collectives
         reports, specs = [], []
@@ -271,14 +273,18 @@ class GlobalTensors:
         shards = self.local_shards
         self.whole = frozenset(name for name, shard in shards.items() if shard.sizes == shard.spec.global_shape)
         self.primary = frozenset(name for name, shard in self.local_shards.items() if shard.is_primary)
+        self._nonempty = frozenset(name for name, shard in shards.items() if math.prod(shard.sizes))
         self._name_of_box = {
             (shard.spec.global_name, shard.spec.offsets, shard.sizes): name for name, shard in self.local_shards.items()
         }
 
     @classmethod
     def from_state(cls, state: FlatState) -> GlobalTensors:
-        """The tensors of a single process: each is one shard, the whole tensor."""
-        return cls(state, ShardLayout({}, LocalCollectives()))
+        """The tensors of a single process: each is one shard, the whole tensor. Of a state like the last, the same."""
+        infos, last = [*state.infos.items()], cls._last
+        if last is None or last[0] != infos:
+            cls._last = last = infos, cls(state, ShardLayout({}, LocalCollectives()))
+        return last[1]
 
     def _register(self, reports: Sequence[_ShardReport]) -> tuple[list[_TensorSummary], frozenset[int]]:
         """Summaries of all tensors, and positions of this rank's shards that a rank before has, too.
@@ -380,13 +386,15 @@ class GlobalTensors:
 
     def tensors_where_all(self, flags: Mapping[str, bool]) -> set[str]:
         """Global names of the tensors whose shards are all flagged; shards without values do not count."""
-        nonempty = {name: flag for name, flag in flags.items() if math.prod(self.local_shards[name].sizes)}
-        counts = self.reduce(nonempty, lambda shards: (all(shards), len(shards)))
-        return {name for name, (flag, count) in counts.items() if flag and count == self._num_nonempty[name]}
+        flagged = (name for name, flag in flags.items() if flag and name in self._nonempty)
+        counts = self.collectives.count_keys(self._index[self.global_names[name]] for name in flagged)
+        names = {self._names[index]: count for index, count in counts.items()}
+        return {name for name, count in names.items() if count == self._num_nonempty[name]}
 
     def union(self, names: Iterable[str]) -> set[str]:
         """Global names of the tensors of which any rank names a shard."""
-        return {*self.reduce(dict.fromkeys(names), lambda _: None)}
+        keys = self.collectives.count_keys(self._index[self.global_names[name]] for name in names)
+        return {self._names[key] for key in keys}
 
     def marginals(
         self, names: Iterable[str], local_sums: Callable[[str], tuple[Tensor, Tensor]]

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from shrinkpoint import _native
 from shrinkpoint.codec.lattice import (
     MAX_LATTICE_CODE,
     MAX_SCALE_EXPONENT,
@@ -34,6 +34,7 @@ from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.quantize.lattice import PowerZones, lattice_positions, quantize_second_moment, quantize_to_lattice
 from shrinkpoint.quantize.statistics import (
     LOG_UNITS_PER_OCTAVE,
+    MatrixSums,
     SecondMomentSums,
     relative_squares,
     square_sums,
@@ -533,12 +534,8 @@ def momentum_exponents(
 
 def second_exponents(numel: int, sums: SecondMomentSums) -> Exponents:
     """Exponents of the rows and columns of a whole second moment of so many values, seen as the matrix of its sums."""
-    rows = len(sums.logs.rows)
-    shape = rows, numel // rows
-    logs, counts = (
-        Marginals(shape, float(part.rows.sum()), part.rows, part.columns) for part in (sums.logs, sums.counts)
-    )
-    return second_exponents_from_sums(logs, counts)
+    rows = sums.logs.rows.numel()
+    return _exponents_of_means(rows, 1 if rows == 1 else numel // rows, sums.logs, sums.counts)
 
 
 def second_exponents_from_sums(logs: Marginals, present: Marginals | None) -> Exponents:
@@ -548,28 +545,24 @@ def second_exponents_from_sums(logs: Marginals, present: Marginals | None) -> Ex
         logs: sums of the logarithms of the values that are present, in units of `LOG_UNITS_PER_OCTAVE`.
         present: counts of these values; None: all of them are.
     """
-    nrows, ncolumns = scale_counts("log", logs.shape)
-    unit, limit = STEPS_PER_OCTAVE / LOG_UNITS_PER_OCTAVE, _LIMIT
-    if present is None:
-        mean, rows, columns = logs.mean, logs.mean_along(1).numpy(), logs.mean_along(0).numpy()
-    else:
-        mean = logs.total / max(1.0, present.total)
-        rows = _means(logs.row_sums, present.row_sums, mean) if nrows > 1 else np.full(1, mean, np.float32)
-        columns = _means(logs.column_sums, present.column_sums, mean) if ncolumns > 1 else np.zeros(1)
-    columns = np.zeros(1) if ncolumns == 1 else (columns - mean) * unit
-    bounds = (-2 * limit + limit // 4, limit), (-limit // 4, limit // 4)
-    by_row, by_column = (
-        torch.from_numpy(np.rint(side).clip(*ends).astype(np.int16))
-        for side, ends in zip((rows * unit, columns), bounds, strict=True)
+    rows, columns = matrix_shape(logs.shape)
+    if rows == 1:
+        mean = logs.mean if present is None else float(np.float32(logs.total / max(1.0, present.total)))
+        exponent = min(max(round(mean * STEPS_PER_OCTAVE / LOG_UNITS_PER_OCTAVE), _LIMIT // 4 - 2 * _LIMIT), _LIMIT)
+        return torch.tensor([exponent], dtype=torch.int16), torch.zeros(1, dtype=torch.int16)
+    counts = MatrixSums(
+        *(torch.full((n,), other, dtype=torch.float64) for n, other in ((rows, columns), (columns, rows)))
     )
-    return by_row, by_column
+    if present is not None:
+        counts = MatrixSums(present.row_sums, present.column_sums)
+    return _exponents_of_means(rows, columns, MatrixSums(logs.row_sums, logs.column_sums), counts)
 
 
-def _means(sums: Tensor, counts: Tensor, mean: float) -> NDArray[np.float64]:
-    """Means of rows or columns, given sums and counts; `mean` where nothing was counted. numpy: these are short."""
-    present = counts.numpy()
-    means = sums.numpy() / np.maximum(present, 1)
-    return means if present.all() else np.where(present > 0, means, mean)
+def _exponents_of_means(rows: int, columns: int, logs: MatrixSums, counts: MatrixSums) -> Exponents:
+    """Exponents of the means of logarithms by row and by column, given their sums and how many values are present."""
+    out = torch.empty(rows, dtype=torch.int16), torch.empty(columns, dtype=torch.int16)
+    _native.second_exponents(logs.rows, counts.rows, logs.columns, counts.columns, _LIMIT, *out)
+    return out
 
 
 def _log2_exponents(values: Tensor) -> Tensor:
