@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from shrinkpoint import _native
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.lattice import LatticeTensor, as_matrix
 from shrinkpoint.tensors.dtypes import TORCH_DTYPES, copy_to_host, empty
@@ -167,6 +168,24 @@ def tensor_rows(tensors: Mapping[str, Tensor], name: str, rows: slice) -> Tensor
         return as_matrix(tensors[name])[rows]
     other = source.quantized.relative_to
     return source.quantized.dequantize_rows(rows, source.dtype, tensor_rows(tensors, other, rows) if other else None)
+
+
+def all_tensor_rows(tensors: Mapping[str, Tensor], rows: Mapping[str, slice]) -> dict[str, Tensor]:
+    """Return `tensor_rows` of tensors by name; those on lattices are decoded by one call of the native core."""
+    out = dict[str, Tensor]()
+    runs: dict[str, tuple[_native.LatticeRun, int]] = {}
+    for name, part in rows.items():
+        source = lattice_source(tensors, name)
+        is_bare = source is not None and source.values is None and source.dtype == torch.float32
+        if source is not None and is_bare and not source.quantized.relative_to and source.quantized.codes.numel():
+            runs[name] = source.quantized.runs(part)
+        else:
+            out[name] = tensor_rows(tensors, name, part)
+    sizes = [width * run[-1] for run, width in runs.values()]
+    values = torch.empty(sum(sizes), dtype=torch.float32)
+    _native.lattice_rows([run for run, _ in runs.values()], values)
+    parts = zip(runs.items(), values.split(sizes), strict=True)
+    return out | {name: part.view(-1, width) for (name, (_, width)), part in parts}
 
 
 def lattice_source(tensors: Mapping[str, Tensor], name: str) -> LatticeSource | None:

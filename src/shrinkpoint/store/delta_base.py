@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shrinkpoint._native import Hasher, progress_sums, xxh3_128
 from shrinkpoint.codec.parallel import thread_pool
-from shrinkpoint.codec.reference import Reference, RowSample, as_decoded, tensor_layout, tensor_rows
+from shrinkpoint.codec.reference import Reference, RowSample, all_tensor_rows, as_decoded, tensor_layout
 from shrinkpoint.container import FileReader
 from shrinkpoint.container.header import read_header
 from shrinkpoint.container.reader import WINDOW_BYTES
@@ -158,19 +158,21 @@ class ReferenceCache(Generic[M]):
         if self.manifest is None or self._decode is not None:  # what is decoded when needed has no originals
             return RetainedProgress()
         parent, weights = self._reference, dict[str, _SampledWeight]()
-        for name, sample in stored.originals.items():
-            if not isinstance(sample, RowSample) or name not in parent.tensors:
-                continue
-            if tensor_layout(parent.tensors, name)[0] != sample.shape:
-                continue
-            parent_stored = tensor_rows(parent.tensors, name, sample.rows)
+        samples = {
+            name: sample
+            for name, sample in stored.originals.items()
+            if isinstance(sample, RowSample)
+            and name in parent.tensors
+            and tensor_layout(parent.tensors, name)[0] == sample.shape
+        }
+        rows = {name: sample.rows for name, sample in samples.items()}
+        before, now = all_tensor_rows(parent.tensors, rows), all_tensor_rows(stored.tensors, rows)
+        for name, sample in samples.items():
             original = parent.original_rows(name, sample.shape, sample.rows)
             if original is None and name not in parent.quantized:
-                original = parent_stored  # exact tensors have no separate original
+                original = before[name]  # exact tensors have no separate original
             if original is not None:
-                weights[name] = _SampledWeight(
-                    original, parent_stored, sample.values, tensor_rows(stored.tensors, name, sample.rows)
-                )
+                weights[name] = _SampledWeight(original, before[name], sample.values, now[name])
         columns = [dict(zip(weights, column, strict=True)) for column in zip(*weights.values(), strict=True)]
         fraction = retained_fraction(*columns) if weights else None
         if fraction is None or abs(fraction - 1) <= 1 - MIN_RETENTION:

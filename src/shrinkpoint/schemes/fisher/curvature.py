@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -164,29 +165,31 @@ class Curvature:
         return None if self.first is None else self.first.to(torch.float32) * self.first_factor
 
     @cached_property
+    def _sums(self) -> MatrixSums | None:
+        """Sums of `second`, by row and by column; None if unknown."""
+        return None if self.second is None else self.second_sums or second_moment_sums(self.second).values
+
+    @property
     def local_sums(self) -> MatrixSums | None:
         """Sums of the squares of this rank's shard by row and by column; None if unknown."""
-        if self.second is None:
-            return None
-        sums = self.second_sums or second_moment_sums(self.second).values
-        return sums.scaled(self.second_factor)
+        return None if self._sums is None else self._sums.scaled(self.second_factor)
 
     @cached_property
     def mean(self) -> float:
         """The mean of the squares of the global tensor; 0 if unknown, infinite if their sum is no float32."""
         if self.marginals is not None:
             return self.marginals.mean
-        if self.second is None or self.second.numel() == 0 or self.local_sums is None:
+        if self.second is None or self.second.numel() == 0 or self._sums is None:
             return 0.0
-        return float(self.local_sums.rows.sum().to(torch.float32)) / self.second.numel()
+        return float(np.float32((self._sums.rows * self.second_factor).sum().item())) / self.second.numel()
 
     def mean_along(self, axis: int) -> Tensor | None:
         """Means of the squares of the global tensor along an axis (1: one mean per row), float32; None if unknown."""
         if self.marginals is not None:
             return self.marginals.mean_along(axis).to(torch.float32)
-        if self.second is None or self.local_sums is None:
+        if self.second is None or self._sums is None:
             return None
-        sums = self.local_sums.rows if axis == 1 else self.local_sums.columns
+        sums = (self._sums.rows if axis == 1 else self._sums.columns) * self.second_factor
         return (sums / max(1, self.second.shape[axis])).to(torch.float32)
 
     @classmethod
@@ -323,9 +326,9 @@ def estimate_curvatures(
         _merge_kinds,
     )
     split = {
-        name: (curvature.local_sums.rows, curvature.local_sums.columns)
+        name: (own.rows, own.columns)
         for name, curvature in local.items()
-        if curvature.local_sums is not None and name not in whole
+        if name not in whole and (own := curvature.local_sums) is not None
     }
     marginals = weights.tensors.marginals(split, split.__getitem__)
     summaries = {name: _summarize(*kinds.get(name, (0, 0.0)), marginals.get(name)) for name in weights.templates}
@@ -367,7 +370,7 @@ def _combine(name: str, local: Curvature, summary: _Summary, weights: GlobalWeig
         shard = weights.tensors.local_shards[name]
         squares = rank_one_squares(summary.marginals, shard, weights.local[name].device)
         return Curvature(squares, local.first, marginals=summary.marginals, first_factor=local.first_factor)
-    return replace(local, marginals=summary.marginals)
+    return local if summary.marginals is None else replace(local, marginals=summary.marginals)
 
 
 def adafactor_moment(state: FlatState, names: tuple[str, str], like: Tensor) -> Tensor | None:

@@ -550,10 +550,10 @@ def second_exponents_from_sums(logs: Marginals, present: Marginals | None) -> Ex
         mean = logs.mean if present is None else float(np.float32(logs.total / max(1.0, present.total)))
         exponent = min(max(round(mean * STEPS_PER_OCTAVE / LOG_UNITS_PER_OCTAVE), _LIMIT // 4 - 2 * _LIMIT), _LIMIT)
         return torch.tensor([exponent], dtype=torch.int16), torch.zeros(1, dtype=torch.int16)
-    counts = MatrixSums(
-        *(torch.full((n,), other, dtype=torch.float64) for n, other in ((rows, columns), (columns, rows)))
-    )
-    if present is not None:
+    if present is None:
+        sizes = ((rows,), columns), ((columns,), rows)
+        counts = MatrixSums(*(torch.full(shape, float(count), dtype=torch.float64) for shape, count in sizes))
+    else:
         counts = MatrixSums(present.row_sums, present.column_sums)
     return _exponents_of_means(rows, columns, MatrixSums(logs.row_sums, logs.column_sums), counts)
 

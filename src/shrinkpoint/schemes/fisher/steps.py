@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -145,10 +146,10 @@ def weight_dither_seed(global_name: str, lossy_restores: int, seed: int) -> int:
 
 def rescale(lattice: Lattice, log_step: int, max_step: float = math.inf) -> Lattice:
     """The lattice with its steps multiplied by 2 ** (log_step / 8), but no row's mean step above `max_step`."""
-    rows = lattice.rows + log_step
+    rows = lattice.rows.numpy() + log_step  # numpy: they are short
     if 0 < max_step < math.inf:
-        rows = rows.clamp(max=math.floor(math.log2(max_step) * STEPS_PER_OCTAVE))
-    return replace(lattice, rows=rows)
+        np.minimum(rows, math.floor(math.log2(max_step) * STEPS_PER_OCTAVE), out=rows)
+    return Lattice(lattice.spacing, torch.from_numpy(rows), lattice.columns, lattice.step, lattice.seed)
 
 
 MAX_STEP_EXCESS = STEPS_PER_OCTAVE
@@ -300,17 +301,18 @@ class StepCandidates:
         self.curvatures = dict(curvatures)
         if self.no_curvature:
             self.curvatures = {name: self._assumed_curvature(name, weight) for name, weight in self.weights.items()}
+        self._last_lattices: tuple[int | None, Mapping[str, Lattice]] = None, {}
         self._scaled_std = {name: scales[name] * self._std[name] for name in self.weights}
 
     def curvature_term(self, log_step: int) -> float:
         """The rise, for a single loss term, that errors uniform in each cell would cause at this step size."""
         total = 0.0
-        for name in self.unit_lattices:
-            if name not in self._global.tensors.primary:
-                continue
-            lattice, device = self._lattice_at(name, log_step), self.weights[name].device
-            squared = (torch.exp2(side.to(device, torch.float64) / 4) for side in (lattice.rows, lattice.columns))
-            total += self.curvatures[name].weighted_sum(*squared) / 24
+        lattices = {n: x for n, x in self._lattices_at(log_step).items() if n in self._global.tensors.primary}
+        sides = [side for lattice in lattices.values() for side in (lattice.rows, lattice.columns)]
+        squared = torch.exp2(torch.cat(sides).double() / 4).split([len(side) for side in sides]) if sides else ()
+        for index, name in enumerate(lattices):
+            rows, columns = (side.to(self.weights[name].device) for side in squared[2 * index : 2 * index + 2])
+            total += self.curvatures[name].weighted_sum(rows, columns) / 24
         return self._global.tensors.collectives.sum_over_ranks(total)[0]
 
     def quantize(
@@ -323,7 +325,7 @@ class StepCandidates:
             max_hysteresis: in steps, from 1/2 (rounding to the nearest) to `rounding.MAX_HYSTERESIS`.
         """
         tensors = self._global.tensors
-        lattices = {name: self._lattice_at(name, log_step) for name in self.unit_lattices}
+        lattices = dict(self._lattices_at(log_step))
         comparable: dict[str, PreviousPoints] = {}
         for name, lattice in lattices.items():
             if name not in self._stochastic:  # which has no hysteresis
@@ -371,7 +373,7 @@ class StepCandidates:
 
     def bits(self, log_step: int) -> float:
         """The estimated size of the points in bits: the entropy of their differences to the parent's, on a sample."""
-        codes = {name: self._sample_codes(name, self._lattice_at(name, log_step)) for name in self.unit_lattices}
+        codes = {name: self._sample_codes(name, lattice) for name, lattice in self._lattices_at(log_step).items()}
         tensors = self._global.tensors
         fresh = [name for name in self.unit_lattices if name not in self._inherited]
         return exponent_bits(tensors, fresh) + total_entropy_bits(tensors, codes, are_sampled=True)
@@ -422,6 +424,12 @@ class StepCandidates:
         if points is None:
             self.without_feedback.add(name)
         return points
+
+    def _lattices_at(self, log_step: int) -> Mapping[str, Lattice]:
+        """All lattices at a step size; those that were asked for last are kept."""
+        if self._last_lattices[0] != log_step:
+            self._last_lattices = log_step, {name: self._lattice_at(name, log_step) for name in self.unit_lattices}
+        return self._last_lattices[1]
 
     def _lattice_at(self, name: str, log_step: int) -> Lattice:
         """The lattice at a step size. Inherited steps are not capped again: a slightly new std would change them."""
@@ -521,4 +529,4 @@ def _is_too_coarse(lattice: Lattice, fresh: Lattice | None) -> bool:
 
 def _mean_exponent(lattice: Lattice) -> float:
     """The geometric mean of a lattice's steps, in eighths of an octave."""
-    return float(lattice.rows.float().mean()) + float(lattice.columns.float().mean())
+    return sum(float(side.mean(dtype=torch.float32)) for side in (lattice.rows, lattice.columns))
