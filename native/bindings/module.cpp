@@ -81,13 +81,6 @@ uint64_t count_of(const Model& model, const Bytes& values) {
     return values.size() / bytes;
 }
 
-std::string hex(const Digest128& digest) {
-    char text[33];
-    std::snprintf(text, sizeof text, "%016llx%016llx", static_cast<unsigned long long>(digest.high),
-                  static_cast<unsigned long long>(digest.low));
-    return text;
-}
-
 }  // namespace
 
 bool Bytes::borrow_tensor(nb::handle object, int flags) {
@@ -126,6 +119,13 @@ bool Bytes::borrow_tensor(nb::handle object, int flags) {
     copy_ = nb::module_::import_("shrinkpoint.tensors.dtypes").attr("tensor_bytes")(object);
     get_buffer(copy_, flags);
     return true;
+}
+
+std::string shrinkpoint::hex_of(const Digest128& digest) {
+    char text[33];
+    std::snprintf(text, sizeof text, "%016llx%016llx", static_cast<unsigned long long>(digest.high),
+                  static_cast<unsigned long long>(digest.low));
+    return text;
 }
 
 ChunkRange shrinkpoint::chunk_range_of(uint64_t count, size_t chunk, size_t first, uint64_t here) {
@@ -303,7 +303,7 @@ NB_MODULE(_native, m) {
         [](Input data) {
             const Bytes bytes(data);
             nb::gil_scoped_release release;
-            return hex(xxh3_128(bytes.data(), bytes.size()));
+            return hex_of(xxh3_128(bytes.data(), bytes.size()));
         },
         "data"_a);
     m.def(
@@ -375,18 +375,6 @@ NB_MODULE(_native, m) {
             stream_copy(copies, threads);
         },
         "sources"_a, "targets"_a, "threads"_a = 1);
-    m.def(
-        "digest",
-        [](const nb::typed<nb::iterable, Input>& arrays) {
-            Hasher hasher;
-            for (nb::handle array : arrays) {
-                const Bytes bytes(array);
-                nb::gil_scoped_release release;
-                hasher.update(bytes.data(), bytes.size());
-            }
-            return hex(hasher.digest());
-        },
-        "arrays"_a);
     nb::class_<Hasher>(m, "Hasher")
         .def(nb::init<>())
         .def("update",
@@ -395,5 +383,5 @@ NB_MODULE(_native, m) {
                  nb::gil_scoped_release release;
                  hasher.update(bytes.data(), bytes.size());
              }, "data"_a)
-        .def("hexdigest", [](const Hasher& hasher) { return hex(hasher.digest()); });
+        .def("hexdigest", [](const Hasher& hasher) { return hex_of(hasher.digest()); });
 }

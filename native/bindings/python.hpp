@@ -89,6 +89,10 @@ template <typename... Types>
 using Tuple = nb::typed<nb::tuple, Types...>;
 
 struct ChunkRange;
+struct Digest128;
+
+// Returns a digest in hex.
+std::string hex_of(const Digest128& digest);
 
 // Returns the chunks that `here` values fill, from chunk `first` of `count` values on. All but the last of all must be
 // whole.

@@ -1,5 +1,6 @@
 // Bindings of quantizers: checks arguments, releases the GIL, calls.
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <array>
@@ -184,6 +185,8 @@ class ValuesArgument {
         if (count != 0 && out.floats.bytes != 4) throw nb::value_error("squares: wrong number of bytes");
         return out;
     }
+
+    const Lattice* lattice() const { return lattice_; }
 
    private:
     const Lattice* lattice_;
@@ -431,6 +434,22 @@ bool rounded_exponents(Input exponents, Input centers, int32_t allowed, Output o
                            array_of_size<int16_t>(count, rounded, "out"));
 }
 
+// Returns the digest of arrays one after the other; of codes on a lattice, that of the values.
+std::string digest_of(const nb::typed<nb::iterable, LatticeInput>& arrays) {
+    Hasher hasher;
+    for (nb::handle array : arrays) {
+        const ValuesArgument values(array);
+        const Lattice* lattice = values.lattice();
+        const Codes codes = lattice == nullptr ? Codes{} : required_codes(lattice->count(), values.bytes);
+        nb::gil_scoped_release release;
+        if (lattice == nullptr)
+            hasher.update(values.bytes.data(), values.bytes.size());
+        else
+            lattice_digest(*lattice, codes, hasher);
+    }
+    return hex_of(hasher.digest());
+}
+
 ErrorWeights error_weights_of(uint64_t count, const Bytes& slopes, const Bytes& squares) {
     return {floats_of(count, slopes, "slopes"), floats_of(count, squares, "squares")};
 }
@@ -569,6 +588,7 @@ void bind_lattice(nb::module_& m) {
           "squares"_a.none() = nb::none(), "digest"_a.none() = nb::none(), "first"_a.none() = nb::none(), "threads"_a = 1);
     m.def("lattice_run_values", decode_run_values, "lattice"_a, "codes"_a, "values"_a, nb::kw_only(),
           "squares"_a.none() = nb::none(), "first"_a, "length"_a, "stride"_a, "count"_a);
+    m.def("digest", digest_of, "arrays"_a);
     m.def("lattice_rows", decode_rows, "parts"_a, "values"_a);
     m.def("lattice_starts_with", starts_with, "lattice"_a, "codes"_a, "values"_a, "count"_a);
     m.def("round_exponents", rounded_exponents, "exponents"_a, "centers"_a.none(), "allowed"_a, "out"_a);

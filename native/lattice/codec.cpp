@@ -583,14 +583,34 @@ void lattice_run_values(const Lattice& lattice, Codes codes, Floats squares, Run
     });
 }
 
-bool lattice_starts_with(const Lattice& lattice, Codes codes, const float* values, uint64_t count) {
+namespace {
+
+// Decodes the first `count` positions tile by tile, as long as check(values, start, length) is true; returns whether all
+// were.
+template <typename Check>
+bool all_tiles(const Lattice& lattice, Codes codes, uint64_t count, Check check) {
     std::vector<float> decoded(static_cast<size_t>(std::min<uint64_t>(count, kTile)));
     for (uint64_t start = 0; start < count; start += kTile) {
         const uint64_t length = std::min<uint64_t>(kTile, count - start);
         lattice_run_values(lattice, codes, {}, {start, length, length, 1}, decoded.data());
-        if (std::memcmp(decoded.data(), values + start, 4 * length) != 0) return false;
+        if (!check(decoded.data(), start, length)) return false;
     }
     return true;
+}
+
+}  // namespace
+
+bool lattice_starts_with(const Lattice& lattice, Codes codes, const float* values, uint64_t count) {
+    return all_tiles(lattice, codes, count, [values](const float* decoded, uint64_t start, uint64_t length) {
+        return std::memcmp(decoded, values + start, 4 * length) == 0;
+    });
+}
+
+void lattice_digest(const Lattice& lattice, Codes codes, Hasher& digest) {
+    all_tiles(lattice, codes, lattice.count(), [&](const float* decoded, uint64_t, uint64_t length) {
+        update(&digest, decoded, length);
+        return true;
+    });
 }
 
 std::vector<WideCodes> lattice_decode_codes(const std::vector<CodedPart>& parts, const Model& model,

@@ -103,6 +103,9 @@ std::vector<WideCodes> lattice_decode_codes(const std::vector<CodedPart>& parts,
 // Decodes runs of positions. `codes` holds the whole tensor, `squares` and `values` only the runs.
 void lattice_run_values(const Lattice& lattice, Codes codes, Floats squares, Runs runs, float* values);
 
+// Updates a digest with all decoded values, in this thread.
+void lattice_digest(const Lattice& lattice, Codes codes, Hasher& digest);
+
 // True if the decoded values of the first `count` positions have these bits.
 bool lattice_starts_with(const Lattice& lattice, Codes codes, const float* values, uint64_t count);
 

@@ -308,8 +308,8 @@ def matrix_shapes(infos: Sequence[TensorInfo], taps: int) -> Shapes:
     return out
 
 
-def digest_arrays(arrays: Iterable[Bytes | Tensor]) -> str:
-    """Return the xxh3-128 digest of the bytes of arrays and tensors one after the other, in hex."""
+def digest_arrays(arrays: Iterable[Bytes | Tensor | _native.LatticeValues]) -> str:
+    """Return the xxh3-128 digest of arrays, and of the values of tensors, one after the other, in hex."""
     return _native.digest(arrays)
 
 

@@ -58,7 +58,14 @@ from shrinkpoint.codec.recipe import (
     SameRecipe,
     TwisterRecipe,
 )
-from shrinkpoint.codec.reference import DecodedTensors, LatticeSource, QuantizedTensor, Reference, TensorSource
+from shrinkpoint.codec.reference import (
+    DecodedTensors,
+    LatticeSource,
+    QuantizedTensor,
+    Reference,
+    TensorSource,
+    hashed_values,
+)
 from shrinkpoint.codec.twister_record import TwisterDecoder
 from shrinkpoint.tensors.dtypes import tensor_from_bytes, torch_dtype
 from shrinkpoint.tensors.info import ITEMSIZE, EncodedRecord, TensorInfo
@@ -242,7 +249,7 @@ def encode_plain(name: str, infos: Sequence[TensorInfo], tensors: Mapping[str, T
 
 def encode_same(name: str, infos: Sequence[TensorInfo], reference: Reference) -> EncodedRecord:
     """Encode tensors as equal to the parent's tensors of the same names."""
-    digest = digest_arrays(reference.tensors[info.name] for info in infos)
+    digest = digest_arrays(hashed_values(reference.tensors, info.name) for info in infos)
     return EncodedRecord(name, tuple(infos), recipes.to_json(SameRecipe()), {}, digest, digest)
 
 
@@ -408,7 +415,7 @@ def decode(
         if isinstance(view.parsed_recipe, SameRecipe):
             parent = sources.check_parent(encoded.infos)
             if with_values:
-                digests.check_base(digest_arrays(parent.tensors[info.name] for info in encoded.infos))
+                digests.check_base(digest_arrays(hashed_values(parent.tensors, info.name) for info in encoded.infos))
             return parent.subset(info.name for info in encoded.infos)
         decoder = record_decoder(view)
         if decoder.uses_parent:

@@ -194,6 +194,15 @@ def lattice_source(tensors: Mapping[str, Tensor], name: str) -> LatticeSource | 
     return source if isinstance(source, LatticeSource) else None
 
 
+def hashed_values(tensors: Mapping[str, Tensor], name: str) -> Tensor | _native.LatticeValues:
+    """Return the values of a tensor for `coder.digest_arrays`, which decodes few float32 on a lattice with less ado."""
+    source = lattice_source(tensors, name)
+    if source is None or source.values is not None or source.dtype != torch.float32 or source.quantized.relative_to:
+        return tensors[name]
+    is_small = source.quantized.codes.numel() <= MAX_SAMPLED_VALUES
+    return source.quantized.native_values() if is_small else tensors[name]
+
+
 def lattice_sources(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, LatticeSource]:
     """Return the codes that tensors are made from, by name; of those that are held as values alone, nothing."""
     sources = tensors._sources if isinstance(tensors, DecodedTensors) else {}

@@ -79,7 +79,7 @@ def quantize_to_lattice(
         codes = _quantize_torch(tensor, lattice, squares, previous_codes, hysteresis)
         return None if codes is None else LatticeTensor(codes.reshape(tensor.shape), lattice, relative_to)
     for dtype in (torch.int8, torch.int16):
-        codes = empty_codes(tensor.shape, dtype)
+        codes = empty_codes(tensor, dtype)
         code_bytes = _native.lattice_quantize(
             lattice.to_native(tuple(tensor.shape)),
             as_native_float(tensor),
@@ -95,11 +95,11 @@ def quantize_to_lattice(
     return None
 
 
-def empty_codes(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A CPU tensor for codes; a large one from the pool, since each save asks for as much again."""
-    if (size := shape.numel() * dtype.itemsize) < _MIN_POOLED_BYTES:
-        return torch.empty(shape, dtype=dtype)
-    return torch.from_numpy(_native.empty(size)).view(dtype).view(shape)
+def empty_codes(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """A CPU tensor for codes of values; a large one from the pool, since each save asks for as much again."""
+    if (size := values.numel() * dtype.itemsize) < _MIN_POOLED_BYTES:
+        return torch.empty_like(values, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False)
+    return torch.from_numpy(_native.empty(size)).view(dtype).view(values.shape)
 
 
 def quantize_with_errors(
@@ -130,7 +130,7 @@ def quantize_with_errors(
     if origin is not None and gain != 1:
         form = form.with_gain(code_bytes(origin), gain)
     for dtype in (torch.int8, torch.int16):
-        codes = empty_codes(tensor.shape, dtype)
+        codes = empty_codes(tensor, dtype)
         width, sums = _native.lattice_quantize_with_errors(
             form,
             values,
@@ -355,7 +355,7 @@ def quantize_second_moment(
         matrices = v.reshape(shape), None if m is None else m.reshape(shape)
         points, relative_sums = _quantize_second_moment_torch(*matrices, lattice, zones, parent)
         return replace(points, codes=points.codes.reshape(v.shape)), relative_sums
-    codes = empty_codes(v.shape, torch.int8)
+    codes = empty_codes(v, torch.int8)
     earlier, earlier_codes = (None, None) if parent is None else parent.cpu().native_values()
     sums = _native.quantize_second_moments(
         lattice.to_native(tuple(v.shape)),

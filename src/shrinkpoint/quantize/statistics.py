@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy.typing as npt
 import torch
@@ -289,19 +289,17 @@ _INFINITY_BITS, MAGNITUDE_MASK = 0x7F800000, 0x7FFFFFFF  # of float32
 _LOG2_COEFFICIENTS = (14376, -7833, 2691)  # of log2(1 + f) = f + f (1 - f) (c0 + c1 f + c2 f^2), times 2^15
 
 
-@dataclass(frozen=True)
-class MatrixSums:
+class MatrixSums(NamedTuple):
     """Sums by row and by column of a matrix, float64 on the CPU; `columns` is empty if it was not asked for."""
 
-    rows: Tensor = field(repr=False)
-    columns: Tensor = field(repr=False)
+    rows: Tensor
+    columns: Tensor
 
     def scaled(self, factor: float) -> MatrixSums:
         return self if factor == 1 else MatrixSums(self.rows * factor, self.columns * factor)
 
 
-@dataclass(frozen=True)
-class SecondMomentSums:
+class SecondMomentSums(NamedTuple):
     """Sums over a second moment v, seen as a matrix; a value is present if it, or its first moment, is not zero."""
 
     is_finite: bool  # of all second and first moments
@@ -337,7 +335,7 @@ def second_moment_sums(
         by_column=by_column,
         threads=threads or torch.get_num_threads(),
     )
-    tensors = torch.split(torch.from_numpy(sums), 3 * [rows, columns if by_column else 0])
+    tensors = torch.from_numpy(sums).split_with_sizes(3 * [rows, columns if by_column else 0])
     logs, counts, values = (MatrixSums(*tensors[i : i + 2]) for i in (0, 2, 4))
     return SecondMomentSums(is_finite, has_negative, logs, counts, values)
 

@@ -8,7 +8,7 @@ import time
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -21,6 +21,7 @@ from torch import Tensor
 from shrinkpoint import validate
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
 from shrinkpoint.errors import MismatchError, PolicyError
+from shrinkpoint.guard import pause_gc
 from shrinkpoint.progress import Task
 from shrinkpoint.schemes.base import QuantizedState, Scheme, SpecMixin, check_seed
 from shrinkpoint.schemes.calibration import (
@@ -344,7 +345,9 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
             start=start,
         )
         with self.measure(save) as measurement:
-            choice = self.choose(save, measurement)
+            evaluates = measurement.metric is not None  # which may create cycles, and takes its time
+            with nullcontext() if evaluates else pause_gc(state.nbytes, len(state.infos)):
+                choice = self.choose(save, measurement)
         plan = self.record(save, measurement, choice)
         _log.debug("%s decides: %s", self.id, plan.loss)
         return plan
