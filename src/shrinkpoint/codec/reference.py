@@ -103,7 +103,9 @@ class DecodedTensors(Mapping[str, Tensor]):
         """Return the same tensors, those that can be decoded without their values."""
         return DecodedTensors(
             {
-                name: source._replace(values=None) if isinstance(source, LatticeSource) else source
+                name: LatticeSource(*source[:2])
+                if isinstance(source, LatticeSource) and source.values is not None
+                else source
                 for name, source in self._sources.items()
             }
         )
@@ -154,9 +156,9 @@ def as_decoded(tensors: Mapping[str, Tensor]) -> DecodedTensors:
 def tensor_layout(tensors: Mapping[str, Tensor], name: str) -> tuple[tuple[int, ...], torch.dtype]:
     """Return shape and dtype of a tensor, without decoding it."""
     source = tensors._sources[name] if isinstance(tensors, DecodedTensors) else tensors[name]
-    if isinstance(source, CastSource):
-        return tensor_layout(tensors, source.name)[0], source.dtype
-    return tuple((source if isinstance(source, Tensor) else source.quantized.codes).shape), source.dtype
+    if isinstance(source, LatticeSource):
+        return source.quantized.codes.shape, source.dtype
+    return source.shape if isinstance(source, Tensor) else tensor_layout(tensors, source.name)[0], source.dtype
 
 
 def tensor_rows(tensors: Mapping[str, Tensor], name: str, rows: slice) -> Tensor:

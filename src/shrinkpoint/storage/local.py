@@ -257,10 +257,15 @@ class LocalStorage:
             False if the file system has no hard links between these places.
         """
         new, where = self._path_to_write(target), self.describe(target)
+        source = old.resolve()  # a link to a symbolic link would not keep the file
+        with suppress(OSError):  # the common case: there is nothing of this name
+            _make_dirs(new.parent)
+            os.link(source, new)
+            return True
         _check_free(new, where)
         with self._temporary_path(new.parent, where) as temporary, os_errors(where, "linking"):
             try:
-                os.link(old.resolve(), temporary)  # a link to a symbolic link would not keep the file
+                os.link(source, temporary)
             except OSError as error:
                 if error.errno in _LINK_ERRNOS:
                     return False
