@@ -17,8 +17,8 @@ from torch import nn
 
 import shrinkpoint as sp
 
-SAVE = (582, 68, 1170)
-RESTORE = (351, 47, 1090)
+SAVE = (578, 68, 1085)
+RESTORE = (349, 47, 1080)
 GRADIENT = (82, 10, 118)
 
 

@@ -571,6 +571,7 @@ DecodeResult lattice_decode(const Lattice& lattice, const uint8_t* tokens, const
 }
 
 void lattice_run_values(const Lattice& lattice, Codes codes, Floats squares, Runs runs, float* values) {
+    if (runs.stride == runs.length) runs = {runs.first, runs.length * runs.count, runs.length * runs.count, 1};
     const ScopedFpEnvironment floats;
     std::vector<Scratch, UninitializedAllocator<Scratch>> memory(1);
     Scratch& scratch = memory.front();

@@ -13,7 +13,10 @@ from torch import Tensor
 
 from shrinkpoint import _native
 from shrinkpoint.codec.lattice import Lattice, LatticeTensor, as_matrix
+from shrinkpoint.codec.reference import DecodedTensors, LatticeSource, all_tensor_rows
 from shrinkpoint.quantize.lattice import are_near_first_points, movement_sums, quantize_to_lattice
+from shrinkpoint.quantize.statistics import float_bits, log2_units, second_moment_sums
+from shrinkpoint.schemes.fisher.moment_lattices import second_exponents
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
 SHAPES = [(1, 5000), (5000, 1), (64, 40), (7, 2049), (33, 3, 5), (40,)]
@@ -169,3 +172,46 @@ def test_a_lattice_that_has_been_used_can_be_copied():
     points = random_points((100, 100), "linear", 5)
     points.dequantize(torch.float32)
     assert copy.deepcopy(points.lattice) == points.lattice
+
+
+@pytest.mark.parametrize("spacing", ["linear", "log"])
+def test_rows_of_several_tensors_are_decoded_together(spacing):
+    points = {f"{shape}": random_points(shape, spacing, 0) for shape in SHAPES}
+    sources = {name: LatticeSource(tensor, torch.float32) for name, tensor in points.items()}
+    tensors = DecodedTensors({**sources, "exact": torch.arange(6.0).reshape(3, 2)})
+    for rows in ROWS:
+        decoded = all_tensor_rows(tensors, dict.fromkeys(tensors, rows))
+        assert decoded.keys() == {*tensors}
+        assert all(torch.equal(x, as_matrix(tensors[name])[rows]) for name, x in decoded.items())
+    run, width = points["(64, 40)"].runs(slice(0, 2))
+    for size in (2 * width - 1, 2 * width + 1):
+        with pytest.raises(ValueError, match="values: too"):
+            _native.lattice_rows([run], torch.empty(size))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_are_compared_and_hashed_as_they_decode(shape):
+    points = random_points(shape, "linear", 5)
+    values, count = points.dequantize(torch.float32), points.codes.numel()
+    assert _native.digest([points.native_values()]) == _native.digest([values])
+    assert points.starts_with(values, count) and points.starts_with(values, 2 * count)
+    values.view(-1)[count // 2] = torch.nan
+    assert points.starts_with(values, count // 2) and not points.starts_with(values, count // 2 + 1)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 50), (30, 40), (40, 1)])
+@pytest.mark.parametrize("share", [0.0, 0.02, 1.0])
+def test_second_exponents_are_means_of_logarithms(rows, columns, share):
+    generator = torch.Generator().manual_seed(rows)
+    v = torch.rand((rows, columns), generator=generator).pow(9) * (torch.rand(rows, 1, generator=generator) > 0.2)
+    v = v.where(torch.rand(v.shape, generator=generator) < share, torch.zeros(()))
+    found = second_exponents(v.numel(), second_moment_sums(v))
+    present, logs = v > 0, log2_units(float_bits(v)).double() * (v > 0)
+    mean = logs.sum() / max(1, int(present.sum()))
+    expected = []
+    for axis, count in ((1, rows), (0, columns if rows > 1 else 1)):
+        means = (logs.sum(axis) / present.sum(axis)).nan_to_num(float(mean))
+        expected.append((means if axis else means - mean) / 512 if count > 1 else mean[None] / 512 * axis)
+    low, quarter = -2 * 472 + 118, 118
+    assert torch.equal(found[0], expected[0].round().clamp(low, 472).short())
+    assert torch.equal(found[1], expected[1].round().clamp(-quarter, quarter).short())

@@ -288,18 +288,12 @@ class LatticeTensor:
             dtype: of the result.
             second_moments: the same rows of the tensor named by `relative_to`.
         """
-        height, width = matrix_shape(tuple(self.codes.shape))
-        indices = range(height)[rows]
-        out = torch.empty((len(indices), width), dtype=torch.float32)
+        (lattice, codes, first, length, stride, count), width = self.runs(rows)
+        out = torch.empty((count, width), dtype=torch.float32)
         if out.numel():
+            squares = None if second_moments is None else second_moments.to(torch.float32)
             _native.lattice_run_values(
-                *self.native_values(),
-                out,
-                squares=None if second_moments is None else second_moments.to(torch.float32),
-                first=indices.start * width,
-                length=width,
-                stride=indices.step * width,
-                count=len(indices),
+                lattice, codes, out, squares=squares, first=first, length=length, stride=stride, count=count
             )
         return out.to(dtype)
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -181,7 +180,7 @@ class Curvature:
             return self.marginals.mean
         if self.second is None or self.second.numel() == 0 or self._sums is None:
             return 0.0
-        return float(np.float32((self._sums.rows * self.second_factor).sum().item())) / self.second.numel()
+        return float((self._sums.rows * self.second_factor).sum().to(torch.float32)) / self.second.numel()
 
     def mean_along(self, axis: int) -> Tensor | None:
         """Means of the squares of the global tensor along an axis (1: one mean per row), float32; None if unknown."""
