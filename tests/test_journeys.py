@@ -17,8 +17,8 @@ from torch import nn
 
 import shrinkpoint as sp
 
-SAVE = (578, 68, 1085)
-RESTORE = (349, 47, 1080)
+SAVE = (578, 68, 1076)
+RESTORE = (349, 47, 1077)
 GRADIENT = (82, 10, 118)
 
 

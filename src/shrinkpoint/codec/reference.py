@@ -23,6 +23,11 @@ class LatticeSource(NamedTuple):
     dtype: torch.dtype  # of its values
     values: Tensor | None = None  # the values, if they have been decoded already
 
+    @property
+    def is_bare(self) -> bool:
+        """True if the values are float32, and are decoded from nothing but the codes."""
+        return self.values is None and self.dtype == torch.float32 and not self.quantized.relative_to
+
 
 class CastSource(NamedTuple):
     """A tensor that is another one in a narrower dtype."""
@@ -178,8 +183,7 @@ def all_tensor_rows(tensors: Mapping[str, Tensor], rows: Mapping[str, slice]) ->
     runs: dict[str, tuple[_native.LatticeRun, int]] = {}
     for name, part in rows.items():
         source = lattice_source(tensors, name)
-        is_bare = source is not None and source.values is None and source.dtype == torch.float32
-        if source is not None and is_bare and not source.quantized.relative_to and source.quantized.codes.numel():
+        if source is not None and source.is_bare and source.quantized.codes.numel():
             runs[name] = source.quantized.runs(part)
         else:
             out[name] = tensor_rows(tensors, name, part)
@@ -199,10 +203,8 @@ def lattice_source(tensors: Mapping[str, Tensor], name: str) -> LatticeSource | 
 def hashed_values(tensors: Mapping[str, Tensor], name: str) -> Tensor | _native.LatticeValues:
     """Return the values of a tensor for `coder.digest_arrays`, which decodes few float32 on a lattice with less ado."""
     source = lattice_source(tensors, name)
-    if source is None or source.values is not None or source.dtype != torch.float32 or source.quantized.relative_to:
-        return tensors[name]
-    is_small = source.quantized.codes.numel() <= MAX_SAMPLED_VALUES
-    return source.quantized.native_values() if is_small else tensors[name]
+    is_small = source is not None and source.is_bare and source.quantized.codes.numel() <= MAX_SAMPLED_VALUES
+    return source.quantized.native_values() if source is not None and is_small else tensors[name]
 
 
 def lattice_sources(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, LatticeSource]:

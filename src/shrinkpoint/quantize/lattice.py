@@ -129,17 +129,11 @@ def quantize_with_errors(
     form, values = lattice.to_native(tuple(tensor.shape)), as_native_float(tensor)
     if origin is not None and gain != 1:
         form = form.with_gain(code_bytes(origin), gain)
+    arrays = {"previous": previous_codes, **weights._asdict()}
     for dtype in (torch.int8, torch.int16):
         codes = empty_codes(tensor, dtype)
         width, sums = _native.lattice_quantize_with_errors(
-            form,
-            values,
-            codes,
-            slopes=weights.slopes,
-            squares=weights.squares,
-            previous=previous_codes,
-            hysteresis=hysteresis,
-            threads=threads or torch.get_num_threads(),
+            form, values, codes, **arrays, hysteresis=hysteresis, threads=threads or torch.get_num_threads()
         )
         if width <= dtype.itemsize:
             points = LatticeTensor(codes, lattice, origin=origin, gain=gain)
@@ -177,8 +171,7 @@ def quantization_error_sums(
             quantized.to_native(),
             quantized.codes,
             as_native_float(weight),
-            slopes=weights.slopes,
-            squares=weights.squares,
+            **weights._asdict(),
             threads=threads or torch.get_num_threads(),
         )
         return ErrorSums(*sums)

@@ -340,11 +340,10 @@ def unchanged_tensors(
 def _equals_parent(tensor: Tensor, name: str, reference: Reference) -> bool:
     """True if a tensor has the parent's bits; of a parent on a lattice, the first values are decoded first."""
     source = lattice_source(reference.tensors, name)
-    if source is not None and source.dtype == torch.float32 and not source.quantized.relative_to and tensor.is_cpu:
-        if not source.quantized.starts_with(tensor, _HEAD_VALUES):
-            return False
-        if tensor.numel() <= _HEAD_VALUES:
-            return True
+    if source is not None and source.is_bare and tensor.is_cpu:
+        is_equal = source.quantized.starts_with(tensor, _HEAD_VALUES)
+        if not is_equal or tensor.numel() <= _HEAD_VALUES:
+            return is_equal
     elif source is not None:
         matrix = as_matrix(tensor.detach())
         head = slice(-(-_HEAD_VALUES // max(1, matrix.shape[1])))

@@ -427,7 +427,7 @@ class _FileScan:
         """Read on by `max_bytes` bytes or a little more, and return how many were read."""
         read = 0
         with file.storage.open(file.key) as source:
-            _drop_page_cache(source)
+            getattr(source, "forget_pages", lambda: None)()  # the next read goes to the disk, if the storage can
             if self._next < 0:
                 self._check_header(source, file)
                 self._next, read = 0, self._header_bytes
@@ -469,10 +469,3 @@ def _windows(parts: Iterable[tuple[int, int, int, str]]) -> list[list[_Piece]]:
             if end == part_end:
                 break
     return windows
-
-
-def _drop_page_cache(source: Source) -> None:
-    """Make the next read go to the disk, where the storage can do that."""
-    forget_pages: Callable[[], None] | None = getattr(source, "forget_pages", None)
-    if forget_pages is not None:
-        forget_pages()

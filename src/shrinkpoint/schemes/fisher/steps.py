@@ -276,13 +276,17 @@ class StepCandidates:
 
         @cache
         def make_fresh(name: str) -> Lattice | None:
-            return self._fresh_lattice(name, curvatures[name], typical, seeds[name], scales[name])
+            """This rank's part of the lattice that a weight gets if it inherits none."""
+            shard, std = self._shards[name], self._std[name] * scales[name]
+            lattice = make_lattice(shard.spec.global_shape, curvatures[name], typical, 0, std)
+            return lattice and replace(shard.spec.slice_lattice(lattice, shard.sizes), seed=seeds[name])
 
         def is_too_coarse(name: str) -> bool:
             lattice, std = inherited[name], scales[name] * self._std[name]
             if name in weights.tensors.whole and _is_fine(lattice, curvatures[name], typical, std):
                 return False  # without making a fresh one, which takes a logarithm for each row and column
-            return _is_too_coarse(lattice, make_fresh(name))
+            fresh = make_fresh(name)
+            return fresh is not None and _mean_exponent(lattice) > _mean_exponent(fresh) + MAX_STEP_EXCESS
 
         self._stochastic = choose_stochastic_rounding(weights, inherited.keys(), seeds, reference)
         too_coarse = weights.tensors.union(
@@ -377,14 +381,6 @@ class StepCandidates:
         tensors = self._global.tensors
         fresh = [name for name in self.unit_lattices if name not in self._inherited]
         return exponent_bits(tensors, fresh) + total_entropy_bits(tensors, codes, are_sampled=True)
-
-    def _fresh_lattice(
-        self, name: str, curvature: Curvature, typical: float, seed: int, scale: float
-    ) -> Lattice | None:
-        """This rank's part of the lattice that a weight gets if it inherits none."""
-        shard = self._shards[name]
-        lattice = make_lattice(shard.spec.global_shape, curvature, typical, 0, self._std[name] * scale)
-        return None if lattice is None else replace(shard.spec.slice_lattice(lattice, shard.sizes), seed=seed)
 
     def _quantize_weight(
         self,
@@ -518,13 +514,6 @@ def _is_fine(lattice: Lattice, curvature: Curvature, reference_curvature: float,
     return (
         abs(level) < _MAX_UNBOUNDED_LEVEL and _mean_exponent(lattice) < level * STEPS_PER_OCTAVE + MAX_STEP_EXCESS - 2
     )
-
-
-def _is_too_coarse(lattice: Lattice, fresh: Lattice | None) -> bool:
-    """True if the geometric mean of a lattice's steps exceeds that of a fresh one by more than `MAX_STEP_EXCESS`."""
-    if fresh is None:
-        return False
-    return _mean_exponent(lattice) > _mean_exponent(fresh) + MAX_STEP_EXCESS
 
 
 def _mean_exponent(lattice: Lattice) -> float:
