@@ -15,6 +15,7 @@ pytest.importorskip("torchtitan")
 
 import tyro
 from torchtitan.components.checkpointer import BaseCheckpointManager
+from torchtitan.components.checkpointer.base import ModelWrapper
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
 from shrinkpoint import Fisher
@@ -183,6 +184,17 @@ def test_model_of_the_last_step_starts_another_run(tmp_path):
     again = Run(tmp_path / "b", seed=1, initial_load_path=str(first))
     assert again.manager.load() and again.progress.step == 0
     assert same(again.weights(), [weight.bfloat16().float() for weight in run.weights()])
+    with pytest.raises(MismatchError, match=r"step-1: missing key .*dataloader.* load_step an older checkpoint"):
+        Run(tmp_path / "a").manager.load()
+
+
+def test_other_shape_is_a_mismatch(tmp_path):
+    Run(tmp_path).train(1)
+    run = Run(tmp_path)
+    run.model[2] = nn.Linear(96, 9)
+    run.manager.states["model"] = ModelWrapper(run.model)
+    with pytest.raises(MismatchError, match=r"step-1: size mismatch between saved torch.Size\(\[8"):
+        run.manager.load()
 
 
 def test_checkpoints_of_torchtitan_are_refused_and_never_deleted(tmp_path):
@@ -228,6 +240,15 @@ def test_measured_scheme_can_be_set(tmp_path):
     run.train(2)
     manifest = read_directory_manifest(tmp_path / "checkpoint" / "step-2")
     assert manifest.scheme == "fisher" and manifest.loss is not None
+
+
+def test_measured_scheme_saves_exported_weights_exactly(tmp_path, caplog):
+    run = Run(tmp_path, last_save_model_only=True, export_dtype="bfloat16")
+    run.manager.scheme = Fisher(budget="1%", evaluate=run.loss)
+    run.train(1, last_step=True)
+    saved = load(tmp_path / "checkpoint" / "step-1")
+    assert same(saved.values(), [weight.bfloat16() for weight in run.weights()])
+    assert "weights in export_dtype are saved exactly" in caplog.text
 
 
 def test_measured_scheme_needs_a_model_that_waits(tmp_path):

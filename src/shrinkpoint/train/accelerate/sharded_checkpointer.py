@@ -35,6 +35,7 @@ from shrinkpoint.tensors.flat_state import flatten, unflatten
 from shrinkpoint.tensors.wrappers import match_names
 from shrinkpoint.train.accelerate import prepared_state
 from shrinkpoint.train.dcp import Reader, Writer
+from shrinkpoint.train.dcp.reader import StrictLoadPlanner
 from shrinkpoint.train.state_dicts import restore_slot_dtypes
 
 T = TypeVar("T")
@@ -196,7 +197,8 @@ def _unpack(data: Tensor, where: str) -> Any:
 def _load_in_place(state: dict[str, Any], reader: Reader) -> None:
     with warnings.catch_warnings():  # torch warns if there is a single process
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        _raise_first(lambda: load(state, storage_reader=reader))
+        planner = StrictLoadPlanner(str(reader.path), "prepare models and optimizers as they were saved")
+        _raise_first(lambda: load(state, storage_reader=reader, planner=planner))
 
 
 def _raise_first(work: Callable[[], T]) -> T:

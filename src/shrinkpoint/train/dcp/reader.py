@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -48,6 +49,26 @@ from shrinkpoint.train.dcp.directory import CheckpointDirectory
 from shrinkpoint.train.dcp.payload import PayloadReader, check_stored_tensors, pickle_plain
 
 _log = logging.getLogger("shrinkpoint")
+
+
+class StrictLoadPlanner(DefaultLoadPlanner):
+    """torch's planner, with a MismatchError for a key that a checkpoint lacks or has in another shape.
+
+    Args:
+        where: the checkpoint.
+        do: advice in that error.
+    """
+
+    def __init__(self, where: str, do: str) -> None:
+        super().__init__()
+        self._where, self._do = where, do
+
+    def create_local_plan(self) -> LoadPlan:
+        try:
+            return super().create_local_plan()
+        except (RuntimeError, ValueError) as error:
+            found = f"{error}".removesuffix(".")
+            raise MismatchError(self._where, found=found[0].lower() + found[1:], expected="what is to be loaded", do=self._do) from error
 
 
 class Reader(CheckpointDirectory, StorageReader):

@@ -27,7 +27,7 @@ from shrinkpoint.store.identify import is_checkpoint
 from shrinkpoint.store.layout import BASES
 from shrinkpoint.train.dcp.checkpoint_metadata import METADATA_FILE
 from shrinkpoint.train.dcp.directory import latest_valid
-from shrinkpoint.train.dcp.reader import Reader
+from shrinkpoint.train.dcp.reader import Reader, StrictLoadPlanner
 from shrinkpoint.train.dcp.writer import Writer
 from shrinkpoint.train.directory_run import DirectoryRun
 
@@ -96,12 +96,16 @@ class TitanCheckpointManager(CheckpointManager):
         """
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
-        model = None  # else only parameters could be lossy: torchtitan saves wq, wk and wv of a fused parameter
-        if getattr(self.scheme, "evaluate", None) is not None:
+        scheme, model = self.scheme, None  # else only parameters could be lossy: torchtitan saves wq, wk and wv of a fused parameter
+        if getattr(scheme, "evaluate", None) is not None:
             parts = self.states[MODEL].model
             model = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
+            own: dict[str, Any] = self.states[MODEL].cached_state_dict
+            if any(state_dict[name] is not value for name, value in own.items()):  # weights in export_dtype
+                _log.warning("weights in export_dtype are saved exactly: evaluate= measures the model's own")
+                scheme = "lossless"
         writer = Writer(
-            scheme=self.scheme,
+            scheme=scheme,
             group=self.pg,
             model=model,
             step=_step_of(Path(checkpoint_id).name),
@@ -131,8 +135,10 @@ class TitanCheckpointManager(CheckpointManager):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         gather_or_raise(lambda: _check_own(checkpoint_id))
+        do = "build the run as it was, exclude_from_loading what is missing, or load_step an older checkpoint"
+        planner, reader = StrictLoadPlanner(checkpoint_id, do), Reader(threads=self._options["threads"])
         try:
-            load(state_dict, checkpoint_id=checkpoint_id, storage_reader=Reader(threads=self._options["threads"]))
+            load(state_dict, checkpoint_id=checkpoint_id, storage_reader=reader, planner=planner)
         except CheckpointException as error:
             _raise_own(error)
         self.states[MODEL].load_state_dict(state_dict)
