@@ -62,7 +62,7 @@ class Loop:
             dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=7),
         )
         if sharded:
-            _spread(self.accelerator)
+            spread(self.accelerator)
         set_seed(seed)
         model = network()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -119,7 +119,7 @@ def _mine(x: torch.Tensor) -> torch.Tensor:
     return (x.to_local() if isinstance(x, DTensor) else x).detach().clone()
 
 
-def _spread(accelerator: Accelerator) -> None:
+def spread(accelerator: Accelerator) -> None:
     """FSDP2 on the CPU: torch can, Accelerate can, but it does not offer it."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,

@@ -178,6 +178,42 @@ SHARDS = (
 """
 )
 
+SPLIT = (
+    COMMON
+    + """
+    from accelerate import Accelerator
+
+    def make(seed, width=4):
+        accelerate_runs.forget()
+        torch.manual_seed(seed)
+        accelerator = Accelerator(cpu=True)
+        accelerate_runs.spread(accelerator)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, width))
+        adamw = torch.optim.AdamW(model[0].parameters(), lr=0.01)
+        sgd = torch.optim.SGD(model[1].parameters(), lr=0.01, momentum=0.9)
+        return accelerator, *accelerator.prepare(model, adamw, sgd)
+
+    def step(accelerator, model, *optimizers):
+        accelerator.backward(model(torch.ones(2, 8)).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return [weight.full_tensor().tolist() for weight in model.parameters()]
+
+    def of_rank(rank, width, folder):
+        folder = join(rank, width, folder)
+        run = make(0)
+        step(*run)
+        save_state(run[0], folder / "run")
+        expected = step(*run)
+        again = make(1)
+        load_state(again[0], folder / "run")
+        said = {"continued": step(*again) == expected}
+        said["shape"] = caught(lambda: load_state(make(0, width=6)[0], folder / "run"))
+        tell(folder, rank, said)
+"""
+)
+
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], Path]:
@@ -245,6 +281,13 @@ def test_an_error_on_one_process_with_shards_is_one_on_all(of_shards: tuple[list
     reports, _ = of_shards
     for name, kind in (("refused", "StateError"), ("others", "MismatchError")):
         assert reports[0][name] == reports[1][name] and reports[0][name][0] == kind
+
+
+def test_two_optimizers_train_one_sharded_model(tmp_path: Path) -> None:
+    for report in ranks(SPLIT, 2, tmp_path):
+        assert report["continued"]
+        kind, text = report["shape"]
+        assert kind == "MismatchError" and "size mismatch between saved torch.Size([4, 8])" in text
 
 
 def test_one_process_reads_what_two_have_sharded(

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
@@ -133,11 +133,11 @@ class ShardedCheckpointer:
         gather_or_raise(lambda: prepared_state.load_registered(self._accelerator, auxiliary, where, strict=True))
         state = _sharded_state(self._accelerator)
         _load_in_place(state, Reader(directory, threads=self._settings.get("threads"), max_bytes=self._max_bytes))
-        models, optimizers = self._accelerator._models, self._accelerator._optimizers
+        models = [prepared_state.unwrap_model(model) for model in self._accelerator._models]
         for index, model in enumerate(models):
-            set_model_state_dict(prepared_state.unwrap_model(model), state[_state_key("model", index)])
-        for index, optimizer in enumerate(optimizers):
-            model = prepared_state.unwrap_model(models[index])
+            set_model_state_dict(model, state[_state_key("model", index)])
+        for index, optimizer in enumerate(self._accelerator._optimizers):
+            model = _model_of(optimizer, models)
             saved = state[_state_key("optimizer", index)]
             set_optimizer_state_dict(model, optimizer.optimizer, saved)
             parameters, slots = dict(model.named_parameters()), saved.get("state", {})
@@ -166,14 +166,28 @@ class ShardedCheckpointer:
 
 
 def _sharded_state(accelerator: Accelerator) -> dict[str, Any]:
-    """The state dicts of models and optimizers; optimizer i belongs to model i, as for Accelerate."""
+    """The state dicts of models and optimizers."""
     models = [prepared_state.unwrap_model(model) for model in accelerator._models]
     state: dict[str, Any] = {
         _state_key("model", index): get_model_state_dict(model) for index, model in enumerate(models)
     }
     for index, optimizer in enumerate(accelerator._optimizers):
-        state[_state_key("optimizer", index)] = get_optimizer_state_dict(models[index], optimizer.optimizer)
+        state[_state_key("optimizer", index)] = get_optimizer_state_dict(_model_of(optimizer, models), optimizer.optimizer)
     return state
+
+
+def _model_of(optimizer: Any, models: list[nn.Module]) -> nn.Module:
+    """The model that an optimizer trains.
+
+    Raises:
+        PolicyError: no model has its parameters.
+    """
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for model in models:
+        if not trained.isdisjoint(map(id, model.parameters())):
+            return model
+    found, do = "an optimizer without parameters of a prepared model", "prepare the model that it trains"
+    raise PolicyError("save_state", found=found, expected="an optimizer of a prepared model", do=do)
 
 
 def _state_key(kind: str, index: int) -> str:
