@@ -178,6 +178,24 @@ SHORT = """
             mse_loss(model(x), y).backward()
         reports["beside"] = digest(*(p.grad for p in model.parameters()))
 
+        # parameters that DDP does not average
+        net, extra = plain_net(), plain_net()[0]
+        net[0].requires_grad_(False)
+        model = DDP(net)
+        compress_ddp(model, "q4:64")
+
+        def step(*more):
+            model.zero_grad()
+            (mse_loss(model(x), y) + sum(part(x).sum() for part in more)).backward()
+
+        step()
+        net[0].requires_grad_(True)
+        reports["thawed"] = [caught(step)]
+        model = DDP(plain_net())
+        compress_ddp(model, "q4:64")
+        model.module[0].extra = extra
+        reports["thawed"] += [caught(lambda: step(extra))]
+
         # ranks whose data ends sooner
         model = DDP(plain_net(), bucket_cap_mb=0.005)
         replicas, optimizer = compress_ddp(model, "q4:64"), torch.optim.SGD(model.parameters(), lr=0.1)
@@ -308,6 +326,13 @@ def test_what_cannot_be_compressed_is_refused(short):
     assert all("skip_all_reduce_unused_params" in report["refused"][5][1] for report in short)
     with pytest.raises(PolicyError, match="DistributedDataParallel"):
         compress_ddp(torch.nn.Linear(2, 2))
+
+
+def test_trained_parameters_that_ddp_does_not_average_are_refused(short):
+    for report in short:
+        (kind, thawed), (other_kind, added) = report["thawed"]
+        assert kind == other_kind == "PolicyError"
+        assert "compress_ddp, 0.weight" in thawed and "compress_ddp, 0.extra.weight" in added
 
 
 def test_ranks_whose_data_ends_sooner_do_not_hold_up_the_others(short):
