@@ -17,6 +17,7 @@ from helpers.small_training import Silent
 from helpers.strategies import difference
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import shrinkpoint as sp
 from shrinkpoint.errors import LossWarning
@@ -321,6 +322,10 @@ class Sums:
             mode.from_tensor(second) * torch.tensor(2.0)
         return float(first.sum())
 
+    @staticmethod
+    def of_a_collective(first: Tensor, second: Tensor) -> float:
+        return float(AsyncCollectiveTensor(first + 1).sum())
+
 
 class Parts:
     """A function of a part of what is computed from two weights, or of numbers that nobody followed."""
@@ -356,6 +361,10 @@ class Parts:
     @staticmethod
     def of_padded_rows(first: Tensor, second: Tensor) -> float:
         return float(torch.nn.functional.pad(first, (0, 0, 32, 0))[:32].sum())
+
+    @staticmethod
+    def of_nested_rows(first: Tensor, second: Tensor) -> float:
+        return float((torch.nested.nested_tensor([first[:3], first[3:]], layout=torch.jagged) * 2).values().sum())
 
     @staticmethod
     def that_is_larger(first: Tensor, second: Tensor) -> float:

@@ -262,7 +262,7 @@ def test_replicas_of_which_each_saves_a_part_are_not_measured():
         )
 
     first, second = Ranks(2).run(work)
-    assert isinstance(first, PolicyError) and "b.weight" in str(first) and str(first) == str(second)
+    assert isinstance(first, PolicyError) and "a.weight" in str(first) and str(first) == str(second)
 
 
 @pytest.mark.parametrize("name", ["fisher by error", "inshrinkerator", "excp"])

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shrinkpoint.errors import PolicyError
+from shrinkpoint import humanize
+from shrinkpoint.errors import PolicyError, warn_user
 from shrinkpoint.progress import Task
 from shrinkpoint.quantize.layer_types import layer_types_of_model
 from shrinkpoint.schemes.confidence_interval import paired_mean_interval
 from shrinkpoint.schemes.influence import InfluenceRecorder, local_shard
-from shrinkpoint.sharding.global_tensors import GlobalTensors, matches_parameter, recorder_values
+from shrinkpoint.sharding.global_tensors import GlobalTensors, recorder_values
 from shrinkpoint.tensors.dtypes import as_bits
 from shrinkpoint.tensors.flat_state import FlatState, unflatten
 from shrinkpoint.tensors.memory import callers_default, is_out_of_memory
@@ -459,35 +460,34 @@ class ShardedModelEvaluator(TrialEvaluator):
     def join(self, global_tensors: GlobalTensors) -> None:
         """Connect the evaluators of all ranks; a collective, to be called before anything is evaluated.
 
+        A weight of which other ranks have copies that they do not save, such as a norm in tensor parallelism, stays
+        exact: these copies would not get trial values.
+
         Raises:
-            PolicyError: something is to be measured, and what is saved shares no memory with a model, or a rank has a
-                parameter that only another rank saves, so that it would not get trial values; on every rank.
+            PolicyError: something is to be measured, and what is saved shares no memory with a model, or there is no
+                weight without such copies; on every rank.
         """
         self._global_tensors = global_tensors
         if not self._measures:
             return
-        reports = global_tensors.collectives.all_gather(
-            (bool(self.quantizable), self._find_remote_copy(global_tensors))
-        )
-        if not any(has_parameters for has_parameters, _ in reports):
+        gather = global_tensors.collectives.all_gather
+        if not any(gather(bool(self.quantizable))):
             found, do = "no weight that is a parameter of the model in memory", "say which model is saved"
             raise PolicyError("evaluate", found=found, expected="tensors that share memory with it", do=do)
-        copied = next((name for _, name in reports if name is not None), None)
-        if copied is not None:
+        names: dict[str, Sequence[str]] = {
+            name: self._names_by_address.get(local.data_ptr(), ())
+            for module in self._modules
+            for name, parameter in module.named_parameters()
+            if (local := local_shard(parameter)).numel()
+        }
+        copied = sorted(set[str]().union(*gather({name for name, saved in names.items() if not saved})))
+        excluded = {saved for name in copied for saved in names.get(name, ())}
+        self.quantizable = (self.quantizable or frozenset()) - excluded
+        if not any(gather(bool(self.quantizable))):
             found, do = "copies of it on ranks that do not save it", "say how much may be lost without measuring"
-            raise PolicyError(copied, found=found, expected="a model in parts, each on one rank", do=do)
-
-    def _find_remote_copy(self, global_tensors: GlobalTensors) -> str | None:
-        """The global name of a parameter that this rank has and only another rank saves; None if there is none."""
-        for module in self._modules:
-            for name, parameter in module.named_parameters():
-                local = local_shard(parameter)
-                if local.numel() and local.data_ptr() not in self._names_by_address:
-                    plain_name = strip_wrapper_prefix(name)
-                    for global_name in global_tensors.shapes:
-                        if matches_parameter(global_name, plain_name):
-                            return global_name
-        return None
+            raise PolicyError(copied[0], found=found, expected="a model in parts, each on one rank", do=do)
+        if matrices := sorted(name for name in excluded if self._state.tensors[name].dim() > 1):
+            warn_user(f"weights that several ranks hold stay exact: {humanize.names(matrices)}. Shard them")
 
     def recorder_values(self, recordings: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Recorded gradients of this rank's tensors, by their local names."""

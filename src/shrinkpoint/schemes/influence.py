@@ -293,11 +293,15 @@ def _tensors(nest: Any) -> Iterator[Tensor]:
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
     """The storage of a tensor; None for sparse and other tensors that have none, and without values."""
+    local = _local(tensor)
     try:
-        storage = _local(tensor).untyped_storage()
+        storage = getattr(local, "elem", local).untyped_storage()  # of what a collective still fills
+        if storage.device.type == "meta":
+            return None
+        storage.data_ptr()  # an error for a tensor that consists of others
     except (NotImplementedError, RuntimeError):
         return None
-    return None if storage.device.type == "meta" else storage
+    return storage
 
 
 def _covers(tensor: Tensor, storage: torch.UntypedStorage) -> bool:

@@ -16,6 +16,8 @@ from shrinkpoint import Fisher, Inshrinkerator
 from shrinkpoint.errors import LossWarning
 from shrinkpoint.store import directory as directories
 from shrinkpoint.train.dcp import Reader, Writer, load
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 def error_of(save):
     try:
@@ -29,7 +31,7 @@ def fisher():
 
 def far(folder, run):
     found = load(folder)["model"]
-    whole = {name: x.full_tensor().detach() for name, x in run.model.named_parameters()}
+    whole = {name: getattr(x, "full_tensor", lambda x=x: x)().detach() for name, x in run.model.named_parameters()}
     return {name: float((found[name] - x).norm() / x.norm()) for name, x in whole.items()}
 
 def of_rank(rank, width, folder):
@@ -77,6 +79,24 @@ def of_rank(rank, width, folder):
     results["trains on"] = error_of(lambda: dcp.async_save(run.state(), process_group=group, storage_writer=Writer(
         f"{folder}/b", scheme=measuring(), group=group, model=run.model)).result())
 
+    def split(model):
+        parts = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+        parallelize_module(model, init_device_mesh("cpu", (width,)), parts)
+    parallel, replicas = training.Run(split, inner=132), training.Run(None)
+    parallel.train(1)
+    before = training.digest(parallel.state())
+    writer = Writer(f"{folder}/parallel", scheme=measuring(), model=parallel.model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        dcp.save(parallel.state(), storage_writer=writer)
+    results["parallel"] = {
+        "untouched": training.digest(parallel.state()) == before,
+        "far": far(f"{folder}/parallel", parallel),
+        "said": [str(one.message) for one in said],
+    }
+    results["replicas"] = error_of(lambda: dcp.save(replicas.state(), storage_writer=Writer(
+        f"{folder}/replicas", scheme=measuring(), model=replicas.model)))
+
     odd = run.state() | ({"odd": bytearray(2)} if rank == 1 else {"even": 1})
     results["odd"] = error_of(lambda: dcp.save(odd, storage_writer=Writer(f"{folder}/odd", scheme=fisher())))
     results["alone"] = error_of(lambda: dcp.save({f"x{rank}": torch.ones(9)}, no_dist=True,
@@ -114,6 +134,19 @@ def test_a_model_in_shards_is_measured_and_left_as_it_was(results: list[dict[str
     for result in results:
         assert result["untouched"]
         assert abs(result["rise"]) < 0.025
+
+
+def test_weights_with_copies_stay_exact_where_a_model_in_parts_is_measured(results: list[dict[str, Any]]) -> None:
+    for result in (result["parallel"] for result in results):
+        exact = {name for name, distance in result["far"].items() if not distance}
+        assert result["untouched"] and exact == {"second.bias", "last.weight", "last.bias"}
+    texts = [text for result in results for text in result["parallel"]["said"]]
+    assert any("weights that several ranks hold stay exact: model.last.weight" in text for text in texts), texts
+
+
+def test_replicas_without_weights_of_their_own_are_not_measured(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert "copies of it on ranks that do not save it" in result["replicas"][0]
 
 
 def test_a_model_that_is_not_there_or_trains_on_is_not_measured(results: list[dict[str, Any]]) -> None:
