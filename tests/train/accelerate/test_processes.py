@@ -182,6 +182,7 @@ SPLIT = (
     COMMON
     + """
     from accelerate import Accelerator
+    from shrinkpoint.schemes import Fisher
 
     def make(seed, width=4):
         accelerate_runs.forget()
@@ -209,6 +210,12 @@ SPLIT = (
         again = make(1)
         load_state(again[0], folder / "run")
         said = {"continued": step(*again) == expected}
+        measured = Fisher(budget="1%", evaluate=lambda model: model(torch.ones(2, 8)).square().mean().item())
+        with AcceleratorCheckpointer(run[0], scheme=measured, background=True) as checkpointer:
+            checkpointer.save_state(folder / "measured")
+            checkpointer.save_state(folder / "measured again")
+        said["schemes"] = [directories.read_directory_manifest(folder / name).scheme
+                           for name in ("measured", "measured again")]
         said["shape"] = caught(lambda: load_state(make(0, width=6)[0], folder / "run"))
         tell(folder, rank, said)
 """
@@ -283,9 +290,10 @@ def test_an_error_on_one_process_with_shards_is_one_on_all(of_shards: tuple[list
         assert reports[0][name] == reports[1][name] and reports[0][name][0] == kind
 
 
-def test_two_optimizers_train_one_sharded_model(tmp_path: Path) -> None:
+def test_two_optimizers_of_one_sharded_model_are_saved_and_the_model_is_measured(tmp_path: Path) -> None:
     for report in ranks(SPLIT, 2, tmp_path):
         assert report["continued"]
+        assert report["schemes"] == ["fisher", "fisher"]  # the loop waits for a measured save
         kind, text = report["shape"]
         assert kind == "MismatchError" and "size mismatch between saved torch.Size([4, 8])" in text
 

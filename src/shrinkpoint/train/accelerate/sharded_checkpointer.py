@@ -73,7 +73,7 @@ class ShardedCheckpointer:
         Args:
             shared: the state that is equal on all processes, without models and optimizers.
             per_rank: the state of this process alone.
-            background: return once the state is copied.
+            background: return once the state is copied, unless the scheme measures the model.
             save_options: step, metrics and note for the manifest; `keep` of `Writer`; `keyframe` must be False.
 
         Raises:
@@ -89,6 +89,7 @@ class ShardedCheckpointer:
         state = _sharded_state(self._accelerator) | {_RANK_KEY.format(self._accelerator.process_index): _pack(per_rank)}
         if self._accelerator.is_main_process:
             state[_SHARED_KEY] = _pack(shared)
+        background &= getattr(self._settings.get("scheme"), "evaluate", None) is None  # else the model has to wait
         if background and self._group is None:  # training uses the default group meanwhile
             self._group = dist.new_group(backend="gloo")
         models = [prepared_state.unwrap_model(model) for model in self._accelerator._models]

@@ -98,6 +98,9 @@ class TitanCheckpointManager(CheckpointManager):
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         scheme, model = self.scheme, None  # else only parameters could be lossy: torchtitan saves wq, wk and wv of a fused parameter
         if getattr(scheme, "evaluate", None) is not None:
+            if async_mode != AsyncMode.DISABLED:
+                found, do = f"{async_mode.value!r} with a scheme that measures the loss", 'set "disabled"'
+                raise PolicyError("checkpoint.async_mode", found=found, expected="a model that waits", do=do)
             parts = self.states[MODEL].model
             model = parts[0] if len(parts) == 1 else nn.ModuleList(parts)
             own: dict[str, Any] = self.states[MODEL].cached_state_dict
