@@ -188,6 +188,12 @@ def test_model_of_the_last_step_starts_another_run(tmp_path):
         Run(tmp_path / "a").manager.load()
 
 
+def test_run_in_place_of_its_checkpoint_is_named(tmp_path):
+    Run(tmp_path / "a").train(2)
+    with pytest.raises(NotFoundError, match=r"Name one in it, such as .*a/checkpoint/step-2"):
+        Run(tmp_path / "b", initial_load_path=str(tmp_path / "a" / "checkpoint")).manager.load()
+
+
 def test_other_shape_is_a_mismatch(tmp_path):
     Run(tmp_path).train(1)
     run = Run(tmp_path)

@@ -23,7 +23,7 @@ from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.storage import is_url
 from shrinkpoint.store import Keep
 from shrinkpoint.store.directory import delete_expired
-from shrinkpoint.store.identify import is_checkpoint
+from shrinkpoint.store.identify import find_checkpoints, is_checkpoint
 from shrinkpoint.store.layout import BASES
 from shrinkpoint.train.dcp.checkpoint_metadata import METADATA_FILE
 from shrinkpoint.train.dcp.directory import latest_valid
@@ -96,7 +96,10 @@ class TitanCheckpointManager(CheckpointManager):
         """
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
-        scheme, model = self.scheme, None  # else only parameters could be lossy: torchtitan saves wq, wk and wv of a fused parameter
+        scheme, model = (
+            self.scheme,
+            None,
+        )  # else only parameters could be lossy: torchtitan saves wq, wk and wv of a fused parameter
         if getattr(scheme, "evaluate", None) is not None:
             if async_mode != AsyncMode.DISABLED:
                 found, do = f"{async_mode.value!r} with a scheme that measures the loss", 'set "disabled"'
@@ -222,7 +225,12 @@ def _is_own(directory: Path) -> bool:
 
 def _check_own(directory: str) -> None:
     if not is_checkpoint(directory):
-        do = "load it by torchtitan's own manager, and save it by this one"
+        run = find_checkpoints(directory)
+        do = (
+            f"name one in it, such as {run[-1]}"
+            if run
+            else "load it by torchtitan's own manager, and save it by this one"
+        )
         raise NotFoundError(directory, found="no checkpoint of shrinkpoint", do=do)
 
 
