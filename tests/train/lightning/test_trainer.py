@@ -11,6 +11,7 @@ import torch
 from helpers.lightning_runs import QUIET, Small, every, names, points, small, trainer
 from helpers.strategies import same
 from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 
@@ -152,6 +153,24 @@ def test_a_run_of_the_stock_plugin_goes_on_with_ours(tmp_path, stock):
 
 
 # what cannot be
+
+
+def test_groups_that_a_callback_adds_to_an_optimizer_are_restored(tmp_path):
+    class Backbone(Small):
+        backbone = property(lambda self: self.net[0])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(parameter for parameter in self.parameters() if parameter.requires_grad)
+
+    def tune(epochs: int, **options: Any) -> pl.Trainer:
+        callbacks = [ShrinkIOCallback(), BackboneFinetuning(1, backbone_initial_lr=0.01), every(tmp_path / "all")]
+        run = trainer(tmp_path, ShrinkIO(), epochs=epochs, callbacks=callbacks)
+        run.fit(Backbone(), points(), **options)
+        return run
+
+    first = tune(2).optimizers[0].state_dict()
+    resumed = tune(2, ckpt_path=latest_valid(tmp_path / "all")).optimizers[0].state_dict()
+    assert len(first["param_groups"]) == 2 and same(first, resumed)
 
 
 def test_what_cannot_be_stored_is_named_and_nothing_is_left(tmp_path):

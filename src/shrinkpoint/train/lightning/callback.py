@@ -56,7 +56,9 @@ class ShrinkIOCallback(pl.Callback):
         )
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Register the module with the plugin.
+        """Register the module with the plugin, and take the place behind all callbacks but those that save.
+
+        `BackboneFinetuning` adds groups to optimizers when a fit starts, which have to be there first.
 
         Raises:
             PolicyError: the Trainer has no ShrinkIO, or does not save to a local file system or a bucket.
@@ -72,6 +74,9 @@ class ShrinkIOCallback(pl.Callback):
                 require_place(directory)  # refuses a URL now, and not after the first epoch
         plugin.watch(pl_module)
         self._loaded = None
+        savers = trainer.checkpoint_callbacks
+        others = [callback for callback in trainer.callbacks if callback not in (self, *savers)]
+        trainer.callbacks = [*others, self, *savers]  # another list: Lightning is iterating over this one
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
