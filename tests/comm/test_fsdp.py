@@ -235,6 +235,16 @@ REPLICATED = """
 
         reports["factors"] = [torch.allclose(of_replicas(prepare), of_replicas(prepare, all_reduce="exact"))
                               for prepare in (lambda model: None, set_factor)]
+        plain, late = sharded(mesh), sharded(mesh)
+        handle, reports["late"] = compress_fsdp(late, None, None, all_reduce="exact"), []
+        for part in range(3):
+            for model in (plain, late):
+                model.set_requires_all_reduce(part == 2)
+                x, y = batch(part, rank)
+                mse_loss(model(x), y).backward()
+            reports["late"].append(handle.link_stats["first hop"].messages)
+        reports["late"] += [torch.allclose(one.grad.full_tensor(), other.grad.full_tensor())
+                            for one, other in zip(plain.parameters(), late.parameters())]
         small = sharded(mesh)
         handle = compress_fsdp(small, None, None, all_reduce="q2", min_numel=1 << 20)
         steps(small, rank, range(2))
@@ -387,6 +397,11 @@ def test_exact_messages_between_replicas_give_what_torch_gives(replicated, how):
     for report in replicated:
         own, ours = (torch.cat([torch.tensor(one).flatten() for one in model]) for model in report[how])
         assert torch.allclose(own, ours, rtol=1e-4, atol=1e-6)
+
+
+def test_replicas_exchange_nothing_before_the_last_of_several_backward_passes(replicated):
+    for report in replicated:
+        assert report["late"][:3] == [0, 0, 3] and all(report["late"][3:])
 
 
 def test_averages_of_replicas_are_divided_by_what_was_asked_for(replicated):

@@ -360,6 +360,7 @@ class _ReplicaAllReduce:
         self.all_reduce, self.group = all_reduce, param_group.mesh_info.replicate_process_group
         self._uncompressed = CompressedAllReduce(Identity(), name="fsdp small", link_stats=all_reduce.link_stats)
         self._param_group, self._min_numel, self._check_config = param_group, min_numel, check_config
+        self._partial: Tensor | None = None  # the sum of gradients that are not averaged yet
         self._original_infos = param_group.mesh_info, param_group.post_forward_mesh_info
         if getattr(param_group, "_all_reduce_hook", "missing") is not None:
             problem = "a hook of the user's, or a torch without such hooks"
@@ -381,7 +382,17 @@ class _ReplicaAllReduce:
         self._param_group._all_reduce_hook = None
 
     def _average_(self, shard: Tensor) -> None:
-        """Average a flat gradient shard over the replicas; sum it where the user has set what sums are divided by."""
+        """Average a flat gradient shard over the replicas; sum it where the user has set what sums are divided by.
+
+        After `set_requires_all_reduce(False)` it is kept for the next average.
+        """
+        if self._partial is not None:
+            shard.add_(self._partial)
+            self._partial = None
+        if not self._param_group.all_reduce_grads:
+            self._partial = shard.clone()
+            shard.zero_()
+            return
         self._check_config(self.group)
         is_small = shard.numel() < max(self._min_numel, 1)
         (self._uncompressed if is_small else self.all_reduce).average_(shard, self.group, f"{shard.numel()}")
