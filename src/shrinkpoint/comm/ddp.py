@@ -422,9 +422,7 @@ class DDPCompression(GradientAveraging[AverageRecord]):
         return replica_check(self._group, "compress_ddp", config, self._timeout)
 
 
-def reduced_parameters(
-    model: DistributedDataParallel, known: Container[int] = ()
-) -> list[tuple[str, nn.Parameter]]:
+def reduced_parameters(model: DistributedDataParallel, known: Container[int] = ()) -> list[tuple[str, nn.Parameter]]:
     """The parameters whose gradients DDP averages, with their names, without those of known ids."""
     new = ((name, p) for name, p in model.module.named_parameters() if p.requires_grad and id(p) not in known)
     return [(name, p) for name, p in new if name not in model.parameters_to_ignore]

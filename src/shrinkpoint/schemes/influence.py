@@ -295,7 +295,9 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
     """The storage of a tensor; None for sparse and other tensors that have none, and without values."""
     local = _local(tensor)
     try:
-        storage = getattr(local, "elem", local).untyped_storage()  # of what a collective still fills
+        storage: torch.UntypedStorage = getattr(
+            local, "elem", local
+        ).untyped_storage()  # of what a collective still fills
         if storage.device.type == "meta":
             return None
         storage.data_ptr()  # an error for a tensor that consists of others

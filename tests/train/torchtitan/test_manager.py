@@ -260,5 +260,5 @@ def test_measured_scheme_saves_exported_weights_exactly(tmp_path, caplog):
 def test_measured_scheme_needs_a_model_that_waits(tmp_path):
     run = Run(tmp_path, async_mode="async")
     run.manager.scheme = Fisher(budget="1%", evaluate=run.loss)
-    with pytest.raises(PolicyError, match="checkpoint.async_mode"):
+    with pytest.raises(PolicyError, match=r"checkpoint\.async_mode"):
         run.train(1)

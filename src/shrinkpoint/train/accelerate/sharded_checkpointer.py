@@ -173,7 +173,9 @@ def _sharded_state(accelerator: Accelerator) -> dict[str, Any]:
         _state_key("model", index): get_model_state_dict(model) for index, model in enumerate(models)
     }
     for index, optimizer in enumerate(accelerator._optimizers):
-        state[_state_key("optimizer", index)] = get_optimizer_state_dict(_model_of(optimizer, models), optimizer.optimizer)
+        state[_state_key("optimizer", index)] = get_optimizer_state_dict(
+            _model_of(optimizer, models), optimizer.optimizer
+        )
     return state
 
 

@@ -68,7 +68,9 @@ class StrictLoadPlanner(DefaultLoadPlanner):
             return super().create_local_plan()
         except (RuntimeError, ValueError) as error:
             found = f"{error}".removesuffix(".")
-            raise MismatchError(self._where, found=found[0].lower() + found[1:], expected="what is to be loaded", do=self._do) from error
+            raise MismatchError(
+                self._where, found=found[0].lower() + found[1:], expected="what is to be loaded", do=self._do
+            ) from error
 
 
 class Reader(CheckpointDirectory, StorageReader):
