@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.processes import ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 import shrinkpoint as sp
@@ -172,6 +175,17 @@ def test_training_may_follow_a_validation_in_inference_mode():
         model["linear"](model["embedding"](torch.arange(4))).square().sum().backward()
     assert seen.layers["linear.weight"].inputs.weight == 0.95 + 1
     assert seen.layers["embedding.weight"].lookups.weight == 1
+
+
+def test_layer_in_tensor_parallelism_is_refused_in_its_first_pass(tmp_path: Path):
+    """Its averages would be DTensors, for which a save of one rank would wait for the others."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        model = parallelize_module(nn.Linear(4, 4), init_device_mesh("cpu", (1,)), ColwiseParallel())
+        with sp.Activations(model), pytest.raises(PolicyError, match=r"activations, weight: a layer in tensor"):
+            model(torch.ones(2, 4))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_gradients_and_the_state_are_as_before_a_calibration(trained: Any, tmp_path: Path):

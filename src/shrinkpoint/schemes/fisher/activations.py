@@ -85,6 +85,9 @@ class _LayerRecorder:
     @torch.no_grad()
     def record(self, name: str, layer: nn.Module, inputs: Tensor, output: Tensor) -> None:
         """Record a forward pass, and the gradient of its output when it is computed."""
+        if hasattr(inputs, "to_local"):  # averages of DTensors would wait for other ranks in a save of one rank
+            found, do = "a layer in tensor parallelism", "leave activations= and calibrate= out"
+            raise PolicyError(f"activations, {name}", found=found, expected="one that this rank has whole", do=do)
         statistics = self.layers.setdefault(name, LayerStatistics())
         if not inputs.numel():
             return
@@ -147,8 +150,9 @@ class Activations:
         sp.save(state, "last.safetensors", scheme=sp.Fisher(relative_error=.6, activations=seen))
 
     Also a context manager, which removes the hooks at its end. Layers with `groups`, and those of more than
-    `max_inputs` inputs, are not recorded; a model sharded over ranks is refused when it is saved. Under DDP each rank
-    records its own batches, and the one that saves uses these. A layer of n inputs takes 4 n^2 bytes on its device.
+    `max_inputs` inputs, are not recorded; a model sharded over ranks is refused when it is saved, and one with tensor
+    parallelism in its first pass. Under DDP each rank records its own batches, and the one that saves uses these. A
+    layer of n inputs takes 4 n^2 bytes on its device.
 
     Args:
         model: the model, wrapped by DDP or not; a compiled one before it is compiled.
