@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn, optim
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
 
 from shrinkpoint.tensors.flat_state import FlatState, flatten
 from shrinkpoint.tensors.optimizers import MomentKind, moment_kinds
@@ -107,6 +107,20 @@ def test_under_the_names_of_dcp_muon_is_recognized(is_flat: bool) -> None:
     assert kinds.pop(("0", "weight", "momentum_buffer")) is MUON
     assert sorted(kinds) == [(n, "weight", slot) for n in "12" for slot in ADAM]
     assert {slot: kind for (_, _, slot), kind in kinds.items()} == ADAM
+
+
+def test_flat_names_of_two_optimizers_are_told_apart() -> None:
+    net, state = model(), dict[str, Any]()
+    for number, head in enumerate(("generator", "judge")):
+        part = net[number]
+        optimizer = optim.AdamW(part.parameters(), betas=(0.5 + number / 10, 0.9))
+        part(torch.ones(8)).sum().backward()
+        optimizer.step()
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        for name, value in get_optimizer_state_dict(part, optimizer, options=options).items():
+            state[f"{head}.{name}".replace(".weight.", f".{number}.weight.")] = value
+    infos = planned({"model": net.state_dict(), **state}).optimizer_info
+    assert [infos[f"model.{number}.weight"].beta1 for number in (0, 1)] == [0.5, 0.6]
 
 
 def planned(state: dict[str, Any]) -> FlatState:

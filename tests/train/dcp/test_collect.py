@@ -49,6 +49,12 @@ VALUES = {
 }
 
 
+def test_keys_that_look_alike_are_two(tmp_path: Path) -> None:
+    save({"x": torch.ones(2), "value": ({1: torch.zeros(2), "1": torch.ones(2)},)}, tmp_path)
+    (value,) = load(tmp_path)["value"]
+    assert [key_value.tolist() for key_value in (value[1], value["1"])] == [[0, 0], [1, 1]]
+
+
 @pytest.mark.parametrize("name", VALUES)
 def test_what_is_no_tensor_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
     save({"x": torch.ones(2), "value": (VALUES[name],)}, tmp_path)  # torch leaves tuples in one piece

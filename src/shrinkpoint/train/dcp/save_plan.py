@@ -171,8 +171,7 @@ class _OptimizerState:
         groups = [self.groups[index] for index in sorted(self.groups)]
         named = [{**group, "params": [str(key) for key in group.get("params", ())]} for group in groups]
         if not any(group["params"] for group in named):
-            settings = named[0] if len(named) == 1 else {}
-            named = [{**settings, **self.parameter_settings.get(name, {}), "params": [name]} for name in self.state]
+            named = [{**self.parameter_settings.get(name, {}), "params": [name]} for name in self.state]
         return {"state": self.state, "param_groups": named}
 
 
