@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shrinkpoint.schemes.fisher.curvature import Curvature, GlobalWeights
+from shrinkpoint.schemes.fisher.curvature import Curvature, GlobalWeights, estimate_curvatures
 from shrinkpoint.schemes.fisher.moment_statistics import MomentStatistics
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.dtypes import DTYPE_NAMES
@@ -58,9 +57,8 @@ def global_weights(weights: Mapping[str, Tensor]) -> GlobalWeights:
 
 def known_of(state: dict[str, Any], recorded: Mapping[str, Tensor] | None = None) -> dict[str, Curvature]:
     """The curvature of every weight of a state, by its name in the model."""
-    flat, curvatures = flatten(state), {}
-    for name, weight in state["model"].items():
-        info, squares = flat.optimizer_info.get(f"model/{name}"), (recorded or {}).get(f"model/{name}")
-        curvature = Curvature.from_optimizer(weight, flat, info, squares, MomentStatistics(flat))
-        curvatures[name] = curvature if math.isfinite(curvature.mean) else Curvature()
-    return curvatures
+    flat = flatten(state)
+    names = [f"model/{name}" for name in state["model"]]
+    weights = GlobalWeights(GlobalTensors.from_state(flat), {name: flat.tensors[name] for name in names}, names)
+    found = estimate_curvatures(weights, flat, recorded or {}, MomentStatistics(flat))
+    return {name.removeprefix("model/"): curvature for name, curvature in found.items()}

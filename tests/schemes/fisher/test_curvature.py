@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 import shrinkpoint as sp
 from shrinkpoint.codec.lattice import Lattice, LatticeTensor, as_matrix, scale_counts
-from shrinkpoint.schemes.fisher.curvature import Curvature, estimate_curvatures, remote_owners
+from shrinkpoint.schemes.fisher.curvature import (
+    Curvature,
+    bias_factor,
+    bnb_moment,
+    estimate_curvatures,
+    remote_owners,
+)
 from shrinkpoint.schemes.fisher.moment_statistics import MomentStatistics
 from shrinkpoint.sharding.global_tensors import GlobalTensors
 from shrinkpoint.tensors.flat_state import FlatState, flatten
@@ -68,6 +74,12 @@ def test_averages_that_have_just_begun_are_taken_for_what_they_are_averages_of(s
     known = known_of(adam({"a": g}, {"a": v}, {"a": m}, step=step))["a"]
     torch.testing.assert_close(known.squares, g.square(), rtol=1e-4, atol=0)
     torch.testing.assert_close(known.slope, g, rtol=1e-4, atol=0)
+    assert known.mean == pytest.approx(float(g.square().mean()), rel=1e-4)
+    for axis in (0, 1):
+        torch.testing.assert_close(known.mean_along(axis), g.square().mean(axis), rtol=1e-4, atol=0)
+    rows, columns = torch.arange(1.0, 6).double(), torch.arange(1.0, 9).double()
+    expected = float((g.square().double() * rows[:, None] * columns).sum())
+    assert known.weighted_sum(rows, columns) == pytest.approx(expected, rel=1e-4)
 
 
 def momentum(weights: dict[str, Tensor], buffers: dict[str, Tensor], beta: float = 0.9) -> dict:
@@ -82,6 +94,17 @@ def test_without_second_moments_the_momentum_s_square_serves():
     known = known_of(momentum({"a": g}, {"a": g / (1 - 0.9)}))["a"]
     torch.testing.assert_close(known.slope, g)
     torch.testing.assert_close(known.squares, g.square())
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0])
+def test_squares_of_momentum_count_only_where_no_mean_of_squares_does(scale):
+    a, b = normal(6, 9), normal(8, 5)
+    moving, adamw = momentum({"a": a}, {"a": a}), adam({"b": b}, {"b": squares(8, 5) * scale})
+    state = {"model": {"a": a, "b": b}, "optimizers": [moving["optimizer"], adamw["optimizer"]]}
+    known = known_of(state)
+    assert (known["a"].second is None) == bool(scale)
+    torch.testing.assert_close(known["a"].slope, a * (1 - 0.9))
+    assert known["b"].second is not None
 
 
 def test_what_was_recorded_comes_before_the_momentum_and_after_the_second_moments():
@@ -133,6 +156,30 @@ def test_moments_that_are_not_finite_are_not_known(value):
     assert known_of(broken(adam({"a": x}), "exp_avg", value))["a"].slope is None
     known = known_of(broken(adam({"a": x}), "exp_avg_sq", value))["a"]
     assert known.squares is None or bool(known.squares.isfinite().all())
+
+
+def test_squares_whose_sum_is_no_float32_are_not_known():
+    known = known_of(broken(adam({"a": normal(6, 9)}), "exp_avg_sq", 3e38))["a"]
+    assert known.squares is None and known.slope is None
+
+
+def test_bias_is_only_removed_from_averages_that_have_some():
+    assert bias_factor(0.9, 1) == pytest.approx(10) and bias_factor(0.9, 10_000) == 1
+    for beta, step in ((None, 1), (0.9, None), (0.9, 0), (1.0, 1), (-0.1, 1)):
+        assert bias_factor(beta, step) == 1
+
+
+@pytest.mark.parametrize("change", ["shape", "codebook", "blocks", "values", "none"])
+def test_codes_of_8_bits_that_do_not_fit_are_not_known(change):
+    tensors = {"codes": torch.zeros(8, 64, dtype=torch.uint8), "map": torch.ones(256), "max": torch.ones(2)}
+    wrong = {"shape": ("codes", (64, 8)), "codebook": ("map", 255), "blocks": ("max", 3)}
+    if change in wrong:
+        name, shape = wrong[change]
+        tensors[name] = torch.zeros(shape, dtype=tensors[name].dtype)
+    if change == "values":
+        tensors["max"][0] = float("inf")
+    found = bnb_moment(FlatState(None, tensors, {}, {}), ("codes", "map", "max"), torch.empty(8, 64))
+    assert (found is None) == (change != "none")
 
 
 def test_moments_of_another_shape_are_not_known():

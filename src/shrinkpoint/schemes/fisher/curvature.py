@@ -230,7 +230,7 @@ class Curvature:
         if squares is None and recorded is not None and recorded.shape == weight.shape:
             squares = as_matrix(recorded).to(weight.device, torch.float32)
         if squares is not None or first is None:
-            return cls(squares, first, relative_only=squares is None, first_factor=factor)
+            return cls(squares, first, first_factor=factor)
         return cls((first.to(torch.float32) * factor).square(), first, relative_only=True, first_factor=factor)
 
     def rise_terms(
