@@ -17,7 +17,7 @@ from torch import nn
 
 import shrinkpoint as sp
 
-SAVE = (578, 68, 1076)
+SAVE = (579, 68, 1077)
 RESTORE = (349, 47, 1077)
 GRADIENT = (82, 10, 118)
 

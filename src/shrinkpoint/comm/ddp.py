@@ -207,7 +207,8 @@ class DDPCompression(GradientAveraging[AverageRecord]):
                 if self._record is not None:
                     self._record.clear()  # gradients contain those of the backward passes before
                 if self._group.size() > 1:
-                    self._check_parameters()
+                    for name, _ in reduced_parameters(self.model, known=self._layout.names):
+                        raise _not_averaged(name)
                     if self._moments is not None:
                         self._moments.begin(self._group, self._timeout)
                     for device in dict.fromkeys(segment.device for segment in self._layout.segments):
@@ -224,13 +225,6 @@ class DDPCompression(GradientAveraging[AverageRecord]):
             self._buckets, self._collector = [], GradientCollector(self._layout)
             raise
         return future
-
-    def _check_parameters(self) -> None:
-        """Raise a PolicyError for a trained parameter that DDP does not average: replicas would differ from now on."""
-        for name, _ in reduced_parameters(self.model, known=self._layout.names):
-            found = "a parameter that was added, or has required a gradient, since the model was wrapped"
-            advice = "wrap and compress the model anew after its parameters changed"
-            raise PolicyError(f"compress_ddp, {name}", found=found, expected="one that DDP averages", do=advice)
 
     def _submit(self, bucket: Any) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
@@ -426,6 +420,13 @@ def reduced_parameters(model: DistributedDataParallel, known: Container[int] = (
     """The parameters whose gradients DDP averages, with their names, without those of known ids."""
     new = ((name, p) for name, p in model.module.named_parameters() if p.requires_grad and id(p) not in known)
     return [(name, p) for name, p in new if name not in model.parameters_to_ignore]
+
+
+def _not_averaged(name: str) -> PolicyError:
+    """The error of a trained parameter that DDP does not average: replicas would differ from now on."""
+    found = "a parameter that was added, or has required a gradient, since the model was wrapped"
+    advice = "wrap and compress the model anew after its parameters changed"
+    return PolicyError(f"compress_ddp, {name}", found=found, expected="one that DDP averages", do=advice)
 
 
 def _check_model(model: object) -> None:

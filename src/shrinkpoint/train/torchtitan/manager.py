@@ -96,10 +96,8 @@ class TitanCheckpointManager(CheckpointManager):
         """
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
-        scheme, model = (
-            self.scheme,
-            None,
-        )  # else only parameters could be lossy: torchtitan saves wq, wk and wv of a fused parameter
+        scheme = self.scheme
+        model = None  # else only parameters could be lossy: torchtitan saves wq, wk and wv of a fused parameter
         if getattr(scheme, "evaluate", None) is not None:
             if async_mode != AsyncMode.DISABLED:
                 found, do = f"{async_mode.value!r} with a scheme that measures the loss", 'set "disabled"'
