@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.stores import state
 
+from shrinkpoint.errors import CorruptError
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store import Store, decode
 from shrinkpoint.tensors.flat_state import unflatten
@@ -41,3 +42,14 @@ def test_chains_without_a_requested_step_are_not_decoded(store, monkeypatch):
     checkpoints, count = decoded_files(store, monkeypatch, steps={5, 7, 99})
     assert [manifest.step for manifest, _ in checkpoints] == [5, 7] and count <= 4
     assert decoded_files(store, monkeypatch, steps=()) == ([], 0)
+
+
+def test_a_chain_that_is_decoded_file_by_file_says_why(store, monkeypatch, caplog):
+    assert store.load(3)["seed"] == 3 and "file by file" not in caplog.text
+
+    def fail(*_):
+        raise CorruptError("here", found="a mistake of ours", do="nothing")
+
+    monkeypatch.setattr(decode, "_decode_last", fail)
+    assert store.load(3)["seed"] == 3
+    assert "decoded file by file" in caplog.text and "a mistake of ours" in caplog.text

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -23,6 +23,7 @@ from shrinkpoint.tensors.flat_state import unflatten
 from shrinkpoint.tensors.info import JSON
 from shrinkpoint.tensors.tree_decoder import SelectedLeaves, list_leaves
 
+_log = logging.getLogger("shrinkpoint")
 SelectLeaves: TypeAlias = Callable[[JSON, str], SelectedLeaves]
 """Selects leaves of a state's tree; the second argument is the file, for messages."""
 MAX_KEPT_TENSORS = 1 << 12
@@ -65,14 +66,19 @@ def decode_chain(
     if select is not None:
         reader = files[-1].read_header()
         selected = select(reader.tree, reader.where)
+    failure: ShrinkpointError | None = None
     if len(files) > 1 or selected is not None:
-        with suppress(ShrinkpointError):
+        try:
             content = _decode_last(files, threads, max_bytes, None if selected is None else selected.tensors)
             return content if selected is None else replace(content, tree=selected.tree)
+        except ShrinkpointError as error:  # file by file, it is found at the first file that is damaged
+            failure = error.with_traceback(None)
     decoded: DecodedFile | None = None
     for _, content in iter_chain(files, threads=threads, max_bytes=max_bytes):
         decoded = content
     assert decoded is not None
+    if failure is not None:
+        _log.warning("decoded file by file, which takes longer, since the chain as a whole failed: %s", failure)
     return decoded if selected is None else replace(decoded, tree=selected.tree)
 
 
