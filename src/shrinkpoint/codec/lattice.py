@@ -289,7 +289,7 @@ class LatticeTensor:
             second_moments: the same rows of the tensor named by `relative_to`.
         """
         (lattice, codes, first, length, stride, count), width = self.runs(rows)
-        out = torch.empty((count, width), dtype=torch.float32)
+        out = torch.empty((count, width), dtype=torch.float32, device="cpu")
         if out.numel():
             squares = None if second_moments is None else second_moments.to(torch.float32)
             _native.lattice_run_values(

@@ -188,7 +188,7 @@ def all_tensor_rows(tensors: Mapping[str, Tensor], rows: Mapping[str, slice]) ->
         else:
             out[name] = tensor_rows(tensors, name, part)
     sizes = [width * run[-1] for run, width in runs.values()]
-    values = torch.empty(sum(sizes), dtype=torch.float32)
+    values = torch.empty(sum(sizes), dtype=torch.float32, device="cpu")
     _native.lattice_rows([run for run, _ in runs.values()], values)
     parts = zip(runs.items(), values.split(sizes), strict=True)
     return out | {name: part.view(-1, width) for (name, (_, width)), part in parts}

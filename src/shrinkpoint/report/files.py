@@ -139,13 +139,13 @@ def describe_recipe(recipe: JSON) -> str:
         runs = recipe.get("runs")
         first = runs[0] if isinstance(runs, list) and runs and isinstance(runs[0], dict) else {}
         return f"exact, {_PREDICTORS.get(str(first.get('predictor')), 'coded alone')}"
-    return _EXACT.get(str(kind), "unknown")
+    return _WHOLE.get(str(kind), "unknown")
 
 
-_EXACT = {
+_WHOLE = {
     "plain": "exact, as it is",
-    "same": "exact, as in the base",
-    "copy": "exact, as another tensor",
+    "same": "as in the base",
+    "copy": "as another tensor",
     "twister": "exact, as refills of the generator in the base",
 }
 _PREDICTORS = {
