@@ -2,6 +2,7 @@
 
     python -m lab.studies.fisher.kinds                    # writes benchmarks/results/kinds.json: 25 minutes a seed
     python -m lab.studies.fisher.kinds --kinds Muon --budgets 1% --seeds 0 --out a.json
+    python -m lab.studies.fisher.kinds --budgets "1% recent" "0.1% recent" --seeds 0 1 --out kinds_recent.json
     python -m lab.studies.fisher.kinds --report
 
 Each kind is a small training that this file defines. A run saves its whole state as a chain of checkpoints by each

@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import shrinkpoint as sp
-from lab.studies.fisher.kinds import EXAMPLES, KINDS, Batch, Kind, mean_loss
+from lab.studies.fisher.kinds import EXAMPLES, KINDS, Batch, Kind, mean_loss, measured
 from lab.studies.harness.seeded import run_seeds
 from lab.studies.retention.meter import Meter
 
@@ -92,14 +91,10 @@ def run(name: str, seed: int, schemes: list[str], root: Path) -> dict[str, dict[
     seen, unseen = ((held[0][part], held[1][part]) for part in (slice(EXAMPLES), slice(EXAMPLES, 9 * EXAMPLES)))
     recent = sp.RecentBatches(kind.loss)
 
-    @torch.no_grad()
-    def evaluate(model: torch.nn.Module) -> Tensor:
-        return kind.loss(model.eval(), seen).double()
-
     made = {
         "lossless": "lossless",
         "fisher": sp.Fisher(evaluate=recent),
-        "1%": sp.Fisher(budget="1%", evaluate=evaluate),
+        "1%": sp.Fisher(budget="1%", evaluate=lambda model: measured(kind, model, [seen])),
     }
     plain, ours = Plain(root / "plain"), {scheme: Managed(root / scheme, made[scheme]) for scheme in schemes}
     for number in range(SAVES):

@@ -24,7 +24,7 @@ class LatticeSource(NamedTuple):
     values: Tensor | None = None  # the values, if they have been decoded already
 
     @property
-    def is_bare(self) -> bool:
+    def needs_only_codes(self) -> bool:
         """True if the values are float32, and are decoded from nothing but the codes."""
         return self.values is None and self.dtype == torch.float32 and not self.quantized.relative_to
 
@@ -183,7 +183,7 @@ def all_tensor_rows(tensors: Mapping[str, Tensor], rows: Mapping[str, slice]) ->
     runs: dict[str, tuple[_native.LatticeRun, int]] = {}
     for name, part in rows.items():
         source = lattice_source(tensors, name)
-        if source is not None and source.is_bare and source.quantized.codes.numel():
+        if source is not None and source.needs_only_codes and source.quantized.codes.numel():
             runs[name] = source.quantized.runs(part)
         else:
             out[name] = tensor_rows(tensors, name, part)
@@ -201,10 +201,11 @@ def lattice_source(tensors: Mapping[str, Tensor], name: str) -> LatticeSource | 
 
 
 def hashed_values(tensors: Mapping[str, Tensor], name: str) -> Tensor | _native.LatticeValues:
-    """Return the values of a tensor for `coder.digest_arrays`, which decodes few float32 on a lattice with less ado."""
+    """Return the values of a tensor for `coder.digest_arrays`, which decodes small ones on a lattice itself."""
     source = lattice_source(tensors, name)
-    is_small = source is not None and source.is_bare and source.quantized.codes.numel() <= MAX_SAMPLED_VALUES
-    return source.quantized.native_values() if source is not None and is_small else tensors[name]
+    if source is not None and source.needs_only_codes and source.quantized.codes.numel() <= MAX_SAMPLED_VALUES:
+        return source.quantized.native_values()
+    return tensors[name]
 
 
 def lattice_sources(tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, LatticeSource]:

@@ -80,7 +80,7 @@ def quantize_to_lattice(
         return None if codes is None else LatticeTensor(codes.reshape(tensor.shape), lattice, relative_to)
     for dtype in (torch.int8, torch.int16):
         codes = empty_codes(tensor, dtype)
-        code_bytes = _native.lattice_quantize(
+        width = _native.lattice_quantize(
             lattice.to_native(tuple(tensor.shape)),
             as_native_float(tensor),
             codes,
@@ -90,8 +90,8 @@ def quantize_to_lattice(
             hysteresis=hysteresis,
             threads=threads or torch.get_num_threads(),
         )
-        if code_bytes <= dtype.itemsize:
-            return LatticeTensor(codes, lattice, relative_to) if code_bytes else None
+        if width <= dtype.itemsize:
+            return LatticeTensor(codes, lattice, relative_to) if width else None
     return None
 
 

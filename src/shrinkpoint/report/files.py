@@ -139,10 +139,10 @@ def describe_recipe(recipe: JSON) -> str:
         runs = recipe.get("runs")
         first = runs[0] if isinstance(runs, list) and runs and isinstance(runs[0], dict) else {}
         return f"exact, {_PREDICTORS.get(str(first.get('predictor')), 'coded alone')}"
-    return _WHOLE.get(str(kind), "unknown")
+    return _UNCODED.get(str(kind), "unknown")
 
 
-_WHOLE = {
+_UNCODED = {
     "plain": "exact, as it is",
     "same": "as in the base",
     "copy": "as another tensor",

@@ -265,6 +265,7 @@ class TrialEvaluator:
         layer_types: types of layers by name of a tensor, if they are known from a module.
         quantizable: names of the tensors that trial values reach; None for all of the state.
         frozen: names of the model's parameters that take no gradients.
+        copied: names of those of which other ranks have copies that they do not save: no trial values reach these.
         recordings: what a gradient recorder had when the state was saved, by name in the model; None: plan at once,
             with what it has then.
         influence: records which weights `evaluate` reads and uses; None: nothing does.
@@ -276,6 +277,7 @@ class TrialEvaluator:
         self.layer_types: dict[str, str] = {}
         self.quantizable: frozenset[str] | None = None
         self.frozen: frozenset[str] = frozenset()
+        self.copied: frozenset[str] = frozenset()
         self._state, self._evaluate = state, evaluate
         self._guard: ModelStateGuard | None = None
 
@@ -481,12 +483,12 @@ class ShardedModelEvaluator(TrialEvaluator):
             if (local := local_shard(parameter)).numel()
         }
         copied = sorted(set[str]().union(*gather({name for name, saved in names.items() if not saved})))
-        excluded = {saved for name in copied for saved in names.get(name, ())}
-        self.quantizable = (self.quantizable or frozenset()) - excluded
+        self.copied = frozenset(saved for name in copied for saved in names.get(name, ()))
+        self.quantizable = (self.quantizable or frozenset()) - self.copied
         if not any(gather(bool(self.quantizable))):
             found, do = "copies of it on ranks that do not save it", "say how much may be lost without measuring"
             raise PolicyError(copied[0], found=found, expected="a model in parts, each on one rank", do=do)
-        if matrices := sorted(name for name in excluded if self._state.tensors[name].dim() > 1):
+        if matrices := sorted(name for name in self.copied if self._state.tensors[name].dim() > 1):
             warn_user(f"weights that several ranks hold stay exact: {humanize.names(matrices)}. Shard them")
 
     def recorder_values(self, recordings: Mapping[str, Tensor]) -> dict[str, Tensor]:

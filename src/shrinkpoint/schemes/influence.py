@@ -294,10 +294,9 @@ def _tensors(nest: Any) -> Iterator[Tensor]:
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
     """The storage of a tensor; None for sparse and other tensors that have none, and without values."""
     local = _local(tensor)
+    filled = getattr(local, "elem", local)  # what a collective still fills has another tensor in it
     try:
-        storage: torch.UntypedStorage = getattr(
-            local, "elem", local
-        ).untyped_storage()  # of what a collective still fills
+        storage: torch.UntypedStorage = filled.untyped_storage()
         if storage.device.type == "meta":
             return None
         storage.data_ptr()  # an error for a tensor that consists of others

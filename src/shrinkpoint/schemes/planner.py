@@ -321,10 +321,9 @@ class Planner(SpecMixin, RecordEncodingMixin, Generic[ChoiceT]):
         # Select. A weight that equals the previous checkpoint keeps its codes: no rounding may touch it again.
         quantizable = None if evaluator is None else evaluator.quantizable
         selection = self.select(state, tensors, quantizable)
-        frozen = () if evaluator is None else evaluator.frozen
-        selection.warn_exact(state, reference, frozen, tensors)
-        if reference is None and quantizable is not None:
-            selection.warn_outside_model(state, quantizable, frozen)
+        selection.warn_exact(state, reference, () if evaluator is None else evaluator.frozen, tensors)
+        if reference is None and evaluator is not None and quantizable is not None:
+            selection.warn_outside_model(state, quantizable | evaluator.copied)
         unchanged = unchanged_tensors(selection.tensors, state, reference, tensors)
         moved = selection.exclude(unchanged, tensors)
         selected = {*selection.global_names}

@@ -75,14 +75,13 @@ class TensorSelection:
                 "has diverged"
             )
 
-    def warn_outside_model(self, state: FlatState, quantizable: Collection[str], frozen: Collection[str]) -> None:
+    def warn_outside_model(self, state: FlatState, parameters: Collection[str]) -> None:
         """Warn of large weights that an optimizer trains and that stay exact, as no trial values reach them.
 
         Args:
-            quantizable: names of the model's own parameters.
-            frozen: names of those that take no gradients.
+            parameters: names of the model's own.
         """
-        known = {*quantizable, *frozen, *self.tensors, *self.cast_sources}
+        known = {*parameters, *self.tensors, *self.cast_sources}
         outside = [
             name
             for name, info in state.infos.items()
@@ -340,7 +339,7 @@ def unchanged_tensors(
 def _equals_parent(tensor: Tensor, name: str, reference: Reference) -> bool:
     """True if a tensor has the parent's bits; of a parent on a lattice, the first values are decoded first."""
     source = lattice_source(reference.tensors, name)
-    if source is not None and source.is_bare and tensor.is_cpu:
+    if source is not None and source.needs_only_codes and tensor.is_cpu:
         is_equal = source.quantized.starts_with(tensor, _HEAD_VALUES)
         if not is_equal or tensor.numel() <= _HEAD_VALUES:
             return is_equal

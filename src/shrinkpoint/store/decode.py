@@ -66,18 +66,18 @@ def decode_chain(
     if select is not None:
         reader = files[-1].read_header()
         selected = select(reader.tree, reader.where)
-    failure: ShrinkpointError | None = None
+    failure = ""
     if len(files) > 1 or selected is not None:
         try:
             content = _decode_last(files, threads, max_bytes, None if selected is None else selected.tensors)
             return content if selected is None else replace(content, tree=selected.tree)
         except ShrinkpointError as error:  # file by file, it is found at the first file that is damaged
-            failure = error.with_traceback(None)
+            failure = str(error)  # not the error, which holds the frames, and so the memory, of what has failed
     decoded: DecodedFile | None = None
     for _, content in iter_chain(files, threads=threads, max_bytes=max_bytes):
         decoded = content
     assert decoded is not None
-    if failure is not None:
+    if failure:
         _log.warning("decoded file by file, which takes longer, since the chain as a whole failed: %s", failure)
     return decoded if selected is None else replace(decoded, tree=selected.tree)
 

@@ -17,6 +17,7 @@ from shrinkpoint.errors import LossWarning
 from shrinkpoint.store import directory as directories
 from shrinkpoint.train.dcp import Reader, Writer, load
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 def error_of(save):
@@ -94,6 +95,15 @@ def of_rank(rank, width, folder):
         "far": far(f"{folder}/parallel", parallel),
         "said": [str(one.message) for one in said],
     }
+    def split_one(model):
+        mesh = init_device_mesh("cpu", (width,))
+        parallelize_module(model, mesh, {"first": ColwiseParallel(output_layouts=Replicate())})
+    loose = training.Run(split_one, inner=132)
+    loose.train(1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        dcp.save(loose.state(), storage_writer=Writer(f"{folder}/loose", scheme=measuring(), model=loose.model))
+    results["loose"] = [str(one.message) for one in said]
     results["replicas"] = error_of(lambda: dcp.save(replicas.state(), storage_writer=Writer(
         f"{folder}/replicas", scheme=measuring(), model=replicas.model)))
 
@@ -142,6 +152,9 @@ def test_weights_with_copies_stay_exact_where_a_model_in_parts_is_measured(resul
         assert result["untouched"] and exact == {"second.bias", "last.weight", "last.bias"}
     texts = [text for result in results for text in result["parallel"]["said"]]
     assert any("weights that several ranks hold stay exact: model.last.weight" in text for text in texts), texts
+    texts = [text for result in results for text in result["loose"] if "stay exact" in text]
+    assert any("second.weight" in text for text in texts), texts
+    assert all("several ranks hold" in text for text in texts), texts
 
 
 def test_replicas_without_weights_of_their_own_are_not_measured(results: list[dict[str, Any]]) -> None:
