@@ -112,6 +112,33 @@ def test_no_checkpoint_is_its_own_base(tmp_path: Path, keep: Keep) -> None:
             assert_loads(store)
 
 
+class Filled(Linkless):
+    """Remembers the most bytes of payloads that it ever held."""
+
+    most = 0
+
+    def put(self, key: str, data: Any) -> None:
+        super().put(key, data)
+        self.most = max(self.most, sum(len(self.get(key)) for key in self.list() if key.endswith(".safetensors")))
+
+
+def test_meanwhile_there_is_never_more_than_one_plain_checkpoint_beside_those_that_are_kept() -> None:
+    def state(step: int) -> dict[str, Any]:
+        fixed, fresh = torch.randn(8192, generator=torch.Generator().manual_seed(0)), torch.Generator()
+        fixed[:5700] = torch.randn(5700, generator=fresh.manual_seed(step + 1))
+        return {"model": {"a": fixed}}
+
+    storage, keep = Filled(), Keep(last=5)
+    with Store(storage, threads=1, keyframe_every=5) as store:
+        for step in range(11):
+            store.chain_limit.keep = keep
+            store.save(step, state(step))
+            plan = store.prune(keep, dry_run=False, defer=True)
+            assert bool(plan.rewrite) == (step in (5, 10))
+            assert storage.most <= 6 * 8192 * 4
+        assert store.manifest(6).depth == 4 and difference(store.load(6, keep=False), state(6)) is None
+
+
 def test_a_mirror_takes_over_what_was_written_again(tmp_path: Path) -> None:
     with sp.CheckpointManager(tmp_path / "run", keep=Keep(last=3), mirror=tmp_path / "mirror", threads=1) as manager:
         for step in range(12):
@@ -229,7 +256,27 @@ def test_the_spacing_holds_what_a_run_would_hold(
     assert max(held) <= kept * 1.000001
     ways = [played(sizes, kept, every, False) for every in range(1, longest + 1)]
     allowed = [sum(way) / len(way) for way in ways if max(way) <= kept]
+    if can_reverse:
+        lengths = [every for every in range(2, longest + 1) if every >= kept > 1]
+        reversed_ways = [(every, played(sizes, kept, every, True)) for every in lengths]
+        allowed += [
+            sum(way) / len(way) for every, way in reversed_ways if peak_of_reversal(sizes, kept, every) <= kept + 1
+        ]
     assert chosen.disk <= DISK_TOLERANCE * min(allowed) * 1.000001
+    if chosen.reverse:
+        assert peak_of_reversal(sizes, kept, chosen.every) <= (kept + 1) * 1.000001
+
+
+def peak_of_reversal(sizes: FileSizes, kept: int, every: int) -> float:
+    """Most bytes on the disk while the deltas of a chain are written again, one by one; infinite if it frees none."""
+    assert sizes.reverse is not None
+    files = {step: sizes.delta if step else sizes.keyframe for step in range(every + 1)} | {every: sizes.keyframe}
+    before = peak = sum(files.values())
+    for step in range(every - 1, every - kept, -1):
+        peak = max(peak, sum(files.values()) + sizes.reverse)
+        files[step] = sizes.reverse
+    files = {step: size for step, size in files.items() if step > every - kept}
+    return peak if sum(files.values()) < before else float("inf")
 
 
 def played(sizes: FileSizes, kept: int, every: int, reverse: bool) -> list[float]:
@@ -271,6 +318,6 @@ def test_deltas_of_a_third_are_written_again_and_take_no_second_keyframe() -> No
 
 
 def test_what_nobody_has_measured_may_be_large() -> None:
-    sizes = FileSizes(0.8, 0.53, 1.0)  # with two more keyframes there would be 4.26 states for a moment
-    assert not choose_spacing(sizes, 3, 3, can_reverse=True).reverse
-    assert choose_spacing(replace(sizes, reverse=0.53), 3, 3, can_reverse=True).reverse
+    sizes = FileSizes(0.9, 0.55, 1.0)  # with one more keyframe there would be 3.25 states for a moment
+    assert not choose_spacing(sizes, 2, 2, can_reverse=True).reverse
+    assert choose_spacing(replace(sizes, reverse=0.55), 2, 2, can_reverse=True).reverse

@@ -113,9 +113,10 @@ def _reverse(sizes: FileSizes, kept: int, every: int) -> Iterator[Spacing]:
     """Chains of which only a keyframe, and deltas against it in both directions, stay; none if that takes too much."""
     older, chain = kept - 1, sizes.keyframe + (every - 1) * sizes.delta
     reverse = sizes.delta if sizes.reverse is None else sizes.reverse
-    added = older * (min(2 * sizes.delta, sizes.keyframe) if sizes.reverse is None else sizes.reverse)
-    # While they are written again, the chain and what takes its place are on the disk, and the latter is in memory.
-    if chain + sizes.keyframe + added <= (kept + 1) * sizes.plain and added <= 2 * sizes.plain:
+    largest = min(2 * sizes.delta, sizes.keyframe) if sizes.reverse is None else sizes.reverse
+    # They are written one by one, the newest first; after each the delta that it was goes.
+    peak = chain + sizes.keyframe + largest + max(0.0, (older - 1) * (largest - sizes.delta))
+    if peak <= (kept + 1) * sizes.plain and older * reverse < chain:
         mean = (every - 1) / 2 * sizes.delta + older * kept / (2 * every) * reverse
         most = max(older * reverse, (every - 1) * sizes.delta)
         written = (chain + older * reverse) / every

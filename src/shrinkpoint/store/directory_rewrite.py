@@ -22,7 +22,7 @@ from shrinkpoint.store.delta_writer import DirectoryPlace, chain_bytes, chain_di
 from shrinkpoint.store.directory import manifest_condition, read_directory_manifest, replace_manifest
 from shrinkpoint.store.directory_retention import Directory
 from shrinkpoint.store.manifest import DirectoryManifest, Payload
-from shrinkpoint.store.retention import reverse_ratio
+from shrinkpoint.store.retention import frees_bytes, reverse_ratio
 from shrinkpoint.tensors.dtypes import materialize
 from shrinkpoint.tensors.flat_state import FlatState, flatten, without_optimizer_state
 from shrinkpoint.tensors.info import JSON
@@ -117,20 +117,23 @@ class RunRewriter:
             return self._commit_if_smaller()
 
     def reverse(self, parents: Mapping[Path, Path | None]) -> float | None:
-        """Write checkpoints of one process again as deltas against newer ones.
+        """Write checkpoints of one process again as deltas against newer ones, each committed before the next.
+
+        Where that would free nothing, the others stay as they are.
 
         Args:
             parents: of each the directory that it becomes a delta against, newest first; None: it becomes a keyframe.
 
         Returns:
-            As `reverse_ratio`; None also where it would free nothing: then all stay as they are.
+            As `reverse_ratio`, of those that were written.
 
-        Raises: as `strip`.
+        Raises: as `rewrite`.
         """
+        before, after, waiting = dict(self._kept), dict[Directory, DirectoryManifest](), [*parents]
         references: dict[Path, Reference] = {}  # of the checkpoint that was decoded last
 
         def parent_of(directory: Path) -> _Parent:
-            (payload,) = self._after.get(directory, self._kept[directory]).payloads
+            (payload,) = self._kept[directory].payloads
             reference = references.get(directory)
             if reference is None:
                 reference = decode_payload(directory, payload, threads=self._threads).reference
@@ -142,10 +145,13 @@ class RunRewriter:
                 decoded = decode_payload(directory, manifest.payloads[0], threads=self._threads)
                 state = flatten(build_state(decoded, str(directory)))
                 payload, reference = self._write(directory, manifest, 0, state, decoded, parent)
-                self._after[directory] = replace(manifest, payloads=(payload,), stored_bytes=-1)
+                waiting.remove(directory)
+                after[directory] = replace(manifest, payloads=(payload,), stored_bytes=-1)
                 references = {directory: reference}
-            ratio = reverse_ratio([(self._before[directory], after) for directory, after in self._after.items()])
-            return ratio if self._commit_if_smaller() else None
+                if not frees_bytes(before, after, waiting):
+                    break
+                self._commit(directory, after[directory])
+        return reverse_ratio([(before[directory], manifest) for directory, manifest in after.items()])
 
     def __enter__(self) -> RunRewriter:
         return self
@@ -198,8 +204,11 @@ class RunRewriter:
         if after >= before:
             return False
         for directory, manifest in self._after.items():
-            self._places.pop(directory, None)  # the manifest may be there even if this fails: nothing may be removed
-            if self._commits:
-                replace_manifest(directory, manifest, self._conditions[directory])
-        self._kept |= self._after
+            self._commit(directory, manifest)
         return True
+
+    def _commit(self, directory: Directory, manifest: DirectoryManifest) -> None:
+        self._places.pop(directory, None)  # the manifest may be there even if this fails: nothing may be removed
+        if self._commits:
+            replace_manifest(directory, manifest, self._conditions[directory])
+        self._kept[directory] = manifest

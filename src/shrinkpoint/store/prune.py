@@ -2,8 +2,10 @@
 
 Two things hold bytes that no rule wants: deltas against a checkpoint that no rule selects, and moments of checkpoints
 that are to be weights only. A chain in which this is so is written again: all payloads first, then the manifests, each
-atomically, and then what nothing needs any more is deleted. After a crash at any point every checkpoint loads, as it
-was or as it is written again, and the next prune goes on.
+atomically, and then what nothing needs any more is deleted. Deltas that are to be against newer checkpoints are written
+one by one, and the file of each before is deleted at once: so the disk holds at most one of them twice.
+
+After a crash at any point every checkpoint loads, as it was or as it is written again, and the next prune goes on.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from shrinkpoint.store.retention import (
     PrunePlan,
     RewriteTarget,
     apply_policy,
+    frees_bytes,
     parents_to_reverse,
     plan_deletion,
     reverse_ratio,
@@ -45,7 +48,6 @@ class RewriteChain:
 
     manifests: tuple[Manifest, ...]  # all of them, and what they are to be deltas against
     targets: tuple[RewriteTarget, ...]  # those that are to be written again, each after its parent
-    reverse: bool = False  # they become deltas against newer checkpoints
 
 
 def prune(
@@ -90,7 +92,7 @@ def prune(
                 settled.update(target.manifest.digest for target in rewrite.targets)
     if wants_reverse is not None and (reverse := _plan_reverse(run.listing, keep, now, wants_reverse)):
         try:
-            run.write_again(reverse)
+            run.reverse(reverse)
         except (ShrinkpointError, MemoryError, RuntimeError) as error:  # torch reports what it cannot allocate so
             _log.warning("older checkpoints stay as they are, and take more bytes than they need: %s", error)
     plan = run.finish()
@@ -147,13 +149,14 @@ class _Prune:
 
         Where it would free nothing, or a checkpoint does not load, all stay as they are.
         """
-        from shrinkpoint.store.rewrite import write_again, write_reversed  # which import torch
+        from shrinkpoint.store.rewrite import write_again  # which imports torch
 
-        write = write_reversed if rewrite.reverse else write_again
         title = f"writing a chain of {self._storage.describe()} again"
         with ExitStack() as transactions:  # those that are open at the end are aborted
             try:
-                rewritten = write(self._storage, self.listing, rewrite.targets, transactions, self._threads, title)
+                rewritten = write_again(
+                    self._storage, self.listing, rewrite.targets, transactions, self._threads, title
+                )
             except (ChainError, FormatError) as error:
                 _log.warning("a chain is not written again, since it does not load: %s", error)
                 self._note(rewrite, "stays as it is, since its chain does not load")
@@ -171,10 +174,35 @@ class _Prune:
             self._plan,
             rewrite=tuple(sorted({*self._plan.rewrite, *after})),
             weights_only=tuple(sorted({*self._plan.weights_only, *stripped})),
-            reverse_ratio=reverse_ratio([(item.before, item.after) for item in rewritten]) if rewrite.reverse else None,
         )
         self.delete_unneeded()
         return True
+
+    def reverse(self, rewrite: RewriteChain) -> None:
+        """Write checkpoints again as deltas against newer ones, and after each delete what nothing needs then.
+
+        Where it would free nothing, or a checkpoint does not load, the others stay as they are.
+        """
+        from shrinkpoint.store.rewrite import write_reversed  # which imports torch
+
+        before, after = {manifest.step: manifest for manifest in rewrite.manifests}, dict[int, Manifest]()
+        waiting = [target.manifest.step for target in rewrite.targets]
+        title = f"writing a chain of {self._storage.describe()} again"
+        with ExitStack() as transactions:  # those that are open at the end are aborted
+            for item in write_reversed(
+                self._storage, self.listing, rewrite.targets, transactions, self._threads, title
+            ):
+                step = waiting.pop(0)
+                after[step] = item.after
+                ratio = reverse_ratio((before[step], manifest) for step, manifest in after.items())
+                self._plan = replace(self._plan, reverse_ratio=ratio)
+                if not frees_bytes(before, after, waiting):
+                    self._notes[step] = "stays as it is, since writing its chain again frees nothing"
+                    return
+                self._commit(item)
+                self._notes[step] = "written again, without what no rule keeps"
+                self._plan = replace(self._plan, rewrite=tuple(sorted({*self._plan.rewrite, step})))
+                self.delete_unneeded()
 
     def _note(self, rewrite: RewriteChain, text: str) -> None:
         self._notes.update({target.manifest.step: text for target in rewrite.targets})
@@ -230,7 +258,7 @@ def _plan_reverse(
     kept = {step: listing.manifests[step] for step in selected}
     parents = parents_to_reverse(kept, keep, needs_none)
     targets = tuple(RewriteTarget(kept[step], False, parent) for step, parent in parents.items())
-    return RewriteChain((*kept.values(),), targets, reverse=True) if targets else None
+    return RewriteChain((*kept.values(),), targets) if targets else None
 
 
 def _with_moments(storage: Storage, manifests: Sequence[Manifest], settled: set[str]) -> frozenset[int]:

@@ -263,6 +263,24 @@ def reverse_ratio(rewritten: Iterable[tuple[DirectoryManifest, DirectoryManifest
     return sum(after for _, after in pairs) / sum(before for before, _ in pairs) if pairs else None
 
 
+def frees_bytes(
+    before: Mapping[PlaceT, DirectoryManifest],
+    after: Mapping[PlaceT, DirectoryManifest],
+    waiting: Collection[PlaceT],
+) -> bool:
+    """True if checkpoints need fewer bytes once all of an ended chain have become deltas against newer ones.
+
+    Args:
+        before: all that are kept, as they were.
+        after: those that have been written again.
+        waiting: those that have not; each is taken to need as many bytes as those that are deltas now.
+    """
+    deltas = [manifest.stored_bytes for manifest in after.values() if manifest.depth]
+    rest = [after.get(place, manifest) for place, manifest in before.items() if place not in waiting]
+    needed = sum(chain.file_sizes(rest).values()) + len(waiting) * sum(deltas) / max(1, len(deltas))
+    return needed < sum(chain.file_sizes(before.values()).values())
+
+
 def parents_to_reverse(
     kept: Mapping[PlaceT, DirectoryManifest], keep: Keep, needs_none: Callable[[DirectoryManifest], bool]
 ) -> dict[PlaceT, PlaceT | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -27,8 +27,10 @@ from shrinkpoint.tensors.info import JSON, EncodedRecord
 from shrinkpoint.tensors.memory import available_bytes
 from shrinkpoint.tensors.optimizers import has_optimizer_state
 
-_REVERSE_STATES = 6
-"""States for which there must be memory: the five that `write_reversed` takes at most, and one to spare."""
+_ENCODED_STATES = 2
+"""States that may wait in memory, encoded, for their place."""
+_REVERSE_STATES = 7
+"""States for which there must be memory: the six that `write_reversed` takes at most, and one to spare."""
 
 
 @dataclass(frozen=True)
@@ -142,41 +144,55 @@ def write_reversed(
     transactions: ExitStack,
     threads: int | None = None,
     title: str = "",
-) -> list[RewrittenCheckpoint]:
+) -> Iterator[RewrittenCheckpoint]:
     """Write the payloads of checkpoints again without further loss, as deltas against newer checkpoints.
 
-    A chain is decoded from its keyframe on, and a delta names its parent's file. So all of them are encoded first, the
-    oldest first, and then written, the newest first. Memory: three states, and the encoded ones, up to two more.
+    A chain is decoded from its keyframe on, and a delta names its parent's file. So groups of checkpoints, as large as
+    memory allows, are encoded, the oldest first, and then written, the newest first. Memory: four states, and the
+    encoded ones, up to two more.
 
     Args:
         targets: the newest first: each comes after its parent, if that is one of them.
         listing, transactions, threads, title: as for `write_again`.
 
-    Returns:
-        The checkpoints in the order of `targets`, in which they are to be committed.
+    Yields:
+        Each checkpoint once its payload is written, in the order of `targets`. It is committed before the next is asked
+        for; the files that it needed before may go then.
 
     Raises: as `write_again`.
     """
-    encoded = _encode_reversed(storage, listing, targets, threads, title)
-    rewritten: dict[int, RewrittenCheckpoint] = {}
-    for target in targets:
-        step = target.manifest.step
-        parent = None if target.parent is None else listing.manifests[target.parent]
-        if target.parent in rewritten:
-            parent = rewritten[target.parent].after
-        transaction = transactions.enter_context(CheckpointTransaction(storage, listing, step, parent, None))
-        checkpoint = encoded.pop(step)
-        rewritten[step] = _write_payload(transaction, target, checkpoint.state, checkpoint, threads)
-        listing = listing.with_files(step, rewritten[step].names)
-    return [*rewritten.values()]
+    largest = max([1, *(manifest.stored_bytes for manifest in listing.manifests.values())])
+    count = max(1, _ENCODED_STATES * min((target.manifest.raw_bytes for target in targets), default=0) // largest)
+    decoded: dict[int, Reference] = {}  # by step, the oldest that was encoded last
+    for first in range(0, len(targets), count):
+        group = targets[first : first + count]
+        encoded, decoded = _encode_reversed(storage, listing, group, decoded, threads, title)
+        for target in group:
+            step = target.manifest.step
+            parent = None if target.parent is None else listing.manifests[target.parent]
+            transaction = transactions.enter_context(CheckpointTransaction(storage, listing, step, parent, None))
+            checkpoint = encoded.pop(step)
+            item = _write_payload(transaction, target, checkpoint.state, checkpoint, threads)
+            yield item
+            listing = listing.with_files(step, item.names, manifest=item.after)
 
 
 def _encode_reversed(
-    storage: Storage, listing: Listing, targets: Sequence[RewriteTarget], threads: int | None, title: str
-) -> dict[int, _EncodedCheckpoint]:
-    """By step, the records of checkpoints as deltas against their parents."""
+    storage: Storage,
+    listing: Listing,
+    targets: Sequence[RewriteTarget],
+    known: Mapping[int, Reference],
+    threads: int | None,
+    title: str,
+) -> tuple[dict[int, _EncodedCheckpoint], dict[int, Reference]]:
+    """By step, the records of checkpoints as deltas against their parents, and the values of the oldest.
+
+    Args:
+        known: values of parents, by step.
+    """
     by_step = {target.manifest.step: target for target in targets}
     encoded: dict[int, _EncodedCheckpoint] = {}
+    oldest: dict[int, Reference] = {}
 
     def encode(target: RewriteTarget, decoded: DecodedFile, reference: Reference | None) -> None:
         manifest = target.manifest
@@ -187,20 +203,21 @@ def _encode_reversed(
         encoded[manifest.step] = _EncodedCheckpoint(manifest.scheme, replace(state, tensors={}), records, manifest.loss)
 
     def decode_parent(target: RewriteTarget) -> Reference | None:
-        if target.parent is None:
-            return None
+        if target.parent is None or target.parent in known:
+            return None if target.parent is None else known[target.parent]
         return decode_chain(store_chain(storage, listing.manifests[target.parent]), threads=threads).reference
 
     waiting: tuple[RewriteTarget, DecodedFile] | None = None  # for its parent, which is decoded next as a rule
     checkpoints = iter_checkpoints(storage, [target.manifest for target in targets], threads=threads)
     for manifest, decoded in track(checkpoints, title, len(targets)):
+        oldest = oldest or {manifest.step: decoded.reference}
         if waiting is not None:
             is_parent = waiting[0].parent == manifest.step
             encode(*waiting, decoded.reference if is_parent else decode_parent(waiting[0]))
         waiting = by_step[manifest.step], decoded
     if waiting is not None:
         encode(*waiting, decode_parent(waiting[0]))
-    return encoded
+    return encoded, oldest
 
 
 def merge_orphaned_deltas(storage: Storage, *, threads: int | None = None) -> Iterator[RewrittenCheckpoint]:
