@@ -309,7 +309,11 @@ class Store:
     @property
     def reference(self) -> Reference | None:
         """The decoded tensors of the last checkpoint that was saved or loaded here; None if nothing is held."""
-        return None if self._writer.references.manifest is None else self._writer.references.reference
+        manifest = self._writer.references.manifest
+        if manifest is None:
+            return None
+        is_base = self.chain_limit.allows_delta(ChainBytes.of_manifest(manifest))
+        return as_delta_base(self._writer.references.reference, base=is_base)
 
     def _delta_parent(self, listing: Listing, step: int) -> Manifest | None:
         reference = self._writer.references.manifest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +111,31 @@ def test_after_a_restore_and_without_a_parent_a_new_origin_begins(tmp_path):
                 scheme.resume(store.manifest(1).loss, 1)
             store.save(step, adam(weights_at(step)), scheme=scheme, lossy_restores=int(step > 1))
             assert bool(gains(store)) is (step in (1, 3, 5)), step
+
+
+class Part:
+    """An object of a training loop that has a state."""
+
+    state: dict[str, Any]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_manager_begins_a_new_origin_at_a_keyframe(background):
+    model, optimizer, storage = Part(), Part(), sp.storage.MemoryStorage()
+    scheme, sizes = sp.Fisher(relative_error=0.3), []
+    with Silent(), sp.CheckpointManager(storage, scheme=scheme, keyframe_every=4, background=background) as manager:
+        for step in range(9):
+            state = adam(weights_at(step))
+            model.state, optimizer.state = state["model"], state["optimizer"]
+            report = manager.save(step, model=model, optimizer=optimizer)
+            assert report.keyframe is (step % 4 == 0)
+            sizes.append(report.stored_bytes)
+            manager.wait()
+            assert bool(gains(manager.store)) is (step % 4 > 0)
+    assert max(sizes[4], sizes[8]) < 1.05 * sizes[0]
 
 
 def test_what_has_not_moved_since_it_was_restored_keeps_its_value_through_keyframes(tmp_path):
