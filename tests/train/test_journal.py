@@ -272,6 +272,19 @@ def test_a_rehearsal_finds_what_does_not_repeat(tmp_path: Path):
     with pytest.raises(MismatchError, match=r"step 3: a replay with .*weights.*optimizer.* of its own"):
         run.journal.rehearse(**run.objects)
     run.close()
+    averages = nn.Linear(1, 1)
+
+    def averaged(run: Run) -> None:
+        run.optimizer.step(), run.optimizer.zero_grad()
+        averages.bias.data += len(calls)
+        calls.append(None)
+
+    run = make(tmp_path / "averaged", update=averaged).train(3)
+    run.journal.save(3, **run.objects, averages=averages)
+    run.backward(), run.journal.step(4)
+    with pytest.raises(MismatchError, match=r"step 4: a replay with averages.bias of its own"):
+        run.journal.rehearse(**run.objects, averages=averages)
+    run.close()
 
 
 @pytest.mark.parametrize("change", ["no generators", "short generator", "short buffer", "gradients", "counts"])
@@ -511,6 +524,46 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(tmp_path: Path):
         Journal(manager, replicas, print)
     journal.close()
     Journal(manager, replicas, print).close()
+
+
+@pytest.mark.parametrize("change", ["clipped", "accumulated"])
+def test_gradients_that_change_after_the_backward_pass_are_refused(tmp_path: Path, change: str):
+    run = make(tmp_path / "run").train(5)
+    run.backward()
+    before = [parameter.clone() for parameter in run.model.parameters()]
+    if change == "clipped":
+        nn.utils.clip_grad_norm_(run.model.parameters(), 1e-3)
+    else:
+        with run.model.no_sync():
+            run.backward()
+    with pytest.raises(PolicyError, match=r"gradient of shape .* that was changed"):
+        run.journal.step(6)
+    assert all(map(torch.equal, before, run.model.parameters()))
+    run.optimizer.zero_grad()
+    run.backward(), run.journal.step(6)
+    run.close()
+
+
+@pytest.mark.parametrize("change", ["unfrozen", "elsewhere"])
+def test_gradients_of_an_optimizer_that_no_record_has_are_refused(tmp_path: Path, change: str):
+    model, scale = DDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False))), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD([*model.parameters(), *(scale.parameters() if change == "elsewhere" else ())], lr=0.1)
+    copy = torch.optim.SGD([nn.Parameter(torch.zeros(4))], lr=0.1)  # as of weights in another precision
+
+    def update() -> None:
+        copy.param_groups[0]["params"][0].grad = model.module[0].bias.grad.clone()
+        copy.step(), optimizer.step(), optimizer.zero_grad()
+
+    objects = {"model": model, "optimizer": [optimizer, copy]}
+    with Journal(sp.CheckpointManager(tmp_path), compress_ddp(model), update) as journal:
+        journal.save(0, **objects)
+        for step in (1, 2):
+            model(torch.ones(4)).sum().backward(), journal.step(step)
+        if change == "unfrozen":
+            model.module[1].requires_grad_(True)
+        scale(model(torch.ones(4))).sum().backward()
+        with pytest.raises(PolicyError, match=r"unfrozen or is elsewhere"):
+            journal.step(3)
 
 
 def test_a_journal_of_other_settings_is_refused(tmp_path: Path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from shrinkpoint.comm.compressed_allreduce import CompressedAllGather, share_num
 from shrinkpoint.comm.compressors.base import Compressor, CompressorContext, Identity
 from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL, FilledSegment, GradientLayout, Piece, Segment, is_dense
 from shrinkpoint.errors import MismatchError, PolicyError
+from shrinkpoint.tensors.dtypes import as_bits, tensor_bytes
 from shrinkpoint.tensors.info import JSON
 
 
@@ -89,6 +90,15 @@ class GradientRecord(ABC):
         Raises:
             PolicyError: there was no whole backward pass since `clear`.
         """
+
+    @abstractmethod
+    def check(self, step: int, counts: JSON, messages: Sequence[Tensor]) -> None:
+        """Raise PolicyError if messages do not decode to the gradients; arguments are as of `fill_gradients`."""
+
+    def others(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Those of some parameters whose gradients are not kept."""
+        kept = set(map(id, self._parameters))
+        return [parameter for parameter in parameters if id(parameter) not in kept]
 
     @abstractmethod
     def clear(self) -> None:
@@ -178,6 +188,19 @@ class AverageRecord(GradientRecord):
             raise PolicyError("journal", found=found, expected="a gradient of each", do=advice)
         return [message for segment in self._segments for message in self._messages[segment.name]]
 
+    @torch.no_grad()
+    def check(self, step: int, counts: JSON, messages: Sequence[Tensor]) -> None:
+        gradients = [flat_gradient(parameter) for parameter in self._parameters]
+        before = [gradient.clone() for gradient in gradients]
+        self.fill_gradients(step, counts, memoryview(b"".join(tensor_bytes(one).data for one in messages)))
+        same = [torch.equal(as_bits(one), as_bits(other)) for one, other in zip(before, gradients, strict=True)]
+        for gradient, values in zip(gradients, before, strict=True):
+            gradient.copy_(values)
+        if not all(same):
+            found = f"a gradient of shape {tuple(self._parameters[same.index(False)].shape)} that was changed"
+            advice = "clip, unscale and add noise in `update`, and use no_sync() before the last backward pass only"
+            raise PolicyError("journal", found=found, expected="what the backward pass has left", do=advice)
+
     def clear(self) -> None:
         self._messages = {}
 
@@ -263,6 +286,9 @@ class ShardRecord(GradientRecord):
                 flags[index // 8] += (flat is not None) << index % 8
             self._messages = [flags, *(self._encode(segment, flats, step) for segment in self._segments)]
         return self._messages
+
+    def check(self, step: int, counts: JSON, messages: Sequence[Tensor]) -> None:
+        """Nothing: `messages` takes the gradients as they are."""
 
     def clear(self) -> None:
         self._has_gradients, self._messages = False, None

@@ -86,9 +86,19 @@ class JournalState:
         digests |= {f"buffer {name}": tensor_digest([buffer]) for name, buffer in self._module.named_buffers()}
         digests |= {f"generator {name[4:]}": data.hex() for name, data in rng_to_bytes().items()}
         for name, obj in objects.items():
-            if not isinstance(obj, nn.Module) and callable(getattr(obj, "state_dict", None)):
+            is_model = isinstance(obj, nn.Module) and self._module in obj.modules()
+            if not is_model and callable(getattr(obj, "state_dict", None)):
                 digests |= dict(_leaf_digests(obj.state_dict(), name))
         return digests
+
+
+def optimizers_in(objects: Iterable[Any]) -> Iterator[Any]:
+    """The optimizers among objects, and in lists and dicts of these."""
+    for obj in objects:
+        if isinstance(obj, Mapping | list | tuple):
+            yield from optimizers_in(obj.values() if isinstance(obj, Mapping) else obj)
+        elif hasattr(obj, "param_groups"):
+            yield obj
 
 
 def tensor_digest(tensors: Iterable[Tensor]) -> str:
