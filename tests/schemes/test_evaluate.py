@@ -80,13 +80,24 @@ def spoil(model):
         one.data.fill_(torch.nan if one.is_floating_point() else 7)
 
 
-TRICKS = [train, draw, load, assign, rebind, cast, learn, clear, freeze, grow, spoil]
+def exchange(model):
+    del model.body[1]
+    model.head = nn.Linear(64, 10)
+
+
+def parametrize(model):
+    nn.utils.parametrizations.weight_norm(model.body[0])
+
+
+TRICKS = [train, draw, load, assign, rebind, cast, learn, clear, freeze, grow, exchange, parametrize, spoil]
 
 
 def busy() -> Run:
     """A run in the middle of a step: with gradients, and with a buffer that is not saved."""
     run = Run(steps=3)
     run.model.register_buffer("cache", torch.zeros(4), persistent=False)
+    run.model.register_buffer("turned", torch.full((4,), 1 + 2j).conj(), persistent=False)
+    run.model.register_buffer("minus", torch._neg_view(torch.ones(4)), persistent=False)
     run.model(torch.randn(8, 64)).sum().backward()
     run.model.body[0].bias.requires_grad_(False)
     run.model.head.eval()

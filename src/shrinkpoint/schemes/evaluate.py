@@ -35,9 +35,8 @@ MEMORY_ADVICE = "free memory, or evaluate on fewer examples at once"
 class ModelStateGuard:
     """Saves the state of a model once and restores it after every measurement, so that training does not notice them.
 
-    The state is: values of tensors; which tensors modules hold (a forward pass may bind a new buffer,
-    `load_state_dict` new parameters), in which memory (`half` and `to` exchange it), their gradients and their training
-    modes; and the random generators.
+    The state is: values of tensors; classes of modules, what these hold (a forward pass may bind a new buffer, and a
+    parametrization all of it), in which memory (`half` exchanges it), gradients, modes; and the random generators.
 
     Args:
         tensors: their values are copied.
@@ -50,13 +49,13 @@ class ModelStateGuard:
         self, tensors: Iterable[Tensor], modules: Iterable[nn.Module], reshard: Callable[[], None] | None = None
     ) -> None:
         self._rng_state, self._reshard = get_rng_state(), reshard
-        self._copies = [(bits, bits.clone()) for bits in (as_bits(tensor.detach()) for tensor in tensors)]
+        self._copies = [(bits, bits.clone()) for bits in map(_stored_bits, tensors)]
         parts = [part for module in modules for part in module.modules()]
         self._modes = [(part, part.training) for part in parts]
         parameters = dict.fromkeys(parameter for part in parts for parameter in part.parameters(recurse=False))
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
         is_sharded = reshard is not None
-        self._bindings = [] if is_sharded else [(x, dict(x._parameters), dict(x._buffers)) for x in parts]
+        self._bindings = [] if is_sharded else [(x, type(x), [dict(table) for table in _tables(x)]) for x in parts]
         self._memory = [] if is_sharded else [(x, x.data, x.requires_grad) for x in parameters]
 
     def clear_gradients(self) -> None:
@@ -70,9 +69,11 @@ class ModelStateGuard:
             self._reshard()
         for module, training in self._modes:
             module.training = training
-        for module, parameters, buffers in self._bindings:
-            _rebind(module._parameters, parameters)
-            _rebind(module._buffers, buffers)
+        for module, kind, saved in self._bindings:
+            if type(module) is not kind:
+                module.__class__ = kind
+            for table, members in zip(_tables(module), saved, strict=True):
+                _rebind(table, members)
         for parameter, data, requires_grad in self._memory:
             if parameter.data_ptr() != data.data_ptr() or parameter.dtype != data.dtype:
                 parameter.data = data
@@ -85,6 +86,18 @@ class ModelStateGuard:
                     tensor.copy_(copy)
         torch.clear_autocast_cache()  # within autocast, it has casts of the values of a trial, and without gradients
         set_rng_state(self._rng_state)
+
+
+def _stored_bits(tensor: Tensor) -> Tensor:
+    """The memory of a tensor as integers; of a lazy negation or conjugate, that of its base."""
+    tensor = tensor.detach()
+    tensor = torch._neg_view(tensor) if tensor.is_neg() else tensor
+    return as_bits(tensor.conj() if tensor.is_conj() else tensor)
+
+
+def _tables(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    """What a module holds, by name."""
+    return module._parameters, module._buffers, module._modules
 
 
 def _rebind(current: dict[str, Any], saved: dict[str, Any]) -> None:
