@@ -446,6 +446,21 @@ def test_going_back_behind_a_later_checkpoint_is_warned_of(tmp_path: Path):
     run.close()
 
 
+def test_steps_behind_a_checkpoint_that_the_journal_did_not_save_are_not_lost_without_a_word(tmp_path: Path):
+    run = make(tmp_path).train(7, save_every=10)
+    run.manager.save(7, **run.objects)
+    for step in (8, 9):
+        run.backward(), run.journal.step(step)
+    expected = run.close().bits()
+    run = make(tmp_path)
+    with pytest.raises(MismatchError, match=r"step 7, .*without the journal, and 2 steps.*checkpoint of step 0"):
+        run.journal.restore(**run.objects)
+    assert run.journal.restore(0, **run.objects).step == 9
+    assert run.bits() == expected
+    assert run.journal.restore(strict=False, **run.objects).step == 7
+    run.close()
+
+
 def test_a_parameter_without_values_is_replayed_like_the_others(tmp_path: Path):
     model = nn.Linear(4, 4)
     model.register_parameter("empty", nn.Parameter(torch.zeros(0, 4)))

@@ -24,7 +24,7 @@ from shrinkpoint.store import SaveReport, layout
 from shrinkpoint.tensors.dtypes import tensor_bytes
 from shrinkpoint.threads import reset_in_children
 from shrinkpoint.train.journal_segments import ChainPlace, JournalDirectory, SegmentWriter
-from shrinkpoint.train.journal_state import JournalState, optimizers_in
+from shrinkpoint.train.journal_state import ForeignGradients, JournalState
 from shrinkpoint.train.restore_result import RestoreResult
 
 _RECORD_OVERHEAD = 256  # Bytes that a record has at most besides blobs, their names and the numbers of messages
@@ -160,8 +160,7 @@ class Journal:
         self._is_closed = self._has_failed = False  # `update` has raised: the state is that of no step
         self._num_bytes = 0  # of the records since the last save, the same on all ranks
         self._has_stopped = self._is_clean = False
-        self._optimizers: list[Any] = []  # that were saved or restored last
-        self._foreign: dict[int, tuple[int, int]] = {}  # `_foreign_gradients` after the last step
+        self._foreign = ForeignGradients(self._record)
         self._old_report = manager.last_report  # of a save whose older segments are deleted
         reset_in_children(self)
 
@@ -220,10 +219,7 @@ class Journal:
             found, expected = f"step {step}", f"{self._step + 1}"
             raise PolicyError("journal", found=found, expected=expected, do="count steps by one, from that of the save")
         messages = self._record.messages(step)
-        if self._foreign_gradients().items() - self._foreign.items():
-            found, expected = "a gradient of a parameter that was added, unfrozen or is elsewhere", "averaged gradients"
-            do = "wrap and compress all that the optimizer trains, anew after that has changed"
-            raise PolicyError("journal", found=found, expected=expected, do=do)
+        self._foreign.check()
         last = self._step
         if not self._is_clean:  # another course of the run may have left segments of this rank behind the last step
             self._directory.delete(lambda start, rank: rank == self._rank and start > last)
@@ -238,7 +234,8 @@ class Journal:
             if is_appended:  # a replay would raise again
                 self._writer.undo()
             raise
-        self._step, self._foreign = last + 1, self._foreign_gradients()
+        self._foreign.note()
+        self._step = last + 1
         self._delete_covered()
 
     def save(self, step: int, **arguments: Any) -> SaveReport | None:
@@ -269,7 +266,7 @@ class Journal:
         self._old_report = self._manager.last_report
         is_saver = self._manager.is_sharded or self._rank == 0
         report = self._manager.save(step, **arguments) if is_saver else None
-        self._watch(arguments)
+        self._foreign.watch(arguments)
         self._delete_covered()
         return report
 
@@ -288,7 +285,8 @@ class Journal:
         Raises:
             CorruptError: a record in the middle is damaged. Objects are as in the checkpoint.
             MismatchError: the journal was written with other settings or on other ranks, or its steps lead to other
-                weights than they did: `update` does something else, or more than follows from what is saved.
+                weights than they did: `update` does something else, or more than follows from what is saved; or the
+                checkpoint was saved without the journal, and steps behind it would be lost.
             LockedError: another process writes this journal.
             Exception: whatever the manager's `restore` or `update` raises.
         """
@@ -304,6 +302,8 @@ class Journal:
             checkpoints.append(checkpoint)
             if checkpoint is None:
                 return None, None
+            if strict:
+                self._directory.check_passed(checkpoint.step, self._rank)
             return checkpoint.step, self._directory.last_place(checkpoint.step, self._rank, strict=strict)
 
         places = self._agree(find_last)
@@ -322,7 +322,7 @@ class Journal:
         self._is_clean = False
         self._delete_before(start)  # what a run that was killed had not deleted yet
         assert self._step is not None
-        self._watch(arguments)
+        self._foreign.watch(arguments)
         if step is not None and self._rank == 0:
             self._warn_of_later(self._step)
         return JournalRestore(self._step, self._step - start, checkpoint, time.perf_counter() - begin)
@@ -444,16 +444,6 @@ class Journal:
         if self._writer is not None:
             self._writer.close()
         self._writer, self._step, self._num_bytes, self._has_stopped = writer, step, num_bytes, False
-
-    def _watch(self, objects: dict[str, Any]) -> None:
-        self._optimizers = list(optimizers_in(objects.values()))
-        self._foreign = self._foreign_gradients()
-
-    def _foreign_gradients(self) -> dict[int, tuple[int, int]]:
-        """The gradients of the optimizers' parameters that no record has, in a form that tells if they have changed."""
-        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
-        others = self._record.others(parameter for group in groups for parameter in group["params"])
-        return {id(one): (id(one.grad), one.grad._version) for one in others if one.grad is not None}
 
     def _run_update(self) -> None:
         self._update()

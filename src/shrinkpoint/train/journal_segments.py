@@ -15,7 +15,7 @@ from typing import Any
 
 from shrinkpoint.container.journal_file import JournalFile, JournalRecord, encode_journal_header, encode_journal_record
 from shrinkpoint.container.strict_json import corrupt_error
-from shrinkpoint.errors import CorruptError, StorageError, TruncatedError, warn_user
+from shrinkpoint.errors import CorruptError, MismatchError, StorageError, TruncatedError, warn_user
 from shrinkpoint.guard import read_guard
 from shrinkpoint.storage import LocalStorage, storage_error
 from shrinkpoint.storage.base import Buffer
@@ -189,6 +189,15 @@ class JournalDirectory:
                 raise
             warn_user(f"the journal is replayed up to step {start if last is None else last[0]}: {error}", UserWarning)
         return last
+
+    def check_passed(self, start: int, rank: int) -> None:
+        """Raise MismatchError if no file of a rank begins at a step, and an older one has steps behind it."""
+        older = [other for other in self.starts(rank) if other < start]
+        last = self.last_place(older[-1], rank, strict=False) if older else None
+        if last is not None and last[0] > start and start not in self.starts(rank):
+            found = f"no file from step {start}, saved without the journal, and {last[0] - start} steps behind it"
+            do = f"replay them from the checkpoint of step {older[-1]}, if it is there, or lose them by strict=False"
+            raise MismatchError(str(self.path), found=found, expected="checkpoints of journal.save", do=do)
 
     def starts(self, rank: int) -> list[int]:
         """The steps at which files of a rank begin, in order: a checkpoint of each was made."""

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from shrinkpoint._native import Hasher
-from shrinkpoint.comm.gradient_record import local_tensor
+from shrinkpoint.comm.gradient_record import GradientRecord, local_tensor
 from shrinkpoint.container.journal_file import JournalRecord
-from shrinkpoint.errors import MismatchError
+from shrinkpoint.errors import MismatchError, PolicyError
 from shrinkpoint.tensors.dtypes import tensor_bytes
 from shrinkpoint.tensors.rng import rng_from_bytes, rng_to_bytes
 
@@ -92,13 +92,44 @@ class JournalState:
         return digests
 
 
-def optimizers_in(objects: Iterable[Any]) -> Iterator[Any]:
-    """The optimizers among objects, and in lists and dicts of these."""
-    for obj in objects:
-        if isinstance(obj, Mapping | list | tuple):
-            yield from optimizers_in(obj.values() if isinstance(obj, Mapping) else obj)
-        elif hasattr(obj, "param_groups"):
-            yield obj
+class ForeignGradients:
+    """Finds gradients that an optimizer steps by, and that no record has.
+
+    Args:
+        record: what keeps gradients.
+    """
+
+    def __init__(self, record: GradientRecord) -> None:
+        self._record, self._optimizers, self._known = record, list[Any](), dict[int, tuple[int, int]]()
+
+    def watch(self, objects: Mapping[str, Any]) -> None:
+        """Look at the optimizers among objects, and in lists and dicts of these, from now on."""
+        self._optimizers = list(_optimizers_in(objects))
+        self.note()
+
+    def note(self) -> None:
+        """Take the gradients as they are: `update` has made them, as copies in another dtype."""
+        self._known = self._current()
+
+    def check(self) -> None:
+        """Raise PolicyError if there is a gradient that was not there when they were noted."""
+        if self._current().items() - self._known.items():
+            found, expected = "a gradient of a parameter that was added, unfrozen or is elsewhere", "averaged gradients"
+            do = "wrap and compress all that the optimizer trains, anew after that has changed"
+            raise PolicyError("journal", found=found, expected=expected, do=do)
+
+    def _current(self) -> dict[int, tuple[int, int]]:
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        others = self._record.others(parameter for group in groups for parameter in group["params"])
+        return {id(one): (id(one.grad), one.grad._version) for one in others if one.grad is not None}
+
+
+def _optimizers_in(nest: Any) -> Iterator[Any]:
+    if isinstance(nest, Mapping | list | tuple):
+        for member in nest.values() if isinstance(nest, Mapping) else nest:
+            yield from _optimizers_in(member)
+    elif hasattr(nest, "param_groups"):
+        yield nest
 
 
 def tensor_digest(tensors: Iterable[Tensor]) -> str:
