@@ -81,6 +81,23 @@ def test_changing_a_batch_later_does_not_change_what_is_kept() -> None:
     assert recent.reading(run.model).value == before
 
 
+@pytest.mark.filterwarnings("ignore:.*(prototype|beta) sta")
+@pytest.mark.parametrize("form", ["jagged", "nested", "coo", "csr"])
+def test_batches_of_nested_and_sparse_tensors_are_kept(form: str) -> None:
+    rows = torch.arange(24.0).reshape(6, 4) % 5 * (torch.arange(24).reshape(6, 4) % 3 == 0)
+    examples = {
+        "jagged": lambda: torch.nested.nested_tensor([rows[:2], rows[2:]], layout=torch.jagged),
+        "nested": lambda: torch.nested.nested_tensor([rows[:2], rows[2:]], layout=torch.strided),
+        "coo": rows.to_sparse,
+        "csr": rows.to_sparse_csr,
+    }[form]()
+    recent, small = (sp.RecentBatches(lambda _, x: x.values().sum(), batches=1, max_bytes=n) for n in (1 << 20, 9))
+    for kept in (recent, small):
+        kept.add(examples.coalesce() if form == "coo" else examples)
+    assert recent(torch.nn.Linear(1, 1)) == float(rows.sum()) and recent.terms == (2 if examples.is_nested else 6)
+    assert "no training batch" in small.reading(torch.nn.Linear(1, 1)).failure
+
+
 def test_of_a_large_batch_the_first_examples_are_kept() -> None:
     Pair = namedtuple("Pair", ("x", "y"))
     wide = Pair(torch.arange(400.0).reshape(100, 4), {"labels": torch.arange(100)})

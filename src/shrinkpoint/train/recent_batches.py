@@ -146,17 +146,31 @@ def copy_batch(batch: Any, max_bytes: int) -> Any:
     Returns:
         None if not even one example fits.
     """
-    sizes = [tensor.shape[0] for tensor in iter_tensors(batch) if tensor.dim()]
-    nbytes = sum(tensor.nbytes for tensor in iter_tensors(batch))
+    sizes = [tensor.shape[0] if _is_plain(tensor) else -1 for tensor in iter_tensors(batch) if tensor.dim()]
+    nbytes = sum(map(_nbytes, iter_tensors(batch)))
     if nbytes <= max_bytes:
         return map_nested_tensors(batch, _copy_to_host)
-    num_examples = sizes[0] if sizes and len({*sizes}) == 1 else 0
+    num_examples = sizes[0] if len({*sizes}) == 1 and sizes[0] > 0 else 0
     count = num_examples * max_bytes // nbytes
     return None if not count else map_nested_tensors(batch, lambda x: _copy_to_host(x[:count] if x.dim() else x))
 
 
+def _is_plain(x: Tensor) -> bool:
+    """False of a sparse or nested tensor, which is not cut."""
+    return x.layout is torch.strided and not x.is_nested
+
+
+def _nbytes(x: Tensor) -> int:
+    """Bytes of a tensor; of a sparse one, about."""
+    if x.is_nested:
+        return x.values().nbytes
+    return x.nbytes if x.layout is torch.strided else x._nnz() * (x.element_size() + 8 * x.dim())
+
+
 def _copy_to_host(x: Tensor) -> Tensor:
     """A copy on the CPU; of a tensor on a CUDA device it arrives later, and the loop does not wait for it."""
+    if not _is_plain(x):
+        return x.detach().to("cpu", copy=True)
     copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda, device="cpu")
     return copy.copy_(x.detach(), non_blocking=x.is_cuda)
 
@@ -206,6 +220,7 @@ def count_terms(batch: Any, *, shift: bool = False) -> Tensor | int:
     """
     is_shifted = isinstance(batch, Mapping) and _SHIFTED_KEY in batch
     labels = batch[_SHIFTED_KEY] if is_shifted else find_labels(batch)
+    labels = labels.values() if isinstance(labels, Tensor) and labels.is_nested else labels
     if (
         not isinstance(labels, Tensor)
         or labels.is_floating_point()
@@ -213,7 +228,7 @@ def count_terms(batch: Any, *, shift: bool = False) -> Tensor | int:
         or labels.dtype is torch.bool
     ):
         first = next(iter_tensors(batch), None)
-        return 0 if first is None else len(first) if first.dim() else 1
+        return 0 if first is None else first.size(0) if first.dim() else 1
     if shift and not is_shifted and labels.dim() > 1:
         labels = labels[..., 1:]
     return labels.ne(IGNORED_LABEL).sum()
