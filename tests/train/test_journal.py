@@ -581,6 +581,34 @@ def test_gradients_of_an_optimizer_that_no_record_has_are_refused(tmp_path: Path
             journal.step(3)
 
 
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)])
+def test_settings_of_an_optimizer_that_change_outside_of_update_are_refused(tmp_path: Path, lr: Any):
+    model = DDP(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD([model.module.weight], lr=lr)
+    objects = {"model": model, "optimizer": optimizer}
+
+    def update() -> None:
+        optimizer.step(), model.zero_grad()
+
+    def backward() -> None:
+        model(torch.ones(4)).sum().backward()
+
+    with Journal(sp.CheckpointManager(tmp_path), compress_ddp(model), update) as journal:
+        journal.save(0, **objects)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        backward(), journal.step(1)
+        scheduler.step(), backward(), journal.step(2)
+        scheduler.step(), backward()
+        with pytest.raises(PolicyError, match=r"lr=0.05.* in group 0; expected .*lr=0.1.* in group 0\..*in `update`"):
+            journal.step(3)
+        journal.save(2, **objects)
+        journal.step(3)
+        optimizer.add_param_group({"params": [model.module.bias]})
+        backward()
+        with pytest.raises(PolicyError, match="params=1 in group 1"):
+            journal.step(4)
+
+
 def test_a_journal_of_other_settings_is_refused(tmp_path: Path):
     make(tmp_path / "run").train(2).close()
     run = make(tmp_path / "run", compressor="q8:64")

@@ -24,7 +24,7 @@ from shrinkpoint.store import SaveReport, layout
 from shrinkpoint.tensors.dtypes import tensor_bytes
 from shrinkpoint.threads import reset_in_children
 from shrinkpoint.train.journal_segments import ChainPlace, JournalDirectory, SegmentWriter
-from shrinkpoint.train.journal_state import ForeignGradients, JournalState
+from shrinkpoint.train.journal_state import JournalState, OptimizerWatch
 from shrinkpoint.train.restore_result import RestoreResult
 
 _RECORD_OVERHEAD = 256  # Bytes that a record has at most besides blobs, their names and the numbers of messages
@@ -160,7 +160,7 @@ class Journal:
         self._is_closed = self._has_failed = False  # `update` has raised: the state is that of no step
         self._num_bytes = 0  # of the records since the last save, the same on all ranks
         self._has_stopped = self._is_clean = False
-        self._foreign = ForeignGradients(self._record)
+        self._watch = OptimizerWatch(self._record)
         self._old_report = manager.last_report  # of a save whose older segments are deleted
         reset_in_children(self)
 
@@ -205,7 +205,8 @@ class Journal:
 
         Raises:
             PolicyError: nothing was saved or restored before; another step; no backward pass since the last one, or one
-                in `update`; gradients that were changed since, or that no record has.
+                in `update`; gradients that were changed since, or that no record has; an optimizer whose settings, such
+                as learning rates, were changed since the last `update`.
             StorageError: appending failed. `update` was not called, and the steps before are safe: call this again once
                 there is space.
             Exception: whatever `update` raises. The step is not in the journal, and the state is that of no step:
@@ -219,7 +220,7 @@ class Journal:
             found, expected = f"step {step}", f"{self._step + 1}"
             raise PolicyError("journal", found=found, expected=expected, do="count steps by one, from that of the save")
         messages = self._record.messages(step)
-        self._foreign.check()
+        self._watch.check()
         last = self._step
         if not self._is_clean:  # another course of the run may have left segments of this rank behind the last step
             self._directory.delete(lambda start, rank: rank == self._rank and start > last)
@@ -234,7 +235,7 @@ class Journal:
             if is_appended:  # a replay would raise again
                 self._writer.undo()
             raise
-        self._foreign.note()
+        self._watch.note()
         self._step = last + 1
         self._delete_covered()
 
@@ -266,7 +267,7 @@ class Journal:
         self._old_report = self._manager.last_report
         is_saver = self._manager.is_sharded or self._rank == 0
         report = self._manager.save(step, **arguments) if is_saver else None
-        self._foreign.watch(arguments)
+        self._watch.begin(arguments)
         self._delete_covered()
         return report
 
@@ -322,7 +323,7 @@ class Journal:
         self._is_clean = False
         self._delete_before(start)  # what a run that was killed had not deleted yet
         assert self._step is not None
-        self._foreign.watch(arguments)
+        self._watch.begin(arguments)
         if step is not None and self._rank == 0:
             self._warn_of_later(self._step)
         return JournalRestore(self._step, self._step - start, checkpoint, time.perf_counter() - begin)

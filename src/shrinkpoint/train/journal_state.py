@@ -92,36 +92,55 @@ class JournalState:
         return digests
 
 
-class ForeignGradients:
-    """Finds gradients that an optimizer steps by, and that no record has.
+class OptimizerWatch:
+    """Finds what an optimizer steps by and no record has: settings that the loop changes, and other gradients.
 
     Args:
         record: what keeps gradients.
     """
 
     def __init__(self, record: GradientRecord) -> None:
-        self._record, self._optimizers, self._known = record, list[Any](), dict[int, tuple[int, int]]()
+        self._record, self._optimizers = record, list[Any]()
+        self._gradients, self._settings = self._look()
 
-    def watch(self, objects: Mapping[str, Any]) -> None:
+    def begin(self, objects: Mapping[str, Any]) -> None:
         """Look at the optimizers among objects, and in lists and dicts of these, from now on."""
         self._optimizers = list(_optimizers_in(objects))
         self.note()
 
     def note(self) -> None:
-        """Take the gradients as they are: `update` has made them, as copies in another dtype."""
-        self._known = self._current()
+        """Take all as it is now: `update` has made it, as gradients of copies in another dtype."""
+        self._gradients, self._settings = self._look()
 
     def check(self) -> None:
-        """Raise PolicyError if there is a gradient that was not there when they were noted."""
-        if self._current().items() - self._known.items():
+        """Raise PolicyError if something was changed since it was noted."""
+        gradients, settings = self._look()
+        if gradients.items() - self._gradients.items():
             found, expected = "a gradient of a parameter that was added, unfrozen or is elsewhere", "averaged gradients"
             do = "wrap and compress all that the optimizer trains, anew after that has changed"
             raise PolicyError("journal", found=found, expected=expected, do=do)
+        if settings != self._settings:
+            new, old = (", ".join(sorted(some)) for some in (settings - self._settings, self._settings - settings))
+            found, expected = f"an optimizer with {new or 'less'}", f"what `update` has left: {old or 'less'}"
+            do = "step schedulers and set learning rates in `update`, or save by journal.save after the change"
+            raise PolicyError("journal", found=found, expected=expected, do=do)
 
-    def _current(self) -> dict[int, tuple[int, int]]:
-        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+    def _look(self) -> tuple[dict[int, tuple[int, int]], set[str]]:
+        """Gradients that no record has, in a form that tells if they were changed; and settings of groups."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         others = self._record.others(parameter for group in groups for parameter in group["params"])
-        return {id(one): (id(one.grad), one.grad._version) for one in others if one.grad is not None}
+        gradients = {id(one): (id(one.grad), one.grad._version) for one in others if one.grad is not None}
+        settings = {
+            f"{name}={len(value) if name == 'params' else _plain(value)!r:.60} in group {index}"
+            for index, group in enumerate(groups)
+            for name, value in group.items()
+            if name != "initial_lr"  # which a scheduler adds when it is made
+        }
+        return gradients, settings
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def _optimizers_in(nest: Any) -> Iterator[Any]:
