@@ -132,6 +132,17 @@ def test_nothing_of_a_measurement_is_left_in_the_model(trick, error):
     run.steps(1)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
+def test_a_model_of_torchscript_is_measured():
+    model = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Dropout()))
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    with target(model, lambda model: float(model.eval()(torch.eye(4)).sum())) as measured:
+        assert measured.evaluate({"model/0.weight": torch.ones(4, 4)}).value == pytest.approx(
+            16 + 4 * float(before["0.bias"].sum())
+        )
+    assert model.training and all(torch.equal(model.state_dict()[name], one) for name, one in before.items())
+
+
 def test_what_was_interrupted_while_it_was_put_back_is_put_back_at_the_end(monkeypatch):
     run = busy()
     before = run.photo()

@@ -20,10 +20,13 @@ from shrinkpoint.train.state_dicts import can_represent
 
 
 class Lion(torch.optim.Optimizer):
-    """Somebody's own: a momentum under a name of its own."""
+    """Somebody's own: a momentum under a name of its own, a number from the start, and a state of no parameter."""
 
     def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> None:
         super().__init__(params, {"lr": lr, "betas": betas})
+        self.state["run"] = {"norm": torch.zeros(())}
+        for x in self.param_groups[0]["params"]:
+            self.state[x]["calls"] = 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -54,9 +54,9 @@ class ModelStateGuard:
         self._modes = [(part, part.training) for part in parts]
         parameters = dict.fromkeys(parameter for part in parts for parameter in part.parameters(recurse=False))
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
-        is_sharded = reshard is not None
-        self._bindings = [] if is_sharded else [(x, type(x), [dict(table) for table in _tables(x)]) for x in parts]
-        self._memory = [] if is_sharded else [(x, x.data, x.requires_grad) for x in parameters]
+        plain = [] if reshard else [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]
+        self._bindings = [(part, type(part), [dict(table) for table in _tables(part)]) for part in plain]
+        self._memory = [] if reshard else [(x, x.data, x.requires_grad) for x in parameters]
 
     def clear_gradients(self) -> None:
         """Set all gradients to None, so that `evaluate` cannot add to those of training, or clear them."""

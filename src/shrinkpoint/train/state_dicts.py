@@ -471,7 +471,8 @@ def _allowed_slots(optimizer: Optimizer, saved_slots: set[str]) -> set[str] | fr
     """The slots that an optimizer may have; any, if it is not torch's and has none yet."""
     if _is_torch_optimizer(optimizer):
         return TORCH_SLOTS[type(optimizer).__name__]
-    slots = {str(slot) for state in optimizer.state.values() if isinstance(state, dict) for slot in state}
+    states = [state for key, state in optimizer.state.items() if isinstance(key, Tensor) and isinstance(state, dict)]
+    slots = {str(slot) for state in states for slot, value in state.items() if isinstance(value, Tensor)}
     return slots if slots - saved_slots else saved_slots
 
 
