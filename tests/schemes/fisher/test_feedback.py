@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from helpers.processes import ranks
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
@@ -175,6 +176,44 @@ def test_training_may_follow_a_validation_in_inference_mode():
         model["linear"](model["embedding"](torch.arange(4))).square().sum().backward()
     assert seen.layers["linear.weight"].inputs.weight == 0.95 + 1
     assert seen.layers["embedding.weight"].lookups.weight == 1
+
+
+def _vmap(layer: nn.Module, x: Tensor) -> object:
+    return torch.func.vmap(layer)(x)
+
+
+def _trace(layer: nn.Module, x: Tensor) -> object:
+    return torch.export.export(layer, (x,))
+
+
+def _fake(layer: nn.Module, x: Tensor) -> object:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return layer(x)
+
+
+@pytest.mark.parametrize("run", [_vmap, _trace, _fake, lambda layer, x: layer(x.to_sparse())])
+def test_passes_without_values_to_record_are_passed_over(run: Callable[[nn.Module, Tensor], object]):
+    layer, x = nn.Linear(3, 2), torch.eye(4, 3)
+    with sp.Activations(layer) as seen:
+        run(layer, x)
+        assert not seen.layers
+        layer(x).sum().backward()
+    assert seen.layers["weight"].inputs.weight == seen.layers["weight"].outputs.weight == 1
+
+
+def test_nested_tensors_are_recorded_as_their_values():
+    model, x = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2)), torch.arange(5)
+    with sp.Activations(model) as whole:
+        model(x).square().sum().backward()
+    with sp.Activations(model) as seen:
+        nested = model(torch.nested.nested_tensor([x[:2], x[2:]], layout=torch.jagged))
+        nested.values().square().sum().backward()
+    for name, layer in seen.layers.items():
+        for part in ("inputs", "outputs", "frequencies", "lookups"):
+            one, other = (getattr(each, part) for each in (layer, whole.layers[name]))
+            assert (one.total is None) == (other.total is None), (name, part)
+            assert one.total is None or torch.allclose(one.mean, other.mean), (name, part)
+    assert len(seen.layers) == 2
 
 
 def test_layer_in_tensor_parallelism_is_refused_in_its_first_pass(tmp_path: Path):

@@ -89,12 +89,13 @@ class _LayerRecorder:
             found, do = "a layer in tensor parallelism", "leave activations= and calibrate= out"
             raise PolicyError(f"activations, {name}", found=found, expected="one that this rank has whole", do=do)
         statistics = self.layers.setdefault(name, LayerStatistics())
-        if not inputs.numel():
+        if not _has_values(inputs, output) or not inputs.numel():
             return
+        inputs = inputs.values() if inputs.is_nested else inputs
         if isinstance(layer, nn.Embedding):
             counts = torch.bincount(inputs.reshape(-1), minlength=layer.num_embeddings)
             statistics.frequencies.add(counts.to(torch.float32) / inputs.numel(), self._decay)
-            gradients, axis = statistics.lookups, output.dim() - 1
+            gradients, places = statistics.lookups, 0
         else:
             positions = self._positions(layer, inputs.detach())
             if positions is None:
@@ -102,13 +103,14 @@ class _LayerRecorder:
             with torch.autocast(positions.device.type, enabled=False):  # its products are those of bfloat16
                 statistics.inputs.add(positions.T @ positions / len(positions), self._decay)
             places = 0 if isinstance(layer, nn.Linear) else cast(Tensor, layer.weight).dim() - 2
-            gradients, axis = statistics.outputs, output.dim() - 1 - places
+            gradients = statistics.outputs
         if output.requires_grad:
-            other_axes = [i for i in range(output.dim()) if i != axis]
 
             @torch.no_grad()
             def add_gradient(gradient: Tensor) -> None:
-                squares = gradient.detach().to(torch.float32).square()
+                values = gradient.values() if gradient.is_nested else gradient
+                squares = values.detach().to(torch.float32).square()
+                other_axes = [i for i in range(squares.dim()) if i != squares.dim() - 1 - places]
                 gradients.add(squares.sum(other_axes) if other_axes else squares, self._decay)
 
             output.register_hook(add_gradient)
@@ -137,6 +139,14 @@ class _LayerRecorder:
             return values
         chosen = torch.randint(len(values), (count,), generator=self._generator, device="cpu")
         return values[chosen.to(values.device)]
+
+
+def _has_values(*tensors: Tensor) -> bool:
+    """False of what a layer is traced with, of values within a transformation such as `vmap`, and of sparse tensors."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    is_traced = any(x.is_meta or hasattr(x, "fake_mode") for x in tensors)
+    return not is_traced and all(x.layout is (torch.jagged if x.is_nested else torch.strided) for x in tensors)
 
 
 class Activations:
