@@ -16,7 +16,7 @@ from shrinkpoint.comm.compressed_allreduce import CompressedAllGather, share_num
 from shrinkpoint.comm.compressors.base import Compressor, CompressorContext, Identity
 from shrinkpoint.comm.gradient_layout import SEGMENT_NUMEL, FilledSegment, GradientLayout, Piece, Segment, is_dense
 from shrinkpoint.errors import MismatchError, PolicyError
-from shrinkpoint.tensors.dtypes import as_bits, tensor_bytes
+from shrinkpoint.tensors.dtypes import as_bits
 from shrinkpoint.tensors.info import JSON
 
 
@@ -92,8 +92,8 @@ class GradientRecord(ABC):
         """
 
     @abstractmethod
-    def check(self, step: int, counts: JSON, messages: Sequence[Tensor]) -> None:
-        """Raise PolicyError if messages do not decode to the gradients; arguments are as of `fill_gradients`."""
+    def check(self, counts: JSON) -> None:
+        """Raise PolicyError if gradients have changed since they were kept; `counts` are as of `fill_gradients`."""
 
     def others(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Those of some parameters whose gradients are not kept."""
@@ -189,17 +189,16 @@ class AverageRecord(GradientRecord):
         return [message for segment in self._segments for message in self._messages[segment.name]]
 
     @torch.no_grad()
-    def check(self, step: int, counts: JSON, messages: Sequence[Tensor]) -> None:
-        gradients = [flat_gradient(parameter) for parameter in self._parameters]
-        before = [gradient.clone() for gradient in gradients]
-        self.fill_gradients(step, counts, memoryview(b"".join(tensor_bytes(one).data for one in messages)))
-        same = [torch.equal(as_bits(one), as_bits(other)) for one, other in zip(before, gradients, strict=True)]
-        for gradient, values in zip(gradients, before, strict=True):
-            gradient.copy_(values)
-        if not all(same):
-            found = f"a gradient of shape {tuple(self._parameters[same.index(False)].shape)} that was changed"
-            advice = "clip, unscale and add noise in `update`, and use no_sync() before the last backward pass only"
-            raise PolicyError("journal", found=found, expected="what the backward pass has left", do=advice)
+    def check(self, counts: JSON) -> None:
+        flats = [as_bits(flat_gradient(parameter)) for parameter in self._parameters]
+        for segment in self._segments:
+            values = as_bits(self._decode(segment, counts, self._messages[segment.name]))
+            for index, piece in self._members[segment.index]:
+                own = flats[index][piece.start : piece.start + piece.numel]
+                if not torch.equal(own, values[piece.offset : piece.offset + piece.numel]):
+                    found = f"a gradient of shape {tuple(self._parameters[index].shape)} that was changed"
+                    advice = "clip, unscale and add noise in `update`, and use no_sync() before the last pass only"
+                    raise PolicyError("journal", found=found, expected="what the backward pass has left", do=advice)
 
     def clear(self) -> None:
         self._messages = {}
@@ -216,19 +215,21 @@ class AverageRecord(GradientRecord):
         self._check_size(data)
         flats = [flat_gradient(parameter) for parameter in self._parameters]
         for segment in self._segments:
-            size, dtype = self._message_bytes(segment), self._dtypes[segment.index]
+            size = self._message_bytes(segment)
             # copied: messages start at aligned addresses, and torch writes to no memory that is read-only
             parts = [bytearray(data[rank * size : (rank + 1) * size]) for rank in range(self._world_size)]
             messages = [torch.frombuffer(part, dtype=torch.uint8).to(segment.device) for part in parts]
             data = data[self._world_size * size :]
-            if self._world_size == 1:
-                values = messages[0].view(dtype)
-            else:
-                share = share_numel(segment.numel, self._world_size)
-                rows = torch.empty(self._world_size, share, dtype=dtype, device=segment.device)
-                self._hops[segment.is_exact].decode_again(segment.name, counts, messages, rows)
-                values = rows.view(-1)
-            self._scatter(segment, values, flats)
+            self._scatter(segment, self._decode(segment, counts, messages), flats)
+
+    def _decode(self, segment: Segment, counts: Any, messages: Sequence[Tensor]) -> Tensor:
+        dtype = self._dtypes[segment.index]
+        if self._world_size == 1:
+            return messages[0].view(dtype)
+        share = share_numel(segment.numel, self._world_size)
+        rows = torch.empty(self._world_size, share, dtype=dtype, device=segment.device)
+        self._hops[segment.is_exact].decode_again(segment.name, counts, messages, rows)
+        return rows.view(-1)
 
     def _message_bytes(self, segment: Segment) -> int:
         dtype = self._dtypes[segment.index]
@@ -287,7 +288,7 @@ class ShardRecord(GradientRecord):
             self._messages = [flags, *(self._encode(segment, flats, step) for segment in self._segments)]
         return self._messages
 
-    def check(self, step: int, counts: JSON, messages: Sequence[Tensor]) -> None:
+    def check(self, counts: JSON) -> None:
         """Nothing: `messages` takes the gradients as they are."""
 
     def clear(self) -> None:
