@@ -318,6 +318,7 @@ class Journal:
             return None
         start = checkpoint.step
         self._record.clear()
+        self._state.prepare(arguments)
         last = _common_place([place for _, place in places], start, strict=strict)
         self._replay(start, last) if last else self._begin(start)
         self._is_clean = False

@@ -76,6 +76,12 @@ class JournalState:
             self._unchanged.pop(name, None)
         rng_from_bytes(record.blobs)
 
+    def prepare(self, objects: Mapping[str, Any]) -> None:
+        """Let each GradScaler have its tensors, which it makes in the first backward pass: a replay has none."""
+        for scaler in objects.values():
+            if isinstance(scaler, torch.amp.GradScaler) and self._parameters:
+                scaler.scale(torch.zeros((), device=self._parameters[0].device))
+
     def weight_digest(self) -> str:
         """The digest of this rank's parameters."""
         return tensor_digest(self._parameters)
