@@ -158,6 +158,16 @@ def test_a_recorder_changes_nothing_and_leaves_no_hooks(trained: Any):
     assert not seen.layers
 
 
+def test_passes_of_copies_are_not_recorded():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with sp.Activations(model) as seen:
+        for one in (copy.copy(model[0]), copy.deepcopy(model[0]), copy.deepcopy(model)):
+            one(torch.ones(2, 3))
+        assert not seen.layers
+        model(torch.ones(2, 3))
+    assert [*seen.layers] == ["0.weight", "1.weight"]
+
+
 def test_a_batch_that_is_not_finite_is_passed_over():
     layer = nn.Linear(3, 3)
     with sp.Activations(layer) as seen:

@@ -190,9 +190,16 @@ class Activations:
         self._handles: list[RemovableHandle] = [layer.register_forward_hook(self._record) for layer in self._names]
 
     def _record(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        name = self._names.get(layer)
+        if name is None:  # a copy of the layer, as in DataParallel
+            return
         calls = self._calls[layer] = self._calls.get(layer, 0) + 1
         if (calls - 1) % self._every == 0 and inputs and isinstance(output, Tensor):
-            self._recorder.record(self._names[layer], layer, inputs[0], output)
+            self._recorder.record(name, layer, inputs[0], output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Activations:
+        """This object: a copy of a layer has its hooks, and is not recorded; it would copy the whole model, too."""
+        return self
 
     @property
     def layers(self) -> Mapping[str, LayerStatistics]:
