@@ -85,11 +85,16 @@ def exchange(model):
     model.head = nn.Linear(64, 10)
 
 
+def count(model):
+    model.passes, model.scale, model.longest = model.passes + 1, model.scale * 2, 9
+    model.register_buffer("table", torch.zeros(9), persistent=False)
+
+
 def parametrize(model):
     nn.utils.parametrizations.weight_norm(model.body[0])
 
 
-TRICKS = [train, draw, load, assign, rebind, cast, learn, clear, freeze, grow, exchange, parametrize, spoil]
+TRICKS = [train, draw, load, assign, rebind, cast, learn, clear, freeze, grow, count, exchange, parametrize, spoil]
 
 
 def busy() -> Run:
@@ -101,13 +106,19 @@ def busy() -> Run:
     run.model(torch.randn(8, 64)).sum().backward()
     run.model.body[0].bias.requires_grad_(False)
     run.model.head.eval()
+    run.model.passes, run.model.scale, run.model.longest = 3, torch.ones(()), 0.5
     return run
+
+
+def plain_attributes(run: Run) -> dict[str, object]:
+    return {name: getattr(run.model, name) for name in ("passes", "scale", "longest")}
 
 
 @pytest.mark.parametrize(("trick", "error"), each_value(TRICKS, [None, ValueError, KeyboardInterrupt]))
 def test_nothing_of_a_measurement_is_left_in_the_model(trick, error):
     run = busy()
     before, addresses, gradients = run.photo(), run.addresses(), [one.grad for one in run.model.parameters()]
+    attributes = plain_attributes(run)
     value = {"model/body.0.weight": torch.full((96, 64), 0.5)}
 
     def evaluate(model):
@@ -129,6 +140,7 @@ def test_nothing_of_a_measurement_is_left_in_the_model(trick, error):
         assert unchanged(run, before) and run.addresses() == addresses
     assert unchanged(run, before) and run.addresses() == addresses
     assert all(one.grad is old for one, old in zip(run.model.parameters(), gradients, strict=True))
+    assert plain_attributes(run) == attributes
     run.steps(1)
 
 

@@ -30,13 +30,15 @@ from shrinkpoint.tensors.wrappers import unwrapped
 
 _log = logging.getLogger("shrinkpoint")
 MEMORY_ADVICE = "free memory, or evaluate on fewer examples at once"
+_TABLES = ("_parameters", "_buffers", "_modules")
+_KEPT = (bool, int, float, str, tuple, Tensor)  # Attributes of modules that are restored: counters, sizes, schedules
 
 
 class ModelStateGuard:
     """Saves the state of a model once and restores it after every measurement, so that training does not notice them.
 
-    The state is: values of tensors; classes of modules, what these hold (a forward pass may bind a new buffer, and a
-    parametrization all of it), in which memory (`half` exchanges it), gradients, modes; and the random generators.
+    The state is: values of tensors; classes of modules, what these hold (a forward pass may bind a new buffer), in
+    which memory (`half` exchanges it), gradients, modes and plain attributes (a counter); and the random generators.
 
     Args:
         tensors: their values are copied.
@@ -55,7 +57,9 @@ class ModelStateGuard:
         parameters = dict.fromkeys(parameter for part in parts for parameter in part.parameters(recurse=False))
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
         plain = [] if reshard else [part for part in parts if not isinstance(part, torch.jit.ScriptModule)]
-        self._bindings = [(part, type(part), [dict(table) for table in _tables(part)]) for part in plain]
+        attributes = [{k: v for k, v in vars(part).items() if isinstance(v, _KEPT)} for part in plain]
+        tables = [{name: dict(vars(part)[name]) for name in _TABLES} for part in plain]
+        self._bindings = [*zip(plain, map(type, plain), tables, attributes, strict=True)]
         self._memory = [] if reshard else [(x, x.data, x.requires_grad) for x in parameters]
 
     def clear_gradients(self) -> None:
@@ -69,11 +73,12 @@ class ModelStateGuard:
             self._reshard()
         for module, training in self._modes:
             module.training = training
-        for module, kind, saved in self._bindings:
+        for module, kind, tables, attributes in self._bindings:
             if type(module) is not kind:
                 module.__class__ = kind
-            for table, members in zip(_tables(module), saved, strict=True):
-                _rebind(table, members)
+            for name, members in tables.items():
+                _rebind(vars(module)[name], members)
+            vars(module).update(attributes)
         for parameter, data, requires_grad in self._memory:
             if parameter.data_ptr() != data.data_ptr() or parameter.dtype != data.dtype:
                 parameter.data = data
@@ -93,11 +98,6 @@ def _stored_bits(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     tensor = torch._neg_view(tensor) if tensor.is_neg() else tensor
     return as_bits(tensor.conj() if tensor.is_conj() else tensor)
-
-
-def _tables(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    """What a module holds, by name."""
-    return module._parameters, module._buffers, module._modules
 
 
 def _rebind(current: dict[str, Any], saved: dict[str, Any]) -> None:
