@@ -319,6 +319,20 @@ def test_a_model_without_memory_is_refused(tmp_path: Path) -> None:
         manager.restore(1, model=model)
 
 
+def test_a_buffer_that_cannot_be_written_is_refused_before_anything_has_changed(tmp_path: Path) -> None:
+    models = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    for model in models:
+        model.register_buffer("mask", torch.ones(1, 8).expand(4, 8))
+    manager, before = CheckpointManager(tmp_path), models[1].weight.detach().clone()
+    manager.save(1, model=models[0])
+    with pytest.raises(MismatchError, match=r"mask: a tensor whose elements share memory.*clone\(\)"):
+        manager.restore(1, model=models[1])
+    assert torch.equal(models[1].weight, before)
+    models[1].mask = models[1].mask.clone()
+    manager.restore(1, model=models[1])
+    assert torch.equal(models[1].weight, models[0].weight)
+
+
 class Pair(nn.Module):
     def __init__(self, *, tied: bool) -> None:
         super().__init__()

@@ -233,6 +233,11 @@ def _check_module_state(
             found, expected = "a tensor on the meta device, which holds no values", "one on a device with memory"
             do = 'give it memory first: model.to_empty(device="cpu")'
             raise MismatchError(f"{where}, {key}", found=found, expected=expected, do=do)
+        if value.layout is torch.strided and any(
+            size > 1 and not step for size, step in zip(value.shape, value.stride(), strict=True)
+        ):
+            found, expected = "a tensor whose elements share memory, as expand() makes it", "memory for each element"
+            raise MismatchError(f"{where}, {key}", found=found, expected=expected, do="give it memory: tensor.clone()")
         if saved_value is not None:
             check_tensor_fits(value, saved_value, f"{where}, {key}", strict=strict, alternative=alternative)
     missing = [key for key in live if key not in saved]
