@@ -161,7 +161,7 @@ class Task:
                 )
             except Exception as error:
                 self._listener = None
-                _log.warning("whoever watches the progress of %r failed: %s", self._title, error, exc_info=True)
+                _log.warning("the progress callback of %r failed: %s", self._title, error, exc_info=True)
 
 
 def track(items: Iterable[T], title: str, total: int | None = None) -> Iterator[T]:

@@ -185,7 +185,7 @@ def test_too_few_examples_for_what_is_allowed_are_said_with_the_interval_once_in
     wide = [one for one in reports if "interval" in one.loss_report]
     assert wide and all(one.loss_report["interval"][0] < one.loss_report["interval"][1] for one in wide)
     assert len(texts) == any(one.loss_increase > 0 for one in wide)  # of a fall nothing is said
-    assert all("on 24 examples" in text and "above the 1.00% that is allowed" in text for text in texts)
+    assert all("on 24 examples" in text and "exceed the allowed 1.00%" in text for text in texts)
     assert " to " in str(wide[0])
 
 

@@ -227,7 +227,7 @@ def test_a_weight_that_is_trained_again_after_a_restore_is_coded_again(tmp_path)
 def test_only_an_infinity_that_no_training_keeps_constant_warns_of_divergence(background: bool) -> None:
     run = Run(steps=2)
     run.model.mask = nn.Parameter(torch.full((80, 80), -math.inf).triu(1), requires_grad=False)
-    diverged = "weights with values that are not finite are kept as they are: model/mask"
+    diverged = "weights with nan or infinite values stay exact: model/mask"
 
     def warned(step: int) -> bool:
         with warnings.catch_warnings(record=True) as caught:

@@ -371,7 +371,7 @@ def test_a_run_that_went_back_in_its_mirror_alone_resumes_from_what_it_saved_las
 def test_a_new_run_beside_the_mirror_of_another_is_told_that_a_restore_takes_the_other(tmp_path, keep):
     with CheckpointManager(tmp_path / "first", mirror=tmp_path / "mirror", keep=keep) as manager:
         save(manager, 10, 20)
-    text = r"mirror: step 20 is there of another run, and counts as newer than step 1,"
+    text = r"mirror: step 20 is from another run, and counts as newer than step 1,"
     manager = CheckpointManager(tmp_path / "second", mirror=tmp_path / "mirror", keep=keep)
     with pytest.warns(UserWarning, match=text), manager:
         save(manager, 1)

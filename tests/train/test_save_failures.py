@@ -105,8 +105,8 @@ def test_planning_without_memory_makes_one_checkpoint_exact(tmp_path, monkeypatc
         raise SHORTAGES[shortage]()
 
     monkeypatch.setattr(sp.Fisher, "_quantize_weights", fail)
-    with pytest.warns(LossWarning, match="no memory to plan .* so this checkpoint is exact"):
-        assert "no memory to plan" in saves.save(2, run)["exact"]
+    with pytest.warns(LossWarning, match="out of memory while planning .* so this checkpoint is exact"):
+        assert "out of memory while planning" in saves.save(2, run)["exact"]
     monkeypatch.undo()
     assert saves.save(3, run.steps(1))["chosen"] is not None
     assert_exact(saves, 2, state)
@@ -129,7 +129,7 @@ def test_encoding_without_memory_is_tried_once_more(tmp_path, monkeypatch, place
         return encode(*args, **kwargs)
 
     monkeypatch.setattr(RecordEncodingMixin, "encode", fail_once)
-    with pytest.warns(UserWarning, match="no memory to write"):
+    with pytest.warns(UserWarning, match="out of memory while writing"):
         saves.save(2, run)
     saves.save(3, run.steps(1))
     assert not failures and saves.load(3) is not None

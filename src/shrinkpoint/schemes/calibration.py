@@ -64,7 +64,7 @@ class UnmeasuredLossNotice:
         if self._was_given or quiet:
             return
         self._was_given = True
-        text = f"the loss is not measured: {scheme} says how far values move, and not what that costs. {MEASURE_ADVICE}"
+        text = f"the loss is not measured: {scheme} sets a precision of values, no bound on the loss. {MEASURE_ADVICE}"
         warn_user(text, UnmeasuredLossWarning)
 
 
@@ -252,7 +252,7 @@ class Calibration:
         if not is_inverted:
             return None
         before, noisy = metric.baseline.value, readings[0].value
-        answers = f"{before:g} for the state, and {noisy:g}, which counts as better, for noise"
+        answers = f"{before:g} for the state, and {noisy:g}, which counts as better, for weights with noise"
         do = (
             "leave higher_is_better out for a loss"
             if metric.higher_is_better
@@ -275,7 +275,7 @@ class Calibration:
         if has_reacted:
             return None
         observation = f"evaluate returns {metric.baseline.value:g} for clearly different weights as well"
-        advice = "let it measure the model, or the state, that it is given, each time anew, on enough examples"
+        advice = "compute the loss anew at each call, from the model or state that evaluate gets, on enough examples"
         return EvaluateProblem(observation, advice)
 
     def test_entries(
@@ -345,7 +345,7 @@ class Calibration:
         """The warning about noise if so much may be lost, relative to the answer; "" if there is none."""
         if self.noise is None or self.noise <= NOISE_WARNING_SHARE * max_rise:
             return ""
-        share = f"much where {max_rise:.2%} may be lost, and is taken off that"
+        share = f"large beside the allowed {max_rise:.2%}, and is subtracted from it"
         return f"{self.noise_text}, which is {share}: {NOISE_ADVICE}"
 
     def interval_warning(self, rise: float, interval: tuple[float, float], max_rise: float) -> str:
@@ -357,7 +357,7 @@ class Calibration:
         option = " (batches=)" if self._sample_text.endswith("batches") else ""
         return (
             f"evaluate measures a rise of {rise:+.2%} on {self._sample_text} (95% confidence: {ends}), "
-            f"so on others it may be above the {max_rise:.2%} that is allowed: measure more of them{option}"
+            f"so on others it may exceed the allowed {max_rise:.2%}: measure more of them{option}"
         )
 
     def _given_reading(self, metrics: Mapping[str, float]) -> Reading | None:
@@ -484,8 +484,8 @@ def _warn_unmeasured(entries: Mapping[str, Sequence[str]], measured: Collection[
     """Warn of weights that nothing measures: by their entry, or by name in an entry that is measured."""
     unseen = {entry: members for entry, members in entries.items() if not any(name in measured for name in members)}
     names = humanize.names([*unseen, *sorted({*news}.difference(*unseen.values()))])
-    text = f"evaluate returns the same whatever {names} holds, so that these weights stay exact"
-    warn_user(f"{text}: let it measure them as well, or save them beside what it is given")
+    text = f"evaluate does not depend on {names}, so these weights stay exact"
+    warn_user(f"{text}: compute the loss from them, too, or save them apart from the model that evaluate gets")
 
 
 def _are_same_examples(reading: Reading, other: Reading) -> bool:

@@ -246,4 +246,4 @@ def _memory_shortage(error: Exception) -> str:
     if not is_out_of_memory(error):
         raise error
     _log.info("no memory to plan", exc_info=error)
-    return f"there is no memory to plan what is saved ({type(error).__name__}: {error})"
+    return f"out of memory while planning this checkpoint ({type(error).__name__}: {error})"

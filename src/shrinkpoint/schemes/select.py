@@ -60,7 +60,7 @@ class TensorSelection:
         if wide:
             dtypes = ", ".join(sorted({str(state.tensors[name].dtype) for name in wide}))
             warn_user(
-                f"all weights are of a dtype that stays exact, so that nothing is lossy ({dtypes}): "
+                f"all weights have a dtype that stays exact, so nothing is lossy ({dtypes}): "
                 f"{humanize.names(wide)}. Save them in float32, bfloat16 or float16"
             )
         if not self.nonfinite:
@@ -70,10 +70,7 @@ class TensorSelection:
         constant = global_tensors.tensors_where_all(flags)
         if moving := [name for name in self.nonfinite if name not in constant]:
             names = humanize.names(moving)
-            warn_user(
-                f"weights with values that are not finite are kept as they are: {names}. See whether training "
-                "has diverged"
-            )
+            warn_user(f"weights with nan or infinite values stay exact: {names}. Check whether training has diverged")
 
     def warn_outside_model(self, state: FlatState, parameters: Collection[str]) -> None:
         """Warn of large weights that an optimizer trains and that stay exact, as no trial values reach them.
@@ -90,7 +87,7 @@ class TensorSelection:
         ]
         if outside:
             warn_user(
-                f"trained weights that are no parameters of the model in memory stay exact: {humanize.names(outside)}. "
+                f"trained weights that are not parameters of `model` stay exact: {humanize.names(outside)}. "
                 "Pass their modules as model=, with a state_dict that shares memory"
             )
 

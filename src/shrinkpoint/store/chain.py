@@ -368,7 +368,7 @@ def _single_file(place: FilePlace, header: FileReader, *, is_payload: bool = Fal
 
 def _find_base(candidates: Sequence[FilePlace], digest: str, child: FilePlace) -> tuple[FilePlace, FileReader]:
     error: ChainError | None = None
-    do = "say where the base is with base=, or load through its store"
+    do = "pass the path of the base as base=, or load through its store"
     for place in candidates:
         if not place.exists:
             continue

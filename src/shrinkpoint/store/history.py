@@ -101,7 +101,7 @@ class Line:
         self._has_warned = True
         names = ", ".join(higher if len(higher) < 6 else [*higher[:2], "...", higher[-1]])
         text = (
-            f"{where}: {name} was saved below {names}: a restore takes what was saved last, and retention counts "
+            f"{where}: {name} was saved below {names}: a restore takes the checkpoint saved last, and retention counts "
             "the others as older"
         )
         try:

@@ -167,7 +167,7 @@ def _is_safetensors(head: bytes, size: int) -> bool:
 
 
 def _reading_advice(path: Path, reader: str) -> str:
-    ours = f"make it a checkpoint of ours: `shrinkpoint convert {shlex.quote(str(path))} DST`"
+    ours = f"convert it: `shrinkpoint convert {shlex.quote(str(path))} DST`"
     return f"read it with {reader}, or {ours}" if reader else "fetch an intact copy"
 
 

@@ -309,7 +309,7 @@ class BackgroundSaver:
         except Exception as error:
             if not (state.is_on_cpu and is_out_of_memory(error)):
                 raise
-            text = "there is no memory to copy what is saved, so the loop waits until this checkpoint is written"
+            text = "out of memory while copying the state, so the loop waits until this checkpoint is written"
             warn_user(f"{text}: free memory, or save without background=True", UserWarning)
             return self._write_state(lambda: (state, plan.scheme_for(state)), write, after, adopt=False)
         del reuse  # what was not reused
@@ -360,12 +360,12 @@ class BackgroundSaver:
         except Exception as error:  # it holds the frames, and so the memory, of what has failed: not beyond this block
             if not is_out_of_memory(error):
                 raise
-            shortage = f"there is no memory to write what is saved ({type(error).__name__}: {error})"
+            shortage = f"out of memory while writing this checkpoint ({type(error).__name__}: {error})"
         if report is None:
             previous = {}
             if isinstance(scheme, QuantizationPlan) and not scheme.replaced_names:
                 scheme = exact_plan(scheme, shortage)
-            warn_user(f"{shortage}, so it is written once more: free memory, or save less often", UserWarning)
+            warn_user(f"{shortage}, so it is written again: free memory, or save less often", UserWarning)
             report = write(state, scheme, adopt)
         if adopt:
             reference = self._last_reference()

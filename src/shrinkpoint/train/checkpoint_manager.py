@@ -423,7 +423,7 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
             except StorageError as error:
                 if not exists:
                     raise
-                warn_user(f"the mirror may have a newer checkpoint, and cannot be read: {error}", UserWarning)
+                warn_user(f"the mirror cannot be read, and may have a newer checkpoint: {error}", UserWarning)
         if not exists:
             return None
         return restore_newest(stores, keep=self.store, weights_only=weights_only, max_bytes=max_bytes)

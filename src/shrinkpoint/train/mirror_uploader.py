@@ -102,7 +102,7 @@ class MirrorUploader:
         if self._error is not None:
             error, source = self._error, self._mirror.source.describe()
             found = f"the mirror is behind ({error})"
-            do = f"nothing of {source} is lost; a manager of both goes on with copying, at its first save or by `flush`"
+            do = f"{source} has all checkpoints; the next manager of both copies them, at its first save or by `flush`"
             raise StorageError(self.where, found=found, expected=f"all checkpoints of {source}", do=do) from error
 
     def close(self) -> None:
@@ -182,8 +182,8 @@ class MirrorUploader:
         mine, other = newest
         if other is not None:
             self._warn(
-                f"{self.where}: step {other.step} is there of another run, and counts as newer than step {mine.step}, "
-                "which may not be copied: a restore from there takes the other one. Call restore() before the first "
+                f"{self.where}: step {other.step} is from another run, and counts as newer than step {mine.step}, "
+                "which may not be copied: a restore from there takes the other run. Call restore() before the first "
                 "save, or name another mirror"
             )
 
@@ -204,7 +204,7 @@ class MirrorUploader:
         if self._has_warned or self._num_waiting:
             return
         self._has_warned = True
-        self._warn(f"the mirror {self.where} is behind: {error}. It is tried again until it succeeds; saves go on")
+        self._warn(f"the mirror {self.where} is behind: {error}. Copying is retried until it succeeds; saves go on")
 
     def _warn(self, text: str) -> None:
         if self._user_line is not None:

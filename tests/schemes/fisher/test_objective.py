@@ -145,7 +145,7 @@ def test_where_even_the_smallest_steps_are_too_large_the_weights_are_exact_and_t
     bowl = Bowl(1e12)
     chain = Chain(bowl, nats=1e-3, evaluate=bowl.evaluate)
     for _ in range(2):
-        with pytest.warns(LossWarning, match="no steps keep the loss within"):
+        with pytest.warns(LossWarning, match="no step sizes keep the loss within"):
             said = chain.save()
         assert said["chosen"] == {"step_in_deviations": None, "moments": "coded"} and said["size"] is None
         assert len(said["tried"]) == MAX_TRIALS and all(line["rise"] > 1e-3 for line in said["tried"])
@@ -310,7 +310,7 @@ def test_a_ratio_that_cannot_be_had_any_more_does_not_end_a_run():
     chain.save()
     bowl.center["d.weight"] = normal(900, 900).double()  # which no scheme touches
     bowl.v["d.weight"] = torch.ones(900, 900)
-    with pytest.warns(LossWarning, match="ratio: 14x, while the largest steps"):
+    with pytest.warns(LossWarning, match="ratio: 14x, but the largest steps"):
         assert chain.save()["size"] == MAX_LOG_STEP
     assert chain.store.steps() == [1, 2]
 
@@ -355,7 +355,7 @@ def test_the_error_is_as_large_as_was_asked_for(error, keyframe_every):
 def test_weights_that_cannot_be_written_so_finely_are_exact_and_named(error):
     bowl = Bowl()
     chain = Chain(bowl, relative_error=error)
-    with pytest.warns(LossWarning, match=r"no points of these steps reach .*model/a\.weight"):
+    with pytest.warns(LossWarning, match=r"too large for the grid .*model/a\.weight"):
         said = chain.save()
     assert said["left_out"] == [f"model/{name}" for name in bowl.center] and bowl.rise(chain.model) == 0
     assert (

@@ -226,7 +226,7 @@ def test_a_candidate_without_a_number_does_not_hold():
 def test_where_even_the_safest_setting_breaks_the_model_nothing_is_lost(answer, fallback):
     distance = Distance(a_state())
     scheme = sp.Inshrinkerator(evaluate=lambda one: 1.0 if distance(one) == 1 else answer, fallback=fallback)
-    with pytest.warns(LossWarning, match="nothing was lost"):
+    with pytest.warns(LossWarning, match="this checkpoint is lossless"):
         made = settled(scheme, a_state())
     assert not made.quantized and made.loss["fallback"] == "lossless"
 
@@ -234,7 +234,7 @@ def test_where_even_the_safest_setting_breaks_the_model_nothing_is_lost(answer, 
 def test_a_threshold_that_nothing_meets_is_said_and_the_safest_setting_taken_if_that_was_asked_for():
     evaluate = Distance(a_state(), 1e6)
     scheme = sp.Inshrinkerator(threshold=0.001, evaluate=evaluate, fallback="safest")
-    with pytest.warns(LossWarning, match=r"no setting keeps the degradation within 0\.10%.*the safest one was taken"):
+    with pytest.warns(LossWarning, match=r"no setting keeps the degradation within 0\.10%.*the safest one is used"):
         loss = loss_of(scheme, a_state())
     assert loss["chosen"] == SAFEST and loss["fallback"] == "safest" and loss["degradation"] > 0.001
     evaluate.strict = 0.001
@@ -260,17 +260,17 @@ def test_where_no_setting_holds_the_uniform_grids_of_qd_are_tried_before_anythin
 
 @pytest.mark.parametrize("kind", [sp.Inshrinkerator, sp.QD, sp.CNR, sp.GOBO])
 def test_no_scheme_breaks_its_threshold_unless_that_was_asked_for(kind):
-    with pytest.warns(LossWarning, match="no setting keeps .* nothing was lost instead"):
+    with pytest.warns(LossWarning, match="no setting keeps .* this checkpoint is lossless"):
         made = settled(kind(threshold=0.0, evaluate=Distance(a_state())), a_state())
     assert not made.quantized and made.loss["fallback"] == "lossless"
-    with pytest.warns(LossWarning, match="no setting keeps .* the safest one was taken"):
+    with pytest.warns(LossWarning, match="no setting keeps .* the safest one is used"):
         made = settled(kind(threshold=0.0, evaluate=Distance(a_state()), fallback="safest"), a_state())
     assert made.quantized and made.loss["degradation"] > 0
 
 
 def test_and_nothing_is_lost_if_nothing_was_asked_for(tmp_path):
     scheme = sp.Inshrinkerator(threshold=0.0, evaluate=Distance(a_state()), optimizer="reset")
-    with pytest.warns(LossWarning, match="nothing was lost instead"):
+    with pytest.warns(LossWarning, match="this checkpoint is lossless"):
         report = sp.save(a_state(), tmp_path / "a", scheme=scheme)
     assert difference(a_state(), sp.load(tmp_path / "a")) is None
     assert "chosen" not in report.loss_report and report.loss_report["fallback"] == "lossless"

@@ -260,13 +260,13 @@ class RatioTarget(Objective):
             low, high = (low, middle) if candidates.bits(middle) <= target else (middle + 1, high)
         if low == MAX_LOG_STEP and candidates.bits(low) > target:
             reachable = state_bits.ratio(candidates.bits(low))
-            found = f"{self.ratio:g}x, while the largest steps there are make this state about {reachable:.3g}x smaller"
+            found = f"{self.ratio:g}x, but the largest steps make this state only about {reachable:.3g}x smaller"
             if state_bits.is_first:  # later ones warn: what is reachable changes during a run
                 unit = 10.0 ** (math.floor(math.log10(reachable)) - 1)
                 expected = f"at most {math.floor(reachable / unit) * unit:g}"  # two digits
                 do = "ask for less, or for a budget with evaluate="
                 raise PolicyError("ratio", found=found, expected=expected, do=do)
-            warn_user(f"ratio: {found}: these are taken")
+            warn_user(f"ratio: {found}: they are used")
         return _accept(_quantize(candidates, low, memory), memory, measure)
 
 

@@ -512,7 +512,7 @@ class Fisher(Planner["FisherChoice"]):
                 if own is None or own.baseline.is_finite:
                     choice = quantizer.quantize(tracked, memory, self._copy_objective(own, memory), own)
             if choice is None:
-                warn_user(f"no steps keep the loss of {tracked.name} within {self}: this checkpoint has it exactly")
+                warn_user(f"no step sizes keep the loss of {tracked.name} within {self}: this copy is saved exactly")
             else:
                 choices[tracked.name], self._copies[tracked.name] = choice, memory
         return choices
@@ -574,9 +574,9 @@ class Fisher(Planner["FisherChoice"]):
                 warn_user(warning)
         if candidates.without_feedback:
             names = humanize.names(sorted(candidates.without_feedback))
-            warn_user(f"rounded without error feedback, since what was recorded of their inputs is of no use: {names}")
+            warn_user(f"rounded without error feedback, since the recorded inputs are unusable: {names}")
         if choice.weights is None:
-            warn_user(f"no steps keep the loss within {self}: this checkpoint's weights are exact. Allow more")
+            warn_user(f"no step sizes keep the loss within {self}: this checkpoint's weights are exact. Allow more")
 
     def _measured_objective(self, metric: DegradationMetric | None) -> Objective:
         """The objective in the loss's own unit, less the noise of a measurement, if something is measured."""

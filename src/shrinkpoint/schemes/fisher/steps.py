@@ -489,8 +489,8 @@ def warn_of_unreached(state: FlatState, tensors: GlobalTensors, global_names: Co
             if deviation * _NEAR_CONSTANT < abs(mean) < math.inf:
                 constants.add(tensors.global_names[name])
     if far := [name for name in global_names if name not in constants]:
-        text = f"weights that no points of these steps reach are kept as they are: {humanize.names(far)}"
-        warn_user(f"{text}. See whether training has diverged")
+        text = f"weights too large for the grid of these steps stay exact: {humanize.names(far)}"
+        warn_user(f"{text}. Check whether training has diverged")
 
 
 def to_log_step(multiplier: float) -> int:

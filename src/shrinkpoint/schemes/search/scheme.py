@@ -381,7 +381,7 @@ class SearchScheme(Planner["SearchChoice"]):
         worst = next((t.degradation for result in results for t in result.trials if t.point == safest), math.nan)
         lossless = self._fallback == "lossless" or not math.isfinite(worst)
         text = f"no setting keeps the degradation within {self._threshold:.2%} (the safest: {worst:.2%})"
-        warn_user(f"{text}: {'nothing was lost instead' if lossless else 'the safest one was taken'}. Allow more")
+        warn_user(f"{text}: {'this checkpoint is lossless' if lossless else 'the safest one is used'}. Allow more")
         record["fallback"] = "lossless" if lossless else "safest"
         if lossless:
             return SearchChoice(record=record | {"exact": text}, lossless=True)
