@@ -52,16 +52,16 @@ class CopyMemory:
     starts: dict[str, RowSample] = field(default_factory=dict, repr=False)
     record: dict[str, JSON] = field(default_factory=dict, repr=False)
 
-    def begin_save(self, model: RunMemory, *, is_base: bool) -> None:
+    def begin_save(self, model: RunMemory, *, inherits: bool) -> None:
         """Take over from the model's memory what was not measured of the copy.
 
         Args:
-            is_base: there is a checkpoint whose steps may be inherited.
+            inherits: there is a checkpoint whose steps may be inherited.
         """
         self.run.begin_save()
         if self.quality is None:
             self.run.num_terms, self.run.terms_error = model.num_terms, model.terms_error
-        if not is_base:
+        if not inherits:
             self.run.log_step = None
 
     def accept(
@@ -172,7 +172,7 @@ class CopyQuantizer:
         return StepCandidates(
             GlobalWeights(tensors, moved, names, copy.sums),
             {name: replace(curvatures[sources[name]], first=None) for name in moved},  # the slope is the model's own
-            self.save.base,
+            self.save.reference,
             memory.run.log_step,
             self.lossy_restores,
             self.seed,

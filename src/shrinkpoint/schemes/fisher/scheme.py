@@ -444,10 +444,11 @@ class Fisher(Planner["FisherChoice"]):
         """Chooses a step size for the weights, without their copies, and quantizes them with it."""
         selection, state = save.selection, save.state
         weights = GlobalWeights(save.tensors, selection.tensors, selection.global_names, selection.sums)
-        # Steps are inherited only from a checkpoint that this one may be a difference to.
-        base = save.base
-        bases = exact_bases(weights.local, base) if self._layers is not None and base is not None and metric else {}
-        if base is None or bases:
+        # A keyframe inherits steps, too: what retention makes a difference to it is small then.
+        base, is_recorded = save.base, self._layers is not None
+        bases = exact_bases(weights.local, base) if is_recorded and base is not None and metric else {}
+        inherited_from = base if is_recorded else save.reference
+        if inherited_from is None or bases:
             self._memory.log_step = None
         layers = {name: layer for name, layer in (self._layers or {}).items() if name in weights.local}
 
@@ -468,7 +469,7 @@ class Fisher(Planner["FisherChoice"]):
             candidates = DifferenceCandidates(weights, bases, curvatures, factors)
             choice = objective.scan(candidates, self._memory, measure)
         else:
-            inherited = base, self._memory.log_step, self._lossy_restores, self._seed
+            inherited = inherited_from, self._memory.log_step, self._lossy_restores, self._seed
             known = {} if save.evaluator is None else save.evaluator.layer_types, self._lattice_starts, factors
             is_measured = self._evaluate is not None and isinstance(self._objective, LossBudget)
             candidates = StepCandidates(weights, curvatures, *inherited, *known, is_measured=is_measured)
@@ -507,7 +508,7 @@ class Fisher(Planner["FisherChoice"]):
             memory = self._copies.get(tracked.name) or CopyMemory()
             choice = memory.keep_frozen(tracked, save)
             if choice is None:
-                memory.begin_save(self._memory, is_base=save.base is not None)
+                memory.begin_save(self._memory, inherits=save.reference is not None)
                 own = metric and metric.of_other_weights(partial(tracked.model_values, state=save.state))
                 if own is None or own.baseline.is_finite:
                     choice = quantizer.quantize(tracked, memory, self._copy_objective(own, memory), own)

@@ -226,7 +226,8 @@ class StepCandidates:
     Args:
         weights: finite.
         curvatures: of each local weight, by name.
-        reference: what a reader decoded of the parent checkpoint; None: nothing.
+        reference: what a reader decoded of the parent checkpoint; None: nothing. One that is no base gives steps alone:
+            a keyframe has neither hysteresis nor an origin.
         parent_log_step: the step size of that checkpoint; None if unknown, or not to be kept.
         lossy_restores: how often the weights were restored with a loss.
         seed: of the dither.
@@ -259,7 +260,9 @@ class StepCandidates:
     ) -> None:
         self._factors: FeedbackFactors | dict[str, Tensor | None] = {} if factors is None else factors
         self.without_feedback = set[str]()
-        self._global, self._reference, self._parent_log_step = weights, reference, parent_log_step
+        self._global, self._parent_log_step = weights, parent_log_step
+        self._quantized = {} if reference is None else reference.quantized
+        self._base = reference if reference is not None and reference.is_base else None
         self._global_names = global_names = weights.tensors.global_names
         self._shards = weights.tensors.local_shards
         self._std = {name: weights.std[global_names[name]] for name in weights.local}
@@ -334,7 +337,7 @@ class StepCandidates:
         for name, lattice in lattices.items():
             if name not in self._stochastic:  # which has no hysteresis
                 weight, start = self.weights[name], self._starts.get(name)
-                previous = PreviousPoints.from_reference(name, weight, lattice, self._reference, start)
+                previous = PreviousPoints.from_reference(name, weight, lattice, self._base, start)
                 if previous is not None:
                     comparable[name] = previous
         lattices |= {name: previous.points.lattice for name, previous in comparable.items()}  # equal, with their forms
@@ -379,7 +382,7 @@ class StepCandidates:
         """The estimated size of the points in bits: the entropy of their differences to the parent's, on a sample."""
         codes = {name: self._sample_codes(name, lattice) for name, lattice in self._lattices_at(log_step).items()}
         tensors = self._global.tensors
-        fresh = [name for name in self.unit_lattices if name not in self._inherited]
+        fresh = [name for name in self.unit_lattices if self._base is None or name not in self._inherited]
         return exponent_bits(tensors, fresh) + total_entropy_bits(tensors, codes, are_sampled=True)
 
     def _quantize_weight(
@@ -442,8 +445,8 @@ class StepCandidates:
         weight, rows = self.weights[name], self._shards[name].spec.sampled_rows(_BITS_SAMPLE)
         steps = lattice.row_steps(tuple(weight.shape), rows, weight.device)
         codes = (as_matrix(weight)[rows].to(torch.float32) / steps).round()
-        if self._reference is not None and self._reference.has_like(name, tuple(weight.shape), weight.dtype):
-            parent = tensor_rows(self._reference.tensors, name, rows)
+        if self._base is not None and self._base.has_like(name, tuple(weight.shape), weight.dtype):
+            parent = tensor_rows(self._base.tensors, name, rows)
             codes = codes - (parent.to(weight.device, torch.float32) / steps).round()
         return codes
 
@@ -459,11 +462,10 @@ class StepCandidates:
 
     def _inherited_lattices(self) -> dict[str, Lattice]:
         """The parent's lattices, rescaled to `log_step` 0, of weights that have such in all their shards; by name."""
-        quantized = {} if self._reference is None else self._reference.quantized
         points = {
             name: parent
             for name, weight in self._global.local.items()
-            if isinstance(parent := quantized.get(name), LatticeTensor)
+            if isinstance(parent := self._quantized.get(name), LatticeTensor)
             and parent.codes.shape == weight.shape
             and parent.lattice.spacing == "linear"
         }
