@@ -313,7 +313,7 @@ class Store:
         if manifest is None:
             return None
         is_base = self.chain_limit.allows_delta(ChainBytes.of_manifest(manifest))
-        return as_delta_base(self._writer.references.reference, base=is_base)
+        return replace(self._writer.references.reference, is_base=is_base)
 
     def _delta_parent(self, listing: Listing, step: int) -> Manifest | None:
         reference = self._writer.references.manifest
