@@ -223,7 +223,8 @@ def test_a_store_holds_hardly_more_than_one_keyframe_and_deltas(tmp_path: Path, 
         held.append(disk_bytes(tmp_path / "kept"))
     keyframe, delta = (reports[name].stored_bytes for name in ("keyframes", "deltas"))
     best = min(last * keyframe, keyframe + (last - 1) * delta)
-    share = 1.06 if scheme == "lossless" else 1.12  # what an ended chain leaves has the points with which it began, once
+    # What an ended chain of `fisher` leaves has the points with which it began, once.
+    share = 1.06 if scheme == "lossless" else 1.12
     assert sum(held[-4:]) / 4 <= share * best + last * 2_000  # and a manifest each
     assert {manager.close() for manager in managers.values()} == {None}
 
