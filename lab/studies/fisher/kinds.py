@@ -31,6 +31,7 @@ from lab.studies.fisher.evaluations import Batch, gpt, images, losses, text
 from lab.studies.fisher.first_moments import muon
 from lab.studies.harness.seeded import run_seeds
 from shrinkpoint.storage import MemoryStorage
+from shrinkpoint.store import SaveReport
 
 SAVES, EXAMPLES, RECENT = 8, 96, 8
 BUDGETS = ("1%", "0.1%")
@@ -340,6 +341,20 @@ def mean_loss(kind: Kind, batch: Batch, model: nn.Module | None = None) -> float
     return float(measured(kind, kind.model if model is None else model, [batch]).mean())
 
 
+def save_row(report: SaveReport, live: list[Tensor], stored: list[Tensor], width: int) -> dict[str, Any]:
+    """What a save took, and the rises of the loss on the examples that `evaluate` has and on others, in percent.
+
+    Args:
+        live, stored: losses of both, of the weights as they are and as the checkpoint has them.
+        width: bits of a value that is saved.
+    """
+    rises = [100 * float(after.mean() / before.mean() - 1) for after, before in zip(stored, live, strict=True)]
+    error = 100 * float((stored[1] - live[1]).std() / len(live[1]) ** 0.5 / live[1].mean())
+    roles = {role: part for role, part in report.roles.items() if part.raw}
+    bits = {role: round(width * part.stored / part.raw, 3) for role, part in roles.items()}
+    return {"ratio": report.ratio, "rises": rises, "unseen error": error, "bits": bits}
+
+
 def run(name: str, seed: int, budgets: list[str]) -> dict[str, list[dict[str, Any]]]:
     """A row for each save, by budget."""
     torch.manual_seed(seed)
@@ -369,11 +384,7 @@ def run(name: str, seed: int, budgets: list[str]) -> dict[str, list[dict[str, An
             other = copy.deepcopy(kind.model)
             other.load_state_dict(sp.Store(storages[budget]).load(number)["model"])
             stored = [measured(kind, other, batches) for batches in (own, [unseen])]
-            rises = [100 * float(after.mean() / before.mean() - 1) for after, before in zip(stored, live, strict=True)]
-            error = 100 * float((stored[1] - live[1]).std() / len(live[1]) ** 0.5 / live[1].mean())
-            roles = {role: part for role, part in report.roles.items() if part.raw}
-            bits = {role: round(kind.width * part.stored / part.raw, 3) for role, part in roles.items()}
-            row = {"ratio": report.ratio, "rises": rises, "unseen error": error, "bits": bits}
+            row = save_row(report, live, stored, kind.width)
             rows[budget].append(row | {"exact": report.keyframe})
     return rows
 

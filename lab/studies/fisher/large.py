@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import shrinkpoint as sp
+from lab.studies.fisher.kinds import save_row
 from lab.studies.fisher.lost_steps import COURSES
 from lab.studies.harness import default_data
 from lab.studies.harness.seeded import run_seeds
@@ -65,11 +66,8 @@ def run(seed: int, courses: list[str]) -> dict[str, list[dict[str, Any]]]:
             other = copy.deepcopy(training.model)
             other.load_state_dict(sp.Store(storages[course]).load(step)["model"])
             stored = [measured(other, batch) for batch in (seen, unseen)]
-            rises = [100 * float(after.mean() / before.mean() - 1) for after, before in zip(stored, live, strict=True)]
-            error = 100 * float((stored[1] - live[1]).std() / len(live[1]) ** 0.5 / live[1].mean())
-            bits = {role: round(32 * part.stored / part.raw, 3) for role, part in report.roles.items() if part.raw}
-            row = {"step": step, "ratio": report.ratio, "rises": rises, "unseen error": error, "bits": bits}
-            rows[course].append(row | {"loss": float(live[1].mean())})
+            row = save_row(report, live, stored, 32)
+            rows[course].append({"step": step} | row | {"loss": float(live[1].mean())})
             print(course, rows[course][-1], flush=True)
     return rows
 

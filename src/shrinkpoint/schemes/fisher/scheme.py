@@ -444,7 +444,8 @@ class Fisher(Planner["FisherChoice"]):
         """Chooses a step size for the weights, without their copies, and quantizes them with it."""
         selection, state = save.selection, save.state
         weights = GlobalWeights(save.tensors, selection.tensors, selection.global_names, selection.sums)
-        # A keyframe inherits steps, too: what retention makes a difference to it is small then.
+        # A keyframe inherits steps, too, so that deltas of older checkpoints against it are small. With recorded layers
+        # it chooses anew, as its rounding feeds errors back.
         base, is_recorded = save.base, self._layers is not None
         bases = exact_bases(weights.local, base) if is_recorded and base is not None and metric else {}
         inherited_from = base if is_recorded else save.reference
