@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from shrinkpoint.store.chain import chain_links
 from shrinkpoint.store.manifest import DirectoryManifest, Manifest
 from shrinkpoint.store.retention import Keep, PrunePlan
 
@@ -37,8 +36,9 @@ class ChainBytes:
     @classmethod
     def of_manifest(cls, manifest: Manifest) -> ChainBytes:
         """The chain of a checkpoint of a store."""
-        links = chain_links(manifest)
-        return cls(tuple(link.size for link in links), manifest.raw_bytes, tuple(link.step for link in links))
+        (own,) = manifest.payloads
+        sizes = (*(base.size for base in manifest.bases), own.size)
+        return cls(sizes, own.raw_bytes, (*(base.step for base in manifest.bases), manifest.step))
 
 
 @dataclass(frozen=True)
