@@ -22,7 +22,7 @@ from shrinkpoint.storage import LocalStorage, MemoryStorage, Storage
 from shrinkpoint.store import Keep, Store
 from shrinkpoint.store import manifest as manifests
 from shrinkpoint.store.chain import file_sizes
-from shrinkpoint.store.chain_limit import DISK_TOLERANCE, FileSizes, choose_spacing
+from shrinkpoint.store.chain_limit import DISK_TOLERANCE, ChainBytes, ChainLimit, FileSizes, choose_spacing
 
 
 def near(step: int) -> dict[str, Any]:
@@ -68,6 +68,60 @@ def test_what_is_kept_needs_one_keyframe(storage: Storage, last: int) -> None:
             held.append(sum(file_sizes(store.list()).values()))
         assert {link.digest for one in store.list() for link in one.bases} & {one.digest for one in store.list()}
     assert max(held) < 2 * held[0]  # two chains would hold more
+
+
+def test_a_chain_that_was_to_be_written_again_is_though_sizes_have_changed_a_little() -> None:
+    limit = ChainLimit(20)
+    limit.keep, limit.can_reverse = Keep(last=3), lambda raw_bytes: True
+    assert limit.accepts_delta(ChainBytes((8120,), 10_000), 7470, 10_000)
+    assert limit.accepts_delta(ChainBytes((8120, 7470), 10_000), 7490, 10_000)
+    assert not limit.allows_delta(ChainBytes((8120, 7470, 7490), 10_000))
+    limit.note_keyframe()
+    payload = manifests.Payload("rank-00000.safetensors", 8130, "0" * 32, 10_000)
+    keyframe = manifests.Manifest(id="", created="", scheme="", payloads=(payload,), step=3)
+    assert limit.wants_reverse(keyframe)  # three keyframes hold less than a chain that ended and two of them
+    limit.note_keyframe()
+    assert not limit.wants_reverse(keyframe)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    keyframe=st.floats(0.05, 1.0),
+    delta=st.floats(0.02, 1.05),
+    reverse=st.floats(0.95, 1.1),
+    kept=st.sampled_from([1, 2, 3, 4, 6, 10]),
+    random=st.randoms(use_true_random=False),
+)
+def test_a_run_whose_sizes_vary_never_holds_more_than_plain_checkpoints(
+    keyframe: float, delta: float, reverse: float, kept: int, random: Any
+) -> None:
+    limit, plain, sizes = ChainLimit(20), 100_000, dict[int, int]()
+    limit.keep, limit.can_reverse = Keep(last=kept), lambda raw_bytes: True
+    held: list[tuple[int, ...]] = []  # the files that each checkpoint needs
+
+    def write(share: float) -> int:
+        sizes[len(sizes)] = min(plain, int(share * plain * random.uniform(0.99, 1.01)))
+        return len(sizes) - 1
+
+    for step in range(40):
+        base = ChainBytes(tuple(sizes[file] for file in held[-1]) if held else (), plain)
+        delta_file = write(keyframe * delta)
+        if held and limit.allows_delta(base) and limit.accepts_delta(base, sizes[delta_file], plain):
+            held = [*held, (*held[-1], delta_file)][-kept:]
+        else:
+            limit.note_keyframe()
+            held = [*held, (write(keyframe),)][-kept:]
+            payload = manifests.Payload("rank-00000.safetensors", sizes[held[-1][0]], "0" * 32, plain)
+            one = manifests.Manifest(id="", created="", scheme="", payloads=(payload,), step=step)
+            if len(held) > 1 and limit.wants_reverse(one):
+                older, held = held[-2::-1], [held[-1]]
+                pairs = []
+                for files in older:
+                    held = [(*held[0], write(keyframe * delta * reverse)), *held]
+                    pairs += [(sizes[held[0][-1]], sizes[files[-1]])] if len(files) > 1 else []
+                limit.note_reversed(sum(new for new, _ in pairs) / sum(old for _, old in pairs) if pairs else None)
+        needed = {file for files in held for file in files}
+        assert sum(sizes[file] for file in needed) <= min(kept, step + 1) * plain
 
 
 def test_the_newest_of_a_chain_that_begins_needs_one_file_and_older_ones_need_newer_ones(tmp_path: Path) -> None:
@@ -254,8 +308,10 @@ def test_the_spacing_holds_what_a_run_would_hold(
     held = played(sizes, kept, chosen.every, chosen.reverse)
     assert sum(held) / len(held) == pytest.approx(chosen.disk)
     assert max(held) <= kept * 1.000001
-    ways = [played(sizes, kept, every, False) for every in range(1, longest + 1)]
-    allowed = [sum(way) / len(way) for way in ways if max(way) <= kept]
+    ways = [(every, played(sizes, kept, every, False)) for every in range(1, longest + 1)]
+    # Keyframes may follow a chain, if deltas become too large.
+    fits = {every: every == 1 or (every - 1) * delta + (kept - 1) * keyframe + keyframe <= kept for every, _ in ways}
+    allowed = [sum(way) / len(way) for every, way in ways if max(way) <= kept and fits[every]]
     if can_reverse:
         lengths = [every for every in range(2, longest + 1) if every >= kept > 1]
         reversed_ways = [(every, played(sizes, kept, every, True)) for every in lengths]
@@ -268,15 +324,18 @@ def test_the_spacing_holds_what_a_run_would_hold(
 
 
 def peak_of_reversal(sizes: FileSizes, kept: int, every: int) -> float:
-    """Most bytes on the disk while the deltas of a chain are written again, one by one; infinite if it frees none."""
+    """Most bytes on the disk while the deltas of a chain are written again, one by one; infinite if it frees none.
+
+    Until the last of them goes, an ended chain stays whole, and deltas against newer checkpoints go one by one.
+    """
     assert sizes.reverse is not None
     files = {step: sizes.delta if step else sizes.keyframe for step in range(every + 1)} | {every: sizes.keyframe}
-    before = peak = sum(files.values())
+    peak = sum(files.values())
+    frees = kept / 2 * sizes.reverse < peak - sizes.keyframe
     for step in range(every - 1, every - kept, -1):
         peak = max(peak, sum(files.values()) + sizes.reverse)
         files[step] = sizes.reverse
-    files = {step: size for step, size in files.items() if step > every - kept}
-    return peak if sum(files.values()) < before else float("inf")
+    return peak if frees else float("inf")
 
 
 def played(sizes: FileSizes, kept: int, every: int, reverse: bool) -> list[float]:

@@ -366,6 +366,87 @@ def test_a_sharded_run_keeps_what_rules_select(tmp_path: Path, width: int) -> No
     assert manifest.weights_only and len(manifest.payloads) == width
 
 
+REVERSING = """
+    import os
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from helpers.multi_rank_training import digest
+    from helpers.replica_search import join, leave
+    from shrinkpoint.errors import StorageError
+    from shrinkpoint.store import Keep, directory_rewrite
+    from shrinkpoint.store.directory import read_directory_manifest, verify_directory
+    from shrinkpoint.train.dcp import Manager, reset_chains
+
+    def fail_at(times, owner, name):
+        calls, original = [0], getattr(owner, name)
+
+        def fail(*arguments):
+            calls[0] += 1
+            if calls[0] in times:
+                if "kill" in os.environ["FAULT"]:
+                    os._exit(9)
+                raise StorageError("disk", found="no space left", do="make room")
+            return original(*arguments)
+
+        setattr(owner, name, fail)
+
+    def of_rank(rank, width, folder):
+        said, mesh = join(rank, width, folder), init_device_mesh("cpu", (width,))
+        fault = os.environ["FAULT"]
+        if fault == "payload of rank 1" and rank == 1:
+            fail_at({2}, directory_rewrite.RunRewriter, "_write")
+        if fault in ("manifest", "kill") and rank == 0:
+            fail_at({2, 5, 6}, directory_rewrite, "replace_manifest")
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 4))
+        model[0].requires_grad_(False)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model[1].parameters(), lr=1e-2)
+        manager = Manager(f"{folder}/run", keep=3, keyframe_every=5)
+        states, said["keyframes"], said["loads"] = {}, [], True
+        for step in range(14):
+            model(torch.randn(16, 64, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step(), optimizer.zero_grad()
+            if step == 2 and rank == 1:
+                reset_chains()  # its chains end at other steps than those of rank 0
+            manager.save(step, model=model, optimizer=optimizer)
+            states[step] = digest([model.state_dict(), optimizer.state_dict()])
+            manifests = [verify_directory(manager._root / f"step-{step:09}", deep=True) for step in manager.steps()]
+            (own,) = zip(*(manifest.of_rank(rank).payloads for manifest in manifests))
+            said["keyframes"].append(len({payload.bases[0][0] if payload.bases else payload.digest for payload in own}))
+        said["steps"] = manager.steps()
+        for step in manager.steps():
+            manager.restore(step, model=model, optimizer=optimizer)
+            said["loads"] &= digest([model.state_dict(), optimizer.state_dict()]) == states[step]
+        leave(said, rank, folder)
+"""
+
+
+@pytest.mark.parametrize("fault", ["none", "payload of rank 1", "manifest"])
+def test_older_shards_become_deltas_against_newer_ones(
+    tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT", fault)
+    reports = ranks(REVERSING, 2, tmp_path)
+    assert all(said["steps"] == [11, 12, 13] and said["loads"] for said in reports)
+    # A rank does not know how large deltas are before its first one, and a fault lasts until the next keyframe.
+    most = max(max(said["keyframes"][4:]) for said in reports)
+    assert most == (1 if fault == "none" else 2), str([said["keyframes"] for said in reports])
+    assert all(said["keyframes"][-1] == 1 for said in reports), str([said["keyframes"] for said in reports])
+
+
+def test_a_kill_while_older_shards_are_written_again_leaves_what_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT", "kill")
+    with pytest.raises(AssertionError):
+        ranks(REVERSING, 2, tmp_path)
+    manifests = [verify_directory(path, deep=True) for path in find_siblings(tmp_path / "run" / "step-000000000")]
+    assert len(manifests) >= 3
+
+
 def test_a_manager_without_the_metric_says_so(tmp_path: Path) -> None:
     reset_chains()
     manager, model = Manager(tmp_path, keep=Keep(best=1, metric="acc")), nn.Linear(2, 2)

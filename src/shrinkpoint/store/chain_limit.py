@@ -68,6 +68,9 @@ class Spacing:
     written: float  # bytes that are written for each checkpoint, those that are written again included
 
 
+_NOTHING_IS_DELETED = Spacing(_MAX_SPACING, False, 0, 0, 0)
+
+
 def choose_spacing(
     sizes: FileSizes, kept: int, longest: int, *, can_reverse: bool, alone: bool = False, least: int | None = None
 ) -> Spacing:
@@ -103,7 +106,9 @@ def _forward(sizes: FileSizes, kept: int, every: int) -> Spacing:
     chains = -(-older // every)
     last = min(every, older - (chains - 1) * every) - 1 if older else 0
     most = max(
-        chains * chain + last * sizes.delta, -(-max(0, older - every + 1) // every) * chain + (every - 1) * sizes.delta
+        chains * chain + last * sizes.delta,
+        -(-max(0, older - every + 1) // every) * chain + (every - 1) * sizes.delta,
+        chain + (older - 1) * sizes.keyframe,  # should deltas become too large
     )
     mean = older / every * chain + (every - 1) / 2 * sizes.delta
     return Spacing(every, False, sizes.keyframe + mean, sizes.keyframe + most, chain / every)
@@ -116,7 +121,7 @@ def _reverse(sizes: FileSizes, kept: int, every: int) -> Iterator[Spacing]:
     largest = min(2 * sizes.delta, sizes.keyframe) if sizes.reverse is None else sizes.reverse
     # They are written one by one, the newest first; after each the delta that it was goes.
     peak = chain + sizes.keyframe + largest + max(0.0, (older - 1) * (largest - sizes.delta))
-    if peak <= (kept + 1) * sizes.plain and older * reverse < chain:
+    if peak <= (kept + 1) * sizes.plain and (older + 1) / 2 * reverse < chain:
         mean = (every - 1) / 2 * sizes.delta + older * kept / (2 * every) * reverse
         most = max(older * reverse, (every - 1) * sizes.delta)
         written = (chain + older * reverse) / every
@@ -146,6 +151,7 @@ class ChainLimit:
         self.kept = 1
         self._delta_ratio: float | None = None  # bytes of the last delta for each byte of its state; None: not known
         self._reverse_ratio: float | None = None  # of those that were written again last: see `reverse_ratio`
+        self._counts_on_reverse = False  # the last chain holds deltas only because it is to be written again
         self._wait = self._waited = 0  # keyframes between two attempts, and those since the last one
 
     def allows_delta(self, chain: ChainBytes) -> bool:
@@ -156,7 +162,7 @@ class ChainLimit:
             return False
         if self._delta_ratio is None or self._waited >= self._wait > 0:
             return True
-        return self._fits(chain, self._delta_ratio * chain.raw_bytes)
+        return self._way(chain, self._delta_ratio * chain.raw_bytes, chain.raw_bytes) is not None
 
     def accepts_delta(self, chain: ChainBytes, size: int, raw_bytes: int) -> bool:
         """True if a delta that has been written may stay; else a keyframe takes its place.
@@ -166,11 +172,14 @@ class ChainLimit:
             size, raw_bytes: of the delta and of its state.
         """
         self._delta_ratio = size / max(raw_bytes, 1)
-        is_accepted = self._fits(chain, size, raw_bytes)
-        is_possible = is_accepted or self._fits(ChainBytes(chain.sizes[:1], chain.raw_bytes), size, raw_bytes)
+        way = self._way(chain, size, raw_bytes)
+        if way is not None:
+            self._counts_on_reverse = way.reverse or (self._counts_on_reverse and len(chain.sizes) > 1)
+        shortest = ChainBytes(chain.sizes[:1], chain.raw_bytes)
+        is_possible = way is not None or self._way(shortest, size, raw_bytes) is not None
         self._wait = 0 if is_possible else min(max(1, 2 * self._wait), _MAX_WAIT)
         self._waited = 0
-        return is_accepted
+        return way is not None
 
     def note_keyframe(self) -> None:
         """Count a keyframe that was written."""
@@ -187,18 +196,20 @@ class ChainLimit:
 
     def wants_reverse(self, keyframe: DirectoryManifest) -> bool:
         """True if what is kept of older chains is to be written again after a keyframe."""
-        if self.keep is None or self._delta_ratio is None or keyframe.depth:
+        if self.keep is None or self.keep.moments_last or self._delta_ratio is None or keyframe.depth:
             return False
         plain = keyframe.raw_bytes
+        if self._counts_on_reverse and self._waited == 1:  # whatever has changed since the chain began
+            return self.can_reverse is not None and self.can_reverse(plain)
         return self._spacing(keyframe.stored_bytes, self._delta_ratio * plain, plain).reverse
 
-    def _fits(self, chain: ChainBytes, size: float, raw_bytes: int | None = None) -> bool:
-        """True if a delta of `size` bytes behind a chain holds no more bytes than the best way to write would."""
+    def _way(self, chain: ChainBytes, size: float, raw_bytes: int) -> Spacing | None:
+        """The best way to write where a delta of `size` bytes follows a chain; None: it would hold more than that."""
         if self.keep is None or self.keep.keeps_all:
-            return True
-        plain = chain.raw_bytes if raw_bytes is None else min(chain.raw_bytes, raw_bytes)
+            return _NOTHING_IS_DELETED
+        way = self._spacing(chain.sizes[0], max([size, *chain.sizes[1:]]), min(chain.raw_bytes, raw_bytes))
         passing = len(chain.sizes) - sum(map(self.keep.is_permanent, chain.steps))  # which do not stay for good
-        return passing < self._spacing(chain.sizes[0], max([size, *chain.sizes[1:]]), plain).every
+        return way if passing < way.every else None
 
     def _spacing(self, keyframe: float, delta: float, plain: int) -> Spacing:
         assert self.keep is not None

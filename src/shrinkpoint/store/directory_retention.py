@@ -129,7 +129,8 @@ def chains_to_strip(plan: RunPlan) -> list[list[Directory]]:
     return [chain for chain in group_by_chain(plan.keep) if {*chain} <= {*plan.strip}]
 
 
-def directories_to_reverse(plan: RunPlan, keep: Keep) -> dict[Path, Path | None]:
-    """What older chains on this machine hold that is kept, as `parents_to_reverse` says it."""
-    kept = {place: _with_step(manifest, place.name) for place, manifest in plan.keep.items() if isinstance(place, Path)}
+def directories_to_reverse(plan: RunPlan, keep: Keep, rank: int = 0) -> dict[Path, Path | None]:
+    """What older chains of a rank's payloads hold that is kept on this machine, as `parents_to_reverse` says it."""
+    parts = {place: manifest.of_rank(rank) for place, manifest in plan.keep.items() if isinstance(place, Path)}
+    kept = {place: _with_step(part, place.name) for place, part in parts.items() if part is not None}
     return parents_to_reverse(kept, keep, lambda manifest: not manifest.depth)

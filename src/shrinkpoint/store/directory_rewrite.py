@@ -22,7 +22,7 @@ from shrinkpoint.store.delta_writer import DirectoryPlace, chain_bytes, chain_di
 from shrinkpoint.store.directory import manifest_condition, read_directory_manifest, replace_manifest
 from shrinkpoint.store.directory_retention import Directory
 from shrinkpoint.store.manifest import DirectoryManifest, Payload
-from shrinkpoint.store.retention import frees_bytes, reverse_ratio
+from shrinkpoint.store.retention import Keep, frees_bytes, reverse_ratio
 from shrinkpoint.tensors.dtypes import materialize
 from shrinkpoint.tensors.flat_state import FlatState, flatten, without_optimizer_state
 from shrinkpoint.tensors.info import JSON
@@ -37,8 +37,14 @@ class MomentFilter:
     extra: Callable[[JSON], JSON] = lambda extra: extra  # makes the `extra` of the manifest one without it
 
 
-def _map_serially(write: Callable[[int], Payload], count: int) -> list[Payload]:
-    return [write(index) for index in range(count)]
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that write checkpoints again together; all of them make the same calls."""
+
+    rank: int = 0  # of this process; the first one commits
+    size: int = 1
+    # Calls a function on every process and returns all results; if one fails, all raise its error.
+    gather: Callable[[Callable[[], Any]], list[Any]] = lambda compute: [compute()]
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,50 @@ class _Parent:
     reference: Reference
 
 
+class _ReversedChain:
+    """The payloads of one rank that become deltas against newer ones.
+
+    Args:
+        parents: as for `RunRewriter.reverse`.
+        kept: the manifests of the run, which change as payloads are committed.
+        rank: the rank.
+        keep: the rules of the run.
+    """
+
+    def __init__(
+        self, parents: Mapping[Path, Path | None], kept: Mapping[Directory, DirectoryManifest], rank: int, keep: Keep
+    ) -> None:
+        self.parents, self._kept, self._rank, self._keep = parents, kept, rank, keep
+        self.waiting: list[Path] = [*parents]
+        self.last: _Parent | None = None  # what this process wrote last
+        self._before = {place: part for place, manifest in kept.items() if (part := manifest.of_rank(rank))}
+        self._after: dict[Directory, DirectoryManifest] = {}
+
+    def parent(self, directory: Path, threads: int | None) -> _Parent:
+        """The payload of a checkpoint, with its values."""
+        if self.last is not None and self.last.directory == directory:
+            return self.last
+        part = self._kept[directory].of_rank(self._rank)
+        assert part is not None
+        (payload,) = part.payloads
+        return _Parent(directory, payload, decode_payload(directory, payload, threads=threads).reference)
+
+    def accept(self, directory: Path, old: Payload, new: Payload) -> Payload:
+        """The new payload; the old one, from now on, once going on would free nothing."""
+        if directory not in self.waiting:
+            return old
+        self.waiting.remove(directory)
+        self._after[directory] = replace(self._before[directory], payloads=(new,), stored_bytes=-1)
+        if frees_bytes(self._before, self._after, self.waiting, self._keep):
+            return new
+        self.waiting.clear()
+        return old
+
+    @property
+    def ratio(self) -> float | None:
+        return reverse_ratio([(self._before[directory], part) for directory, part in self._after.items()])
+
+
 class RunRewriter:
     """Writes payloads of several directories again, and commits them if that frees bytes; else it removes them.
 
@@ -58,9 +108,7 @@ class RunRewriter:
     Args:
         kept: the manifests of all checkpoints of the run that stay: what others need as well frees nothing.
         threads: native threads; None: every core.
-        map_payloads: calls a function for each index of a payload and returns all results. With several processes, each
-            calls it for some of them; then all make the same calls, and one commits.
-        commits: whether this process replaces manifests.
+        ranks: those that share the work: each writes some of the payloads.
     """
 
     def __init__(
@@ -68,11 +116,10 @@ class RunRewriter:
         kept: Mapping[Directory, DirectoryManifest],
         *,
         threads: int | None = None,
-        map_payloads: Callable[[Callable[[int], Payload], int], list[Payload]] = _map_serially,
-        commits: bool = True,
+        ranks: Ranks = Ranks(),
     ) -> None:
         self._kept = dict(kept)
-        self._threads, self._map, self._commits = threads, map_payloads, commits
+        self._threads, self._ranks = threads, ranks
         self._places: dict[Directory, list[DirectoryPlace]] = {}  # what is written and not committed
         self._conditions: dict[Directory, object] = {}
         self._before: dict[Directory, DirectoryManifest] = {}
@@ -116,42 +163,50 @@ class RunRewriter:
                 previous = (directory, after) if isinstance(directory, Path) else None
             return self._commit_if_smaller()
 
-    def reverse(self, parents: Mapping[Path, Path | None]) -> float | None:
-        """Write checkpoints of one process again as deltas against newer ones, each committed before the next.
+    def reverse(self, parents: Mapping[int, Mapping[Path, Path | None]], keep: Keep) -> dict[int, float | None]:
+        """Write payloads again as deltas against newer ones, each checkpoint committed before the next.
 
-        Where that would free nothing, the others stay as they are.
+        Where that would free nothing, the other payloads of the rank stay as they are.
 
         Args:
-            parents: of each the directory that it becomes a delta against, newest first; None: it becomes a keyframe.
+            parents: by rank, newest first, the checkpoints whose payload is written again, each with that against whose
+                payload it becomes a delta; None: it becomes a keyframe.
+            keep: the rules of the run.
 
         Returns:
-            As `reverse_ratio`, of those that were written.
+            As `reverse_ratio`, of what was written, by rank.
 
         Raises: as `rewrite`.
         """
-        before, after, waiting = dict(self._kept), dict[Directory, DirectoryManifest](), [*parents]
-        references: dict[Path, Reference] = {}  # of the checkpoint that was decoded last
+        chains = {rank: _ReversedChain(targets, self._kept, rank, keep) for rank, targets in parents.items()}
 
-        def parent_of(directory: Path) -> _Parent:
-            (payload,) = self._kept[directory].payloads
-            reference = references.get(directory)
-            if reference is None:
-                reference = decode_payload(directory, payload, threads=self._threads).reference
-            return _Parent(directory, payload, reference)
+        def write(directory: Path, manifest: DirectoryManifest, index: int) -> Payload:
+            payload = manifest.payloads[index]
+            chain = chains.get(layout.rank_of(payload.name))
+            if chain is None or directory not in chain.waiting:
+                return payload
+            newer = chain.parents[directory]
+            parent = None if newer is None else chain.parent(newer, self._threads)
+            decoded = decode_payload(directory, payload, threads=self._threads)
+            state = flatten(build_state(decoded, str(directory)))
+            payload, reference = self._write(directory, manifest, index, state, decoded, parent)
+            chain.last = _Parent(directory, payload, reference)
+            return payload
 
         with self:
-            for directory, newer in parents.items():
-                manifest, parent = self._read(directory), None if newer is None else parent_of(newer)
-                decoded = decode_payload(directory, manifest.payloads[0], threads=self._threads)
-                state = flatten(build_state(decoded, str(directory)))
-                payload, reference = self._write(directory, manifest, 0, state, decoded, parent)
-                waiting.remove(directory)
-                after[directory] = replace(manifest, payloads=(payload,), stored_bytes=-1)
-                references = {directory: reference}
-                if not frees_bytes(before, after, waiting):
-                    break
-                self._commit(directory, after[directory])
-        return reverse_ratio([(before[directory], manifest) for directory, manifest in after.items()])
+            for directory in [*self._kept][::-1]:
+                if not any(directory in chain.waiting for chain in chains.values()):
+                    continue
+                assert isinstance(directory, Path)
+                manifest = self._read(directory)
+                written = self._map(partial(write, directory, manifest), len(manifest.payloads))
+                payloads = tuple(
+                    chains[rank].accept(directory, old, new) if (rank := layout.rank_of(old.name)) in chains else old
+                    for old, new in zip(manifest.payloads, written, strict=True)
+                )
+                if payloads != manifest.payloads:
+                    self._commit(directory, replace(manifest, payloads=payloads, stored_bytes=-1))
+        return {rank: chain.ratio for rank, chain in chains.items()}
 
     def __enter__(self) -> RunRewriter:
         return self
@@ -164,11 +219,20 @@ class RunRewriter:
         self._places, self._conditions, self._before, self._after = {}, {}, {}, {}
 
     def _read(self, directory: Directory) -> DirectoryManifest:
-        self._conditions[directory] = manifest_condition(directory)
-        # All processes that share the work must go on from the same manifest, so on this machine from the given one.
-        is_local = isinstance(directory, Path)
-        self._before[directory] = self._kept[directory] if is_local else read_directory_manifest(directory)
+        def read() -> DirectoryManifest | None:
+            if self._ranks.rank:
+                return None
+            self._conditions[directory] = manifest_condition(directory)
+            return self._kept[directory] if isinstance(directory, Path) else read_directory_manifest(directory)
+
+        self._before[directory], *_ = self._ranks.gather(read)
         return self._before[directory]
+
+    def _map(self, write: Callable[[int], Payload], count: int) -> list[Payload]:
+        """Results of a function for each index of a payload, which each process calls for some of them."""
+        ranks = self._ranks
+        shares = ranks.gather(lambda: {index: write(index) for index in range(ranks.rank, count, ranks.size)})
+        return [shares[index % ranks.size][index] for index in range(count)]
 
     def _write(
         self,
@@ -209,6 +273,10 @@ class RunRewriter:
 
     def _commit(self, directory: Directory, manifest: DirectoryManifest) -> None:
         self._places.pop(directory, None)  # the manifest may be there even if this fails: nothing may be removed
-        if self._commits:
-            replace_manifest(directory, manifest, self._conditions[directory])
+
+        def commit() -> None:
+            if not self._ranks.rank:
+                replace_manifest(directory, manifest, self._conditions[directory])
+
+        self._ranks.gather(commit)
         self._kept[directory] = manifest

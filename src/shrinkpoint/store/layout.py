@@ -85,6 +85,11 @@ def is_own_name(name: str) -> bool:
     return name in (MANIFEST, FORGOTTEN) or bool(BASE.fullmatch(name) or PAYLOAD.fullmatch(name))
 
 
+def rank_of(payload_name: str) -> int:
+    """The rank that wrote a payload."""
+    return int(payload_name[5:10])
+
+
 def files_by_step(files: Mapping[str, T]) -> dict[int, dict[str, T]]:
     """Those of some files that are a store's, by the step and the name in its directory.
 

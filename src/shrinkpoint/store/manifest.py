@@ -11,7 +11,7 @@ import math
 import re
 import secrets
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta, timezone
 from functools import lru_cache
 from itertools import pairwise
@@ -187,6 +187,11 @@ class Manifest(Generic[StepT]):
     def digest(self) -> str:
         """The header digest of the first payload, by which deltas of a store know this checkpoint."""
         return self.payloads[0].digest
+
+    def of_rank(self, rank: int) -> Manifest[StepT] | None:
+        """A copy with the payload of one rank alone; None if that has none."""
+        own = tuple(payload for payload in self.payloads if layout.rank_of(payload.name) == rank)
+        return replace(self, payloads=own, stored_bytes=-1) if own else None
 
     @property
     def created_at(self) -> datetime:

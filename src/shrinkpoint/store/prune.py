@@ -196,7 +196,7 @@ class _Prune:
                 after[step] = item.after
                 ratio = reverse_ratio((before[step], manifest) for step, manifest in after.items())
                 self._plan = replace(self._plan, reverse_ratio=ratio)
-                if not frees_bytes(before, after, waiting):
+                if not frees_bytes(before, after, waiting, self._keep):
                     self._notes[step] = "stays as it is, since writing its chain again frees nothing"
                     return
                 self._commit(item)

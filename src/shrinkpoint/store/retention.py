@@ -267,8 +267,12 @@ def frees_bytes(
     before: Mapping[PlaceT, DirectoryManifest],
     after: Mapping[PlaceT, DirectoryManifest],
     waiting: Collection[PlaceT],
+    keep: Keep,
 ) -> bool:
     """True if checkpoints need fewer bytes once all of an ended chain have become deltas against newer ones.
+
+    The last ones are deleted one by one, while an ended chain stays until its newest checkpoint is deleted. So for them
+    the mean over that time counts, as long as they never need more than the tensors themselves.
 
     Args:
         before: all that are kept, as they were.
@@ -278,7 +282,13 @@ def frees_bytes(
     deltas = [manifest.stored_bytes for manifest in after.values() if manifest.depth]
     rest = [after.get(place, manifest) for place, manifest in before.items() if place not in waiting]
     needed = sum(chain.file_sizes(rest).values()) + len(waiting) * sum(deltas) / max(1, len(deltas))
-    return needed < sum(chain.file_sizes(before.values()).values())
+    total = sum(chain.file_sizes(before.values()).values())
+    if keep.best is not None or keep.every is not None:
+        return needed < total
+    others = [manifest for place, manifest in before.items() if place not in after and place not in waiting]
+    shared, count = sum(chain.file_sizes(others).values()), len(after) + len(waiting)
+    mean = (needed - shared) * (count + 1) / (2 * count)
+    return mean < total - shared and needed <= sum(manifest.raw_bytes for manifest in before.values())
 
 
 def parents_to_reverse(
@@ -299,7 +309,7 @@ def parents_to_reverse(
     for index, place in reversed([*enumerate(places[:-1], -len(places))]):
         manifest = kept[place]
         is_permanent = keep.is_permanent(manifest.step or 0)
-        if manifest.weights_only or len(manifest.payloads) > 1 or (is_permanent and needs_none(manifest)):
+        if manifest.weights_only or (is_permanent and needs_none(manifest)):
             continue  # as they stay as they are, no other becomes a delta against them: their bases may be targets
         is_one_of_last = keep.best is None or index >= -(keep.last or 1)
         parents[place] = None if is_permanent else newer if is_one_of_last else newest

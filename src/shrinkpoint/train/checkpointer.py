@@ -315,7 +315,7 @@ class Checkpointer(BackgroundSaver):
                 self._settled |= digests
         parents = directories_to_reverse(plan, keep) if wants_reverse else {}
         if parents:
-            limit.note_reversed(rewriter.reverse(parents))
+            limit.note_reversed(rewriter.reverse({0: parents}, keep)[0])
 
 
 _WRITERS_LOCK = ForkSafeLock()

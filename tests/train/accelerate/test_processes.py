@@ -108,6 +108,7 @@ SHARDS = (
     + """
     import shutil
     from shrinkpoint.schemes import Fisher
+    from shrinkpoint.store import Keep
 
     def near(a, b):
         a, b = (torch.frombuffer(bytearray(x), dtype=torch.float32) for x in (a, b))
@@ -174,6 +175,19 @@ SHARDS = (
         said["refused"] = caught(lambda: save_state(second.accelerator))
         second.accelerator.register_for_checkpointing(Counter())
         said["others"] = caught(lambda: load_state(second.accelerator, places / "checkpoint_4"))
+
+        accelerate_runs.forget()
+        third, places = Loop(folder / "third", sharded=True), folder / "third/checkpoints"
+        rules = {"keep": Keep(last=3, moments_last=1), "keyframe_every": 2}
+        with AcceleratorCheckpointer(third.accelerator, background=True, **rules) as retaining:
+            for _ in range(5):
+                retaining.save_state()
+                saved = third.state()
+                third.epoch()
+        kept = [directories.verify_directory(path, deep=True) for path in sorted(places.iterdir())]
+        said["kept"] = [[one.step, one.weights_only, len(one.payloads)] for one in kept]
+        said["moments gone"] = caught(lambda: load_state(third.accelerator, places / "checkpoint_2"))
+        said["newest"] = [retaining.load_state().directory.name, third.state() == saved]
         tell(folder, rank, said)
 """
 )
@@ -277,6 +291,14 @@ def test_shards_go_on_bit_for_bit_when_older_checkpoints_are_gone(of_shards: tup
         assert report["deltas"] == [1, 1]  # keyframes: small deltas with their bases would take more than is kept
         assert report["passed"] == ["checkpoint_4", ["checkpoint_5"], True]
         assert report["lossy"] == ["fisher", True, 6, {"loss": 1.5}, "checkpoint_6"] and 0 < report["near"] < 0.2
+
+
+def test_shards_lose_their_moments_and_the_newest_resumes(of_shards: tuple[list[dict], Path]) -> None:
+    reports, _ = of_shards
+    for report in reports:
+        assert report["kept"] == [[2, True, 2], [3, True, 2], [4, False, 2]]
+        assert report["moments gone"][0] == "NoCheckpointError" and "weights only" in report["moments gone"][1]
+        assert report["newest"] == ["checkpoint_4", True]
 
 
 def test_shards_of_accelerate_itself_are_loaded(of_shards: tuple[list[dict], Path]) -> None:

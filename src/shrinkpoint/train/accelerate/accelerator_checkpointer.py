@@ -73,7 +73,7 @@ class AcceleratorCheckpointer(ScheduledSaver):
         loss: for "fisher": called with the model and a batch; returns the loss. None: the model returns it, as those of
             transformers do.
         keep: rules by which checkpoints are deleted, in place of `total_limit`. Where the caller names them, those
-            beside each other whose names differ in numbers alone are one run. `moments_last` is not for shards.
+            beside each other whose names differ in numbers alone are one run.
         save_decision_policy: what `should_save` asks, on all processes; None: the loop decides itself.
 
     Raises:
@@ -173,7 +173,7 @@ class AcceleratorCheckpointer(ScheduledSaver):
             )
             report = None
             if is_sharded:
-                options["keep"] = self._dirs.keep
+                options |= {"keep": self._dirs.keep, "make_plan": lambda keep: self._dirs.plan(keep, directory)}
                 self._sharded.save(directory, state, per_rank, self._background, **options)
             else:
                 self._whole.retain(self._dirs.keep)
@@ -302,8 +302,10 @@ class AcceleratorCheckpointer(ScheduledSaver):
 
     def _prune(self) -> None:
         """Delete checkpoints that no rule keeps; a failure is logged, since it is no reason to end a run."""
+        if (keep := self._dirs.keep) is None or not self._whole.is_writer:
+            return
         try:
-            for directory in self._dirs.expired(self._last_dir) if self._whole.is_writer else ():
+            for directory in self._dirs.plan(keep, self._last_dir).delete:
                 try:
                     self._whole.discard(directory)
                 except ShrinkpointError as error:

@@ -13,7 +13,7 @@ from shrinkpoint.errors import PolicyError
 from shrinkpoint.storage import AnyDirectory, ObjectUrl, is_object_url, local_path, resolve_directory
 from shrinkpoint.store import Keep
 from shrinkpoint.store.directory import find_siblings
-from shrinkpoint.store.directory_retention import plan_run
+from shrinkpoint.store.directory_retention import RunPlan, plan_run
 from shrinkpoint.store.identify import is_checkpoint
 from shrinkpoint.store.retention import check_keep
 from shrinkpoint.train.checkpointer import wait_for_writes
@@ -114,19 +114,17 @@ class CheckpointDirs:
 
         return DirectoryRun(root, number_of, has_saved_state)
 
-    def expired(self, last: Path | ObjectUrl | None) -> Sequence[Path | ObjectUrl]:
-        """Directories that the rules do not keep, oldest first.
+    def plan(self, keep: Keep, last: Path | ObjectUrl | None) -> RunPlan:
+        """Decide what the rules do with the checkpoints of the run.
 
         Args:
             last: the directory that was saved last; those beside it whose names differ in numbers alone are its run.
 
         Raises: as `plan_run`.
         """
-        if self.keep is None:
-            return []
         if self.root is not None:
-            return self.run(self.root).plan(self.keep).delete
-        return () if last is None else plan_run(find_siblings(last), self.keep, datetime.now(timezone.utc)).delete
+            return self.run(self.root).plan(keep)
+        return plan_run(() if last is None else find_siblings(last), keep, datetime.now(timezone.utc))
 
 
 def _resolve(directory: AnyDirectory, argument: str) -> Path | ObjectUrl:

@@ -6,6 +6,7 @@ import itertools
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,11 +32,13 @@ from shrinkpoint.storage import ObjectUrl
 from shrinkpoint.storage.base import MemorySource, MemoryStorage
 from shrinkpoint.store import Keep
 from shrinkpoint.store.checkpoint_file import read_file, write_file
+from shrinkpoint.store.directory_retention import RunPlan
 from shrinkpoint.tensors.flat_state import flatten, unflatten
 from shrinkpoint.tensors.wrappers import match_names
 from shrinkpoint.train.accelerate import prepared_state
 from shrinkpoint.train.dcp import Reader, Writer
 from shrinkpoint.train.dcp.reader import StrictLoadPlanner
+from shrinkpoint.train.dcp.retention import ShardRetention
 from shrinkpoint.train.state_dicts import restore_slot_dtypes
 
 T = TypeVar("T")
@@ -59,6 +62,7 @@ class ShardedCheckpointer:
         self._chain = f"accelerate {next(_CHAIN_NUMBERS)}"
         self._group: dist.ProcessGroup | None = None
         self._save_future: Future[Any] | None = None
+        self._settled: set[frozenset[str]] = set()
 
     def save(
         self,
@@ -66,26 +70,25 @@ class ShardedCheckpointer:
         shared: dict[str, Any],
         per_rank: dict[str, Any],
         background: bool,
+        *,
+        make_plan: Callable[[Keep], RunPlan],
         **save_options: Any,
     ) -> None:
-        """Save models, optimizers and the remaining state.
+        """Save models, optimizers and the remaining state; then delete what no rule keeps.
 
         Args:
             shared: the state that is equal on all processes, without models and optimizers.
             per_rank: the state of this process alone.
             background: return once the state is copied, unless the scheme measures the model.
+            make_plan: decides what `keep` does with the checkpoints; called on the first process, once it is saved.
             save_options: step, metrics and note for the manifest; `keep` of `Writer`; `keyframe` must be False.
 
         Raises:
-            PolicyError: `keyframe` is set, or the rules of retention have `moments_last`.
+            PolicyError: `keyframe` is set.
             ShrinkpointError: on every process, the error of the first rank that failed.
         """
         if save_options.pop("keyframe"):
             raise PolicyError("save_state", found="keyframe=True with shards", do="choose keyframe_every=")
-        keep: Keep | None = save_options.get("keep")
-        if keep is not None and keep.moments_last is not None:
-            do = "leave moments_last out, or save with shrinkpoint.train.dcp.Manager"
-            raise PolicyError("keep", found="moments_last with shards", expected="other rules", do=do)
         state = _sharded_state(self._accelerator) | {_RANK_KEY.format(self._accelerator.process_index): _pack(per_rank)}
         if self._accelerator.is_main_process:
             state[_SHARED_KEY] = _pack(shared)
@@ -104,12 +107,16 @@ class ShardedCheckpointer:
             **settings,
             **save_options,
         )
+        keep: Keep | None = save_options["keep"]
+        retention = None if keep is None else ShardRetention(keep, partial(make_plan, keep), writer, self._settled)
         if not background:
             _raise_first(lambda: save(state, storage_writer=writer))
+            if retention is not None:
+                retention.apply(None)
             return
         future = _raise_first(lambda: async_save(state, storage_writer=writer, process_group=self._group))
         assert isinstance(future, Future)
-        self._save_future = future
+        self._save_future = future if retention is None else retention.apply_after(future, self._group)
 
     def wait(self) -> None:
         """Wait for the background save.

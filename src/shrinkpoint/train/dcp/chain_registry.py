@@ -18,6 +18,7 @@ from shrinkpoint.container import FileReader
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.schemes.base import Scheme, SpecMixin, resume_scheme
 from shrinkpoint.storage import AnyDirectory, directory_storage, resolve_directory
+from shrinkpoint.store import layout
 from shrinkpoint.store.decode import decode_payload
 from shrinkpoint.store.delta_writer import DeltaWriter
 from shrinkpoint.store.directory import has_committed, note_restored, read_directory_manifest
@@ -197,8 +198,8 @@ def reset_chains() -> None:
 
 def payload_index(manifest: DirectoryManifest, rank: int) -> int | None:
     """The index of the payload that a rank wrote; None if it wrote none."""
-    prefix = f"rank-{rank:05d}."
-    return next((index for index, payload in enumerate(manifest.payloads) if payload.name.startswith(prefix)), None)
+    ranks = [layout.rank_of(payload.name) for payload in manifest.payloads]
+    return ranks.index(rank) if rank in ranks else None
 
 
 def _are_equal(config: Mapping[str, object], other: Mapping[str, object]) -> bool:

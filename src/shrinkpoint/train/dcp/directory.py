@@ -30,6 +30,12 @@ from shrinkpoint.store.identify import MANIFEST, is_checkpoint
 from shrinkpoint.train import newest_valid
 
 
+def ranks_on_machine() -> int:
+    """The number of ranks that torchrun has started on this machine; 1 if it has not started this one."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(ranks)) if ranks.isdecimal() else 1
+
+
 class CheckpointDirectory:
     """The directory of a checkpoint, torch's `checkpoint_id`, and this rank's threads: a part of Reader and Writer.
 
@@ -47,9 +53,8 @@ class CheckpointDirectory:
     def __init__(self, path: AnyDirectory | None, threads: int | None) -> None:
         super().__init__()
         self._threads = validate.check_threads(threads)
-        ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-        if self._threads is None and ranks.isdecimal() and int(ranks) > 1:
-            self._threads = max(1, default_threads(None) // int(ranks))
+        if self._threads is None and (ranks := ranks_on_machine()) > 1:
+            self._threads = max(1, default_threads(None) // ranks)
         if path is not None:
             resolve_directory(path, "path")
         self._set_checkpoint_id(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -24,18 +24,17 @@ from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store import Keep, SaveReport, layout
-from shrinkpoint.store.directory import delete_expired, read_directory_manifest
-from shrinkpoint.store.directory_retention import Directory, RunPlan, chains_to_strip
-from shrinkpoint.store.directory_rewrite import RunRewriter
+from shrinkpoint.store.directory import read_directory_manifest
 from shrinkpoint.store.identify import is_checkpoint, is_stock_dcp
-from shrinkpoint.store.manifest import DirectoryManifest, Payload
+from shrinkpoint.store.manifest import DirectoryManifest
 from shrinkpoint.store.retention import best_first
 from shrinkpoint.tensors.dtypes import torch_dtype
 from shrinkpoint.tensors.names import StatePath
 from shrinkpoint.tensors.wrappers import match_names
-from shrinkpoint.train.dcp.checkpoint_metadata import MOMENTS, EntryMetadata
+from shrinkpoint.train.dcp.checkpoint_metadata import EntryMetadata
 from shrinkpoint.train.dcp.directory import latest_valid
 from shrinkpoint.train.dcp.reader import Reader, open_checkpoint, unflatten
+from shrinkpoint.train.dcp.retention import ShardRetention
 from shrinkpoint.train.dcp.writer import Writer
 from shrinkpoint.train.directory_run import DirectoryRun
 from shrinkpoint.train.restore_result import RestoreResult
@@ -99,7 +98,7 @@ class Manager(ScheduledSaver):
         self._writer_options: dict[str, Any] = {"keyframe_every": keyframe_every, "threads": threads, "group": group}
         Writer(**self._writer_options)  # refuses wrong ones now
         self.last_report: SaveReport | None = None
-        self._settled: set[frozenset[str]] = set()  # chains whose moments stay, as deleting them frees nothing
+        self._settled: set[frozenset[str]] = set()  # see `ShardRetention`
         self.scheme = Lossless()
 
     def __repr__(self) -> str:
@@ -136,12 +135,16 @@ class Manager(ScheduledSaver):
         writer = Writer(
             directory, **self._writer_options, step=step, metrics=metrics, on_save=reports.append, keep=self._keep
         )
+        keep, retention = self._keep, None
+        if keep is not None:
+            retention = ShardRetention(keep, lambda: self._run.plan(keep), writer, self._settled)
         with _own_errors():
             save(state, storage_writer=writer, process_group=self._group)
         if reports:
             [self.last_report] = reports
         self._note_saved(step, validate.as_floats(metrics))
-        self._apply_retention(is_coordinator=bool(reports))
+        if retention is not None:
+            retention.apply(self._group)
         return reports[0] if reports else None
 
     def steps(self) -> list[int]:
@@ -177,55 +180,6 @@ class Manager(ScheduledSaver):
     @property
     def _run(self) -> DirectoryRun:
         return DirectoryRun(self._root, layout.step_of_dir)
-
-    def _apply_retention(self, *, is_coordinator: bool) -> None:
-        """Delete what no rule keeps, and the moments of older checkpoints; all ranks call this."""
-        if self._keep is None:
-            return
-        run, keep = self._run, self._keep
-
-        def prune() -> RunPlan | None:
-            if not is_coordinator:
-                return None
-            plan = run.plan(keep)
-            delete_expired(plan.delete)
-            return plan
-
-        try:
-            plan = next(plan for plan in gather_or_raise(prune, self._group) if plan is not None)
-            for chain in chains_to_strip(plan) if keep.moments_last is not None else ():
-                self._strip(plan, chain, is_coordinator=is_coordinator)
-        except (ShrinkpointError, OSError) as error:  # no reason to end a run
-            if is_coordinator:
-                _log.warning("older checkpoints stay as they are: %s", error)
-
-    def _strip(self, plan: RunPlan, chain: list[Directory], *, is_coordinator: bool) -> None:
-        """Delete the moments of checkpoints of one chain; each rank writes some of the payloads again."""
-        digests = frozenset(path.name for path in chain)
-        if digests in self._settled:
-            return
-
-        def map_payloads(write: Callable[[int], Payload], count: int) -> list[Payload]:
-            world_size = dist.get_world_size(self._group) if dist.is_initialized() else 1
-            rank = dist.get_rank(self._group) if dist.is_initialized() else 0
-            mine = range(rank, count, world_size)
-            gathered = gather_or_raise(lambda: {index: write(index) for index in mine}, self._group)
-            by_index = {index: payload for share in gathered for index, payload in share.items()}
-            return [by_index[index] for index in range(count)]
-
-        rewriter = RunRewriter(plan.keep, threads=self._threads, map_payloads=map_payloads, commits=is_coordinator)
-        errors: list[Exception] = []
-
-        def check() -> None:
-            for error in errors:
-                raise error
-
-        try:
-            if not rewriter.rewrite(chain, MOMENTS):
-                self._settled.add(digests)
-        except Exception as error:
-            errors.append(error)
-        gather_or_raise(check, self._group)  # only one rank commits, and the others must hear of its error
 
     def restore(
         self, step: int | Literal["best", "latest"] | None = None, *, max_bytes: int | None = None, **objects: Any

@@ -27,6 +27,7 @@ from shrinkpoint.sharding.collectives import Collectives, LocalCollectives, make
 from shrinkpoint.sharding.global_tensors import ShardLayout
 from shrinkpoint.storage import AnyDirectory, ObjectUrl, directory_storage
 from shrinkpoint.store import Keep
+from shrinkpoint.store.chain_limit import ChainLimit
 from shrinkpoint.store.directory import commit, manifest_condition
 from shrinkpoint.store.identify import MANIFEST, has_file
 from shrinkpoint.store.manifest import DCP_KEY, Payload, check_note
@@ -109,6 +110,8 @@ class Writer(CheckpointDirectory, StorageWriter):
     Attributes:
         overwrite: as passed.
         save_id: id of the current save, or of the last one; the manifest has that of the coordinator's writer.
+        can_reverse: see `ChainLimit`; what the caller sets holds for the next saves.
+        chain_limit: where the chain of this rank's payloads ends; None before the first save.
 
     Raises:
         PolicyError: an unknown scheme, a number out of range, a URL of something else than object storage.
@@ -144,19 +147,26 @@ class Writer(CheckpointDirectory, StorageWriter):
         self._save_options = SaveOptions(step, validate.as_floats(metrics), check_note(note))
         self._on_save, self._keep = settings.on_save, check_keep(keep)
         self.overwrite, self.save_id = overwrite, secrets.token_hex(8)
+        self.can_reverse: Callable[[int], bool] | None = None
+        self.chain_limit: ChainLimit | None = None
         self._condition: object = None  # what the manifest may replace
         self._restored: dict[str, RestoreOrigin] | None = None  # by the process that sent this writer
 
     def __getstate__(self) -> dict[str, Any]:
         """State for the process of `async_save`: no group and no model, but what was restored here."""
         restored = self._restored or chain_registry.restored_origins()
-        return {**self.__dict__, "_group": None, "_model": None, "_restored": restored}
+        return {**self.__dict__, "_group": None, "_model": None, "_restored": restored, "chain_limit": None}
 
     @property
     def _keyframe_every(self) -> int | None:
         if self._keyframe_option != "auto":
             return self._keyframe_option
         return 1 if isinstance(self._directory, ObjectUrl) else 20
+
+    @property
+    def threads(self) -> int | None:
+        """Native threads of this rank; None: every core."""
+        return self._threads
 
     def reset(self, checkpoint_id: AnyDirectory | None = None) -> None:
         """Begin a save. Raises nothing, as torch would not report an error here to the other ranks."""
@@ -262,7 +272,8 @@ class Writer(CheckpointDirectory, StorageWriter):
             self._chain or default_name, rank, keyframe_every=self._keyframe_every, threads=self._threads
         ) as chain:
             chain.confirm_last_write()
-            chain.delta_writer.chain_limit.keep = self._keep
+            self.chain_limit = chain.delta_writer.chain_limit
+            self.chain_limit.keep, self.chain_limit.can_reverse = self._keep, self.can_reverse
             origin = chain_registry.find_origin(origins, default_name, plan_signatures(plan))
             scheme = chain.scheme_for(self._scheme, origin)
             if isinstance(scheme, Lossless):

@@ -7,14 +7,15 @@ import logging
 import re
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save, save
 from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager
 from torchtitan.tools.utils import GarbageCollection
 
@@ -22,12 +23,12 @@ from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError, Shrink
 from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.storage import is_url
 from shrinkpoint.store import Keep
-from shrinkpoint.store.directory import delete_expired
 from shrinkpoint.store.identify import find_checkpoints, is_checkpoint
 from shrinkpoint.store.layout import BASES
 from shrinkpoint.train.dcp.checkpoint_metadata import METADATA_FILE
 from shrinkpoint.train.dcp.directory import latest_valid
 from shrinkpoint.train.dcp.reader import Reader, StrictLoadPlanner
+from shrinkpoint.train.dcp.retention import ShardRetention
 from shrinkpoint.train.dcp.writer import Writer
 from shrinkpoint.train.directory_run import DirectoryRun
 
@@ -78,6 +79,7 @@ class TitanCheckpointManager(CheckpointManager):
             raise PolicyError("checkpoint.folder", found=f"the URL {self.folder}", expected="a directory", do=do)
         self.keep_latest_k = config.keep_latest_k
         self.scheme: Any = config.scheme
+        self._settled: set[frozenset[str]] = set()  # see `ShardRetention`
         self._options: dict[str, Any] = {"keyframe_every": config.keyframe_every, "threads": config.threads}
 
     def dcp_save(
@@ -108,23 +110,37 @@ class TitanCheckpointManager(CheckpointManager):
             if any(state_dict[name] is not value for name, value in own.items()):  # weights in export_dtype
                 _log.warning("weights in export_dtype are saved exactly: evaluate= measures the model's own")
                 scheme = "lossless"
+        keep = Keep(last=self.keep_latest_k) if self.keep_latest_k else None
         writer = Writer(
             scheme=scheme,
             group=self.pg,
             model=model,
             step=_step_of(Path(checkpoint_id).name),
-            keep=Keep(last=self.keep_latest_k) if self.keep_latest_k else None,
+            keep=keep,
             **self._options,
         )
+        retention = None
+        if keep is not None:
+            is_sent = async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
+            plan = partial(self._run.plan, keep)
+            retention = ShardRetention(keep, plan, writer, self._settled, can_reverse=not is_sent)
         options: dict[str, Any] = {"checkpoint_id": checkpoint_id, "storage_writer": writer}
         if async_mode == AsyncMode.DISABLED:
             metadata = save(state_dict, **options)
             if enable_garbage_collection:  # which torchtitan turns off
                 GarbageCollection.collect("GC collection invoked by checkpointer.")
+            if retention is not None:
+                retention.apply(None)
             return metadata
         if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
             options |= {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "async_stager": self.stager}
-        return async_save(state_dict, process_group=self.pg, **options)
+        result = async_save(state_dict, process_group=self.pg, **options)
+        if retention is None:
+            return result
+        if isinstance(result, AsyncSaveResponse):
+            done = retention.apply_after(result.upload_completion, self.pg)
+            return replace(result, upload_completion=done)
+        return retention.apply_after(result, self.pg)
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         """Load a checkpoint into a state dict and into the model; torchtitan's manager calls this.
@@ -149,14 +165,12 @@ class TitanCheckpointManager(CheckpointManager):
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         try:
-            saved = bool(super()._save(curr_step, last_step))
+            return bool(super()._save(curr_step, last_step))
         except CheckpointException as error:
             if last_step:
                 _raise_own(error)
             _warn_or_raise(error)
             return False
-        self._purge_stale_checkpoints()  # torchtitan leaves this out after the last step
-        return saved
 
     def _wait_for_saving(self) -> None:
         future, self.save_future = self.save_future, None
@@ -165,7 +179,6 @@ class TitanCheckpointManager(CheckpointManager):
                 future.result()
         except CheckpointException as error:
             _warn_or_raise(error)
-        self._purge_stale_checkpoints()
 
     def _close(self) -> None:
         if getattr(self, "save_future", None) is not None:
@@ -204,10 +217,12 @@ class TitanCheckpointManager(CheckpointManager):
         return step
 
     def _purge_stale_checkpoints(self) -> None:
-        if self.save_future is None and self._should_purge():
-            root = Path(self.folder).absolute()
-            run = DirectoryRun(root, lambda name: _step_of(name) if _is_own(root / name) else None)
-            delete_expired(run.plan(Keep(last=self.keep_latest_k)).delete)
+        """Do nothing: all ranks delete, and write older checkpoints again, once a save is complete."""
+
+    @property
+    def _run(self) -> DirectoryRun:
+        root = Path(self.folder).absolute()
+        return DirectoryRun(root, lambda name: _step_of(name) if _is_own(root / name) else None)
 
 
 def _step_of(name: str) -> int | None:

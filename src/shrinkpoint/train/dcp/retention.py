@@ -1,0 +1,122 @@
+"""Retention of checkpoints that ranks write together: what one deletes, and what all of them write again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+import torch.distributed as dist
+
+from shrinkpoint.errors import ShrinkpointError
+from shrinkpoint.sharding.collectives import gather_or_raise
+from shrinkpoint.store import Keep
+from shrinkpoint.store.directory import delete_expired
+from shrinkpoint.store.directory_retention import Directory, RunPlan, chains_to_strip, directories_to_reverse
+from shrinkpoint.store.directory_rewrite import Ranks, RunRewriter
+from shrinkpoint.store.rewrite import has_memory_to_reverse
+from shrinkpoint.train.dcp.checkpoint_metadata import MOMENTS
+from shrinkpoint.train.dcp.directory import ranks_on_machine
+from shrinkpoint.train.dcp.writer import Writer
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
+_log = logging.getLogger("shrinkpoint")
+
+
+def has_memory_on_all_ranks(raw_bytes: int) -> bool:
+    """True if every rank of this machine has memory to write checkpoints of so many bytes again."""
+    return has_memory_to_reverse(raw_bytes * ranks_on_machine())
+
+
+class ShardRetention:
+    """Deletes checkpoints of ranks, and writes older ones again, each rank some of the payloads.
+
+    Args:
+        keep: the rules.
+        make_plan: called on the first rank once the checkpoint is saved.
+        writer: of this rank, which saves now; it may end its chain where older checkpoints can be written again.
+        settled: chains whose moments stay, as deleting them frees nothing; more are added.
+        can_reverse: False: deltas stay against older checkpoints, since the writer is sent to another process.
+    """
+
+    def __init__(
+        self,
+        keep: Keep,
+        make_plan: Callable[[], RunPlan],
+        writer: Writer,
+        settled: set[frozenset[str]],
+        *,
+        can_reverse: bool = True,
+    ) -> None:
+        self._keep, self._make_plan, self._writer, self._settled = keep, make_plan, writer, settled
+        writer.can_reverse = has_memory_on_all_ranks if can_reverse else None
+
+    def apply_after(self, save: Future[T], group: ProcessGroup | None) -> Future[T]:
+        """The same as `apply` in a thread, once a background save has succeeded; returns when both are done."""
+
+        def wait_and_apply() -> T:
+            result = save.result()
+            self.apply(group)
+            return result
+
+        executor = ThreadPoolExecutor(1, "shrinkpoint-retention")
+        future = executor.submit(wait_and_apply)
+        executor.shutdown(wait=False)
+        return future
+
+    def apply(self, group: ProcessGroup | None) -> None:
+        """Delete what no rule keeps, and write older checkpoints again where that frees bytes; all ranks call this.
+
+        What fails is logged: it is no reason to end a run.
+        """
+        ranks = _ranks_of(group)
+
+        def plan_and_delete() -> RunPlan | None:
+            if ranks.rank:
+                return None
+            plan = self._make_plan()
+            delete_expired(plan.delete)
+            return plan
+
+        try:
+            plan, *_ = ranks.gather(plan_and_delete)
+            rewriter = RunRewriter(plan.keep, threads=self._writer.threads, ranks=ranks)
+            for chain in chains_to_strip(plan):
+                self._strip(rewriter, chain)
+            self._reverse(rewriter, plan, ranks)
+        except (ShrinkpointError, OSError, MemoryError, RuntimeError) as error:  # torch reports what it cannot allocate
+            if not ranks.rank:
+                _log.warning("older checkpoints stay, or take more bytes than they need: %s", error)
+
+    def _strip(self, rewriter: RunRewriter, chain: list[Directory]) -> None:
+        """Delete the moments of checkpoints of one chain."""
+        names = frozenset(path.name for path in chain)
+        if names not in self._settled and not rewriter.rewrite(chain, MOMENTS):
+            self._settled.add(names)
+
+    def _reverse(self, rewriter: RunRewriter, plan: RunPlan, ranks: Ranks) -> None:
+        """Make what is kept of ended chains deltas against newer checkpoints."""
+        manifests, limit = [*plan.keep.values()], self._writer.chain_limit
+        if limit is not None:
+            limit.kept = len(manifests)
+        if len(manifests) < 2 or all(payload.bases for payload in manifests[-1].payloads):
+            return
+        own = manifests[-1].of_rank(ranks.rank)
+        wants = own is not None and limit is not None and limit.wants_reverse(own)
+        due = [rank for rank, is_due in enumerate(ranks.gather(lambda: wants)) if is_due]
+        parents = {rank: directories_to_reverse(plan, self._keep, rank) for rank in due}
+        if any(parents.values()):
+            ratios = rewriter.reverse(parents, self._keep)
+            if limit is not None:
+                limit.note_reversed(ratios.get(ranks.rank))
+
+
+def _ranks_of(group: ProcessGroup | None) -> Ranks:
+    if not (dist.is_available() and dist.is_initialized()):
+        return Ranks()
+    return Ranks(dist.get_rank(group), dist.get_world_size(group), partial(gather_or_raise, group=group))
