@@ -131,7 +131,7 @@ def test_what_comes_along_unread_is_said_once(run, tmp_path):
         malice(tmp_path / "run" / f"checkpoint-{step}" / "arguments.bin", tmp_path / "mark")
     done = run("convert", tmp_path / "run", tmp_path / "store")
     assert done.code == 0
-    assert done.stderr.count("arguments.bin: taken along") == 1
+    assert done.stderr.count("arguments.bin: kept as bytes") == 1
     assert run("convert", tmp_path / "store", tmp_path / "back").code == 0
     assert bytes_of(tmp_path / "run") == bytes_of(tmp_path / "back")
     assert not (tmp_path / "mark").exists()

@@ -94,7 +94,7 @@ def test_older_checkpoints_become_weights_only_and_every_command_says_so(run, st
 
 def test_prune_says_what_stays_for_deltas_and_compacts_it(run, store, state_at):
     done = run("prune", store, "--keep-last", 2)
-    assert "2 checkpoints" in done.stderr and "stay only since deltas need them: 10, 20 (see --compact)" in done.stderr
+    assert "2 checkpoints" in done.stderr and "kept only as bases of deltas: 10, 20 (see --compact)" in done.stderr
     done = run("prune", store, "--keep-last", 2, "--compact", "--apply")
     assert (done.code, "wrote 1 again" in done.stdout, done.stderr) == (0, True, "")
     assert steps(run, store) == [30, 40]

@@ -24,7 +24,7 @@ _TRACEBACK_VARIABLE = "SHRINKPOINT_TRACEBACK"
 _NO_PAGER = "--no-pager"
 _MAX_BYTES = "--max-bytes"
 EPILOG = (
-    "Exit codes: 0 fine, 1 findings or differences, 2 usage, 3 not found, 4 corrupt or broken chain, "
+    "Exit codes: 0 success, 1 findings or differences, 2 usage, 3 not found, 4 corrupt or broken chain, "
     "5 locked, 6 storage, 7 other."
 )
 
@@ -81,7 +81,7 @@ def _memory_limit(max_bytes: str | None) -> Iterator[None]:
 app = typer.Typer(
     cls=ErrorHandlingGroup,
     name="shrinkpoint",
-    help="Look at, check and tend compressed checkpoint chains.",
+    help="List, check, compare, convert and prune compressed checkpoints.",
     epilog=EPILOG,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -104,11 +104,11 @@ def global_options(
         bool,
         typer.Option(
             "--traceback",
-            help=f"Show where an error comes from (anywhere on the line; or set {_TRACEBACK_VARIABLE}=1).",
+            help=f"Print the traceback of an error (anywhere on the line; or set {_TRACEBACK_VARIABLE}=1).",
         ),
     ] = False,
     no_pager: Annotated[
-        bool, typer.Option(_NO_PAGER, help="Print long tables as they are (anywhere on the line; or set PAGER=cat).")
+        bool, typer.Option(_NO_PAGER, help="Do not use a pager (anywhere on the line; or set PAGER=cat).")
     ] = False,
     max_bytes: Annotated[
         int | None,

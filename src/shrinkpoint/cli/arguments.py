@@ -47,11 +47,11 @@ StepOption = Annotated[
         "--step",
         min=0,
         metavar="N",
-        help="Which checkpoint of a store; the newest if not given.",
+        help="Step of the checkpoint; the newest if not given.",
         autocompletion=complete_step,
     ),
 ]
-THRESHOLD_HELP = "How much worse a checkpoint may be, for schemes that measure: 1%, or .01."
+THRESHOLD_HELP = "For schemes that measure: how much worse the loss may be, 1% or 0.01."
 ThresholdOption = Annotated[str, typer.Option("--threshold", metavar="SHARE", help=THRESHOLD_HELP)]
 HigherIsBetterOption = Annotated[
     bool, typer.Option("--higher-is-better", help="--evaluate returns a score, not a loss.")

@@ -25,7 +25,7 @@ from shrinkpoint.store.chain import file_sizes
 from shrinkpoint.store.directory import find_run, read_directory_manifest
 from shrinkpoint.store.directory_retention import Directory, group_by_chain
 
-_STEP_HELP = "Make this checkpoint a keyframe; without it, merge deltas."
+_STEP_HELP = "Make this checkpoint a keyframe."
 OneStepOption = Annotated[
     int | None, typer.Option("--step", min=0, metavar="N", help=_STEP_HELP, autocompletion=complete_step)
 ]
@@ -34,13 +34,15 @@ OneStepOption = Annotated[
 def command(
     store: RunArgument,
     step: OneStepOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say which would be written again.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print which checkpoints would be rewritten.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Merge deltas so that none depends on a forgotten or deleted checkpoint, or make one checkpoint a keyframe.
+    """Rewrite deltas so that none depends on a forgotten or deleted checkpoint, or make one checkpoint a keyframe.
 
-    Every checkpoint decodes to the same bits before, during and after; each is replaced atomically. Of a framework's
-    run, each chain is written again whose files take more than a keyframe and a delta for each further checkpoint.
+    Each checkpoint is replaced atomically and decodes to the same bits. In a framework's run, chains that hold files of
+    deleted checkpoints are rewritten if that frees bytes.
     """
     location = parse_store(store)
     if location.is_run:
@@ -100,7 +102,7 @@ def _compact_run(location: Location, step: int | None, *, dry_run: bool, json: b
     if json:
         print_json({"applied": not dry_run, "rewritten": names, "bytes": sizes[0] - sizes[1]})
     elif not names:
-        print_line(f"{location}: nothing to do, no delta needs what is gone, or writing it again frees nothing")
+        print_line(f"{location}: nothing to do: no delta needs a deleted file, or a rewrite frees nothing")
     elif dry_run:
         print_line(f"{location}: would write again, if that frees bytes: {', '.join(names)}")
     else:
@@ -113,7 +115,7 @@ def _chain_json(row: CheckpointReport) -> dict[str, object]:
 
 def _print(store: str, rows: list[tuple[CheckpointReport, CheckpointReport]], dry_run: bool) -> None:
     if not rows:
-        print_line(f"{store}: nothing to do, no delta depends on anything forgotten or gone")
+        print_line(f"{store}: nothing to do: no delta depends on a forgotten or deleted checkpoint")
         return
     columns = [
         Column("step", [str(a.manifest.step) for a, _ in rows], align_right=True),

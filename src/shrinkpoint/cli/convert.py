@@ -50,35 +50,33 @@ class ConvertForm(str, Enum):
 
 
 _MAX_LISTED = 3  # Number of files without a checksum that are named
-_TO_HELP = "What to write; else a store from what is not ours, and what it was from what is."
-_ONLY_HELP = 'Only checkpoints of a run that are named so, e.g. "*.ckpt"; may be given again.'
-_EVALUATE_HELP = "Gets a converted state, returns a loss; for schemes that search."
-_OPAQUE_HELP = "Take files of a directory that cannot be read without running them along as they are, however large."
+_TO_HELP = "What to write; default: shrinkpoint from a foreign SRC, original from one of shrinkpoint."
+_ONLY_HELP = 'Only checkpoints of a run with matching names, such as "*.ckpt"; repeatable.'
+_EVALUATE_HELP = "Function that gets a converted state and returns its loss; for schemes that measure."
+_OPAQUE_HELP = "Keep files that cannot be read without running code as bytes, however large."
 SourceArgument = Annotated[
     Path, typer.Argument(metavar="SRC", help="A file, a directory, a whole run, a store; or a URL of one.")
 ]
 TargetArgument = Annotated[
     Path | None,
-    typer.Argument(metavar="DST", help="A store, a .safetensors file of ours, or where to restore to; or a URL."),
+    typer.Argument(metavar="DST", help="A store, a .safetensors file, or the place for the original form; or a URL."),
 ]
 FormOption = Annotated[ConvertForm | None, typer.Option("--to", help=_TO_HELP)]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Write nothing; tell how much it would save.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Write nothing; print the sizes before and after.")]
 OneStepOption = Annotated[
     int | None, typer.Option("--step", min=0, metavar="N", help="Only the checkpoint of this step.")
 ]
 OnlyOption = Annotated[list[str] | None, typer.Option("--only", metavar="GLOB", help=_ONLY_HELP)]
 SchemeOption = Annotated[
-    str, typer.Option("--scheme", metavar="SCHEME", help='How to compress, such as "fisher(relative_error=.3)".')
+    str, typer.Option("--scheme", metavar="SCHEME", help='How to compress, such as "fisher(relative_error=0.3)".')
 ]
 EvaluateOption = Annotated[str | None, typer.Option("--evaluate", metavar="MODULE:FUNCTION", help=_EVALUATE_HELP)]
 KeyframeOption = Annotated[
     int, typer.Option("--keyframe-every", min=1, help="Checkpoints in a chain, its keyframe included.")
 ]
-NoVerifyOption = Annotated[
-    bool, typer.Option("--no-verify", help="Do not decode what was written to compare it with SRC.")
-]
+NoVerifyOption = Annotated[bool, typer.Option("--no-verify", help="Do not decode the result and compare it with SRC.")]
 OpaqueOption = Annotated[bool, typer.Option("--opaque", help=_OPAQUE_HELP)]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace what is at DST and differs.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace files at DST that differ.")]
 
 
 @dataclass(frozen=True)
@@ -113,10 +111,10 @@ def command(
     force: ForceOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Convert torch, safetensors, DCP, Hugging Face, Lightning and Accelerate checkpoints into ours, and back.
+    """Convert torch, safetensors, DCP, Hugging Face, Lightning and Accelerate checkpoints to shrinkpoint, and back.
 
-    A directory of checkpoints becomes one chain, in the order of the steps in their names. Nothing in a file is ever
-    run. What was written is decoded and compared with SRC, bit for bit.
+    A directory of checkpoints becomes one chain, in the order of the steps in their names. No code in a file is run.
+    The result is decoded and compared with SRC, bit for bit.
     """
     if out is None and not dry_run:
         raise PolicyError("convert", found="no DST", expected="where to write", do="name it, or add --dry-run")
@@ -135,7 +133,7 @@ def command(
             raise PolicyError("convert", found=found, expected=expected, do="say --to shrinkpoint")
         for path in series.ignored_paths:
             name = shown_name(str(path), copy, source)
-            print_note(f"{name}: left out, its name says no step or it is no checkpoint of this run")
+            print_note(f"{name}: left out: its name has no step, or it is not a checkpoint of this run")
         if target is not None and form is not ConvertForm.SHRINKPOINT:
             _export(series, target, options, form.value)
             return
@@ -173,7 +171,7 @@ def _import(series: CheckpointSeries, options: _Options, scheme: Scheme) -> None
                 exact = [is_exact for _, is_exact in track(comparisons, "comparing", len(checkpoints))]
     _print_report(rows, options, seconds, exact)
     for name in dict.fromkeys(name for row in rows for name in row.opaque):
-        print_note(f"{name}: taken along as it is, for it cannot be read without running code that it names")
+        print_note(f"{name}: kept as bytes, unread: reading it would run code")
     _print_unchecked([row.unchecked for row in rows])
 
 
@@ -319,7 +317,7 @@ def _print_report(rows: Sequence[ImportRow], options: _Options, seconds: float, 
     if exact is not None:
         _print_verified(len(exact), options)
         if not all(exact):
-            print_note("what a lossy scheme wrote was compared but for its values")
+            print_note("of lossy checkpoints everything but the values was compared")
 
 
 def _amounts(raw: int, before: int, after: int, seconds: float) -> tuple[str, ...]:

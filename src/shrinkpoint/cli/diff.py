@@ -18,7 +18,7 @@ from shrinkpoint.cli.console import Column, ExitCode, paged, print_json, print_l
 if TYPE_CHECKING:
     from shrinkpoint.tensors.compare import CheckpointDifference, LeafSource, TensorDifference
 
-_LOCATION_HELP = "A file, a store (its newest checkpoint), STORE@STEP, or what `convert` reads."
+_LOCATION_HELP = "A file, a store (its newest checkpoint), STORE@STEP, or a checkpoint that `convert` reads."
 
 
 class SortKey(str, Enum):
@@ -30,24 +30,27 @@ class SortKey(str, Enum):
     NAME = "name"
 
 
-SortOption = Annotated[SortKey, typer.Option("--sort", help="Largest first of this; name: in the order of the state.")]
+SortOption = Annotated[
+    SortKey,
+    typer.Option("--sort", help="Measure by which the largest change comes first; name: the order of the state."),
+]
 LimitOption = Annotated[
-    int | None, typer.Option("--limit", "-n", min=0, metavar="N", help="Only the N tensors that changed most.")
+    int | None, typer.Option("--limit", "-n", min=0, metavar="N", help="Print only the N tensors that changed most.")
 ]
 
 
 def command(
     first: Annotated[str, typer.Argument(metavar="A", help=_LOCATION_HELP)],
     second: Annotated[str, typer.Argument(metavar="B", help=_LOCATION_HELP)],
-    every: Annotated[bool, typer.Option("--all", help="Also the tensors that are equal.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Also print equal tensors.")] = False,
     sort: SortOption = SortKey.RELATIVE,
     limit: LimitOption = None,
     json: JsonOption = False,
 ) -> None:
     """Compare two checkpoints bit for bit, the largest change first; exit code 1 if they differ.
 
-    Per tensor: the difference relative to A in L2, the largest absolute difference, and the share of the values that
-    differ. What only one of them has, and other dtypes and shapes, come first. Tensors are read a few at a time.
+    Each tensor has the L2 norm of A-B relative to A, the largest absolute difference, and the share of the values that
+    differ. Names that only one side has come first, then tensors of another dtype or shape.
     """
     a, b = parse_location(first, allow_foreign=True), parse_location(second, allow_foreign=True)
     from shrinkpoint.tensors.compare import compare_states

@@ -42,26 +42,25 @@ class ExportForm(str, Enum):
 
 _FORM_OF_SUFFIX = {".safetensors": ExportForm.SAFETENSORS} | dict.fromkeys((".pt", ".pth", ".bin"), ExportForm.TORCH)
 OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="The file to write; with --hf, the directory.")]
-FormOption = Annotated[ExportForm | None, typer.Option("--to", help="The format; if not given, OUT's suffix says it.")]
+FormOption = Annotated[ExportForm | None, typer.Option("--to", help="The format; default: by OUT's suffix.")]
 OnlyOption = Annotated[
-    list[str] | None, typer.Option("--only", metavar="GLOB", help='Only these, e.g. "model/*"; may be given again.')
+    list[str] | None, typer.Option("--only", metavar="GLOB", help='Only matching names, such as "model.*"; repeatable.')
 ]
 HfOption = Annotated[
-    bool, typer.Option("--hf", help="Write the model as a directory that from_pretrained of Hugging Face reads.")
+    bool, typer.Option("--hf", help="Write the model as a directory for from_pretrained of Hugging Face.")
 ]
 ShardOption = Annotated[
-    str | None, typer.Option("--max-shard-size", metavar="SIZE", help="With --hf: size of a file of weights, 5GB.")
+    str | None,
+    typer.Option("--max-shard-size", metavar="SIZE", help="With --hf: largest file of weights, such as 5GB."),
 ]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", metavar="PATH", help="With --hf: config.json, if it is elsewhere.")
 ]
-_SCHEME_HELP = 'Write a file of ours that needs no other, compressed so: "fisher(relative_error=.6)".'
+_SCHEME_HELP = 'Write one self-contained file of shrinkpoint, compressed by this: "fisher(relative_error=0.6)".'
 SchemeOption = Annotated[str | None, typer.Option("--scheme", metavar="SCHEME", help=_SCHEME_HELP)]
-_CALIBRATE_HELP = (
-    "With --scheme fisher: gets the state, runs the model on some batches, returns or yields their losses."
-)
+_CALIBRATE_HELP = "With --scheme fisher: function that gets the state and returns or yields losses of some batches."
 CalibrateOption = Annotated[str | None, typer.Option("--calibrate", metavar="MODULE:FUNCTION", help=_CALIBRATE_HELP)]
-_EVALUATE_HELP = "With --scheme: gets the state, returns its loss; for schemes that measure."
+_EVALUATE_HELP = "With --scheme: function that gets the state and returns its loss; for schemes that measure."
 EvaluateOption = Annotated[str | None, typer.Option("--evaluate", metavar="MODULE:FUNCTION", help=_EVALUATE_HELP)]
 _DEFAULT_THRESHOLD = "1%"
 SchemeThresholdOption = Annotated[
@@ -88,11 +87,11 @@ def command(
     force: ForceOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Write a checkpoint as plain safetensors, as a torch file, its model for Hugging Face, or as a small file of ours.
+    """Write a checkpoint as safetensors, as a torch file, as a directory for Hugging Face, or as one small file.
 
-    safetensors: every tensor under its name, and no plain values. torch: the whole state, nested as it was saved;
-    torch.load(OUT, weights_only=True) opens it. With --hf: config.json, weights under the names of the architecture,
-    and the files of a tokenizer that lie beside config.json. With --scheme: a file that shrinkpoint.load reads.
+    safetensors: every tensor by name, without plain values. torch: the whole nested state, for torch.load(OUT,
+    weights_only=True). With --hf: config.json, the weights, and the tokenizer's files from beside config.json. With
+    --scheme: a file that shrinkpoint.load reads.
     """
     location = parse_location(place, step)
     _check_no_payload(out)

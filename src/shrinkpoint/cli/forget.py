@@ -13,14 +13,14 @@ from shrinkpoint.errors import NotFoundError
 from shrinkpoint.store.listing import forget, scan
 
 StepsArgument = Annotated[
-    list[int], typer.Argument(metavar="STEP...", min=0, help="Which to hide.", autocompletion=complete_step)
+    list[int], typer.Argument(metavar="STEP...", min=0, help="Steps to hide.", autocompletion=complete_step)
 ]
 
 
 def command(store: StoreArgument, steps: StepsArgument, json: JsonOption = False) -> None:
     """Hide checkpoints from every reader; the next `prune --apply` deletes those that no other checkpoint depends on.
 
-    All of them or, where one does not exist, none.
+    If one of the steps does not exist, none is hidden.
     """
     storage, _ = open_store(store)
     with storage.lock():

@@ -19,7 +19,7 @@ from shrinkpoint.store.save_report import LossIncrease
 
 def command(
     store: RunArgument,
-    every: Annotated[bool, typer.Option("--all", help="Also the forgotten ones.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Also list forgotten checkpoints.")] = False,
     json: JsonOption = False,
 ) -> None:
     """List the checkpoints of a store, or of a framework's run: age, size, base, metrics."""

@@ -34,17 +34,15 @@ class MetricMode(str, Enum):
     MAX = "max"
 
 
-LastOption = Annotated[
-    int | None, typer.Option("--keep-last", min=1, metavar="N", help="Keep this many of the newest.")
-]
+LastOption = Annotated[int | None, typer.Option("--keep-last", min=1, metavar="N", help="Keep the newest N.")]
 EveryOption = Annotated[
-    int | None, typer.Option("--keep-every", min=1, metavar="N", help="Keep steps that are a multiple.")
+    int | None, typer.Option("--keep-every", min=1, metavar="N", help="Keep steps that are multiples of N.")
 ]
-BestOption = Annotated[int | None, typer.Option("--keep-best", min=1, metavar="N", help="Keep this many of the best.")]
-MetricOption = Annotated[str, typer.Option("--metric", metavar="NAME", help="What --keep-best goes by.")]
-ModeOption = Annotated[MetricMode, typer.Option("--mode", help="Which end of the metric is best.")]
+BestOption = Annotated[int | None, typer.Option("--keep-best", min=1, metavar="N", help="Keep the N best by --metric.")]
+MetricOption = Annotated[str, typer.Option("--metric", metavar="NAME", help="Metric of --keep-best.")]
+ModeOption = Annotated[MetricMode, typer.Option("--mode", help="Whether the smallest or the largest metric is best.")]
 WithinOption = Annotated[
-    str | None, typer.Option("--keep-within", metavar="SPAN", help="Keep those younger than, e.g., 90s, 12h, 7d.")
+    str | None, typer.Option("--keep-within", metavar="SPAN", help="Keep checkpoints younger than 90s, 12h, 7d, ...")
 ]
 
 
@@ -58,22 +56,21 @@ def command(
     within: WithinOption = None,
     moments_last: Annotated[
         int | None,
-        typer.Option("--moments-last", min=1, metavar="N", help="Of what is kept, let only the newest N keep moments."),
+        typer.Option("--moments-last", min=1, metavar="N", help="Keep moments only in the newest N kept checkpoints."),
     ] = None,
     compact: Annotated[
-        bool, typer.Option("--compact", help="Write deltas again that need what no rule keeps, and delete that, too.")
+        bool, typer.Option("--compact", help="Rewrite kept deltas so that bases that no rule keeps can go.")
     ] = False,
-    apply: Annotated[bool, typer.Option("--apply", help="Delete. Without it nothing is deleted.")] = False,
+    apply: Annotated[bool, typer.Option("--apply", help="Delete; without it, only print the plan.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Show what would be deleted and why; delete it with --apply.
 
-    Each rule adds to what is kept. The newest checkpoint is always kept, and so is every base of something kept.
-    Without a rule, only forgotten checkpoints go.
+    A checkpoint is kept if any rule selects it. The newest one and every base of a kept one are always kept. Without a
+    rule, only forgotten checkpoints are deleted.
 
-    With --moments-last or --compact, chains are written again where that frees bytes; every checkpoint that is kept
-    loads before, during and after, with the same bits. Without --apply they are encoded as well, and thrown away; of a
-    framework's run, only what is deleted is shown then.
+    --moments-last and --compact rewrite chains if that frees bytes. Every kept checkpoint decodes to the same bits
+    before, during and after. Without --apply, chains of a store are encoded too, to print the sizes.
     """
     keep = Keep(
         last=last, every=every, best=best, metric=metric, mode=mode.value, within=within, moments_last=moments_last
@@ -192,7 +189,7 @@ def _print(store: str, listing: Listing, plan: PrunePlan, is_applied: bool) -> N
     if plan.bases:
         held = humanize.size(sum(listing.manifests[step].stored_bytes for step in plan.bases))
         count = humanize.count(len(plan.bases), "checkpoint")
-        print_note(f"{count} ({held}) stay only since deltas need them: {preview(plan.bases)} (see --compact)")
+        print_note(f"{count} ({held}) kept only as bases of deltas: {preview(plan.bases)} (see --compact)")
 
 
 def join_reasons(reasons: Sequence[str]) -> str:

@@ -41,20 +41,20 @@ _PLACE_HELP = (
 
 def command(
     places: Annotated[list[str], typer.Argument(metavar="STORE|RUN|FILE...", help=_PLACE_HELP)],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where the page goes.")] = Path("shrinkpoint-report.html"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Path of the page.")] = Path("shrinkpoint-report.html"),
     last: LastOption = None,
     every: EveryOption = None,
     best: BestOption = None,
     metric: MetricOption = "val_loss",
     mode: ModeOption = MetricMode.MIN,
     within: WithinOption = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists and is no page of ours.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is not an earlier page.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Write a page: bytes, rise of the loss, stalls, chains, and how each tensor is coded. Two places: side by side.
+    """Write an HTML page about a store, run or file, or two: bytes, rise of the loss, save times, chains, tensors.
 
-    The page is one file that works without a network. With the rules of `prune` (--keep-last ...) it says what a prune
-    would delete next; without, only what is forgotten.
+    The page is one file that needs no network. With rules of `prune` (--keep-last ...) it marks what a prune of the
+    store would delete next; without rules, only forgotten checkpoints.
     """
     if len(places) > _MAX_PLACES:
         raise PolicyError("report", found=f"{len(places)} places", expected="one or two", do="make a page for each two")

@@ -31,11 +31,11 @@ _MAX_VALUES = 12
 def command(
     place: LocationArgument,
     step: StepOption = None,
-    tensors: Annotated[bool, typer.Option("--tensors", help="One row a tensor.")] = False,
-    values: Annotated[bool, typer.Option("--values", help="Every plain value of the state.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Print one row per tensor.")] = False,
+    values: Annotated[bool, typer.Option("--values", help="Print all plain values, not only the first 12.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Show a checkpoint (of a store, or a framework's) or a file: its chain, what each role costs, its plain values."""
+    """Show one checkpoint or file: its chain, bytes by role, plain values."""
     location = parse_location(place, step)
     report: CheckpointReport | None = None
     if location.is_run:

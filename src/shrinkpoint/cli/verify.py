@@ -15,7 +15,6 @@ from shrinkpoint.cli.arguments import (
     OWN_CHECKPOINT,
     JsonOption,
     Location,
-    LocationArgument,
     decode_location,
     open_store,
     parse_location,
@@ -31,18 +30,20 @@ from shrinkpoint.store.file_place import FilePlace
 from shrinkpoint.store.identify import EMPTY_DIRECTORY
 from shrinkpoint.store.verify import Finding, verify
 
+_PLACE_HELP = "A store, a framework's checkpoint directory or run, or one file."
+
 
 def command(
-    place: LocationArgument,
-    deep: Annotated[bool, typer.Option("--deep", help="Decode everything too (slower, needs torch).")] = False,
+    place: Annotated[str, typer.Argument(metavar="STORE|FOLDER|FILE", help=_PLACE_HELP)],
+    deep: Annotated[bool, typer.Option("--deep", help="Also decode everything (slower, needs torch).")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Read every byte and compare digests; exit code 1 if anything is not as it was written.
+    """Read every byte and compare digests; exit code 1 if anything is damaged or missing.
 
-    Where there is no checkpoint of shrinkpoint at all, nothing was verified: exit code 3.
+    A finding is a warning if the checkpoint still loads, for example when one copy of a base is damaged. Files that a
+    killed save left behind are listed as orphans and do not change the exit code.
 
-    Findings in spite of which the checkpoint loads, such as a damaged copy of a base, are warnings. Files that a killed
-    save left behind are listed and are no findings.
+    The exit code is 3 if there is no checkpoint of shrinkpoint at all.
     """
     location = parse_location(place)
     if location.step is not None:
