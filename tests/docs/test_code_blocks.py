@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of these sizes frameworks a
 BLOCKS = all_blocks()
 PLAIN_PAGES = sorted({block.page for block in BLOCKS if block.language == "python" and not block.has_prompts})
 WIRE_PAGES = {"docs/wire.md", "docs/wire_design.md", "docs/elastic.md"}
-PAGES_OF_COMMANDS = {"docs/moving.md"}
+PAGES_OF_COMMANDS = {"docs/convert.md", "docs/moving.md"}
 """Pages whose commands work on what their Python blocks have saved."""
 FRAMEWORK_PAGES = {"README.md", "docs/accelerate.md", "docs/lightning.md", "docs/torchtitan.md", "docs/vllm.md"}
 

@@ -206,7 +206,7 @@ def _read_part(path: Path, form: str, opaque: bool = False) -> Part:
         size = path.stat().st_size
         if not opaque and size > MAX_OPAQUE_BYTES:
             where = str(path) if error.where == str(path) else f"{path}: {error.where}"
-            do = error.do or "convert it first, or take it along as it is with --opaque"
+            do = error.do or "convert it first, or keep it as bytes with --opaque"
             raise StateError(where, found=error.found, expected=error.expected, do=do) from error
-        _LOG.info("%s: taken along as its %d bytes (%s)", path, size, error.found)
+        _LOG.info("%s: kept as %d bytes, unread (%s)", path, size, error.found)
         return Part("bytes", read_bytes(path), {"opaque": True}, unchecked=(path.name,))

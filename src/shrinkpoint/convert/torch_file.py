@@ -39,7 +39,7 @@ _REASON_PATTERN = re.compile(r"WeightsUnpickler error:\s*(\S.*)")
 _EXPECTED = "tensors, numpy values and plain Python values, as torch.load(weights_only=True) takes them"
 _ADVICE = (
     "if you trust it, load it with the code that wrote it and save its state_dict() again; "
-    "--opaque takes such files of a directory along as they are"
+    "--opaque keeps such files of a directory as bytes"
 )
 
 
