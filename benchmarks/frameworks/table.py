@@ -56,9 +56,8 @@ HEAD = (
     "| made durable afterwards, s |\n|---|---|---|---|---|---|---|---|"
 )
 SUMMARY_HEAD = (
-    '| | bytes, first / later, lossless | `Fisher(budget="1%", evaluate=...)`, later; rise of the loss: mean, worst '
-    "| stall of a later save, s: stock | lossless | in the background | Fisher, first / later |\n"
-    "|---|---|---|---|---|---|---|"
+    "| | lossless: first / later | `Fisher`: later | `Fisher`: rise of the loss, mean, worst "
+    "| stall, s: stock / lossless / in the background | `Fisher`: stall, s, first / later |\n|---|---|---|---|---|---|"
 )
 
 Figures = Mapping[str, Any]
@@ -108,14 +107,13 @@ def summary(result: Figures) -> str:
         first, later = ratios(figures, "shrinkpoint")
         stalls = {name: median(took[1:]) for name, took in figures["seconds"].items()}
         background = "shrinkpoint async" if part == "dcp" else "background"
-        stock = seconds(stalls["stock"]) + (f", async {seconds(stalls['stock async'])}" if part == "dcp" else "")
+        stock = seconds(stalls["stock"]) + (f" (async {seconds(stalls['stock async'])})" if part == "dcp" else "")
         cells = [
             title,
             f"{first:.2f}x / {later:.2f}x smaller",
-            f"{ratios(figures, 'fisher')[1]:.0f}x; {rise(figures)}",
-            stock,
-            seconds(stalls["shrinkpoint"]),
-            seconds(stalls[background]),
+            f"{ratios(figures, 'fisher')[1]:.0f}x smaller",
+            rise(figures),
+            f"{stock} / {seconds(stalls['shrinkpoint'])} / {seconds(stalls[background])}",
             f"{seconds(figures['seconds']['fisher'][0])} / {seconds(stalls['fisher'])}",
         ]
         lines.append(f"| {' | '.join(cells)} |")

@@ -40,7 +40,9 @@ def sizes(series: Mapping[str, Result]) -> str:
         dcp, entropy = stream["raw"] / stream["rivals"]["dcp-zstd"], report.entropy(stream)
         assert ours is not None, name
         rows.append((label(name), f"**{ratio(ours)}**", f"{ratio(theirs)} {rival}", ratio(dcp), ratio(entropy)))
-    return document_tables.table(("stream", "ours", "best rival", "torch DCP, ZStandard", "held-out entropy"), rows)
+    return document_tables.table(
+        ("stream", "shrinkpoint", "best other", "torch DCP, ZStandard", "held-out entropy"), rows
+    )
 
 
 def label(stream: str) -> str:

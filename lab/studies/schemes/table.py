@@ -17,10 +17,11 @@ from shrinkpoint.schemes.registry import needs_evaluation
 from shrinkpoint_lab.bench.result import BenchResult, ResultRow
 from shrinkpoint_lab.bench.systems import SYSTEMS
 
-PLACES = {"gpt": "scheme_studies", "resnet": "scheme_studies", "ssl": "scheme_studies", "wikitext": "benchmarks"}
-"""The document that has the table of a subject."""
+SUBJECTS = ("gpt", "resnet", "ssl", "wikitext")
 COLUMNS = ("scheme", "W bits", "m bits", "v bits", "delta x", "run x", "W error", "update error", "rise %", "worst %")
 COLUMNS += ("least retention", "enc / dec GB/s")
+SUMMARY = ("scheme", "weights, bits a value", "whole run", "rise of the loss: median, worst", "least retention")
+SUMMARY += ("save / load, GB/s",)
 
 
 def read(subject: str) -> tuple[dict[str, Any], list[BenchResult]]:
@@ -80,12 +81,36 @@ def table(subject: str) -> str:
     return f"{lines}\n\n(One thread, {head['machine']['cpu']}, {head['date']}.)"
 
 
+def summary(subject: str) -> str:
+    """The columns that a reader asks for first, in the notation of guides."""
+
+    def number(value: float | None, digits: int = 3) -> str:
+        return "" if value is None else f"{value:#.{digits}g}".rstrip(".")
+
+    head, found = read(subject)
+    lines = [
+        (
+            title(one.name, head["threshold"]).replace(" %", "%").replace("=.", "=0."),
+            number(one.median(lambda row: row.bits.get("W"))),
+            f"{number(one.ratio)}x",
+            ", ".join(f"{100 * (rise or 0):+.2f}%" for rise in (one.median(_rise), one.worst(_rise))),
+            number(one.min_retention, 2),
+            f"{number(one.encode_speed, 2)} / {number(one.decode_speed, 2)}",
+        )
+        for one in found
+        if one.rows
+    ]
+    return document_tables.table(SUMMARY, lines)
+
+
+def _rise(row: ResultRow) -> float | None:
+    return row.rise
+
+
 def documents() -> dict[Path, dict[str, str]]:
     """The tables of each document by the name of their part."""
-    out: dict[Path, dict[str, str]] = {}
-    for subject, page in PLACES.items():
-        out.setdefault(DOCS / f"{page}.md", {})[subject] = table(subject)
-    return out
+    full = {subject: table(subject) for subject in SUBJECTS}
+    return {DOCS / "scheme_studies.md": full, DOCS / "benchmarks.md": {"wikitext": summary("wikitext")}}
 
 
 if __name__ == "__main__":
