@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from shrinkpoint_lab.bench.systems import System
 
 _PLACES_HELP = "One store, or files of checkpoints in their order; none: a small GPT is trained first."
-_EVALUATE_HELP = "Gets a state as it was saved, returns a loss; without it, schemes that search are left out."
-_SCHEMES_HELP = 'Only this one, such as "fisher(relative_error=.3)"; may be given again.'
+_EVALUATE_HELP = "Function that gets a saved state and returns its loss; without it, schemes that search are left out."
+_SCHEMES_HELP = 'Only this scheme, such as "fisher(relative_error=0.3)"; repeatable.'
 PlacesArgument = Annotated[list[Path] | None, typer.Argument(metavar="[STORE|FILES...]", help=_PLACES_HELP)]
 EvaluateOption = Annotated[str | None, typer.Option("--evaluate", metavar="MODULE:FUNCTION", help=_EVALUATE_HELP)]
 SchemesOption = Annotated[list[str] | None, typer.Option("--scheme", metavar="SCHEME", help=_SCHEMES_HELP)]
 KeyframeOption = Annotated[
-    int | None, typer.Option("--keyframe-every", min=1, help="Checkpoints in a chain; else one chain.")
+    int | None, typer.Option("--keyframe-every", min=1, help="Checkpoints in a chain; default: one chain.")
 ]
 ThreadsOption = Annotated[int, typer.Option("--threads", min=1, help="Threads of the coders.")]
 OutOption = Annotated[
@@ -84,7 +84,7 @@ def command(
     else:
         _print_results(results)
         if function is None:
-            print_note("no --evaluate: nothing is known of the loss, and schemes that search were left out")
+            print_note("no --evaluate: the loss was not measured, and schemes that search were left out")
         if written:
             print_line("written: " + ", ".join(map(str, written)))
     if all(result.failure for result in results):

@@ -13,7 +13,7 @@ from shrinkpoint.cli.console import ExitCode, print_json
 
 
 def command(
-    store: Annotated[Path, typer.Option("--store", help="Where to leave the checkpoints.")] = Path("runs/demo"),
+    store: Annotated[Path, typer.Option("--store", help="Directory for the checkpoints.")] = Path("runs/demo"),
     steps: Annotated[int, typer.Option("--steps", min=20, help="Length of the run.")] = 100,
     every: Annotated[int, typer.Option("--every", min=1, help="Steps between two checkpoints.")] = 10,
     disturb: Annotated[
