@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 import shrinkpoint as sp
 from shrinkpoint.store import Store
 
+SMALL = ("--scheme", "fisher(relative_error=0.3)")
+
 
 def test_safetensors_holds_every_tensor_under_its_name(run, store, tmp_path, state_at):
     out = tmp_path / "all.safetensors"
@@ -118,6 +120,13 @@ def test_a_file_that_exists_is_replaced_only_by_force(run, store, tmp_path):
     assert run("export", store, out, "--force").code == 0
 
 
+@pytest.mark.parametrize("name, options", [("all.pt", ()), ("all.safetensors", ()), ("f.safetensors", SMALL)])
+def test_missing_directories_are_made(run, store, tmp_path, name, options):
+    out = tmp_path / "new" / "deeper" / name
+    assert run("export", store, out, *options).code == 0
+    assert out.is_file()
+
+
 def test_a_dtype_safetensors_lacks_is_refused_by_name(run, tmp_path):
     with Store(tmp_path / "run") as store:
         store.save(1, {"z": torch.zeros(2, dtype=torch.complex128)})
@@ -128,8 +137,9 @@ def test_a_dtype_safetensors_lacks_is_refused_by_name(run, tmp_path):
 
 
 def test_a_failed_write_leaves_nothing(run, store, tmp_path):
-    done = run("export", store, tmp_path / "no" / "such" / "x.pt")
-    assert done.code == 6
+    (tmp_path / "file").touch()
+    done = run("export", store, tmp_path / "file" / "x.pt")
+    assert done.code == 6 and f"{tmp_path / 'file' / 'x.pt'}: writing failed" in done.stderr
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x.safetensors").mkdir()
     done = run("export", store, tmp_path / "full" / "x.safetensors", "--force")

@@ -240,6 +240,12 @@ def test_other_files_are_not_replaced_and_pages_are(tmp_path):
     report(where, "--out", out)
 
 
+def test_missing_directories_of_a_page_are_made(tmp_path):
+    out = tmp_path / "new" / "deeper" / "page.html"
+    report(make_store(tmp_path / "run"), "--out", out)
+    assert out.is_file()
+
+
 def test_three_places_are_refused(tmp_path):
     done = CliRunner().invoke(app, ["report", "a", "b", "c"])
     assert done.exit_code == 2 and "one or two" in done.output

@@ -169,7 +169,6 @@ def write_checkpoint(out: Path, state: Any, description: Mapping[str, Any]) -> i
         if out.name in ("", ".."):
             raise PolicyError(str(out), found="a directory that is in use", expected="a new name", do="name a new one")
         with atomic_replace(out) as temporary:
-            out.parent.mkdir(parents=True, exist_ok=True)
             if form in ("folder", "dcp"):
                 temporary.mkdir()
             if form == "folder":

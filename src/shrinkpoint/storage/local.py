@@ -400,13 +400,14 @@ class LocalStorage:
 def atomic_replace(target: Path) -> Iterator[Path]:
     """Yields a free name beside `target`; the file or directory written there replaces `target` if the block ends well.
 
-    It is flushed to the disk first; if anything fails, `target` stays what it was.
+    It is flushed to the disk first; if anything fails, `target` stays what it was. Missing directories are made.
 
     Raises:
         StorageError: the system refused something, in the block too; it names `target`.
     """
     temporary, old = (target.with_name(f".{target.name}.{secrets.token_hex(4)}.{suffix}") for suffix in ("tmp", "old"))
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         for path in (*temporary.rglob("*"), temporary):  # a file has nothing below it
             _fsync(path)
@@ -425,10 +426,9 @@ def atomic_replace(target: Path) -> Iterator[Path]:
     finally:
         if old.is_dir():
             shutil.rmtree(old, ignore_errors=True) if target.exists() else old.rename(target)
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def check_no_loss(out: Path, replacement: Path, stale: re.Pattern[str] | None = None) -> None:

@@ -55,8 +55,6 @@ class AppendFile:
     @classmethod
     def create(cls, path: Path, data: bytes) -> AppendFile:
         """Create or replace a file with these first bytes, atomically and durably."""
-        with os_errors(str(path.parent), "creating the directory"):
-            path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_replace(path) as temporary:
             temporary.write_bytes(data)
         return cls(path, len(data))

@@ -155,7 +155,7 @@ def export_pretrained(
         raise PolicyError(str(out), found="a name that exists", expected="a new name", do=do)
     adapter = find_adapter(where, step) if key is None else None
     with _without_progress(), atomic_replace(target) as temporary:
-        temporary.mkdir(parents=True)
+        temporary.mkdir()
         if adapter is not None:
             tensors = _copy_adapter(adapter, temporary)
         else:
