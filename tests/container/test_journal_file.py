@@ -109,7 +109,7 @@ def test_a_record_asks_for_no_more_memory_than_the_file_has():
 
 def test_a_newer_format_and_another_file_are_named():
     data, _ = encode_journal_header({"format": 2})
-    with pytest.raises(VersionError, match="newer release"):
+    with pytest.raises(VersionError, match="release that wrote it"):
         read(data)
     with pytest.raises(CorruptError, match="journal"):
         read(b"PK\3\4" * 40)

@@ -100,7 +100,7 @@ class JournalFile:
             raise corrupt_error(where, "a header that contradicts its digest", "the bytes that were written", _DO)
         self.fields = expect_type(load_json(text, where, "the header"), dict, where, "the header")
         if (version := self.fields.pop("format", None)) != JOURNAL_FORMAT:
-            found, do = f"format {version!a:.20}", "install a newer release of shrinkpoint"
+            found, do = f"format {version!a:.20}", "read it with the release that wrote it, or a newer one"
             raise VersionError(where, found=found, expected=f"{JOURNAL_FORMAT}", do=do)
         self.end = begin + length
 

@@ -43,7 +43,7 @@ class FileReader:
             version = expect_type(head.fields.get("format"), int, where, "the format version")
             if version > FORMAT_VERSION:
                 found = shorten(f"format version {version}, written by {head.fields.get('writer')!r}")
-                expected, do = f"at most version {FORMAT_VERSION}", "install a newer shrinkpoint to read it"
+                expected, do = f"at most version {FORMAT_VERSION}", "read it with that release, or a newer one"
                 raise VersionError(where, found=found, expected=expected, do=do)
             if version < 1:
                 raise corrupt_error(where, f"format version {version}", f"1 to {FORMAT_VERSION}")

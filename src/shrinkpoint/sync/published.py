@@ -137,7 +137,7 @@ class Published:
             raise type(error)(where, found=error.found, expected=error.expected, do=_DO) from error
         if document.get("format") not in (FORMAT, _TOKEN_FORMAT, _PARTS_FORMAT):
             found, expected = f"format {document.get('format')!a:.20}", f"{FORMAT} to {_PARTS_FORMAT}"
-            raise VersionError(where, found=found, expected=expected, do="install a newer release of shrinkpoint")
+            raise VersionError(where, found=found, expected=expected, do="read it with a newer release")
         with read_guard(where):
             files = tuple(_file_from_json(row, where) for row in expect_type(document["files"], list, where, "files"))
             published = cls(expect_type(document["id"], str, where, "an id"), _count(document["version"], where), files)
