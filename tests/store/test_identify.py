@@ -96,7 +96,7 @@ def test_a_store_its_checkpoint_and_a_frameworks_say_how_they_are_loaded(tmp_pat
 def test_a_directory_whose_name_no_store_writes_makes_no_store(tmp_path):
     for name in ("step-0000000001", "step-1000000000000000"):
         (tmp_path / name / name).mkdir(parents=True)
-        assert identify(tmp_path / name).description == f"a run of others ({name})"
+        assert identify(tmp_path / name).description == f"a run of another program ({name})"
 
 
 def hugging_face(path: Path) -> None:
@@ -113,7 +113,7 @@ def distributed(path: Path) -> None:
 
 FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "hugging face": (hugging_face, "Hugging Face"),
-    "a run of hugging face": (lambda path: hugging_face(path / "checkpoint-500"), "a run of others"),
+    "a run of hugging face": (lambda path: hugging_face(path / "checkpoint-500"), "a run of another program"),
     "dcp": (distributed, "torch.distributed.checkpoint"),
     "torch files": (lambda path: path.mkdir() or torch.save(STATE, path / "last.ckpt"), "last.ckpt"),
     "nothing": (lambda path: path.mkdir(), "an empty directory"),

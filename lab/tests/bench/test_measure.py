@@ -125,7 +125,7 @@ def test_files_are_a_series_too(recorded, tmp_path):
 
 
 def test_what_is_no_series_is_refused(tmp_path):
-    with pytest.raises(NotFoundError, match="a store with some"):
+    with pytest.raises(NotFoundError, match="a store with checkpoints"):
         open_series([tmp_path])
     with pytest.raises(NotFoundError, match="nothing"):
         open_series([tmp_path / "a", tmp_path / "b"])

@@ -88,7 +88,7 @@ def import_function(text: str, option: str) -> Callable[[Any], Any]:
             function = getattr(function, part)
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
-        raise PolicyError(option, found=message, expected=f"{text} to be there", do=do) from error
+        raise PolicyError(option, found=message, expected=f"the function {text}", do=do) from error
     if not callable(function):
         raise PolicyError(option, found=validate.type_name(function), expected="a function of a state", do=do)
     return function  # type: ignore[no-any-return]

@@ -117,7 +117,7 @@ def command(
     The result is decoded and compared with SRC, bit for bit.
     """
     if out is None and not dry_run:
-        raise PolicyError("convert", found="no DST", expected="where to write", do="name it, or add --dry-run")
+        raise PolicyError("convert", found="no DST", expected="a place to write to", do="name it, or add --dry-run")
     from shrinkpoint.convert.discover import discover
     from shrinkpoint.schemes.registry import make_scheme
 
@@ -129,7 +129,7 @@ def command(
         series = discover(copy, only=only or [], step=step)
         form = to or (ConvertForm.ORIGINAL if series.checkpoints[0].is_ours else ConvertForm.SHRINKPOINT)
         if target is None and form is not ConvertForm.SHRINKPOINT:
-            found, expected = f"--dry-run with --to {form.value}", "a conversion into ours"
+            found, expected = f"--dry-run with --to {form.value}", "a conversion to shrinkpoint"
             raise PolicyError("convert", found=found, expected=expected, do="say --to shrinkpoint")
         for path in series.ignored_paths:
             name = shown_name(str(path), copy, source)
@@ -137,7 +137,7 @@ def command(
         if target is not None and form is not ConvertForm.SHRINKPOINT:
             _export(series, target, options, form.value)
             return
-        function = None if evaluate is None else import_function(evaluate, "evaluate")
+        function = None if evaluate is None else import_function(evaluate, "--evaluate")
         _import(series, options, make_scheme(scheme, evaluate=function, threshold=share, higher_is_better=higher))
 
 

@@ -112,10 +112,10 @@ def command(
 
         made = make_scheme(
             scheme,
-            evaluate=None if evaluate is None else import_function(evaluate, "evaluate"),
+            evaluate=None if evaluate is None else import_function(evaluate, "--evaluate"),
             threshold=parse_share(_DEFAULT_THRESHOLD if threshold is None else threshold),
             higher_is_better=higher,
-            calibrate=None if calibrate is None else import_function(calibrate, "calibrate"),
+            calibrate=None if calibrate is None else import_function(calibrate, "--calibrate"),
         )
         _export_compressed(location, out, made, only or (), force, json)
         return

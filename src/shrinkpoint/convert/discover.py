@@ -327,6 +327,6 @@ def _store_checkpoints(path: Path, storage: Storage) -> Iterator[SourceCheckpoin
     """Yields the checkpoints of a store, also those whose manifest cannot be read; `NotFoundError` if there is none."""
     listing = scan(storage)
     if not listing.visible and not listing.broken:
-        raise NotFoundError(str(path), found="no checkpoint", expected="a store with some", do="save one first")
+        raise NotFoundError(str(path), found="no checkpoint", expected="a store with checkpoints", do="save one first")
     yield from (StoreCheckpoint(step, path) for step in listing.visible)
     yield from (BrokenNativeCheckpoint(step, path, error) for step, error in listing.broken.items())

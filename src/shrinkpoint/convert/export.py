@@ -119,7 +119,7 @@ def target_form(state: Any, requested_form: str, where: str) -> dict[str, Any]:
     origin = origin_info(state)
     if requested_form == "original":
         if origin is None:
-            expected, do = "a converted checkpoint, which knows what it was", "say --to torch, safetensors or dcp"
+            expected, do = "a converted checkpoint, which names its original form", "say --to torch, safetensors or dcp"
             raise PolicyError(where, found="a checkpoint that was not converted", expected=expected, do=do)
         return origin
     if origin is not None and origin["form"] == requested_form:

@@ -194,7 +194,7 @@ def _identify_directory(path: Path) -> Identification:
     if description is None:
         visible = [name for name in names if not name.startswith(".")]
         return Identification("a directory without a checkpoint" if visible else EMPTY_DIRECTORY, "check the path")
-    do = f"`shrinkpoint convert {shlex.quote(str(path))} --dry-run` tells what it holds, and reads it"
+    do = f"`shrinkpoint convert {shlex.quote(str(path))} --dry-run` lists what it holds"
     return Identification(description, do)
 
 
@@ -206,6 +206,6 @@ def _identify_foreign_dir(path: Path, names: set[str]) -> str | None:
     if tensors and names & {"config.json", "trainer_state.json", "adapter_config.json", "training_args.bin"}:
         return f"a checkpoint of Hugging Face ({tensors[0]})"
     if tensors:
-        return f"a directory with files of others ({tensors[0]})"
+        return f"a directory with files of other programs ({tensors[0]})"
     runs = sorted(name for name in names if _RUN.fullmatch(name) and (path / name).is_dir())
-    return f"a run of others ({runs[0]})" if runs else None
+    return f"a run of another program ({runs[0]})" if runs else None

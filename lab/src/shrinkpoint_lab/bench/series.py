@@ -125,7 +125,7 @@ def open_series(paths: Sequence[Path]) -> Series:
         series = StoreSeries(Store(paths[0]), paths[0].name)
         if not len(series):
             where = series.store.storage.describe()
-            raise NotFoundError(where, found="no checkpoint", expected="a store with some", do="save one first")
+            raise NotFoundError(where, found="no checkpoint", expected="a store with checkpoints", do="save one first")
         return series
     for path in paths:
         if not _is_file(path):
