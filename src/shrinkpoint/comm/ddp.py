@@ -130,7 +130,7 @@ class DDPCompression(GradientAveraging[AverageRecord]):
     ) -> None:
         _check_model(model)
         if before is not None and not callable(before):
-            advice = "write before=lambda bucket: bucket.buffer().mul_(.5), or partial(hook, state) of a hook of torch"
+            advice = "write before=lambda bucket: bucket.buffer().mul_(0.5), or partial(hook, state) of a hook of torch"
             raise validate.argument_error("compress_ddp, before", before, "a function of a bucket", advice)
         super().__init__("compress_ddp", min_numel, nonfinite, timeout)
         validate.check_int("compress_ddp, segment_numel", segment_numel)

@@ -265,7 +265,7 @@ class EF(ErrorFeedback):
 
     Sends `c = C(x + e)`, and then `e <- x + e - c`, where c is what the other end has after rounding to the dtype of x.
     Only the sender has a memory: e, one for each micro-batch slot, so what a sample lost goes to the next sample there.
-    With a decay `x + decay e` takes the place of `x + e` (arXiv 2508.15706, algorithm 1, with .95): what was lost long
+    With a decay `x + decay e` takes the place of `x + e` (arXiv 2508.15706, algorithm 1, with 0.95): what was lost long
     ago, of weights that have moved since, fades.
 
     Attributes:
@@ -281,7 +281,7 @@ class EF(ErrorFeedback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        validate.check_float("EF, decay", self.decay, maximum=1.0, exclusive=False, do="give 1, or .95")
+        validate.check_float("EF, decay", self.decay, maximum=1.0, exclusive=False, do="give 1, or 0.95")
 
     @property
     def spec(self) -> str:

@@ -92,7 +92,7 @@ class SparseUpdate(ResidualScheme):
     whatever context makes that smaller. A value that a reader has already is not written again.
 
     Args:
-        fraction: of the values of all quantized weights together: .125, or "12.5%"; above 0, at most 1; rounded up.
+        fraction: of the values of all quantized weights together: 0.125, or "12.5%"; above 0, at most 1; rounded up.
         optimizer: as of `ResidualScheme`.
     """
 

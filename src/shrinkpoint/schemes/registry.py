@@ -1,4 +1,4 @@
-"""Schemes by name, and from texts such as "fisher(relative_error=.3)"."""
+"""Schemes by name, and from texts such as "fisher(relative_error=0.3)"."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _FIXED_LOSS_SETTINGS = frozenset({"config", "nats", "ratio", "relative_error"})
 """Settings that decide what a scheme quantizes, so that it needs no `evaluate`."""
 _PATTERN = re.compile(r"\s*([a-z][a-z0-9-]*)\s*(?:\((.*)\))?\s*", re.DOTALL)
 _MEASURED = "sp.Fisher(evaluate=sp.RecentBatches(loss_of_batch))"
-_UNMEASURED = '"fisher(relative_error=.3)"'
-_EXPECTED = 'a scheme such as shrinkpoint.Fisher(relative_error=.3), or its text such as "fisher(relative_error=.3)"'
+_UNMEASURED = '"fisher(relative_error=0.3)"'
+_EXPECTED = 'a scheme such as shrinkpoint.Fisher(relative_error=0.3), or its text such as "fisher(relative_error=0.3)"'
 
 
 def get_scheme(scheme: object) -> Scheme:
@@ -70,12 +70,12 @@ def scheme_factory(text: str) -> partial[Scheme]:
     Raises:
         PolicyError: the text has another form, or an unknown name, setting or value.
 
-    >>> scheme_factory("fisher(relative_error=.3)")(), scheme_factory("inshrinkerator")(threshold="1%", evaluate=len)
+    >>> scheme_factory("fisher(relative_error=0.3)")(), scheme_factory("inshrinkerator")(threshold="1%", evaluate=len)
     (fisher(relative_error=0.3), inshrinkerator(threshold=0.01, evaluate=<len>))
     """
     match = _PATTERN.fullmatch(text) if len(text) <= MAX_TEXT else None
     if match is None:
-        expected = 'a name, or a name with settings: "fisher(relative_error=.3)"'
+        expected = 'a name, or a name with settings: "fisher(relative_error=0.3)"'
         raise validate.argument_error("scheme", text, expected, "write it so")
     scheme_class = _find_class(match[1], text)
     return partial(scheme_class, **_parse_settings(text, scheme_class, match[2] or ""))

@@ -19,7 +19,7 @@ class SaveSettings:
     """Settings of a run's saves. Each class that saves takes those that it supports as keyword arguments.
 
     Attributes:
-        scheme: "lossless", a text with settings such as "fisher(relative_error=.3)", or a scheme. A scheme that
+        scheme: "lossless", a text with settings such as "fisher(relative_error=0.3)", or a scheme. A scheme that
             measures the loss evaluates the model during a save, before that returns.
         keyframe_every: greatest number of checkpoints in a chain, its keyframe included. A chain ends earlier where its
             files have four times the bytes of the state. None: no limit.

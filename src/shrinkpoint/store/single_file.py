@@ -66,7 +66,7 @@ def save(
     Args:
         state: any nest of dicts, lists, tuples, tensors and plain values; it is not changed. Of a `Parameter`
             `requires_grad` comes back; another tensor comes back without it.
-        scheme: a scheme, or its text, such as "fisher(relative_error=.3)".
+        scheme: a scheme, or its text, such as "fisher(relative_error=0.3)".
         path: where to, or a URL such as "s3://bucket/file".
         base: a file saved earlier: write a delta against it. It must be kept; `load` needs it. One that shares no
             tensor is not used, with a warning.

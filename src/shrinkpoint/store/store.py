@@ -245,7 +245,7 @@ class Store:
         Args:
             state: any nest of dicts, lists, tuples, tensors and plain values, or a flattened one; it is not changed. Of
                 a `Parameter` `requires_grad` comes back; another tensor comes back without it.
-            scheme: a scheme, or its text, such as "fisher(relative_error=.3)".
+            scheme: a scheme, or its text, such as "fisher(relative_error=0.3)".
             metrics: by name, for `Keep(best=)` and for people.
             keyframe: do not write a delta.
             adopt: take over the tensors of `state`, which came from `snapshot`, instead of copying them.

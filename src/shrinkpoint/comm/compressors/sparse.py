@@ -100,7 +100,7 @@ class _SparseCompressor(Compressor):
 
 
 def _check_share(where: str, share: float) -> None:
-    validate.check_float(f"{where}, share", share, maximum=1.0, do="give .1 for a tenth")
+    validate.check_float(f"{where}, share", share, maximum=1.0, do="give 0.1 for a tenth")
 
 
 def _format_percent(share: float) -> str:

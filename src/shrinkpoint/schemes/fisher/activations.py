@@ -157,7 +157,7 @@ class Activations:
 
         seen = sp.Activations(model, every=10)   # before the loop
         ...
-        sp.save(state, "last.safetensors", scheme=sp.Fisher(relative_error=.6, activations=seen))
+        sp.save(state, "last.safetensors", scheme=sp.Fisher(relative_error=0.6, activations=seen))
 
     Also a context manager, which removes the hooks at its end. Layers with `groups`, and those of more than
     `max_inputs` inputs, are not recorded; a model sharded over ranks is refused when it is saved, and one with tensor

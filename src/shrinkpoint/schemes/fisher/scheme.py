@@ -99,7 +99,7 @@ class Fisher(Planner["FisherChoice"]):
         nats: the same in the loss's own unit; 0.001 if there is no `evaluate` and none of the four targets is given.
             Give at most one of them.
         ratio: how many times smaller the whole state shall be; above 1.
-        relative_error: the root mean square of the error in standard deviations of a tensor (.3, or "30%"; at most 2),
+        relative_error: the root mean square of the error in standard deviations of a tensor (0.3, or "30%"; at most 2),
             in the geometric mean over all weights of a keyframe; hysteresis may add a half. Nothing need be known of
             the loss; what is known distributes the error.
         evaluate: called with what is being saved (a manager's `model`; else the state); returns a loss or a score, or a

@@ -55,7 +55,7 @@ class TitanCheckpointManager(CheckpointManager):
     class Config(CheckpointManager.Config):
         """Options of torchtitan's manager, and three of `Writer`."""
 
-        scheme: str = "lossless"  # Text of a scheme, such as "fisher(relative_error=.3)"
+        scheme: str = "lossless"  # Text of a scheme, such as "fisher(relative_error=0.3)"
 
         keyframe_every: int = 20  # Greatest number of checkpoints in a chain, its keyframe included
 
