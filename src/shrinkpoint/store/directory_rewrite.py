@@ -81,7 +81,7 @@ class _ReversedChain:
             return self.last
         part = self._kept[directory].of_rank(self._rank)
         assert part is not None
-        (payload,) = part.payloads
+        payload = part.payloads[0]
         return _Parent(directory, payload, decode_payload(directory, payload, threads=threads).reference)
 
     def accept(self, directory: Path, old: Payload, new: Payload) -> Payload:

@@ -190,8 +190,8 @@ class Manifest(Generic[StepT]):
 
     def of_rank(self, rank: int) -> Manifest[StepT] | None:
         """A copy with the payload of one rank alone; None if that has none."""
-        own = tuple(payload for payload in self.payloads if layout.rank_of(payload.name) == rank)
-        return replace(self, payloads=own, stored_bytes=-1) if own else None
+        own = next((payload for payload in self.payloads if layout.rank_of(payload.name) == rank), None)
+        return None if own is None else replace(self, payloads=(own,), stored_bytes=-1)
 
     @property
     def created_at(self) -> datetime:
