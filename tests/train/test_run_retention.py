@@ -447,6 +447,45 @@ def test_a_kill_while_older_shards_are_written_again_leaves_what_loads(
     assert len(manifests) >= 3
 
 
+SOME_SAVE = """
+    import os
+    import torch
+    from torch import nn
+    from helpers.replica_search import join, leave
+    from shrinkpoint.store.chain import file_sizes
+    from shrinkpoint.store.directory import verify_directory
+    from shrinkpoint.store.layout import rank_of
+    from shrinkpoint.train.dcp import Manager
+
+    def of_rank(rank, width, folder):
+        said = join(rank, width, folder) | {"ranks": [], "held": []}
+        torch.manual_seed(rank)
+        parts = {part: nn.Linear(100, 200, bias=False) for part in os.environ["PARTS"] if int(part) % width == rank}
+        manager = Manager(f"{folder}/run", keep=3)
+        first = 1 + (manager.latest_step() or 0)
+        manager.restore(**parts)
+        for step in range(first, first + 6):
+            for part in parts.values():
+                part.weight.data[:120].normal_()
+            manager.save(step, **parts)
+            manifests = [verify_directory(manager._root / f"step-{step:09}", deep=True) for step in manager.steps()]
+            said["ranks"] += [[rank_of(payload.name) for payload in manifest.payloads] for manifest in manifests]
+            said["held"].append(sum(file_sizes(manifests).values()) / manifests[-1].raw_bytes)
+        saved = [part.weight.clone() for part in parts.values()]
+        manager.restore(**parts)
+        said["loads"] = all(torch.equal(part.weight, old) for part, old in zip(parts.values(), saved))
+        leave(said, rank, folder)
+"""
+
+
+def test_shards_of_ranks_between_which_one_saves_nothing_stay_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARTS", "02")
+    for said in ranks(SOME_SAVE, 3, tmp_path):
+        assert said["loads"] and all(owners == [0, 2] for owners in said["ranks"]), str(said["ranks"])
+
+
 def test_a_manager_without_the_metric_says_so(tmp_path: Path) -> None:
     reset_chains()
     manager, model = Manager(tmp_path, keep=Keep(best=1, metric="acc")), nn.Linear(2, 2)

@@ -243,7 +243,8 @@ class RunRewriter:
         decoded: DecodedFile,
         parent: _Parent | None,
     ) -> tuple[Payload, Reference]:
-        place, bases = DirectoryPlace(directory, index), tuple[tuple[str, int], ...]()
+        rank = layout.rank_of(manifest.payloads[index].name)
+        place, bases = DirectoryPlace(directory, rank), tuple[tuple[str, int], ...]()
         self._places.setdefault(directory, []).append(place)
         if parent is not None and link_chain(place, parent.directory, parent.payload) is not None:
             header = {"name": layout.base_name(parent.payload.digest), "digest": parent.payload.digest}
