@@ -396,7 +396,7 @@ REVERSING = """
         said, mesh = join(rank, width, folder), init_device_mesh("cpu", (width,))
         fault = os.environ["FAULT"]
         if fault == "payload of rank 1" and rank == 1:
-            fail_at({2}, directory_rewrite.RunRewriter, "_write")
+            fail_at({4}, directory_rewrite.RunRewriter, "_write")
         if fault in ("manifest", "kill") and rank == 0:
             fail_at({2, 5, 6}, directory_rewrite, "replace_manifest")
         torch.manual_seed(0)
@@ -484,6 +484,13 @@ def test_shards_of_ranks_between_which_one_saves_nothing_stay_theirs(
     monkeypatch.setenv("PARTS", "02")
     for said in ranks(SOME_SAVE, 3, tmp_path):
         assert said["loads"] and all(owners == [0, 2] for owners in said["ranks"]), str(said["ranks"])
+
+
+def test_fewer_ranks_hold_no_more_than_plain_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARTS", "0123")
+    for width in (4, 2, 3):
+        for said in ranks(SOME_SAVE, width, tmp_path):
+            assert said["loads"] and max(said["held"]) < 2.5, str(said["held"])
 
 
 def test_a_manager_without_the_metric_says_so(tmp_path: Path) -> None:

@@ -151,7 +151,8 @@ class ChainLimit:
         self.kept = 1
         self._delta_ratio: float | None = None  # bytes of the last delta for each byte of its state; None: not known
         self._reverse_ratio: float | None = None  # of those that were written again last: see `reverse_ratio`
-        self._counts_on_reverse = False  # the last chain holds deltas only because it is to be written again
+        # The last chain holds deltas only because it is to be written again; None: an earlier process may have begun it
+        self._counts_on_reverse: bool | None = None
         self._wait = self._waited = 0  # keyframes between two attempts, and those since the last one
 
     def allows_delta(self, chain: ChainBytes) -> bool:
@@ -173,8 +174,10 @@ class ChainLimit:
         """
         self._delta_ratio = size / max(raw_bytes, 1)
         way = self._way(chain, size, raw_bytes)
-        if way is not None:
-            self._counts_on_reverse = way.reverse or (self._counts_on_reverse and len(chain.sizes) > 1)
+        if way is not None and way.reverse:
+            self._counts_on_reverse = True
+        elif len(chain.sizes) == 1:
+            self._counts_on_reverse = False
         shortest = ChainBytes(chain.sizes[:1], chain.raw_bytes)
         is_possible = way is not None or self._way(shortest, size, raw_bytes) is not None
         self._wait = 0 if is_possible else min(max(1, 2 * self._wait), _MAX_WAIT)
@@ -196,12 +199,14 @@ class ChainLimit:
 
     def wants_reverse(self, keyframe: DirectoryManifest) -> bool:
         """True if what is kept of older chains is to be written again after a keyframe."""
-        if self.keep is None or self.keep.moments_last or self._delta_ratio is None or keyframe.depth:
+        if self.keep is None or self.keep.moments_last or keyframe.depth:
             return False
-        plain = keyframe.raw_bytes
-        if self._counts_on_reverse and self._waited == 1:  # whatever has changed since the chain began
+        plain, delta, counts = keyframe.raw_bytes, self._delta_ratio, self._counts_on_reverse
+        if counts is None:  # one of the best may outlive what it becomes a delta against
+            counts = self._keyframe_every != 1 and self.keep.best is None and self.keep.every is None
+        if counts and self._waited == 1:  # whatever has changed since the chain began
             return self.can_reverse is not None and self.can_reverse(plain)
-        return self._spacing(keyframe.stored_bytes, self._delta_ratio * plain, plain).reverse
+        return delta is not None and self._spacing(keyframe.stored_bytes, delta * plain, plain).reverse
 
     def _way(self, chain: ChainBytes, size: float, raw_bytes: int) -> Spacing | None:
         """The best way to write where a delta of `size` bytes follows a chain; None: it would hold more than that."""

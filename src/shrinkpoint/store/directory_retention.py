@@ -133,4 +133,8 @@ def directories_to_reverse(plan: RunPlan, keep: Keep, rank: int = 0) -> dict[Pat
     """What older chains of a rank's payloads hold that is kept on this machine, as `parents_to_reverse` says it."""
     parts = {place: manifest.of_rank(rank) for place, manifest in plan.keep.items() if isinstance(place, Path)}
     kept = {place: _with_step(part, place.name) for place, part in parts.items() if part is not None}
-    return parents_to_reverse(kept, keep, lambda manifest: not manifest.depth)
+    parents = parents_to_reverse(kept, keep, lambda manifest: not manifest.depth)
+    newest = next(reversed(kept), None)
+    if newest not in (None, [*plan.keep][-1]) and kept[newest].depth and not kept[newest].weights_only:
+        return {newest: None, **parents}  # the rank saves no more: nothing newer can be its base
+    return parents

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.sharding.collectives import gather_or_raise
-from shrinkpoint.store import Keep
+from shrinkpoint.store import Keep, layout
 from shrinkpoint.store.directory import delete_expired
 from shrinkpoint.store.directory_retention import Directory, RunPlan, chains_to_strip, directories_to_reverse
 from shrinkpoint.store.directory_rewrite import Ranks, RunRewriter
@@ -107,8 +107,11 @@ class ShardRetention:
         if len(manifests) < 2 or all(payload.bases for payload in manifests[-1].payloads):
             return
         own = manifests[-1].of_rank(ranks.rank)
-        wants = own is not None and limit is not None and limit.wants_reverse(own)
-        due = [rank for rank, is_due in enumerate(ranks.gather(lambda: wants)) if is_due]
+        wants = ranks.gather(lambda: own is not None and limit is not None and limit.wants_reverse(own))
+        due = [rank for rank, is_due in enumerate(wants) if is_due]
+        if due:  # and what ranks have written that do not save any more
+            written = {layout.rank_of(payload.name) for manifest in manifests for payload in manifest.payloads}
+            due += sorted(written - {layout.rank_of(payload.name) for payload in manifests[-1].payloads})
         parents = {rank: directories_to_reverse(plan, self._keep, rank) for rank in due}
         if any(parents.values()):
             ratios = rewriter.reverse(parents, self._keep)
