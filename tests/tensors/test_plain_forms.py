@@ -56,6 +56,11 @@ class Settings:
     weights: Any
 
 
+@dataclass(frozen=True)
+class Point:
+    x: int
+
+
 Pair = namedtuple("Pair", "left right")
 LEAVES = st.one_of(
     st.none(),
@@ -129,6 +134,13 @@ def test_the_leaves_of_a_tree_have_the_names_of_its_states(value):
 )
 def test_what_has_an_ordinary_value_becomes_that(value, expected):
     assert typed(there_and_back(value)) == typed(expected)
+
+
+@pytest.mark.parametrize("value", [{Point(1)}, [frozenset({(1, Point(2))})], {frozenset({Point(1)}): 0}])
+def test_a_set_of_what_would_become_a_dict_is_refused_before_it_is_written(value):
+    assert there_and_back([{1}, Point(2)]) == [{1}, {"x": 2}]
+    with pytest.raises(StateError, match=r"stored as a dict.*Make the set a list"):
+        flatten(value)
 
 
 def test_containers_of_omegaconf_become_dicts_and_lists():

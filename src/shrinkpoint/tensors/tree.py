@@ -236,6 +236,7 @@ class TreeEncoder:
         self.optimizers: list[tuple[StatePath, dict[Any, Any]]] = []
         self._open_ids: set[int] = set()
         self._num_chars = self._num_nests = self._name_chars = 0  # as far as the state has been encoded
+        self._open_sets = 0
         self._byte_rows: dict[bytes, torch.Tensor] = {}
         self._array_copies: dict[int, tuple[np.ndarray[Any, Any], torch.Tensor]] = {}  # by id; the array must live on
         self._value_encoders: dict[type, Callable[[Any, StatePath], JSON]] = {
@@ -307,13 +308,20 @@ class TreeEncoder:
                 raise StateError(
                     format_path(path), found=f"a value of type {_type_name(value)}", expected=_STORABLE, do=advice
                 )
+            if self._open_sets and isinstance(ordinary, dict | list):
+                found = f"a set with a {_type_name(value)} in it, which is stored as a {type(ordinary).__name__}"
+                expected, do = "items that a set may hold when it is read", "make the set a list"
+                raise StateError(format_path(path), found=found, expected=expected, do=do)
             return self.encode(ordinary, path)
         return self._form(form, path)
 
     def _form(self, form: PlainForm, path: StatePath) -> JSON:
         (name, plain), num_leaves = form, len(self.leaves)
         self._count([], path)
+        is_set = name in ("set", "frozenset")
+        self._open_sets += is_set
         tree: JSON = {"$x": [name, self.encode(plain, path)]}
+        self._open_sets -= is_set
         if len(self.leaves) > num_leaves and not is_nest_form(tree["$x"]):
             found, do = f"a {name} with tensors, arrays or long bytes in it", "make it a list or a tuple"
             raise StateError(format_path(path), found=found, expected=f"a {name} of plain values", do=do)
