@@ -52,12 +52,16 @@ def expand(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return state | {"matrix": torch.zeros(1, 300, dtype=torch.bfloat16).expand(300, 300)}
 
 
+def step_by_one(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return state | {"matrix": torch.zeros(599, dtype=torch.bfloat16).as_strided((300, 300), (1, 1))}
+
+
 def overlap(state: dict[str, Tensor]) -> dict[str, Tensor]:
     memory = torch.zeros(301)
     return state | {"bias": memory[:300], "second": memory[1:]}
 
 
-@pytest.mark.parametrize("change", [change_name, change_shape, change_dtype, make_meta, expand])
+@pytest.mark.parametrize("change", [change_name, change_shape, change_dtype, make_meta, expand, step_by_one])
 def test_another_model_is_refused_and_stays_as_it_is(change):
     storage, state = MemoryStorage(), weights()
     live = change(zeros_like(state))
@@ -77,6 +81,16 @@ def test_a_model_whose_tensors_overlap_in_part_is_refused():
         Subscriber(storage).update(overlap(zeros_like(state)))
 
 
+def test_a_model_whose_tensors_are_conjugated_when_they_are_read_is_refused():
+    storage, numbers = MemoryStorage(), torch.ones(3, dtype=torch.complex64)
+    with Publisher(storage) as publisher:
+        publisher.publish({"w": numbers.conj(), "v": numbers.conj().imag})
+    live = {"w": numbers.conj(), "v": torch.ones(3)}, {"w": numbers.clone(), "v": numbers.conj().imag}
+    for state in live:
+        with pytest.raises(MismatchError, match="is a view; expected tensors that can be written to"):
+            Subscriber(storage).update(state)
+
+
 def test_a_module_whose_state_dict_is_a_copy_is_refused():
     class Copied(nn.Linear):
         def _save_to_state_dict(self, destination, prefix, keep_vars):
@@ -90,6 +104,7 @@ def test_a_module_whose_state_dict_is_a_copy_is_refused():
         Subscriber(storage).update(served)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_what_is_no_plain_tensor_is_refused():
     class Sharded(Tensor):
         pass
@@ -97,12 +112,24 @@ def test_what_is_no_plain_tensor_is_refused():
     storage = MemoryStorage()
     sharded = torch.zeros(3).as_subclass(Sharded)
     with Publisher(storage) as publisher:
-        for model, error in (({"w": sharded}, StateError), ({"w": [1]}, StateError), ([1], PolicyError)):
-            with pytest.raises(error):
+        nested = torch.nested.nested_tensor([torch.zeros(3)])
+        models = (
+            ({"w": sharded}, "Sharded"),
+            ({"w": [1]}, "a list"),
+            ({"w": nested}, "a nested"),
+            ({1: sharded}, "name 1"),
+        )
+        with pytest.raises(PolicyError, match="single floating-point values"):
+            Publisher(MemoryStorage(), dtype=torch.float4_e2m1fn_x2)
+        for model, found in models:
+            with pytest.raises(StateError, match=found):
                 publisher.publish(model)  # type: ignore[arg-type]
+        with pytest.raises(PolicyError):
+            publisher.publish([1])  # type: ignore[arg-type]
         publisher.publish({"w": torch.zeros(3)})
-    with pytest.raises(StateError):
-        Subscriber(storage).update({"w": sharded})
+    for tensor in (sharded, nested, torch.eye(3).to_sparse()):
+        with pytest.raises(StateError):
+            Subscriber(storage).update({"w": tensor})
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "other"])

@@ -117,6 +117,21 @@ def test_masters_are_published_in_bf16():
     assert torch.equal(live["weight"], model.weight.detach().bfloat16())
 
 
+@pytest.mark.parametrize(
+    ("dtype", "other"),
+    [(torch.float16, torch.int16), (torch.float64, torch.float32), (torch.complex64, torch.float32)],
+)
+def test_a_cast_does_not_change_views_of_the_same_memory_in_another_dtype(dtype: torch.dtype, other: torch.dtype):
+    storage, values = MemoryStorage(), torch.randn(6, dtype=dtype)
+    state = {"w": values, "tied": values, "view": values.view(other)}
+    expected = {name: x.bfloat16() if x.is_floating_point() else x for name, x in state.items()}
+    live = zeros_like(expected)
+    with Publisher(storage, dtype=torch.bfloat16) as publisher:
+        publisher.publish(state)
+    Subscriber(storage).update(live)
+    assert_same(live, expected)
+
+
 def test_the_published_state_may_change_as_soon_as_publish_returns():
     storage, state = MemoryStorage(), weights()
     live = zeros_like(state)

@@ -211,9 +211,10 @@ def _check_layout(name: str, local: LocalTensor, new: VersionTensor, where: str)
         found = f"{name!r} of shape {list(new.shape)} and {new.dtype}"
         expected = f"{list(local.shape)} and {target.dtype}, as in the model"
         raise MismatchError(where, found=found, expected=expected, do=_DO)
-    axes = zip(target.shape, target.stride(), strict=True)
-    if target.is_meta or any(stride == 0 and size > 1 for size, stride in axes):
-        found, do = f"a model whose {name!r} has no memory of its own", "allocate the model first"
+    is_lazy = target.is_conj() or target.is_neg()
+    if target.is_meta or is_lazy or num_reached(target) < target.numel():
+        do = "give the model resolve_conj() or clone() of it" if is_lazy else "allocate the model first"
+        found = f"a model whose {name!r} is a view" if is_lazy else f"a model whose {name!r} has no memory of its own"
         raise MismatchError(where, found=found, expected="tensors that can be written to", do=do)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shrinkpoint import validate
 from shrinkpoint.errors import MismatchError, StateError
+from shrinkpoint.tensors.tree import unsupported_feature
 from shrinkpoint.tensors.wrappers import unwrapped
 
 if TYPE_CHECKING:
@@ -76,7 +77,8 @@ def local_tensors(model: AnyModel, where: str = "model", *, is_sharded: bool = F
 
     Raises:
         PolicyError: neither a module nor a mapping.
-        StateError: a value is no plain tensor, such as the extra state of a module; or a DTensor that is not allowed.
+        StateError: a value is no plain tensor, such as the extra state of a module or a nested tensor; a DTensor that
+            is not allowed; a name that is no string.
     """
     expected, do = "a module, or its state_dict()", "pass the model"
     validate.check_instance(where, model, (nn.Module, Mapping), expected=expected, do=do)
@@ -85,10 +87,15 @@ def local_tensors(model: AnyModel, where: str = "model", *, is_sharded: bool = F
     with torch.no_grad():
         for name, tensor in tensors.items():
             label = f"{where}[{name!r}]"
-            if isinstance(name, str) and type(tensor) in (Tensor, nn.Parameter):
+            if not isinstance(name, str):
+                do = "pass the model, or its state_dict()"
+                raise StateError(where, found=f"the name {name!r:.60}", expected="a string", do=do)
+            if type(tensor) in (Tensor, nn.Parameter):
+                if not tensor.is_meta and (found := unsupported_feature(tensor)):
+                    raise StateError(label, found=found, expected="a dense tensor", do="convert it, or leave it out")
                 local[name] = LocalTensor.whole(tensor.detach())
                 continue
-            if not isinstance(name, str) or not _is_dtensor(tensor):
+            if not _is_dtensor(tensor):
                 found, do = validate.type_name(tensor), "leave out what is no tensor"
                 raise StateError(label, found=found, expected="a torch.Tensor", do=do)
             if not is_sharded:

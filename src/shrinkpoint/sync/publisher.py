@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -37,9 +38,9 @@ from shrinkpoint.sync.published import (
 )
 from shrinkpoint.sync.ranks import Ranks
 from shrinkpoint.sync.reader import HeldPart, VersionReader
-from shrinkpoint.tensors.dtypes import dtype_name, empty
+from shrinkpoint.tensors.dtypes import DTYPE_NAMES, dtype_name, empty
 from shrinkpoint.tensors.flat_state import FlatState, copy_tensors, flatten
-from shrinkpoint.tensors.info import JSON
+from shrinkpoint.tensors.info import DTYPES, JSON
 from shrinkpoint.tensors.memory import host_by_default, wait_for_devices
 
 _log = logging.getLogger("shrinkpoint")
@@ -120,8 +121,8 @@ class Publisher:
     ) -> None:
         do = "pass torch.bfloat16, or leave it out"
         validate.check_instance("dtype", dtype, torch.dtype, expected="a torch.dtype", do=do, allow_none=True)
-        if dtype is not None and not dtype.is_floating_point:
-            raise PolicyError("dtype", found=f"{dtype}", expected="a floating-point dtype", do=do)
+        if dtype is not None and (dtype not in DTYPE_NAMES or DTYPES[DTYPE_NAMES[dtype]].kind != "float"):
+            raise PolicyError("dtype", found=f"{dtype}", expected="a dtype of single floating-point values", do=do)
         self._dtype = dtype
         self._keyframe_every = validate.check_int("keyframe_every", keyframe_every)
         self._keep = validate.check_int("keep", keep)
@@ -220,7 +221,7 @@ class Publisher:
             raise PolicyError("publish", found=found, expected="the same version and settings", do=do)
         if not self._ranks.is_sharded:
             tensors = {name: local.tensor for name, local in local_tensors(model).items()}
-            return _copy(flatten(tensors), self._dtype, self._spare)
+            return _copy(flatten(tensors if self._dtype is None else _apart(tensors)), self._dtype, self._spare)
         local, rows = self._ranks.run(lambda: self._describe(model))
         plan = self._planner.plan(rows)
         self._planner.check_equal(plan, local)
@@ -361,6 +362,13 @@ class Publisher:
 def _published_dtype(dtype: torch.dtype, cast: torch.dtype | None) -> torch.dtype:
     """The dtype in which a tensor is published: the floating-point ones of 16 bits and more are cast."""
     return dtype if cast is None or dtype not in _CAST_FROM else cast
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, those that view memory as other dtypes in memory of their own: a cast would change the views."""
+    places = {name: (tensor.device, tensor.untyped_storage().data_ptr()) for name, tensor in tensors.items()}
+    dtypes = Counter(place for place, _ in {(places[name], tensor.dtype) for name, tensor in tensors.items()})
+    return {name: tensor.clone() if dtypes[places[name]] > 1 else tensor for name, tensor in tensors.items()}
 
 
 def _copy(state: FlatState, cast: torch.dtype | None, old: Mapping[str, Tensor]) -> FlatState:

@@ -428,7 +428,7 @@ def _is_unicode(value: str) -> bool:
 
 def _plain_tensor(value: torch.Tensor, path: StatePath) -> torch.Tensor:
     """Return the detached strided tensor; copies only if it is lazily conjugated or negated."""
-    feature = _unsupported_feature(value)
+    feature = unsupported_feature(value)
     if feature:
         raise StateError(format_path(path), found=feature, expected="a dense tensor with values", do="convert it first")
     value = value.detach()
@@ -438,7 +438,8 @@ def _plain_tensor(value: torch.Tensor, path: StatePath) -> torch.Tensor:
         return materialize(value)
 
 
-def _unsupported_feature(value: torch.Tensor) -> str:
+def unsupported_feature(value: torch.Tensor) -> str:
+    """Why a tensor cannot be stored, such as "a quantized tensor"; "" if it can."""
     if value.is_quantized:
         return "a quantized tensor"
     if value.layout is not torch.strided:
