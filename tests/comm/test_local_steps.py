@@ -262,9 +262,26 @@ WRONG = """
         if rank:
             longer.append(nn.Linear(4, 4))
         wrong["added"] = caught(local.advance)
+        model = plain_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        local = LocalSteps(model, optimizer, 1)
+        if rank:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(7))]})
+        wrong["outside"] = caught(local.advance)
+        for name, tensor in {
+            "expanded": torch.ones(1).expand(3),
+            "float8": torch.ones(3).to(torch.float8_e4m3fn),
+            "sparse": torch.eye(3).to_sparse(),
+        }.items():
+            model = plain_net()
+            if rank:
+                model.register_parameter("odd", nn.Parameter(tensor, requires_grad=name != "sparse"))
+            wrong[name] = caught(lambda: made(model))
         alone = plain_net()
         local = made(alone)
         wrong["twice"] = caught(lambda: made(alone))
+        wrong["twice, compiled"] = caught(lambda: made(torch.compile(alone)))
+        wrong["twice, in part"] = caught(lambda: made(nn.Sequential(alone[0], nn.ReLU())))
         local.close()
         other = made(alone)
         del other
@@ -459,7 +476,13 @@ PROBLEMS = {
     "thawed": "LocalSteps, 0.weight, rank 0: a parameter that requires a gradient since",
     "replaced": "LocalSteps, 0.weight, rank 0: a parameter that was added or replaced since",
     "added": "LocalSteps, 1.weight, rank 1: a parameter that was added or replaced since",
-    "twice": "LocalSteps, model, rank 0: a model that another LocalSteps averages",
+    "outside": "LocalSteps, optimizer, rank 1: a tensor of shape (7,)",
+    "expanded": "LocalSteps, odd, rank 1: a tensor whose elements share memory",
+    "float8": "LocalSteps, odd, rank 1: torch.float8_e4m3fn; expected a floating-point dtype of 16 bits or more",
+    "sparse": "LocalSteps, odd, rank 1: a tensor of layout torch.sparse_coo",
+    "twice": "LocalSteps, model, rank 0: parameters that another LocalSteps averages",
+    "twice, compiled": "LocalSteps, model, rank 0: parameters that another LocalSteps averages",
+    "twice, in part": "LocalSteps, model, rank 0: parameters that another LocalSteps averages",
     "no optimizer": "LocalSteps, optimizer: an empty list; expected an optimizer",
     "part": "an optimizer of 3 of them and of 0 others; expected one of the 6 tensors",
     "no outer": "a function that returns a torch.optim.Optimizer",

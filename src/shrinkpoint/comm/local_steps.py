@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -25,13 +25,14 @@ from shrinkpoint.comm.rendezvous import CONFIG_TIMEOUT, ConfigCheck
 from shrinkpoint.comm.round_average import RoundAverage
 from shrinkpoint.comm.state_check import check_entries, check_mapping
 from shrinkpoint.errors import MismatchError, PolicyError
+from shrinkpoint.tensors.tree import num_reached, unsupported_feature
 
 if TYPE_CHECKING:
     from torchft import Manager
 
 _STATE_KEYS = {"config", "round", "steps_in_round", "weights", "outer", "feedback", "residuals"}
 _in_use: WeakValueDictionary[int, LocalSteps] = WeakValueDictionary()
-"""The LocalSteps of each model by `id(model)`: two of one model would average each other's rounds."""
+"""The LocalSteps of each parameter that is trained, by its `id`: two of one would average each other's rounds."""
 
 Problem = tuple[str, str, str, str]
 """The `where`, `found`, `expected` and `do` of an error."""
@@ -180,7 +181,7 @@ class LocalSteps:
                     raise PolicyError(where, found=found, expected=expected, do=advice)
                 self._manager.register_state_dict_fn("shrinkpoint.LocalSteps", self._recover, self._recovery_state)
                 self._commit_round(self._manager)
-        _in_use[id(model)] = self
+        _in_use.update(dict.fromkeys(self._parameter_ids, self))
 
     def step(self) -> bool:
         """Take a step of the inner optimizer, and end the round if it was the last one of it.
@@ -189,8 +190,8 @@ class LocalSteps:
             Whether a round ended: then the parameters are the same on all ranks.
 
         Raises:
-            PolicyError: on every rank, before anything is sent: a rank has weights that are not finite, or trains
-                parameters that the model did not have, or that were frozen, when this was made.
+            PolicyError: on every rank, before anything is sent: a rank has weights that are not finite, or its model
+                or its optimizers train parameters that were not there, or that were frozen, when this was made.
             MismatchError: on every rank, before anything is sent: ranks are in other rounds, have other global weights
                 or outer settings, or one did not end its round in time.
             MembershipError: torchft formed no quorum in time, or gave up.
@@ -213,8 +214,9 @@ class LocalSteps:
 
     def close(self) -> None:
         """Let the model have another LocalSteps. With a manager it waits until all replicas ended the same round."""
-        if _in_use.get(id(self._model)) is self:
-            del _in_use[id(self._model)]
+        if all(_in_use.get(key) is self for key in self._parameter_ids):
+            for key in self._parameter_ids:
+                del _in_use[key]
             if self._manager is not None:
                 with torch.no_grad():
                     self._commit_round(self._manager)
@@ -385,7 +387,7 @@ class LocalSteps:
                 found, expected = "a parameter that was added or replaced since", "one of those that the model had"
             advice = "delete this LocalSteps, and make it anew after the parameters of a model changed"
             return f"LocalSteps, {name}", found, f"{expected}, as when LocalSteps was made", advice
-        return None
+        return _find_strange(self._optimizers, self._parameter_ids)
 
     def _find_nonfinite(self) -> Problem | None:
         advice = "restore an earlier checkpoint on every rank, and look for what overflowed"
@@ -480,29 +482,45 @@ def _find_problem(
     model: nn.Module, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]
 ) -> Problem | None:
     """Why these parameters of a model cannot be averaged, as the parts of an error; None if they can."""
-    if id(model) in _in_use:
+    known = {id(parameter) for parameter in parameters.values()}
+    if any(key in _in_use for key in known):
         advice = "delete the other one, or call its close(), before making one again"
-        return "LocalSteps, model", "a model that another LocalSteps averages", "a model of this one alone", advice
+        return "LocalSteps, model", "parameters that another LocalSteps averages", "those of this one alone", advice
     if not parameters:
         return "LocalSteps, model", "no parameter that requires a gradient", "one or more", "pass what is trained"
-    for name, parameter in parameters.items():
-        where = f"LocalSteps, {name}"
-        if is_lazy(parameter):
-            return where, "a parameter without a shape", "one that has its values", "run the model once before"
-        if parameter.is_meta:
-            return where, "a parameter without values, on the meta device", "one that has them", "materialize the model"
-        if isinstance(parameter, DTensor):
-            advice = "use compress_fsdp, or local steps of models that every rank has whole"
-            return where, "a sharded parameter", "a whole one", advice
-        if not parameter.is_floating_point():
-            return where, str(parameter.dtype), "a floating point dtype", "let it not require a gradient"
-    known = {id(parameter) for parameter in parameters.values()}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            strange = [p for p in group["params"] if p.requires_grad and id(p) not in known]
-            if strange:
-                found, advice = f"a tensor of shape {tuple(strange[0].shape)}", "pass the model that it trains"
-                return "LocalSteps, optimizer", found, "parameters of the model", advice
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad or _has_values(parameter):
+            reason = _why_not_sent(parameter)
+            if reason is not None:
+                return f"LocalSteps, {name}", *reason
+    return _find_strange(optimizers, known)
+
+
+def _why_not_sent(parameter: nn.Parameter) -> tuple[str, str, str] | None:
+    """Why a parameter cannot be averaged, or sent where it is frozen, as `found`, `expected` and `do` of an error."""
+    if is_lazy(parameter):
+        return "a parameter without a shape", "one that has its values", "run the model once before"
+    if parameter.is_meta:
+        return "a parameter without values, on the meta device", "one that has them", "materialize the model"
+    if isinstance(parameter, DTensor):
+        advice = "use compress_fsdp, or local steps of models that every rank has whole"
+        return "a sharded parameter", "a whole one", advice
+    if feature := unsupported_feature(parameter):
+        return feature, "a dense tensor with values", "make it a buffer, which each rank has of its own"
+    if num_reached(parameter) < parameter.numel():
+        found, advice = "a tensor whose elements share memory, as expand() makes it", "give it memory: tensor.clone()"
+        return found, "memory for each element", advice
+    if parameter.requires_grad and not (parameter.is_floating_point() and parameter.itemsize > 1):
+        return str(parameter.dtype), "a floating-point dtype of 16 bits or more", "let it not require a gradient"
+    return None
+
+
+def _find_strange(optimizers: Sequence[Optimizer], known: Container[int]) -> Problem | None:
+    """A tensor that optimizers train and that is none of the parameters with these `id`s."""
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        for strange in (p for p in group["params"] if p.requires_grad and id(p) not in known):
+            found, advice = f"a tensor of shape {tuple(strange.shape)}", "make LocalSteps of the model that it trains"
+            return "LocalSteps, optimizer", found, "parameters that the model had when LocalSteps was made", advice
     return None
 
 
