@@ -390,11 +390,16 @@ def _optimizer_id(obj: Any) -> int:
 
 
 def _iter_parameters(objects: Mapping[str, Any]) -> Iterator[tuple[StatePath, str, Any]]:
-    """Path of the module, name and value of every parameter; a tied one under each of its names."""
+    """Path of the module, name and value of every parameter; a tied one under each of its names.
+
+    One that `torch.nn.utils.prune` has renamed has its own name: checkpoints of `ModelPruning` have that.
+    """
     for path, obj in iter_leaves(objects):
         if isinstance(obj, nn.Module):
+            buffers = dict(unwrapped(obj).named_buffers())
             for name, parameter in unwrapped(obj).named_parameters(remove_duplicate=False):
-                yield path, name, parameter
+                own_name = name.removesuffix("_orig")
+                yield path, own_name if f"{own_name}_mask" in buffers else name, parameter
 
 
 def label_of(path: StatePath) -> str:

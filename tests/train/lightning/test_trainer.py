@@ -11,7 +11,7 @@ import torch
 from helpers.lightning_runs import QUIET, Small, every, names, points, small, trainer
 from helpers.strategies import same
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning
 from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 
@@ -171,6 +171,18 @@ def test_groups_that_a_callback_adds_to_an_optimizer_are_restored(tmp_path):
     first = tune(2).optimizers[0].state_dict()
     resumed = tune(2, ckpt_path=latest_valid(tmp_path / "all")).optimizers[0].state_dict()
     assert len(first["param_groups"]) == 2 and same(first, resumed)
+
+
+def test_a_run_that_prunes_its_model_resumes(tmp_path):
+    def prune(epochs: int, **options: Any) -> pl.Trainer:
+        callbacks = [ModelPruning("l1_unstructured", amount=0.3), ShrinkIOCallback(), every(tmp_path / "all")]
+        run = trainer(tmp_path, ShrinkIO(), epochs=epochs, callbacks=callbacks)
+        run.fit(small(), points(), **options)
+        return run
+
+    first = prune(1).optimizers[0].state_dict()
+    resumed = prune(1, ckpt_path=latest_valid(tmp_path / "all")).optimizers[0].state_dict()
+    assert first["state"] and same(first, resumed)
 
 
 def test_what_cannot_be_stored_is_named_and_nothing_is_left(tmp_path):
