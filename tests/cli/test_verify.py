@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
+import torch
 
 
 @pytest.mark.parametrize("deep", [[], ["--deep"]])
@@ -78,3 +80,15 @@ def test_a_file_of_something_else_is_not_found_and_an_empty_one_is_a_finding(run
 
 def test_a_place_that_is_not_there_is_not_found(run, tmp_path):
     assert run("verify", tmp_path / "nowhere").code == 3
+
+
+def test_what_is_no_file_is_named(run, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for command in ("verify", "show"):
+        done = run(command, tmp_path / "pipe")
+        assert done.code == 3 and "a named pipe; expected the directory of a store. Name another" in done.stderr
+    torch.save(torch.ones(1), tmp_path / "a.pt")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name, found in (("pipe", "a named pipe"), ("link", "a symbolic link to nothing")):
+        done = run("convert", tmp_path / "a.pt", tmp_path / name)
+        assert done.code == 2 and f"{found}; expected the directory of a store" in done.stderr

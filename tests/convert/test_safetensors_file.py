@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 
 import pytest
 import torch
 from helpers.foreign_files import same
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from shrinkpoint.convert import safetensors_file
 from shrinkpoint.errors import CorruptError, FormatError, PolicyError, TruncatedError
@@ -75,3 +76,10 @@ def test_what_safetensors_cannot_hold_is_refused(tmp_path):
     for content in ({"a": 3}, {1: torch.ones(1)}, {"a": torch.zeros(1, dtype=torch.complex128)}):
         with pytest.raises(PolicyError):
             safetensors_file.write(tmp_path / "a.safetensors", content, {})
+
+
+def test_a_file_whose_name_is_no_unicode_says_so(tmp_path):
+    path = tmp_path / os.fsdecode(b"\xff.safetensors")
+    path.write_bytes(save({"a": torch.ones(3)}))
+    with pytest.raises(CorruptError, match="Give it a name of valid UTF-8"):
+        safetensors_file.read(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 
 import numpy as np
@@ -39,6 +40,13 @@ def test_arrays_of_every_order_and_byte_order_come_through(tmp_path):
     assert same(found, state)
     assert found["fortran"].flags.f_contiguous
     found["big"][0] = 7  # memory of its own
+
+
+def test_a_file_whose_name_is_no_unicode_is_read(tmp_path):
+    path = tmp_path / os.fsdecode(b"\xff.pt")
+    with path.open("wb") as file:
+        torch.save({"a": torch.ones(4)}, file)
+    assert torch.equal(torch_file.read(path).content["a"], torch.ones(4))
 
 
 def test_tied_tensors_stay_tied(tmp_path):

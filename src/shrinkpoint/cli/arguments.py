@@ -17,7 +17,7 @@ import typer
 from shrinkpoint import validate
 from shrinkpoint.cli.console import print_note
 from shrinkpoint.errors import NotFoundError, PolicyError
-from shrinkpoint.storage import LocalStorage, Storage, directory_storage, is_object_url, resolve_storage
+from shrinkpoint.storage import LocalStorage, Storage, directory_storage, is_object_url, resolve_storage, what_is_at
 from shrinkpoint.storage.paths import ObjectUrl, parse_object_url
 from shrinkpoint.store.directory import find_run, read_directory_manifest, select_step
 from shrinkpoint.store.file_place import FilePlace, place_file
@@ -203,7 +203,8 @@ def open_store(text: str, *, allow_run: bool = False) -> tuple[Storage, Listing]
         return storage, listing
     path, expected = Path(text), "the directory of a store"
     if path.exists() and not path.is_dir():
-        raise NotFoundError(text, found="a file", expected=expected, do=f"see `shrinkpoint show {shlex.quote(text)}`")
+        do = f"see `shrinkpoint show {shlex.quote(text)}`" if path.is_file() else "name another"
+        raise NotFoundError(text, found=what_is_at(path), expected=expected, do=do)
     if not path.exists():
         raise NotFoundError(text, found="no such directory", expected=expected, do="check the path")
     storage = find_store(LocalStorage(path)) or LocalStorage(path)

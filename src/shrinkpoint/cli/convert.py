@@ -27,7 +27,7 @@ from shrinkpoint.cli.console import (
 )
 from shrinkpoint.errors import CorruptError, PolicyError, ShrinkpointError
 from shrinkpoint.progress import Task, track
-from shrinkpoint.storage import LocalStorage, Storage, is_object_url, resolve_storage
+from shrinkpoint.storage import LocalStorage, Storage, is_object_url, resolve_storage, what_is_at
 from shrinkpoint.storage.paths import parse_object_url
 from shrinkpoint.storage.sizing import SizingStorage
 from shrinkpoint.store import layout
@@ -251,8 +251,8 @@ def _open_store(source: Path, out: Path) -> Storage:
             found, do = "a place with other things below it", "choose another name"
             raise PolicyError(storage.describe(), found=found, expected="a store, or a new place", do=do)
         return storage
-    if out.is_file():
-        raise PolicyError(str(out), found="a file", expected="the directory of a store", do="choose another name")
+    if (found := what_is_at(out)) not in ("a directory", "no such file"):
+        raise PolicyError(str(out), found=found, expected="the directory of a store", do="choose another name")
     if out.is_dir() and not is_store(out) and not is_new_store(out):
         found = "a directory with other things in it"
         raise PolicyError(str(out), found=found, expected="a store, or a new directory", do="choose another name")

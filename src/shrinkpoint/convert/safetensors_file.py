@@ -38,7 +38,8 @@ def read(path: Path) -> Part:
     except OSError as error:
         raise storage_error(str(path), "reading", error) from error
     except (SafetensorError, RuntimeError, ValueError, TypeError, AttributeError) as error:
-        where, text, do = str(path), str(error), "fetch it again"
+        where, text = str(path), str(error)
+        do = "give it a name of valid UTF-8" if text.startswith("Path ") else "fetch it again"
         if "incomplete" in text.lower() or path.stat().st_size < 8:
             found = f"a safetensors file that is cut ({text:.80})"
             raise TruncatedError(where, found=found, expected="all of it", do=do) from error

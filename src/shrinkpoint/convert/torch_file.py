@@ -87,8 +87,9 @@ def load_checked(file: Path | IO[bytes], where: str) -> tuple[Any, bool]:
     try:
         is_mapped = False
         if isinstance(file, Path):
+            is_text = not any("\ud800" <= letter <= "\udfff" for letter in str(file))  # else torch cannot map it
             with file.open("rb") as opened:
-                is_mapped = opened.read(4) == _ZIP_MAGIC
+                is_mapped = is_text and opened.read(4) == _ZIP_MAGIC
         with warnings.catch_warnings(), torch.serialization.safe_globals(_STUBS):
             warnings.simplefilter("ignore")  # of complex32, of files of old releases
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_mapped)
