@@ -256,6 +256,7 @@ WRONG = """
             "both": made(manager=manager, group=object()),
             "alone": made(manager=manager),
             "twice": made(manager=manager),
+            "integers": caught(lambda: CompressedManager(make_manager(folder, "2")).allreduce(torch.tensor([1, 2]))),
         }
         log_of("0").write_text(json.dumps(wrong))
 
@@ -274,4 +275,5 @@ def test_wrong_managers_and_too_few_replicas_are_errors(tmp_path):
     assert "an asynchronous quorum; expected a synchronous one" in errors["asynchronous"][1]
     assert "a group and a manager; expected one of them" in errors["both"][1]
     assert errors["alone"][0] == "MembershipError" and "quorum_timeout" in errors["alone"][1]
+    assert errors["integers"][0] == "PolicyError" and "allreduce: torch.int64" in errors["integers"][1]
     assert errors["twice"][0] == "PolicyError" and "Make another Manager" in errors["twice"][1]

@@ -109,13 +109,20 @@ class CompressedManager:
         return is_committed
 
     def allreduce(self, tensor: Tensor, should_quantize: bool = False, reduce_op: Any = dist.ReduceOp.AVG) -> dist.Work:
-        """Average a tensor over the replicas in place, before it returns. An error is left to `should_commit`."""
+        """Average a tensor over the replicas in place, before it returns. An error is left to `should_commit`.
+
+        Raises:
+            PolicyError: another reduction than an average, or no floating-point tensor of 16 bits or more.
+        """
         from torchft.manager import _ManagedWork
         from torchft.work import _DummyWork
 
         if reduce_op != dist.ReduceOp.AVG:
             advice = "average, or use a Manager without compression"
             raise PolicyError(f"{_WHERE}, allreduce", found=f"{reduce_op}", expected="an average", do=advice)
+        if not (tensor.is_floating_point() and tensor.itemsize > 1):
+            expected, do = "a floating-point dtype of 16 bits or more", "average a copy of such a dtype"
+            raise PolicyError(f"{_WHERE}, allreduce", found=f"{tensor.dtype}", expected=expected, do=do)
         layout = f"{self._manager.current_step() % self._fragments}.{self._calls}"
         self._calls += 1
         if self._manager.errored() is None:
