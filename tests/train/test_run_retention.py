@@ -493,6 +493,38 @@ def test_fewer_ranks_hold_no_more_than_plain_checkpoints(tmp_path: Path, monkeyp
             assert said["loads"] and max(said["held"]) < 2.5, str(said["held"])
 
 
+ONE_FAILS = """
+    import torch.distributed as dist
+    from torch import nn
+    from helpers.replica_search import caught, join, leave
+    from shrinkpoint.errors import StorageError
+    from shrinkpoint.store.delta_writer import DeltaWriter
+    from shrinkpoint.train.dcp import Manager
+
+    def of_rank(rank, width, folder):
+        said, write = join(rank, width, folder) | {"errors": [], "left": []}, DeltaWriter.write
+
+        def fail(*arguments, **options):
+            raise StorageError("disk", found="no space left", do="make room")
+
+        part, manager = nn.Linear(100, 200), Manager(f"{folder}/run", keep=3)
+        for step in range(6):
+            DeltaWriter.write = fail if rank == 1 and step in (1, 2, 4) else write
+            said["errors"].append(caught(lambda: manager.save(step, **{str(rank): part}))[0])
+            dist.barrier()
+            said["left"] = sorted(path.name for path in manager._root.iterdir())
+            dist.barrier()
+        said["steps"] = manager.steps()
+        leave(said, rank, folder)
+"""
+
+
+def test_a_save_that_fails_on_one_rank_leaves_no_files_of_the_others(tmp_path: Path) -> None:
+    for said in ranks(ONE_FAILS, 2, tmp_path):
+        assert said["errors"] == ["none", "StorageError", "StorageError", "none", "StorageError", "none"]
+        assert said["steps"] == [0, 3, 5] and len(said["left"]) == 3
+
+
 def test_a_manager_without_the_metric_says_so(tmp_path: Path) -> None:
     reset_chains()
     manager, model = Manager(tmp_path, keep=Keep(best=1, metric="acc")), nn.Linear(2, 2)

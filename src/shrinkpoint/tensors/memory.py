@@ -71,7 +71,7 @@ def is_out_of_memory(error: Exception) -> bool:
 def available_bytes() -> int:
     """Bytes of memory that this process can still take, as far as the system says so; 0 if it does not."""
     limits: list[int] = []
-    with suppress(OSError, ValueError, IndexError):
+    with suppress(OSError, ValueError, LookupError):
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         limits.append(int(fields["MemAvailable"].split()[0]) << 10)
     for limit, usage in _CGROUP_FILES:

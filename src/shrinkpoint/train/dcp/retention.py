@@ -74,7 +74,7 @@ class ShardRetention:
 
         What fails is logged: it is no reason to end a run.
         """
-        ranks = _ranks_of(group)
+        ranks = ranks_of(group)
 
         def plan_and_delete() -> RunPlan | None:
             if ranks.rank:
@@ -119,7 +119,8 @@ class ShardRetention:
                 limit.note_reversed(ratios.get(ranks.rank))
 
 
-def _ranks_of(group: ProcessGroup | None) -> Ranks:
+def ranks_of(group: ProcessGroup | None) -> Ranks:
+    """The ranks of a group; None: all, or this process alone."""
     if not (dist.is_available() and dist.is_initialized()):
         return Ranks()
     return Ranks(dist.get_rank(group), dist.get_world_size(group), partial(gather_or_raise, group=group))
