@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections import Counter, OrderedDict
 
 import numpy as np
@@ -55,6 +56,8 @@ def test_everything_a_state_may_hold_opens_with_weights_only(run, tmp_path):
         "big": 1 << 90,
         3: (None, True, 1.5),
         "numpy": numpy,
+        "texts": np.array(["a", "bc"]),
+        "arguments": Namespace(rate=0.1, table=torch.ones(2)),
     }
     with Store(tmp_path / "run") as store:
         store.save(1, state)
@@ -68,6 +71,8 @@ def test_everything_a_state_may_hold_opens_with_weights_only(run, tmp_path):
     assert loaded["numpy"][:3] == [2.0, -3, True]
     assert loaded["numpy"][3].tolist() == [[0, 2], [3, 5]]
     assert isinstance(loaded["parameter"], torch.nn.Parameter)
+    assert loaded["texts"] == ["a", "bc"]
+    assert loaded["arguments"]["rate"] == 0.1 and loaded["arguments"]["table"].tolist() == [1, 1]
 
 
 def test_tied_tensors_have_all_their_names_in_safetensors_and_stay_tied_in_torch(run, tmp_path):

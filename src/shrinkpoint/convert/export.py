@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -87,7 +88,7 @@ def _select(value: Any, matches: MatchPath, path: StatePath) -> Any:
 
 def _numpy_to_torch(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return as_tensor(value)
+        return as_tensor(value) if is_array(value) else value.tolist()
     if isinstance(value, np.generic):
         return value.item()
     items = None if isinstance(value, torch.Size | Counter) else child_items(value)
@@ -100,8 +101,8 @@ def _numpy_to_torch(value: Any) -> Any:
 
 
 def _rebuild(container: Any, pairs: list[tuple[Any, Any]]) -> Any:
-    """A dict, list or tuple like `container` with other items."""
-    if isinstance(container, dict):
+    """A dict, list or tuple like `container` with other items; a dict in place of a namespace."""
+    if isinstance(container, dict | Namespace):
         return OrderedDict(pairs) if isinstance(container, OrderedDict) else dict(pairs)
     items = [item for _, item in pairs]
     return tuple(items) if isinstance(container, tuple) else items
