@@ -387,7 +387,7 @@ class LocalSteps:
                 found, expected = "a parameter that was added or replaced since", "one of those that the model had"
             advice = "delete this LocalSteps, and make it anew after the parameters of a model changed"
             return f"LocalSteps, {name}", found, f"{expected}, as when LocalSteps was made", advice
-        return _find_strange(self._optimizers, self._parameter_ids)
+        return _find_unknown_parameter(self._optimizers, self._parameter_ids)
 
     def _find_nonfinite(self) -> Problem | None:
         advice = "restore an earlier checkpoint on every rank, and look for what overflowed"
@@ -493,7 +493,7 @@ def _find_problem(
             reason = _why_not_sent(parameter)
             if reason is not None:
                 return f"LocalSteps, {name}", *reason
-    return _find_strange(optimizers, known)
+    return _find_unknown_parameter(optimizers, known)
 
 
 def _why_not_sent(parameter: nn.Parameter) -> tuple[str, str, str] | None:
@@ -515,7 +515,7 @@ def _why_not_sent(parameter: nn.Parameter) -> tuple[str, str, str] | None:
     return None
 
 
-def _find_strange(optimizers: Sequence[Optimizer], known: Container[int]) -> Problem | None:
+def _find_unknown_parameter(optimizers: Sequence[Optimizer], known: Container[int]) -> Problem | None:
     """A tensor that optimizers train and that is none of the parameters with these `id`s."""
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         for strange in (p for p in group["params"] if p.requires_grad and id(p) not in known):

@@ -27,6 +27,7 @@ from shrinkpoint.errors import CorruptError, FormatError, StateError, TruncatedE
 from shrinkpoint.storage import storage_error
 from shrinkpoint.storage.zip_records import check_zip_records
 from shrinkpoint.tensors.dtypes import numpy_to_torch_dtype
+from shrinkpoint.tensors.tree import is_unicode
 
 _MAX_EXTRA_VALUES = 1 << 20
 """Values that a file may have beyond one for each of its bytes: it may refer to a small list many times."""
@@ -87,9 +88,8 @@ def load_checked(file: Path | IO[bytes], where: str) -> tuple[Any, bool]:
     try:
         is_mapped = False
         if isinstance(file, Path):
-            is_text = not any("\ud800" <= letter <= "\udfff" for letter in str(file))  # else torch cannot map it
-            with file.open("rb") as opened:
-                is_mapped = is_text and opened.read(4) == _ZIP_MAGIC
+            with file.open("rb") as opened:  # torch maps none whose name is not valid UTF-8
+                is_mapped = is_unicode(str(file)) and opened.read(4) == _ZIP_MAGIC
         with warnings.catch_warnings(), torch.serialization.safe_globals(_STUBS):
             warnings.simplefilter("ignore")  # of complex32, of files of old releases
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_mapped)

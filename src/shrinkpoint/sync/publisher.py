@@ -221,7 +221,9 @@ class Publisher:
             raise PolicyError("publish", found=found, expected="the same version and settings", do=do)
         if not self._ranks.is_sharded:
             tensors = {name: local.tensor for name, local in local_tensors(model).items()}
-            return _copy(flatten(tensors if self._dtype is None else _apart(tensors)), self._dtype, self._spare)
+            return _copy(
+                flatten(tensors if self._dtype is None else _separate_views(tensors)), self._dtype, self._spare
+            )
         local, rows = self._ranks.run(lambda: self._describe(model))
         plan = self._planner.plan(rows)
         self._planner.check_equal(plan, local)
@@ -364,7 +366,7 @@ def _published_dtype(dtype: torch.dtype, cast: torch.dtype | None) -> torch.dtyp
     return dtype if cast is None or dtype not in _CAST_FROM else cast
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _separate_views(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors, those that view memory as other dtypes in memory of their own: a cast would change the views."""
     places = {name: (tensor.device, tensor.untyped_storage().data_ptr()) for name, tensor in tensors.items()}
     dtypes = Counter(place for place, _ in {(places[name], tensor.dtype) for name, tensor in tensors.items()})

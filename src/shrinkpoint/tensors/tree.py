@@ -245,7 +245,7 @@ class TreeEncoder:
             int: lambda value, path: value if -(2**63) <= value < 2**63 else {"$i": f"{value:x}"},
             float: lambda value, path: value if math.isfinite(value) else {"$f": struct.pack(">d", value).hex()},
             str: lambda value, path: (
-                value if _is_unicode(value) else {"$s": value.encode("utf-8", "surrogatepass").hex()}
+                value if is_unicode(value) else {"$s": value.encode("utf-8", "surrogatepass").hex()}
             ),
             bytes: self._bytes,
             torch.Tensor: lambda value, path: {"$t": self._add_leaf(_plain_tensor(value, path), path)},
@@ -357,7 +357,7 @@ class TreeEncoder:
         if is_optimizer_state(value):
             self.optimizers.append((path, value))
         self._num_chars += sum(len(encode_basestring_ascii(key)) if type(key) is str else 8 for key in value)
-        if all(type(key) is str and not key.startswith("$") and _is_unicode(key) for key in value):
+        if all(type(key) is str and not key.startswith("$") and is_unicode(key) for key in value):
             return {key: self.encode(item, (*path, key)) for key, item in value.items()}
         return {"$d": [[self._key(key, path), self.encode(item, (*path, key))] for key, item in value.items()]}
 
@@ -422,7 +422,8 @@ def is_optimizer_state(value: dict[Any, Any]) -> bool:
     return isinstance(value.get("state"), dict) and isinstance(value.get("param_groups"), list)
 
 
-def _is_unicode(value: str) -> bool:
+def is_unicode(value: str) -> bool:
+    """True if a text has no lone surrogates, as those of file names that are not valid UTF-8."""
     return value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 

@@ -6,7 +6,6 @@ import itertools
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -107,16 +106,14 @@ class ShardedCheckpointer:
             **settings,
             **save_options,
         )
-        keep: Keep | None = save_options["keep"]
-        retention = None if keep is None else ShardRetention(keep, partial(make_plan, keep), writer, self._settled)
+        retention = ShardRetention(save_options["keep"], make_plan, writer, self._settled)
         if not background:
             _raise_first(lambda: save(state, storage_writer=writer))
-            if retention is not None:
-                retention.apply(None)
+            retention.apply(None)
             return
         future = _raise_first(lambda: async_save(state, storage_writer=writer, process_group=self._group))
         assert isinstance(future, Future)
-        self._save_future = future if retention is None else retention.apply_after(future, self._group)
+        self._save_future = retention.apply_after(future, self._group)
 
     def wait(self) -> None:
         """Wait for the background save.

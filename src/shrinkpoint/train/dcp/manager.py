@@ -135,9 +135,7 @@ class Manager(ScheduledSaver):
         writer = Writer(
             directory, **self._writer_options, step=step, metrics=metrics, on_save=reports.append, keep=self._keep
         )
-        keep, retention = self._keep, None
-        if keep is not None:
-            retention = ShardRetention(keep, lambda: self._run.plan(keep), writer, self._settled)
+        retention = ShardRetention(self._keep, self._run.plan, writer, self._settled)
         try:
             with _own_errors():
                 save(state, storage_writer=writer, process_group=self._group)
@@ -148,8 +146,7 @@ class Manager(ScheduledSaver):
         if reports:
             [self.last_report] = reports
         self._note_saved(step, validate.as_floats(metrics))
-        if retention is not None:
-            retention.apply(self._group)
+        retention.apply(self._group)
         return reports[0] if reports else None
 
     def steps(self) -> list[int]:

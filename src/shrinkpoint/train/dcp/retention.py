@@ -37,8 +37,8 @@ class ShardRetention:
     """Deletes checkpoints of ranks, and writes older ones again, each rank some of the payloads.
 
     Args:
-        keep: the rules.
-        make_plan: called on the first rank once the checkpoint is saved.
+        keep: the rules; None: all stay, and nothing is done.
+        make_plan: decides what the rules do; called on the first rank once the checkpoint is saved.
         writer: of this rank, which saves now; it may end its chain where older checkpoints can be written again.
         settled: chains whose moments stay, as deleting them frees nothing; more are added.
         can_reverse: False: deltas stay against older checkpoints, since the writer is sent to another process.
@@ -46,8 +46,8 @@ class ShardRetention:
 
     def __init__(
         self,
-        keep: Keep,
-        make_plan: Callable[[], RunPlan],
+        keep: Keep | None,
+        make_plan: Callable[[Keep], RunPlan],
         writer: Writer,
         settled: set[frozenset[str]],
         *,
@@ -58,6 +58,8 @@ class ShardRetention:
 
     def apply_after(self, save: Future[T], group: ProcessGroup | None) -> Future[T]:
         """The same as `apply` in a thread, once a background save has succeeded; returns when both are done."""
+        if self._keep is None:
+            return save
 
         def wait_and_apply() -> T:
             result = save.result()
@@ -74,12 +76,14 @@ class ShardRetention:
 
         What fails is logged: it is no reason to end a run.
         """
-        ranks = ranks_of(group)
+        keep, ranks = self._keep, ranks_of(group)
+        if keep is None:
+            return
 
         def plan_and_delete() -> RunPlan | None:
             if ranks.rank:
                 return None
-            plan = self._make_plan()
+            plan = self._make_plan(keep)
             delete_expired(plan.delete)
             return plan
 
@@ -88,7 +92,7 @@ class ShardRetention:
             rewriter = RunRewriter(plan.keep, threads=self._writer.threads, ranks=ranks)
             for chain in chains_to_strip(plan):
                 self._strip(rewriter, chain)
-            self._reverse(rewriter, plan, ranks)
+            self._reverse(rewriter, plan, keep, ranks)
         except (ShrinkpointError, OSError, MemoryError, RuntimeError) as error:  # torch reports what it cannot allocate
             if not ranks.rank:
                 _log.warning("older checkpoints stay, or take more bytes than they need: %s", error)
@@ -99,7 +103,7 @@ class ShardRetention:
         if names not in self._settled and not rewriter.rewrite(chain, MOMENTS):
             self._settled.add(names)
 
-    def _reverse(self, rewriter: RunRewriter, plan: RunPlan, ranks: Ranks) -> None:
+    def _reverse(self, rewriter: RunRewriter, plan: RunPlan, keep: Keep, ranks: Ranks) -> None:
         """Make what is kept of ended chains deltas against newer checkpoints."""
         manifests, limit = [*plan.keep.values()], self._writer.chain_limit
         if limit is not None:
@@ -112,9 +116,9 @@ class ShardRetention:
         if due:  # and what ranks have written that do not save any more
             written = {layout.rank_of(payload.name) for manifest in manifests for payload in manifest.payloads}
             due += sorted(written - {layout.rank_of(payload.name) for payload in manifests[-1].payloads})
-        parents = {rank: directories_to_reverse(plan, self._keep, rank) for rank in due}
+        parents = {rank: directories_to_reverse(plan, keep, rank) for rank in due}
         if any(parents.values()):
-            ratios = rewriter.reverse(parents, self._keep)
+            ratios = rewriter.reverse(parents, keep)
             if limit is not None:
                 limit.note_reversed(ratios.get(ranks.rank))
 

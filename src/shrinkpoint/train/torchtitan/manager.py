@@ -8,7 +8,6 @@ import re
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -119,24 +118,18 @@ class TitanCheckpointManager(CheckpointManager):
             keep=keep,
             **self._options,
         )
-        retention = None
-        if keep is not None:
-            is_sent = async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
-            plan = partial(self._run.plan, keep)
-            retention = ShardRetention(keep, plan, writer, self._settled, can_reverse=not is_sent)
+        is_sent = async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM  # to another process
+        retention = ShardRetention(keep, self._run.plan, writer, self._settled, can_reverse=not is_sent)
         options: dict[str, Any] = {"checkpoint_id": checkpoint_id, "storage_writer": writer}
         if async_mode == AsyncMode.DISABLED:
             metadata = save(state_dict, **options)
             if enable_garbage_collection:  # which torchtitan turns off
                 GarbageCollection.collect("GC collection invoked by checkpointer.")
-            if retention is not None:
-                retention.apply(None)
+            retention.apply(None)
             return metadata
-        if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+        if is_sent:
             options |= {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "async_stager": self.stager}
         result = async_save(state_dict, process_group=self.pg, **options)
-        if retention is None:
-            return result
         if isinstance(result, AsyncSaveResponse):
             done = retention.apply_after(result.upload_completion, self.pg)
             return replace(result, upload_completion=done)
