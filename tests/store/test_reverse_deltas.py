@@ -77,51 +77,62 @@ def test_a_chain_that_was_to_be_written_again_is_though_sizes_have_changed_a_lit
     assert limit.accepts_delta(ChainBytes((8120, 7470), 10_000), 7490, 10_000)
     assert not limit.allows_delta(ChainBytes((8120, 7470, 7490), 10_000))
     limit.note_keyframe()
-    payload = manifests.Payload("rank-00000.safetensors", 8130, "0" * 32, 10_000)
-    keyframe = manifests.Manifest(id="", created="", scheme="", payloads=(payload,), step=3)
+    keyframe = keyframe_of(8130, 10_000, 3)
     assert limit.wants_reverse(keyframe)  # three keyframes hold less than a chain that ended and two of them
     limit.note_keyframe()
     assert not limit.wants_reverse(keyframe)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
     keyframe=st.floats(0.05, 1.0),
     delta=st.floats(0.02, 1.05),
     reverse=st.floats(0.95, 1.1),
-    kept=st.sampled_from([1, 2, 3, 4, 6, 10]),
+    last=st.sampled_from([1, 2, 3, 4, 6, 10]),
+    best=st.sampled_from([None, None, 1, 2, 4]),
     random=st.randoms(use_true_random=False),
 )
 def test_a_run_whose_sizes_vary_never_holds_more_than_plain_checkpoints(
-    keyframe: float, delta: float, reverse: float, kept: int, random: Any
+    keyframe: float, delta: float, reverse: float, last: int, best: int | None, random: Any
 ) -> None:
     limit, plain, sizes = ChainLimit(20), 100_000, dict[int, int]()
-    limit.keep, limit.can_reverse = Keep(last=kept), lambda raw_bytes: True
-    held: list[tuple[int, ...]] = []  # the files that each checkpoint needs
+    limit.keep, limit.can_reverse = Keep(last=last, best=best), lambda raw_bytes: True
+    held: dict[int, tuple[int, ...]] = {}  # the files that each checkpoint needs, oldest first
+    previous: tuple[int, ...] = ()
+    scores = [random.random() for _ in range(40)]
 
     def write(share: float) -> int:
         sizes[len(sizes)] = min(plain, int(share * plain * random.uniform(0.99, 1.01)))
         return len(sizes) - 1
 
     for step in range(40):
-        base = ChainBytes(tuple(sizes[file] for file in held[-1]) if held else (), plain)
-        delta_file = write(keyframe * delta)
+        base, delta_file = ChainBytes(tuple(sizes[file] for file in previous), plain), write(keyframe * delta)
         if held and limit.allows_delta(base) and limit.accepts_delta(base, sizes[delta_file], plain):
-            held = [*held, (*held[-1], delta_file)][-kept:]
+            previous = (*previous, delta_file)
         else:
             limit.note_keyframe()
-            held = [*held, (write(keyframe),)][-kept:]
-            payload = manifests.Payload("rank-00000.safetensors", sizes[held[-1][0]], "0" * 32, plain)
-            one = manifests.Manifest(id="", created="", scheme="", payloads=(payload,), step=step)
-            if len(held) > 1 and limit.wants_reverse(one):
-                older, held = held[-2::-1], [held[-1]]
-                pairs = []
-                for files in older:
-                    held = [(*held[0], write(keyframe * delta * reverse)), *held]
-                    pairs += [(sizes[held[0][-1]], sizes[files[-1]])] if len(files) > 1 else []
-                limit.note_reversed(sum(new for new, _ in pairs) / sum(old for _, old in pairs) if pairs else None)
-        needed = {file for files in held for file in files}
-        assert sum(sizes[file] for file in needed) <= min(kept, step + 1) * plain
+            previous = (write(keyframe),)
+        tops = sorted([*held, step], key=lambda step: scores[step])[: best or 0]
+        held = {old: files for old, files in held.items() if old > step - last or old in tops} | {step: previous}
+        if len(previous) == 1 and len(held) > 1 and limit.wants_reverse(keyframe_of(sizes[previous[0]], plain, step)):
+            parents = {old: old > step - last or best is None for old in reversed([*held])}
+            newer, written, pairs = previous, {step: previous}, []
+            for old, is_one_of_last in [*parents.items()][1:]:
+                file = write(keyframe * delta * reverse)
+                written[old] = (*(newer if is_one_of_last else previous), file)
+                newer = written[old] if is_one_of_last else newer
+                pairs += [(sizes[file], sizes[held[old][-1]])] if len(held[old]) > 1 else []
+            before, after = ({file for files in run.values() for file in files} for run in (held, written))
+            if best is None or sum(map(sizes.__getitem__, after)) < sum(map(sizes.__getitem__, before)):
+                held = {old: written[old] for old in held}
+            limit.note_reversed(sum(new for new, _ in pairs) / sum(old for _, old in pairs) if pairs else None)
+        needed = {file for files in held.values() for file in files}
+        assert sum(sizes[file] for file in needed) <= len(held) * plain
+
+
+def keyframe_of(size: int, plain: int, step: int) -> manifests.DirectoryManifest:
+    payload = manifests.Payload("rank-00000.safetensors", size, "0" * 32, plain)
+    return manifests.Manifest(id="", created="", scheme="", payloads=(payload,), step=step)
 
 
 def test_the_newest_of_a_chain_that_begins_needs_one_file_and_older_ones_need_newer_ones(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def save_with_accelerate(root: Path, last: int, scheme: str) -> Saves:
     accelerate_runs.forget()
 
 
-def save_with_lightning(root: Path, last: int, scheme: str) -> Saves:
+def save_with_lightning(root: Path, last: int, scheme: str, epochs: int = SAVES, **saver: Any) -> Saves:
     seen: list[tuple[int, int]] = []
 
     class Measure(pl.Callback):
@@ -140,8 +140,9 @@ def save_with_lightning(root: Path, last: int, scheme: str) -> Saves:
 
     module = Small(width=9000)
     module.on_train_epoch_end = lambda: score(module)
-    best = ModelCheckpoint(root, monitor="score", mode="max", save_top_k=last, save_on_train_epoch_end=True)
-    trainer(root, ShrinkIO(scheme), epochs=SAVES, callbacks=[best, Measure()]).fit(module, points())
+    saver = {"monitor": "score", "mode": "max", "save_on_train_epoch_end": True, **saver}
+    best = ModelCheckpoint(root, save_top_k=last, **saver)
+    trainer(root, ShrinkIO(scheme), epochs=epochs, callbacks=[best, Measure()]).fit(module, points())
     yield from seen
 
 
@@ -186,6 +187,18 @@ def test_no_more_is_held_than_as_many_plain_checkpoints(tmp_path: Path, writer: 
     assert len(held) >= SAVES - 1
     for number, (disk, plain) in enumerate(held, 1):
         assert disk <= min(number, last) * (plain + SMALL_FILES), (number, [round(d / p, 2) for d, p in held])
+
+
+@pytest.mark.parametrize("saver", [{}, {"save_last": True}])
+def test_the_best_of_lightning_share_a_keyframe(tmp_path: Path, saver: dict[str, Any]) -> None:
+    held = [*save_with_lightning(tmp_path, 3, SCHEMES[1], 12, **saver)]
+    keyframe = held[0][0]
+    assert min(disk for disk, _ in held[-6:]) < 2.1 * keyframe  # as a chain that has ended was written again
+
+
+def test_the_last_checkpoint_of_lightning_beside_the_best_costs_next_to_nothing(tmp_path: Path) -> None:
+    held = [*save_with_lightning(tmp_path, 1, "lossless", save_last=True)]
+    assert all(disk <= plain for disk, plain in held)
 
 
 @pytest.mark.parametrize("last", [1, 3, 6])

@@ -21,6 +21,7 @@ MIN_CHAIN_BYTES = 64 << 20
 DISK_TOLERANCE = 1.05
 """A way to write that holds up to this many times the fewest bytes is taken if it writes clearly less."""
 WRITE_GAIN = 0.8  # Clearly less is up to this many times the bytes
+_REPEAT_SHARE = 0.02  # Bytes of a delta without a change, at most, beside those of its keyframe
 _MAX_SPACING = 64
 _MAX_WAIT = 16
 
@@ -72,7 +73,7 @@ _NOTHING_IS_DELETED = Spacing(_MAX_SPACING, False, 0, 0, 0)
 
 
 def choose_spacing(
-    sizes: FileSizes, kept: int, longest: int, *, can_reverse: bool, alone: bool = False, least: int | None = None
+    sizes: FileSizes, kept: int, longest: int, *, can_reverse: bool, alone: bool = False, best: int = 0
 ) -> Spacing:
     """The way to write that holds the fewest bytes, or writes less and holds hardly more.
 
@@ -80,19 +81,20 @@ def choose_spacing(
     a checkpoint is saved.
 
     Args:
-        kept: number of the newest checkpoints that retention keeps.
+        kept: number of checkpoints that retention keeps: the newest ones, and `best` others.
         longest: greatest number of checkpoints in a chain.
         can_reverse: whether checkpoints may be written again.
         alone: a chain may stay for a single checkpoint, which other rules keep.
-        least: number of checkpoints that are kept at any time: the best may be one of the last. None: `kept`.
+        best: number of those that stay because they are the best, for as long as they are; some may be newest ones.
     """
+    least = max(kept - best, best)  # checkpoints that are kept at any time
     ways = [Spacing(1, False, kept * sizes.keyframe, kept * sizes.keyframe, sizes.keyframe)]
     lengths = range(2, min(longest, _MAX_SPACING) + 1)
     forward = (_forward(sizes, kept, every) for every in lengths)
     ways += (way for way in forward if not alone or way.every * way.written <= sizes.plain)
     if can_reverse:
-        ways += (way for every in lengths if every >= kept > 1 for way in _reverse(sizes, kept, every))
-    ways[1:] = [way for way in ways[1:] if way.most <= (kept if least is None else least) * sizes.plain]
+        ways += (way for every in lengths if every >= kept > 1 for way in _reverse(sizes, kept, every, best))
+    ways[1:] = [way for way in ways[1:] if way.most <= least * sizes.plain]
     smallest = min(ways, key=lambda way: way.disk)
     fastest = min((way for way in ways if way.disk <= DISK_TOLERANCE * smallest.disk), key=lambda way: way.written)
     return fastest if fastest.written <= WRITE_GAIN * smallest.written else smallest
@@ -114,16 +116,19 @@ def _forward(sizes: FileSizes, kept: int, every: int) -> Spacing:
     return Spacing(every, False, sizes.keyframe + mean, sizes.keyframe + most, chain / every)
 
 
-def _reverse(sizes: FileSizes, kept: int, every: int) -> Iterator[Spacing]:
+def _reverse(sizes: FileSizes, kept: int, every: int, best: int) -> Iterator[Spacing]:
     """Chains of which only a keyframe, and deltas against it in both directions, stay; none if that takes too much."""
-    older, chain = kept - 1, sizes.keyframe + (every - 1) * sizes.delta
+    older, least, chain = kept - 1, max(kept - best, best), sizes.keyframe + (every - 1) * sizes.delta
     reverse = sizes.delta if sizes.reverse is None else sizes.reverse
     largest = min(2 * sizes.delta, sizes.keyframe) if sizes.reverse is None else sizes.reverse
     # They are written one by one, the newest first; after each the delta that it was goes.
     peak = chain + sizes.keyframe + largest + max(0.0, (older - 1) * (largest - sizes.delta))
-    if peak <= (kept + 1) * sizes.plain and (older + 1) / 2 * reverse < chain:
-        mean = (every - 1) / 2 * sizes.delta + older * kept / (2 * every) * reverse
-        most = max(older * reverse, (every - 1) * sizes.delta)
+    mean, most = older * kept / (2 * every) * reverse, max(older * reverse, (every - 1) * sizes.delta)
+    if best:  # all that are older may stay while the next chain grows
+        peak = chain + sizes.keyframe + least * largest
+        mean, most = older * reverse, (least - 1) * reverse + (every - 1) * sizes.delta
+    if peak <= (least + 1) * sizes.plain and (older + 1) / 2 * reverse < chain:
+        mean += (every - 1) / 2 * sizes.delta
         written = (chain + older * reverse) / every
         yield Spacing(every, True, sizes.keyframe + mean, sizes.keyframe + most, written)
 
@@ -142,6 +147,7 @@ class ChainLimit:
             says so; None: never.
         keep: the rules by which the caller deletes checkpoints; None: it keeps all, or nobody knows.
         kept: number of checkpoints that the rules selected last.
+        repeats: the next checkpoint is of the step that was saved last, so that a delta has next to no bytes.
     """
 
     def __init__(self, keyframe_every: int | None) -> None:
@@ -149,10 +155,12 @@ class ChainLimit:
         self.can_reverse: Callable[[int], bool] | None = None
         self.keep: Keep | None = None
         self.kept = 1
+        self.repeats = False
         self._delta_ratio: float | None = None  # bytes of the last delta for each byte of its state; None: not known
         self._reverse_ratio: float | None = None  # of those that were written again last: see `reverse_ratio`
         # The last chain holds deltas only because it is to be written again; None: an earlier process may have begun it
         self._counts_on_reverse: bool | None = None
+        self._repeated = 0  # deltas of the last chain without a change
         self._wait = self._waited = 0  # keyframes between two attempts, and those since the last one
 
     def allows_delta(self, chain: ChainBytes) -> bool:
@@ -161,7 +169,7 @@ class ChainLimit:
         max_read = max(MAX_CHAIN_STATES * chain.raw_bytes, MIN_CHAIN_BYTES)
         if every is not None and (len(chain.sizes) >= every or total >= max_read):
             return False
-        if self._delta_ratio is None or self._waited >= self._wait > 0:
+        if self.repeats or self._delta_ratio is None or self._waited >= self._wait > 0:
             return True
         return self._way(chain, self._delta_ratio * chain.raw_bytes, chain.raw_bytes) is not None
 
@@ -172,6 +180,9 @@ class ChainLimit:
             chain: without the delta.
             size, raw_bytes: of the delta and of its state.
         """
+        if self.repeats and size <= _REPEAT_SHARE * chain.sizes[0]:
+            self._repeated += 1
+            return True  # which says nothing about deltas to come
         self._delta_ratio = size / max(raw_bytes, 1)
         way = self._way(chain, size, raw_bytes)
         if way is not None and way.reverse:
@@ -186,7 +197,7 @@ class ChainLimit:
 
     def note_keyframe(self) -> None:
         """Count a keyframe that was written."""
-        self._waited += 1
+        self._waited, self._repeated = self._waited + 1, 0
 
     def note_pruned(self, plan: PrunePlan) -> None:
         """Note how many checkpoints are kept, and how large those are that became deltas against newer ones."""
@@ -213,7 +224,8 @@ class ChainLimit:
         if self.keep is None or self.keep.keeps_all:
             return _NOTHING_IS_DELETED
         way = self._spacing(chain.sizes[0], max([size, *chain.sizes[1:]]), min(chain.raw_bytes, raw_bytes))
-        passing = len(chain.sizes) - sum(map(self.keep.is_permanent, chain.steps))  # which do not stay for good
+        permanent = sum(map(self.keep.is_permanent, chain.steps))
+        passing = len(chain.sizes) - permanent - self._repeated  # which do not stay for good
         return way if passing < way.every else None
 
     def _spacing(self, keyframe: float, delta: float, plain: int) -> Spacing:
@@ -222,7 +234,7 @@ class ChainLimit:
         can_reverse = self.keep.moments_last is None and self.can_reverse is not None and self.can_reverse(plain)
         longest = _MAX_SPACING if self._keyframe_every is None else self._keyframe_every
         alone, best = self.keep.every is not None or self.keep.best is not None, self.keep.best or 0
-        return choose_spacing(sizes, self._kept, longest, can_reverse=can_reverse, alone=alone, least=self._kept - best)
+        return choose_spacing(sizes, self._kept, longest, can_reverse=can_reverse, alone=alone, best=best)
 
     @property
     def _kept(self) -> int:

@@ -26,6 +26,7 @@ from shrinkpoint.store.decode import decode_payload
 from shrinkpoint.store.delta_writer import DeltaWriter
 from shrinkpoint.store.directory_retention import chains_to_strip, directories_to_reverse, plan_run
 from shrinkpoint.store.directory_rewrite import MomentFilter, RunRewriter
+from shrinkpoint.store.identify import is_checkpoint
 from shrinkpoint.store.manifest import DirectoryManifest, check_note
 from shrinkpoint.store.retention import check_keep
 from shrinkpoint.store.rewrite import has_memory_to_reverse
@@ -92,6 +93,7 @@ class Checkpointer(BackgroundSaver):
         self._root: Path | ObjectUrl | None = None  # the directory of the run that is saved
         self._deletes, self._is_exact, self._protected = False, False, tuple[Path | ObjectUrl, ...]()  # see `retain`
         self._settled: set[str] = set()  # digests of what is not written again without moments: that frees nothing
+        self._last_step: int | None = None  # of the last save
         self._pending_directory = ""  # real path of the last directory that was written
 
     @property
@@ -115,7 +117,7 @@ class Checkpointer(BackgroundSaver):
             keep: None: all are kept, or nobody knows.
             deletes: this deletes what the rules do not keep; False: the framework does.
             is_exact: the framework keeps just what the rules keep.
-            protected: never deleted.
+            protected: never deleted; where the framework deletes, these are of the run whatever their names are.
 
         Raises:
             PolicyError: `keep` is no `Keep`.
@@ -170,6 +172,8 @@ class Checkpointer(BackgroundSaver):
             if isinstance(self._scheme, Planner):
                 self._scheme.note_metrics(options.metrics)
             flat_state = mark_parameters(flatten(dict(state)), objects or {})
+            self._delta_writer.chain_limit.repeats = step is not None and step == self._last_step
+            self._last_step = step
             reference = self._delta_writer.last_reference if isinstance(self._scheme, Planner) else None
             if keyframe and reference is not None:
                 reference = replace(reference, is_base=False)
@@ -303,9 +307,9 @@ class Checkpointer(BackgroundSaver):
         wants_reverse = limit.wants_reverse(manifest)
         if not (self._deletes or keep.moments_last or wants_reverse):
             return
-        plan = plan_run(
-            directories.find_siblings(directory), keep, datetime.now(timezone.utc), protected=self._protected
-        )
+        others = () if self._deletes else filter(is_checkpoint, self._protected)
+        run = {*directories.find_siblings(directory), *others}
+        plan = plan_run(run, keep, datetime.now(timezone.utc), protected=self._protected)
         directories.delete_expired(plan.delete if self._deletes else ())
         limit.kept = len(plan.keep)
         rewriter = RunRewriter(plan.keep, threads=self._settings.threads)

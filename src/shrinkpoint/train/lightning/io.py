@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -103,7 +103,7 @@ class ShrinkIO(CheckpointIO):
         require_single_process(self._checkpointer.scheme, "ShrinkIO")
         self._stock_io = TorchCheckpointIO()
         self._module: nn.Module | None = None
-        self._has_retention = False
+        self._rules: dict[str, Keep | None] = {}  # by which each ModelCheckpoint deletes
         self._writing_dir: Path | ObjectUrl | None = None  # the directory of a background save that was not waited for
         self._removals, self._lock = PendingRemovals(), ForkSafeLock()
         self._loop_thread: int | None = threading.get_ident()
@@ -282,11 +282,7 @@ class ShrinkIO(CheckpointIO):
 
     def _save(self, checkpoint: dict[str, Any], path: _PATH, directory: Path | ObjectUrl) -> None:
         objects, moved_file = self._model_objects(checkpoint), None
-        self._has_retention |= _has_retention(checkpoint)
-        if self._keep is not None:
-            self._checkpointer.retain(self._keep, deletes=True, protected=_best_paths(checkpoint))
-        else:
-            self._checkpointer.retain(Keep(best=1) if self._has_retention else None, is_exact=False)
+        self._retain(checkpoint)
         note_terms(self._checkpointer.scheme, self._counter.terms)
         if isinstance(directory, Path):
             moved_file = move_aside(directory)
@@ -313,6 +309,21 @@ class ShrinkIO(CheckpointIO):
         self._writing_dir = directory if self._settings.background else None
         if moved_file is not None:
             self.remove_checkpoint(moved_file)
+
+    def _retain(self, checkpoint: Mapping[str, Any]) -> None:
+        """Tell the checkpointer by which rules checkpoints of the run are deleted."""
+        if self._keep is not None:
+            self._checkpointer.retain(self._keep, deletes=True, protected=_best_paths(checkpoint))
+            return
+        if (saver := _calling_saver(checkpoint)) is not None:
+            self._rules.pop("", None)
+            self._rules[saver.state_key] = _rules_of(saver)
+        elif not self._rules and "pytorch-lightning_version" in checkpoint:  # Fabric deletes none
+            self._rules[""] = Keep(best=1)  # whoever saves, as `AsyncCheckpointIO` in its thread, may delete
+        rules = {*self._rules.values()} - {None}
+        is_exact = len(self._rules) == 1 and "" not in self._rules and "callbacks" in checkpoint  # else without metrics
+        keep = None if not rules else rules.pop() if is_exact else Keep(best=1)
+        self._checkpointer.retain(keep, is_exact=is_exact, protected=_top_paths(checkpoint))
 
     def _is_other_thread(self) -> bool:
         """True if this is not the thread of the training loop: such a caller reports errors, and never calls `wait`."""
@@ -524,20 +535,27 @@ def _is_idle(checkpoint: Mapping[str, Any]) -> bool:
         return False
 
 
-def _has_retention(checkpoint: Mapping[str, Any]) -> bool:
-    """True if a Trainer deletes checkpoints; of Fabric, which deletes none, False.
+def _calling_saver(checkpoint: Mapping[str, Any]) -> ModelCheckpoint | None:
+    """The callback of a Trainer that saves; None if there is none, as in the thread of an `AsyncCheckpointIO`.
 
-    A plugin is not told how many stay, so that the ModelCheckpoint that calls it is looked for. Where there is none, as
-    in the thread of an `AsyncCheckpointIO`, it is taken to delete.
+    A plugin is not told who calls it, and how many checkpoints stay.
     """
     frame = sys._getframe() if "pytorch-lightning_version" in checkpoint else None
-    has_trainer = frame is not None
     while frame is not None:
         caller = frame.f_locals.get("self")
         if isinstance(caller, ModelCheckpoint):
-            return bool(caller.save_top_k != -1)
+            return caller
         frame = frame.f_back
-    return has_trainer
+    return None
+
+
+def _rules_of(saver: ModelCheckpoint) -> Keep | None:
+    """Rules that keep as many checkpoints as a callback does; None: it keeps all."""
+    if saver.save_top_k == -1:
+        return None
+    # What it saves is one of the best, or the last one.
+    best = saver.save_top_k - (saver.save_last is not True) if saver.monitor else 0
+    return Keep(last=1, best=best, metric=str(saver.monitor), mode=saver.mode) if best > 0 else Keep(last=1)
 
 
 def _global_step(checkpoint: Mapping[str, Any]) -> int | None:
@@ -560,6 +578,13 @@ def _callback_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _best_paths(checkpoint: Mapping[str, Any]) -> list[Path | ObjectUrl]:
-    paths = (state.get("best_model_path") for state in _callback_states(checkpoint))
+    return _places(state.get("best_model_path") for state in _callback_states(checkpoint))
+
+
+def _top_paths(checkpoint: Mapping[str, Any]) -> list[Path | ObjectUrl]:
+    return _places(path for state in _callback_states(checkpoint) for path in state.get("best_k_models") or ())
+
+
+def _places(paths: Iterable[object]) -> list[Path | ObjectUrl]:
     places = (place_or_none(path) for path in paths if isinstance(path, str) and path)
     return [place for place in places if place is not None]
