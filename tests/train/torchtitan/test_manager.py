@@ -96,7 +96,7 @@ def steps(root):
 
 
 def failing(error):
-    def write(*_):
+    def write(*_, **__):
         raise error
 
     return write
@@ -219,14 +219,18 @@ def test_checkpoints_of_torchtitan_are_refused_and_never_deleted(tmp_path):
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_failed_save_does_not_end_a_run(tmp_path, mode, monkeypatch, caplog):
-    run = Run(tmp_path, async_mode=mode).train(1)
+    run, write_data = Run(tmp_path, async_mode=mode).train(1), Writer.write_data
     with caplog.at_level(logging.WARNING, "shrinkpoint"), monkeypatch.context() as patch:
         run.manager.maybe_wait_for_saving()
         patch.setattr(Writer, "write_data", failing(NO_SPACE))
         run.train(1).manager.maybe_wait_for_saving()
+        patch.setattr(Writer, "write_data", write_data)
+        patch.setattr(Writer, "finish", failing(NO_SPACE))  # once the payloads are there
+        run.train(1).manager.maybe_wait_for_saving()
     assert "the checkpoint is not saved, the run goes on: disk: no space" in caplog.text
     run.train(1).manager.close()
-    assert [path.parent.name for path in sorted(tmp_path.rglob("shrinkpoint.json"))] == ["step-1", "step-3"]
+    assert [path.parent.name for path in sorted(tmp_path.rglob("shrinkpoint.json"))] == ["step-1", "step-4"]
+    assert steps(tmp_path) == [1, 4] and len([*tmp_path.rglob("rank-*")]) == 2
 
 
 def test_error_that_would_come_again_ends_a_run(tmp_path, monkeypatch):

@@ -108,7 +108,8 @@ class ShardedCheckpointer:
         )
         retention = ShardRetention(save_options["keep"], make_plan, writer, self._settled)
         if not background:
-            _raise_first(lambda: save(state, storage_writer=writer))
+            with retention.removing_failed(None):
+                _raise_first(lambda: save(state, storage_writer=writer))
             retention.apply(None)
             return
         future = _raise_first(lambda: async_save(state, storage_writer=writer, process_group=self._group))

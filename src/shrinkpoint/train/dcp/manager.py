@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -24,7 +24,7 @@ from shrinkpoint.schemes.lossless import Lossless
 from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store import Keep, SaveReport, layout
-from shrinkpoint.store.directory import own_files, read_directory_manifest
+from shrinkpoint.store.directory import read_directory_manifest
 from shrinkpoint.store.identify import is_checkpoint, is_stock_dcp
 from shrinkpoint.store.manifest import DirectoryManifest
 from shrinkpoint.store.retention import best_first
@@ -34,7 +34,7 @@ from shrinkpoint.tensors.wrappers import match_names
 from shrinkpoint.train.dcp.checkpoint_metadata import EntryMetadata
 from shrinkpoint.train.dcp.directory import latest_valid
 from shrinkpoint.train.dcp.reader import Reader, open_checkpoint, unflatten
-from shrinkpoint.train.dcp.retention import ShardRetention, ranks_of
+from shrinkpoint.train.dcp.retention import ShardRetention
 from shrinkpoint.train.dcp.writer import Writer
 from shrinkpoint.train.directory_run import DirectoryRun
 from shrinkpoint.train.restore_result import RestoreResult
@@ -136,13 +136,8 @@ class Manager(ScheduledSaver):
             directory, **self._writer_options, step=step, metrics=metrics, on_save=reports.append, keep=self._keep
         )
         retention = ShardRetention(self._keep, self._run.plan, writer, self._settled)
-        try:
-            with _own_errors():
-                save(state, storage_writer=writer, process_group=self._group)
-        except BaseException:
-            if not ranks_of(self._group).rank:
-                _remove_incomplete(directory)
-            raise
+        with _own_errors(), retention.removing_failed(self._group):
+            save(state, storage_writer=writer, process_group=self._group)
         if reports:
             [self.last_report] = reports
         self._note_saved(step, validate.as_floats(metrics))
@@ -242,21 +237,6 @@ class Manager(ScheduledSaver):
 
     def wait(self) -> None:
         """Return: a save is durable when `save` returns."""
-
-
-def _remove_incomplete(directory: Path) -> None:
-    """Remove what ranks have written into a directory whose checkpoint was not committed, as far as that is possible.
-
-    The rank that commits calls this: it knows whether the manifest is there.
-    """
-    with suppress(ShrinkpointError, OSError):
-        if is_checkpoint(directory):
-            return
-        for path in own_files(directory):
-            path.unlink(missing_ok=True)
-    for folder in (directory / layout.BASES, directory):
-        with suppress(OSError):  # there is none, or a file of somebody else is in it
-            folder.rmdir()
 
 
 def _refuse_stock(*directories: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
@@ -13,9 +15,10 @@ import torch.distributed as dist
 from shrinkpoint.errors import ShrinkpointError
 from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.store import Keep, layout
-from shrinkpoint.store.directory import delete_expired
+from shrinkpoint.store.directory import delete_expired, own_files
 from shrinkpoint.store.directory_retention import Directory, RunPlan, chains_to_strip, directories_to_reverse
 from shrinkpoint.store.directory_rewrite import Ranks, RunRewriter
+from shrinkpoint.store.identify import is_checkpoint
 from shrinkpoint.store.rewrite import has_memory_to_reverse
 from shrinkpoint.train.dcp.checkpoint_metadata import MOMENTS
 from shrinkpoint.train.dcp.directory import ranks_on_machine
@@ -34,7 +37,7 @@ def has_memory_on_all_ranks(raw_bytes: int) -> bool:
 
 
 class ShardRetention:
-    """Deletes checkpoints of ranks, and writes older ones again, each rank some of the payloads.
+    """Deletes checkpoints of ranks, and what failed saves leave, and writes older ones again, each rank some payloads.
 
     Args:
         keep: the rules; None: all stay, and nothing is done.
@@ -56,13 +59,23 @@ class ShardRetention:
         self._keep, self._make_plan, self._writer, self._settled = keep, make_plan, writer, settled
         writer.can_reverse = has_memory_on_all_ranks if can_reverse else None
 
+    @contextmanager
+    def removing_failed(self, group: ProcessGroup | None) -> Iterator[None]:
+        """Remove what ranks have written if the save within fails on one of them."""
+        try:
+            yield
+        except BaseException:
+            directory = self._writer.path
+            if isinstance(directory, Path) and not ranks_of(group).rank:  # the rank that commits
+                _remove_incomplete(directory)
+            raise
+
     def apply_after(self, save: Future[T], group: ProcessGroup | None) -> Future[T]:
-        """The same as `apply` in a thread, once a background save has succeeded; returns when both are done."""
-        if self._keep is None:
-            return save
+        """The same as both in a thread, for a background save; returns when all is done."""
 
         def wait_and_apply() -> T:
-            result = save.result()
+            with self.removing_failed(group):
+                result = save.result()
             self.apply(group)
             return result
 
@@ -121,6 +134,21 @@ class ShardRetention:
             ratios = rewriter.reverse(parents, keep)
             if limit is not None:
                 limit.note_reversed(ratios.get(ranks.rank))
+
+
+def _remove_incomplete(directory: Path) -> None:
+    """Remove what ranks have written into a directory whose checkpoint was not committed, as far as that is possible.
+
+    The rank that commits calls this: it knows whether the manifest is there.
+    """
+    with suppress(ShrinkpointError, OSError):
+        if is_checkpoint(directory):
+            return
+        for path in own_files(directory):
+            path.unlink(missing_ok=True)
+    for folder in (directory / layout.BASES, directory):
+        with suppress(OSError):  # there is none, or a file of somebody else is in it
+            folder.rmdir()
 
 
 def ranks_of(group: ProcessGroup | None) -> Ranks:

@@ -122,7 +122,8 @@ class TitanCheckpointManager(CheckpointManager):
         retention = ShardRetention(keep, self._run.plan, writer, self._settled, can_reverse=not is_sent)
         options: dict[str, Any] = {"checkpoint_id": checkpoint_id, "storage_writer": writer}
         if async_mode == AsyncMode.DISABLED:
-            metadata = save(state_dict, **options)
+            with retention.removing_failed(None):
+                metadata = save(state_dict, **options)
             if enable_garbage_collection:  # which torchtitan turns off
                 GarbageCollection.collect("GC collection invoked by checkpointer.")
             retention.apply(None)
