@@ -182,7 +182,7 @@ def lossless(meter: Meter, live: LiveState, folder: Path, threads: int) -> None:
 
 
 def fisher(meter: Meter, live: LiveState, folder: Path, threads: int) -> None:
-    """`Fisher(relative_error=.3)` in a store."""
+    """`Fisher(relative_error=0.3)` in a store."""
     _store(meter, live, folder, threads, sp.Fisher(relative_error=RELATIVE_ERROR))
 
 

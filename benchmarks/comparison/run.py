@@ -198,7 +198,7 @@ def report(summary: list[Row]) -> str:
     for row in summary:
         rise = "0" if row["exact"] else "not measured"
         if row["rise"]:
-            rise = " ".join(f"{100 * value:+.2f} %" for value in row["rise"])
+            rise = " ".join(f"{100 * value:+.2f}%" for value in row["rise"])
         ratio = f"{base / row['bytes']:.2f}x" if base else ""
         times = [f"{row[name]:.2f}" for name in ("save", "evaluate", "load")]
         cells.append(

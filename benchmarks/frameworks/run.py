@@ -8,7 +8,7 @@ machine in the same minutes; what runs in the background is waited for before th
 The first save is a keyframe and is kept apart. Bytes are those of the files' contents, a file with several links
 counted once. Stock frameworks do not flush to the disk (torch.distributed.checkpoint does): their seconds end when the
 system has the bytes; ours end when they are durable. "flush" is what it takes to make a checkpoint durable afterwards.
-"fisher" is the lossy scheme with a budget of 1 % of the loss on 32 held-out windows; its seconds hold the evaluations.
+"fisher" is the lossy scheme with a budget of 1% of the loss on 32 held-out windows; its seconds hold the evaluations.
 Its rise is measured here, not by the scheme: right after a save the weights are read back from the directory, and the
 loss of a copy of the model with them is compared with the loss of the model that trains.
 """
@@ -419,7 +419,7 @@ def rows(part: str, figures: dict[str, Any]) -> Iterator[str]:
         line += " ".join(f"{x:9.3f}" for x in took)
         if name == LOSSY:
             rises = [100 * rise for rise in figures["rise"]]
-            line += f"   rise: mean {mean(rises):+.2f} %, worst {max(rises):+.2f} %"
+            line += f"   rise: mean {mean(rises):+.2f}%, worst {max(rises):+.2f}%"
         yield line
 
 

@@ -88,7 +88,7 @@ def _of_stream(where: str, stream: Mapping[str, Any]) -> Iterator[str]:
         bound = entropy(stream, key)
         excess = 100 * (bound / mine - 1)
         what = "entropy" if key != "entropy" else "entropy that knows of taps"
-        yield _line(bound <= mine * WITHIN, f"{where}, {what}", f"{excess:+.1f} % bits against {bound:.3f}")
+        yield _line(bound <= mine * WITHIN, f"{where}, {what}", f"{excess:+.1f}% bits against {bound:.3f}")
 
 
 def _of_speed(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

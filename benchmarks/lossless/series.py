@@ -1,6 +1,6 @@
 """Real checkpoints to measure on: a GPT trained here, and published epochs of another model.
 
-`python -m benchmarks.lossless.series` trains the demo's GPT (AdamW, betas .9/.95, weight decay .1, cosine over 1000
+`python -m benchmarks.lossless.series` trains the demo's GPT (AdamW, betas 0.9/0.95, weight decay 0.1, cosine over 1000
 steps, clip
 1) for 700 steps and keeps steps b, b + 1, b + 10 and b + 100 for b = 100 and b = 600: one end of the learning-rate
 schedule and the other. A file that exists is not made again.

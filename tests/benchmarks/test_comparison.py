@@ -53,4 +53,4 @@ def test_the_table_has_bytes_beside_torch_save_and_medians() -> None:
     assert [(found["bytes"], found["save"]) for found in summary] == [(2 * 10**6, 0.2), (10**6, 0.3), (2 * 10**5, 0.4)]
     lines = comparison.report(summary).splitlines()
     assert "2.00x" in lines[3] and "yes" in lines[3]
-    assert "10.00x" in lines[4] and "+1.00 % +1.00 %" in lines[4] and "no" in lines[4]
+    assert "10.00x" in lines[4] and "+1.00% +1.00%" in lines[4] and "no" in lines[4]

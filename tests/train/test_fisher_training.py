@@ -102,7 +102,7 @@ def test_a_chain_without_restores_keeps_the_progress_of_every_save(lr, steps):
     holds = [report.loss_report["tried"][-1]["hold"] for report in reports]
     assert all(0.75 < report.retention < 1.2 for report in reports[1:]), [report.retention for report in reports]
     held = [report.retention for report, hold in zip(reports, holds, strict=True) if hold > 0.51]
-    assert held and all(0.77 < one < 1.2 for one in held), held  # .8 are asked for
+    assert held and all(0.77 < one < 1.2 for one in held), held  # 0.8 are asked for
 
 
 # a budget

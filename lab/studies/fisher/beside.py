@@ -1,7 +1,7 @@
 """Bytes of what is saved beside a model with `fisher`: averages, target networks, references, buffers, tables, copies.
 
 `python -m lab.studies.fisher.beside` prints a table of docs/fisher_studies.md: a byte GPT of 0.25 M parameters with
-AdamW, a delta every 10 or 100 steps, a budget of 1 %. Each object is saved alone beside model and optimizer.
+AdamW, a delta every 10 or 100 steps, a budget of 1%. Each object is saved alone beside model and optimizer.
 """
 
 from __future__ import annotations

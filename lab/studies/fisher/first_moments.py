@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import shrinkpoint as sp
 from lab.studies.fisher.evaluations import Batch, cnn, gpt, images, losses, mean_loss, text
+from lab.studies.harness import document_tables
 from lab.studies.harness.seeded import run_seeds
 from shrinkpoint.schemes.fisher import moment_lattices as moments
 from shrinkpoint.schemes.fisher import scheme
@@ -201,12 +202,12 @@ def report(document: dict[str, Any]) -> None:
     print("|---" * (3 + len(AFTER)) + "|")
     for name, seeds in document["trainings"].items():
         for rule in next(iter(seeds.values())):
-            rows = [row for rules in seeds.values() for row in rules[rule]]
+            label, rows = document_tables.label(name), [row for rules in seeds.values() for row in rules[rule]]
             bits = [statistics.mean(row["bits"] for row in rows if row["step"] == step) for step in STEPS]
             late = [row["rises"] for row in rows if row["step"] > STEPS[0]]
             rises = [statistics.mean(one[i] for one in late) for i in range(len(AFTER))]
             sizes = ", ".join(f"{x:.2f}" for x in bits) if rule in ("before", "now") else ""
-            print(f"| {name} | {rule} | {sizes} | " + " | ".join(f"{x:+.4f}" for x in rises) + " |")
+            print(f"| {label} | {rule} | {sizes} | " + " | ".join(f"{x:+.4f}" for x in rises) + " |")
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Merge runs of `run.py` into the results that are committed.
 
-    python -m lab.studies.fisher.run --only sizes --errors .34 --seed 1 --out results/fisher/sizes-1.json
+    python -m lab.studies.fisher.run --only sizes --errors 0.34 --seed 1 --out results/fisher/sizes-1.json
     python -m lab.studies.fisher.run --only alone restores --every 50 5 --seed 1 --out results/fisher/restores-1.json
     python -m lab.studies.fisher.merge results/fisher/*.json
 
@@ -26,7 +26,7 @@ from shrinkpoint.schemes.fisher.rounding import MIN_RETAINED
 
 SIZES, RESTORES = RESULTS / "fisher-sizes.json", RESULTS / "fisher-restores.json"
 EARLIER_SHARE = 0.8
-"""Share of rows that name none: they were written before it was .93."""
+"""Share of rows that name none: they were written before it was 0.93."""
 Row = dict[str, Any]
 
 

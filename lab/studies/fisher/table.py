@@ -20,11 +20,11 @@ from lab.studies.recovery.table import RESULT, deviation, signed, uninterrupted_
 
 DOCUMENT = DOCS / "fisher_studies.md"
 WORKLOADS = {
-    "gpt": "GPT, beta2 .95",
-    "gpt .999": "GPT, beta2 .999",
+    "gpt": "GPT, beta2 0.95",
+    "gpt .999": "GPT, beta2 0.999",
     "resnet": "ResNet-20, SGD",
     "resnet adamw": "ResNet-20, AdamW",
-    "reader": "reader, fine-tuned, beta2 .999",
+    "reader": "reader, fine-tuned, beta2 0.999",
 }
 """Names in the table, in its order."""
 HEAD = (
@@ -64,10 +64,10 @@ def _row(key: Key, runs: Sequence[Run], noise: Mapping[str, str]) -> str:
     place, threshold, system = key
     workload, title = [*WORKLOADS.items()][place]
     runs = sorted(runs, key=lambda run: run["settings"]["seed"])
-    error = system.partition("relative_error=")[2].rstrip(")")
+    error = document_tables.label(system.partition("relative_error=")[2].rstrip(")"))
     cells = [
         title,
-        f"a budget of {-100 * threshold:g} %" if threshold else f"error {error}",
+        f"a budget of {-100 * threshold:g}%" if threshold else f"error {error}",
         ", ".join(str(run["settings"]["seed"]) for run in runs),
         ", ".join(signed(run["against the uninterrupted run, %"]["final"]) for run in runs) + noise[workload],
         ", ".join(f"{run['ratio weights']:.3g}" for run in runs),
@@ -95,7 +95,7 @@ def alone(runs: Sequence[Run]) -> str:
     lines = []
     for variant, some in by_variant(runs, "alone").items():
         rises = ", ".join(f"{run['rise']:+.4f}" for run in some)
-        lines.append(f"| {variant} | {fmean(run['weights x'] for run in some):.1f} | {rises} |")
+        lines.append(f"| {document_tables.label(variant)} | {fmean(run['weights x'] for run in some):.1f} | {rises} |")
     return "\n".join((ALONE_HEAD, *lines))
 
 
@@ -113,7 +113,7 @@ def restored(runs: Sequence[Run], study: str) -> str:
 def _restored_row(variant: str, runs: Sequence[Run]) -> str:
     bits = [[run["bits"][role] for run in runs if role in run["bits"]] for role in ROLES]
     cells = [
-        variant,
+        document_tables.label(variant),
         *(f"{fmean(some):.3f}" if some else "-" for some in bits),
         f"{fmean(run['state x'] for run in runs):.3g}x",
         f"{min(run['retention'][0] for run in runs):.2f} to {max(run['retention'][1] for run in runs):.2f}",

@@ -38,14 +38,22 @@ def figure(value: float | None, digits: int = 3) -> str:
     """A number in so many digits, as it stands in a table; nothing for None.
 
     >>> figure(0.6351), figure(26.61), figure(105.8), figure(0), figure(None), figure(2.9999e-05)
-    ('.635', '26.6', '106', '0', '', '3.00e-05')
+    ('0.635', '26.6', '106', '0', '', '3.00e-05')
     """
     if value is None:
         return ""
     if abs(value) < 0.001:
         return f"{value:.{digits - 1}e}" if value else "0"
-    whole = f"{value:#.{digits}g}" if abs(value) < 10 ** (digits - 1) else f"{value:.0f}"
-    return re.sub(r"\b0\.", ".", whole).rstrip(".")
+    return (f"{value:#.{digits}g}" if abs(value) < 10 ** (digits - 1) else f"{value:.0f}").rstrip(".")
+
+
+def label(text: str) -> str:
+    """A name in a result file, with its numbers as documents write them.
+
+    >>> label("fisher(relative_error=.3)"), label("AdamW .9/.999, error 0.3")
+    ('fisher(relative_error=0.3)', 'AdamW 0.9/0.999, error 0.3')
+    """
+    return re.sub(r"(?<![\w.])\.(?=\d)", "0.", text)
 
 
 def main(description: str | None, program: str, inner: Mapping[Path, str | Mapping[str, str]]) -> None:

@@ -2,7 +2,7 @@
 
 Two hosts share one cable (a veth pair); more of them hang on a bridge in a namespace of its own, so that the machine's
 own network is never touched. Every host sees one device, `wire`. With a latency packets go through a relay of ours
-(relay.py), since many kernels have no netem; it takes processor time: 3 % of a core at 100 Mbit/s.
+(relay.py), since many kernels have no netem; it takes processor time: 3% of a core at 100 Mbit/s.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ DOCUMENT = DOCS / "scheme_studies.md"
 RESULT = RESULTS / "recovery.json"
 WORKLOADS = {
     "gpt": "Text from scratch: a GPT of 1.84 M parameters, AdamW, 640 steps, 40 checkpoints",
-    "resnet": "Images from scratch: ResNet-20 of .27 M parameters, SGD, 1248 steps, 32 checkpoints",
+    "resnet": "Images from scratch: ResNet-20 of 0.27 M parameters, SGD, 1248 steps, 32 checkpoints",
     "reader": "A fine-tuning: a pre-trained reader of 2.2 M parameters learns SST-2, AdamW, 700 steps, 28 checkpoints",
 }
 ORDER = ("lossless", "fisher", "inshrinkerator", "qd", "cnr", "gobo", "lc-checkpoint", "scar", "topn", "excp")
@@ -90,7 +90,7 @@ def uninterrupted_ends(document: Run, workload: str) -> list[float]:
 def _noise(ends: Sequence[float]) -> str:
     if len(ends) < 2:
         return ""
-    return f" (uninterrupted runs of {len(ends)} seeds differ by {deviation(ends):.1f} %)"
+    return f" (uninterrupted runs of {len(ends)} seeds differ by {deviation(ends):.1f}%)"
 
 
 def deviation(values: Sequence[float]) -> float:
@@ -124,9 +124,9 @@ def row(runs: Sequence[Run]) -> str:
 
 def named(settings: Mapping[str, Any]) -> str:
     """A scheme as documents write it: `lc-checkpoint(bits=2)` of the harness is "lc-checkpoint, `bits=2`"."""
-    name, _, arguments = settings["system"].partition("(")
+    name, _, arguments = document_tables.label(settings["system"]).partition("(")
     written = f"{name}, `{arguments[:-1]}`" if arguments else name
-    return f"{written}, {100 * settings['threshold']:g} %" if settings["threshold"] else written
+    return f"{written}, {100 * settings['threshold']:g}%" if settings["threshold"] else written
 
 
 def mean(runs: Iterable[Run], part: str, key: str) -> float:
@@ -169,7 +169,7 @@ def _threshold_row(key: Key, runs: Sequence[Run]) -> str:
     seeds = f", {len(runs)} seeds" if len(runs) > 1 else ""
     cells = [
         f"{SWEPT_WORKLOADS[workload]}, {SWEPT_SYSTEMS[system]}",
-        f"{-100 * threshold:g} %",
+        f"{-100 * threshold:g}%",
         f"{restores}{seeds}",
         signed(max(rises)) if rises else "",
         with_error([run["against the uninterrupted run, %"]["final"] for run in runs]),

@@ -70,9 +70,9 @@ def line(rows: Sequence[Row]) -> list[str]:
 def name(scheme: str) -> str:
     """
     >>> name("fisher(relative_error=.3)"), name("qd finest")
-    ('fisher, `relative_error=.3`', 'qd, finest')
+    ('fisher, `relative_error=0.3`', 'qd, finest')
     """
-    plain, _, settings = scheme.removesuffix(")").partition("(")
+    plain, _, settings = document_tables.label(scheme).removesuffix(")").partition("(")
     return f"{plain}, `{settings}`" if settings else plain.replace(" ", ", ", 1)
 
 

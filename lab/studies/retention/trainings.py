@@ -36,7 +36,7 @@ def training(name: str, data: Path, *, quick: bool) -> Training:
 
 
 def _perceptron(data: Path) -> Training:
-    """784-256-128-10 on Fashion-MNIST: SGD of momentum .9 at .05, weight decay 5e-4, batches of 64."""
+    """784-256-128-10 on Fashion-MNIST: SGD of momentum 0.9 at 0.05, weight decay 5e-4, batches of 64."""
     (images, classes), (held, labels) = image.fashion(data)
     x, held_x = _pixels(images), _pixels(held[:HELD_OUT])
 

@@ -29,10 +29,10 @@ OTHERS = (
     "excp",
 )
 OURS = {
-    "fisher": "1 %",
-    "fisher(relative_error=.6)": ".6",
-    "fisher(relative_error=.3)": ".3",
-    "fisher(relative_error=.15)": ".15",
+    "fisher": "1%",
+    "fisher(relative_error=.6)": "0.6",
+    "fisher(relative_error=.3)": "0.3",
+    "fisher(relative_error=.15)": "0.15",
 }
 KEPT = 0.6
 """Retention below which a small rise says little."""

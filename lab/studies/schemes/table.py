@@ -36,25 +36,25 @@ def read(subject: str) -> tuple[dict[str, Any], list[BenchResult]]:
 def per_cent(value: float | None) -> str:
     """
     >>> per_cent(0.00134), per_cent(-0.01), per_cent(0.00001), per_cent(None)
-    ('+.13', '-1.00', '0', '')
+    ('+0.13', '-1.00', '0', '')
     """
     if value is None:
         return ""
     text = f"{100 * value:+.2f}"
-    return "0" if text.endswith("0.00") else text.replace("0.", ".", 1) if text[1] == "0" else text
+    return "0" if text[1:] == "0.00" else text
 
 
 def title(name: str, threshold: float) -> str:
     """How a table calls a scheme: its name, its settings, and what one that searches may lose.
 
     >>> title("lc-checkpoint(bits=2, paper=True)", 0.01), title("qd", 0.01), title("fisher", 0.01)
-    ('lc-checkpoint, `bits=2, paper=True`', 'qd, 1 %', 'fisher, `budget="1%"`')
+    ('lc-checkpoint, `bits=2, paper=True`', 'qd, 1%', 'fisher, `budget="1%"`')
     """
-    plain, _, settings = name.removesuffix(")").partition("(")
+    plain, _, settings = document_tables.label(name).removesuffix(")").partition("(")
     if name == "fisher":
         settings = f'budget="{100 * threshold:g}%"'
     elif plain in SYSTEMS and needs_evaluation(name):
-        plain += f", {100 * threshold:g} %"
+        plain += f", {100 * threshold:g}%"
     return f"{plain}, `{settings}`" if settings else plain
 
 
@@ -90,7 +90,7 @@ def summary(subject: str) -> str:
     head, found = read(subject)
     lines = [
         (
-            title(one.name, head["threshold"]).replace(" %", "%").replace("=.", "=0."),
+            title(one.name, head["threshold"]),
             number(one.median(lambda row: row.bits.get("W"))),
             f"{number(one.ratio)}x",
             ", ".join(f"{100 * (rise or 0):+.2f}%" for rise in (one.median(_rise), one.worst(_rise))),

@@ -74,7 +74,7 @@ class Task:
 
 
 def resnet_to_fashion(depth: int, data: Path, *, quick: bool) -> Task:
-    """A published ResNet to Fashion-MNIST, 64 images a step; SGD, momentum .9, weight decay 5e-4, peak .02."""
+    """A published ResNet to Fashion-MNIST, 64 images a step; SGD, momentum 0.9, weight decay 5e-4, peak 0.02."""
     model = workload_image.pretrained(data, depth)
     images, classes = workload_image.cifar(data, "test")
     count = 100 if quick else 500
@@ -112,7 +112,7 @@ def resnet_to_fashion(depth: int, data: Path, *, quick: bool) -> Task:
 
 
 def reader_to_sst2(data: Path, cache: Path, *, quick: bool) -> Task:
-    """The language model to SST-2, 32 sentences a step; AdamW, weight decay .01, peak 5e-4."""
+    """The language model to SST-2, 32 sentences a step; AdamW, weight decay 0.01, peak 5e-4."""
     reader = _pretrained(data, cache, 5 if quick else 500)
 
     def source(state: State) -> float:

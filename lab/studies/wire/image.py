@@ -101,7 +101,7 @@ def classify(model: nn.Module, drawn: Drawn) -> Tensor:
 
 
 def task(name: str, data: Path, *, quick: bool = False) -> Task:
-    """From scratch: SGD, momentum .9, weight decay 5e-4, a cosine from the peak to zero; crops and mirrors.
+    """From scratch: SGD, momentum 0.9, weight decay 5e-4, a cosine from the peak to zero; crops and mirrors.
 
     Args:
         name: a key of `TASKS`.

@@ -85,7 +85,7 @@ def pretrain(text: Tensor, shape: GPTConfig, steps: int) -> dict[str, Tensor]:
 
 
 def task(data: Path, cache: Path, *, quick: bool = False) -> Task:
-    """AdamW (betas .9/.95, weight decay .1), clip 1, 20 steps of warm-up to 5e-4, a cosine to a tenth of it.
+    """AdamW (betas 0.9/0.95, weight decay 0.1), clip 1, 20 steps of warm-up to 5e-4, a cosine to a tenth of it.
 
     The windows of an epoch do not overlap and come back in each of the epochs, in another order.
     """

@@ -127,7 +127,7 @@ def augmented(images: Tensor, generator: torch.Generator, crop: int) -> Tensor:
 
 
 def resnet(data: Path, *, wide: bool = False, quick: bool = False) -> Workload:
-    """ResNet-20 on random 24 x 24 crops; SGD, momentum .9, weight decay 5e-4, peak .1, a cosine to zero.
+    """ResNet-20 on random 24 x 24 crops; SGD, momentum 0.9, weight decay 5e-4, peak 0.1, a cosine to zero.
 
     Args:
         wide: twice the width behind a stem of stride 2: four times the parameters for the same work an image.

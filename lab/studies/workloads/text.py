@@ -39,7 +39,7 @@ LARGE = GPTConfig(layers=6, width=384, heads=6, context=64, dropout=0.0)
 
 
 def gpt(data: Path, *, shape: GPTConfig = SHAPE, peak: float = PEAK, quick: bool = False) -> Workload:
-    """AdamW (betas .9/.95, weight decay .1), clip 1, 20 steps of warm-up to `peak`, a cosine to a tenth of it."""
+    """AdamW (betas 0.9/0.95, weight decay 0.1), clip 1, 20 steps of warm-up to `peak`, a cosine to a tenth of it."""
     name, whole = text(data)
     steps, interval, size = 640, 16, 16
     if quick:

@@ -23,7 +23,7 @@ PRETRAINING = 500
 
 
 def slow(data: Path, *, quick: bool = False) -> Workload:
-    """The GPT with beta2 = .999: second moments are averages over a thousand steps, not twenty."""
+    """The GPT with beta2 = 0.999: second moments are averages over a thousand steps, not twenty."""
     base = workload_text.gpt(data, quick=quick)
 
     def build(seed: int) -> Course:
@@ -36,7 +36,7 @@ def slow(data: Path, *, quick: bool = False) -> Workload:
 
 
 def adamw(data: Path, *, quick: bool = False) -> Workload:
-    """The ResNet-20 with AdamW: betas .9/.999, weight decay .05, peak 4e-3."""
+    """The ResNet-20 with AdamW: betas 0.9/0.999, weight decay 0.05, peak 4e-3."""
     base = workload_image.resnet(data, quick=quick)
 
     def build(seed: int) -> Course:
@@ -59,7 +59,7 @@ def _reader(data: Path, steps: int) -> workload_sentence.Reader:
 
 
 def fine_tuned(data: Path, *, quick: bool = False) -> Workload:
-    """A language model of words, fine-tuned to SST-2: AdamW (betas .9/.999, decay .01), clip 1, peak 5e-4, a cosine.
+    """A language model of words, fine-tuned to SST-2: AdamW (betas 0.9/0.999, decay 0.01), clip 1, peak 5e-4, a cosine.
 
     The quality is the loss on the development part: 300 sentences for a search, the other 572 for the study.
     """

@@ -41,7 +41,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def wikitext(data: Path, *, quick: bool = False) -> Workload:
-    """AdamW (betas .9/.95, weight decay .1), clip 1, 100 steps of warm-up to 6e-4, a cosine to a tenth of it.
+    """AdamW (betas 0.9/0.95, weight decay 0.1), clip 1, 100 steps of warm-up to 6e-4, a cosine to a tenth of it.
 
     `evaluate` and `test` compute in float32, on 64 and 256 windows of 128 bytes that have nothing in common.
     """

@@ -58,7 +58,7 @@ def test_micro_batches_follow_each_other_at_the_interval_of_an_exchange() -> Non
 def test_gpipe_sends_what_is_encoded_beside_the_computing_of_the_next_micro_batch() -> None:
     load = Workload(
         "pipeline", 8, compute=9.0, micro_batches=5, schedule="GPipe"
-    )  # a stage: .5 s forward, 1 s backward
+    )  # a stage: 0.5 s forward, 1 s backward
     candidate = CandidateCost("x", MessageCost(4 * MB, 2 * MB), MessageCost(4 * MB, round(0.7 * MB)))
     assert load.step_seconds(candidate) == pytest.approx(9 + (5 * 2 - 4 * 0.5) + 0.7)
     assert load.uncompressed_seconds(4 * MB, 4 * MB) == pytest.approx(9 + 5 * 8)
@@ -107,7 +107,7 @@ def test_more_than_a_connection_may_have_on_their_way_waits_for_acknowledgements
     load = Workload("ddp", 80, latency=0.1, segments=1000)  # 10 MB a second; of 1 MB a rank sends 1 MB in two hops
     rest = load.step_seconds(cost)
     assert replace(load, window=MB).step_seconds(cost) == rest
-    # half a window is sent at once; for each further one the link is idle for .2 s but for the .05 s that it takes
+    # half a window is sent at once; for each further one the link is idle for 0.2 s but for the 0.05 s that it takes
     assert replace(load, window=MB / 2).step_seconds(cost) == pytest.approx(rest + 0.2 - 0.05)
     assert replace(load, window=MB / 4).step_seconds(cost) == pytest.approx(rest + 3 * (0.2 - 0.025))
     assert replace(load, latency=0.02, window=MB / 2).step_seconds(cost) == replace(load, latency=0.02).step_seconds(
@@ -134,7 +134,7 @@ def test_gradients_are_sent_beside_computing_but_for_the_first_and_the_last_part
 
 def test_latency_is_waited_for_by_each_bucket_of_torch_and_by_two_hops_of_ours() -> None:
     load = Workload("ddp", 80, latency=0.02, buckets=2, segments=10)
-    # a hop of a megabyte in all takes .05 s: the second hop of the first segment waits for the others
+    # a hop of a megabyte in all takes 0.05 s: the second hop of the first segment waits for the others
     assert load.latency_seconds(MB, is_encoded=True) == pytest.approx(2 * 0.02)
     assert replace(load, latency=0.05).latency_seconds(MB, is_encoded=True) == pytest.approx(
         2 * 0.05 + 0.05 - 0.9 * 0.05
@@ -162,14 +162,14 @@ def test_factors_are_exchanged_twice() -> None:
     load = Workload("ddp", 80, latency=0.05, segments=10)
     once = both("x", 4, encode=0, decode=0)
     twice = replace(once, transport="factors")
-    # half of the bytes are right factors: a hop of each exchange takes .025 s
+    # half of the bytes are right factors: a hop of each exchange takes 0.025 s
     latency = 2 * (2 * 0.05 + 0.05 - 0.9 * 0.025)
     assert load.step_seconds(twice) == pytest.approx(0.1 + latency)
     assert load.step_seconds(once) == pytest.approx(0.1 + load.latency_seconds(MB, is_encoded=True))
 
 
 def test_bytes_that_are_not_sent_save_the_processor_time_of_sending_them() -> None:
-    load = Workload("ddp", 1e6, compute=0.1, all_reduce_seconds=1e-8)  # 4 MB of two hops: .04 s
+    load = Workload("ddp", 1e6, compute=0.1, all_reduce_seconds=1e-8)  # 4 MB of two hops: 0.04 s
     free = both("x", 4, encode=0, decode=0)
     assert load.uncompressed_seconds(*PLAIN) == pytest.approx(0.1, rel=0.01)
     assert load.step_seconds(free) == pytest.approx(0.1 - 0.03, rel=0.01)

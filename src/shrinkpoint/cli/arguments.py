@@ -59,7 +59,7 @@ HigherIsBetterOption = Annotated[
 
 
 def parse_share(text: str) -> float:
-    """Reads what `--threshold` says: "1%" and ".01" alike; raises PolicyError if the text is no share."""
+    """Reads what `--threshold` says: "1%" and "0.01" alike; raises PolicyError if the text is no share."""
     try:
         value: float | str = float(text)
     except ValueError:

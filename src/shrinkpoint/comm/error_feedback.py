@@ -420,7 +420,7 @@ class EFMixed(ErrorFeedback):
 
     def new_state(self) -> FeedbackState:
         compressor: Any = self.compressor
-        # in decimal numbers .2 x .75 is exactly .15
+        # in decimal numbers 0.2 x 0.75 is exactly 0.15
         total, share = (Decimal(repr(number)) for number in (compressor.share, self.share))
         fresh, old = float(total * share), float(total * (1 - share))
         return _EFMixedState(replace(compressor, share=fresh), replace(compressor, share=old))

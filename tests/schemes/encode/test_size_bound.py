@@ -1,4 +1,4 @@
-"""Never larger than the tensors are, but for 0.1 % and a kilobyte each; and small tensors do not cost a kilobyte."""
+"""Never larger than the tensors are, but for 0.1% and a kilobyte each; and small tensors do not cost a kilobyte."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_first_moments_keep_their_mean_however_coarse_they_are():
     [
         (50, 0.0, "second"),
         (50, -1e-4, "second"),  # the loss rises
-        (50, 2e-4, "second"),  # nine steps of .0002 are less than half of 1%
+        (50, 2e-4, "second"),  # nine steps of 0.0002 are less than half of 1%
         (50, 1e-3, "coded"),  # they are more
         (30, 0.0, "coded"),  # a restore would cost more than a quarter of the interval
     ],
@@ -178,7 +178,7 @@ def test_auto_is_coded_where_nothing_is_measured():
 
 
 def test_a_score_that_rises_is_progress():
-    better = Progress().after(100, -0.5).after(150, -0.6)  # a score of .6 after .5
+    better = Progress().after(100, -0.5).after(150, -0.6)  # a score of 0.6 after 0.5
     assert better.gain == pytest.approx(0.002) and not better.affords(9.0, 0, 0.01)
 
 

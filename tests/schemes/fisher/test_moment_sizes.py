@@ -51,7 +51,7 @@ def test_first_moments_take_at_most_two_fifths_of_a_bit_from_step_20_on(betas):
 
 
 def test_the_noise_of_a_first_moment_moves_its_weight_alike_at_every_age_and_decay():
-    """By at most 18 updates: a step of two roots of the second moment where beta1 is .9."""
+    """By at most 18 updates: a step of two roots of the second moment where beta1 is 0.9."""
     for betas, age in (((0.9, 0.999), 20), ((0.9, 0.999), 300), ((0.5, 0.99), 50)):
         run = Noise(betas=betas).train(age)
         run.save()

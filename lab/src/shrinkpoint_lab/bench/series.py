@@ -145,7 +145,7 @@ MODEL_CONFIG = GPTConfig(layers=4, width=192, heads=6, context=64, dropout=0.0)
 
 @dataclass(frozen=True)
 class SampleRunOptions:
-    """Options of the sample run, by default 1.8 M parameters trained with AdamW (betas .9 and .95).
+    """Options of the sample run, by default 1.8 M parameters trained with AdamW (betas 0.9 and 0.95).
 
     Attributes:
         steps: steps of the training.

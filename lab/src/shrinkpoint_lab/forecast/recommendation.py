@@ -110,7 +110,7 @@ def rank_candidates(
     """Predict the step of each candidate, and recommend one of them or "off".
 
     A later candidate is recommended instead of an earlier one, and the first instead of "off", only if it makes the
-    step 5 % faster: fewer bytes alone do not count.
+    step 5% faster: fewer bytes alone do not count.
 
     Args:
         candidates: the most accurate first.
@@ -186,7 +186,7 @@ def recommend(
         step_seconds: seconds of a step of all ranks on links that cost nothing, such as inside one machine. Without it
             the estimates are for a step without computation: the largest possible gain.
         candidates: compressors, feedbacks or their specs, or pairs of one for each direction; the most accurate first.
-            A later one is recommended instead of an earlier one only if it makes the step 5 % faster. For ddp also a
+            A later one is recommended instead of an earlier one only if it makes the step 5% faster. For ddp also a
             low rank, "lowrank16(q8:64)", and "torch bf16 hook": torch's all-reduce in bfloat16. None: "bf16", "q8:64"
             and "q4:64", for ddp torch's hook before them.
         parallelism: "pipeline" or "ddp".

@@ -38,12 +38,12 @@ class IndexCode:
     ====== ======= ====== =====
     share  form    width  bits
     ====== ======= ====== =====
-    50 %   bitmap         2.00
-    30 %   bitmap         3.33
-    20 %   split   2      4.25
-    10 %   split   3      5.25
-    5 %    split   4      6.25
-    2 %    split   5      7.57
+    50%    bitmap         2.00
+    30%    bitmap         3.33
+    20%    split   2      4.25
+    10%    split   3      5.25
+    5%     split   4      6.25
+    2%     split   5      7.57
     ====== ======= ====== =====
     """
 

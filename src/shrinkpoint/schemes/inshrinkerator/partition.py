@@ -34,7 +34,7 @@ def sensitivity(weights: Tensor, gradients: Tensor) -> Tensor:
     return signed.mul(weights.detach().to(torch.float32)).abs_()
 
 
-SKETCH_ALPHA = 0.01  # The relative error of quantiles; "a strict 1 %" in the paper
+SKETCH_ALPHA = 0.01  # The relative error of quantiles; "a strict 1%" in the paper
 MAGNITUDE, SENSITIVITY = "magnitude", "sensitivity"
 
 
