@@ -23,7 +23,7 @@ from lab.studies.wire import grid
 DOCUMENT = DOCS / "wire_studies.md"
 FILES = tuple(RESULTS / name for name in ("wire-2026-11-21.json", "wire.json"))
 """From the oldest on."""
-TASKS = {"image": ("Image", "top-1, %", 1), "still": ("Image without crops and mirrors", "top-1 accuracy, %", 1)}
+TASKS = {"image": ("Image", "top-1, %", 1), "still": ("Image without crops and mirrors", "top-1, %", 1)}
 TASKS |= {"wide": ("Image, half of ResNet-18's width", "top-1, %", 1), "text": ("Text", "nats a byte", 4)}
 SECTIONS = {
     "range": "uncompressed; one range a tensor, as the paper",
