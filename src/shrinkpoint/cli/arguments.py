@@ -51,7 +51,7 @@ StepOption = Annotated[
         autocompletion=complete_step,
     ),
 ]
-THRESHOLD_HELP = "For schemes that measure: how much worse the loss may be, 1% or 0.01."
+THRESHOLD_HELP = "For schemes that measure: largest rise of the loss, 1% or 0.01."
 ThresholdOption = Annotated[str, typer.Option("--threshold", metavar="SHARE", help=THRESHOLD_HELP)]
 HigherIsBetterOption = Annotated[
     bool, typer.Option("--higher-is-better", help="--evaluate returns a score, not a loss.")

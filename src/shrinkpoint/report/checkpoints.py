@@ -42,7 +42,7 @@ class CheckpointReport:
     def to_json(self, *, loss: bool = True) -> dict[str, Any]:
         """The report as a JSON object, with the fields that a store's or a run's checkpoint has.
 
-        `ratio` is raw bytes for each stored byte, null if there are none. `rise` is the relative increase of the loss,
+        `ratio` is raw bytes for each stored byte, null if there are none. `rise` is the relative rise of the loss,
         null if it was not measured, as `measured` says, or nothing was lost; `predicted` is what the scheme expected
         then, in nats.
 

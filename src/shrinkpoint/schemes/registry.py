@@ -132,7 +132,7 @@ def make_scheme(
 
     Args:
         evaluate: function of a state that returns its loss or score; used by schemes that need one.
-        threshold: largest relative degradation of a checkpoint, for schemes that evaluate.
+        threshold: largest rise of the loss, or fall of the score, for schemes that evaluate; 0.01 is 1%.
         higher_is_better: `evaluate` returns a score, not a loss.
         calibrate: runs the model of a state, for schemes that round with error feedback.
 

@@ -18,15 +18,15 @@ MIN_SHOWN_REST = 1e-4  # The least rise left by restores, relative to the loss, 
 
 @dataclass(frozen=True)
 class LossIncrease:
-    """The increase of the loss, or the fall of a score, where a checkpoint is restored.
+    """The rise of the loss, or the fall of a score, after a restore of a checkpoint.
 
     Attributes:
         is_lossy: a restore gives other values than were saved.
-        is_measured: True if the increase was measured; True where nothing was lost.
+        is_measured: True if the rise was measured; True where nothing was lost.
         value: relative to the loss before the save: 0.01 is 1%; 0 if no weight changed; None if unknown.
         interval: 95% confidence interval of `value` on other examples of the same kind; None if unknown.
-        predicted: what the scheme expected of an increase that was not measured, in nats; None if it expected nothing.
-        restored: what earlier restores have left of their increases, as the scheme estimates; relative like `value`.
+        predicted: the rise that the scheme expected if it was not measured, in nats; None if it expected nothing.
+        restored: the rise that earlier restores have left, as the scheme estimates; relative like `value`.
     """
 
     is_lossy: bool = False

@@ -234,7 +234,7 @@ def test_where_even_the_safest_setting_breaks_the_model_nothing_is_lost(answer, 
 def test_a_threshold_that_nothing_meets_is_said_and_the_safest_setting_taken_if_that_was_asked_for():
     evaluate = Distance(a_state(), 1e6)
     scheme = sp.Inshrinkerator(threshold=0.001, evaluate=evaluate, fallback="safest")
-    with pytest.warns(LossWarning, match=r"no setting keeps the degradation within 0\.10%.*the safest one is used"):
+    with pytest.warns(LossWarning, match=r"no setting keeps the rise within 0\.10%.*the safest one is used"):
         loss = loss_of(scheme, a_state())
     assert loss["chosen"] == SAFEST and loss["fallback"] == "safest" and loss["degradation"] > 0.001
     evaluate.strict = 0.001

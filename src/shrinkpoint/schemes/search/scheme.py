@@ -380,7 +380,7 @@ class SearchScheme(Planner["SearchChoice"]):
         """Nothing met the threshold. The fallback does not count as a choice: the next search does not begin there."""
         worst = next((t.degradation for result in results for t in result.trials if t.point == safest), math.nan)
         lossless = self._fallback == "lossless" or not math.isfinite(worst)
-        text = f"no setting keeps the degradation within {self._threshold:.2%} (the safest: {worst:.2%})"
+        text = f"no setting keeps the rise within {self._threshold:.2%} (the safest: {worst:.2%})"
         warn_user(f"{text}: {'this checkpoint is lossless' if lossless else 'the safest one is used'}. Allow more")
         record["fallback"] = "lossless" if lossless else "safest"
         if lossless:
