@@ -155,7 +155,8 @@ def test_a_place_inside_the_source_is_refused(run, source, tmp_path):
     for out in (source, source / "store", tmp_path):
         assert run("convert", source, out).code == 2
     assert run("convert", source).code == 2
-    assert run("convert", source, tmp_path / "x", "--to", "torch", "--dry-run").code == 2
+    back = run("convert", source, tmp_path / "x", "--to", "torch", "--dry-run")
+    assert back.code == 2 and "Leave out --dry-run" in " ".join(back.stderr.split())
 
 
 def test_bad_places_have_their_exit_codes(run, source, tmp_path):

@@ -71,6 +71,7 @@ def test_the_rise_of_the_loss_is_shown_beside_its_budget_and_what_restores_have_
             manager.save(step, model=model, optimizer=optimizer)
     rows = dict(line.split("  ", 1) for line in run("show", tmp_path / "run").stdout.splitlines() if "  " in line)
     assert rows["loss"].strip().endswith("%), budget 2%")
+    assert "step in standard deviations 0." in rows["lost"]
     assert rows["lossy restores"].strip().startswith("1, remaining rise of the loss about ")
 
 

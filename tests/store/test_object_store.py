@@ -174,7 +174,7 @@ def test_wrong_places_say_what_is_wrong(s3, monkeypatch):
         with pytest.raises(PolicyError, match="AWS_ACCESS_KEY_ID") as caught:
             Store(place)
         assert "SECRET" not in str(caught.value)
-    with pytest.raises(PolicyError, match=r"hdfs://.*s3://, gs:// and az://"):
+    with pytest.raises(PolicyError, match=r"hdfs://.*begins with s3://, gs:// or az://"):
         Store("hdfs://host/run")
     monkeypatch.setitem(sys.modules, "obstore.store", None)
     with pytest.raises(MissingExtraError, match=r'pip install "shrinkpoint\[cloud\]"'):

@@ -130,7 +130,7 @@ def command(
         form = to or (ConvertForm.ORIGINAL if series.checkpoints[0].is_ours else ConvertForm.SHRINKPOINT)
         if target is None and form is not ConvertForm.SHRINKPOINT:
             found, expected = f"--dry-run with --to {form.value}", "a conversion to shrinkpoint"
-            raise PolicyError("convert", found=found, expected=expected, do="say --to shrinkpoint")
+            raise PolicyError("convert", found=found, expected=expected, do="leave out --dry-run")
         for path in series.ignored_paths:
             name = shown_name(str(path), copy, source)
             print_note(f"{name}: left out: its name has no step, or it is not a checkpoint of this run")

@@ -146,8 +146,8 @@ def _loss_settings(loss: JSON) -> str:
     chosen, exact, optimizer = loss.get("chosen"), loss.get("exact"), loss.get("optimizer")
     if not isinstance(chosen, dict):
         return f"nothing: {exact}" if isinstance(exact, str) else "nothing"
-    settings = ", ".join(f"{str(name).replace('_', ' ')} {value}" for name, value in chosen.items())
-    return settings + (f"; optimizer {optimizer}" if optimizer in ("reset", "lossy") else "")
+    settings = ", ".join(f"{name} {value}" for name, value in chosen.items()).replace("_in_", " in standard ")
+    return settings.replace("_", " ") + (f"; optimizer {optimizer}" if optimizer in ("reset", "lossy") else "")
 
 
 def _unquantized_text(loss: JSON) -> str:

@@ -67,9 +67,8 @@ _URL_SCHEMES = re.compile(
 )
 """Names of URL schemes, which are not names of directories, also below others: paths may be joined to a URL."""
 _DO = (
-    "save to a local or mounted directory, and copy what is to be kept elsewhere from there, such as with "
-    "`aws s3 sync` or `rclone`; `Store`, `CheckpointManager`, `save` and `load` take s3://, gs:// and az:// URLs, and "
-    "so do `shrinkpoint.train.dcp.Writer`, `save_state` of Accelerate and `ShrinkIO` of Lightning"
+    "save to a local directory and copy it with `rclone`, or pass a URL that begins with s3://, gs:// or az:// to "
+    "`CheckpointManager`, `Store`, `save`, `load`, `dcp.Writer`, Accelerate's `save_state` or Lightning's `ShrinkIO`"
 )
 
 
