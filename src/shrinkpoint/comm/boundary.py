@@ -60,8 +60,8 @@ class CompressionSwitch:
         if not value and instance.sparse_spec is not None:
             spec, instance.sparse_spec = instance.sparse_spec, None
             text = (
-                f"{self._condition} and this model has {spec} on its activations: one that was trained so is usually "
-                "much worse without (arXiv 2401.07788); feedback such as ef21 prevents that"
+                f"{self._condition} and this model has {spec} on its activations. A model trained like that is "
+                "usually much worse without (arXiv 2401.07788); feedback such as ef21 prevents it"
             )
             warn_user(text)
 

@@ -357,7 +357,7 @@ class Calibration:
         option = " (batches=)" if self._sample_text.endswith("batches") else ""
         return (
             f"evaluate measures a rise of {rise:+.2%} on {self._sample_text} (95% confidence: {ends}), "
-            f"so on others it may exceed the allowed {max_rise:.2%}: measure more of them{option}"
+            f"so on others it may exceed the allowed {max_rise:.2%}. Measure more of them{option}"
         )
 
     def _given_reading(self, metrics: Mapping[str, float]) -> Reading | None:

@@ -161,8 +161,8 @@ class ResidualScheme(SpecMixin, RecordEncodingMixin):
         if diverged:
             residuals, _ = self._usable_residuals(selection.tensors, owned, None, stats)
             warn_user(
-                f"{humanize.names([*diverged])}: the last checkpoint is farther away than zero, and a delta "
-                f"would leave an error of {max(diverged.values()):.2g} times the weights: this checkpoint is a keyframe"
+                f"{humanize.names([*diverged])}: a delta would leave an error of {max(diverged.values()):.2g} times "
+                "the weights, which are nearer to zero than to the last checkpoint. This checkpoint is a keyframe"
             )
         moments = {name: codes.cpu() for name, codes in self.quantize_optimizer(owned, residuals, stats).items()}
         selection.warn_exact(state, reference, () if evaluator is None else evaluator.frozen, tensors)

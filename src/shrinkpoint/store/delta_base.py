@@ -227,8 +227,8 @@ def as_delta_base(reference: Reference | None, *, base: bool) -> Reference | Non
 def warn_lost_progress(retention: float | None) -> None:
     """Warn that a checkpoint holds too little of the progress since the previous one."""
     warn_user(
-        f"this checkpoint holds {retention or 0:.0%} of the progress since the one before: the rest was rounded away, "
-        "and is lost if training is restored from it. Save less often, or lose less"
+        f"this checkpoint holds {retention or 0:.0%} of the progress since the one before; a restore loses the rest. "
+        "Save less often, or allow a smaller rise of the loss"
     )
 
 

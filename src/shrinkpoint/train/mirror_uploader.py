@@ -183,8 +183,7 @@ class MirrorUploader:
         if other is not None:
             self._warn(
                 f"{self.where}: step {other.step} is from another run, and counts as newer than step {mine.step}, "
-                "which may not be copied: a restore from there takes the other run. Call restore() before the first "
-                "save, or name another mirror"
+                "so a restore would take it. Call restore() before the first save, or name another mirror"
             )
 
     def _find_missing(self) -> Sequence[Manifest]:
