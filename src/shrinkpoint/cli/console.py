@@ -32,7 +32,7 @@ from shrinkpoint.store.manifest import json_safe
 _UNBOUNDED_WIDTH = 100_000
 _COLUMN_GAP = 2
 _WRAP_WIDTH, _MAX_WORD = 20, 40
-"""Of a column whose cells fold: its least width, and the longest word, such as a path, that is not folded itself."""
+"""A column whose cells fold: its least width, and the longest word, such as a path, that is not folded itself."""
 
 
 class ExitCode(IntEnum):

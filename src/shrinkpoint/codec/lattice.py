@@ -18,7 +18,7 @@ from shrinkpoint import _native
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 Spacing = Literal["linear", "relative", "log"]
-"""How the points of a lattice are spaced.
+"""The spacing of the points of a lattice.
 
 "linear": multiples of a step; "relative": multiples of a step times the square root of a second moment; "log": powers
 of two, and zero."""

@@ -228,7 +228,7 @@ def _encode_exponents(lattices: Sequence[Lattice], parents: Sequence[Lattice]) -
 
 
 def _leading_axes(infos: Sequence[TensorInfo], lattices: Sequence[Lattice]) -> tuple[int, ...]:
-    """How many leading axes of each tensor are the rows of its matrix; empty if it is one of all."""
+    """Number of leading axes of each tensor that are the rows of its matrix; empty if it is one for all."""
     rows = [lattice.rows.numel() for lattice in lattices]
     axes = tuple(row_counts(info.shape).index(n) + 1 for info, n in zip(infos, rows, strict=True))
     return axes if any(n > 1 for n in axes) else ()

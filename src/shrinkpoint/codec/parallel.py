@@ -57,7 +57,7 @@ MAX_AHEAD_BYTES = 1 << 25
 
 
 def share_out(sizes: Sequence[int], workers: int, least: int = MIN_SHARED_BYTES) -> tuple[bool, list[int]]:
-    """How so many threads take several records, which are begun one after the other.
+    """Return how `workers` threads take several records, which are begun one after the other.
 
     Args:
         least: mean bytes of records from which they are shared.

@@ -21,7 +21,7 @@ from shrinkpoint.tensors.info import EncodedRecord, TensorInfo
 
 WORDS = 624
 _PLACES = {"U8": (24, 8), "U32": (0, 4)}
-"""Where the words of a state begin, and the bytes of each, by the dtype of its tensor.
+"""The offset of the words in a state, and the bytes of each word, by the dtype of its tensor.
 
 torch's is of bytes, and the upper 4 of each word are zeros; those of Python and numpy are of the words themselves.
 """

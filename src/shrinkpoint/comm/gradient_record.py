@@ -96,7 +96,7 @@ class GradientRecord(ABC):
         """Raise PolicyError if gradients have changed since they were kept; `counts` are as of `fill_gradients`."""
 
     def others(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Those of some parameters whose gradients are not kept."""
+        """The parameters whose gradients are not kept."""
         kept = set(map(id, self._parameters))
         return [parameter for parameter in parameters if id(parameter) not in kept]
 

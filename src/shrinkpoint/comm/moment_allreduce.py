@@ -157,7 +157,7 @@ class MomentAllReduce:
         self._is_served = frozenset()  # all ranks compare their segments anew, whatever each did before
 
     def counts(self) -> Mapping[str, Any]:
-        """What all ranks must have in common to go on together."""
+        """The counts that all ranks must have in common to go on together."""
         return {"steps": self._num_steps, "moment counts": self.all_reduce.reduce_scatter.counts()}
 
     def _steps(self, name: str, row: int, hop: int) -> SharedSteps:

@@ -150,7 +150,7 @@ _CONVERSIONS: dict[str, Callable[[str], Any]] = {
     "share": _share,
     "values": lambda text: text if text in ("fp32", "fp16", "bf16") else parse_compressor(text),
 }
-"""How the text of each group of a pattern becomes an argument."""
+"""Converts the text of each group of a pattern to an argument."""
 _COMPRESSORS: tuple[_Rule, ...] = (
     (r"exact", Identity),
     (r"(?P<dtype>bf16|fp16)", Cast),

@@ -109,7 +109,7 @@ def new_messages(like: Tensor, count: int, size: int) -> Tensor:
 
 
 def _find_places(outs: Sequence[Tensor]) -> tuple[Rows, Sequence[Tensor]]:
-    """Where a kernel writes the values of tensors: in place, or in new rows, which are returned too, to copy back."""
+    """Find where a kernel writes values of tensors: in place, or in new rows, which are returned too, to copy back."""
     if all(out.is_contiguous() for out in outs):
         rows = _find_rows([out.detach().view(-1) for out in outs])
         if rows is not None:

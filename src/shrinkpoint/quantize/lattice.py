@@ -246,7 +246,7 @@ def lattice_positions(tensor: Tensor, lattice: Lattice, second_moments: Tensor |
 
 
 DAMPING = 0.03
-"""What is added to the diagonal of the second moments, in means of it: less fits their noise, more feeds back less."""
+"""Damping added to the diagonal of the second moments, in means of it: less fits their noise, more feeds back less."""
 _MAX_DAMPING = 1.0
 
 
@@ -308,7 +308,7 @@ def quantize_with_feedback(
 
 
 class PowerZones(NamedTuple):
-    """How far a second moment may be from the power of two that it becomes, in steps.
+    """The distance that a second moment may have from the power of two that it becomes, in steps.
 
     Attributes:
         dead: from the mean of its row and column.

@@ -283,7 +283,7 @@ def _percent(units: float) -> float:
 _MAX_LEAVES = 1500  # More tensors than a page shows boxes for: the smallest of each role become one
 _MIN_SHARE = 4e-4  # Of the map: a smaller box is not drawn; its parent's bytes contain it
 _WIDTH, _HEIGHT, _LABEL = 1000, 480, 26
-"""Of a map and of the label above the boxes in a box, in the units of its layout."""
+"""Sizes of a map and of the label above the boxes in a box, in the units of its layout."""
 _SEPARATOR = re.compile(r"[/.]")
 ROLE_NAMES = {
     "parameter": "weights",

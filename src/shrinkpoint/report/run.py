@@ -117,7 +117,7 @@ class RunReport:
         return [*raw], [*accumulate(stored)]
 
     def tips(self) -> list[str]:
-        """What the page says of each checkpoint under the mouse."""
+        """The text of each checkpoint that the page shows under the mouse."""
         return [self._tip(row) for row in self.checkpoints]
 
     def _tip(self, row: CheckpointReport) -> str:

@@ -28,7 +28,7 @@ from shrinkpoint.tensors.info import JSON
 
 MakeValues = Callable[[], TrialValues]
 ComputeOnAll = Callable[[Callable[[], Any]], list[Any]]
-"""What each of several processes computed, on all of them; of one process, what it did."""
+"""Runs a function in every process and returns the results of all."""
 
 REPEAT_INTERVAL = 16  # Saves after which an `evaluate` that has always repeated itself is asked twice again
 NOISE_WARNING_SHARE = 0.25  # Share of what may be lost: for noise above it, a warning is logged

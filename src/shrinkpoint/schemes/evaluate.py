@@ -172,7 +172,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Degradation:
-    """By how much trial weights are worse than those of the state, in the unit of `evaluate`.
+    """The difference by which trial weights are worse than those of the state, in the unit of `evaluate`.
 
     Attributes:
         rise: positive if they are worse; nan if it could not be measured.
@@ -236,7 +236,7 @@ class DegradationMetric:
         return scale_of(self.baseline.value)
 
     def rise_of(self, reading: Reading) -> float:
-        """By how much a reading is worse than the baseline; negative if it is better."""
+        """The difference by which a reading is worse than the baseline; negative if it is better."""
         return self._sign * (reading.value - self.baseline.value)
 
     def degradation(self, values: TrialValues) -> Degradation:

@@ -57,7 +57,7 @@ _NO_ORIGIN = _Origin()
 
 
 class _Rule(NamedTuple):
-    """How an operation passes origins on."""
+    """The rule by which an operation passes origins on."""
 
     name: str  # without namespace, overload and the "_" of an operation in place
     is_known: bool  # False for operations of other libraries

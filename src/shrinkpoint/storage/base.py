@@ -229,7 +229,7 @@ _ADVICE = {
     errno.ENOLCK: "mount this file system with locks, or save to another one",
     errno.EROFS: "save to another place: this file system is read-only",
 }
-"""What to do about an error of the system, where more can be said than to look."""
+"""The remedy for an error of the system, if there is a better one than to look."""
 
 
 def storage_error(where: str, operation: str, error: OSError) -> StorageError:

@@ -1,4 +1,4 @@
-"""Where a writer's chains end: for the time of a restore, and for the bytes that retention holds. No torch.
+"""Limits of a writer's chains: for the time of a restore, and for the bytes that retention holds. No torch.
 
 A base stays on the disk as long as a delta needs it, whether retention wants it or not. With `Keep(last=1)`, a keyframe
 of 0.78 of the state's bytes and a delta of 0.76 would hold 1.54 times the bytes of the one checkpoint that is kept. So

@@ -24,7 +24,7 @@ Directory: TypeAlias = Path | ObjectUrl
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What retention does with the checkpoints of a run."""
+    """The plan of retention for the checkpoints of a run."""
 
     delete: tuple[Directory, ...]  # oldest first
     keep: dict[Directory, DirectoryManifest]  # the manifests of the others that have one, oldest first
@@ -122,7 +122,7 @@ def group_by_chain(manifests: Mapping[Directory, DirectoryManifest]) -> list[lis
 
 
 def chains_to_strip(plan: RunPlan) -> list[list[Directory]]:
-    """What is to lose its moments, by chain, oldest first; without chains that are also those of others.
+    """Checkpoints that lose their moments, by chain, oldest first; only chains that hold no others.
 
     A chain of which a checkpoint keeps its moments may still grow, and its files stay on the disk in any case.
     """
@@ -130,7 +130,7 @@ def chains_to_strip(plan: RunPlan) -> list[list[Directory]]:
 
 
 def directories_to_reverse(plan: RunPlan, keep: Keep, rank: int = 0) -> dict[Path, Path | None]:
-    """What older chains of a rank's payloads hold that is kept on this machine, as `parents_to_reverse` says it."""
+    """Directories on this machine whose payloads of a rank are reversed, as `parents_to_reverse` says it."""
     parts = {place: manifest.of_rank(rank) for place, manifest in plan.keep.items() if isinstance(place, Path)}
     kept = {place: _with_step(part, place.name) for place, part in parts.items() if part is not None}
     parents = parents_to_reverse(kept, keep, lambda manifest: not manifest.depth)

@@ -26,7 +26,7 @@ T = TypeVar("T")
 MAX_STEP = 10**15
 MANIFEST = "manifest.json"
 DIRECTORY_MANIFEST = "shrinkpoint.json"
-"""Of a framework's checkpoint, whose directory a run may have named as a store names those of steps."""
+"""The name in a framework's checkpoint, whose directory a run may have named as a store names those of steps."""
 FORGOTTEN = "forgotten"
 ROLLBACK = "rollback"
 BASES = "bases"
@@ -91,7 +91,7 @@ def rank_of(payload_name: str) -> int:
 
 
 def files_by_step(files: Mapping[str, T]) -> dict[int, dict[str, T]]:
-    """Those of some files that are a store's, by the step and the name in its directory.
+    """The files among `files` that are a store's, by the step and the name in its directory.
 
     A directory of a step is none of a store where it has the manifest of a framework's checkpoint, and not ours.
     """

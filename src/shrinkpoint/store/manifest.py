@@ -40,7 +40,7 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """Ranges of numbers: the first and the last one of each, rising and apart."""
 FORMAT = 1
 WEIGHTS_ONLY_FORMAT = 2
-"""Of a store's manifest with `weights_only`: a reader that does not know it would resume with moments of zero."""
+"""Format of a store's manifest with `weights_only`: a reader that ignores it would resume with moments of zero."""
 REVERSE_FORMAT = 3  # Of a store's manifest whose chain goes back in steps: earlier releases take that for damage
 DIRECTORY_FORMATS = (1, 2)  # Of a directory's manifest without and with `weights_only`
 MAX_MANIFEST_BYTES = 16 << 20

@@ -247,7 +247,7 @@ def _plan_rewrites(
 def _plan_reverse(
     listing: Listing, keep: Keep, now: datetime, wants_reverse: Callable[[Manifest], bool]
 ) -> RewriteChain | None:
-    """What older chains hold that a rule selects, as deltas against newer checkpoints; None: all stay as they are."""
+    """Plan older checkpoints that a rule selects as deltas against newer ones; None: all stay as they are."""
     selected = apply_policy(listing.manifests.values(), keep, now, forgotten=listing.forgotten).selected
     if not selected or not wants_reverse(listing.manifests[selected[-1]]):
         return None

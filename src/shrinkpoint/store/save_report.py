@@ -1,4 +1,4 @@
-"""What people see of a save (bytes by role, time, the rise of the loss), and of a store in a notebook. No torch."""
+"""Reports of a save for people (bytes by role, time, the rise of the loss), and of a store in a notebook. No torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LossIncrease:
 
     @property
     def restored_text(self) -> str:
-        """What earlier restores have left, in words; "" if they have left nothing."""
+        """The rise that earlier restores have left, in words; "" if they have left nothing."""
         return f"remaining rise of the loss about {100 * self.restored:.2g}%" if self.restored >= MIN_SHOWN_REST else ""
 
     @classmethod

@@ -139,7 +139,7 @@ def write_all(
 
 
 def _regions(local: LocalTensor, new: VersionTensor) -> Iterator[tuple[Tensor, Piece, tuple[Sizes, Sizes]]]:
-    """What this process's share has in common with each piece: the live values, the piece, and the box."""
+    """The regions that this process's share has in common with each piece: the live values, the piece, and the box."""
     for mine in local.pieces:
         for piece in new.pieces:
             box = piece.overlap(mine.offsets, mine.sizes)

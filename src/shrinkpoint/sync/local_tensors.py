@@ -1,4 +1,4 @@
-"""What this process has of the tensors of a live model: plain tensors whole, of DTensors its own shard."""
+"""The part of a live model's tensors that this process has: plain tensors whole, of DTensors its own shard."""
 
 from __future__ import annotations
 

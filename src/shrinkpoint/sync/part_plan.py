@@ -30,7 +30,7 @@ _Box = tuple[Sizes, Sizes]
 
 
 class Row(NamedTuple):
-    """What a rank says of one tensor.
+    """The description of one tensor by a rank.
 
     Attributes:
         boxes: that the rank has.
@@ -117,7 +117,7 @@ def _digests(plan: PartPlan, local: Mapping[str, LocalTensor]) -> dict[str, str]
 
 
 def describe(local: Mapping[str, LocalTensor], dtypes: Mapping[str, torch.dtype]) -> list[Row]:
-    """What this rank says of its tensors.
+    """The descriptions of this rank's tensors.
 
     Args:
         dtypes: in which they are published, by name.

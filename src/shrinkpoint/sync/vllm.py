@@ -25,7 +25,7 @@ _log = logging.getLogger("shrinkpoint")
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """What a server is told once: the place, and options of `Subscriber`."""
+    """The settings that a server gets once: the place, and options of `Subscriber`."""
 
     where: str
     threads: int | None = None
@@ -34,7 +34,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """What a server is told at each update."""
+    """The settings that a server gets at each update."""
 
     version: int | None = None  # the lowest that will do; None: the newest that is published
     wait: float = 60.0  # seconds to wait for that version

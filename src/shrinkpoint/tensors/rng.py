@@ -37,9 +37,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 
 _PYTHON = struct.Struct("<I?d")
-"""Of Python's generator: the version, whether a normal number is left over, and that; words follow."""
+"""Python's generator: the version, whether a normal number is left over, and that; words follow."""
 _NUMPY = struct.Struct("<I?d")
-"""Of numpy's MT19937: the position, whether a normal number is left over, and that; words follow."""
+"""numpy's MT19937: the position, whether a normal number is left over, and that; words follow."""
 
 
 def rng_to_bytes() -> dict[str, bytes]:

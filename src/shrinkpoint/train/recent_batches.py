@@ -201,7 +201,7 @@ def _fewest_of_ranks(count: int, model: Any) -> int:
 
 IGNORED_LABEL = -100  # The label that `torch.nn.functional.cross_entropy` leaves out, by its default
 _SHIFTED_KEY = "shift_labels"
-"""What some collators of transformers give a causal language model, in place of labels that its loss shifts."""
+"""The key that some collators of transformers give a causal language model, in place of labels that its loss shifts."""
 _LABEL_KEYS = ("labels", "label_ids", "label", "targets", "target")
 _MAX_STEPS = 16  # Optimizer steps over which the number of terms is averaged: batches of text differ in their padding
 

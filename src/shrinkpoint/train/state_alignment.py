@@ -23,9 +23,9 @@ _log = logging.getLogger("shrinkpoint")
 NAMES_KEY = "parameter_names"  # Key of the names in a state, beside its objects
 _OPTIMIZERS, _SCHEDULERS = "optimizers", "schedulers"
 _GROUP_LISTS = ("lrs", "_lr", "_lambdas", "_momentums")
-"""How the names end of lists in a scheduler that have a value for each group."""
+"""Ends of the names of lists in a scheduler that have a value for each group."""
 _ORDERED_SLOTS = frozenset(("prev_flat_grad", "old_dirs"))
-"""What LBFGS keeps of all parameters together, in their order."""
+"""Entries that LBFGS keeps for all parameters together, in their order."""
 _Keys: TypeAlias = list[list[Hashable]]
 """A key for each parameter of each group: equal for a saved parameter and the live one that it is of."""
 

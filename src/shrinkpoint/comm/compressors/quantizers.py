@@ -139,7 +139,7 @@ class _Quantizer(Compressor):
 
     @abstractmethod
     def _kernel_coder(self, kernels: Any, shape: Sequence[int], contexts: Sequence[CompressorContext]) -> _KernelCoder:
-        """How rows of this shape are coded on a device; `kernels` is the module `shrinkpoint.device.kernels`."""
+        """Return the coder of rows of this shape on a device; `kernels` is the module `shrinkpoint.device.kernels`."""
 
     @abstractmethod
     def _encode_torch(self, tensor: Tensor, context: CompressorContext) -> Tensor: ...

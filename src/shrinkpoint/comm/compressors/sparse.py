@@ -29,7 +29,7 @@ from shrinkpoint.errors import MismatchError, PolicyError, StateError
 from shrinkpoint.tensors.dtypes import tensor_bytes
 
 ValueFormat: TypeAlias = Literal["fp32", "fp16", "bf16"] | Compressor
-"""How selected values are sent. "fp32" is lossless, in 16 bits for tensors of 16 bits; "fp16" makes values beyond its
+"""Format of selected values. "fp32" is lossless, in 16 bits for tensors of 16 bits; "fp16" makes values beyond its
 range infinite. A compressor is given all of them as one 1-d tensor."""
 
 MAX_COLUMNS = (1 << 32) - 1  # The number of values that native code can select from at once

@@ -200,7 +200,7 @@ def square_config(info: OptimizerInfo) -> CoderConfig | None:
 
 
 GroupKind: TypeAlias = tuple[object, ...]
-"""What groups have in common that share a choice: dtype, role, shape, taps, and the kind of context."""
+"""The properties that groups with one choice have in common: dtype, role, shape, taps, and the kind of context."""
 ConfigKind: TypeAlias = tuple[object, ...]
 """The fields of a configuration that are chosen by measuring; all others follow from the numbers."""
 

@@ -120,7 +120,7 @@ class Match(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What all names begin with, up to a separator."""
+        """The common beginning of all names, up to a separator."""
         first, last = min(self.pairs), max(self.pairs)
         ends = (end.end() for end in _SEPARATOR.finditer(first) if last.startswith(first[: end.end()]))
         return first[: max(ends, default=0)]
@@ -172,7 +172,7 @@ def _by_prefix(shapes: Mapping[str, Shape]) -> dict[str, dict[str, Shape]]:
 
 
 def _num_shared_parts(prefix: str, other: str) -> int:
-    """How many parts two prefixes share at their ends and at their beginnings."""
+    """Number of parts that two prefixes share at their ends and at their beginnings."""
     a, b = _SEPARATOR.split(prefix)[:-1], _SEPARATOR.split(other)[:-1]
     return sum(
         next((i for i, (x, y) in enumerate(zip(one, two, strict=False)) if x != y), min(len(one), len(two)))

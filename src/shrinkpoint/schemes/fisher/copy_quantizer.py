@@ -38,7 +38,7 @@ class CopyChoice:
 
 @dataclass
 class CopyMemory:
-    """What a run has learned of a copy.
+    """The facts that a run has learned about a copy.
 
     Attributes:
         run: its steps, and what predicts its rises.

@@ -149,7 +149,7 @@ class Curvature:
     second_sums: MatrixSums | None = field(default=None, repr=False)
 
     def num_rows(self, shape: tuple[int, ...]) -> int | None:
-        """How many rows the matrix of a whole tensor of this shape has; None if nothing is known of all of it."""
+        """Number of rows of the matrix of a whole tensor of this shape; None if nothing is known of all of it."""
         is_whole = self.second is not None and self.marginals is None and self.second.numel() == math.prod(shape)
         return self.second.shape[0] if is_whole and self.second is not None else None
 
@@ -492,7 +492,7 @@ def _is_named_after(moment: list[str], weight: list[str]) -> bool:
 
 
 _HEALING = 0.5
-"""How fast movement makes errors good: measured on trainings that were restored eight times."""
+"""The rate at which movement makes errors good: measured on trainings that were restored eight times."""
 
 
 def remaining_share(weights: GlobalWeights, curvatures: Mapping[str, Curvature], reference: Reference | None) -> float:

@@ -1,4 +1,4 @@
-"""What an optimizer's first moments still do to the weights, from which follows how coarse they may be.
+"""The movement that first moments still cause in the weights; it decides how coarse these moments may be.
 
 A first moment m moves its weight by `lr m beta1 / (1 - beta1)` in all, in roots of the second moment. An error of m
 moves it as far. So m need not be known better than the weight itself is: by a small learning rate, as in a fine-tuning,
@@ -22,9 +22,9 @@ LONG_MEMORY = 9.0
 """The updates that a first moment of beta1 = 0.9 still moves its weight by: beta1 / (1 - beta1)."""
 _MAX_SHORT = 64.0  # how many times larger a step may be because the moment moves its weight less
 SHARE_OF_WEIGHTS = 1 / 3
-"""How far a step of a first moment may move its weight, in steps of the weight; the rise grows by its square."""
+"""Distance that a step of a first moment may move its weight, in steps of the weight; the rise grows by its square."""
 _MAX_COARSER = 16.0
-"""By how much steps may be larger at most: training may go on with another learning rate than was seen."""
+"""The largest factor by which steps may be larger: training may go on with another learning rate than was seen."""
 
 
 @lru_cache(maxsize=256)
@@ -40,7 +40,7 @@ def first_step_factor(beta1: float | None, beta2: float | None, step: int | None
 
 
 def coarser_steps(save: PlannedSave, first_step: float, memory: RunMemory, restores: int) -> dict[str, float]:
-    """How many times larger steps of first moments may be, since their weights are coarse; at least 1. A collective.
+    """Factor by which steps of first moments may be larger, since their weights are coarse; at least 1. A collective.
 
     What counts is the largest learning rate of the run so far: a run that has ended at a rate of 0 may go on. The share
     of the weights' steps falls with every restore, so that all of them together add less than twice what the first one

@@ -76,17 +76,17 @@ DEAD_ZONES: Mapping[MomentKind, float] = {
     MomentKind.SIGN: 0.8,
 }
 _STOCHASTIC_KINDS = (MomentKind.MOMENTUM, MomentKind.SCALED)
-"""What has zeros that must stay zeros is rounded up or down by chance: its error is zero on average, as with dither."""
+"""Moments whose zeros must stay zeros: rounded up or down by chance, with an error of zero on average, as by dither."""
 _MAX_FINER = 2.5
-"""By how much steps of momentum with a dead zone become smaller with restores, each of which loses small values."""
+"""The largest factor by which restores make steps of momentum with a dead zone smaller; each loses small values."""
 _SPREAD = 12
 """Eighths of an octave by which a second moment differs from the mean of its row and column, about. So the mean of n of
 them is known to 12 / sqrt(n) eighths, and its exponent need not be nearer."""
 _MAX_TOLERANCE = 4
 """Eighths of an octave by which an exponent may differ at most from what it would be now."""
 _MAX_HALF_OCTAVES = 30
-"""By how much the step of a row of a first moment is below the largest at most. It hardly moves a weight then, and all
-exponents of the tensor differ by less than a byte says."""
+"""Half octaves by which a row's step of a first moment is below the largest, at most. It hardly moves a weight
+then, and all exponents of the tensor differ by less than a byte says."""
 _LIMIT = MAX_SCALE_EXPONENT // 2 - 2 * _MAX_TOLERANCE
 """The largest exponent of a row or column, from which `Lattice.rounded` may still go on by its tolerance."""
 

@@ -1,4 +1,4 @@
-"""What is known of moments before they are quantized: sums of second ones, their matrices, and what has not moved."""
+"""Statistics of moments before they are quantized: sums of second ones, their matrices, and what has not moved."""
 
 from __future__ import annotations
 

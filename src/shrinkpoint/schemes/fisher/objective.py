@@ -145,7 +145,7 @@ MIN_BUDGET_SHARE = 1 / 16
 """The least share of the budget that a checkpoint may spend, whatever earlier restores have left."""
 _GROWTH_THRESHOLD = 3 * _CHANGE_THRESHOLD
 _LARGER = 2 * _CHANGE_THRESHOLD
-"""By how much larger steps are tried after many saves whose rises were far below the budget: twice as large."""
+"""The factor by which steps are enlarged after many saves whose rises were far below the budget: twice as large."""
 MAX_SHARE_OF_LARGER = 0.75
 """The share of the budget within which the rise of such steps must be."""
 """The same for larger steps at a run's first save, because they cost an evaluation; later saves take them anyway."""

@@ -22,9 +22,9 @@ _SINGLE_ERROR = 0.7
 _PAIR_ERROR = 0.3
 """The same of pairs, which have no slope."""
 _MIN_EXCESS = 1 / 64
-"""By how much hysteresis exceeds rounding to the nearest, in steps, where it begins to grow again."""
+"""The excess of hysteresis over rounding to the nearest, in steps, at which it begins to grow again."""
 _DRIFT = 0.15
-"""By how much ln N may change from one save to the next."""
+"""The largest change of ln N from one save to the next."""
 _NORMAL_QUANTILE = 1.645
 _CLEAR = 2.0
 """Standard errors above which a rise is not chance."""
@@ -38,7 +38,7 @@ MIN_PATIENCE = 4
 _MAX_PATIENCE = 256
 _QUIET_SHARE = 0.1
 _MIN_INTERVALS = 4.0
-"""How many times as many updates lie between two saves as a restore may lose."""
+"""Least ratio of the updates between two saves to those that a restore may lose."""
 _HELD_DECAY = 0.8
 """The weight of what earlier saves have shown, relative to that of the next one."""
 
@@ -72,7 +72,7 @@ class HeldRatios:
 
 @dataclass(frozen=True)
 class QuietSaves:
-    """How long rises have been far below the budget, after which larger steps are tried.
+    """Counts the saves whose rises are far below the budget, after which larger steps are tried.
 
     Steps that were made smaller in a bad moment would otherwise stay for the rest of the chain: of weights with
     hysteresis, N is not learned.
@@ -96,7 +96,7 @@ class QuietSaves:
 
 @dataclass(frozen=True)
 class Progress:
-    """What training gains between saves, from which follows what it would lose with its first moments."""
+    """The gain of training between saves; it says what a restore without first moments would lose."""
 
     updates: int | None = None  # Of the optimizer at the last save; None if unknown
     interval: int | None = None  # Updates between the last two saves; None if unknown

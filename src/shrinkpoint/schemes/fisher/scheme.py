@@ -408,7 +408,7 @@ class Fisher(Planner["FisherChoice"]):
     # steps of `choose`
 
     def _moments_mode(self, save: PlannedSave, metric: DegradationMetric | None, updates: int | None) -> MomentsMode:
-        """How this save keeps the moments: with "auto" without the first where a restore can do without them."""
+        """Return how this save keeps the moments: with "auto" without the first where a restore can do without them."""
         memory, sign = self._memory, -1 if self._higher_is_better else 1
         memory.progress = memory.progress.after(updates, None if metric is None else sign * metric.baseline.value)
         if self._moments != "auto":

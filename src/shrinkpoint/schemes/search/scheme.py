@@ -462,7 +462,7 @@ class SearchChoice:
 
 
 def _find_problem(measurement: Measurement, trials: Trials) -> EvaluateProblem | None:
-    """What the trials of all replicas have shown of `evaluate`; None where it can be trusted."""
+    """Return the problem of `evaluate` that the trials of all replicas show; None if it can be trusted."""
     assert measurement.metric is not None
     failure = find_failure(measurement.metric, trials.run_on_all_ranks)
     return failure or next(filter(None, trials.run_on_all_ranks(measurement.find_inversion)), None)

@@ -331,7 +331,7 @@ def _targets(entries: Mapping[str, EntryMetadata], objects: Mapping[str, Any], w
         raise MismatchError(where, found=found, expected="all that is to be restored", do="leave it out")
     leaves = {tuple(map(str, path)): obj for path, obj in iter_leaves(objects)}
     below: dict[StatePath, dict[str, StatePath]] = {path: {} for path in leaves}
-    """Of each object, its entries and their paths in it."""
+    """The entries of each object, and their paths in it."""
     targets: dict[str, Any] = {}
     for fqn, path in paths.items():
         length = next((length for length in range(1, len(path) + 1) if path[:length] in leaves), 0)

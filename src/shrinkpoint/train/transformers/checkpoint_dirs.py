@@ -55,7 +55,7 @@ _DAMAGE_ERRORS = (
     ValueError,
     zipfile.BadZipFile,
 )
-"""What JSON, safetensors and zip raise for a file that is cut or damaged."""
+"""Exceptions that JSON, safetensors and zip raise for a file that is cut or damaged."""
 _log = logging.getLogger("shrinkpoint")
 ErrorT = TypeVar("ErrorT", bound=ShrinkpointError)
 

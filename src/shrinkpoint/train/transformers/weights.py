@@ -47,7 +47,7 @@ _PATHS: tuple[StatePath, ...] = (
     ("state", "state_dict"),
     ("state",),
 )
-"""Where the weights may be in a state, in the order in which to look."""
+"""Keys under which a state may hold the weights, in the order in which to look."""
 _EXPECTED = 'a dict of tensors by name under "model" or "state_dict", or as the state itself'
 
 
