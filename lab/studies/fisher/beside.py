@@ -71,8 +71,8 @@ class Training:
 
 BESIDE: dict[str, Callable[[Training], dict[str, Any]]] = {
     "nothing": lambda run: {},
-    "EMA, decay .99": lambda run: {"ema": run.averages[0.99]},
-    "EMA, decay .999": lambda run: {"ema": run.averages[0.999]},
+    "EMA, decay 0.99": lambda run: {"ema": run.averages[0.99]},
+    "EMA, decay 0.999": lambda run: {"ema": run.averages[0.999]},
     "target network, copied every 100 steps": lambda run: {"target": run.hard_copy()},
     "frozen reference or teacher": lambda run: {"reference": run.frozen},
     "replay buffer, not changed": lambda run: {"extra": {"buffer": run.buffer}},
