@@ -146,8 +146,9 @@ def _loss_settings(loss: JSON) -> str:
     chosen, exact, optimizer = loss.get("chosen"), loss.get("exact"), loss.get("optimizer")
     if not isinstance(chosen, dict):
         return f"nothing: {exact}" if isinstance(exact, str) else "nothing"
-    settings = ", ".join(f"{name} {value}" for name, value in chosen.items()).replace("_in_", " in standard ")
-    return settings.replace("_", " ") + (f"; optimizer {optimizer}" if optimizer in ("reset", "lossy") else "")
+    names = (str(name).replace("in_deviations", "in_standard_deviations").replace("_", " ") for name in chosen)
+    settings = ", ".join(f"{name} {value}" for name, value in zip(names, chosen.values(), strict=True))
+    return settings + (f"; optimizer {optimizer}" if optimizer in ("reset", "lossy") else "")
 
 
 def _unquantized_text(loss: JSON) -> str:

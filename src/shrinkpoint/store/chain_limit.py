@@ -90,7 +90,7 @@ def choose_spacing(
     least = max(kept - best, best)  # checkpoints that are kept at any time
     ways = [Spacing(1, False, kept * sizes.keyframe, kept * sizes.keyframe, sizes.keyframe)]
     lengths = range(2, min(longest, _MAX_SPACING) + 1)
-    forward = (_forward(sizes, kept, every) for every in lengths)
+    forward = (_forward(sizes, kept, every, best) for every in lengths)
     ways += (way for way in forward if not alone or way.every * way.written <= sizes.plain)
     if can_reverse:
         ways += (way for every in lengths if every >= kept > 1 for way in _reverse(sizes, kept, every, best))
@@ -100,9 +100,9 @@ def choose_spacing(
     return fastest if fastest.written <= WRITE_GAIN * smallest.written else smallest
 
 
-def _forward(sizes: FileSizes, kept: int, every: int) -> Spacing:
-    """Chains of which all files stay until none of their checkpoints is kept."""
-    older, chain = kept - 1, sizes.keyframe + (every - 1) * sizes.delta
+def _forward(sizes: FileSizes, kept: int, every: int, best: int) -> Spacing:
+    """Chains of which all files stay until none of their checkpoints is kept; each of the best may need one alone."""
+    older, chain = kept - best - 1, sizes.keyframe + (every - 1) * sizes.delta
     # Behind the newest chain there are c of them, and c - 1 once that has as many checkpoints as the oldest has kept.
     # Over a chain, they are older / every on the average.
     chains = -(-older // every)
@@ -112,7 +112,7 @@ def _forward(sizes: FileSizes, kept: int, every: int) -> Spacing:
         -(-max(0, older - every + 1) // every) * chain + (every - 1) * sizes.delta,
         chain + (older - 1) * sizes.keyframe,  # should deltas become too large
     )
-    mean = older / every * chain + (every - 1) / 2 * sizes.delta
+    mean = (older / every + best) * chain + (every - 1) / 2 * sizes.delta
     return Spacing(every, False, sizes.keyframe + mean, sizes.keyframe + most, chain / every)
 
 
