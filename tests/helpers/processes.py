@@ -105,12 +105,13 @@ def ranks(program: str, width: int, folder: Path, *, timeout: float = PATIENCE) 
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(width)]
 
 
-def run_forked(program: str, *arguments: str, width: int = 0, timeout: float = PATIENCE) -> str:
+def run_forked(program: str, *arguments: str, width: int = 0, code: int = 0, timeout: float = PATIENCE) -> str:
     """What a program prints in a process of its own, in which torch and most of the package are imported already.
 
     Args:
         arguments: its `sys.argv[1:]`.
         width: that many processes then call its `of_rank(rank, width, *arguments)`.
+        code: with which it must end; negative: the signal.
     """
     environment = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
     server = _server()
@@ -130,5 +131,5 @@ def run_forked(program: str, *arguments: str, width: int = 0, timeout: float = P
             os.killpg(pid, signal.SIGKILL)  # ranks that wait for each other would outlive the test
             server.stdout.readline()
             raise
-        assert int(server.stdout.readline()) == 0, errors.read()
+        assert int(server.stdout.readline()) == code, errors.read()
         return output.read()

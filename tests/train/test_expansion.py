@@ -20,7 +20,7 @@ from shrinkpoint.train import dcp
 from shrinkpoint.train.lightning import ShrinkIO
 from shrinkpoint.train.transformers import ShrinkConfig
 
-SIZE = 1 << 25
+SIZE = 1 << 22
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

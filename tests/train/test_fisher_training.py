@@ -82,9 +82,9 @@ def test_a_run_that_is_restored_after_every_save_gets_where_it_would_have_got(st
 def test_without_dither_progress_is_lost():
     """The trap: few steps between saves, and most weights are nearest to where they were restored."""
     losses = {}
-    for name, scheme in (("dithered", sp.Fisher), ("nearest", Nearest)):
+    for name, scheme, seeds in (("dithered", sp.Fisher, SEEDS), ("nearest", Nearest, SEEDS[:1])):
         found = []
-        for seed in SEEDS:
+        for seed in seeds:
             run, reports = relay(lambda run, make=scheme, seed=seed: make(relative_error=0.1, seed=seed), 10, 5, 1e-3)
             kept = sum(report.retention for report in reports[1:]) / 9
             assert 0.9 < kept < 1.1 if name == "dithered" else kept < 0.2

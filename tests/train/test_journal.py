@@ -641,47 +641,47 @@ RANKS = """
         for how, options in HOWS.items():
             options = options | {"rank": rank}
             name = f"{folder}/{how}"
-            end = 12 if how == "q4:64" else 9  # past another save, or not
-            said["whole " + how] = state(make(name + "-whole", how, **options).train(end).close())
-            for last in (8, end):
-                said[how] = state(make(name, how, **options).train(last).close())
+            end = 7 if how == "q4:64" else 6  # past another save, or not
+            said["whole " + how] = state(make(name + "-whole", how, **options).train(end, 3).close())
+            for last in (5, end):
+                said[how] = state(make(name, how, **options).train(last, 3).close())
             dist.barrier()
 
         # a rank that was killed a step earlier than the others: all resume from its last step
-        run = make(f"{folder}/uneven", rank=rank).train(8).close()
+        run = make(f"{folder}/uneven", rank=rank).train(5, 3).close()
         dist.barrier()
         if rank == 1:
-            path = f"{folder}/uneven/journal/000000000005-00001.journal"
+            path = f"{folder}/uneven/journal/000000000003-00001.journal"
             os.truncate(path, os.path.getsize(path) - 9)
         dist.barrier()
-        said["uneven"] = state(make(f"{folder}/uneven", rank=rank).train(12).close())
+        said["uneven"] = state(make(f"{folder}/uneven", rank=rank).train(7, 3).close())
 
         # feedback restarts: the weights of the last step are right, on all ranks
         for how, wire in (("ef(q2:64)", {}), ("ef21(top10)", {"average_compressor": "top10"})):
             options = {"rank": rank, "feedback": "restart", "wire": wire}
-            run = make(f"{folder}/{how}", how, **options).train(8).close()
-            again = make(f"{folder}/{how}", how, **options).train(8)
+            run = make(f"{folder}/{how}", how, **options).train(5, 3).close()
+            again = make(f"{folder}/{how}", how, **options).train(5, 3)
             said[how] = [run.bits() == again.bits(), again.restored.step]
             again.backward()
-            again.journal.step(9)
+            again.journal.step(6)
             said[how].append(again.close().bits())
 
         # a file that one rank cannot begin: no checkpoint, and all go on in the old one
-        run = make(f"{folder}/blocked", rank=rank).train(8)
+        run = make(f"{folder}/blocked", rank=rank).train(5, 3)
         if rank == 1:
-            os.mkdir(f"{folder}/blocked/journal/000000000008-00001.journal")
-        said["blocked"] = caught(lambda: run.journal.save(8, **run.objects))
+            os.mkdir(f"{folder}/blocked/journal/000000000005-00001.journal")
+        said["blocked"] = caught(lambda: run.journal.save(5, **run.objects))
         dist.barrier()
         if rank == 1:
-            os.rmdir(f"{folder}/blocked/journal/000000000008-00001.journal")
-        run.backward(), run.journal.step(9), run.close()
-        said["after"] = state(make(f"{folder}/blocked", rank=rank).train(12).close())
+            os.rmdir(f"{folder}/blocked/journal/000000000005-00001.journal")
+        run.backward(), run.journal.step(6), run.close()
+        said["after"] = state(make(f"{folder}/blocked", rank=rank).train(7, 3).close())
 
         # a rank that has no file, or another model
-        run = make(f"{folder}/absent", rank=rank).train(8).close()
+        run = make(f"{folder}/absent", rank=rank).train(5, 3).close()
         dist.barrier()
         if rank == 1:
-            os.remove(f"{folder}/absent/journal/000000000005-00001.journal")
+            os.remove(f"{folder}/absent/journal/000000000003-00001.journal")
         dist.barrier()
         run = make(f"{folder}/absent", rank=rank)
         said["absent"] = caught(lambda: run.journal.restore(**run.objects))
@@ -694,10 +694,10 @@ RANKS = """
         run.close()
 
         # an error of one rank is one of all
-        run = make(f"{folder}/damaged", rank=rank).train(9).close()
+        run = make(f"{folder}/damaged", rank=rank).train(5, 3).close()
         dist.barrier()
         if rank == 1:
-            with open(f"{folder}/damaged/journal/000000000005-00001.journal", "r+b") as file:
+            with open(f"{folder}/damaged/journal/000000000003-00001.journal", "r+b") as file:
                 file.seek(600)
                 file.write(b"damage")
         dist.barrier()
@@ -715,15 +715,15 @@ def test_ranks_go_on_from_their_last_step(tmp_path: Path, width: int):
     for report in reports:
         for how in [name.removeprefix("whole ") for name in report if name.startswith("whole ")]:
             expected = report["whole " + how]
-            assert report[how] == [*expected[:2], 8], how
-        assert report["uneven"] == [*report["whole q4:64"][:2], 7]
+            assert report[how] == [*expected[:2], 5], how
+        assert report["uneven"] == [*report["whole q4:64"][:2], 4]
         for how in ("ef(q2:64)", "ef21(top10)"):
-            assert report[how][:2] == [True, 8]
+            assert report[how][:2] == [True, 5]
         assert report["blocked"][0] == "StorageError" and "rank 1: " in report["blocked"][1]
-        assert report["after"] == [*report["whole q4:64"][:2], 9]
-        assert report["absent"][0] == "MismatchError" and "no file of rank 1, and 3 steps" in report["absent"][1]
+        assert report["after"] == [*report["whole q4:64"][:2], 6]
+        assert report["absent"][0] == "MismatchError" and "no file of rank 1, and 2 steps" in report["absent"][1]
         assert report["unlike"][0] == "MismatchError" and "rank 1: " in report["unlike"][1]
-        assert "not replayed" in report["warned"][0] and report["warned"][-1] == 5
+        assert "not replayed" in report["warned"][0] and report["warned"][-1] == 3
         assert report["damaged"][0] == "CorruptError" and "rank 1: " in report["damaged"][1]
         weights.add(str([report[how][2] for how in ("ef(q2:64)", "ef21(top10)")]))
     assert len({str(report["whole q4:64"][1]) for report in reports}) == width  # each has dropout of its own

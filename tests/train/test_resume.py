@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.small_training import digits
 from helpers.strategies import difference
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
@@ -42,8 +42,7 @@ class Order:
 
 def run(where: Path, last: int, *, background: bool, every: int = 5) -> Any:
     """Train up to step `last`, from the newest checkpoint; returns everything at the end."""
-    images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
-    images = images.float() / 16
+    images, labels = digits()
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.BatchNorm1d(96), nn.GELU(), nn.Dropout(0.3), nn.Linear(96, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -6,8 +6,6 @@ import inspect
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from accelerate.utils import ProjectConfiguration
 from helpers import accelerate_runs
 from helpers.huggingface import Text, made
 from helpers.lightning_runs import QUIET, Small, points, trainer
-from helpers.processes import ranks
+from helpers.processes import ranks, run_forked
 from helpers.strategies import difference
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -167,7 +165,7 @@ def test_a_fault_at_any_time_leaves_what_loads(tmp_path: Path, keep: Keep, fault
     assert failures
 
 
-KILLED = """
+IMPORTS = """
 import os
 from pathlib import Path
 from typing import Any
@@ -175,6 +173,8 @@ import torch
 from shrinkpoint.store import Keep, directory_rewrite
 from shrinkpoint.train import Checkpointer
 
+"""
+KILLED = """
 calls, original = [0], directory_rewrite.replace_manifest
 
 def kill(*arguments):
@@ -193,9 +193,8 @@ with Checkpointer(keyframe_every=3) as checkpointer:
 @pytest.mark.parametrize("keep", ["last=3", "last=6, moments_last=1"])
 @pytest.mark.parametrize("after", [1, 2, 4])
 def test_a_kill_while_older_ones_are_written_again_leaves_what_loads(tmp_path: Path, keep: str, after: int) -> None:
-    head, tail = KILLED.format(root=str(tmp_path), keep=keep, after=after).split("calls, original", 1)
-    program = f"{head}{inspect.getsource(near)}{inspect.getsource(save_next)}calls, original{tail}"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 9
+    program = KILLED.format(root=str(tmp_path), keep=keep, after=after)
+    run_forked(IMPORTS + inspect.getsource(near) + inspect.getsource(save_next) + program, code=9)
     steps = assert_loads(tmp_path)
     assert len(steps) >= 3
     with Checkpointer(keyframe_every=3) as checkpointer:  # and the run goes on
