@@ -55,7 +55,7 @@ LONG = """
                         gradient_as_bucket_view=how != "q4:64")
             replicas = how and compress_ddp(model, how, segment_numel=1500)
             optimizer, losses = torch.optim.Adam(model.parameters(), lr=5e-3), []
-            for step in range(48):
+            for step in range(40):
                 optimizer.zero_grad()
                 for part in range(step % 2, 2):  # in every other step, a first one that only adds up
                     with model.no_sync() if part == 0 else contextlib.nullcontext():

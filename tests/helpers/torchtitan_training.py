@@ -1,4 +1,4 @@
-"""A training of torchtitan's Trainer on the CPU: two layers of its debug Llama, FSDP2, random numbers as data."""
+"""A training of torchtitan's Trainer on the CPU: a layer of its debug Llama, FSDP2, random numbers as data."""
 
 # ruff: noqa: E402
 
@@ -116,10 +116,10 @@ def parallelize(model: nn.Module, **options: Any) -> nn.Module:
 def make_config(folder: str, steps: int, *, tensor_parallel: int = 1, **checkpoint: Any) -> Trainer.Config:
     spec = model_registry("debugmodel")
     spec.parallelize_fn = parallelize
-    spec.model.layers = spec.model.layers[:2]
+    spec.model.layers = spec.model.layers[:1]
     for layer in spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    options = {"interval": 2, "last_save_model_only": False, **checkpoint}
+    options = {"interval": 1, "last_save_model_only": False, **checkpoint}
     return Trainer.Config(
         model_spec=spec,
         dump_folder=folder,

@@ -5,17 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.paths import TESTS
 from helpers.processes import run_forked
 from helpers.stores import payloads, state
 from helpers.strategies import difference
-from helpers.timeouts import PATIENCE
 
 import shrinkpoint
 from shrinkpoint import Keep, Store, load
@@ -274,24 +271,6 @@ def test_file_is_inspected_without_its_payload(url, s3):
     s3.clear()
     shrinkpoint.inspect(f"{url}/a")
     assert len([path for method, path, _ in s3.requests() if method == "GET"]) <= 2
-
-
-_LAST_SAVE = """
-import sys
-from helpers.stores import state
-from shrinkpoint import Store
-store = Store(sys.argv[1])
-store.save(1, state(1))
-store.load()
-"""
-
-
-def test_process_that_closes_nothing_ends_and_has_a_successor(url):
-    environment = os.environ | {"PYTHONPATH": str(TESTS)}
-    subprocess.run([sys.executable, "-c", _LAST_SAVE, url], env=environment, check=True, timeout=PATIENCE)
-    with Store(url) as store:
-        store.save(2, state(2))
-        assert [*store.steps()] == [1, 2]
 
 
 _TWO_WRITERS = """

@@ -83,7 +83,7 @@ def test_a_chain_that_was_to_be_written_again_is_though_sizes_have_changed_a_lit
     assert not limit.wants_reverse(keyframe)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     keyframe=st.floats(0.05, 1.0),
     delta=st.floats(0.02, 1.05),
@@ -172,7 +172,7 @@ def test_the_best_stays_whatever_goes_and_what_stays_for_good_becomes_a_keyframe
 @pytest.mark.parametrize("keep", [Keep(last=4, every=2), Keep(last=5, every=3, best=2), Keep(every=2), Keep(best=3)])
 def test_no_checkpoint_is_its_own_base(tmp_path: Path, keep: Keep) -> None:
     with Store(tmp_path, threads=1) as store:
-        for step in range(1, 20):
+        for step in range(1, 16):
             save_next(store, keep, step)
             assert_loads(store)
 

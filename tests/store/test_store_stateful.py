@@ -33,7 +33,7 @@ class Machine(RuleBasedStateMachine):
         self.hurt: set[int] = set()
         self.light: set[int] = set()
         self.damaged: set[str] = set()
-        self.seed = 0
+        self.seed = self.rules = 0
 
     @initialize(kind=st.sampled_from(PLACES), every=st.sampled_from([None, 2, 4]))
     def open(self, kind: str, every: int | None) -> None:
@@ -42,6 +42,7 @@ class Machine(RuleBasedStateMachine):
         self.store = Store(self.storage, keyframe_every=every, threads=1)
 
     def teardown(self) -> None:
+        self.check()
         self.store.close()
         self.folder.cleanup()
 
@@ -168,6 +169,12 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def what_was_saved_is_what_loads(self) -> None:
+        """Looked at after every third rule and at the end: what is lost stays lost."""
+        self.rules += 1
+        if self.rules % 3 == 0:
+            self.check()
+
+    def check(self) -> None:
         if not hasattr(self, "store"):
             return
         shown = self.store.scan()
@@ -190,4 +197,4 @@ def _now() -> Any:
 
 
 class TestMachine(Machine.TestCase):  # type: ignore[name-defined,misc]
-    settings = settings(deadline=None, max_examples=20, stateful_step_count=25)
+    settings = settings(deadline=None, max_examples=40, stateful_step_count=25)

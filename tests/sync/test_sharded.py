@@ -51,7 +51,7 @@ def of_rank(rank, width, folder):
 )
 
 
-@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("width", [pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_plain_model_follows_every_sharding(tmp_path: Path, width: int):
     reports = ranks(PUBLISH, width, tmp_path)
     assert all(report == reports[0] for report in reports)

@@ -283,7 +283,10 @@ def test_wrong_mirrors_are_refused_at_once(tmp_path):
 _LAST_SAVE = """
 import sys
 from helpers.stores import state
-from shrinkpoint import CheckpointManager
+from shrinkpoint import CheckpointManager, Store
+store = Store(sys.argv[3])
+store.save(1, state(1))
+store.load()
 manager = CheckpointManager(sys.argv[1], mirror=sys.argv[2])
 for step in (1, 2, 3):
     manager.save(step, extra=state(step), rng=False)
@@ -292,12 +295,15 @@ for step in (1, 2, 3):
 
 def test_process_that_closes_nothing_copies_all_and_has_a_successor(tmp_path, url):
     environment = os.environ | {"PYTHONPATH": str(TESTS)}
-    command = [sys.executable, "-c", _LAST_SAVE, str(tmp_path), url]
+    command = [sys.executable, "-c", _LAST_SAVE, str(tmp_path), url, f"{url}-store"]
     subprocess.run(command, env=environment, check=True, timeout=PATIENCE)
     assert steps_of(url) == [1, 2, 3]
     with CheckpointManager(tmp_path, mirror=url) as manager:
         save(manager, 4)
     assert steps_of(url) == [1, 2, 3, 4]
+    with Store(f"{url}-store") as store:
+        store.save(2, state(2))
+        assert [*store.steps()] == [1, 2]
 
 
 _KILLS = """

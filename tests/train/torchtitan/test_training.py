@@ -2,102 +2,89 @@
 
 from __future__ import annotations
 
-import json
 import signal
 
 import pytest
 
 pytest.importorskip("torchtitan")
 
-from helpers.processes import run_forked
+from helpers.processes import ranks
 
 from shrinkpoint.report.files import read_file_report
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store.directory import read_directory_manifest, verify_directory
 
-PREPARE = """
-    import json, logging, sys, warnings
+RANKS = """
+    import json, warnings
+    import torch.distributed as dist
     warnings.simplefilter("ignore")
     from helpers.torchtitan_training import free_ports, run_killed, train
-    PORTS = free_ports(6)
+    PORTS = free_ports(7)
 
-    def say(rank, folder, said):
+    def of_two(rank, folder, said):
+        where = rank, 2
+        said["killed"] = run_killed(2, *where, PORTS[0], f"{folder}/run", 3)
+        said["resumed"] = train(*where, PORTS[1], f"{folder}/run", 3)
+        said["whole"] = train(*where, PORTS[2], f"{folder}/whole", 3)
+        options = {"async_mode": "async", "keep_latest_k": 2, "scheme": "fisher(relative_error=.3)"}
+        said["lossy"] = train(*where, PORTS[3], f"{folder}/lossy", 2, **options)
+        said["lossy again"] = train(*where, PORTS[4], f"{folder}/lossy", 3, **options)
+
+    def of_rank(rank, width, folder):
+        said, store = {}, dist.FileStore(f"{folder}/ended", width)
+        if rank < 2:
+            of_two(rank, folder, said)
+            store.set(str(rank), "")
+        store.wait(["0", "1"])
+        wide = train(rank, width, PORTS[5], f"{folder}/run", 4, exclude_from_loading=["dataloader"])
+        grid = train(rank, width, PORTS[6], f"{folder}/whole", 4, tensor_parallel=2)
         with open(f"{folder}/{rank}.json", "w") as file:
-            json.dump(said, file)
+            json.dump(said | {"of four": [wide, grid]}, file)
 """
-TWO_RANKS = (
-    PREPARE
-    + """
-    def of_rank(rank, width, folder):
-        said, where = {}, (rank, width)
-        said["killed"] = run_killed(4, *where, PORTS[0], f"{folder}/run", 6)
-        said["resumed"] = train(*where, PORTS[1], f"{folder}/run", 6)
-        said["whole"] = train(*where, PORTS[2], f"{folder}/whole", 6)
-        options = {"async_mode": "async", "keep_latest_k": 2, "interval": 1, "scheme": "fisher(relative_error=.3)"}
-        said["lossy"] = train(*where, PORTS[3], f"{folder}/lossy", 5, **options)
-        said["lossy again"] = train(*where, PORTS[4], f"{folder}/lossy", 6, **options)
-        say(rank, folder, said)
-"""
-)
-FOUR_RANKS = (
-    PREPARE
-    + """
-    def of_rank(rank, width, folder):
-        wide = train(rank, width, PORTS[0], f"{folder}/run", 7, exclude_from_loading=["dataloader"])
-        grid = train(rank, width, PORTS[1], f"{folder}/whole", 7, tensor_parallel=2)
-        say(rank, folder, [wide, grid])
-"""
-)
-
-
-def results(folder, width):
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(width)]
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
+def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("titan")
-    run_forked(TWO_RANKS, str(folder), width=2)
-    return folder, results(folder, 2)
+    return folder, ranks(RANKS, 4, folder)
 
 
 def manifests(folder):
     return {path.name: read_directory_manifest(path) for path in sorted((folder / "checkpoint").iterdir())}
 
 
-def test_killed_run_ends_as_an_uninterrupted_one(two_ranks):
-    folder, said = two_ranks
-    for rank in said:
+def test_killed_run_ends_as_an_uninterrupted_one(trained):
+    folder, said = trained
+    for rank in said[:2]:
         assert rank["killed"] == -signal.SIGKILL
-        assert (rank["whole"]["begun"], rank["resumed"]["begun"]) == (0, 2)
+        assert (rank["whole"]["begun"], rank["resumed"]["begun"]) == (0, 1)
         assert rank["resumed"]["state"] == rank["whole"]["state"]
     found = manifests(folder / "run")
-    assert {name: manifest.depth > 0 for name, manifest in found.items()}["step-4"]
-    assert {len(manifest.payloads) for manifest in found.values()} == {2}
+    assert found["step-2"].depth > 0
+    assert {len(found[f"step-{step}"].payloads) for step in (1, 2, 3)} == {2}
 
 
-def test_four_ranks_go_on_from_two(two_ranks):
+def test_four_ranks_go_on_from_two(trained):
     """FSDP2 over four ranks, where torchtitan's loader cannot go on; and over two with tensor parallelism in two."""
-    folder, said = two_ranks
-    run_forked(FOUR_RANKS, str(folder), width=4)
-    for run in (run for rank in results(folder, 4) for run in rank):
-        assert run["begun"] == 6
+    folder, said = trained
+    for run in (run for rank in said for run in rank["of four"]):
+        assert run["begun"] == 3
         assert run["begun_state"] == said[0]["whole"]["state"]
-    assert len(manifests(folder / "run")["step-7"].payloads) == 4
-    assert manifests(folder / "whole")["step-7"].step == 7
+    assert len(manifests(folder / "run")["step-4"].payloads) == 4
+    assert manifests(folder / "whole")["step-4"].step == 4
 
 
-def test_lossy_run_keeps_the_latest_ones(two_ranks):
-    folder, said = two_ranks
+def test_lossy_run_keeps_the_latest_ones(trained):
+    folder, said = trained
     found = manifests(folder / "lossy")
-    assert [*found] == ["step-5", "step-6"]
+    assert [*found] == ["step-2", "step-3"]
     for name in found:
         verify_directory(folder / "lossy" / "checkpoint" / name, deep=True)
     assert {manifest.scheme for manifest in found.values()} == {"fisher"}
-    for payload in found["step-6"].payloads:
-        file = read_file_report(LocalStorage(folder / "lossy" / "checkpoint" / "step-6"), payload.name)
+    for payload in found["step-3"].payloads:
+        file = read_file_report(LocalStorage(folder / "lossy" / "checkpoint" / "step-3"), payload.name)
         large = [row for row in file.tensors if row.role == "parameter" and row.raw_bytes > 4096]
         assert large and not any(row.coding.startswith("exact") for row in large)  # parts of fused weights, too
-    for rank in said:
-        assert rank["lossy again"]["begun"] == 5
+    for rank in said[:2]:
+        assert rank["lossy again"]["begun"] == 2
         assert rank["lossy again"]["begun_state"] != rank["lossy"]["state"]
