@@ -267,16 +267,16 @@ def test_the_two_ends_describe_themselves_alike_and_others_differently(tmp_path)
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("spec", [*STATELESS, *STATEFUL])
-def test_a_gpu_sends_the_messages_that_a_cpu_sends(spec):
-    sender, receiver = ends(spec, sample_every=3)
-    host, other = ends(spec, sample_every=3)
-    sender.stats.events = True
-    for (x, context), (y, _) in zip(batches(20, device="cuda"), batches(20), strict=True):
-        wire, expected = sender.pack(x, context), host.pack(y, context)
-        assert wire.is_cuda and torch.equal(wire.cpu(), expected)
-        out = receiver.unpack(wire, torch.empty_like(x), MessageContext(context.slot))
-        assert same(out.cpu(), other.unpack(expected, torch.empty_like(y), MessageContext(context.slot)))
-    assert sender.fingerprint() == receiver.fingerprint() == host.fingerprint() == other.fingerprint()
-    assert sender.stats.relative_error == pytest.approx(host.stats.relative_error, rel=1e-4)
-    assert sender.stats.encode_seconds > 0
+def test_a_gpu_sends_the_messages_that_a_cpu_sends():
+    for spec in (*STATELESS, *STATEFUL):
+        sender, receiver = ends(spec, sample_every=3)
+        host, other = ends(spec, sample_every=3)
+        sender.stats.events = True
+        for (x, context), (y, _) in zip(batches(20, device="cuda"), batches(20), strict=True):
+            wire, expected = sender.pack(x, context), host.pack(y, context)
+            assert wire.is_cuda and torch.equal(wire.cpu(), expected), spec
+            out = receiver.unpack(wire, torch.empty_like(x), MessageContext(context.slot))
+            assert same(out.cpu(), other.unpack(expected, torch.empty_like(y), MessageContext(context.slot))), spec
+        assert sender.fingerprint() == receiver.fingerprint() == host.fingerprint() == other.fingerprint(), spec
+        assert sender.stats.relative_error == pytest.approx(host.stats.relative_error, rel=1e-4), spec
+        assert sender.stats.encode_seconds > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -194,10 +194,8 @@ def test_the_largest_codes_of_the_same_lattice_are_their_own_guesses() -> None:
 @pytest.mark.parametrize("law", ["linear", "log"])
 @pytest.mark.parametrize("share", [0.0, 0.0003, 0.05])
 @pytest.mark.parametrize("most", [3, 127])
-@pytest.mark.parametrize("level", [0, 1, 2])
-def test_few_codes_move_from_a_parent_of_one_byte(law: str, share: float, most: int, level: int) -> None:
+def test_few_codes_move_from_a_parent_of_one_byte(law: str, share: float, most: int) -> None:
     """Some of them move beyond a byte, where the parent has the largest codes."""
-    _native._use_simd(level)
     shape, random = (90, 3001), np.random.default_rng(11)
     pair = make(law, shape, 7, same=True, most=most)
     before = torch.from_numpy(random.integers(-most, most + 1, shape).astype(np.int16))
@@ -206,7 +204,8 @@ def test_few_codes_move_from_a_parent_of_one_byte(law: str, share: float, most: 
     codes = (guess + torch.from_numpy(moves)).to(torch.int16)
     parent = LatticeTensor(before, pair.parent.lattice).narrow()
     assert parent.codes.dtype == torch.int8
-    for threads in (1, 3):
+    for level, threads in product((0, 1, 2), (1, 3)):
+        _native._use_simd(level)
         Pair(LatticeTensor(codes, pair.tensor.lattice).narrow(), parent, None).agree(threads)
 
 
