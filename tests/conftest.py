@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,16 @@ LONGEST_FIRST = (
 """Files and folders whose tests begin first: what begins last and takes long leaves a core idle."""
 
 _frozen_modules = 0
+
+
+@pytest.fixture
+def lonely_group() -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

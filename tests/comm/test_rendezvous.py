@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch.distributed as dist
 
 from shrinkpoint.comm.rendezvous import StoreChannel
 
-
-@pytest.fixture(autouse=True)
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("lonely_group")
 
 
 def test_a_message_is_read_by_sender_and_round():

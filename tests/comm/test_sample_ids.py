@@ -10,12 +10,7 @@ from shrinkpoint.comm import rendezvous
 from shrinkpoint.comm.rendezvous import SampleIdBroadcast
 from shrinkpoint.errors import MismatchError, PolicyError
 
-
-@pytest.fixture(autouse=True)
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("lonely_group")
 
 
 def _pair(monkeypatch: pytest.MonkeyPatch, timeout: float = 5.0) -> tuple[SampleIdBroadcast, SampleIdBroadcast]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,6 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers.documents import ROOT, all_blocks, run_plain_blocks
 from helpers.processes import run_forked
 from torch import Tensor, nn
@@ -120,13 +119,6 @@ SETUPS: dict[str, Callable[[int], dict[str, Any]]] = {
     "docs/schemes.md": schemes,
 }
 """What the blocks of a page take from the reader's own program; a page that is not here needs nothing."""
-
-
-@pytest.fixture
-def lonely_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("page", [page for page in PLAIN_PAGES if page not in WIRE_PAGES | FRAMEWORK_PAGES])

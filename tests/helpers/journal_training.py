@@ -126,6 +126,10 @@ class Run:
         return self
 
 
+def files(where: Path) -> list[str]:
+    return sorted(path.name for path in (where / "journal").glob("*.journal"))
+
+
 def make(
     where: Path | str,
     compressor: str = "q4:64",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,9 @@ from shrinkpoint.sync.published import KEY, Published, VersionFile
 
 
 @pytest.fixture
-def alone() -> Iterator[Any]:
+def alone(lonely_group: None) -> Any:
     """The group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+    return dist.group.WORLD
 
 
 def boxes(*rows: tuple[tuple[int, ...], tuple[int, ...]], shape: tuple[int, ...]) -> LocalTensor:

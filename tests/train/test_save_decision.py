@@ -6,14 +6,24 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from accelerate import Accelerator
+from helpers import accelerate_runs
+from helpers.huggingface import made
+from helpers.lightning_runs import QUIET, Small, points, trainer
 from helpers.processes import ranks
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import nn
+from transformers import TrainerCallback
 
 import shrinkpoint as sp
 from shrinkpoint.errors import PolicyError
+from shrinkpoint.store import Keep
 from shrinkpoint.train import (
     AnySavePolicy,
     BestMetricPolicy,
@@ -24,8 +34,16 @@ from shrinkpoint.train import (
     SaveSchedule,
     SpecificStepsPolicy,
 )
+from shrinkpoint.train.accelerate import AcceleratorCheckpointer
+from shrinkpoint.train.dcp import Manager, reset_chains
+from shrinkpoint.train.lightning import ShrinkIO, ShrinkIOCallback
+from shrinkpoint.train.transformers import ShrinkConfig, ShrinkTrainer
 
 STATE = {"w": torch.ones(3)}
+pytestmark = [
+    *(pytest.mark.filterwarnings(line) for line in QUIET),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 
 @pytest.fixture
@@ -216,3 +234,75 @@ def test_all_ranks_agree_in_the_same_step(tmp_path):
         assert [step for step, answer in enumerate(result["preempted"]) if answer] == [3, 4, 5, 6, 7]
         (_, first), (_, second) = result["errors"]
         assert "ranks at steps 100, 101" in first and "boom" in second
+
+
+# ---- frameworks ----
+
+
+def directories(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.is_dir())
+
+
+TWICE = AnySavePolicy([FixedIntervalPolicy(3), PreemptionCheckpointingPolicy()])
+"""At the multiples of 3, and once when the process is told to end."""
+
+
+def test_a_trainer_saves_by_a_policy_and_ends_after_sigterm(tmp_path: Path) -> None:
+    class Terminated(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    shrink = ShrinkConfig(save_decision_policy=TWICE)
+    run = made(ShrinkTrainer, tmp_path, trainer_shrink=shrink, trainer_callbacks=[Terminated()], save_strategy="no")
+    run.train()
+    assert directories(tmp_path) == ["checkpoint-3", "checkpoint-5"] and run.state.global_step == 5
+    assert signal.getsignal(signal.SIGTERM) == before
+    again = made(ShrinkTrainer, tmp_path, trainer_shrink=shrink, save_strategy="no")
+    again.train(resume_from_checkpoint=True)
+    assert directories(tmp_path) == ["checkpoint-3", "checkpoint-5", "checkpoint-6"] and again.state.global_step == 8
+    with pytest.raises(PolicyError, match="should_save"):
+        ShrinkConfig(save_decision_policy=3)  # type: ignore[arg-type]
+
+
+def test_lightning_saves_by_a_policy_and_ends_after_sigterm(tmp_path: Path) -> None:
+    class Terminated(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 7:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    plugin = ShrinkIO(keep=Keep(last=2))
+    callback = ShrinkIOCallback(save_decision_policy=TWICE)
+    run = trainer(tmp_path, plugin, epochs=9, callbacks=[callback, Terminated()], enable_checkpointing=False)
+    with pytest.raises(SIGTERMException):  # with which Lightning ends
+        run.fit(Small(), points())
+    assert directories(tmp_path / "checkpoints") == ["step=6.ckpt", "step=8.ckpt"] and run.global_step == 8
+
+
+def test_loops_ask_accelerate_and_dcp_when_to_save(tmp_path: Path) -> None:
+    accelerate_runs.forget()
+    accelerator, model = Accelerator(cpu=True), nn.Linear(8, 8)
+    model = accelerator.prepare(model)
+    reset_chains()
+    with AcceleratorCheckpointer(accelerator, save_decision_policy=TWICE) as checkpointer:
+        manager = Manager(tmp_path / "dcp", keep=None, save_decision_policy=FixedIntervalPolicy(2))
+        for step in range(1, 9):
+            if step == 7:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if checkpointer.should_save(step):
+                checkpointer.save_state(tmp_path / "accelerate" / f"step-{step}", step=step)
+            if manager.should_save(step):
+                manager.save(step, model=model)
+            assert not checkpointer.should_save(step) and not manager.should_save(step)
+            if checkpointer.reached_preemption:
+                break
+    assert directories(tmp_path / "accelerate") == ["step-3", "step-6", "step-7"] and manager.steps() == [2, 4, 6]
+    again = Manager(tmp_path / "dcp", keep=None, save_decision_policy=FixedIntervalPolicy(2))
+    assert not again.should_save(6) and again.should_save(8)
+    again = Manager(tmp_path / "dcp", keep=None, save_decision_policy=FixedIntervalPolicy(2))
+    again.restore(4, model=model)
+    assert not again.should_save(4) and again.should_save(6)
+    with pytest.raises(PolicyError, match="save_decision_policy"):
+        Manager(tmp_path).should_save(1)
+    accelerate_runs.forget()
