@@ -223,24 +223,17 @@ def whole_numbers() -> Iterator[tuple[str, Golden]]:
     masters = {f"{i}.weight": randn(20, 30, seed=i) for i in range(2)}
     casts = {name: x.bfloat16() for name, x in masters.items()}
     halves = {name: x.half() for name, x in masters.items()}
-    yield (
-        "copies_and_cast",
-        Golden({"master": masters, "model": casts, "half": halves, "ema": copy.deepcopy(masters)}, ("copy",)),
-    )
+    state = {"master": masters, "model": casts, "half": halves, "ema": copy.deepcopy(masters)}
+    yield "copies_and_cast", Golden(state, ("copy",))
     ints = torch.arange(1500).square()
-    yield (
-        "planes_ints",
-        Golden(
-            {
-                "u8": (ints % 11).to(torch.uint8),
-                "i16": (ints % 301).to(torch.int16),
-                "i64": ints,
-                "mask": ints % 7 == 0,
-                "fp8": (randn(1500) * 0.1).to(torch.float8_e4m3fn),
-            },
-            ("planes",),
-        ),
-    )
+    state = {
+        "u8": (ints % 11).to(torch.uint8),
+        "i16": (ints % 301).to(torch.int16),
+        "i64": ints,
+        "mask": ints % 7 == 0,
+        "fp8": (randn(1500) * 0.1).to(torch.float8_e4m3fn),
+    }
+    yield "planes_ints", Golden(state, ("planes",))
     bits = np.array(
         [0, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC01234, 0x7F800001, 1, 0x807FFFFF, 0x7F7FFFFF], "u4"
     )
@@ -354,12 +347,7 @@ def _residual_dtypes() -> Iterator[tuple[str, Golden]]:
     centers = torch.tensor([-3e38, -1e3, -1e-3, -6e-8, -1e-44, -0.0, 0.0, 1e-44, 1e-40, 6e-8, 1e-3, 1e3, 3e38])
     codes = torch.arange(13).byte().repeat_interleave(12).reshape(13, 12)
     one = CodebookTensor(codes, centers, torch.empty(0), 0, residual=True)
-    for name, dtype in {
-        "f16": torch.float16,
-        "bf16": torch.bfloat16,
-        "f32": torch.float32,
-        "f64": torch.float64,
-    }.items():
+    for name, dtype in {**TYPES, "f64": torch.float64}.items():
         yield f"residual_{name}_base", Golden({"w.weight": torch.tensor(special).to(dtype).expand(13, 12).contiguous()})
         golden = Golden(**planned({"w.weight": one}, dtype), shows=('"residual": true',), base=f"residual_{name}_base")
         yield f"residual_{name}", golden
@@ -376,10 +364,8 @@ def context_codes() -> Iterator[tuple[str, Golden]]:
     shows = ('"under": [[1, 0, 1]]', '"under": [[2, 0, 1]]')
     for coder, form in (("context", '"predictor": "base"'), ("rearranged", "[17, true, true]")):
         scheme = QuantizationPlan("golden", symbols, coders=(coder,))
-        yield (
-            f"under_{coder}",
-            Golden(pushed_state(0), (form, '"residual": true', *shows), "quantized_moments_base", scheme),
-        )
+        golden = Golden(pushed_state(0), (form, '"residual": true', *shows), "quantized_moments_base", scheme)
+        yield f"under_{coder}", golden
     alone = {name: replace(one, residual=False) for name, one in symbols.items()}
     yield "under_alone", Golden(pushed_state(0), shows, scheme=QuantizationPlan("golden", alone))
 
@@ -400,14 +386,10 @@ def lattices() -> Iterator[tuple[str, Golden]]:
         shows = ('"base": true, "inherited": true',)
         yield f"points_{law}", Golden(**planned(_moved_points(base, 0)), shows=shows, base=f"points_{law}_base")
         if law == "linear":
-            yield (
-                "points_linear_seeds",
-                Golden(**planned(_moved_points(base, 9)), shows=shows, base="points_linear_base"),
-            )
-        others, shows = (
-            of_law(law, 2, at=-37, step=step, seed=5),
-            ('"base": true}',) if step == 1 else ('"base": true',),
-        )
+            seeds = planned(_moved_points(base, 9))
+            yield "points_linear_seeds", Golden(**seeds, shows=shows, base="points_linear_base")
+        others = of_law(law, 2, at=-37, step=step, seed=5)
+        shows = ('"base": true}',) if step == 1 else ('"base": true',)
         yield f"points_{law}_others", Golden(**planned(others), shows=shows, base=f"points_{law}_base")
     kept = {**of_law("linear", 2, at=-37, seed=5), "b": points_of("linear", (300,), random=2, at=-36, seed=6)}
     yield "points_same", Golden(**planned(kept), shows=("same", "gridded"), base="points_linear_others")
@@ -419,10 +401,8 @@ def lattices() -> Iterator[tuple[str, Golden]]:
     optimizer = optimizer_state(torch.zeros(30, 40), torch.zeros(30, 40))
     moments = {SECOND: points_of("log", (30, 40), at=-200, step=24), FIRST: points_of("relative", (30, 40), seed=7)}
     moments[FIRST] = replace(moments[FIRST], relative_to=SECOND)
-    yield (
-        "points_relative",
-        Golden({"optimizer": optimizer}, ('"others": [[',), scheme=QuantizationPlan("golden", moments)),
-    )
+    scheme = QuantizationPlan("golden", moments)
+    yield "points_relative", Golden({"optimizer": optimizer}, ('"others": [[',), scheme=scheme)
 
 
 def gains() -> Iterator[tuple[str, Golden]]:
