@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,34 +28,25 @@ def pytest_configure() -> None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
         os.environ.setdefault("TMPDIR", str(MEMORY))
         tempfile.tempdir = None  # it is read again
-    gc.disable()  # until all is collected: a tenth of that time
 
 
 LONGEST_FIRST = (
-    "lab/tests/demo/test_scenario.py",
-    "tests/comm/test_fsdp.py",
-    "tests/comm/test_ddp.py",
-    "tests/store/test_header_mutations.py",
-    "tests/store/test_crash_recovery.py",
-    "tests/train/test_crash_recovery.py",
-    "tests/train/dcp/test_reshard.py",
-    "tests/store/test_lossy_store.py",
+    "lab/tests/demo",
+    "tests/train/torchtitan",
+    "tests/comm/test_",
+    "tests/train",
     "tests/test_lazy_imports.py",
     "tests/test_examples.py",
-    "tests/comm/pipeline/test_state_dict.py",
     "tests/docs",
     "tests/benchmarks",
-    "tests/schemes/encode/test_many_tensors.py",
-    "tests/schemes/search",
-    "tests/train",
+    "tests/store",
     "tests/comm",
     "tests/schemes",
-    "tests/store",
+    "tests/sync",
+    "lab",
     "tests",
 )
 """Files and folders whose tests begin first: what begins last and takes long leaves a core idle."""
-
-_frozen_modules = 0
 
 
 @pytest.fixture
@@ -74,21 +63,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: next(rank for rank, place in enumerate((*LONGEST_FIRST, "")) if item.nodeid.startswith(place))
     )
-
-
-def pytest_collection_finish() -> None:
-    _freeze()
-    gc.enable()
-
-
-def pytest_runtest_teardown() -> None:
-    if len(sys.modules) > _frozen_modules + 100:
-        _freeze()
-
-
-def _freeze() -> None:
-    """Keep the garbage collector from walking over all that has been imported, a million objects."""
-    global _frozen_modules
-    _frozen_modules = len(sys.modules)
-    gc.collect()
-    gc.freeze()
