@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers.codebooks import ALL_CODERS, ANY_BINS, alike, most_bins, moved, same_reference, symbols, symbols_of
+from helpers.codebooks import ALL_CODERS, ANY_BINS, alike, most_bins, moved, symbols, symbols_of
+from helpers.lattice_records import same_reference
 from helpers.strategies import FLOATS, bits, from_bytes, shapes, tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st

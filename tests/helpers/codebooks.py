@@ -81,16 +81,6 @@ def alike(a: CodebookTensor, b: CodebookTensor) -> bool:
     return all(same) and kinds[0] == kinds[1]
 
 
-def same_reference(a: Reference, b: Reference) -> bool:
-    """Law 3: whether writer and reader hold the same, to the bit."""
-    if a.tensors.keys() != b.tensors.keys() or a.quantized.keys() != b.quantized.keys():
-        return False
-    tensors = all(
-        bits(x) == bits(b.tensors[name]) and x.dtype == b.tensors[name].dtype for name, x in a.tensors.items()
-    )
-    return tensors and all(alike(one, b.quantized[name]) for name, one in a.quantized.items())
-
-
 @dataclass(frozen=True)
 class Rounding:
     """A lossy scheme: floats that `picks` names go to the nearest of `bins` centers, those near 0 to none.

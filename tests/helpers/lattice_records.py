@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from helpers import codebooks
-from helpers.strategies import bits, shapes, tensors
+from helpers.round_trip import Written
+from helpers.strategies import bits, difference, shapes, tensors
 from hypothesis import strategies as st
 from reference.lattice_record import Floats, Grid, Member, guess, sides, spans
 from torch import Tensor
@@ -18,7 +21,12 @@ from shrinkpoint.codec.codebook_tensor import CodebookTensor
 from shrinkpoint.codec.lattice import Lattice, LatticeTensor
 from shrinkpoint.codec.lattice_record import LatticeInput, encode_lattice_record
 from shrinkpoint.codec.reference import QuantizedTensor, Reference
+from shrinkpoint.errors import LossWarning
+from shrinkpoint.schemes import QuantizationPlan
+from shrinkpoint.storage import MemoryStorage
+from shrinkpoint.store.checkpoint_file import read_file, write_file
 from shrinkpoint.tensors.dtypes import torch_dtype
+from shrinkpoint.tensors.flat_state import flatten, unflatten
 from shrinkpoint.tensors.info import EncodedRecord, TensorInfo
 
 DTYPES = ("F32", "BF16", "F16")
@@ -89,6 +97,65 @@ def same_origin(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     if isinstance(a, LatticeTensor) and isinstance(b, LatticeTensor):
         return alike(a, b)
     return isinstance(a, CodebookTensor) and isinstance(b, CodebookTensor) and codebooks.alike(a, b)
+
+
+def same_reference(a: Reference, b: Reference) -> bool:
+    """Law 3: whether writer and reader hold the same, to the bit."""
+    if a.tensors.keys() != b.tensors.keys() or a.quantized.keys() != b.quantized.keys():
+        return False
+    tensors = all(
+        bits(x) == bits(b.tensors[name]) and x.dtype == b.tensors[name].dtype for name, x in a.tensors.items()
+    )
+    return tensors and all(same_origin(one, b.quantized[name]) for name, one in a.quantized.items())
+
+
+@dataclass
+class File:
+    """A file of quantized tensors, what stands below it, and what its writer thinks a reader holds."""
+
+    data: bytes
+    parent: Reference | None = None
+    reference: Reference | None = None
+
+    def read(self, threads: int = 2) -> Reference:
+        storage = MemoryStorage()
+        storage.put("file", self.data)
+        return read_file(storage.open("file"), "file", self.parent, threads=threads).reference
+
+    def records(self) -> list[Any]:
+        return Written(self.data, None, None).records()  # type: ignore[arg-type]
+
+    def recipes(self) -> dict[str, Any]:
+        return {info.name: record.recipe for record in self.records() for info in record.infos}
+
+    def kinds(self) -> dict[str, str]:
+        return {name: recipe["kind"] for name, recipe in self.recipes().items()}
+
+
+def put(state: Any, scheme: Any, parent: File | None = None, *, threads: int = 2) -> File:
+    """Write a file, and hold that the state stays as it is and that writer and reader go on with the same."""
+    flat, reference = flatten(state), None if parent is None else parent.read()
+    before = {name: bits(x) for name, x in flat.tensors.items()}
+    storage, where = MemoryStorage(), None if parent is None else {"name": "parent", "digest": "0" * 32}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LossWarning)
+        kept = scheme.quantize(flat, reference)
+        written = write_file(storage, "file", kept, scheme=scheme, reference=reference, parent=where, threads=threads)
+    file = File(storage.get("file"), reference, written.reference)
+    decoded = file.read()
+    assert same_reference(decoded, written.reference)
+    tree = kept.state.tree
+    assert difference(unflatten(tree, kept.state.tensors), unflatten(tree, decoded.tensors)) is None
+    assert {name: bits(x) for name, x in flat.tensors.items()} == before
+    return file
+
+
+def settled(symbols: dict[str, Any], **options: Any) -> QuantizationPlan:
+    return QuantizationPlan("settled", symbols, **options)
+
+
+def zeros(symbols: dict[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(tensor.codes.shape, dtype=dtype) for name, tensor in symbols.items()}
 
 
 def untouched(*held: object) -> bytes:

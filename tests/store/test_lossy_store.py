@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.codebooks import Rounding, same_reference
+from helpers.codebooks import Rounding
+from helpers.lattice_records import same_reference
 from helpers.round_trip import Loop
 from helpers.stores import Linkless, flip, payloads, place, remove
 from helpers.strategies import difference

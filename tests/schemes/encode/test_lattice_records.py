@@ -2,92 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from helpers.codebooks import Rounding
-from helpers.lattice_records import alike, lattice_of, nearest, points_of, same_origin
-from helpers.round_trip import Loop, Written
-from helpers.small_training import Silent
+from helpers.lattice_records import File, alike, lattice_of, nearest, points_of, put, same_reference, settled, zeros
+from helpers.round_trip import Loop
 from helpers.strategies import bits
 
 import shrinkpoint as sp
 from shrinkpoint import Lossless
 from shrinkpoint.codec.lattice import LatticeTensor
-from shrinkpoint.codec.reference import Reference
 from shrinkpoint.schemes import QuantizationPlan, Recode
 from shrinkpoint.schemes.encode.record_groups import MAX_SHARED_NUMEL
-from shrinkpoint.storage import MemoryStorage
-from shrinkpoint.store.checkpoint_file import read_file, write_file
 from shrinkpoint.tensors.flat_state import flatten, unflatten
-
-
-def same_reference(a: Reference, b: Reference) -> bool:
-    """Law 3: whether writer and reader hold the same, to the bit."""
-    assert a.tensors.keys() == b.tensors.keys() and a.quantized.keys() == b.quantized.keys()
-    tensors = all(
-        bits(x) == bits(b.tensors[name]) and x.dtype == b.tensors[name].dtype for name, x in a.tensors.items()
-    )
-    return tensors and all(same_origin(tensor, b.quantized[name]) for name, tensor in a.quantized.items())
-
 
 FIRST, SECOND = "optimizer/state/2/exp_avg", "optimizer/state/2/exp_avg_sq"
 
 
-@dataclass
-class File:
-    """A file, and what stands below it."""
-
-    data: bytes
-    parent: Reference | None
-
-    def read(self, threads: int = 2) -> Reference:
-        storage = MemoryStorage()
-        storage.put("file", self.data)
-        return read_file(storage.open("file"), "file", self.parent, threads=threads).reference
-
-    def records(self) -> list[Any]:
-        return Written(self.data, None, None).records()  # type: ignore[arg-type]
-
-    def recipes(self) -> dict[str, Any]:
-        return {info.name: record.recipe for record in self.records() for info in record.infos}
-
-    def kinds(self) -> dict[str, str]:
-        return {name: recipe["kind"] for name, recipe in self.recipes().items()}
-
-
-def put(state: Any, scheme: Any, parent: File | None = None, *, threads: int = 2) -> File:
-    """Write a file, and hold that the state stays as it is and that writer and reader go on with the same."""
-    flat, reference = flatten(state), None if parent is None else parent.read()
-    before = {name: bits(x) for name, x in flat.tensors.items()}
-    storage, where = MemoryStorage(), None if parent is None else {"name": "parent", "digest": "0" * 32}
-    with Silent():
-        quantized_state = scheme.quantize(flat, reference)
-        written = write_file(
-            storage, "file", quantized_state, scheme=scheme, reference=reference, parent=where, threads=threads
-        )
-    file = File(storage.get("file"), reference)
-    decoded = file.read()
-    assert same_reference(decoded, written.reference)
-    assert {name: bits(x) for name, x in decoded.tensors.items()} == {
-        n: bits(x) for n, x in quantized_state.state.tensors.items()
-    }
-    assert {name: bits(x) for name, x in flat.tensors.items()} == before
-    return file
-
-
 def fisher(**options: Any) -> sp.Fisher:
     return sp.Fisher(**{"relative_error": 0.05, **options})
-
-
-def settled(symbols: dict[str, LatticeTensor], **options: Any) -> QuantizationPlan:
-    return QuantizationPlan("settled", symbols, **options)
-
-
-def zeros(symbols: dict[str, LatticeTensor], dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros(lattice_tensor.codes.shape, dtype=dtype) for name, lattice_tensor in symbols.items()}
 
 
 # what stands where

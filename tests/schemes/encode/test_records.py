@@ -7,67 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.codebooks import Rounding, alike, moved, same_reference, symbols_of
-from helpers.round_trip import Loop, Written
-from helpers.strategies import difference
+from helpers.codebooks import Rounding, alike, moved, symbols_of
+from helpers.lattice_records import put, same_reference, settled, zeros
+from helpers.round_trip import Loop
 
 from shrinkpoint import Lossless
 from shrinkpoint.codec.codebook_record import CODERS
 from shrinkpoint.codec.codebook_tensor import CodebookTensor
-from shrinkpoint.codec.reference import Reference
-from shrinkpoint.schemes import QuantizationPlan, QuantizedState, Recode
+from shrinkpoint.schemes import QuantizedState, Recode
 from shrinkpoint.schemes.encode.record_groups import MAX_BUNDLE_NUMEL, MAX_SHARED_NUMEL
-from shrinkpoint.storage import MemoryStorage
-from shrinkpoint.store.checkpoint_file import read_file, write_file
 from shrinkpoint.tensors.flat_state import flatten, unflatten
-
-
-@dataclass
-class File:
-    """A file, and what its writer thinks a reader holds."""
-
-    data: bytes
-    reference: Reference
-    parent: Reference | None
-
-    def read(self) -> Reference:
-        storage = MemoryStorage()
-        storage.put("file", self.data)
-        return read_file(storage.open("file"), "file", self.parent, threads=2).reference
-
-    def recipes(self) -> dict[str, Any]:
-        report: Any = None
-        return Written(self.data, report, self.parent).recipes()
-
-
-def put(state: Any, scheme: Any, parent: File | None = None) -> File:
-    """Write a file, and hold the law that writer and reader go on with the same."""
-    storage, reference = MemoryStorage(), None if parent is None else parent.read()
-    quantized_state = scheme.quantize(flatten(state), reference)
-    where = None if parent is None else {"name": "parent", "digest": "0" * 32}
-    written = write_file(storage, "file", quantized_state, scheme=scheme, reference=reference, parent=where, threads=2)
-    file = File(storage.get("file"), written.reference, reference)
-    assert same_reference(file.read(), written.reference)
-    assert (
-        difference(
-            unflatten(quantized_state.state.tree, quantized_state.state.tensors),
-            unflatten(quantized_state.state.tree, file.read().tensors),
-        )
-        is None
-    )
-    return file
-
-
-def settled(symbols: dict[str, CodebookTensor], **options: Any) -> QuantizationPlan:
-    return QuantizationPlan("settled", symbols, **options)
-
-
-def kinds(file: File) -> dict[str, str]:
-    return {name: recipe["kind"] for name, recipe in file.recipes().items()}
-
-
-def zeros(symbols: dict[str, CodebookTensor], dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros(tensor.codes.shape, dtype=dtype) for name, tensor in symbols.items()}
 
 
 @pytest.mark.parametrize("coder", [*CODERS, "all"])
@@ -76,7 +25,7 @@ def test_a_training_loop_comes_back_through_every_coder(coder):
     file = None
     for _ in range(3):
         file = put(loop.steps(2), scheme, file)
-        assert {kind for name, kind in kinds(file).items() if name.startswith("model/")} <= {"quantized", "same"}
+        assert {kind for name, kind in file.kinds().items() if name.startswith("model/")} <= {"quantized", "same"}
 
 
 def test_only_the_coders_that_are_asked_for_are_used():
@@ -105,7 +54,7 @@ def test_small_tensors_with_equally_many_centers_share_a_record_and_others_do_no
     symbols |= {"z.weight": symbols_of((MAX_SHARED_NUMEL,), 4), "f.weight": symbols_of((20, 30), 4, first=1)}
     symbols |= {"e.weight": symbols_of((20, 30), 4, exact=torch.float32)}
     file = put(zeros(symbols), settled(symbols))
-    records = [{info.name for info in record.infos} for record in Written(file.data, None, None).records()]  # type: ignore[arg-type]
+    records = [{info.name for info in record.infos} for record in file.records()]
     assert sorted(map(len, records)) == [1, 1, 1, 2, 3]
     assert {"0.weight", "1.weight", "2.weight"} in records
 
@@ -114,7 +63,7 @@ def test_a_record_that_small_tensors_share_is_full_at_some_size():
     """To read one of them its whole record is decoded."""
     symbols = {f"{i}.weight": symbols_of((200, 300), 4, seed=i) for i in range(2 * MAX_BUNDLE_NUMEL // 60000)}
     file = put(zeros(symbols), settled(symbols))
-    numels = [sum(info.numel for info in record.infos) for record in Written(file.data, None, None).records()]  # type: ignore[arg-type]
+    numels = [sum(info.numel for info in record.infos) for record in file.records()]
     assert len(numels) == 2 and max(numels) <= MAX_BUNDLE_NUMEL
     read = file.read().quantized
     assert all(alike(read[name], one) for name, one in symbols.items())
@@ -125,7 +74,7 @@ def test_what_has_not_changed_is_not_written_again_and_its_symbols_live_on():
     first = put(zeros(symbols), settled(symbols))
     second = put(zeros(symbols), settled({**symbols, "b.weight": moved(symbols["b.weight"])}), first)
     third = put(zeros(symbols), settled({**symbols, "a.weight": moved(symbols["a.weight"])}), second)
-    assert kinds(second) == {"a.weight": "same", "b.weight": "quantized"}
+    assert second.kinds() == {"a.weight": "same", "b.weight": "quantized"}
     assert "base" in third.recipes()["a.weight"]
     assert alike(second.read().quantized["a.weight"], symbols["a.weight"])
 
@@ -160,7 +109,7 @@ def test_a_lossless_file_of_what_a_lossy_one_holds_carries_its_symbols_on():
     state = loop.steps(1)
     first = put(state, lossy)
     second = put(lossy.expected(state), Lossless(), first)
-    assert {*kinds(second).values()} == {"same"}
+    assert {*second.kinds().values()} == {"same"}
     assert second.read().quantized.keys() == first.read().quantized.keys()
     assert "base" in put(loop.steps(1), lossy, second).recipes()["model/2.weight"]
 
@@ -172,7 +121,7 @@ def test_tensors_equal_to_a_quantized_one_are_copies_and_never_casts_of_a_narrow
     one = CodebookTensor(symbols_of((20, 30), 3, first=0).codes, centers, torch.empty(0).bfloat16(), 0)
     others = {str(other): one.dequantize(other) for other in (torch.float32, torch.bfloat16, torch.float16)}
     file = put({"w": torch.zeros(20, 30, dtype=dtype), "others": others}, settled({"w": one}))
-    assert kinds(file)[f"others/{dtype}"] == "copy"
+    assert file.kinds()[f"others/{dtype}"] == "copy"
 
 
 def test_again_loses_nothing_more_and_keeps_the_symbols():
