@@ -59,6 +59,16 @@ def lonely_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def no_accelerator() -> Iterator[None]:
+    """No state that accelerate keeps of an earlier test, nor for a later one."""
+    from helpers import accelerate_runs
+
+    accelerate_runs.forget()
+    yield
+    accelerate_runs.forget()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: next(rank for rank, place in enumerate((*LONGEST_FIRST, "")) if item.nodeid.startswith(place))

@@ -9,14 +9,10 @@ from helpers.foreign_files import bytes_of
 
 from shrinkpoint.train.accelerate import save_state
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture(autouse=True)
-def anew():
-    accelerate_runs.forget()
-    yield
-    accelerate_runs.forget()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.usefixtures("no_accelerator"),
+]
 
 
 def test_a_project_of_accelerate_comes_back_and_is_loaded(convert, tmp_path):

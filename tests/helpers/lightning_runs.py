@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from helpers.timeouts import PATIENCE
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from shrinkpoint import Lossless
+from shrinkpoint.errors import StorageError
 
 QUIET = (
     "ignore:.*does not have many workers.*:UserWarning",
@@ -21,6 +26,20 @@ QUIET = (
     "ignore:You're resuming from a checkpoint that ended before the epoch ended.*:UserWarning",
 )
 """What Lightning says of runs this small."""
+
+
+class Gate(Lossless):
+    """Writes when it may, and fails when it must."""
+
+    def __init__(self) -> None:
+        self.open, self.entered, self.fails = threading.Event(), threading.Event(), False
+
+    def encode(self, *arguments: Any, **options: Any) -> Any:
+        self.entered.set()
+        assert self.open.wait(PATIENCE)
+        if self.fails:
+            raise StorageError("disk", found="nothing but smoke", do="look there")
+        return super().encode(*arguments, **options)
 
 
 class Small(pl.LightningModule):

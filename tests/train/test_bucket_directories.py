@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
 from datetime import datetime, timezone
 
 import pytest
@@ -36,11 +35,7 @@ def url(s3) -> str:
     return f"s3://checkpoints/{os.getpid()}/directories-{next(_numbers)}"
 
 
-@pytest.fixture(autouse=True)
-def anew() -> Iterator[None]:
-    accelerate_runs.forget()
-    yield
-    accelerate_runs.forget()
+pytestmark = pytest.mark.usefixtures("no_accelerator")
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,7 @@ from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError, StateE
 from shrinkpoint.store import directory as folders
 from shrinkpoint.train.accelerate import AcceleratorCheckpointer, load_state, record_gradients, save_state
 
-
-@pytest.fixture(autouse=True)
-def anew() -> Iterator[None]:
-    accelerate_runs.forget()
-    yield
-    accelerate_runs.forget()
+pytestmark = pytest.mark.usefixtures("no_accelerator")
 
 
 def loop(*args: object, **settings: object) -> Loop:

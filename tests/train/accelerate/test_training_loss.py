@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,10 @@ from torch.utils.data import DataLoader
 from shrinkpoint.errors import LossWarning, PolicyError
 from shrinkpoint.train.accelerate import AcceleratorCheckpointer, load_state, save_state
 
-pytestmark = pytest.mark.filterwarnings("ignore::shrinkpoint.errors.LossWarning")
-
-
-@pytest.fixture(autouse=True)
-def anew() -> Iterator[None]:
-    accelerate_runs.forget()
-    yield
-    accelerate_runs.forget()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::shrinkpoint.errors.LossWarning"),
+    pytest.mark.usefixtures("no_accelerator"),
+]
 
 
 def loss(model: Any, batch: Any) -> torch.Tensor:

@@ -5,20 +5,17 @@ from __future__ import annotations
 import errno
 import pickle
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from helpers.lightning_runs import QUIET, Small, every, names, points, small, trainer
+from helpers.lightning_runs import QUIET, Gate, Small, every, names, points, small, trainer
 from helpers.strategies import same
-from helpers.timeouts import PATIENCE
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import nn
 
-from shrinkpoint import Lossless
 from shrinkpoint.errors import ChainError, CorruptError, NotFoundError, StorageError
 from shrinkpoint.store.directory import verify_directory
 from shrinkpoint.train.lightning import ShrinkIO, latest_valid, load_from_checkpoint
@@ -28,20 +25,6 @@ pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 def state(value: float) -> dict[str, Any]:
     return {"state_dict": {"w": torch.full((64,), value)}, "global_step": int(value)}
-
-
-class Gate(Lossless):
-    """Writes when it may, and fails when it must."""
-
-    def __init__(self) -> None:
-        self.open, self.entered, self.fails = threading.Event(), threading.Event(), False
-
-    def encode(self, *arguments: Any, **options: Any) -> Any:
-        self.entered.set()
-        assert self.open.wait(PATIENCE)
-        if self.fails:
-            raise StorageError("disk", found="nothing but smoke", do="look there")
-        return super().encode(*arguments, **options)
 
 
 # beside the loop

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.lightning_runs import QUIET, Small, every, names, points, small, trainer
+from helpers.lightning_runs import QUIET, Gate, Small, every, names, points, small, trainer
 from helpers.strategies import same
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 import shrinkpoint as sp
-from shrinkpoint import Lossless
 from shrinkpoint.errors import PolicyError, StorageError
 from shrinkpoint.store.directory import verify_directory
 from shrinkpoint.train.lightning import ShrinkIO, latest_valid, load_from_checkpoint
@@ -25,20 +24,6 @@ pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
 
 def state(value: int) -> dict[str, Any]:
     return {"state_dict": {"w": torch.full((64,), float(value))}, "global_step": value}
-
-
-class Gate(Lossless):
-    """Writes when it may, and fails when it must."""
-
-    def __init__(self) -> None:
-        self.open, self.entered, self.fails = threading.Event(), threading.Event(), False
-
-    def encode(self, *arguments: Any, **options: Any) -> Any:
-        self.entered.set()
-        assert self.open.wait(60)
-        if self.fails:
-            raise StorageError("disk", found="nothing but smoke", do="look there")
-        return super().encode(*arguments, **options)
 
 
 # AsyncCheckpointIO around ours
