@@ -192,15 +192,3 @@ def test_a_missing_field_is_refused() -> None:
         if name != "digest":
             with pytest.raises(FormatError):
                 decode_store_manifest(sealed({key: value for key, value in document().items() if key != name}), "here")
-
-
-def test_importing_the_pure_part_does_not_import_torch() -> None:
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, shrinkpoint.store.listing, shrinkpoint.store.chain, shrinkpoint.store.retention\n"
-        "from shrinkpoint.store import Keep, scan\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -123,7 +123,7 @@ def torchrun(script: Path, width: int, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_processes_of_torchrun_save_and_resume(tmp_path: Path) -> None:
+def test_what_processes_of_torchrun_save_is_loaded_elsewhere(tmp_path: Path) -> None:
     script = tmp_path / "training.py"
     script.write_text(textwrap.dedent(TRAINING))
     torchrun(script, 2, str(tmp_path), "2")
