@@ -10,7 +10,6 @@ from typing import get_type_hints
 
 import pytest
 import torch
-from helpers.parameters import each_value
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -199,16 +198,14 @@ def test_url_is_refused_everywhere_before_anything_is_written(entry, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.name != "checkpoints"] == []
 
 
-@pytest.mark.parametrize(
-    ("entry", "given"),
-    each_value([entry for entry in ENTRIES if not entry.startswith(IS_FRAMEWORKS)], ["", b"runs", 7, "a\0b"]),
-)
-def test_what_is_no_path_is_an_error_of_ours(entry, given, tmp_path):
-    if entry == "accelerate.AcceleratorCheckpointer" and not isinstance(given, str):
-        pytest.skip("accelerate refuses it")
-    with pytest.raises(PolicyError):
-        ENTRIES[entry](given)
-    assert [*tmp_path.iterdir()] == []
+@pytest.mark.parametrize("given", ["", b"runs", 7, "a\0b"])
+def test_what_is_no_path_is_an_error_of_ours(given, tmp_path):
+    for entry in (entry for entry in ENTRIES if not entry.startswith(IS_FRAMEWORKS)):
+        if entry == "accelerate.AcceleratorCheckpointer" and not isinstance(given, str):
+            continue  # accelerate refuses it
+        with pytest.raises(PolicyError):
+            pytest.fail(f"{entry}: {ENTRIES[entry](given)}")
+        assert [*tmp_path.iterdir()] == [], entry
 
 
 @pytest.mark.parametrize("entry", ["Store where", "CheckpointManager where"])
