@@ -13,7 +13,7 @@ import pytest
 from shrinkpoint._native import xxh3_128
 from shrinkpoint.container import FileReader, FileWriter
 from shrinkpoint.container.header import MARKER_ENTRY, MARKER_SHAPE, PREFIX
-from shrinkpoint.errors import CorruptError
+from shrinkpoint.errors import CorruptError, FormatError
 from shrinkpoint.storage.base import MemorySource
 from shrinkpoint.tensors.info import EncodedRecord, Role, TensorInfo
 
@@ -169,3 +169,20 @@ def assert_corrupt(data, change):
         reader(changed(data, change))
     assert all([caught.value.where == "a.safetensors", caught.value.found, caught.value.expected, caught.value.do])
     assert len(str(caught.value)) < 1000
+
+
+def read_or_refused(data, payload):
+    """Whatever is not refused has the types it should have."""
+    try:
+        opened = reader(data)
+    except FormatError as error:
+        assert all([error.where, error.found, error.expected, error.do])
+        return
+    assert type(opened.scheme) is type(opened.writer) is str
+    assert type(opened.parent) in (type(None), dict)
+    for head in opened.records:
+        assert {type(head.name), type(head.digest)} == {str}
+        assert all(type(info.name) is str and info.nbytes >= 0 for info in head.infos)
+        assert {type(size) for info in head.infos for size in (*info.shape, *(info.offsets or ()))} <= {int}
+        assert all(entry.offset + entry.size <= opened.size for entry in head.parts.values())
+    assert sum(head.stored for head in opened.records) == len(payload)

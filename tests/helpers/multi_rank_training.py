@@ -116,10 +116,20 @@ def digest(state: Any) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def save(state: Any, folder: Path, **settings: Any) -> DirectoryManifest:
+def save(state: Any, folder: Path | str, **settings: Any) -> DirectoryManifest:
     """Save with a writer of these settings; the manifest."""
     dcp.save(state, storage_writer=Writer(folder, **settings))
     return read_directory_manifest(folder)
+
+
+def trained(root: Path | str, saves: int, **settings: Any) -> list[str]:
+    """The digests of what was saved at step-0, step-1, ..."""
+    run, digests = Run(None), []
+    for step in range(saves):
+        run.train()
+        save(run.state(), f"{root}/step-{step}", **settings)
+        digests.append(digest(run.state()))
+    return digests
 
 
 def mesh_of(ranks: Sequence[int]) -> DeviceMesh:

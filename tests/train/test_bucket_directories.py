@@ -10,7 +10,6 @@ import pytest
 import torch
 from helpers import accelerate_runs, lightning_runs
 from helpers.strategies import difference
-from lightning.fabric import Fabric
 from torch import nn
 
 import shrinkpoint
@@ -18,7 +17,7 @@ from shrinkpoint.errors import NotFoundError, PolicyError, StorageError
 from shrinkpoint.storage import directory_storage
 from shrinkpoint.storage.paths import parse_object_url
 from shrinkpoint.store import Keep
-from shrinkpoint.store.directory import find_checkpoints, is_checkpoint, read_directory_manifest
+from shrinkpoint.store.directory import find_checkpoints, read_directory_manifest
 from shrinkpoint.store.directory_retention import plan_run
 from shrinkpoint.train import Checkpointer
 from shrinkpoint.train.accelerate import AcceleratorCheckpointer, load_state
@@ -72,31 +71,6 @@ def test_save_that_fails_leaves_what_was_there(url, s3) -> None:
     checkpointer.save(f"{url}/last", {"w": -state["w"]})
     assert difference(Checkpointer().load(f"{url}/last").state, {"w": -state["w"]}) is None
     assert len([key for key in directory_storage(f"{url}/last").list() if "rank" in key]) == 1
-
-
-@_nightly
-@pytest.mark.parametrize("background", [False, True])
-def test_fabric(url, background) -> None:
-    def make(seed: int):
-        torch.manual_seed(seed)
-        fabric = Fabric(accelerator="cpu", devices=1, plugins=[ShrinkIO(background=background)])
-        model = nn.Linear(3, 3)
-        model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters()))
-        return fabric, {"model": model, "optimizer": optimizer, "step": 3}
-
-    fabric, state = make(0)
-    for step in range(2):
-        fabric.backward(state["model"](torch.ones(2, 3)).square().sum())
-        state["optimizer"].step()
-        state["step"] = step
-        fabric.save(f"{url}/{step}.ckpt", state)
-    fabric.strategy.checkpoint_io.wait()
-    other, fresh = make(1)
-    assert other.load(f"{url}/1.ckpt", fresh) == {}
-    assert fresh["step"] == 1
-    assert difference(fresh["model"].state_dict(), state["model"].state_dict()) is None
-    fabric.strategy.checkpoint_io.remove_checkpoint(f"{url}/0.ckpt")
-    assert not is_checkpoint(f"{url}/0.ckpt")
 
 
 @_nightly

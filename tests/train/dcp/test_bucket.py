@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers.multi_rank_training import Run, digest, save
+from helpers.multi_rank_training import Run, digest, save, trained
 from helpers.processes import ranks
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -73,16 +72,6 @@ def test_ranks_save_deltas_and_any_number_of_them_loads(url, tmp_path) -> None:
     manifests = [verify_directory(f"{url}/step-{step}", deep=True) for step in range(3)]
     assert [manifest.depth for manifest in manifests] == [0, 1, 2]
     assert {len(manifest.payloads) for manifest in manifests} == {2}
-
-
-def trained(url: str, saves: int, **settings: Any) -> list[str]:
-    """The digests of what was saved at step-0, step-1, ..."""
-    run, digests = Run(None), []
-    for step in range(saves):
-        run.train()
-        save(run.state(), f"{url}/step-{step}", **settings)
-        digests.append(digest(run.state()))
-    return digests
 
 
 def test_directories_in_a_bucket_need_no_other_ones_unless_it_is_asked_for(url) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers.multi_rank_training import Run, digest, save
+from helpers.multi_rank_training import Run, digest, save, trained
 from safetensors import safe_open
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -32,16 +32,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.fixture(autouse=True)
 def anew() -> None:
     reset_chains()
-
-
-def trained(root: Path, saves: int, **settings: Any) -> list[str]:
-    """The digests of what was saved at step-0, step-1, ..."""
-    run, digests = Run(None), []
-    for step in range(saves):
-        run.train()
-        save(run.state(), root / f"step-{step}", **settings)
-        digests.append(digest(run.state()))
-    return digests
 
 
 def restored(folder: Path) -> str:

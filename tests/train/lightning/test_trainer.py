@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 
 from shrinkpoint.errors import PolicyError, StateError
-from shrinkpoint.store.directory import read_directory_manifest
+from shrinkpoint.store.directory import is_checkpoint, read_directory_manifest
 from shrinkpoint.train.lightning import ShrinkIO, ShrinkIOCallback, latest_valid
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in QUIET]
@@ -208,7 +209,12 @@ def test_options_and_far_places_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_fabric_saves_and_loads(tmp_path, background):
+@pytest.mark.parametrize("kind", ["directory", pytest.param("bucket", marks=pytest.mark.nightly)])
+def test_fabric_saves_loads_and_removes(request, tmp_path, kind, background):
+    if kind == "bucket":
+        request.getfixturevalue("s3")
+    root = tmp_path if kind == "directory" else f"s3://checkpoints/fabric-{os.getpid()}-{background}"
+
     def built(seed: int) -> tuple[Fabric, dict[str, Any]]:
         torch.manual_seed(seed)
         fabric = Fabric(accelerator="cpu", devices=1, plugins=[ShrinkIO(background=background)])
@@ -221,16 +227,18 @@ def test_fabric_saves_and_loads(tmp_path, background):
         fabric.backward(state["model"](torch.ones(2, 3)).square().sum())
         state["optimizer"].step()
         state["step"] = step
-        fabric.save(tmp_path / f"{step}.ckpt", state)
+        fabric.save(f"{root}/{step}.ckpt", state)
     fabric.strategy.checkpoint_io.wait()
     other, fresh = built(1)
-    rest = other.load(tmp_path / "2.ckpt", fresh)
+    rest = other.load(f"{root}/2.ckpt", fresh)
     assert rest == {} and fresh["step"] == 2 and fresh["name"] == "one"
     assert same(fresh["model"].state_dict(), state["model"].state_dict())
     assert same(fresh["optimizer"].state_dict(), state["optimizer"].state_dict())
-    assert read_directory_manifest(tmp_path / "2.ckpt").depth == 2
-    whole = Fabric(accelerator="cpu", devices=1, plugins=[ShrinkIO()]).load(tmp_path / "2.ckpt")
+    assert read_directory_manifest(f"{root}/2.ckpt").depth == (2 if kind == "directory" else 0)
+    whole = Fabric(accelerator="cpu", devices=1, plugins=[ShrinkIO()]).load(f"{root}/2.ckpt")
     assert {*whole} == {"model", "optimizer", "step", "name"}
+    other.strategy.checkpoint_io.remove_checkpoint(f"{root}/1.ckpt")
+    assert not is_checkpoint(f"{root}/1.ckpt") and is_checkpoint(f"{root}/2.ckpt")
 
 
 @pytest.mark.parametrize("background", [False, True])
