@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from shrinkpoint.comm import rendezvous
-from shrinkpoint.comm.rendezvous import SampleIdBroadcast
+from shrinkpoint.comm.rendezvous import SampleIdBroadcast, StoreChannel
 from shrinkpoint.errors import MismatchError, PolicyError
 
 pytestmark = pytest.mark.usefixtures("lonely_group")
@@ -47,3 +47,9 @@ def test_missing_ids_are_an_error_on_all_ranks_and_the_next_step_works(monkeypat
 def test_a_silent_first_stage_is_an_error_after_the_timeout(monkeypatch):
     with pytest.raises(MismatchError, match="published no sample ids"):
         _pair(monkeypatch, 0.1)[1].broadcast(None)
+
+
+def test_channels_of_two_topics_are_separate():
+    StoreChannel(None, "one").publish(0, "word")
+    with pytest.raises(TimeoutError):
+        StoreChannel(None, "other").read(0, 0.1)
