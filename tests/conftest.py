@@ -50,7 +50,7 @@ LONGEST_FIRST = (
 
 
 @pytest.fixture
-def lonely_group() -> Iterator[None]:
+def single_rank_group() -> Iterator[None]:
     """A process group of this process alone."""
     import torch.distributed as dist
 

@@ -69,7 +69,7 @@ def test_every_part_has_its_figures_on_a_cpu(program: ModuleType, tmp_path: Path
     assert all(row["equal to the CPU's"] for row in parts["training"] if "equal to the CPU's" in row)
     assert all(row["equal"] for row in parts["sync"] if "equal" in row)
     (skipped,) = (row["number"] for row in parts["tests"] if row["tests"] in ("skipped", "passed") and row["number"])
-    assert skipped > 0
+    assert skipped > 1
 
 
 def test_a_part_that_fails_or_hangs_keeps_its_rows_and_the_next_one_runs(

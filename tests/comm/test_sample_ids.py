@@ -10,7 +10,7 @@ from shrinkpoint.comm import rendezvous
 from shrinkpoint.comm.rendezvous import SampleIdBroadcast, StoreChannel
 from shrinkpoint.errors import MismatchError, PolicyError
 
-pytestmark = pytest.mark.usefixtures("lonely_group")
+pytestmark = pytest.mark.usefixtures("single_rank_group")
 
 
 def _pair(monkeypatch: pytest.MonkeyPatch, timeout: float = 5.0) -> tuple[SampleIdBroadcast, SampleIdBroadcast]:

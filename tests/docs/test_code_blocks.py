@@ -122,7 +122,7 @@ SETUPS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("page", [page for page in PLAIN_PAGES if page not in WIRE_PAGES | FRAMEWORK_PAGES])
-def test_blocks_without_prompts_run(page, tmp_path, monkeypatch, request, lonely_group):
+def test_blocks_without_prompts_run(page, tmp_path, monkeypatch, request, single_rank_group):
     monkeypatch.chdir(tmp_path)
     if page == "docs/object_storage.md":
         request.getfixturevalue("s3")
@@ -191,7 +191,7 @@ def test_blocks_about_the_wire_run_on_two_ranks(tmp_path):
     run_forked(WIRE, str(tmp_path), width=2)
 
 
-def test_the_lines_for_every_trainer_run(tmp_path, monkeypatch, lonely_group):
+def test_the_lines_for_every_trainer_run(tmp_path, monkeypatch, single_rank_group):
     import accelerate
     import lightning
     import transformers

@@ -29,7 +29,7 @@ from shrinkpoint.sync.published import KEY, Published, VersionFile
 
 
 @pytest.fixture
-def alone(lonely_group: None) -> Any:
+def alone(single_rank_group: None) -> Any:
     """The group of one rank."""
     return dist.group.WORLD
 

@@ -25,7 +25,7 @@ from shrinkpoint.train import Journal
 
 
 @pytest.fixture(autouse=True)
-def begin(lonely_group: None) -> None:
+def begin(single_rank_group: None) -> None:
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
 
 

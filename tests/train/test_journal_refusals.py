@@ -17,7 +17,7 @@ from shrinkpoint.errors import CorruptError, MismatchError, PolicyError
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.train import Journal
 
-pytestmark = pytest.mark.usefixtures("lonely_group")
+pytestmark = pytest.mark.usefixtures("single_rank_group")
 
 
 def test_what_cannot_be_replayed_is_refused_with_the_reason(tmp_path: Path):

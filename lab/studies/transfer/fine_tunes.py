@@ -157,7 +157,7 @@ def _batches(examples: Examples, size: int) -> Iterator[Examples]:
 
 
 def train(model: Losses, examples: Examples, steps: int, peak: float, seed: int) -> Losses:
-    """AdamW .9/.95, decay 0.1, clip 1, a tenth of the steps to warm up, and a cosine to 0."""
+    """AdamW 0.9/0.95, decay 0.1, clip 1, a tenth of the steps to warm up, and a cosine to 0."""
     workloads.seed_everything(seed, torch.get_num_threads())
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.1)
     factor = workloads.cosine(max(1, steps // 10), steps, 0.0)

@@ -93,7 +93,7 @@ def choose_spacing(
     forward = (_forward(sizes, kept, every, best) for every in lengths)
     ways += (way for way in forward if not alone or way.every * way.written <= sizes.plain)
     if can_reverse:
-        ways += (way for every in lengths if every >= kept > 1 for way in _reverse(sizes, kept, every, best))
+        ways += (way for every in lengths if every >= kept > 1 for way in _reverse(sizes, kept, least, every))
     ways[1:] = [way for way in ways[1:] if way.most <= least * sizes.plain]
     smallest = min(ways, key=lambda way: way.disk)
     fastest = min((way for way in ways if way.disk <= DISK_TOLERANCE * smallest.disk), key=lambda way: way.written)
@@ -116,17 +116,17 @@ def _forward(sizes: FileSizes, kept: int, every: int, best: int) -> Spacing:
     return Spacing(every, False, sizes.keyframe + mean, sizes.keyframe + most, chain / every)
 
 
-def _reverse(sizes: FileSizes, kept: int, every: int, best: int) -> Iterator[Spacing]:
+def _reverse(sizes: FileSizes, kept: int, least: int, every: int) -> Iterator[Spacing]:
     """Chains of which only a keyframe, and deltas against it in both directions, stay; none if that takes too much."""
-    older, least, chain = kept - 1, max(kept - best, best), sizes.keyframe + (every - 1) * sizes.delta
+    older, chain = kept - 1, sizes.keyframe + (every - 1) * sizes.delta
     reverse = sizes.delta if sizes.reverse is None else sizes.reverse
     largest = min(2 * sizes.delta, sizes.keyframe) if sizes.reverse is None else sizes.reverse
-    # They are written one by one, the newest first; after each the delta that it was goes.
-    peak = chain + sizes.keyframe + largest + max(0.0, (older - 1) * (largest - sizes.delta))
-    mean, most = older * kept / (2 * every) * reverse, max(older * reverse, (every - 1) * sizes.delta)
-    if best:  # all that are older may stay while the next chain grows
+    if least < kept:  # the best, all of which may stay while the next chain grows
         peak = chain + sizes.keyframe + least * largest
         mean, most = older * reverse, (least - 1) * reverse + (every - 1) * sizes.delta
+    else:  # they are written one by one, the newest first; after each the delta that it was goes
+        peak = chain + sizes.keyframe + largest + max(0.0, (older - 1) * (largest - sizes.delta))
+        mean, most = older * kept / (2 * every) * reverse, max(older * reverse, (every - 1) * sizes.delta)
     if peak <= (least + 1) * sizes.plain and (older + 1) / 2 * reverse < chain:
         mean += (every - 1) / 2 * sizes.delta
         written = (chain + older * reverse) / every

@@ -221,9 +221,8 @@ class Publisher:
             raise PolicyError("publish", found=found, expected="the same version and settings", do=do)
         if not self._ranks.is_sharded:
             tensors = {name: local.tensor for name, local in local_tensors(model).items()}
-            return _copy(
-                flatten(tensors if self._dtype is None else _separate_views(tensors)), self._dtype, self._spare
-            )
+            tensors = tensors if self._dtype is None else _separate_views(tensors)
+            return _copy(flatten(tensors), self._dtype, self._spare)
         local, rows = self._ranks.run(lambda: self._describe(model))
         plan = self._planner.plan(rows)
         self._planner.check_equal(plan, local)
