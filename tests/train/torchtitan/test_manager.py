@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 pytest.importorskip("torchtitan")
 
@@ -160,6 +161,22 @@ def test_latest_complete_checkpoints_are_kept(tmp_path):
     (tmp_path / "checkpoint" / "step-3" / "bases").mkdir(parents=True)
     run.train(3, last_step=True)
     assert steps(tmp_path) == [4, 5, 9]
+
+
+def test_a_process_that_saves_leaves_the_same_files(tmp_path):
+    options = StagingOptions(use_pinned_memory=False, use_non_blocking_copy=False)  # torchtitan's own need a GPU
+    files = {}
+    for mode in ("disabled", "async_with_pinned_mem"):
+        run = Run(tmp_path / mode, keep_latest_k=3, async_mode=mode)
+        run.manager.stager = DefaultStager(options) if run.manager.async_mode != "disabled" else None
+        for _ in range(7):
+            run.train(1).manager.maybe_wait_for_staging()
+        run.manager.close()
+        assert Run(tmp_path / mode).manager.load()
+        stats = [path.stat() for path in tmp_path.glob(f"{mode}/**/*.safetensors")]
+        files[mode] = sorted({status.st_ino: status.st_size for status in stats}.values())
+    sent, own = files["async_with_pinned_mem"], files["disabled"]
+    assert len(sent) == len(own) == 3 and sum(sent) == pytest.approx(sum(own), rel=0.01)
 
 
 def test_damaged_checkpoint_is_skipped(tmp_path):

@@ -44,20 +44,13 @@ class ShardRetention:
         make_plan: decides what the rules do; called on the first rank once the checkpoint is saved.
         writer: of this rank, which saves now; it may end its chain where older checkpoints can be written again.
         settled: chains whose moments stay, as deleting them frees nothing; more are added.
-        can_reverse: False: deltas stay against older checkpoints, since the writer is sent to another process.
     """
 
     def __init__(
-        self,
-        keep: Keep | None,
-        make_plan: Callable[[Keep], RunPlan],
-        writer: Writer,
-        settled: set[frozenset[str]],
-        *,
-        can_reverse: bool = True,
+        self, keep: Keep | None, make_plan: Callable[[Keep], RunPlan], writer: Writer, settled: set[frozenset[str]]
     ) -> None:
         self._keep, self._make_plan, self._writer, self._settled = keep, make_plan, writer, settled
-        writer.can_reverse = has_memory_on_all_ranks if can_reverse else None
+        writer.can_reverse = has_memory_on_all_ranks
 
     @contextmanager
     def removing_failed(self, group: ProcessGroup | None) -> Iterator[None]:
@@ -123,8 +116,17 @@ class ShardRetention:
             limit.kept = len(manifests)
         if len(manifests) < 2 or all(payload.bases for payload in manifests[-1].payloads):
             return
-        own = manifests[-1].of_rank(ranks.rank)
-        wants = ranks.gather(lambda: own is not None and limit is not None and limit.wants_reverse(own))
+        own, before = (manifest.of_rank(ranks.rank) for manifest in (manifests[-1], manifests[-2]))
+
+        def wants_reverse() -> bool:
+            if own is None:
+                return False
+            if limit is not None:
+                return limit.wants_reverse(own)
+            # Another process writes; a keyframe behind a delta has ended a chain
+            return before is not None and before.depth > own.depth == 0 and has_memory_on_all_ranks(own.raw_bytes)
+
+        wants = ranks.gather(wants_reverse)
         due = [rank for rank, is_due in enumerate(wants) if is_due]
         if due:  # and what ranks have written that do not save any more
             written = {layout.rank_of(payload.name) for manifest in manifests for payload in manifest.payloads}

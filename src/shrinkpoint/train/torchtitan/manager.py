@@ -118,8 +118,7 @@ class TitanCheckpointManager(CheckpointManager):
             keep=keep,
             **self._options,
         )
-        is_sent = async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM  # to another process
-        retention = ShardRetention(keep, self._run.plan, writer, self._settled, can_reverse=not is_sent)
+        retention = ShardRetention(keep, self._run.plan, writer, self._settled)
         options: dict[str, Any] = {"checkpoint_id": checkpoint_id, "storage_writer": writer}
         if async_mode == AsyncMode.DISABLED:
             with retention.removing_failed(None):
@@ -128,7 +127,7 @@ class TitanCheckpointManager(CheckpointManager):
                 GarbageCollection.collect("GC collection invoked by checkpointer.")
             retention.apply(None)
             return metadata
-        if is_sent:
+        if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
             options |= {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "async_stager": self.stager}
         result = async_save(state_dict, process_group=self.pg, **options)
         if isinstance(result, AsyncSaveResponse):
