@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
+from helpers.command_line import invoke
 from helpers.paths import TESTS
 from helpers.stores import state
 from helpers.timeouts import PATIENCE
 
 import shrinkpoint as sp
 from shrinkpoint import CheckpointManager, Keep, Store
+from shrinkpoint.cli.app import app
+from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.train import Checkpointer
 
 _NUM_READS = int(os.environ.get("SHRINKPOINT_READS", "60"))
@@ -55,6 +58,27 @@ def save_and_prune(root: Path) -> None:
         while True:
             store.save(step, state(6))
             store.prune(Keep(last=1), dry_run=False)
+            step += 1
+
+
+def save_and_reverse(root: Path) -> None:
+    """Save rising steps, and write ended chains again as deltas against newer checkpoints."""
+    keep, step = Keep(last=3), 6
+    with Store(root, threads=1, keyframe_every=2) as store:
+        store.chain_limit.keep = keep
+        while True:
+            store.save(step, state(6))
+            store.prune(keep, dry_run=False)
+            step += 1
+
+
+def save_run(root: Path) -> None:
+    """As `save_and_reverse`, in directories."""
+    step = 7
+    with Checkpointer(threads=1, keyframe_every=2) as checkpointer:
+        checkpointer.retain(Keep(last=3), deletes=True)
+        while True:
+            checkpointer.save(root / f"step-{step}", state(6), step=step)
             step += 1
 
 
@@ -108,6 +132,17 @@ def verify(root: Path) -> int:
     return 6
 
 
+def verify_deep(root: Path) -> int:
+    assert [finding for finding in Store(root, threads=1).verify(deep=True) if not finding.loads] == []
+    return 6
+
+
+def verify_run(root: Path) -> int:
+    outcome = invoke(app, "verify", root, "--deep")
+    assert not outcome.code, outcome.stdout
+    return 6
+
+
 STORE_READERS: dict[str, Callable[[Path], Any]] = {
     "restore": restore,
     "load": lambda root: Store(root, threads=1).load()["seed"],
@@ -120,6 +155,9 @@ CASES = [
     (prune_moments, STORE_READERS["load_part"]),
     (save_and_prune, restore),
     (save_and_prune, STORE_READERS["load"]),
+    (save_and_reverse, restore),
+    (save_and_reverse, verify_deep),
+    (save_run, verify_run),
     (save_directory, lambda root: sp.load(root / "last")["seed"]),
     (save_directory, lambda root: Checkpointer(threads=1).load(root / "last").state["seed"]),
     (save_shards, load_shards),
@@ -143,7 +181,9 @@ def writing(writer: Callable[[Path], None], root: Path) -> Iterator[subprocess.P
 
 def prepare(writer: Callable[[Path], None], root: Path) -> None:
     """Write what the readers look for, once."""
-    if writer is save_directory:
+    if writer is save_run:
+        Checkpointer(threads=1).save(root / "step-6", state(6), step=6)
+    elif writer is save_directory:
         Checkpointer(threads=1).save(root / "last", state(6), step=6)
     elif writer is save_shards:
         from shrinkpoint.train.dcp import Writer
@@ -183,3 +223,28 @@ def test_no_read_is_older_or_misses_a_file(tmp_path, writer, reader):
         while reads < _NUM_READS and process.poll() is None:
             assert reader(tmp_path) == 6
             reads += has_begun()
+
+
+class Pruned(MemoryStorage):
+    """Deletes two of three checkpoints at the n-th time that a file is opened."""
+
+    store: Store | None = None
+    n = 0
+
+    def open(self, key: str) -> Any:
+        self.n -= 1
+        if self.store is not None and not self.n:
+            self.store.prune(Keep(last=1), dry_run=False)
+        return super().open(key)
+
+
+@pytest.mark.parametrize("n", range(1, 10))
+def test_verify_finds_nothing_wrong_with_what_is_pruned_meanwhile(n):
+    storage = Pruned()
+    with Store(storage, threads=1) as store:
+        for step in range(3):
+            store.save(step, state(step), keyframe=True)
+        storage.store, storage.n = store, n
+        assert store.verify(deep=True) == []
+        storage.store = None
+        assert store.steps() == [2]

@@ -27,7 +27,7 @@ from shrinkpoint.progress import track
 from shrinkpoint.storage import ObjectUrl
 from shrinkpoint.store.directory import verify_directory
 from shrinkpoint.store.file_place import FilePlace
-from shrinkpoint.store.identify import EMPTY_DIRECTORY
+from shrinkpoint.store.identify import EMPTY_DIRECTORY, is_checkpoint
 from shrinkpoint.store.verify import Finding, verify
 
 _PLACE_HELP = "A store, a framework's checkpoint directory or run, or one file."
@@ -96,7 +96,8 @@ def _verify_directory(directory: Path | ObjectUrl, deep: bool) -> list[Finding]:
             for rank in range(len(manifest.payloads)):
                 build_state(decode_directory(directory, rank), str(directory))
     except ShrinkpointError as error:
-        return [replace(_finding_from_error(error), do="restore another checkpoint, and delete this directory")]
+        if is_checkpoint(directory):  # else it was deleted meanwhile
+            return [replace(_finding_from_error(error), do="restore another checkpoint, and delete this directory")]
     return []
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from shrinkpoint.errors import NotFoundError, ShrinkpointError
@@ -57,7 +57,7 @@ def verify(storage: Storage, *, deep: bool = False, threads: int | None = None) 
     stored_bytes = sum(manifest.stored_bytes for manifest in listing.visible.values())
     with Task(f"reading {storage.describe()}", stored_bytes, "bytes") as task:
         for manifest in listing.visible.values():
-            findings += checker.current_findings(manifest)
+            findings += _find_in_current(storage, manifest, checker.findings)
             task.advance(manifest.stored_bytes)
     if not isinstance(storage, StepStorage):
         findings += _missing_bases(storage, listing)
@@ -65,7 +65,28 @@ def verify(storage: Storage, *, deep: bool = False, threads: int | None = None) 
         failed_steps = {finding.step for finding in findings if not finding.loads}
         findings += _decode_failures(storage, listing, failed_steps, threads)
     problem, do = "left by an interrupted save", "the next save removes it"
-    return findings + [Finding(None, storage.describe(key), problem, do, loads=True) for key in listing.orphans()]
+    orphans = listing.orphans()
+    if orphans:  # others are of saves that are complete by now, or are deleted
+        orphans = sorted({*orphans} & {*scan(storage).orphans()})
+    return findings + [Finding(None, storage.describe(key), problem, do, loads=True) for key in orphans]
+
+
+def _find_in_current(
+    storage: Storage, manifest: Manifest, check: Callable[[Manifest], Iterable[Finding]]
+) -> list[Finding]:
+    """The findings of a checkpoint; of the present one, if it was written again or deleted meanwhile."""
+    findings: list[Finding] = []
+    for _ in range(chain.MAX_READS):
+        findings = [*check(manifest)]
+        if not findings:
+            break
+        entry = read_step(storage, manifest.step)
+        if entry is None or not entry.is_visible:
+            return []
+        if entry.manifest is None or chain.manifest_identity(entry.manifest) == chain.manifest_identity(manifest):
+            break
+        manifest = entry.manifest
+    return findings
 
 
 class _FileChecker:
@@ -75,22 +96,7 @@ class _FileChecker:
         self._storage = storage
         self._results: dict[object, ShrinkpointError | None] = {}
 
-    def current_findings(self, manifest: Manifest) -> list[Finding]:
-        """The findings of a checkpoint; of the present one, if it was written again or deleted meanwhile."""
-        for _ in range(chain.MAX_READS):
-            findings = [*self._findings_of(manifest)]
-            if not findings:
-                break
-            entry = read_step(self._storage, manifest.step)
-            if entry is None or not entry.is_visible:
-                return []
-            if entry.manifest is None or chain.manifest_identity(entry.manifest) == chain.manifest_identity(manifest):
-                break
-            manifest = entry.manifest
-            self._results.clear()
-        return findings
-
-    def _findings_of(self, manifest: Manifest) -> Iterator[Finding]:
+    def findings(self, manifest: Manifest) -> Iterator[Finding]:
         for base, file in zip(chain.chain_links(manifest), chain.store_chain(self._storage, manifest), strict=True):
             errors = {key: self._error(key, file) for key in file.keys}
             loads = None in errors.values()
@@ -112,6 +118,8 @@ class _FileChecker:
             try:
                 with self._storage.open(key) as source:
                     self._results[identity] = next(file.verify(source, self._storage.describe(key)).check(), None)
+            except NotFoundError as error:  # it may be there for another checkpoint, or a moment later
+                return error
             except ShrinkpointError as error:
                 self._results[identity] = error
         return self._results[identity]
@@ -139,11 +147,12 @@ def _decode_failures(
     from shrinkpoint.store.decode import iter_chain
 
     proven: set[tuple[str, ...]] = set()  # chains: the same file may not decode after other bases, or after none
-    for manifest in track([*reversed(listing.visible.values())], f"decoding {storage.describe()}"):
+
+    def decode(manifest: Manifest) -> Iterator[Finding]:
         files = chain.store_chain(storage, manifest)
         digests = tuple(file.digest for file in files)
-        if manifest.step in failed_steps or digests in proven:
-            continue
+        if digests in proven:
+            return
         try:
             for count, (file, decoded) in enumerate(iter_chain(files, threads=threads), start=1):
                 build_state(decoded, f"step {file.step}")
@@ -151,3 +160,7 @@ def _decode_failures(
         except ShrinkpointError as error:
             do = f"restore another checkpoint; `forget` and `prune` step {manifest.step}"
             yield Finding(manifest.step, error.where, str(error), do)
+
+    for manifest in track([*reversed(listing.visible.values())], f"decoding {storage.describe()}"):
+        if manifest.step not in failed_steps:
+            yield from _find_in_current(storage, manifest, decode)
