@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,23 @@ def test_a_step_of_a_run_is_shown_reported_and_compared(run, frameworks_run, tmp
     assert run("diff", f"{frameworks_run}@100", frameworks_run).code == 1
     missing = run("show", frameworks_run, "--step", 7)
     assert (missing.code, "no checkpoint of step 7; expected one of 90, 100, 1000" in missing.stderr) == (3, True)
+
+
+def test_a_save_that_is_not_complete_does_not_make_a_run_a_store(run, state_at, tmp_path):
+    root = tmp_path / "out"
+    with Checkpointer() as trail:
+        for step in (1, 2):
+            trail.save(root / f"step-{step:09}", state_at(step), step=step)
+    shutil.copytree(root / "step-000000002", root / "step-000000003")
+    (root / "step-000000003" / "shrinkpoint.json").unlink()
+    assert run("list", root).stdout.startswith(f"{root}: 2 checkpoints")
+    assert run("show", root).stdout.startswith(f"{root / 'step-000000002'}\n")
+    assert run("verify", root).stdout.startswith(f"{root}: 2 checkpoints read")
+    assert run("diff", root, root).code == 0
+    assert run("export", root, tmp_path / "state.safetensors").code == 0
+    assert run("prune", root, "--keep-last", "1", "--apply").code == 0
+    assert sorted(path.name for path in root.iterdir()) == ["step-000000002", "step-000000003"]
+    assert any((root / "step-000000003").glob("rank-*"))
 
 
 def test_damage_is_found_where_it_is(run, frameworks_run, flip):

@@ -131,8 +131,14 @@ class Location:
 
     @property
     def is_run(self) -> bool:
-        """True if it is a framework's checkpoint directory, or a directory with some in it and no store."""
-        return bool(self.directories) and not scan(directory_storage(self.path)).keys
+        """True if it is a framework's checkpoint directory, or a directory with some in it and no store.
+
+        A framework may name a directory as a store does, which has no manifest while a save is written.
+        """
+        if not self.directories:
+            return False
+        listing = scan(directory_storage(self.path))
+        return not (listing.manifests or listing.broken)
 
     def identify(self) -> Identification | None:
         """Identification of a place that is no checkpoint of ours; None if unknown, and in a bucket."""

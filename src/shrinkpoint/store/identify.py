@@ -177,6 +177,11 @@ def _identify_directory(path: Path) -> Identification:
     if is_checkpoint(path):
         do = f"load it with the framework that saved it, or with shrinkpoint.load({str(path)!r})"
         return Identification("a framework's checkpoint", do, is_foreign=False)
+    if checkpoints := find_checkpoints(path):
+        do = f"name one checkpoint, such as {checkpoints[-1]}, and load it with the framework that saved it"
+        is_run = any(is_of_run(path, checkpoint) for checkpoint in checkpoints)
+        what = "a framework's run" if is_run else "a directory with checkpoints in it"
+        return Identification(what, do, is_foreign=False)
     if any(layout.step_of_dir(name) is not None and not is_checkpoint(path / name) for name in names):
         do = f"load it with shrinkpoint.load({str(path)!r}), or with a CheckpointManager"
         return Identification("a store", do, is_foreign=False)
@@ -184,11 +189,6 @@ def _identify_directory(path: Path) -> Identification:
         what, do = "the directory of a store's checkpoint", f"load it with shrinkpoint.load({str(path)!r})"
         if layout.MANIFEST not in names:
             what, do = f"{what} without {layout.MANIFEST}", "copy all its files, or load another step: its save was cut"
-        return Identification(what, do, is_foreign=False)
-    if checkpoints := find_checkpoints(path):
-        do = f"name one checkpoint, such as {checkpoints[-1]}, and load it with the framework that saved it"
-        is_run = any(is_of_run(path, checkpoint) for checkpoint in checkpoints)
-        what = "a framework's run" if is_run else "a directory with checkpoints in it"
         return Identification(what, do, is_foreign=False)
     description = _identify_foreign_dir(path, {*names})
     if description is None:

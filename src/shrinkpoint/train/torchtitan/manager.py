@@ -74,7 +74,7 @@ class TitanCheckpointManager(CheckpointManager):
         if not self.enable:
             return
         if is_url(self.folder):
-            do = "save to a directory that all ranks share, and copy it with `shrinkpoint mirror`"
+            do = "save to a directory that all ranks share, and copy that to the bucket"
             raise PolicyError("checkpoint.folder", found=f"the URL {self.folder}", expected="a directory", do=do)
         self.keep_latest_k = config.keep_latest_k
         self.scheme: Any = config.scheme
