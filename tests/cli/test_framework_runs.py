@@ -15,6 +15,8 @@ import torch.distributed.checkpoint as dcp
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store import Keep, Store, scan
 from shrinkpoint.store import directory as folders
+from shrinkpoint.store.directory import find_run
+from shrinkpoint.store.identify import find_checkpoints
 from shrinkpoint.train import Checkpointer
 from shrinkpoint.train.dcp import Writer
 
@@ -73,6 +75,13 @@ def test_a_save_that_is_not_complete_does_not_make_a_run_a_store(run, state_at, 
     assert run("prune", root, "--keep-last", "1", "--apply").code == 0
     assert sorted(path.name for path in root.iterdir()) == ["step-000000002", "step-000000003"]
     assert any((root / "step-000000003").glob("rank-*"))
+
+
+def test_a_directory_that_goes_meanwhile_is_no_part_of_a_plan(run, frameworks_run, monkeypatch):
+    places = [frameworks_run / "checkpoint-5", *find_checkpoints(frameworks_run)]
+    monkeypatch.setattr(find_run.__module__ + ".find_checkpoints", lambda root: places)
+    done = run("prune", frameworks_run, "--keep-last", "2", "--json")
+    assert json.loads(done.stdout)["delete"] == ["checkpoint-90"]
 
 
 def test_damage_is_found_where_it_is(run, frameworks_run, flip):

@@ -50,7 +50,8 @@ def plan_run(
         VersionError: a newer release wrote one.
         StorageError: one cannot be read now.
     """
-    unsorted = {directory: _manifest_of(directory) for directory in directories}
+    found = ((directory, _manifest_of(directory)) for directory in directories)
+    unsorted = {directory: manifest for directory, manifest in found if manifest is not None}
     places = {
         directory: place_of(manifest) if manifest.payloads else Place(last_number(directory.name))
         for directory, manifest in unsorted.items()
@@ -81,13 +82,16 @@ def plan_run(
     )
 
 
-def _manifest_of(directory: Directory) -> DirectoryManifest:
-    """The manifest; one without payloads for a checkpoint that has none of ours that can be read."""
+def _manifest_of(directory: Directory) -> DirectoryManifest | None:
+    """The manifest; one without payloads if there is none of ours that can be read, None if the directory is gone."""
     try:
         return read_directory_manifest(directory)
     except (NotFoundError, CorruptError, TruncatedError):
         pass  # it goes when its time has come
-    seconds = directory.stat().st_mtime if isinstance(directory, Path) else 0.0
+    try:
+        seconds = directory.stat().st_mtime if isinstance(directory, Path) else 0.0
+    except FileNotFoundError:
+        return None
     created = datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="milliseconds")
     unknown: DirectoryManifest = Manifest(id="", created=created, scheme="", payloads=(), step=None)
     return unknown
