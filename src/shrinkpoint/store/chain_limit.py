@@ -88,13 +88,14 @@ def choose_spacing(
         best: number of those that stay because they are the best, for as long as they are; some may be newest ones.
     """
     least = max(kept - best, best)  # checkpoints that are kept at any time
+    lengths, most = range(2, min(longest, _MAX_SPACING) + 1), least * sizes.plain
     ways = [Spacing(1, False, kept * sizes.keyframe, kept * sizes.keyframe, sizes.keyframe)]
-    lengths = range(2, min(longest, _MAX_SPACING) + 1)
-    forward = (_forward(sizes, kept, every, best) for every in lengths)
+    forward = (way for every in lengths if (way := _forward(sizes, kept, every, best)).most <= most)
     ways += (way for way in forward if not alone or way.every * way.written <= sizes.plain)
-    if can_reverse:
-        ways += (way for every in lengths if every >= kept > 1 for way in _reverse(sizes, kept, least, every))
-    ways[1:] = [way for way in ways[1:] if way.most <= least * sizes.plain]
+    if can_reverse and kept > 1:
+        reverse = [way for every in lengths for way in _reverse(sizes, kept, least, every) if way.most <= most]
+        # After a shorter chain, checkpoints are written again that were written again before
+        ways += [way for way in reverse if way.every >= kept] or (reverse if best else [])
     smallest = min(ways, key=lambda way: way.disk)
     fastest = min((way for way in ways if way.disk <= DISK_TOLERANCE * smallest.disk), key=lambda way: way.written)
     return fastest if fastest.written <= WRITE_GAIN * smallest.written else smallest
