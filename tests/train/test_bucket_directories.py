@@ -13,7 +13,7 @@ from helpers.strategies import difference
 from torch import nn
 
 import shrinkpoint
-from shrinkpoint.errors import NotFoundError, PolicyError, StorageError
+from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError, StorageError
 from shrinkpoint.storage import directory_storage
 from shrinkpoint.storage.paths import parse_object_url
 from shrinkpoint.store import Keep
@@ -142,3 +142,12 @@ def test_a_delta_in_a_bucket_keeps_the_directories_that_it_needs(url) -> None:
     assert [place.name for place in plan.delete] == ["step-0", "step-1", "step-2"]
     assert plan.reasons[places[3]] == ("base of step-4", "base of step-5")
     assert not plan_run(places, Keep(last=1, moments_last=1), datetime.now(timezone.utc)).strip
+
+
+def test_a_store_in_a_bucket_is_not_written_over_a_run(url):
+    model = nn.Linear(3, 2)
+    Checkpointer().save(f"{url}/step-000000001", model.state_dict(), step=1)
+    with shrinkpoint.CheckpointManager(url) as store:
+        for call in (lambda: store.restore(model=model), lambda: store.save(1, model=model)):
+            with pytest.raises(MismatchError, match="the run of a framework, with step-000000001"):
+                call()

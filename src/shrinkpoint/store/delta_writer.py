@@ -24,7 +24,7 @@ from shrinkpoint.store.chain_writer import ChainWriter, CheckpointPlace, Written
 from shrinkpoint.store.checkpoint_file import DecodedFile
 from shrinkpoint.store.decode import decode_chain
 from shrinkpoint.store.delta_base import StoredFile, as_delta_base, warn_lost_progress
-from shrinkpoint.store.identify import has_file
+from shrinkpoint.store.identify import has_file, refuse_store_checkpoint
 from shrinkpoint.store.manifest import Payload
 from shrinkpoint.store.save_report import SaveReport
 from shrinkpoint.tensors.flat_state import FlatState
@@ -135,10 +135,12 @@ class DeltaWriter(ChainWriter[Payload]):
             adopt: as for `write_payload`.
 
         Raises:
+            MismatchError: the directory is that of a checkpoint in a store.
             StorageError: writing failed, or the directory is a symbolic link; what was written is removed.
         """
         self.rollback()
         root = resolve_directory(directory)
+        refuse_store_checkpoint(root)
         if isinstance(root, Path) and root.is_symlink():
             raise link_error(str(directory))
         place = DirectoryPlace(root, rank)

@@ -13,7 +13,17 @@ from pathlib import Path
 from typing import overload
 
 from shrinkpoint.container.header import MAX_HEADER_BYTES, PREFIX
-from shrinkpoint.storage import AnyDirectory, ObjectUrl, directory_storage, local_path, natural_key, resolve_directory
+from shrinkpoint.errors import MismatchError
+from shrinkpoint.storage import (
+    AnyDirectory,
+    LocalStorage,
+    ObjectUrl,
+    Storage,
+    directory_storage,
+    local_path,
+    natural_key,
+    resolve_directory,
+)
 from shrinkpoint.storage.local import os_errors
 from shrinkpoint.store import layout
 from shrinkpoint.store.file_place import place_file
@@ -50,6 +60,34 @@ def is_checkpoint(directory: AnyDirectory) -> bool:
 def has_file(directory: AnyDirectory, name: str) -> bool:
     """True if a directory has a file of this name; one of a bucket, an object."""
     return place_file(str(resolve_directory(directory) / name)).exists
+
+
+def refuse_store_checkpoint(directory: AnyDirectory) -> None:
+    """Raise a MismatchError if a directory is that of a checkpoint in a store: frameworks do not read or write it."""
+    place = resolve_directory(directory)
+    if layout.step_of_dir(place.name) is None or not has_file(place, layout.MANIFEST) or is_checkpoint(place):
+        return
+    found, expected = "a checkpoint in a store", "a directory for a framework's checkpoint"
+    do = f"restore it by a CheckpointManager of {place.parent}, and save to another directory"
+    raise MismatchError(str(directory), found=found, expected=expected, do=do)
+
+
+def refuse_run(storage: Storage) -> None:
+    """Raise a MismatchError if a framework has saved where a store would: a store would write over its files.
+
+    Raises:
+        StorageError: the place cannot be listed.
+    """
+    if isinstance(storage, LocalStorage):
+        names = [name for name in storage.list_dirs() if is_checkpoint(storage.path / name)]
+    else:
+        keys = (key.partition("/") for key in storage.list())
+        names = [head for head, _, name in keys if name == MANIFEST]
+    steps = [name for name in names if layout.step_of_dir(name) is not None]
+    if steps:
+        found, expected = f"the run of a framework, with {max(steps)}", "a store, or an empty directory"
+        do = "restore it by what saved it, such as dcp.Manager, or name another directory"
+        raise MismatchError(storage.describe(), found=found, expected=expected, do=do)
 
 
 def is_stock_dcp(directory: Path) -> bool:

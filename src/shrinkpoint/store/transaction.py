@@ -15,6 +15,7 @@ from shrinkpoint.store import chain, layout
 from shrinkpoint.store.chain_limit import ChainBytes
 from shrinkpoint.store.chain_writer import CheckpointPlace
 from shrinkpoint.store.history import Place
+from shrinkpoint.store.identify import refuse_run
 from shrinkpoint.store.listing import Lister, Listing, put_manifest
 from shrinkpoint.store.manifest import ChainLink, Manifest, Payload, encode_store_manifest, new_manifest
 from shrinkpoint.store.save_report import SaveReport
@@ -46,6 +47,7 @@ class StoreLock:
 
         Raises:
             LockedError: another process holds it.
+            MismatchError: a framework has saved here; the lock is held nevertheless.
             StorageError: removing failed; the lock is held nevertheless.
         """
         if self._storage_lock is None:
@@ -58,6 +60,7 @@ class StoreLock:
                 lock.close()
                 raise
         if not self._is_clean:
+            refuse_run(self._storage)
             self._storage.remove_stale(layout.is_step_dir)
             self._delete_orphans()
             self._is_clean = True

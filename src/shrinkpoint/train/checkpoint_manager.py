@@ -30,6 +30,7 @@ from shrinkpoint.storage import LocalStorage, ObjectCache, Storage, resolve_stor
 from shrinkpoint.store import Keep, SaveReport, Store, StoreRestore, layout
 from shrinkpoint.store.chain import manifest_identity, use_current
 from shrinkpoint.store.history import oldest_first, place_of
+from shrinkpoint.store.identify import refuse_run
 from shrinkpoint.store.manifest import Manifest
 from shrinkpoint.store.mirror import Mirror
 from shrinkpoint.store.newest import restore_newest
@@ -300,8 +301,8 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
 
         Raises:
             MismatchError: the checkpoint does not fit; an optimizer is to be restored from one that has weights only
-                (`Keep(moments_last=)`). Nothing was changed, but what an object of your own class changes before it
-                refuses its state: such objects are loaded first.
+                (`Keep(moments_last=)`); a framework has saved in the directory. Nothing was changed, but what an object
+                of your own class changes before it refuses its state: such objects are loaded first.
             NotFoundError: there is no such checkpoint, or none that loads.
             ChainError, FormatError: the checkpoint of that step does not load.
             StorageError: the store cannot be read.
@@ -425,6 +426,7 @@ class CheckpointManager(ScheduledSaver, BackgroundSaver):
                     raise
                 warn_user(f"the mirror cannot be read, and may have a newer checkpoint: {error}", UserWarning)
         if not exists:
+            refuse_run(self.store.storage)
             return None
         return restore_newest(stores, keep=self.store, weights_only=weights_only, max_bytes=max_bytes)
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from shrinkpoint.store import Keep
+from shrinkpoint.store import Keep, layout
 from shrinkpoint.store.directory import newest_first
 from shrinkpoint.store.directory_retention import RunPlan, plan_run
-from shrinkpoint.store.identify import is_checkpoint, is_stock_dcp
+from shrinkpoint.store.identify import has_file, is_checkpoint, is_stock_dcp
 
 
 class DirectoryRun:
@@ -47,7 +47,7 @@ class DirectoryRun:
         """Decide what `keep` does with the checkpoints.
 
         A directory without a checkpoint does not count. It is deleted, too, if its number is lower than those of all
-        checkpoints that are kept, unless torch's own writer has saved a checkpoint in it.
+        checkpoints that are kept, unless torch's own writer or a store has saved a checkpoint in it.
 
         Raises: as `plan_run`.
         """
@@ -55,5 +55,6 @@ class DirectoryRun:
         complete = [path for path in numbers if self._is_complete(path)]
         plan = plan_run(complete, keep, datetime.now(timezone.utc))
         lowest = min((numbers[path] for path in complete if path not in plan.delete), default=0)
-        unfinished = (path for path, number in numbers.items() if path not in complete and number < lowest)
-        return replace(plan, delete=(*(path for path in unfinished if not is_stock_dcp(path)), *plan.delete))
+        unfinished = [path for path, number in numbers.items() if path not in complete and number < lowest]
+        unfinished = [path for path in unfinished if not (is_stock_dcp(path) or has_file(path, layout.MANIFEST))]
+        return replace(plan, delete=(*unfinished, *plan.delete))

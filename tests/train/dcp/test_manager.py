@@ -11,6 +11,7 @@ from helpers.processes import ranks
 
 import shrinkpoint as sp
 from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
+from shrinkpoint.train import Checkpointer
 from shrinkpoint.train.dcp import Manager
 
 RANKS = """
@@ -231,3 +232,25 @@ def test_a_directory_of_torchs_own_checkpoints_is_neither_overwritten_nor_taken_
         manager.save(step, model=model)
     assert manager.restore(model=model).step == 3 and manager.steps() == [3]
     assert {path.name: path.read_bytes() for path in (tmp_path / "step-000000001").iterdir()} == stock
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_store_and_a_run_write_nothing_over_each_other(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    with sp.CheckpointManager(tmp_path / "store") as store:
+        store.save(1, model=model)
+        manager = Manager(tmp_path / "store", keep=1)
+        for call in (lambda: manager.restore(model=model), lambda: manager.save(1, model=model)):
+            with pytest.raises(MismatchError, match=r"step-000000001: a checkpoint in a store"):
+                call()
+        with pytest.raises(MismatchError, match=r"step-000000001: a checkpoint in a store"):
+            Checkpointer().save(tmp_path / "store" / "step-000000001", model.state_dict())
+        for step in (2, 3):
+            manager.save(step, model=model)
+        assert store.restore(model=model).step == 1 and store.store.verify(deep=True) == []
+    Manager(tmp_path / "run").save(1, model=model)
+    with sp.CheckpointManager(tmp_path / "run") as store:
+        for call in (lambda: store.restore(model=model), lambda: store.save(1, model=model)):
+            with pytest.raises(MismatchError, match=r"run: the run of a framework, with step-000000001"):
+                call()
+    assert Manager(tmp_path / "run").restore(model=model).step == 1

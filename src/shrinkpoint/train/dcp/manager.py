@@ -25,7 +25,7 @@ from shrinkpoint.sharding.collectives import gather_or_raise
 from shrinkpoint.storage import LocalStorage
 from shrinkpoint.store import Keep, SaveReport, layout
 from shrinkpoint.store.directory import read_directory_manifest
-from shrinkpoint.store.identify import is_checkpoint, is_stock_dcp
+from shrinkpoint.store.identify import is_checkpoint, is_stock_dcp, refuse_store_checkpoint
 from shrinkpoint.store.manifest import DirectoryManifest
 from shrinkpoint.store.retention import best_first
 from shrinkpoint.tensors.dtypes import torch_dtype
@@ -123,12 +123,12 @@ class Manager(ScheduledSaver):
 
         Raises:
             PolicyError: an object without `state_dict`; a step or metric that is not a number.
-            MismatchError: the step's directory holds a checkpoint of torch's own writer.
+            MismatchError: the step's directory holds a checkpoint of torch's own writer, or of a store.
             StorageError: writing failed on a rank; every checkpoint that was there still loads.
             Exception: whatever else failed on a rank.
         """
         directory = self._root / layout.step_dir(layout.check_step(step))
-        gather_or_raise(lambda: _refuse_stock(directory), self._group)
+        gather_or_raise(lambda: _refuse_foreign(directory), self._group)
         names = _parameter_names(objects)
         state = {name: _state_of(obj, name, names) for name, obj in objects.items()}
         reports: list[SaveReport] = []
@@ -194,7 +194,7 @@ class Manager(ScheduledSaver):
 
         Raises:
             MismatchError: the checkpoint does not fit; nothing was changed unless an object itself refused its state.
-                Or torch's own writer has written it.
+                Or torch's own writer, or a store, has written it.
             NotFoundError: there is no such checkpoint.
             ChainError, FormatError, StorageError: it does not load; modules may have changed.
         """
@@ -202,13 +202,13 @@ class Manager(ScheduledSaver):
         number = self._find_step(step)
         directory: Any = self._root / layout.step_dir(layout.check_step(number)) if number is not None else None
         if directory is None and (directory := latest_valid(self._root, self._group)) is None:
-            gather_or_raise(lambda: _refuse_stock(*self._run.newest_first()), self._group)
+            gather_or_raise(lambda: _refuse_foreign(*self._run.newest_first()), self._group)
             return None
         flat: dict[str, Any] = {}
 
         def prepare() -> None:
             if not is_checkpoint(directory):
-                _refuse_stock(directory)
+                _refuse_foreign(directory)
                 raise NotFoundError(str(directory), found="no checkpoint", do="restore another step")
             manifest, metadata = open_checkpoint(directory)
             if manifest.weights_only and has_optimizer(objects):
@@ -239,9 +239,12 @@ class Manager(ScheduledSaver):
         """Return: a save is durable when `save` returns."""
 
 
-def _refuse_stock(*directories: Path) -> None:
-    """Raise a MismatchError if torch's own writer has saved a checkpoint in one of the directories."""
-    for directory in filter(is_stock_dcp, directories):
+def _refuse_foreign(*directories: Path) -> None:
+    """Raise a MismatchError if torch's own writer or a store has saved a checkpoint in one of the directories."""
+    for directory in directories:
+        refuse_store_checkpoint(directory)
+        if not is_stock_dcp(directory):
+            continue
         found = "a checkpoint that torch.distributed.checkpoint's own writer has saved"
         do = "load it by dcp.load without a storage_reader=, and give the Manager another directory"
         raise MismatchError(str(directory), found=found, expected="checkpoints of dcp.Manager", do=do)
