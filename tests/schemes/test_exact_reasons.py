@@ -13,6 +13,7 @@ from helpers.strategies import bits
 from torch import nn
 
 import shrinkpoint as sp
+from shrinkpoint.errors import LossWarning
 from shrinkpoint.storage import MemoryStorage
 from shrinkpoint.store import SaveReport
 from shrinkpoint.tensors.flat_state import flatten
@@ -82,6 +83,12 @@ def test_parameters_at_the_root_of_a_bare_state_dict_are_weights(make):
     assert bits(found["pos_embed"]) != bits(model.pos_embed.detach()) and "pos_embed" not in report.exact
     assert bits(found["freqs_cis"]) == bits(model.freqs_cis) and "freqs_cis" in report.exact
     assert report.exact["attention_mask"] == "a buffer"
+
+
+@pytest.mark.parametrize("make", [lambda: sp.Fisher(relative_error=0.3), SCHEMES["inshrinkerator"]])
+def test_a_state_of_which_nothing_is_known_to_be_a_weight_warns(make, tmp_path):
+    with pytest.warns(LossWarning, match=r"no tensor is known to be a weight, so nothing is lossy: w1, w2\. Save"):
+        sp.save({"w1": normal(80, 80), "w2": normal(80, 80)}, tmp_path / "state.safetensors", scheme=make())
 
 
 @pytest.mark.parametrize("beside", ["other", "extra"])

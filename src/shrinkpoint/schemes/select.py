@@ -49,20 +49,14 @@ class TensorSelection:
     def warn_exact(
         self, state: FlatState, reference: Reference | None, frozen: Collection[str], global_tensors: GlobalTensors
     ) -> None:
-        """Warn of weights that stay exact: of another dtype, if all are; not finite, but for constants. A collective.
+        """Warn of weights that stay exact: if all do; not finite, but for constants. A collective.
 
         Args:
             reference: the decoded parent checkpoint; None if there is none.
             frozen: local names of parameters that take no gradients: a constant, unless the parent has other values.
         """
-        candidates = () if self.global_names else state.tensors.items()
-        wide = [name for name, tensor in candidates if _is_left_by_dtype(tensor, state.infos[name].role)]
-        if wide:
-            dtypes = ", ".join(sorted({str(state.tensors[name].dtype) for name in wide}))
-            warn_user(
-                f"all weights have a dtype that stays exact, so nothing is lossy ({dtypes}): "
-                f"{humanize.names(wide)}. Save them in float32, bfloat16 or float16"
-            )
+        if not self.global_names:
+            _warn_of_no_weights(state)
         if not self.nonfinite:
             return
         nonfinite = {name for name, global_name in global_tensors.global_names.items() if global_name in self.nonfinite}
@@ -260,9 +254,24 @@ def _first_allowed(names: Iterable[str] | None, allowed: Collection[str]) -> str
     return next((name for name in names or () if name in allowed), None)
 
 
-def _is_left_by_dtype(tensor: Tensor, role: Role) -> bool:
-    is_weight = role in (Role.MASTER, Role.PARAMETER) and tensor.is_floating_point()
-    return is_large_weight(tensor) and is_weight and tensor.dtype not in WEIGHT_DTYPES
+def _warn_of_no_weights(state: FlatState) -> None:
+    """Warn if a lossy scheme loses nothing, since weights have another dtype or no tensor is known to be a weight."""
+    roles = {name: state.infos[name].role for name, tensor in state.tensors.items() if is_large_weight(tensor)}
+    floats = {name: role for name, role in roles.items() if state.tensors[name].is_floating_point()}
+    weights = [name for name, role in floats.items() if role in (Role.MASTER, Role.PARAMETER)]
+    wide = [name for name in weights if state.tensors[name].dtype not in WEIGHT_DTYPES]
+    others = [name for name, role in floats.items() if role is Role.OTHER]
+    if wide:
+        dtypes = ", ".join(sorted({str(state.tensors[name].dtype) for name in wide}))
+        warn_user(
+            f"all weights have a dtype that stays exact, so nothing is lossy ({dtypes}): "
+            f"{humanize.names(wide)}. Save them in float32, bfloat16 or float16"
+        )
+    elif others and not weights:
+        warn_user(
+            f"no tensor is known to be a weight, so nothing is lossy: {humanize.names(others)}. "
+            "Save them with their optimizer's state_dict, or under names such as head.weight"
+        )
 
 
 def is_large_weight(tensor: Tensor) -> bool:
