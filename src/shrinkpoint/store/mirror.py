@@ -18,6 +18,7 @@ from shrinkpoint.storage import LocalStorage, Source, Storage, copy_object
 from shrinkpoint.store import chain, layout
 from shrinkpoint.store.chain import ChainFile
 from shrinkpoint.store.history import oldest_first, place_of
+from shrinkpoint.store.identify import refuse_run
 from shrinkpoint.store.listing import Lister, Listing, StepDirectory, forget, put_manifest, scan
 from shrinkpoint.store.manifest import Manifest, encode_store_manifest
 from shrinkpoint.store.retention import Keep, apply_policy, check_metric, plan_deletion
@@ -62,9 +63,11 @@ class Mirror:
         """Read what is in the target; again whenever a call has failed.
 
         Raises:
+            MismatchError: a framework has saved there.
             StorageError: it cannot be listed, or a manifest cannot be read now.
             VersionError: a newer release has written there.
         """
+        refuse_run(self.target)
         content = scan(self.target)
         content.raise_unreadable()
         if self._has_begun:

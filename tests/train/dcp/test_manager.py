@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from helpers.processes import ranks
 
 import shrinkpoint as sp
-from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError
+from shrinkpoint.errors import MismatchError, NotFoundError, PolicyError, StorageError
 from shrinkpoint.train import Checkpointer
 from shrinkpoint.train.dcp import Manager
 
@@ -253,4 +253,9 @@ def test_a_store_and_a_run_write_nothing_over_each_other(tmp_path):
         for call in (lambda: store.restore(model=model), lambda: store.save(1, model=model)):
             with pytest.raises(MismatchError, match=r"run: the run of a framework, with step-000000001"):
                 call()
+    store = sp.CheckpointManager(tmp_path / "other", mirror=tmp_path / "run")
+    with pytest.warns(UserWarning, match="is behind: .*run: the run of a framework"):
+        store.save(1, model=model)
+        with pytest.raises(StorageError, match="the run of a framework, with step-000000001"):
+            store.close()
     assert Manager(tmp_path / "run").restore(model=model).step == 1
